@@ -1,0 +1,78 @@
+"""What every inference engine does, and the values that travel to it and back. Imports no torch.
+
+One protocol serves the embedded engine in this process, `clew serve` over HTTP, and SGLang (whose native HTTP shapes
+`clew serve` speaks).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from clew.record.weights import WeightRef
+
+FinishReason = Literal["stop", "length", "abort"]
+"""stop: a stop id or stop string; length: `max_new_tokens` or the context is full; abort: cut short, resubmit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How tokens are drawn."""
+
+    max_new_tokens: int = 256
+    """Tokens, at most."""
+    min_new_tokens: int = 0
+    """No stop id is drawn (its probability is 0) and no stop string counts before this many tokens."""
+    temperature: float = 1.0
+    """Logits are divided by it; 0 takes the likeliest token, whose logprob is then that at temperature 1."""
+    top_p: float = 1.0
+    """Nucleus: the fewest likeliest tokens whose probability reaches this."""
+    top_k: int = 0
+    """The likeliest k tokens; 0: all."""
+    min_p: float = 0.0
+    """Tokens at least this share as likely as the likeliest."""
+    stop_token_ids: tuple[int, ...] | None = None
+    """End a sequence, and are part of it. None: the tokenizer's end and pad tokens and the model's generation
+    config's. (): none."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a sequence; the tokens that complete one are part of it."""
+    seed: int = 0
+    """The token at position p (counted from the first prompt token) is drawn with one uniform number derived from
+    (seed, p) alone, so it depends neither on who shares the batch nor on interruptions."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """What the model said to one request. Aligned lists, one entry a generated token."""
+
+    output_ids: list[int]
+    logprobs: list[float]
+    """Of the distribution after temperature and before truncation (top_p, top_k, min_p), in nats."""
+    versions: list[int]
+    """Of the weights that made each token."""
+    finish_reason: FinishReason
+    matched: int | str | None = None
+    """The stop id or stop string that ended it."""
+
+
+class Engine(Protocol):
+    """An inference engine, as rollout and the weight publisher see it."""
+
+    async def generate(self, input_ids: list[int], params: SamplingParams, *, request_id: str = "") -> Completion:
+        """Complete one sequence. An abort (weights are being loaded, or somebody asked) returns the tokens so far
+        with finish_reason "abort"; `generate_through_aborts` resubmits them.
+        Raises EngineError: unreachable, prompt longer than the context, contradictory parameters."""
+        ...
+
+    async def load_weights(self, ref: WeightRef) -> None:
+        """Abort what is in flight, load in place, score the probe, resume. Raises EngineError when the probe differs:
+        the engine then serves nothing until a load succeeds."""
+        ...
+
+    async def abort(self, request_id: str | None = None) -> None:
+        """Cut one request short, or all (None); their tokens so far come back."""
+        ...
+
+    async def version(self) -> int:
+        """The version of the weights that it serves."""
+        ...

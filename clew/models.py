@@ -1,0 +1,80 @@
+"""Loading a causal language model and its tokenizer, with errors that say what a folder lacks.
+
+Shared by training and inference, which never import each other.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from clew.errors import ModelError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def pick_device(device: Literal["auto", "cpu", "cuda"]) -> torch.device:
+    """The device that model.device means here. Raises ModelError when cuda is asked for and absent."""
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ModelError("model.device is cuda, but torch finds no CUDA device. Use model.device=auto or =cpu, or "
+                         "install a CUDA build of torch; `clew doctor` shows what is here.")
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(device)
+
+
+def load_model(path: str, dtype: Literal["float32", "bfloat16"], device: torch.device) -> PreTrainedModel:
+    """A causal language model in eval mode, from a folder or the hub. Raises ModelError."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    _check_folder(path, "config.json", "a model configuration")
+    if Path(path).is_dir() and not any(Path(path).glob(pattern) for pattern in ("*.safetensors", "*.bin")):
+        raise ModelError(f"{path} holds no weights (*.safetensors); found {_listing(path)}. Save the model there with "
+                         f"save_pretrained, or point model.path elsewhere.")
+    transformers_logging.disable_progress_bar()
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ModelError(f"cannot load a causal language model from {path}: {error}") from error
+    return model.to(device).eval()
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer beside a model; its pad token falls back to its end token. Raises ModelError."""
+    from transformers import AutoTokenizer
+
+    _check_folder(path, "tokenizer_config.json", "a tokenizer")
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot load a tokenizer from {path}: {error}") from error
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise ModelError(f"the tokenizer in {path} has neither a pad token nor an end token, so a response could "
+                             f"never end. Set eos_token in its tokenizer_config.json.")
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def _check_folder(path: str, needed: str, what: str) -> None:
+    """A hub name passes: transformers looks it up."""
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or Path(path).exists()
+    if not looks_local:
+        return
+    if not Path(path).is_dir():
+        raise ModelError(f"there is no folder {path}. model.path takes a folder written by save_pretrained, "
+                         f"or a hub name such as Qwen/Qwen3-0.6B.")
+    if not (Path(path) / needed).exists():
+        raise ModelError(f"{path} holds no {needed}, so no {what.split(' ', 1)[1]} can be loaded from it; "
+                         f"found {_listing(path)}.")
+
+
+def _listing(path: str) -> str:
+    names = sorted(entry.name for entry in Path(path).iterdir())
+    return ", ".join(names[:8]) + (", …" if len(names) > 8 else "") if names else "nothing"

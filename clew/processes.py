@@ -1,0 +1,76 @@
+"""Processes that die with their parent, and locks that die with their process.
+
+Nothing here asks a dying process for its help: a parent that gets SIGKILL still takes its children along, and a lock
+whose holder is gone is free.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import IO
+
+from clew.errors import RecordError
+
+PARENT_VARIABLE = "CLEW_PARENT_PID"
+"""The spawning process names itself in this environment variable; see `die_with_parent`."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent_pid: int | None = None) -> None:
+    """Have this process killed (SIGKILL) as soon as its parent is gone, however the parent went.
+
+    parent_pid: the process that should be the parent; by default the one named by `PARENT_VARIABLE`. Without either
+    (a command typed in a terminal) nothing happens.
+
+    On Linux the kernel does it (prctl(2), PR_SET_PDEATHSIG), also while this process is stopped or spins in C code.
+    Elsewhere a thread looks for its parent four times a second.
+    """
+    if parent_pid is None:
+        named = os.environ.pop(PARENT_VARIABLE, None)
+        if named is None:
+            return
+        parent_pid = int(named)
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    else:
+        threading.Thread(target=_watch_parent, args=(parent_pid,), daemon=True).start()
+    if os.getppid() != parent_pid:  # it died before the call above
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _watch_parent(parent_pid: int) -> None:
+    while os.getppid() == parent_pid:
+        time.sleep(0.25)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hold_lock(path: Path, what: str) -> IO[str]:
+    """Take an exclusive lock on `path`, held until the returned file is closed or this process ends.
+
+    what: the role that is locked, for the message ("trainer").
+    Raises RecordError with the holder's pid when another process has it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open("a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        holder = file.read().strip() or "unknown"
+        file.close()
+        raise RecordError(
+            f"another {what} (pid {holder}) already works on {path.parent.parent}. "
+            f"A run directory has one {what}: end that process, or choose another trial=NAME."
+        ) from None
+    file.truncate(0)
+    file.write(str(os.getpid()))
+    file.flush()
+    return file

@@ -1,0 +1,180 @@
+"""A sequence: one row of training tokens, and the Parquet table that holds many of them.
+
+Aligned columns: entry i belongs to token i, given the tokens before it. Nested things are JSON text, so that pandas,
+DuckDB and `datasets` read the file as it is. The same table travels through the inbox, the steps and rejected/.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence as SequenceABC
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from clew.errors import RecordError
+from clew.record.files import write_bytes
+
+FORMAT = 1
+"""Version of this table. A reader refuses a newer one."""
+
+SCHEMA = pa.schema(
+    [
+        pa.field("id", pa.string(), nullable=False),
+        pa.field("group_id", pa.string(), nullable=False),
+        pa.field("episode_id", pa.string(), nullable=False),
+        pa.field("input_ids", pa.list_(pa.int32())),
+        pa.field("loss_mask", pa.list_(pa.bool_())),
+        pa.field("logprobs", pa.list_(pa.float32())),
+        pa.field("versions", pa.list_(pa.int32())),
+        pa.field("turn_ids", pa.list_(pa.int32())),
+        pa.field("temperatures", pa.list_(pa.float32())),
+        pa.field("reward", pa.float64()),
+        pa.field("rewards", pa.string()),
+        pa.field("finish_reason", pa.string()),
+        pa.field("data", pa.string()),
+        pa.field("interactions", pa.string()),
+        pa.field("error", pa.string()),
+        pa.field("admitted_version", pa.int32()),
+        pa.field("admitted_at", pa.float64()),
+        pa.field("started_at", pa.float64()),
+        pa.field("finished_at", pa.float64()),
+        pa.field("consumed_at", pa.float64()),
+    ],
+    metadata={"clew_format": str(FORMAT)},
+)
+
+_ALIGNED = {
+    "input_ids": np.int32,
+    "loss_mask": np.bool_,
+    "logprobs": np.float32,
+    "versions": np.int32,
+    "turn_ids": np.int32,
+    "temperatures": np.float32,
+}
+_NESTED = ("rewards", "data", "interactions")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sequence:
+    """One row of training tokens (T of them), or the trace of an episode that failed (T = 0, `error` says why)."""
+
+    id: str
+    group_id: str
+    episode_id: str
+    input_ids: np.ndarray
+    """[T] int32"""
+    loss_mask: np.ndarray
+    """[T] bool: the tokens that the model generated and that are trained on in this sequence."""
+    logprobs: np.ndarray
+    """[T] float32, nats: behaviour logprob; 0 where not generated."""
+    versions: np.ndarray
+    """[T] int32: version of the weights that sampled the token; -1 where not generated."""
+    turn_ids: np.ndarray
+    """[T] int32: index of the interaction that generated the token; -1 where not generated."""
+    temperatures: np.ndarray
+    """[T] float32: what the logits are divided by when the token is scored; 1 where not generated or greedy."""
+    reward: float
+    """The number that is trained on (the sum of `rewards`); NaN when the episode failed."""
+    rewards: dict[str, float] = field(default_factory=dict)
+    finish_reason: str = ""
+    """Of the last interaction: stop or length; "error" when the episode failed."""
+    data: dict[str, Any] = field(default_factory=dict)
+    """The prompt's row of the data set."""
+    interactions: list[dict[str, Any]] = field(default_factory=list)
+    """Messages or text, sampling parameters, seed, times of each interaction of this sequence."""
+    error: str | None = None
+    admitted_version: int = 0
+    """The published version when the group was admitted."""
+    admitted_at: float = 0.0
+    """Seconds since the epoch, like the three below."""
+    started_at: float = 0.0
+    finished_at: float = 0.0
+    consumed_at: float | None = None
+
+    def __post_init__(self) -> None:
+        lengths = {name: len(getattr(self, name)) for name in _ALIGNED}
+        assert len(set(lengths.values())) == 1, f"{self.id}: columns of different length: {lengths}"
+
+    def consumed(self, at: float) -> Sequence:
+        """The same row with the time at which the trainer took it."""
+        return replace(self, consumed_at=at)
+
+
+def to_table(sequences: SequenceABC[Sequence]) -> pa.Table:
+    """One row a sequence."""
+    columns: list[pa.Array] = []
+    for column in SCHEMA:
+        values = [getattr(sequence, column.name) for sequence in sequences]
+        if column.name in _ALIGNED:
+            offsets = np.zeros(len(values) + 1, np.int32)
+            np.cumsum([len(value) for value in values], out=offsets[1:])
+            dtype = _ALIGNED[column.name]
+            flat = np.concatenate([np.asarray(value, dtype) for value in values]) if values else np.empty(0, dtype)
+            columns.append(pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat, column.type.value_type)))
+        elif column.name in _NESTED:
+            columns.append(pa.array([json.dumps(value, ensure_ascii=False, default=str) for value in values]))
+        else:
+            columns.append(pa.array(values, column.type))
+    return pa.Table.from_arrays(columns, schema=SCHEMA)
+
+
+def from_table(table: pa.Table) -> list[Sequence]:
+    """The rows of a table that `read_table` returned; columns of a later, compatible format are left out."""
+    aligned = {name: _split(table.column(name), dtype) for name, dtype in _ALIGNED.items()}
+    plain = {name: table.column(name).to_pylist() for name in SCHEMA.names if name not in _ALIGNED}
+    rows = []
+    for i in range(table.num_rows):
+        values: dict[str, Any] = {name: column[i] for name, column in plain.items()}
+        values.update({name: json.loads(values[name]) for name in _NESTED})
+        values.update({name: column[i] for name, column in aligned.items()})
+        rows.append(Sequence(**values))
+    return rows
+
+
+def _split(column: pa.ChunkedArray, dtype: type) -> list[np.ndarray]:
+    whole = column.combine_chunks()
+    flat = whole.values.to_numpy(zero_copy_only=False).astype(dtype, copy=False)
+    offsets = whole.offsets.to_numpy()
+    return [flat[first:last] for first, last in zip(offsets[:-1], offsets[1:], strict=True)]
+
+
+def write_table(path: Path, table: pa.Table, *, compression: str = "zstd") -> None:
+    """Write a Parquet file atomically. Dictionaries and statistics are left out: they cost more than they save on
+    files of this size.
+
+    compression: "zstd" for what stays, "snappy" (half the time) for what lives for seconds.
+    """
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression=compression, use_dictionary=False, write_statistics=False,
+                   write_page_checksum=True)
+    write_bytes(path, memoryview(sink.getvalue()))
+
+
+def read_table(path: Path) -> pa.Table:
+    """Read a Parquet file of this format, checksums verified. Raises RecordError: missing, truncated, altered, newer."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise RecordError(f"{path} is missing. Restore it from a copy of the run directory.") from None
+    try:
+        table = pq.ParquetFile(pa.BufferReader(content), page_checksum_verification=True).read(use_threads=False)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise RecordError(
+            f"{path} cannot be read ({str(error).splitlines()[0]}); it has {len(content)} bytes. It was truncated or "
+            f"altered after it was written: restore it from a copy of the run directory."
+        ) from None
+    check_format(path, (table.schema.metadata or {}).get(b"clew_format", b"0"))
+    return table
+
+
+def check_format(path: Path, found: bytes | str | int) -> None:
+    """Raise RecordError when `path` is of a newer format than this Clew writes."""
+    if int(found) > FORMAT:
+        raise RecordError(
+            f"{path} is a record of format {int(found)}; this Clew reads formats up to {FORMAT}. Upgrade Clew."
+        )
