@@ -1,0 +1,119 @@
+"""The user's data set: rows as dictionaries, and the order in which a run goes through them.
+
+Local JSON-lines and Parquet files are read directly; `datasets` is imported only for what it alone can read (a hub
+name, or a folder in its layout).
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from clew.errors import DataError
+
+_JSON_LINES = (".jsonl", ".ndjson", ".json")
+_PARQUET = (".parquet", ".pq")
+
+
+def load_rows(path: str, *, split: str = "train", limit: int | None = None, columns: Sequence[str] = ()) -> list[dict]:
+    """The first `limit` rows (None: all) of a JSON-lines file, a Parquet file, or a data set that `datasets` can load.
+
+    split: of a hub data set; files have none.
+    columns: what every row must hold.
+    Raises DataError: no such file, not readable, no rows, a missing column (with the nearest name that there is).
+    """
+    suffix = Path(path).suffix.lower()
+    if suffix in _JSON_LINES:
+        rows = list(islice(_read_json_lines(_existing(path)), limit))
+    elif suffix in _PARQUET:
+        rows = list(islice(_read_parquet(_existing(path)), limit))
+    else:
+        rows = list(islice(_read_with_datasets(path, split), limit))
+    if not rows:
+        raise DataError(f"{path} holds no rows; at least one is needed.")
+    for number, row in enumerate(rows, start=1):
+        for column in columns:
+            if column not in row:
+                raise DataError(_missing_column(path, number, column, row))
+    return rows
+
+
+def order(n_rows: int, index: int, seed: int) -> int:
+    """The row that the prompt number `index` (from 0) of a run takes: every epoch goes through all rows once, in a
+    permutation that follows from (seed, epoch) and nothing else."""
+    epoch, position = divmod(index, n_rows)
+    return int(_permutation(n_rows, epoch, seed)[position])
+
+
+@lru_cache(maxsize=4)
+def _permutation(n_rows: int, epoch: int, seed: int) -> np.ndarray:
+    """[n_rows] int. Sorting raw bits, because NumPy promises those (but not its shuffles) to be the same for ever."""
+    bits: Any = np.random.PCG64([seed, epoch]).random_raw(n_rows)
+    return np.argsort(bits, kind="stable")
+
+
+def _existing(path: str) -> Path:
+    file = Path(path).expanduser()
+    if file.is_file():
+        return file
+    folder = file.parent
+    if not folder.is_dir():
+        raise DataError(f"there is no data file {path}: its folder {folder} does not exist.")
+    near = difflib.get_close_matches(file.name, [entry.name for entry in folder.iterdir()], n=1)
+    hint = f" Did you mean {folder / near[0]}?" if near else ""
+    raise DataError(f"there is no data file {path}.{hint}")
+
+
+def _read_json_lines(file: Path) -> Iterator[dict]:
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise DataError(f"{file}:{number}: this line is not JSON ({error}). A JSON-lines file has one object "
+                                f"on each line.") from None
+            if not isinstance(row, dict):
+                raise DataError(f"{file}:{number}: expected an object such as {{\"prompt\": …}}, found "
+                                f"{type(row).__name__}. A JSON-lines file has one object on each line.")
+            yield row
+
+
+def _read_parquet(file: Path) -> Iterator[dict]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(file) as parquet:
+            for batch in parquet.iter_batches(batch_size=1024):
+                yield from batch.to_pylist()
+    except (pa.ArrowInvalid, OSError) as error:
+        raise DataError(f"{file} cannot be read as Parquet: {str(error).splitlines()[0]}") from None
+
+
+def _read_with_datasets(path: str, split: str) -> Iterator[dict]:
+    import datasets
+
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
+    if looks_local and not Path(path).expanduser().is_dir():
+        raise DataError(f"there is no data set {path}. data.path takes a file ({', '.join(_JSON_LINES + _PARQUET)}), "
+                        f"a folder that `datasets` can load, or a hub name such as openai/gsm8k.")
+    try:
+        rows: Any = datasets.load_dataset(str(Path(path).expanduser()) if looks_local else path, split=split)
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot load the data set {path}, split {split}: {error}") from error
+    yield from rows
+
+
+def _missing_column(path: str, number: int, column: str, row: dict) -> str:
+    near = difflib.get_close_matches(column, list(row), n=1, cutoff=0.5)
+    hint = f" Did you mean {near[0]!r}?" if near else " Name the right one in the configuration's data section."
+    return f"{path}: row {number} has no column {column!r}; it has {', '.join(map(repr, row)) or 'none'}.{hint}"

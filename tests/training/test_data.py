@@ -1,0 +1,73 @@
+"""Reading the user's data, and the order of prompts."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clew.data import load_rows, order
+from clew.errors import DataError
+
+ROWS = [{"prompt": f"{i}+1=", "answer": i + 1} for i in range(5)]
+
+
+def write_lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_json_lines_and_parquet_give_the_same_rows(tmp_path):
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
+    lines = write_lines(tmp_path / "rows.jsonl", ROWS)
+    assert load_rows(lines, columns=["prompt"]) == ROWS
+    assert load_rows(str(tmp_path / "rows.parquet"), columns=["prompt"]) == ROWS
+    assert load_rows(lines, limit=2) == ROWS[:2]
+    assert load_rows(str(tmp_path / "rows.parquet"), limit=2) == ROWS[:2]
+
+
+def test_a_missing_file_names_its_neighbour(tmp_path):
+    write_lines(tmp_path / "train.jsonl", ROWS)
+    with pytest.raises(DataError, match=r"Did you mean .*train\.jsonl"):
+        load_rows(str(tmp_path / "trian.jsonl"))
+
+
+def test_a_missing_column_names_row_and_nearest(tmp_path):
+    path = write_lines(tmp_path / "train.jsonl", [*ROWS, {"promt": "x", "answer": 2}])
+    expected = r"row 6 has no column 'prompt'; it has 'promt', 'answer'\. Did you mean 'promt'"
+    with pytest.raises(DataError, match=expected):
+        load_rows(path, columns=["prompt"])
+
+
+def test_a_malformed_line_is_named(tmp_path):
+    path = tmp_path / "train.jsonl"
+    path.write_text('{"prompt": 1}\n\n{"prompt": \n')
+    with pytest.raises(DataError, match=r"train\.jsonl:3: this line is not JSON"):
+        load_rows(str(path))
+    path.write_text("[1, 2]\n")
+    with pytest.raises(DataError, match=r"train\.jsonl:1: expected an object"):
+        load_rows(str(path))
+
+
+def test_no_rows_and_no_parquet(tmp_path):
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(DataError, match="holds no rows"):
+        load_rows(str(tmp_path / "empty.jsonl"))
+    (tmp_path / "cut.parquet").write_bytes(b"PAR1....")
+    with pytest.raises(DataError, match="cannot be read as Parquet"):
+        load_rows(str(tmp_path / "cut.parquet"))
+
+
+@given(n_rows=st.integers(1, 40), epoch=st.integers(0, 5), seed=st.integers(0, 2**63))
+def test_every_epoch_takes_each_row_once(n_rows, epoch, seed):
+    rows = [order(n_rows, epoch * n_rows + i, seed) for i in range(n_rows)]
+    assert sorted(rows) == list(range(n_rows))
+
+
+def test_epochs_and_seeds_differ():
+    first, second, other = (
+        [order(30, i + 30 * epoch, seed) for i in range(30)] for epoch, seed in [(0, 1), (1, 1), (0, 2)]
+    )
+    assert first != second and first != other
