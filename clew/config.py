@@ -25,53 +25,53 @@ class Model(Section):
     """The policy, and where it computes."""
 
     path: str = Field(description="Folder (as save_pretrained writes it) or hub name of a causal language model.")
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Type of the weights, here and in inference.")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where to compute; auto: cuda where there is one.")
+    dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="Type of the weights, here and in inference.")
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="Where to compute; auto: cuda if there is one.")
 
 
 class Data(Section):
     """The prompts."""
 
     path: str = Field(description="JSON-lines or Parquet file, or the hub name of a data set.")
-    split: str = Field("train", description="Split of a hub data set; files have none.")
-    prompt: str = Field("prompt", description="Column with the prompt: text, or a list of chat messages.")
-    completion: str = Field("completion", description="Column with the demonstration, for `clew sft`.")
-    limit: int | None = Field(None, ge=1, description="Use only the first so many rows.")
+    split: str = Field(default="train", description="Split of a hub data set; files have none.")
+    prompt: str = Field(default="prompt", description="Column with the prompt: text, or a list of chat messages.")
+    completion: str = Field(default="completion", description="Column with the demonstration, for `clew sft`.")
+    limit: int | None = Field(default=None, ge=1, description="Use only the first so many rows.")
 
 
 class Rollout(Section):
     """How episodes are made and admitted."""
 
-    workflow: str = Field("clew.rollout.workflows.SingleTurn", description="Dotted path of the workflow's class.")
+    workflow: str = Field(default="clew.rollout.workflows.SingleTurn", description="Dotted path of the workflow's class.")
     workflow_kwargs: dict[str, Any] = Field(default_factory=dict, description="Arguments of its constructor.")
-    reward: str | None = Field(None, description="Dotted path of the reward function, (completion, data) -> number(s).")
-    reward_timeout_s: float = Field(30.0, gt=0, description="Seconds after which a reward call is killed: an error.")
-    reward_workers: int = Field(1, ge=1, description="Processes that compute plain (not async) rewards.")
-    n_samples: int = Field(8, ge=1, description="Episodes in a group (of the same prompt).")
-    batch_groups: int = Field(16, ge=1, description="Groups in a batch: what one step consumes.")
-    max_lag: int = Field(0, ge=0, description="Versions by which a token may be older than the trainer; 0: synchronous.")
+    reward: str | None = Field(default=None, description="Dotted path of the reward function, (completion, data) -> number(s).")
+    reward_timeout_s: float = Field(default=30.0, gt=0, description="Seconds after which a reward call is killed: an error.")
+    reward_workers: int = Field(default=1, ge=1, description="Processes that compute plain (not async) rewards.")
+    n_samples: int = Field(default=8, ge=1, description="Episodes in a group (of the same prompt).")
+    batch_groups: int = Field(default=16, ge=1, description="Groups in a batch: what one step consumes.")
+    max_lag: int = Field(default=0, ge=0, description="Versions a token may be older than the trainer; 0: synchronous.")
     late: Literal["wait", "train"] = Field(
-        "wait", description="A group that would grow too old: the batch waits for it, or trains on it later."
+        default="wait", description="A group that would grow too old: the batch waits for it, or trains on it later."
     )
-    drop_equal_rewards: bool = Field(False, description="Reject and refill groups whose rewards are all equal.")
+    drop_equal_rewards: bool = Field(default=False, description="Reject and refill groups whose rewards are all equal.")
     max_failed_share: float = Field(
-        0.2, ge=0, le=1, description="Share of failed episodes, among the last 64 or more, beyond which the run stops."
+        default=0.2, ge=0, le=1, description="Share of failed episodes, among the last 64 or more, beyond which the run stops."
     )
-    episode_timeout_s: float = Field(600.0, gt=0, description="Seconds after which an episode is cancelled: an error.")
+    episode_timeout_s: float = Field(default=600.0, gt=0, description="Seconds after which an episode is cancelled: an error.")
 
 
 class Sampling(Section):
     """How rollout draws tokens."""
 
-    max_new_tokens: int = Field(256, ge=1, description="Tokens a response may have.")
-    min_new_tokens: int = Field(0, ge=0, description="Tokens before which a response cannot end.")
-    temperature: float = Field(1.0, ge=0, description="Divides the logits; 0 takes the likeliest token.")
-    top_p: float = Field(1.0, gt=0, le=1, description="Draw from the fewest likeliest tokens of this total probability.")
-    top_k: int = Field(0, ge=0, description="Draw from the likeliest k tokens; 0: from all.")
-    min_p: float = Field(0.0, ge=0, lt=1, description="Draw from tokens at least this share as likely as the likeliest.")
+    max_new_tokens: int = Field(default=256, ge=1, description="Tokens a response may have.")
+    min_new_tokens: int = Field(default=0, ge=0, description="Tokens before which a response cannot end.")
+    temperature: float = Field(default=1.0, ge=0, description="Divides the logits; 0 takes the likeliest token.")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="Draw from the fewest likeliest tokens of this probability.")
+    top_k: int = Field(default=0, ge=0, description="Draw from the likeliest k tokens; 0: from all.")
+    min_p: float = Field(default=0.0, ge=0, lt=1, description="Draw from tokens this share as likely as the likeliest.")
     stop: list[str] = Field(default_factory=list, description="Strings that end a response.")
     stop_token_ids: list[int] | None = Field(
-        None, description="Token ids that end a response; null: the tokenizer's end and pad tokens."
+        default=None, description="Token ids that end a response; null: the tokenizer's end and pad tokens."
     )
 
     @model_validator(mode="after")
@@ -87,79 +87,79 @@ class Sampling(Section):
 class Inference(Section):
     """The inference engine and its server."""
 
-    listen: str = Field("127.0.0.1:0", description="host:port of `clew serve`; port 0 takes a free one.")
-    max_running: int = Field(128, ge=1, description="Sequences generated side by side; more wait in a queue.")
-    cache_gib: float = Field(1.0, gt=0, description="GiB of memory for keys and values; more requests wait.")
+    listen: str = Field(default="127.0.0.1:0", description="host:port of `clew serve`; port 0 takes a free one.")
+    max_running: int = Field(default=128, ge=1, description="Sequences generated side by side; more wait in a queue.")
+    cache_gib: float = Field(default=1.0, gt=0, description="GiB of memory for keys and values; more requests wait.")
     weights: str | None = Field(
-        None, description="Folder for weights on their way to inference (/dev/shm/NAME: memory); null: the run directory."
+        default=None, description="Folder for weights on their way to inference, such as /dev/shm/NAME; null: the run's."
     )
 
 
 class Training(Section):
     """The optimizer (AdamW) and the shape of a step."""
 
-    steps: int = Field(100, ge=1, description="Steps of the whole run.")
-    batch_size: int = Field(32, ge=1, description="Demonstrations in a step of `clew sft`; RL consumes groups instead.")
-    lr: float = Field(1e-5, gt=0, description="Peak learning rate.")
+    steps: int = Field(default=100, ge=1, description="Steps of the whole run.")
+    batch_size: int = Field(default=32, ge=1, description="Demonstrations in a step of `clew sft`; RL consumes groups instead.")
+    lr: float = Field(default=1e-5, gt=0, description="Peak learning rate.")
     schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="What the learning rate does after the warm-up; linear and cosine end at 0."
+        default="constant", description="What the learning rate does after the warm-up; linear and cosine end at 0."
     )
-    warmup_steps: int = Field(0, ge=0, description="Optimizer updates over which the learning rate rises from 0.")
-    weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled decay of matrices (not of norms and biases).")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's decay rates of the two moments.")
-    max_grad_norm: float = Field(1.0, gt=0, description="Gradients are scaled down to this global norm.")
-    micro_batch_tokens: int = Field(16384, ge=1, description="Tokens (padding included) computed at a time.")
+    warmup_steps: int = Field(default=0, ge=0, description="Optimizer updates over which the learning rate rises from 0.")
+    weight_decay: float = Field(default=0.0, ge=0, description="AdamW's decoupled decay of matrices (not of norms and biases).")
+    betas: tuple[float, float] = Field(default=(0.9, 0.95), description="AdamW's decay rates of the two moments.")
+    max_grad_norm: float = Field(default=1.0, gt=0, description="Gradients are scaled down to this global norm.")
+    micro_batch_tokens: int = Field(default=16384, ge=1, description="Tokens (padding included) computed at a time.")
 
 
 class Algorithm(Section):
     """GRPO with the decoupled objective of AReaL (arXiv 2505.24298)."""
 
-    minibatches: int = Field(1, ge=1, description="Optimizer updates in a step, each on its share of the groups.")
-    clip_low: float = Field(0.2, gt=0, lt=1, description="The ratio is clipped below at 1 - clip_low.")
-    clip_high: float = Field(0.2, gt=0, description="The ratio is clipped above at 1 + clip_high.")
-    importance_cap: float = Field(2.0, gt=0, description="Proximal over behaviour probability is truncated to this.")
-    kl_coef: float = Field(0.0, ge=0, description="Weight of the KL divergence (k3) to the model that the run began with.")
+    minibatches: int = Field(default=1, ge=1, description="Optimizer updates in a step, each on its share of the groups.")
+    clip_low: float = Field(default=0.2, gt=0, lt=1, description="The ratio is clipped below at 1 - clip_low.")
+    clip_high: float = Field(default=0.2, gt=0, description="The ratio is clipped above at 1 + clip_high.")
+    importance_cap: float = Field(default=2.0, gt=0, description="Proximal over behaviour probability, truncated to this.")
+    kl_coef: float = Field(default=0.0, ge=0, description="Weight of the KL divergence (k3) to the run's first model.")
 
 
 class Eval(Section):
     """Evaluation on held-out prompts; all episodes of one evaluation are by one version."""
 
-    path: str | None = Field(None, description="Like data.path; null: no evaluation.")
-    every_steps: int = Field(10, ge=1, description="Evaluate versions 0, N, 2N, ... and the last.")
-    n_samples: int = Field(1, ge=1, description="Episodes a prompt, for pass@1 to pass@n.")
-    temperature: float = Field(0.0, ge=0, description="Sampling temperature; 0: greedy.")
+    path: str | None = Field(default=None, description="Like data.path; null: no evaluation.")
+    every_steps: int = Field(default=10, ge=1, description="Evaluate versions 0, N, 2N, ... and the last.")
+    n_samples: int = Field(default=1, ge=1, description="Episodes a prompt, for pass@1 to pass@n.")
+    temperature: float = Field(default=0.0, ge=0, description="Sampling temperature; 0: greedy.")
 
 
 class Checkpoint(Section):
     """What a killed run restarts from."""
 
-    every_steps: int = Field(20, ge=1, description="Steps between checkpoints; those after the last are replayed.")
-    keep: int = Field(2, ge=1, description="Checkpoints kept besides the first.")
+    every_steps: int = Field(default=20, ge=1, description="Steps between checkpoints; those after the last are replayed.")
+    keep: int = Field(default=2, ge=1, description="Checkpoints kept besides the first.")
 
 
 class Record(Section):
     """The run directory."""
 
-    keep_steps: int | None = Field(None, ge=1, description="Keep the data of the last so many steps; null: of all.")
+    keep_steps: int | None = Field(default=None, ge=1, description="Keep the data of the last so many steps; null: of all.")
 
 
 class Launch(Section):
     """Where the processes run."""
 
     mode: Literal["local", "inline"] = Field(
-        "local", description="local: a process each; inline: one process, user code on its main thread, no time limits."
+        default="local", description="local: a process each; inline: one process, user code on its main thread, no time limits."
     )
-    restarts: int = Field(3, ge=0, description="Times that a dead server or rollout process is started again.")
-    threads: int | None = Field(None, ge=1, description="Threads of torch in each process; null: one a core.")
+    restarts: int = Field(default=3, ge=0, description="Times that a dead server or rollout process is started again.")
+    threads: int | None = Field(default=None, ge=1, description="Threads of torch in each process; null: one a core.")
 
 
 class Config(Section):
     """Everything that can be configured. Sections that a command does not need are ignored by it."""
 
     experiment: str = Field(pattern=r"^[\w.-]+$", description="Names the run directory, ROOT/EXPERIMENT/TRIAL.")
-    trial: str = Field("0", pattern=r"^[\w.-]+$", description="Second part of the run directory's name.")
-    root: str = Field("runs", description="Folder that holds the run directories.")
-    seed: int = Field(1, ge=0, description="All seeds derive from this one and the IDs of things.")
+    trial: str = Field(default="0", pattern=r"^[\w.-]+$", description="Second part of the run directory's name.")
+    root: str = Field(default="runs", description="Folder that holds the run directories.")
+    seed: int = Field(default=1, ge=0, description="All seeds derive from this one and the IDs of things.")
     model: Model
     data: Data
     rollout: Rollout = Rollout()

@@ -6,6 +6,7 @@ DuckDB and `datasets` read the file as it is. The same table travels through the
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field, replace
@@ -140,7 +141,7 @@ def _split(column: pa.ChunkedArray, dtype: type) -> list[np.ndarray]:
     whole = column.combine_chunks()
     flat = whole.values.to_numpy(zero_copy_only=False).astype(dtype, copy=False)
     offsets = whole.offsets.to_numpy()
-    return [flat[first:last] for first, last in zip(offsets[:-1], offsets[1:], strict=True)]
+    return [flat[first:last] for first, last in itertools.pairwise(offsets)]
 
 
 def write_table(path: Path, table: pa.Table, *, compression: str = "zstd") -> None:
@@ -156,7 +157,7 @@ def write_table(path: Path, table: pa.Table, *, compression: str = "zstd") -> No
 
 
 def read_table(path: Path) -> pa.Table:
-    """Read a Parquet file of this format, checksums verified. Raises RecordError: missing, truncated, altered, newer."""
+    """Read a Parquet file, checksums verified. Raises RecordError: missing, truncated, altered, newer."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:

@@ -1,0 +1,85 @@
+"""inbox/: finished groups that no committed step has consumed yet, and what the trainer has published.
+
+Written by the rollout process (groups, running.json) and by the trainer (version.json, removal of groups). Neither
+ever waits for a lock: each file is renamed into place, and the order of writing and reading settles the races (see
+`Inbox.set_running`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import pyarrow as pa
+
+from clew.record import rows
+from clew.record.files import read_json, remove_strays, write_json
+
+
+def group_name(number: int) -> str:
+    """The ID of the n-th group of a run."""
+    return f"g{number:06d}"
+
+
+def group_number(group_id: str) -> int:
+    """The place of a group in the data order."""
+    return int(group_id[1:])
+
+
+class Inbox:
+    """The waiting groups, each a Parquet file in the format of a step."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self._seen: dict[str, pa.Table] = {}
+
+    def put(self, group_id: str, sequences: Sequence[rows.Sequence]) -> None:
+        """File a finished group. From here on it survives everything that can happen to its process."""
+        rows.write_table(self.folder / f"{group_id}.parquet", rows.to_table(sequences), compression="snappy")
+
+    def names(self) -> set[str]:
+        """The IDs of the groups that lie here."""
+        return {path.stem for path in self.folder.glob("g*.parquet")}
+
+    def scan(self) -> dict[str, pa.Table]:
+        """All groups that lie here; each file is read once. Raises RecordError when one cannot be read."""
+        names = self.names()
+        self._seen = {name: table for name, table in self._seen.items() if name in names}
+        for name in sorted(names - self._seen.keys()):
+            self._seen[name] = rows.read_table(self.folder / f"{name}.parquet")
+        return self._seen
+
+    def remove(self, group_ids: Iterable[str]) -> None:
+        """Drop groups that a committed step names."""
+        for group_id in group_ids:
+            (self.folder / f"{group_id}.parquet").unlink(missing_ok=True)
+
+    def set_running(self, admitted_versions: Mapping[str, int]) -> None:
+        """Tell the trainer which groups are being made, and at which published version each was admitted.
+
+        The writer looks at `published` again afterwards, and corrects the versions if it has moved: so either the
+        trainer, which publishes before it looks here, sees the group, or the group was admitted at the newer version.
+        """
+        write_json(self.folder / "running.json", dict(admitted_versions))
+
+    def running(self) -> dict[str, int]:
+        """Group ID to the version at which it was admitted, for the groups that are being made."""
+        path = self.folder / "running.json"
+        finished = self.names()
+        return {name: v for name, v in read_json(path).items() if name not in finished} if path.exists() else {}
+
+    def publish(self, version: int) -> None:
+        """Say that the weights of `version` are loaded everywhere: rollout admits by it."""
+        write_json(self.folder / "version.json", {"version": version})
+
+    def published(self) -> int | None:
+        """The newest published version; None before the trainer has published any."""
+        try:
+            return read_json(self.folder / "version.json")["version"]
+        except FileNotFoundError:
+            return None
+
+    def clean(self) -> None:
+        """Remove half-written files of a rollout process that was killed."""
+        remove_strays(self.folder)

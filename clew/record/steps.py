@@ -1,0 +1,131 @@
+"""steps/: what was consumed, what was computed from it, and the JSON that commits it.
+
+A step is written in this order, and each crash in between has one meaning:
+
+1. ``step-N.parquet``          the chosen batch; without its JSON it is trained on again as it is
+2. ``step-N/rank-R.parquet``   the stages that each rank computed
+3. ``step-N.json``             commits the step: now its groups are consumed
+4. a line in ``index.jsonl``   follows from 3; `Steps.repair` adds what a crash left out
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from clew.errors import RecordError
+from clew.record import rows
+from clew.record.files import explain_disk_errors, read_json, remove_strays, write_bytes, write_json
+
+
+class Steps:
+    """The committed steps of a run, and the one that is being made."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def data_path(self, step: int) -> Path:
+        return self.folder / f"step-{step:06d}.parquet"
+
+    def json_path(self, step: int) -> Path:
+        return self.folder / f"step-{step:06d}.json"
+
+    def stage_path(self, step: int, rank: int) -> Path:
+        return self.folder / f"step-{step:06d}" / f"rank-{rank}.parquet"
+
+    @property
+    def index_path(self) -> Path:
+        return self.folder / "index.jsonl"
+
+    def write_data(self, step: int, table: pa.Table) -> None:
+        """1: the batch of `step`, as it will be trained on now, on resume and in every replay."""
+        rows.write_table(self.data_path(step), table)
+
+    def read_data(self, step: int) -> list[rows.Sequence]:
+        """The batch of `step`. Raises RecordError: missing, truncated, altered."""
+        return rows.from_table(rows.read_table(self.data_path(step)))
+
+    def has_data(self, step: int) -> bool:
+        return self.data_path(step).exists()
+
+    def write_stages(
+        self, step: int, rank: int, ids: Sequence[str], stages: Mapping[str, Sequence[np.ndarray]]
+    ) -> None:
+        """2: what `rank` computed from its rows: one list of float32, aligned with the tokens, a sequence and stage."""
+        columns: dict[str, pa.Array] = {"id": pa.array(list(ids))}
+        for name, values in stages.items():
+            offsets = np.zeros(len(values) + 1, np.int32)
+            np.cumsum([len(value) for value in values], out=offsets[1:])
+            columns[name] = pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(values), pa.float32()))
+        path = self.stage_path(step, rank)
+        path.parent.mkdir(exist_ok=True)
+        rows.write_table(path, pa.table(columns, metadata={"clew_format": str(rows.FORMAT)}))
+
+    def commit(self, step: int, summary: Mapping[str, Any]) -> None:
+        """3 and 4. `summary` has at least `groups`, `versions` and `digests`; the index repeats these three."""
+        write_json(self.json_path(step), {"clew_format": rows.FORMAT, "step": step, **summary})
+        with explain_disk_errors(self.index_path), self.index_path.open("a") as index:
+            index.write(self._index_line(step, summary))
+
+    @staticmethod
+    def _index_line(step: int, summary: Mapping[str, Any]) -> str:
+        return json.dumps({"step": step, **{key: summary[key] for key in ("groups", "versions", "digests")}}) + "\n"
+
+    def read(self, step: int) -> dict[str, Any]:
+        """What was committed for `step`."""
+        path = self.json_path(step)
+        if not path.exists():
+            raise RecordError(f"{path} is missing: step {step} was not committed; the next step is {self.count()}.")
+        summary = read_json(path)
+        rows.check_format(path, summary["clew_format"])
+        return summary
+
+    def index(self) -> list[dict[str, Any]]:
+        """A dictionary a committed step (step, groups, versions, digests), in order; a torn last line is left out."""
+        try:
+            lines = self.index_path.read_text().split("\n")[:-1]
+        except FileNotFoundError:
+            lines = []
+        entries = [json.loads(line) for line in lines]
+        while self.json_path(len(entries)).exists():  # committed, but killed before its line was written
+            summary = self.read(len(entries))
+            entries.append({"step": len(entries), **{key: summary[key] for key in ("groups", "versions", "digests")}})
+        return entries
+
+    def count(self) -> int:
+        """How many steps are committed; also the number of the next one."""
+        return len(self.index())
+
+    def consumed(self) -> set[str]:
+        """The groups that committed steps name."""
+        return {group_id for entry in self.index() for group_id in entry["groups"]}
+
+    def pending_groups(self) -> set[str]:
+        """The groups of a step whose data is written, but which is not committed yet."""
+        step = self.count()
+        if not self.has_data(step):
+            return set()
+        return set(rows.read_table(self.data_path(step)).column("group_id").to_pylist())
+
+    def repair(self) -> None:
+        """Complete the index and remove half-written files, after a kill. Only the trainer calls it."""
+        remove_strays(self.folder)
+        entries = self.index()
+        whole = "".join(self._index_line(entry["step"], entry) for entry in entries)
+        if not self.index_path.exists() or self.index_path.read_text() != whole:
+            write_bytes(self.index_path, whole.encode())
+
+    def prune(self, before: int) -> None:
+        """Remove data and stages of the steps before `before`; what they committed (JSON, index) stays."""
+        for path in self.folder.glob("step-*.parquet"):
+            step = int(path.stem.removeprefix("step-"))
+            if step < before:
+                path.unlink(missing_ok=True)
+                shutil.rmtree(self.stage_path(step, 0).parent, ignore_errors=True)
