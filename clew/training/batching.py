@@ -1,0 +1,50 @@
+"""Which sequences are computed together: mini-batches (an optimizer update each) of micro-batches (a forward each)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+Plan = list[list[list[int]]]
+"""plan[mini-batch][micro-batch] lists rows of the batch. It is JSON as it stands and goes into the record."""
+
+
+def plan_step(lengths: Sequence[int], group_ids: Sequence[str], *, minibatches: int, budget: int) -> Plan:
+    """Split a batch by groups, in their order, into mini-batches of as equal numbers of groups as possible, and each
+    of those into micro-batches of at most `budget` tokens.
+
+    lengths: tokens of each row.   group_ids: of each row.
+    minibatches: how many; fewer where there are fewer groups.
+    """
+    rows_of: dict[str, list[int]] = {}
+    for row, group_id in enumerate(group_ids):
+        rows_of.setdefault(group_id, []).append(row)
+    groups = list(rows_of.values())
+    count = min(minibatches, len(groups))
+    bounds = [len(groups) * i // count for i in range(count + 1)]
+    return [
+        pack(lengths, [row for group in groups[first:last] for row in group], budget=budget)
+        for first, last in pairwise(bounds)
+    ]
+
+
+def pack(lengths: Sequence[int], rows: Sequence[int], *, budget: int) -> list[list[int]]:
+    """Micro-batches of rows of like length, the longest first, so that a lack of memory shows at once.
+
+    A micro-batch takes rows x longest tokens, padding included, and at most `budget`; a longer row goes alone.
+    """
+    micro_batches: list[list[int]] = []
+    room = 0
+    for row in sorted(rows, key=lambda row: (-lengths[row], row)):
+        if room == 0:
+            micro_batches.append([])
+            room = max(1, budget // max(1, lengths[row]))
+        micro_batches[-1].append(row)
+        room -= 1
+    return micro_batches
+
+
+def padding_share(lengths: Sequence[int], plan: Plan) -> float:
+    """Of all tokens computed, the share that is padding."""
+    computed = sum(len(rows) * max(lengths[row] for row in rows) for minibatch in plan for rows in minibatch)
+    return 1 - sum(lengths) / computed if computed else 0.0

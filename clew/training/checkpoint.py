@@ -1,0 +1,133 @@
+"""Checkpoints: what a killed run restarts from, bit for bit.
+
+::
+
+    step-000130/
+      model.safetensors, config.json, tokenizer files     as save_pretrained writes them; transformers reads them
+      state.safetensors                                   optimizer moments, float32 masters, random state
+      checkpoint.json                                     version, updates, digests, data position
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from clew.config import Config
+from clew.errors import ModelError, RecordError
+from clew.models import load_model
+from clew.record.files import read_json, write_json
+from clew.record.rows import check_format
+from clew.training.digests import digest_tensors
+from clew.training.engine import TrainEngine
+from clew.training.folders import remove_folder, save_model, written_aside
+
+FORMAT = 1
+"""Version of checkpoint.json. A reader refuses a newer one."""
+_RANDOM = "random.torch"
+
+
+def is_due(version: int, config: Config) -> bool:
+    """Whether a run saves the weights of this version: 0, every so many, and the last."""
+    return version % config.checkpoint.every_steps == 0 or version == config.training.steps
+
+
+def save(engine: TrainEngine, folder: Path, extra: dict[str, Any]) -> None:
+    """Write a checkpoint; `folder` appears whole. One that is there already and is the same is left as it is.
+
+    extra: JSON; comes back from `load`.
+    Raises RecordError when the disk is full.
+    """
+    state = {**engine.optimizer.state(), _RANDOM: torch.get_rng_state()}
+    said = {
+        "format": FORMAT,
+        "version": engine.version,
+        "updates": engine.optimizer.updates,
+        "dtype": engine.config.model.dtype,
+        "weights_digest": engine.weights_digest(),
+        "state_digest": digest_tensors(state.items()),
+        "extra": extra,
+    }
+    if (folder / "checkpoint.json").exists() and read_json(folder / "checkpoint.json") == said:
+        return
+    with written_aside(folder) as aside:
+        save_model(engine.model, aside)
+        engine.tokenizer.save_pretrained(aside)
+        save_file({name: tensor.contiguous() for name, tensor in state.items()}, aside / "state.safetensors")
+        write_json(aside / "checkpoint.json", said)
+
+
+def load(engine: TrainEngine, folder: Path) -> dict[str, Any]:
+    """Bring `engine` to where `save` was called; returns its `extra`. The engine is untouched when this raises.
+
+    Raises RecordError: missing, truncated, altered, newer; ModelError: a checkpoint of another model.
+    """
+    if not (folder / "checkpoint.json").exists():
+        raise RecordError(f"{folder} is no checkpoint: it holds no checkpoint.json.")
+    said = read_json(folder / "checkpoint.json")
+    check_format(folder / "checkpoint.json", said["format"])
+    if said["dtype"] != engine.config.model.dtype:
+        raise ModelError(f"{folder} was trained with model.dtype={said['dtype']}, this run has "
+                         f"{engine.config.model.dtype}. Set it back, or start another trial=NAME from that folder.")
+    try:
+        loaded = load_model(str(folder), engine.config.model.dtype, engine.device)
+        state = load_file(folder / "state.safetensors")
+    except (ModelError, SafetensorError, OSError) as error:
+        raise _altered(folder, str(error)) from error
+    _check_same_model(folder, engine.model.named_parameters(), loaded.named_parameters())
+    if digest_tensors(loaded.named_parameters()) != said["weights_digest"]:
+        raise _altered(folder, "its weights do not have the digest in checkpoint.json")
+    if digest_tensors(state.items()) != said["state_digest"]:
+        raise _altered(folder, "its state.safetensors does not have the digest in checkpoint.json")
+    engine.model.load_state_dict(loaded.state_dict())
+    torch.set_rng_state(state.pop(_RANDOM))
+    engine.optimizer.load_state(state, updates=said["updates"])
+    engine.restored(said["version"])
+    return said["extra"]
+
+
+def saved(checkpoints: Path) -> list[Path]:
+    """The checkpoints in a folder of them, oldest first."""
+    return sorted(path.parent for path in checkpoints.glob("step-*/checkpoint.json"))
+
+
+def prune(checkpoints: Path, keep: int) -> None:
+    """Remove all but the first and the last `keep`."""
+    for folder in saved(checkpoints)[1:-keep]:
+        remove_folder(folder)
+
+
+def point_latest(checkpoints: Path, folder: Path) -> None:
+    """Have `checkpoints/latest` point at this checkpoint, from one moment to the next."""
+    link = checkpoints / ".latest"
+    link.unlink(missing_ok=True)
+    link.symlink_to(folder.name)
+    link.replace(checkpoints / "latest")
+
+
+def _check_same_model(
+    folder: Path, ours: Iterable[tuple[str, Tensor]], theirs: Iterable[tuple[str, Tensor]]
+) -> None:
+    mine, found = ({name: tuple(tensor.shape) for name, tensor in named} for named in (ours, theirs))
+    for name in [*mine, *found]:
+        if mine.get(name) != found.get(name):
+            raise ModelError(
+                f"{folder} belongs to another model than model.path: {name} is {_shape(found.get(name))} in the "
+                f"checkpoint and {_shape(mine.get(name))} in this run's model. Set model.path to the model that this "
+                f"run began with, or start another trial=NAME."
+            )
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "absent" if shape is None else "x".join(map(str, shape)) or "a number"
+
+
+def _altered(folder: Path, why: str) -> RecordError:
+    return RecordError(f"checkpoint {folder} was altered after it was written: {why}. Remove it, and the run goes on "
+                       f"from the one before; or restore it from a copy.")

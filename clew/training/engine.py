@@ -1,0 +1,294 @@
+"""The training engine: a batch in, one step of the policy out, with everything that the record wants to know of it.
+
+::
+
+    batch ──► plan ──► advantages ──► logprobs at the start (proximal; reference) ──► for each mini-batch:
+                                                                                        for each micro-batch:
+                                                                                          score, loss, backward
+                                                                                        clip, AdamW, round
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceABC
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from clew.config import Config
+from clew.errors import ModelError, TrainingError
+from clew.models import load_model, load_tokenizer, pick_device
+from clew.record.rows import Sequence
+from clew.training.advantages import group_advantages
+from clew.training.batching import Plan, pack, padding_share, plan_step
+from clew.training.digests import digest_tensors
+from clew.training.losses import policy_loss, supervised_loss
+from clew.training.metrics import gap_metrics, lag_metrics, rollout_metrics
+from clew.training.optimizer import Optimizer
+from clew.training.scoring import Scores, score
+from clew.training.tokens import MicroBatch, Tokens
+
+TokenLoss = Callable[[MicroBatch, Tensor], tuple[Tensor, dict[str, Tensor]]]
+"""(micro-batch, its logprobs_N) -> (loss_N, sums over the N tokens by the name of a metric)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """One step."""
+
+    metrics: dict[str, float]
+    stages: dict[str, list[np.ndarray]]
+    """By name, one float32 array a sequence, aligned with its tokens, 0 where a token is not trained on:
+    advantages, proximal_logprobs, logprobs (current, as the loss saw them), reference_logprobs (with KL), loss."""
+    plan: Plan
+    digests: dict[str, Any]
+    """gradients: one for each update, before clipping; weights: after the step. See `clew.record.digest`."""
+    timings: dict[str, float]
+    """Seconds in: advantages, logprobs, reference, forward_backward, optimizer, digest."""
+
+
+@dataclass(kw_only=True)
+class _Pass:
+    """What the updates of one step add up to."""
+
+    logprobs_S: np.ndarray
+    loss_S: np.ndarray
+    sums: dict[str, float] = field(default_factory=dict)
+    gradients: list[str] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    lr: float = 0.0
+
+
+class TrainEngine:
+    """The policy, its optimizer and the reference model, on one rank.
+
+    The model stays in eval mode: no dropout, so that logprobs here and in inference mean the same distribution, and
+    so that a step repeats bit for bit (on CPU, with the same number of threads).
+    """
+
+    def __init__(self, config: Config, *, model_path: str | None = None, device: torch.device | None = None) -> None:
+        """Load the model. Raises ModelError.
+
+        model_path: other weights to begin with than config.model.path (which the KL term refers to in any case).
+        device: None takes config.model.device.
+        """
+        self.config = config
+        self.device = device or pick_device(config.model.device)
+        path = model_path or config.model.path
+        self.tokenizer = load_tokenizer(path)
+        self.model = load_model(path, config.model.dtype, self.device)
+        if self.model.get_output_embeddings() is None:
+            raise ModelError(f"{type(self.model).__name__} in {path} has no output embedding that can be found; "
+                             f"expected a causal language model.")
+        self.version = 0
+        """Steps done."""
+        total = config.training.steps * config.algorithm.minibatches
+        self.optimizer = Optimizer(self.model, config.training, total_updates=total)
+        self._reference = self._load_reference() if config.algorithm.kl_coef > 0 else None
+        self._digest: str | None = None
+        self._timings: dict[str, float] = {}
+
+    @property
+    def context(self) -> int | None:
+        """Tokens that a sequence may have; None: the model does not say."""
+        return getattr(self.model.config, "max_position_embeddings", None)
+
+    # The two kinds of step -------------------------------------------------------------------------------------------
+
+    def train_step(self, sequences: SequenceABC[Sequence]) -> StepResult:
+        """One step of reinforcement learning: `algorithm.minibatches` updates.
+
+        Raises TrainingError when a loss or a gradient is not finite; the update that met it has not been made.
+        """
+        assert sequences, "a step needs a batch"
+        algorithm = self.config.algorithm
+        self._timings = dict.fromkeys(("advantages", "logprobs", "reference", "forward_backward", "optimizer",
+                                       "digest"), 0.0)
+        tokens = Tokens.of(sequences)
+        plan = plan_step(tokens.lengths.tolist(), [sequence.group_id for sequence in sequences],
+                         minibatches=algorithm.minibatches, budget=self.config.training.micro_batch_tokens)
+        mask_S = tokens.loss_mask_S
+        behaviour_S = np.concatenate([sequence.logprobs for sequence in sequences])
+        versions_S = np.concatenate([sequence.versions for sequence in sequences])
+        with self._timed("advantages"):
+            advantages_S = np.where(mask_S, group_advantages(sequences)[tokens.row_of_S], np.float32(0))
+        with self._timed("reference"):
+            reference_S = self._score_all(self._reference, tokens, plan) if self._reference is not None else None
+        with self._timed("logprobs"):
+            # With a single update the logprobs at the start of the step are those that the loss computes anyway.
+            proximal_S = self._score_all(self.model, tokens, plan) if len(plan) > 1 else None
+
+        def loss_of(micro: MicroBatch, logprobs_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            def here(values_S: np.ndarray) -> Tensor:
+                return torch.from_numpy(values_S[micro.where_N]).to(self.device)
+
+            loss = policy_loss(
+                logprobs_N=logprobs_N,
+                proximal_N=logprobs_N.detach() if proximal_S is None else here(proximal_S),
+                behaviour_N=here(behaviour_S),
+                advantages_N=here(advantages_S),
+                clip_low=algorithm.clip_low,
+                clip_high=algorithm.clip_high,
+                importance_cap=algorithm.importance_cap,
+                reference_N=None if reference_S is None else here(reference_S),
+                kl_coef=algorithm.kl_coef,
+            )
+            return loss.per_token_N, loss.sums
+
+        done = self._updates(tokens, plan, loss_of)
+        proximal_S = done.logprobs_S if proximal_S is None else proximal_S
+        stages = {"advantages": advantages_S, "proximal_logprobs": proximal_S, "logprobs": done.logprobs_S,
+                  "loss": done.loss_S}
+        if reference_S is not None:
+            stages["reference_logprobs"] = reference_S
+        return self._finish(
+            tokens, plan, done,
+            stages={name: tokens.split(values_S) for name, values_S in stages.items()},
+            metrics={
+                **rollout_metrics(sequences),
+                **lag_metrics(versions_S[mask_S], version=self.version),
+                **gap_metrics(behaviour_S[mask_S], proximal_S[mask_S]),
+            },
+        )
+
+    def supervised_step(self, tokens: Tokens) -> StepResult:
+        """One step on demonstrations: one update on the mean cross-entropy of the tokens in the loss mask.
+
+        Raises TrainingError as `train_step` does.
+        """
+        self._timings = dict.fromkeys(("forward_backward", "optimizer", "digest"), 0.0)
+        rows = list(range(len(tokens.ids)))
+        plan = [pack(tokens.lengths.tolist(), rows, budget=self.config.training.micro_batch_tokens)]
+        done = self._updates(tokens, plan, lambda _, logprobs_N: (supervised_loss(logprobs_N), {}))
+        stages = {"logprobs": tokens.split(done.logprobs_S), "loss": tokens.split(done.loss_S)}
+        return self._finish(tokens, plan, done, stages=stages, metrics={})
+
+    def score(self, sequences: SequenceABC[Sequence]) -> list[np.ndarray]:
+        """The logprobs that the policy gives the trained tokens now, aligned like a stage. Changes nothing."""
+        tokens = Tokens.of(sequences)
+        budget = self.config.training.micro_batch_tokens
+        plan = [pack(tokens.lengths.tolist(), range(len(sequences)), budget=budget)]
+        return tokens.split(self._score_all(self.model, tokens, plan))
+
+    def weights_digest(self) -> str:
+        """Digest of all parameters as the model computes with them."""
+        if self._digest is None:
+            self._digest = digest_tensors(self.model.named_parameters())
+        return self._digest
+
+    def restored(self, version: int) -> None:
+        """Other weights have been put into the model: those of `version`."""
+        self.version = version
+        self._digest = None
+
+    # Inside a step ---------------------------------------------------------------------------------------------------
+
+    def _updates(self, tokens: Tokens, plan: Plan, loss_of: TokenLoss) -> _Pass:
+        done = _Pass(logprobs_S=np.zeros(tokens.starts[-1], np.float32), loss_S=np.zeros(tokens.starts[-1], np.float32))
+        for minibatch in plan:
+            with self._timed("forward_backward"):
+                for micro, scores, loss_N, sums in self._backward(tokens, minibatch, loss_of):
+                    done.logprobs_S[micro.where_N] = scores.logprobs_N.detach().cpu().numpy()
+                    done.loss_S[micro.where_N] = loss_N.detach().cpu().numpy()
+                    self._check_loss(tokens, micro, done)
+                    for name, value in {"entropy": scores.entropies_N.sum(), **sums}.items():
+                        done.sums[name] = done.sums.get(name, 0.0) + float(value)
+            with self._timed("digest"):
+                done.gradients.append(digest_tensors(self.optimizer.gradients().items()))
+            with self._timed("optimizer"):
+                done.lr = self.optimizer.lr
+                done.norms.append(self._checked_norm())
+                self.optimizer.update()
+        self._digest = None
+        return done
+
+    def _backward(
+        self, tokens: Tokens, minibatch: list[list[int]], loss_of: TokenLoss
+    ) -> Iterator[tuple[MicroBatch, Scores, Tensor, dict[str, Tensor]]]:
+        """Accumulate the gradient of the mean over all trained tokens of a mini-batch."""
+        trained = sum(tokens.trained_in(rows) for rows in minibatch)
+        for rows in minibatch:
+            micro = MicroBatch.of(tokens, rows, self.device)
+            if not len(micro.where_N):
+                continue
+            scores = self._score(self.model, micro)
+            loss_N, sums = loss_of(micro, scores.logprobs_N)
+            (loss_N.sum() / trained).backward()
+            self.optimizer.gather()
+            yield micro, scores, loss_N, sums
+
+    @torch.no_grad()
+    def _score_all(self, model: Any, tokens: Tokens, plan: Plan) -> np.ndarray:
+        """[S] float32 logprobs of the trained tokens, in exactly the micro-batches of the loss, so that the same
+        weights give the same bits."""
+        logprobs_S = np.zeros(tokens.starts[-1], np.float32)
+        for minibatch in plan:
+            for rows in minibatch:
+                micro = MicroBatch.of(tokens, rows, self.device)
+                if len(micro.where_N):
+                    logprobs_S[micro.where_N] = self._score(model, micro).logprobs_N.cpu().numpy()
+        return logprobs_S
+
+    @staticmethod
+    def _score(model: Any, micro: MicroBatch) -> Scores:
+        return score(model, micro.input_ids_BT, micro.rows_N, micro.columns_N, micro.temperatures_N)
+
+    def _finish(
+        self, tokens: Tokens, plan: Plan, done: _Pass, *, stages: dict[str, list[np.ndarray]], metrics: dict[str, float]
+    ) -> StepResult:
+        with self._timed("digest"):
+            digests = {"gradients": done.gradients, "weights": self.weights_digest()}
+        self.version += 1
+        trained = int(tokens.loss_mask_S.sum())
+        metrics |= {
+            "loss": float(done.loss_S.sum(dtype=np.float64)) / max(1, trained),
+            **{name: value / max(1, trained) for name, value in done.sums.items()},
+            "grad_norm": float(np.mean(done.norms)),
+            "lr": done.lr,
+            "tokens": float(len(tokens.input_ids_S)),
+            "tokens_trained": float(trained),
+            "padding_share": padding_share(tokens.lengths.tolist(), plan),
+        }
+        return StepResult(metrics=metrics, stages=stages, plan=plan, digests=digests, timings=self._timings)
+
+    def _check_loss(self, tokens: Tokens, micro: MicroBatch, done: _Pass) -> None:
+        bad = ~np.isfinite(done.loss_S[micro.where_N])
+        if bad.any():
+            where = int(micro.where_N[bad][0])
+            row = int(tokens.row_of_S[where])
+            self.optimizer.forget()
+            raise TrainingError(
+                f"step {self.version}: the loss of token {where - tokens.starts[row]} of {tokens.ids[row]} is "
+                f"{done.loss_S[where]} (its logprob is {done.logprobs_S[where]:.6g}); {int(bad.sum())} of "
+                f"{len(bad)} tokens beside it are not finite. The weights were left as they are. Lower training.lr, "
+                f"or look at this sequence in the step's record."
+            )
+
+    def _checked_norm(self) -> float:
+        norm = self.optimizer.clip()
+        if not math.isfinite(norm):
+            names = [name for name, grad in self.optimizer.gradients().items() if not bool(grad.isfinite().all())]
+            self.optimizer.forget()
+            raise TrainingError(
+                f"step {self.version}: the norm of the gradient is {norm}, first in {names[0] if names else 'the sum'}"
+                f", although every loss is finite. The weights were left as they are. Lower training.lr."
+            )
+        return norm
+
+    def _load_reference(self) -> Any:
+        return load_model(self.config.model.path, self.config.model.dtype, self.device).requires_grad_(False)
+
+    @contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self._timings[part] += time.perf_counter() - started

@@ -1,0 +1,53 @@
+"""The numbers of one step that are worth watching, from arrays that the step has anyway. Pure NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceABC
+
+import numpy as np
+
+from clew.record.rows import Sequence
+
+
+def rollout_metrics(sequences: SequenceABC[Sequence]) -> dict[str, float]:
+    """What came in: rewards (of episodes), lengths (trained tokens an episode), how many were cut off."""
+    episodes = {sequence.episode_id: sequence for sequence in sequences}
+    lengths = dict.fromkeys(episodes, 0)
+    for sequence in sequences:
+        lengths[sequence.episode_id] += int(sequence.loss_mask.sum())
+    rewards = np.array([episode.reward for episode in episodes.values()])
+    names = sorted({name for episode in episodes.values() for name in episode.rewards})
+    by_name = {
+        f"reward/{name}": float(np.mean([e.rewards[name] for e in episodes.values() if name in e.rewards]))
+        for name in names
+    }
+    return {
+        "reward": float(rewards.mean()),
+        "reward_std": float(rewards.std()),
+        **by_name,
+        "groups": float(len({sequence.group_id for sequence in sequences})),
+        "episodes": float(len(episodes)),
+        "sequences": float(len(sequences)),
+        "response_length": float(np.mean(list(lengths.values()))),
+        "response_length_max": float(max(lengths.values())),
+        "truncated_share": float(np.mean([episode.finish_reason == "length" for episode in episodes.values()])),
+    }
+
+
+def lag_metrics(versions_N: np.ndarray, *, version: int) -> dict[str, float]:
+    """How many versions the trained tokens are behind `version`, the trainer's at the start of the step."""
+    lag_N = version - versions_N
+    return {"lag_mean": float(lag_N.mean()), "lag_max": float(lag_N.max())} if lag_N.size else {}
+
+
+def gap_metrics(behaviour_N: np.ndarray, proximal_N: np.ndarray) -> dict[str, float]:
+    """How far the logprobs at the start of the step are from those recorded at sampling: mean and largest absolute
+    difference, and KL(behaviour || proximal) by k3. Without lag this is the disagreement of trainer and engine."""
+    if not behaviour_N.size:
+        return {}
+    difference_N = proximal_N.astype(np.float64) - behaviour_N
+    return {
+        "behaviour_gap_mean": float(np.abs(difference_N).mean()),
+        "behaviour_gap_max": float(np.abs(difference_N).max()),
+        "behaviour_k3": float((np.exp(difference_N) - difference_N - 1).mean()),
+    }

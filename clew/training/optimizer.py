@@ -1,0 +1,116 @@
+"""AdamW, its schedule and clipping, on 32-bit weights whatever type the model computes in."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from clew.config import Training
+from clew.training.schedule import learning_rate
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+
+
+class Optimizer:
+    """One optimizer update after another.
+
+    A float32 model's parameters are updated in place. For a bfloat16 model, float32 masters are updated and rounded
+    into it after each update, and the gradients of micro-batches are summed in the masters: the model computes with
+    exactly the weights that inference gets, and no small update is lost.
+    """
+
+    def __init__(self, model: nn.Module, training: Training, *, total_updates: int) -> None:
+        self.updates = 0
+        """Updates done."""
+        self._training = training
+        self._total = total_updates
+        self._parameters = dict(model.named_parameters())
+        self.masters: dict[str, Tensor] = {
+            name: parameter if parameter.dtype == torch.float32 else parameter.detach().float().requires_grad_()
+            for name, parameter in self._parameters.items()
+        }
+        """The float32 weights, by the parameter's name."""
+        self._rounded = [name for name, master in self.masters.items() if master is not self._parameters[name]]
+        matrices = [master for master in self.masters.values() if master.dim() >= 2]
+        vectors = [master for master in self.masters.values() if master.dim() < 2]
+        self._adamw = torch.optim.AdamW(
+            [
+                {"params": matrices, "weight_decay": training.weight_decay},
+                {"params": vectors, "weight_decay": 0.0},
+            ],
+            lr=training.lr,
+            betas=training.betas,
+            fused=True,  # works element by element, so it is as deterministic as the plain one
+        )
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next update."""
+        return learning_rate(self.updates, total=self._total, training=self._training)
+
+    def gather(self) -> None:
+        """After each backward pass: move a bfloat16 model's gradients into the masters' float32 sums."""
+        for name in self._rounded:
+            gradient = self._parameters[name].grad
+            if gradient is not None:
+                master = self.masters[name]
+                master.grad = gradient.float() if master.grad is None else master.grad.add_(gradient)
+                self._parameters[name].grad = None
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The gathered gradients, by the parameter's name; without those that the loss did not reach."""
+        return {name: master.grad for name, master in self.masters.items() if master.grad is not None}
+
+    def clip(self) -> float:
+        """Scale the gradients down to `max_grad_norm`; returns their norm before. If that is not finite, they stay."""
+        gradients = list(self.gradients().values())
+        norm = nn.utils.get_total_norm(gradients)
+        if math.isfinite(norm):
+            nn.utils.clip_grads_with_norm_(self.masters.values(), self._training.max_grad_norm, norm)
+        return float(norm)
+
+    def update(self) -> None:
+        """Change the weights, and forget the gradients."""
+        for group in self._adamw.param_groups:
+            group["lr"] = self.lr
+        self._adamw.step()
+        self.forget()
+        self._round()
+        self.updates += 1
+
+    def forget(self) -> None:
+        """Forget the gathered gradients."""
+        for master in self.masters.values():
+            master.grad = None
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything that the next update depends on besides the model's weights, as named tensors."""
+        state = {
+            f"{name}.{moment}": self._adamw.state[master][moment]
+            for name, master in self.masters.items()
+            for moment in MOMENTS
+            if master in self._adamw.state
+        }
+        return state | {f"{name}.master": self.masters[name].detach() for name in self._rounded}
+
+    def load_state(self, state: dict[str, Tensor], *, updates: int) -> None:
+        """Go on from what `state` returned after so many updates. The model's weights must have been loaded before."""
+        self.updates = updates
+        for name, master in self.masters.items():
+            if name in self._rounded:
+                with torch.no_grad():
+                    master.copy_(state[f"{name}.master"])
+            if f"{name}.step" in state:
+                moments: dict[str, Any] = {moment: state[f"{name}.{moment}"].clone() for moment in MOMENTS}
+                device = master.device
+                self._adamw.state[master] = {moment: value.to(device) for moment, value in moments.items()}
+            else:
+                self._adamw.state.pop(master, None)
+
+    def _round(self) -> None:
+        with torch.no_grad():
+            for name in self._rounded:
+                self._parameters[name].copy_(self.masters[name])

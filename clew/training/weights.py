@@ -1,0 +1,51 @@
+"""Weights on their way from the trainer to inference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from clew.record.weights import WeightRef
+from clew.training.engine import TrainEngine
+from clew.training.folders import save_model, written_aside
+from clew.training.scoring import score
+
+PROBE_TOKENS = 32
+"""Length of the sequence that is scored after each load."""
+
+
+def write_weights(
+    engine: TrainEngine, folder: Path, version: int, probe_ids: Sequence[int] | None = None
+) -> WeightRef:
+    """Write the policy's weights as transformers reads them, in the type that inference computes with.
+
+    folder: appears whole, by a rename; one that is there is replaced.
+    probe_ids: at least two; None takes `default_probe`.
+    Raises RecordError when the disk is full.
+    """
+    probe = list(default_probe(engine) if probe_ids is None else probe_ids)
+    with written_aside(folder) as aside:
+        save_model(engine.model, aside)
+    return WeightRef(
+        version=version,
+        path=str(folder),
+        digest=engine.weights_digest(),
+        probe_ids=probe,
+        probe_logprob=probe_logprob(engine, probe),
+    )
+
+
+def default_probe(engine: TrainEngine) -> list[int]:
+    """Token IDs spread over the vocabulary, the same for every version of a model."""
+    return [7919 * (i + 1) % engine.model.config.vocab_size for i in range(PROBE_TOKENS)]
+
+
+@torch.no_grad()
+def probe_logprob(engine: TrainEngine, probe_ids: Sequence[int]) -> float:
+    """The logprob of the last token given those before, at temperature 1."""
+    ids_BT = torch.tensor([probe_ids], device=engine.device)
+    row_N, column_N = torch.tensor([[0], [len(probe_ids) - 1]], device=engine.device)
+    ones_N = torch.ones(1, device=engine.device)
+    return float(score(engine.model, ids_BT, row_N, column_N, ones_N).logprobs_N)
