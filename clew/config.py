@@ -25,8 +25,12 @@ class Model(Section):
     """The policy, and where it computes."""
 
     path: str = Field(description="Folder (as save_pretrained writes it) or hub name of a causal language model.")
-    dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="Type of the weights, here and in inference.")
-    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="Where to compute; auto: cuda if there is one.")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="Type of the weights, here and in inference."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="Where to compute; auto: cuda if there is one."
+    )
 
 
 class Data(Section):
@@ -42,10 +46,16 @@ class Data(Section):
 class Rollout(Section):
     """How episodes are made and admitted."""
 
-    workflow: str = Field(default="clew.rollout.workflows.SingleTurn", description="Dotted path of the workflow's class.")
+    workflow: str = Field(
+        default="clew.rollout.workflows.SingleTurn", description="Dotted path of the workflow's class."
+    )
     workflow_kwargs: dict[str, Any] = Field(default_factory=dict, description="Arguments of its constructor.")
-    reward: str | None = Field(default=None, description="Dotted path of the reward function, (completion, data) -> number(s).")
-    reward_timeout_s: float = Field(default=30.0, gt=0, description="Seconds after which a reward call is killed: an error.")
+    reward: str | None = Field(
+        default=None, description="Dotted path of the reward function, (completion, data) -> number(s)."
+    )
+    reward_timeout_s: float = Field(
+        default=30.0, gt=0, description="Seconds after which a reward call is killed: an error."
+    )
     reward_workers: int = Field(default=1, ge=1, description="Processes that compute plain (not async) rewards.")
     n_samples: int = Field(default=8, ge=1, description="Episodes in a group (of the same prompt).")
     batch_groups: int = Field(default=16, ge=1, description="Groups in a batch: what one step consumes.")
@@ -55,9 +65,14 @@ class Rollout(Section):
     )
     drop_equal_rewards: bool = Field(default=False, description="Reject and refill groups whose rewards are all equal.")
     max_failed_share: float = Field(
-        default=0.2, ge=0, le=1, description="Share of failed episodes, among the last 64 or more, beyond which the run stops."
+        default=0.2,
+        ge=0,
+        le=1,
+        description="Share of failed episodes, among the last 64 or more, beyond which the run stops.",
     )
-    episode_timeout_s: float = Field(default=600.0, gt=0, description="Seconds after which an episode is cancelled: an error.")
+    episode_timeout_s: float = Field(
+        default=600.0, gt=0, description="Seconds after which an episode is cancelled: an error."
+    )
 
 
 class Sampling(Section):
@@ -66,7 +81,9 @@ class Sampling(Section):
     max_new_tokens: int = Field(default=256, ge=1, description="Tokens a response may have.")
     min_new_tokens: int = Field(default=0, ge=0, description="Tokens before which a response cannot end.")
     temperature: float = Field(default=1.0, ge=0, description="Divides the logits; 0 takes the likeliest token.")
-    top_p: float = Field(default=1.0, gt=0, le=1, description="Draw from the fewest likeliest tokens of this probability.")
+    top_p: float = Field(
+        default=1.0, gt=0, le=1, description="Draw from the fewest likeliest tokens of this probability."
+    )
     top_k: int = Field(default=0, ge=0, description="Draw from the likeliest k tokens; 0: from all.")
     min_p: float = Field(default=0.0, ge=0, lt=1, description="Draw from tokens this share as likely as the likeliest.")
     stop: list[str] = Field(default_factory=list, description="Strings that end a response.")
@@ -91,7 +108,8 @@ class Inference(Section):
     max_running: int = Field(default=128, ge=1, description="Sequences generated side by side; more wait in a queue.")
     cache_gib: float = Field(default=1.0, gt=0, description="GiB of memory for keys and values; more requests wait.")
     weights: str | None = Field(
-        default=None, description="Folder for weights on their way to inference, such as /dev/shm/NAME; null: the run's."
+        default=None,
+        description="Folder for weights on their way to inference, such as /dev/shm/NAME; null: the run's.",
     )
 
 
@@ -99,13 +117,19 @@ class Training(Section):
     """The optimizer (AdamW) and the shape of a step."""
 
     steps: int = Field(default=100, ge=1, description="Steps of the whole run.")
-    batch_size: int = Field(default=32, ge=1, description="Demonstrations in a step of `clew sft`; RL consumes groups instead.")
+    batch_size: int = Field(
+        default=32, ge=1, description="Demonstrations in a step of `clew sft`; RL consumes groups instead."
+    )
     lr: float = Field(default=1e-5, gt=0, description="Peak learning rate.")
     schedule: Literal["constant", "linear", "cosine"] = Field(
         default="constant", description="What the learning rate does after the warm-up; linear and cosine end at 0."
     )
-    warmup_steps: int = Field(default=0, ge=0, description="Optimizer updates over which the learning rate rises from 0.")
-    weight_decay: float = Field(default=0.0, ge=0, description="AdamW's decoupled decay of matrices (not of norms and biases).")
+    warmup_steps: int = Field(
+        default=0, ge=0, description="Optimizer updates over which the learning rate rises from 0."
+    )
+    weight_decay: float = Field(
+        default=0.0, ge=0, description="AdamW's decoupled decay of matrices (not of norms and biases)."
+    )
     betas: tuple[float, float] = Field(default=(0.9, 0.95), description="AdamW's decay rates of the two moments.")
     max_grad_norm: float = Field(default=1.0, gt=0, description="Gradients are scaled down to this global norm.")
     micro_batch_tokens: int = Field(default=16384, ge=1, description="Tokens (padding included) computed at a time.")
@@ -114,10 +138,14 @@ class Training(Section):
 class Algorithm(Section):
     """GRPO with the decoupled objective of AReaL (arXiv 2505.24298)."""
 
-    minibatches: int = Field(default=1, ge=1, description="Optimizer updates in a step, each on its share of the groups.")
+    minibatches: int = Field(
+        default=1, ge=1, description="Optimizer updates in a step, each on its share of the groups."
+    )
     clip_low: float = Field(default=0.2, gt=0, lt=1, description="The ratio is clipped below at 1 - clip_low.")
     clip_high: float = Field(default=0.2, gt=0, description="The ratio is clipped above at 1 + clip_high.")
-    importance_cap: float = Field(default=2.0, gt=0, description="Proximal over behaviour probability, truncated to this.")
+    importance_cap: float = Field(
+        default=2.0, gt=0, description="Proximal over behaviour probability, truncated to this."
+    )
     kl_coef: float = Field(default=0.0, ge=0, description="Weight of the KL divergence (k3) to the run's first model.")
 
 
@@ -133,21 +161,26 @@ class Eval(Section):
 class Checkpoint(Section):
     """What a killed run restarts from."""
 
-    every_steps: int = Field(default=20, ge=1, description="Steps between checkpoints; those after the last are replayed.")
+    every_steps: int = Field(
+        default=20, ge=1, description="Steps between checkpoints; those after the last are replayed."
+    )
     keep: int = Field(default=2, ge=1, description="Checkpoints kept besides the first.")
 
 
 class Record(Section):
     """The run directory."""
 
-    keep_steps: int | None = Field(default=None, ge=1, description="Keep the data of the last so many steps; null: of all.")
+    keep_steps: int | None = Field(
+        default=None, ge=1, description="Keep the data of the last so many steps; null: of all."
+    )
 
 
 class Launch(Section):
     """Where the processes run."""
 
     mode: Literal["local", "inline"] = Field(
-        default="local", description="local: a process each; inline: one process, user code on its main thread, no time limits."
+        default="local",
+        description="local: a process each; inline: one process, user code on its main thread, no time limits.",
     )
     restarts: int = Field(default=3, ge=0, description="Times that a dead server or rollout process is started again.")
     threads: int | None = Field(default=None, ge=1, description="Threads of torch in each process; null: one a core.")

@@ -20,8 +20,10 @@ def pick_device(device: Literal["auto", "cpu", "cuda"]) -> torch.device:
     import torch
 
     if device == "cuda" and not torch.cuda.is_available():
-        raise ModelError("model.device is cuda, but torch finds no CUDA device. Use model.device=auto or =cpu, or "
-                         "install a CUDA build of torch; `clew doctor` shows what is here.")
+        raise ModelError(
+            "model.device is cuda, but torch finds no CUDA device. Use model.device=auto or =cpu, or "
+            "install a CUDA build of torch; `clew doctor` shows what is here."
+        )
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(device)
@@ -35,8 +37,10 @@ def load_model(path: str, dtype: Literal["float32", "bfloat16"], device: torch.d
 
     _check_folder(path, "config.json", "a model configuration")
     if Path(path).is_dir() and not any(Path(path).glob(pattern) for pattern in ("*.safetensors", "*.bin")):
-        raise ModelError(f"{path} holds no weights (*.safetensors); found {_listing(path)}. Save the model there with "
-                         f"save_pretrained, or point model.path elsewhere.")
+        raise ModelError(
+            f"{path} holds no weights (*.safetensors); found {_listing(path)}. Save the model there with "
+            f"save_pretrained, or point model.path elsewhere."
+        )
     transformers_logging.disable_progress_bar()
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
@@ -56,8 +60,10 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         raise ModelError(f"cannot load a tokenizer from {path}: {error}") from error
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
-            raise ModelError(f"the tokenizer in {path} has neither a pad token nor an end token, so a response could "
-                             f"never end. Set eos_token in its tokenizer_config.json.")
+            raise ModelError(
+                f"the tokenizer in {path} has neither a pad token nor an end token, so a response could "
+                f"never end. Set eos_token in its tokenizer_config.json."
+            )
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
@@ -68,11 +74,14 @@ def _check_folder(path: str, needed: str, what: str) -> None:
     if not looks_local:
         return
     if not Path(path).is_dir():
-        raise ModelError(f"there is no folder {path}. model.path takes a folder written by save_pretrained, "
-                         f"or a hub name such as Qwen/Qwen3-0.6B.")
+        raise ModelError(
+            f"there is no folder {path}. model.path takes a folder written by save_pretrained, "
+            f"or a hub name such as Qwen/Qwen3-0.6B."
+        )
     if not (Path(path) / needed).exists():
-        raise ModelError(f"{path} holds no {needed}, so no {what.split(' ', 1)[1]} can be loaded from it; "
-                         f"found {_listing(path)}.")
+        raise ModelError(
+            f"{path} holds no {needed}, so no {what.split(' ', 1)[1]} can be loaded from it; found {_listing(path)}."
+        )
 
 
 def _listing(path: str) -> str:

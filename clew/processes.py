@@ -21,6 +21,9 @@ from clew.errors import RecordError
 PARENT_VARIABLE = "CLEW_PARENT_PID"
 """The spawning process names itself in this environment variable; see `die_with_parent`."""
 
+PATIENCE_S = 2.0
+"""A process that was killed a moment ago may take as long to be gone, and to let go of its locks."""
+
 _PR_SET_PDEATHSIG = 1
 
 
@@ -60,16 +63,22 @@ def hold_lock(path: Path, what: str) -> IO[str]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("a+")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.seek(0)
-        holder = file.read().strip() or "unknown"
-        file.close()
-        raise RecordError(
-            f"another {what} (pid {holder}) already works on {path.parent.parent}. "
-            f"A run directory has one {what}: end that process, or choose another trial=NAME."
-        ) from None
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() < deadline:
+                time.sleep(0.05)
+                continue
+            file.seek(0)
+            holder = file.read().strip() or "unknown"
+            file.close()
+            raise RecordError(
+                f"another {what} (pid {holder}) already works on {path.parent.parent}. "
+                f"A run directory has one {what}: end that process, or choose another trial=NAME."
+            ) from None
     file.truncate(0)
     file.write(str(os.getpid()))
     file.flush()

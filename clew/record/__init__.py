@@ -1,0 +1,1 @@
+"""The record: sequences, inbox, steps, the run directory. Imports no torch."""

@@ -41,8 +41,10 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_bytes())
     except ValueError as error:
-        raise RecordError(f"{path} is not JSON ({error}); {path.stat().st_size} bytes. It was altered after it was "
-                          f"written: restore it from a copy of the run directory.") from None
+        raise RecordError(
+            f"{path} is not JSON ({error}); {path.stat().st_size} bytes. It was altered after it was "
+            f"written: restore it from a copy of the run directory."
+        ) from None
 
 
 @contextmanager
@@ -53,8 +55,10 @@ def explain_disk_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             free = shutil.disk_usage(path.parent).free / 2**20
-            remedy = (f"no space left ({free:.0f} MiB free). Nothing recorded is lost: free some space, or lower "
-                      f"record.keep_steps and checkpoint.keep, then start the same command again")
+            remedy = (
+                f"no space left ({free:.0f} MiB free). Nothing recorded is lost: free some space, or lower "
+                f"record.keep_steps and checkpoint.keep, then start the same command again"
+            )
         else:
             remedy = f"{error.strerror}. Give this user the right to write there, or choose another root=FOLDER"
         raise RecordError(f"cannot write {path}: {remedy}.") from error

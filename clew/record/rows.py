@@ -151,8 +151,9 @@ def write_table(path: Path, table: pa.Table, *, compression: str = "zstd") -> No
     compression: "zstd" for what stays, "snappy" (half the time) for what lives for seconds.
     """
     sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, compression=compression, use_dictionary=False, write_statistics=False,
-                   write_page_checksum=True)
+    pq.write_table(
+        table, sink, compression=compression, use_dictionary=False, write_statistics=False, write_page_checksum=True
+    )
     write_bytes(path, memoryview(sink.getvalue()))
 
 

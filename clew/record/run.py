@@ -151,8 +151,10 @@ def open_run(path: Path | str) -> RunDirectory:
     """Open a run directory that must exist already. Raises RecordError."""
     path = Path(path)
     if not (path / "run.json").exists():
-        raise RecordError(f"{path} is no run directory: it holds no run.json. A run lies in ROOT/EXPERIMENT/TRIAL, "
-                          f"for example runs/addition/0.")
+        raise RecordError(
+            f"{path} is no run directory: it holds no run.json. A run lies in ROOT/EXPERIMENT/TRIAL, "
+            f"for example runs/addition/0."
+        )
     return RunDirectory(path)
 
 

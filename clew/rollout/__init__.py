@@ -1,0 +1,1 @@
+"""Workflows, rewards and the admission of groups."""

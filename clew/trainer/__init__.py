@@ -1,0 +1,1 @@
+"""The loop, and where its batches come from."""

@@ -1,0 +1,43 @@
+# Both `make demo` and `make test` work as the first command typed in a fresh clone.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test slow chaos bench clean
+
+demo: $(VENV)/demo
+	$(BIN)/python examples/addition/demo.py
+
+test: $(VENV)/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check -q .
+	$(BIN)/pyright
+	$(BIN)/python -m pytest -m "not slow"
+
+# What takes too long for every change; CI runs it too.
+slow: $(VENV)/dev
+	$(BIN)/python -m pytest -m slow
+
+chaos: $(VENV)/dev
+	$(BIN)/python bench/chaos.py
+
+bench: $(VENV)/bench
+	$(BIN)/python bench/all.py
+
+$(VENV)/demo: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	touch $@
+
+$(VENV)/dev: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	touch $@
+
+$(VENV)/bench: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,bench]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info

@@ -1,0 +1,150 @@
+"""`clew doctor`: is this machine fit for a run, and what to do where it is not."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+GIB = 2**30
+
+
+def examine() -> bool:
+    """Print a line a check; whether nothing is broken (a warning is not)."""
+    table = Table(box=None, pad_edge=False)
+    for column in ("", "check", "found", "what to do"):
+        table.add_column(column, overflow="fold")
+    sound = True
+    checks: list[tuple[str, Callable[[], tuple[str, str, str]]]] = [
+        ("python", _python),
+        ("packages", _packages),
+        ("devices", _devices),
+        ("threads", _threads),
+        ("ports", _ports),
+        ("tracing", _tracing),
+        ("disk", _disk),
+        ("shared memory", _shared_memory),
+        ("open files", _open_files),
+    ]
+    for name, check in checks:
+        verdict, found, remedy = check()
+        sound &= verdict != "bad"
+        mark = {"good": "[green]ok[/]", "warn": "[yellow]warn[/]", "bad": "[red]bad[/]"}[verdict]
+        table.add_row(mark, name, found, remedy)
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    return sound
+
+
+def _python() -> tuple[str, str, str]:
+    good = sys.version_info >= (3, 11)
+    return (
+        "good" if good else "bad",
+        f"{platform.python_version()} on {platform.platform()}",
+        "" if good else "install Python 3.11 or newer",
+    )
+
+
+def _packages() -> tuple[str, str, str]:
+    from packaging.requirements import Requirement
+
+    wrong, found = [], []
+    for line in importlib.metadata.requires("clew") or []:
+        requirement = Requirement(line)
+        if requirement.marker is not None:
+            continue
+        try:
+            version = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            wrong.append(f"{requirement} is missing")
+            continue
+        if not requirement.specifier.contains(version, prereleases=True):
+            wrong.append(f"{requirement.name} {version}, wanted {requirement.specifier}")
+        elif requirement.name in ("torch", "transformers", "pyarrow"):
+            found.append(f"{requirement.name} {version}")
+    if wrong:
+        return "bad", "; ".join(wrong), "pip install -e . in the checkout of Clew"
+    return "good", ", ".join(found), ""
+
+
+def _devices() -> tuple[str, str, str]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return "good", f"no CUDA device; CPU, {torch.backends.cpu.get_cpu_capability()}", ""
+    names = []
+    for i in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(i)
+        names.append(f"{torch.cuda.get_device_name(i)} ({free / GIB:.0f} of {total / GIB:.0f} GiB free)")
+    return "good", ", ".join(names), ""
+
+
+def _threads() -> tuple[str, str, str]:
+    import torch
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = torch.get_num_threads()
+    found = f"{cores} cores, torch uses {threads} threads in each process"
+    if threads > cores:
+        return "warn", found, f"set launch.threads={cores}"
+    return "good", found, ""
+
+
+def _ports() -> tuple[str, str, str]:
+    try:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            return "good", f"127.0.0.1 has free ports (such as {listener.getsockname()[1]})", ""
+    except OSError as error:
+        return "bad", f"cannot listen on 127.0.0.1: {error.strerror}", "allow this user to listen on loopback"
+
+
+def _tracing() -> tuple[str, str, str]:
+    scope = Path("/proc/sys/kernel/yama/ptrace_scope")
+    value = scope.read_text().strip() if scope.exists() else "0"
+    if value != "0" and os.geteuid() != 0:
+        return (
+            "warn",
+            f"kernel.yama.ptrace_scope is {value}: py-spy cannot look into a running process",
+            "sudo sysctl kernel.yama.ptrace_scope=0, or run py-spy as root",
+        )
+    return "good", "this user may trace its processes (py-spy, debuggers)", ""
+
+
+def _disk() -> tuple[str, str, str]:
+    free = shutil.disk_usage(Path.cwd()).free / GIB
+    found = f"{free:.1f} GiB free in {Path.cwd()}"
+    if free < 1:
+        return "bad", found, "free some space, or set root= to a larger disk"
+    return (
+        ("good", found, "")
+        if free >= 10
+        else ("warn", found, "a checkpoint holds 3 times the weights: see checkpoint.keep")
+    )
+
+
+def _shared_memory() -> tuple[str, str, str]:
+    folder = Path("/dev/shm")
+    if not folder.is_dir():
+        return "good", "no /dev/shm; weights travel through the run directory", ""
+    free = shutil.disk_usage(folder).free / GIB
+    found = f"{free:.1f} GiB free in /dev/shm"
+    if free < 1:
+        return "warn", found, "in a container: --shm-size=8g; or leave inference.weights at null"
+    return "good", found, ""
+
+
+def _open_files() -> tuple[str, str, str]:
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < 1024:
+        return "warn", f"at most {soft} open files", f"ulimit -n {min(hard, 65536)}"
+    return "good", f"up to {soft} open files", ""

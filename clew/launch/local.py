@@ -1,0 +1,129 @@
+"""`clew train` on one machine: starts server, rollout and trainer, and supervises them.
+
+The death of the trainer ends the run. A server or a rollout process that is killed is started again,
+`launch.restarts` times; one that ends with an error of its own would only repeat it, and ends the run with its words.
+All of them die with this process, however it dies.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from clew.config import Config
+from clew.errors import LaunchError
+from clew.processes import PARENT_VARIABLE
+from clew.record.files import read_json
+from clew.record.run import RunDirectory
+
+ROLES = {"server": "serve", "rollout": "rollout", "trainer": "learn"}
+"""Each process's name in status/ and logs/, and the command that it is."""
+
+GRACE_S = 8.0
+"""Seconds from asking a process to end to killing it."""
+
+
+@dataclass
+class Child:
+    """One supervised process."""
+
+    role: str
+    command: list[str]
+    run: RunDirectory
+    restarts: int = 0
+    process: subprocess.Popen[bytes] = field(init=False)
+
+    def start(self) -> None:
+        """In a session of its own, so that Ctrl-C reaches the supervisor alone; it writes to logs/<role>.log."""
+        with (self.run.logs / f"{self.role}.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
+            )
+
+    def last_words(self) -> str:
+        """What the process said of its end: its error, or the end of its log."""
+        status = self.run.status / f"{self.role}.json"
+        if status.exists():
+            words = read_json(status)
+            if words.get("pid") == self.process.pid and "error" in words:
+                return str(words["error"])
+        log = self.run.logs / f"{self.role}.log"
+        return "\n".join(log.read_text(errors="replace").splitlines()[-12:])
+
+
+def supervise(config: Config, arguments: list[str], refresh: Callable[[], None]) -> None:
+    """Run until the trainer has made its last step. Raises LaunchError with step and cause when it does not.
+
+    arguments: the configuration file and overrides, as each process gets them. refresh: called ten times a second.
+    """
+    run = RunDirectory(config.run_path)
+    for role in ROLES:
+        run.hold(role).close()  # another run in this directory is an error here, not in a log file
+    children = {
+        role: Child(role, [sys.executable, "-m", "clew", command, *arguments], run) for role, command in ROLES.items()
+    }
+    stop: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: stop.append(number))
+    try:
+        for child in children.values():
+            child.start()
+        while not stop:
+            refresh()
+            if _check(config, run, children):
+                break
+            time.sleep(0.1)
+    finally:
+        _end(list(children.values()))
+        refresh()
+    done = run.steps.count()
+    if done < config.training.steps:
+        raise LaunchError(
+            f"interrupted at step {done} of {config.training.steps}; nothing recorded is lost. "
+            f"Start the same command again to go on."
+        )
+
+
+def _check(config: Config, run: RunDirectory, children: dict[str, Child]) -> bool:
+    """Whether the run is complete. Restarts what was killed; raises LaunchError for what must end the run."""
+    for role, child in children.items():
+        code = child.process.poll()
+        if code is None or (code == 0 and role == "rollout"):
+            continue
+        if code == 0 and role == "trainer":
+            return True
+        killed = code < 0 and role != "trainer"
+        if killed and child.restarts < config.launch.restarts:
+            child.restarts += 1
+            child.start()
+            continue
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        often = f", for the {child.restarts + 1}th time (launch.restarts)" if killed else ""
+        raise LaunchError(
+            f"the {role} {how}{often}, at step {run.steps.count()} of {config.training.steps}:\n{child.last_words()}\n"
+            f"(all that it wrote: {run.logs / f'{role}.log'})"
+        )
+    return False
+
+
+def _end(children: list[Child]) -> None:
+    started = [child.process for child in children if hasattr(child, "process")]
+    for process in started:
+        process.terminate()
+    deadline = time.monotonic() + GRACE_S
+    for process in started:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

@@ -1,0 +1,196 @@
+"""The trainer as a process (`clew learn`), and the whole of Clew in one process (launch.mode=inline)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from clew import config as configuration
+from clew.config import Config
+from clew.errors import ClewError, ConfigError, RolloutError
+from clew.record.run import RunDirectory
+from clew.rollout.evaluation import is_due
+from clew.trainer.loop import Clock, train
+from clew.trainer.publisher import Publisher, ServerLoader
+from clew.trainer.report import Tensorboard, draw_learning_curve
+from clew.trainer.sources import LiveSource, RecordedSource
+from clew.training import checkpoint
+from clew.training.engine import TrainEngine
+from clew.waits import Reporter, waiting
+
+log = logging.getLogger("clew.trainer")
+
+POLL_S = 0.01
+
+OnStep = Callable[[int, dict[str, Any]], None]
+
+
+class Interrupted(ClewError):
+    """Somebody asked the trainer to end before its last step."""
+
+
+def learn(config: Config, on_step: OnStep = lambda step, summary: None) -> None:
+    """Train, in this process; rollout and inference are processes of their own. Raises ClewError when the run ends
+    before its last step."""
+    set_threads(config)
+    run = RunDirectory(config.run_path)
+    with ExitStack() as stack:
+        stack.enter_context(run.hold("trainer"))
+        reporter = stack.enter_context(Reporter(run.status, "trainer"))
+        interrupted: list[int] = []
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, _: interrupted.append(number))
+
+        def pause() -> None:
+            if interrupted:
+                raise Interrupted("")
+            time.sleep(POLL_S)
+
+        loader = stack.enter_context(closing(ServerLoader(run)))
+        _train(config, run, reporter, load=loader, pause=pause, on_step=on_step)
+
+
+def learn_inline(config: Config, on_step: OnStep) -> None:
+    """Train with rollout and inference in this process, all user code on this thread, without time limits: so
+    `breakpoint()` works in the agent, the reward and the loss. Repeats bit for bit with rollout.max_lag=0."""
+    from clew.inference.local import inline_engine
+    from clew.rollout.process import inline_runner
+
+    set_threads(config)
+    run = RunDirectory(config.run_path)
+    with ExitStack() as stack:
+        stack.enter_context(run.hold("trainer"))
+        stack.enter_context(run.hold("rollout"))
+        reporter = stack.enter_context(Reporter(run.status, "trainer"))
+        loop = stack.enter_context(closing(asyncio.new_event_loop()))
+        engine = inline_engine(config)
+        runner = inline_runner(config, run, engine)
+
+        def pause() -> None:
+            if not loop.run_until_complete(runner.advance()):
+                raise RolloutError(
+                    "rollout has nothing left to run, and the trainer still waits for a batch: "
+                    "this is a defect of Clew; please report it with the run directory."
+                )
+
+        stack.callback(lambda: loop.run_until_complete(runner.close()))
+        _train(
+            config,
+            run,
+            reporter,
+            load=lambda ref: loop.run_until_complete(engine.load_weights(ref)),
+            pause=pause,
+            on_step=on_step,
+        )
+
+
+def set_threads(config: Config) -> None:
+    """Have torch use launch.threads threads: part of what must be the same for a run to repeat bit for bit."""
+    if config.launch.threads is not None:
+        torch.set_num_threads(config.launch.threads)
+
+
+def _train(
+    config: Config,
+    run: RunDirectory,
+    reporter: Reporter,
+    *,
+    load: Callable[..., None],
+    pause: Callable[[], None],
+    on_step: OnStep,
+) -> None:
+    clock = Clock()
+    reporter.set(doing="loading the model")
+    engine = restore(config, run)
+    run.describe(config, threads=torch.get_num_threads(), device=engine.device.type, topology={"ranks": 1})
+    tensorboard = Tensorboard(run, first_step=run.steps.count())
+
+    def stepped(step: int, summary: dict[str, Any]) -> None:
+        reporter.set(doing="training", version=step + 1)
+        tensorboard.add(step, summary)
+        if config.record.keep_steps is not None:
+            run.steps.prune(min(step + 1 - config.record.keep_steps, checkpoint.latest_version(run.checkpoints)))
+        on_step(step, summary)
+
+    def evaluated(version: int) -> None:
+        if version < 0 or not is_due(version, config):
+            return
+        with waiting(f"the evaluation of version {version}", unblocks="rollout"):
+            while run.read_eval(version) is None:
+                pause()
+
+    reporter.set(doing="training", version=engine.version)
+    try:
+        train(
+            config,
+            run,
+            engine,
+            live=LiveSource(config, run, pause, clock),
+            recorded=RecordedSource(run),
+            publish=Publisher(config, run, load),
+            evaluated=evaluated,
+            on_step=stepped,
+            clock=clock,
+        )
+    except Interrupted:
+        folder = run.checkpoints / f"step-{engine.version:06d}"
+        if engine.version == run.steps.count() and not folder.exists():
+            checkpoint.save(engine, folder, {})
+        raise Interrupted(
+            f"interrupted before step {engine.version} of {config.training.steps}; nothing recorded is lost. Start the "
+            f"same command again to go on."
+        ) from None
+    finally:
+        tensorboard.close()
+        draw_learning_curve(run)
+
+
+def restore(config: Config, run: RunDirectory) -> TrainEngine:
+    """The engine at the nearest checkpoint, or at the model that the run begins with. Raises ConfigError when
+    committed steps after it would be trained again under another configuration."""
+    run.steps.repair()
+    run.inbox.clean()
+    checkpoint.clean(run.checkpoints)
+    version = checkpoint.latest_version(run.checkpoints)
+    committed = run.steps.count()
+    if committed > version:
+        _refuse_changes(config, run, version, committed)
+        log.info("resuming: checkpoint %d, then steps %d to %d from the record", version, version, committed - 1)
+    engine = TrainEngine(config)
+    if version:
+        checkpoint.load(engine, run.checkpoints / f"step-{version:06d}")
+    return engine
+
+
+def _refuse_changes(config: Config, run: RunDirectory, version: int, committed: int) -> None:
+    before, now = (_flat(each.model_dump(mode="json")) for each in (configuration.load(run.config_path), config))
+    decisive = [name for name in now if name.startswith(("model.", "training.", "algorithm."))]
+    if config.training.schedule == "constant":
+        decisive.remove("training.steps")
+    changed = [f"{name} {before[name]!r} -> {now[name]!r}" for name in decisive if before[name] != now[name]]
+    if changed:
+        raise ConfigError(
+            f"steps {version} to {committed - 1} of {run.path} must be trained again after the last checkpoint "
+            f"({version}), and the configuration changed since: {', '.join(changed)}. Go on with the old values until "
+            f"the next checkpoint (Ctrl-C writes one), or start another trial=NAME."
+        )
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat.update(_flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value})
+    return flat
+
+
+def model_folder(run: RunDirectory) -> Path:
+    """The newest checkpoint of a run, which transformers reads."""
+    return run.checkpoints / f"step-{checkpoint.latest_version(run.checkpoints):06d}"

@@ -1,0 +1,105 @@
+"""The loop. Synchronous training is asynchronous training with a permitted lag of 0; resuming is the same loop with
+recorded batches.
+
+::
+
+    rollout ──► inbox/g*.parquet ──► source ──► steps/step-N.parquet ──► train_step ──► steps/step-N.json   (committed)
+       ▲                                                                                      │
+       └────────── inbox/version.json ◄── servers load ◄── weights of version N + 1 ◄─────────┘
+
+consumes  batches of groups, one a step
+produces  committed steps, published versions, checkpoints
+waits     for a batch and for evaluations (rollout unblocks them), for servers to load weights (they do)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from clew.config import Config
+from clew.record.rows import Sequence
+from clew.record.run import RunDirectory
+from clew.trainer.commit import summarize, verify
+from clew.training import checkpoint
+from clew.training.engine import TrainEngine
+
+
+class Source(Protocol):
+    """Where batches come from: `sources.LiveSource` or `sources.RecordedSource`."""
+
+    def batch(self, step: int) -> list[Sequence]:
+        """The batch of `step`; it lies in steps/step-N.parquet when this returns."""
+        ...
+
+
+class Clock:
+    """Adds up the seconds of a step by what they went into."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, what: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - began
+
+    def take(self) -> dict[str, float]:
+        """The seconds since the last call."""
+        taken, self.seconds = self.seconds, {}
+        return taken
+
+
+def train(
+    config: Config,
+    run: RunDirectory,
+    engine: TrainEngine,
+    *,
+    live: Source,
+    recorded: Source,
+    publish: Callable[[TrainEngine], None],
+    evaluated: Callable[[int], None],
+    on_step: Callable[[int, dict[str, Any]], None],
+    clock: Clock,
+) -> None:
+    """Train from `engine.version` to `training.steps`.
+
+    Steps that are committed already are trained again from the record and verified against it; nothing is published
+    until the last of them. publish: hands the weights to inference, returns when they serve. evaluated: returns when
+    the evaluation of that version, if one is due, is complete. on_step: told of each step that this call committed.
+    """
+    committed = run.steps.count()
+    while True:
+        version = engine.version  # also the number of the step that these weights will make
+        replaying = version < committed
+        if not replaying:
+            with clock("evaluation"):
+                evaluated(version - 1)  # by one version all of it: so before the next one is published
+            with clock("publish"):
+                publish(engine)
+            with clock("record"):
+                run.inbox.remove(run.steps.read(version - 1)["groups"] if version else ())
+        if checkpoint.is_due(version, config):
+            with clock("checkpoint"):
+                checkpoint.save(engine, run.checkpoints / f"step-{version:06d}", {})
+                checkpoint.prune(run.checkpoints, config.checkpoint.keep)
+        if version >= config.training.steps:
+            evaluated(version)
+            return
+
+        with clock("rollout"):
+            batch = (recorded if replaying else live).batch(version)
+        result = engine.train_step(batch)
+        summary = summarize(batch, result, engine)
+        if replaying:
+            verify(run, version, summary)
+            continue
+        with clock("record"):
+            run.steps.write_stages(version, 0, [row.id for row in batch], result.stages)
+        run.steps.commit(version, {**summary, "timings": {**result.timings, **clock.take()}})
+        on_step(version, run.steps.read(version))

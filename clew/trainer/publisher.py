@@ -1,0 +1,98 @@
+"""Weights on their way to inference: written, announced, loaded by every server, and only then published."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from clew.config import Config
+from clew.inference.client import EngineUnreachable, HTTPEngine
+from clew.record.run import RunDirectory, Server
+from clew.record.weights import WeightRef
+from clew.training.engine import TrainEngine
+from clew.training.weights import write_weights
+from clew.waits import waiting
+
+log = logging.getLogger("clew.trainer")
+
+LOAD_TIMEOUT_S = 120.0
+"""A server that has not loaded new weights by then is taken out; it loads the newest before it comes back."""
+
+
+class Publisher:
+    """Publishes a version. The order settles each race with a server that starts meanwhile (see `RunDirectory`):
+
+    1. the weights are written, 2. announced, 3. loaded by the servers that are registered, 4. published to rollout,
+    5. their predecessors are removed.
+    """
+
+    def __init__(self, config: Config, run: RunDirectory, load: Callable[[WeightRef], None]) -> None:
+        """load: returns when every engine serves the weights."""
+        self._run = run
+        self._load = load
+        self._folder = run.path / "weights"
+        self._outside = config.inference.weights is not None
+        if config.inference.weights is not None:
+            name = hashlib.blake2b(str(run.path.resolve()).encode(), digest_size=6).hexdigest()
+            self._folder = Path(config.inference.weights) / f"clew-{name}"
+
+    def __call__(self, engine: TrainEngine) -> None:
+        ref = self._run.newest_weights()
+        if ref is None or ref.version != engine.version or not Path(ref.path).exists():
+            ref = write_weights(engine, self._folder / f"version-{engine.version:06d}", engine.version)
+            self._run.announce_weights(ref)
+        self._load(ref)
+        self._run.inbox.publish(ref.version)
+        for folder in self._folder.iterdir():
+            if folder.name != Path(ref.path).name:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def close(self) -> None:
+        """Leave no weights outside the run directory; the checkpoint has them."""
+        if self._outside:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class ServerLoader:
+    """Has the servers of a run load weights, over HTTP, all at once."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
+        self._loop = asyncio.new_event_loop()
+        self._engines: dict[str, HTTPEngine] = {}
+
+    def __call__(self, ref: WeightRef) -> None:
+        self._loop.run_until_complete(self._load_everywhere(ref))
+
+    def close(self) -> None:
+        for engine in self._engines.values():
+            self._loop.run_until_complete(engine.close())
+        self._loop.close()
+
+    async def _load_everywhere(self, ref: WeightRef) -> None:
+        await asyncio.gather(*(self._load_on(server, ref) for server in self._run.servers()))
+
+    async def _load_on(self, server: Server, ref: WeightRef) -> None:
+        engine = self._engines.setdefault(server.address, HTTPEngine(server.address))
+        try:
+            with waiting(f"server {server.address} to load version {ref.version}", unblocks=server.name):
+                await asyncio.wait_for(engine.load_weights(ref), LOAD_TIMEOUT_S)
+        except EngineUnreachable:
+            log.warning(
+                "server %s (%s) is gone; it loads version %d when it is back", server.name, server.address, ref.version
+            )
+            self._run.remove_server(server.name)
+        except TimeoutError:
+            log.warning(
+                "server %s (%s) did not load version %d within %.0f s and is taken out until it has",
+                server.name,
+                server.address,
+                ref.version,
+                LOAD_TIMEOUT_S,
+            )
+            self._run.register_server(replace(server, ready=False))

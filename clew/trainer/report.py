@@ -1,0 +1,89 @@
+"""What a run shows of itself: TensorBoard's files and the learning curve. Both follow from the record."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from clew.record.run import RunDirectory
+
+
+class Tensorboard:
+    """reports/tensorboard: each metric of each step, and each evaluation, as a scalar."""
+
+    def __init__(self, run: RunDirectory, first_step: int) -> None:
+        """first_step: what an earlier, killed trainer wrote from there on is hidden."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._run = run
+        self._writer = SummaryWriter(str(run.reports / "tensorboard"), purge_step=first_step, flush_secs=10)
+        self._evaluated = -1
+
+    def add(self, step: int, summary: dict[str, Any]) -> None:
+        """Add a committed step, and the evaluations that were completed since the last one."""
+        for name, value in summary["metrics"].items():
+            self._writer.add_scalar(name, value, step)
+        for name, value in summary["timings"].items():
+            self._writer.add_scalar(f"seconds/{name}", value, step)
+        for evaluation in self._run.read_evals():
+            if evaluation["version"] > self._evaluated:
+                self._evaluated = evaluation["version"]
+                for name, value in evaluation.items():
+                    if isinstance(value, (int, float)) and name != "version":
+                        self._writer.add_scalar(f"eval/{name}", value, self._evaluated)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def draw_learning_curve(run: RunDirectory) -> None:
+    """reports/learning_curve.png: reward, evaluation, length, lag and agreement with inference over the steps."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    steps = [run.steps.read(entry["step"]) for entry in run.steps.index()]
+    if not steps:
+        return
+    evals = run.read_evals()
+    panels = [
+        ("reward", "reward (mean of the batch)"),
+        ("response_length", "response length (tokens)"),
+        ("entropy", "entropy (nats)"),
+        ("grad_norm", "gradient norm"),
+        ("lag_mean", "lag (versions, mean)"),
+        ("seconds", "seconds a step"),
+    ]
+    figure, axes = pyplot.subplots(2, 3, figsize=(13, 6.5), constrained_layout=True)
+    for (name, title), axis in zip(panels, axes.flat, strict=True):
+        if name == "seconds":
+            bottom = [0.0] * len(steps)
+            for part in ("rollout", "forward_backward", "publish", "record", "evaluation"):
+                top = [low + step["timings"].get(part, 0.0) for low, step in zip(bottom, steps, strict=True)]
+                axis.fill_between([s["step"] for s in steps], bottom, top, label=part.replace("_", " and "), step="mid")
+                bottom = top
+            axis.legend(fontsize=8)
+        else:
+            points = [
+                (s["step"], s["metrics"][name]) for s in steps if not math.isnan(s["metrics"].get(name, math.nan))
+            ]
+            axis.plot(*zip(*points, strict=True), linewidth=1.3) if points else None
+        if name == "reward" and evals:
+            axis.plot(
+                [e["version"] for e in evals],
+                [e["pass@1"] for e in evals],
+                "o-",
+                color="tab:green",
+                label="held-out pass@1",
+                markersize=4,
+            )
+            axis.legend(fontsize=8)
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel("step")
+        axis.grid(alpha=0.3)
+    figure.suptitle(f"{run.path.parent.name} / {run.path.name}")
+    beside = run.reports / ".learning_curve.png"
+    figure.savefig(beside, dpi=110, format="png")
+    pyplot.close(figure)
+    beside.replace(run.reports / "learning_curve.png")

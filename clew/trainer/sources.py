@@ -1,0 +1,79 @@
+"""Where batches come from. Both sources hand out what lies in steps/step-N.parquet: live and replay cannot differ."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pyarrow as pa
+
+from clew.config import Config
+from clew.record.rows import Sequence
+from clew.record.run import RunDirectory
+from clew.rollout.admission import Choice, choose_batch
+from clew.trainer.loop import Clock
+from clew.waits import waiting
+
+
+class RecordedSource:
+    """The batches of committed steps."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
+
+    def batch(self, step: int) -> list[Sequence]:
+        return self._run.steps.read_data(step)
+
+
+class LiveSource:
+    """Batches chosen from the inbox.
+
+    pause: lets a little time pass, in which rollout can go on: a short sleep where rollout is another process, a turn
+    of its event loop where everything is in one (launch.mode=inline). It may raise to end the wait.
+    """
+
+    def __init__(self, config: Config, run: RunDirectory, pause: Callable[[], None], clock: Clock) -> None:
+        self._rollout = config.rollout
+        self._run = run
+        self._pause = pause
+        self._clock = clock
+
+    def batch(self, step: int) -> list[Sequence]:
+        if not self._run.steps.has_data(step):  # chosen before a kill: it is trained on as it is
+            tables = self._choose(step)
+            with self._clock("record"):
+                table = pa.concat_tables(tables)
+                consumed_at = pa.array([time.time()] * table.num_rows)
+                place = table.schema.get_field_index("consumed_at")
+                self._run.steps.write_data(step, table.set_column(place, "consumed_at", consumed_at))
+        with self._clock("record"):
+            return self._run.steps.read_data(step)
+
+    def _choose(self, step: int) -> list[pa.Table]:
+        def look() -> Choice:
+            with self._clock("record"):
+                running = self._run.inbox.running()  # before the finished: a group that moves meanwhile is seen in both
+                finished = self._run.inbox.scan()
+            return choose_batch(
+                step=step,
+                finished={name: table.column("admitted_version")[0].as_py() for name, table in finished.items()},
+                running={name: version for name, version in running.items() if name not in finished},
+                batch_groups=self._rollout.batch_groups,
+                max_lag=self._rollout.max_lag,
+                late=self._rollout.late,
+            )
+
+        def numbers() -> str:
+            late = f", too old after this step: {' '.join(choice.too_old[:4])}" if choice.too_old else ""
+            return (
+                f"{self._rollout.batch_groups} groups wanted, {len(self._run.inbox.names())} ready, "
+                f"{len(self._run.inbox.running())} running{late}"
+            )
+
+        choice = look()
+        with waiting(f"a batch for step {step}", unblocks="rollout", numbers=numbers):
+            while not choice.groups:
+                self._pause()
+                choice = look()
+        finished = self._run.inbox.scan()
+        return [finished[group_id] for group_id in choice.groups]

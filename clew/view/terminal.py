@@ -1,0 +1,156 @@
+"""What a run looks like from a terminal: the progress of `clew train` and the table of `clew status`.
+
+Both only read the run directory, so they show the same from any terminal, and show a run that hangs as well.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from clew.errors import RecordError
+from clew.record.files import read_json
+from clew.record.run import RunDirectory
+
+ROLES = ("trainer", "rollout", "server")
+STALE_S = 5.0
+"""A status file this old belongs to a process that is stopped, hung in C code, or gone."""
+
+
+def read_statuses(run: RunDirectory) -> list[dict[str, Any]]:
+    """The status files of a run's processes, trainer first."""
+    paths = sorted(run.status.glob("[!.]*.json"), key=lambda p: ROLES.index(p.stem) if p.stem in ROLES else 9)
+    return [read_json(path) for path in paths]
+
+
+def status_table(run: RunDirectory) -> Table:
+    """Each process: its version, what it does, what it waits for, since when, and the numbers that decide it."""
+    table = Table(expand=True, box=None, pad_edge=False)
+    for column in ("process", "version", "doing", "waiting for", "since", "numbers", "unblocked by"):
+        table.add_column(column, overflow="fold", no_wrap=column in ("process", "version", "since"))
+    now = time.time()
+    for status in read_statuses(run):
+        doing = status["doing"]
+        age = now - status["updated"]
+        if doing not in ("ended", "failed") and age > STALE_S:
+            doing = f"no sign of life for {age:.0f} s (pid {status['pid']})"
+        alive = doing not in ("ended", "failed")
+        waits = status["waits"][:4] if alive else []
+        first = waits[0] if waits else None
+        version = "" if status["version"] is None else str(status["version"])
+        table.add_row(
+            status["process"], version, status.get("error", doing) if not alive else doing, *_wait_cells(first, now)
+        )
+        for wait in waits[1:]:
+            table.add_row("", "", "", *_wait_cells(wait, now))
+        if alive and status["waits_in_all"] > len(waits):
+            table.add_row("", "", "", f"… and {status['waits_in_all'] - len(waits)} more waits", "", "", "")
+    return table
+
+
+def _wait_cells(wait: dict[str, Any] | None, now: float) -> tuple[str, ...]:
+    if wait is None:
+        return ("", "", "", "")
+    return (wait["what"], f"{now - wait['since']:.1f} s", wait["numbers"], wait["unblocks"])
+
+
+STEP_COLUMNS = ("step", "reward", "length", "lag", "kl", "grad norm", "tok/s made", "tok/s trained", "seconds in")
+
+
+def step_cells(summary: dict[str, Any]) -> tuple[str, ...]:
+    """One committed step, as the progress shows it."""
+    metrics, seconds = summary["metrics"], summary["timings"]
+    parts = [
+        ("waiting", "rollout"),
+        ("logprobs", "logprobs"),
+        ("training", "forward_backward"),
+        ("publishing", "publish"),
+        ("recording", "record"),
+    ]
+    spent = "  ".join(f"{name} {seconds[key]:.2f}" for name, key in parts if seconds.get(key, 0.0) >= 0.005)
+    whole = max(sum(seconds.values()), 1e-9)
+    training = max(seconds.get("forward_backward", 0.0) + seconds.get("logprobs", 0.0), 1e-9)
+    return (
+        str(summary["step"]),
+        f"{metrics['reward']:.3f}",
+        f"{metrics['response_length']:.1f}",
+        f"{metrics['lag_mean']:.2f}/{metrics['lag_max']:.0f}",
+        f"{metrics['behaviour_k3']:.1e}",
+        f"{metrics['grad_norm']:.2f}",
+        f"{metrics['tokens_trained'] / whole:,.0f}",
+        f"{metrics['tokens_trained'] / training:,.0f}",
+        spent,
+    )
+
+
+class Progress:
+    """Shows each committed step and evaluation once; on a terminal also the processes, live."""
+
+    LINES = 12
+
+    def __init__(self, run: RunDirectory, total_steps: int, console: Console | None = None) -> None:
+        self._run = run
+        self._total = total_steps
+        self._console = console or Console(soft_wrap=True)
+        self._next = run.steps.count()
+        self._recent: list[tuple[str, ...]] = []
+        self._evaluated: set[int] = {entry["version"] for entry in run.read_evals()}
+        self._live = Live(console=self._console, refresh_per_second=4) if self._console.is_terminal else None
+        self._shown = 0.0
+
+    def __enter__(self) -> Progress:
+        self._console.print(
+            f"run directory: {self._run.path}" + (f" (resuming at step {self._next})" if self._next else "")
+        )
+        if self._live:
+            self._live.__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self.refresh(final=True)
+        if self._live:
+            self._live.__exit__(*exc)
+
+    def refresh(self, *_: Any, final: bool = False) -> None:
+        """Look again at the run directory; does nothing more than five times a second."""
+        if time.monotonic() - self._shown < 0.2 and not final:
+            return
+        self._shown = time.monotonic()
+        while self._run.steps.json_path(self._next).exists():
+            summary = self._run.steps.read(self._next)
+            self._next += 1
+            cells = step_cells(summary)
+            self._recent = [*self._recent[1 - self.LINES :], cells]
+            if self._live is None:
+                named = "  ".join(f"{name} {cell}" for name, cell in zip(STEP_COLUMNS[1:-1], cells[1:-1], strict=True))
+                self._console.print(f"step {cells[0]}/{self._total}  {named}  [{cells[-1]}]", markup=False)
+        for path in self._run.evals.glob("version-*.json"):
+            version = int(path.stem.removeprefix("version-"))
+            if version not in self._evaluated:
+                self._evaluated.add(version)
+                line = _evaluation_line(read_json(path))
+                (self._live.console if self._live else self._console).print(line, markup=False)
+        if self._live:
+            self._live.update(self._picture())
+
+    def _picture(self) -> Group:
+        steps = Table(box=None, pad_edge=False, expand=True)
+        for column in STEP_COLUMNS:
+            steps.add_column(column, justify="left" if column == "seconds in" else "right", no_wrap=True)
+        for cells in self._recent:
+            steps.add_row(*cells)
+        try:
+            processes: Any = status_table(self._run)
+        except (RecordError, FileNotFoundError):
+            processes = Text("")
+        return Group(Text(f"step {self._next} of {self._total}", style="bold"), steps, Text(""), processes)
+
+
+def _evaluation_line(evaluation: dict[str, Any]) -> str:
+    passes = "  ".join(f"{name} {value:.1%}" for name, value in evaluation.items() if name.startswith("pass@"))
+    return f"evaluation of version {evaluation['version']}: {passes}"
