@@ -1,0 +1,135 @@
+"""A table opens unchanged elsewhere, and a file that was altered is refused."""
+
+import json
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from clew.errors import RecordError
+from clew.record import rows
+from clew.record.rows import Sequence
+
+
+def a_sequence(name: str = "g000001.e0.s0", length: int = 5, **changes: object) -> Sequence:
+    random = np.random.default_rng(length)
+    values: dict[str, object] = {
+        "id": name,
+        "group_id": name.split(".")[0],
+        "episode_id": name.rsplit(".", 1)[0],
+        "input_ids": random.integers(0, 1000, length).astype(np.int32),
+        "loss_mask": random.random(length) < 0.5,
+        "logprobs": random.standard_normal(length).astype(np.float32),
+        "versions": random.integers(-1, 5, length).astype(np.int32),
+        "turn_ids": random.integers(-1, 2, length).astype(np.int32),
+        "temperatures": np.ones(length, np.float32),
+        "reward": 0.5,
+        "rewards": {"exact": 0.5},
+        "finish_reason": "stop",
+        "data": {"prompt": "1+1=", "answer": [2]},
+        "interactions": [{"id": name.rsplit(".", 1)[0] + ".i0", "seed": 7}],
+        "admitted_version": 3,
+    }
+    return Sequence(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def same(a: Sequence, b: Sequence) -> bool:
+    return all(
+        np.array_equal(getattr(a, name), getattr(b, name), equal_nan=name in ("logprobs", "temperatures"))
+        if isinstance(getattr(a, name), np.ndarray)
+        else getattr(a, name) == getattr(b, name) or (getattr(a, name) != getattr(a, name))
+        for name in rows.SCHEMA.names
+    )
+
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 30), st.floats(), st.dictionaries(texts, st.floats(-1e9, 1e9)), texts),
+        max_size=8,
+    )
+)
+def test_rows_come_back_as_they_went(tmp_path_factory: pytest.TempPathFactory, drawn: list) -> None:
+    path = tmp_path_factory.mktemp("rows") / "a.parquet"
+    written = [
+        a_sequence(f"g{i:06d}.e0.s0", length, reward=reward, rewards=rewards, data={"text": text})
+        for i, (length, reward, rewards, text) in enumerate(drawn)
+    ]
+    rows.write_table(path, rows.to_table(written))
+    read = rows.from_table(rows.read_table(path))
+    assert len(read) == len(written)
+    assert all(same(a, b) for a, b in zip(written, read, strict=True))
+
+
+def test_a_step_file_opens_in_pandas_duckdb_and_datasets(tmp_path: Path) -> None:
+    import duckdb
+    import pandas
+
+    path = tmp_path / "step-000000.parquet"
+    rows.write_table(path, rows.to_table([a_sequence(f"g000001.e{i}.s0", 4 + i) for i in range(3)]))
+
+    frame = pandas.read_parquet(path)
+    assert list(frame["id"]) == ["g000001.e0.s0", "g000001.e1.s0", "g000001.e2.s0"]
+    assert [len(ids) for ids in frame["input_ids"]] == [4, 5, 6]
+    assert json.loads(frame["data"][0])["answer"] == [2]
+
+    counted = duckdb.sql(f"select id, len(input_ids), list_sum(logprobs) from '{path}' order by id").fetchall()
+    assert [row[1] for row in counted] == [4, 5, 6]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from datasets import load_dataset
+
+        loaded = load_dataset("parquet", data_files=str(path), split="train", cache_dir=str(tmp_path / "cache"))
+    assert loaded["versions"][2] == frame["versions"][2].tolist()  # type: ignore[index]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "step-000007.parquet"
+    rows.write_table(path, rows.to_table([a_sequence(length=400)]))
+    return path
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.99])
+def test_a_truncated_file_is_named(file: Path, share: float) -> None:
+    content = file.read_bytes()
+    file.write_bytes(content[: int(len(content) * share)])
+    with pytest.raises(RecordError, match=r"step-000007\.parquet cannot be read .* restore it from a copy"):
+        rows.read_table(file)
+
+
+def test_a_flipped_bit_is_found(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    for place in range(60, 1200, 100):  # in the pages of the token columns
+        altered = bytearray(content)
+        altered[place] ^= 0x10
+        file.write_bytes(altered)
+        with pytest.raises(RecordError, match="step-000007"):
+            rows.from_table(rows.read_table(file))
+
+
+def test_a_newer_format_is_refused(file: Path) -> None:
+    table = pq.read_table(file).replace_schema_metadata({"clew_format": str(rows.FORMAT + 1)})
+    pq.write_table(table, file)
+    with pytest.raises(RecordError, match=r"is a record of format 2; this Clew reads formats up to 1\. Upgrade Clew"):
+        rows.read_table(file)
+
+
+def test_columns_of_a_later_compatible_format_are_left_alone(file: Path) -> None:
+    table = pq.read_table(file)
+    pq.write_table(table.append_column("novelty", pa.array([1])), file)
+    assert rows.from_table(rows.read_table(file))[0].id == "g000001.e0.s0"
+
+
+def test_columns_of_different_length_are_a_programmers_mistake() -> None:
+    with pytest.raises(AssertionError, match="columns of different length"):
+        a_sequence(loss_mask=np.ones(3, bool))

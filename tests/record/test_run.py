@@ -1,0 +1,149 @@
+"""The run directory: what each crash leaves behind, locks, servers, a full disk."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from clew.config import Config
+from clew.errors import RecordError
+from clew.record import rows
+from clew.record.run import RunDirectory, Server, open_run
+from tests.record.test_rows import a_sequence, same
+
+SUMMARY = {"groups": ["g000000"], "versions": [0, 0], "digests": {"weights": "00"}}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(tmp_path / "run")
+
+
+def commit(run: RunDirectory, step: int) -> None:
+    group = f"g{step:06d}"
+    run.steps.write_data(step, rows.to_table([a_sequence(f"{group}.e0.s0")]))
+    run.steps.commit(step, {**SUMMARY, "groups": [group]})
+
+
+def test_a_group_waits_in_the_inbox_until_it_is_removed(run: RunDirectory) -> None:
+    group = [a_sequence(f"g000004.e{i}.s0") for i in range(2)]
+    run.inbox.put("g000004", group)
+    run.inbox.set_running({"g000004": 1, "g000005": 2})
+    assert run.inbox.names() == {"g000004"}
+    assert run.inbox.running() == {"g000005": 2}
+    read = rows.from_table(run.inbox.scan()["g000004"])
+    assert all(same(a, b) for a, b in zip(group, read, strict=True))
+    run.inbox.remove(["g000004"])
+    assert run.inbox.scan() == {}
+
+
+def test_what_is_published(run: RunDirectory) -> None:
+    assert run.inbox.published() is None
+    run.inbox.publish(3)
+    assert run.inbox.published() == 3
+
+
+def test_a_step_counts_once_its_json_is_there(run: RunDirectory) -> None:
+    commit(run, 0)
+    run.steps.write_data(1, rows.to_table([a_sequence("g000001.e0.s0")]))
+    assert run.steps.count() == 1
+    assert run.steps.consumed() == {"g000000"}
+    assert run.steps.pending_groups() == {"g000001"}
+    assert run.finished_groups() == {"g000000", "g000001"}
+    with pytest.raises(RecordError, match="step 1 was not committed; the next step is 1"):
+        run.steps.read(1)
+
+
+def test_the_index_follows_from_the_steps(run: RunDirectory) -> None:
+    for step in range(3):
+        commit(run, step)
+    whole = run.steps.index_path.read_text()
+    for left in ("", whole[: len(whole) // 3], whole[:-5]):  # killed before, within and at the end of a line
+        run.steps.index_path.write_text(left)
+        assert [entry["groups"] for entry in run.steps.index()] == [["g000000"], ["g000001"], ["g000002"]]
+        run.steps.repair()
+        assert run.steps.index_path.read_text() == whole
+
+
+def test_half_written_files_are_invisible_and_removed(run: RunDirectory) -> None:
+    (run.steps.folder / ".step-000000.json.77").write_text("{")
+    (run.inbox.folder / ".g000001.parquet.77").write_bytes(b"PAR")
+    assert run.inbox.names() == set() and run.steps.count() == 0
+    run.steps.repair()
+    run.inbox.clean()
+    assert sorted(path.name for path in run.inbox.folder.iterdir()) == []
+
+
+def test_stages_open_as_lists(run: RunDirectory) -> None:
+    run.steps.write_stages(0, 0, ["a", "b"], {"advantages": [np.ones(2, np.float32), np.zeros(3, np.float32)]})
+    table = rows.read_table(run.steps.stage_path(0, 0))
+    assert table.to_pydict() == {"id": ["a", "b"], "advantages": [[1, 1], [0, 0, 0]]}
+
+
+def test_pruning_keeps_what_was_committed(run: RunDirectory) -> None:
+    for step in range(4):
+        commit(run, step)
+    run.steps.prune(before=3)
+    assert not run.steps.has_data(2) and run.steps.has_data(3)
+    assert run.steps.read(0)["groups"] == ["g000000"] and run.steps.count() == 4
+
+
+def test_one_trainer_a_run(run: RunDirectory) -> None:
+    held = run.hold("trainer")
+    code = f"from pathlib import Path; from clew.record.run import RunDirectory; RunDirectory(Path({str(run.path)!r}))"
+    second = subprocess.run([sys.executable, "-c", code + ".hold('trainer')"], capture_output=True, text=True)
+    assert f"another trainer (pid {os.getpid()}) already works on {run.path}" in second.stderr
+    held.close()
+    run.hold("trainer").close()
+
+
+def test_servers_come_and_go(run: RunDirectory) -> None:
+    server = Server(name="server", address="127.0.0.1:1", pid=1, ready=False)
+    run.register_server(server)
+    assert run.servers() == [server]
+    run.remove_server("server")
+    assert run.servers() == []
+
+
+def test_a_directory_of_a_newer_format_is_refused(run: RunDirectory) -> None:
+    run.run_json.write_text(json.dumps({"clew_format": rows.FORMAT + 1}))
+    with pytest.raises(RecordError, match=r"run\.json is a record of format 2"):
+        RunDirectory(run.path)
+
+
+def test_a_directory_that_is_no_run_is_said_so(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match=r"is no run directory: it holds no run\.json"):
+        open_run(tmp_path)
+
+
+def test_describe_keeps_when_it_was_created(run: RunDirectory) -> None:
+    config = Config.model_validate({"experiment": "x", "model": {"path": "m"}, "data": {"path": "d"}})
+    run.describe(config, threads=2)
+    created = run.facts()["created"]
+    run.describe(config, threads=1)
+    assert run.facts()["created"] == created and run.facts()["threads"] == 1
+    assert "torch" in run.facts()["packages"]
+    assert open_run(run.path).config_path.read_text().startswith("experiment: x")
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("mount") is None, reason="a small tmpfs needs root")
+def test_a_full_disk_is_said_and_loses_nothing(tmp_path: Path) -> None:
+    mounted = tmp_path / "small"
+    mounted.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", mounted]).returncode != 0:
+        pytest.skip("this machine does not let root mount a tmpfs")
+    try:
+        run = RunDirectory(mounted / "run")
+        with pytest.raises(RecordError, match="no space left .* Nothing recorded is lost"):
+            for number in range(1000):
+                run.inbox.put(f"g{number:06d}", [a_sequence(f"g{number:06d}.e0.s0", 4000)])
+        lying = run.inbox.scan()  # each of them whole
+        assert 0 < len(lying) < 1000
+        assert not list(run.inbox.folder.glob(".*"))
+    finally:
+        subprocess.run(["umount", mounted], check=True)

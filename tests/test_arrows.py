@@ -1,0 +1,56 @@
+"""The arrows between the rooms: who may import whom. DESIGN, "The rooms"."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+CLEW = Path(__file__).parent.parent / "clew"
+
+EVERYWHERE = {"clew", "clew.errors", "clew.config", "clew.waits", "clew.processes"}
+MAY_IMPORT = {
+    "record": set(),
+    "inference": {"clew.record", "clew.models"},
+    "rollout": {"clew.record", "clew.data", "clew.models", "clew.inference.protocol", "clew.inference.client"},
+    "training": {"clew.record", "clew.data", "clew.models"},
+    "trainer": {"clew.record", "clew.rollout", "clew.inference", "clew.training", "clew.models", "clew.data"},
+    "launch": {"clew.record"},
+    "view": {"clew.record"},
+    "diagnose": {"clew.record", "clew.inference", "clew.rollout", "clew.training", "clew.trainer", "clew.models"},
+}
+TORCH_FREE = ("record", "launch", "view")
+
+
+def imports(path: Path) -> set[str]:
+    """The modules of Clew, and torch, that a file imports, at its top or inside a function."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            is_package = (CLEW.parent / node.module.replace(".", "/")).is_dir()
+            found |= names if is_package else {node.module}
+    return {name for name in found if name.split(".")[0] in ("clew", "torch", "transformers")}
+
+
+@pytest.mark.parametrize("room", MAY_IMPORT)
+def test_a_room_imports_only_what_its_arrows_allow(room: str) -> None:
+    allowed = EVERYWHERE | {f"clew.{room}"} | MAY_IMPORT[room]
+    for path in sorted((CLEW / room).rglob("*.py")):
+        for name in imports(path):
+            if name.startswith("clew"):
+                permitted = any(name == prefix or name.startswith(prefix + ".") for prefix in allowed - {"clew"})
+                assert permitted or name == "clew", f"{path.relative_to(CLEW)} imports {name}"
+            elif room in TORCH_FREE:
+                raise AssertionError(f"{path.relative_to(CLEW)} imports {name}; {room}/ does without torch")
+
+
+def test_every_room_is_listed() -> None:
+    rooms = {path.name for path in CLEW.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert rooms == set(MAY_IMPORT)
+
+
+@pytest.mark.parametrize("module", ["errors", "config", "waits", "processes"])
+def test_what_all_may_import_imports_no_room_and_no_torch(module: str) -> None:
+    assert imports(CLEW / f"{module}.py") <= EVERYWHERE
