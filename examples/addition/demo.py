@@ -1,0 +1,87 @@
+"""The demo: a small base model imitates an imperfect teacher (SFT), then passes it by reinforcement (GRPO).
+
+    make demo                                    about three minutes on two cores
+    python examples/addition/demo.py --seed 2    other problems, weights and episodes
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from clew.record.run import open_run
+from examples.addition.make import make
+
+HERE = Path("examples/addition")
+
+
+def clew(*arguments: str) -> float:
+    """Run a command of Clew, as one would type it; returns its seconds."""
+    print("$ clew", *arguments, flush=True)
+    began = time.monotonic()
+    ended = subprocess.run([sys.executable, "-m", "clew", *arguments])
+    if ended.returncode != 0:
+        raise SystemExit(ended.returncode)
+    return time.monotonic() - began
+
+
+def sparkline(values: list[float]) -> str:
+    """Shares as a row of blocks."""
+    return "".join("▁▂▃▄▅▆▇█"[min(7, int(value * 8))] for value in values)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=1)
+    seed = parser.parse_args().seed
+    experiment = "addition" if seed == 1 else f"addition-{seed}"
+    folder = Path("runs") / experiment
+    shutil.rmtree(folder, ignore_errors=True)  # a demo begins at the beginning; `clew train` would resume
+
+    began = time.monotonic()
+    right, parameters = make(folder / "material", seed)
+    print(f"made {folder / 'material'}: a base model of {parameters:,} random parameters, and demonstrations of a "
+          f"teacher who forgets carries")
+    options = (f"experiment={experiment}", f"seed={seed}") if seed != 1 else ()
+    sft_s = clew("sft", str(HERE / "sft.yaml"), *options)
+    grpo_s = clew("train", str(HERE / "grpo.yaml"), *options)
+
+    run = open_run(folder / "grpo")
+    evaluations = run.read_evals()
+    exact = [evaluation["pass@1"] for evaluation in evaluations]
+    table = Table(title="exact match on 500 held-out problems", title_justify="left")
+    for column in ("", "exact match", "seconds"):
+        table.add_column(column, justify="left" if not column else "right")
+    table.add_row("the teacher's demonstrations", f"{right:.1%}", "")
+    table.add_row("the imitator, after SFT", f"{exact[0]:.1%}", f"{sft_s:.0f}")
+    table.add_row(f"after {run.steps.count()} steps of GRPO", f"{exact[-1]:.1%}", f"{grpo_s:.0f}")
+    console = Console()
+    console.print(table)
+    console.print(f"learning curve  {sparkline(exact)}  (versions {evaluations[0]['version']} to "
+                  f"{evaluations[-1]['version']}); as a picture: {run.reports / 'learning_curve.png'}")
+    console.print(f"{time.monotonic() - began:.0f} s in all\n")
+    console.print("next, try:", style="bold")
+    for command, why in (
+        (f"clew status {run.path}", "what each process did last; from another terminal, while it runs, what it waits for"),
+        (f"clew train {HERE}/grpo.yaml trial=sync rollout.max_lag=0", "the same, synchronously"),
+        (f"clew train {HERE}/grpo.yaml trial=debug launch.mode=inline training.steps=3", "with breakpoint() anywhere"),
+        (f"tensorboard --logdir {folder}", "every metric"),
+        (f"duckdb -c \"select id, reward, data from '{run.path}/steps/step-000000.parquet' limit 5\"",
+         "what exactly was trained on"),
+    ):
+        console.print(f"  .venv/bin/{command}" if not command.startswith("duckdb") else f"  {command}", markup=False,
+                      highlight=False, soft_wrap=True)
+        console.print(f"      {why}", style="dim")
+    if not exact[0] < 0.5 < 0.95 < exact[-1]:
+        raise SystemExit(f"this run did not show what it should: under 50 % before, over 95 % after (seed {seed})")
+
+
+if __name__ == "__main__":
+    main()
