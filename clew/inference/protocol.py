@@ -39,6 +39,9 @@ class SamplingParams:
     seed: int = 0
     """The token at position p (counted from the first prompt token) is drawn with one uniform number derived from
     (seed, p) alone, so it depends neither on who shares the batch nor on interruptions."""
+    continues: int = 0
+    """The last so many of input_ids are this request's own output from before an abort: a stop string may begin
+    in them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,128 @@
+"""The embedded engine against transformers' `generate` and a bare cached loop; and HTTP against the engine directly.
+
+Ratios of tokens a second, each the median over rounds in which the contestants take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, Qwen2Config
+
+from clew.inference.core import Core, Request
+from clew.inference.embedded import EmbeddedEngine
+from clew.inference.protocol import SamplingParams
+
+VOCAB = 128
+
+
+def build_model() -> Any:
+    """A Qwen2 of 0.36 M parameters."""
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCAB, hidden_size=96, intermediate_size=200, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=1024, tie_word_embeddings=True, eos_token_id=1, pad_token_id=0,
+        bos_token_id=None,
+    )
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+Work = list[tuple[list[int], int]]
+"""Prompts, and how many tokens to generate for each."""
+
+
+def fixed(prompts: int, tokens: int) -> Work:
+    """Prompts of 16 tokens that all get the same number of new ones."""
+    rng = random.Random(0)
+    return [([rng.randrange(2, VOCAB) for _ in range(16)], tokens) for _ in range(prompts)]
+
+
+def varied(requests: int) -> Work:
+    """Prompts of 4 to 32 tokens; lengths with a long tail, 4 to 256."""
+    rng = random.Random(0)
+    return [([rng.randrange(2, VOCAB) for _ in range(rng.randint(4, 32))],
+             min(256, max(4, round(rng.lognormvariate(3.5, 1.0))))) for _ in range(requests)]
+
+
+def with_generate(model: Any, work: Work, batch: int) -> None:
+    """transformers' generate, a batch at a time, each until its longest is done."""
+    for begin in range(0, len(work), batch):
+        part = work[begin : begin + batch]
+        width = max(len(prompt) for prompt, _ in part)
+        ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt, _ in part])
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt, _ in part])
+        longest = max(tokens for _, tokens in part)
+        settings = GenerationConfig(max_new_tokens=longest, min_new_tokens=longest, do_sample=True, top_k=0,
+                                    pad_token_id=0, eos_token_id=None)
+        model.generate(ids, attention_mask=mask, generation_config=settings)
+
+
+@torch.inference_mode()
+def with_bare_loop(model: Any, work: Work) -> None:
+    """What one writes by hand, for prompts of one length: forward, softmax, draw, keep the logprob."""
+    ids = torch.tensor([prompt for prompt, _ in work])
+    cache = DynamicCache(config=model.config)
+    for _ in range(work[0][1]):
+        logits = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+        logprobs = torch.log_softmax(logits, -1)
+        ids = torch.multinomial(logprobs.exp(), 1)
+        logprobs.gather(1, ids)
+
+
+def with_engine(engine: Core, work: Work) -> None:
+    """The embedded engine, driven directly."""
+    for index, (prompt, tokens) in enumerate(work):
+        params = SamplingParams(max_new_tokens=tokens, stop_token_ids=(), seed=index)
+        engine.submit(Request(id=str(index), input_ids=prompt, params=params))
+    while engine.has_work:
+        engine.step()
+
+
+def race(contestants: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
+    """Median seconds of each, taking turns."""
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for _ in range(rounds + 1):
+        for name, run in contestants.items():
+            start = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values[1:]) for name, values in seconds.items()}
+
+
+def show(name: str, ratio: float, limit: float | None, tokens_per_s: float) -> None:
+    """One line: the ratio, its limit, and the engine's tokens a second."""
+    limited = f"(limit >= {limit:g})" if limit else ""
+    print(f"{name:<44} {ratio:6.2f}x  {limited:<15} {tokens_per_s:8.0f} tokens/s", flush=True)
+
+
+def main() -> None:
+    """Print the ratios."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    rounds = parser.parse_args().rounds
+    plain, served = build_model(), build_model()
+    for rows in (32, 128):
+        work = fixed(rows, 64)
+        engine = EmbeddedEngine(served, None, max_running=rows)
+        times = race({"generate": lambda: with_generate(plain, work, rows),  # noqa: B023
+                      "bare": lambda: with_bare_loop(plain, work),  # noqa: B023
+                      "engine": lambda: with_engine(engine, work)}, rounds)  # noqa: B023
+        rate = rows * 64 / times["engine"]
+        show(f"engine vs generate, fixed length, {rows} rows", times["generate"] / times["engine"], 1.2, rate)
+        show(f"engine vs bare loop, fixed length, {rows} rows", times["bare"] / times["engine"], None, rate)
+    work = varied(256)
+    engine = EmbeddedEngine(served, None, max_running=32)
+    times = race({"generate": lambda: with_generate(plain, work, 32), "engine": lambda: with_engine(engine, work)},
+                 max(3, rounds // 2))
+    rate = sum(tokens for _, tokens in work) / times["engine"]
+    show("engine vs generate, 256 varied requests", times["generate"] / times["engine"], 2.5, rate)
+
+
+if __name__ == "__main__":
+    main()

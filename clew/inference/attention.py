@@ -1,0 +1,106 @@
+"""The attention that transformers' models compute while they are served, under the name `clew_rows`.
+
+A model that finds this name in its configuration builds no mask of its own (transformers knows no mask for it): the
+window of each row is known to the cache, and comes with the call as `rows`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+NAME = "clew_rows"
+
+
+@dataclass(eq=False)
+class Rows:
+    """What one forward may look at."""
+
+    mask: Tensor | None
+    """Decoding: added to the scores, [rows, 1, 1, columns]; None: everything is visible."""
+    starts: Tensor | None = None
+    """Prefill of prompts that end together: int64 [rows], the column of each one's first token."""
+    _prefill_masks: dict[int | None, Tensor | None] = field(default_factory=dict)
+
+    def prefill_mask(self, query: Tensor, window: int | None) -> Tensor | None:
+        """[rows, 1, length, length]; None where plain causal attention will do."""
+        length = query.shape[2]
+        if window is not None and window >= length:
+            window = None
+        if window not in self._prefill_masks:
+            self._prefill_masks[window] = self._prefill_mask(query, length, window)
+        return self._prefill_masks[window]
+
+    def _prefill_mask(self, query: Tensor, length: int, window: int | None) -> Tensor | None:
+        if self.starts is None and window is None:
+            return None
+        columns = torch.arange(length, device=query.device)
+        visible = columns <= columns[:, None]
+        if window is not None:
+            visible &= columns > columns[:, None] - window
+        visible = visible[None, None]
+        if self.starts is not None:
+            visible = visible & (columns >= self.starts.view(-1, 1, 1, 1))
+            visible = visible | (columns == columns[:, None])  # padding sees itself: no softmax over nothing
+        mask = torch.zeros(visible.shape, dtype=query.dtype, device=query.device)
+        return mask.masked_fill_(~visible, torch.finfo(query.dtype).min)
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    *,
+    rows: Rows,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of [rows, heads, length, dim] over the rows' keys. Returns [rows, length, heads, dim]."""
+    n, heads, length, _ = query.shape
+    repeat = heads // key.shape[1]
+    decoding = rows.starts is None and length == 1
+    if decoding:
+        mask = rows.mask
+        if sliding_window is not None and sliding_window < key.shape[2]:
+            key, value = key[:, :, -sliding_window:], value[:, :, -sliding_window:]
+            mask = None if mask is None else mask[..., -sliding_window:]
+        if repeat > 1:  # the heads that share a key are that key's queries: nothing is repeated
+            query = query.reshape(n, heads // repeat, repeat, -1)
+    else:
+        mask = rows.prefill_mask(query, sliding_window)
+        if repeat > 1:
+            key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+    if softcap is not None:
+        output = _softcapped(query, key, value, mask, scaling, softcap, causal=not decoding and mask is None)
+    else:
+        output = scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, scale=scaling, is_causal=not decoding and mask is None
+        )
+    if decoding:
+        return output.reshape(n, 1, heads, -1), None
+    return output.transpose(1, 2), None
+
+
+def _softcapped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None,
+                softcap: float, causal: bool) -> Tensor:
+    """As Gemma 2 does: softcap * tanh(scores / softcap)."""
+    scores = query @ key.transpose(2, 3) * (scaling if scaling is not None else query.shape[-1] ** -0.5)
+    scores = softcap * torch.tanh(scores / softcap)
+    if causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(future, torch.finfo(scores.dtype).min)
+    if mask is not None:
+        scores = scores + mask
+    return torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype) @ value
+
+
+AttentionInterface.register(NAME, attend)

@@ -1,0 +1,213 @@
+"""Keys and values of the running rows, all ending at the same column.
+
+::
+
+    column     0 . . . lo . . . . . . . . . column . . . width
+    row 0              P P P P P g g g g g  *                     P: prompt, g: generated
+    row 1                    P P P P P g g  *                     *: chosen, not yet fed to the model
+    row 2                      P P P P P P  *   (has just joined)
+
+Since rows end together, a decoding step writes one slice, every row's window is a slice, a sliding window is a shorter
+slice, and the mask is one tensor that changes only when rows come or go. Rows 0 .. n are contiguous: when one ends, the
+last moves into its place. When `column` reaches the width, everything moves left, over the columns that nobody needs
+any more. Positions (rotary or learned) are in the keys already, so columns mean nothing to the model.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+_SLACK = 64
+"""Columns beyond the longest row: steps between two moves to the left."""
+
+
+def columns_for(length: int) -> int:
+    """Columns that are reserved where the longest row may become `length` tokens."""
+    return (length + _SLACK + 63) // 64 * 64
+
+
+class PrefillCache(Cache):
+    """Holds what one forward over whole prompts computes, for `RowCache.join`."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+               ) -> tuple[Tensor, Tensor]:
+        assert layer_idx == len(self.keys), "layers are computed in order"
+        self.keys.append(key_states)
+        self.values.append(value_states)
+        return key_states, value_states
+
+    def bytes_per_token(self) -> int:
+        """Memory that one token takes in all layers."""
+        return sum(tensor[0, :, 0].numel() * tensor.element_size() for tensor in self.keys + self.values)
+
+
+class RowCache(Cache):
+    """Keys and values [rows, heads, columns, dim] a layer, and the rows' tokens and logprobs beside them."""
+
+    def __init__(self, device: torch.device, budget: int) -> None:
+        """budget: bytes that keys and values may take."""
+        super().__init__(layers=[])
+        self.budget = budget
+        self.bytes_per_token = 0
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self.tokens = torch.zeros(0, 0, dtype=torch.int64, device=device)
+        self.logprobs = torch.zeros(0, 0, device=device)
+        self.starts: list[int] = []
+        """Column of each row's first token."""
+        self.column = 0
+        """Where the next token's key goes."""
+        self.first = 0
+        """`lo`: the leftmost column in use."""
+        self.mask: Tensor | None = None
+        """[rows, 1, 1, columns], 0 or the least number; None where all rows start together."""
+        self.starts_R1 = torch.zeros(0, 1, dtype=torch.int64, device=device)
+
+    @property
+    def rows(self) -> int:
+        return len(self.starts)
+
+    def fits(self, rows: int, length: int) -> bool:
+        """Whether `rows` rows, the longest of `length` tokens, stay within the budget."""
+        return rows * columns_for(length) * self.bytes_per_token <= self.budget
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+               ) -> tuple[Tensor, Tensor]:
+        """Write the fed token's key and value; return those of the whole rows."""
+        keys, values, end = self.keys[layer_idx], self.values[layer_idx], self.column + 1
+        n = self.rows
+        keys[:n, :, self.column : end] = key_states
+        values[:n, :, self.column : end] = value_states
+        return keys[:n, :, self.first : end], values[:n, :, self.first : end]
+
+    def step_mask(self) -> Tensor | None:
+        """The mask of a decoding step, aligned with what `update` returns."""
+        return None if self.mask is None else self.mask[..., self.first : self.column + 1]
+
+    # Rows come and go -----------------------------------------------------------------------------------------------
+
+    def join(self, filled: PrefillCache, sources: list[int], prompts: list[list[int]], longest: int) -> None:
+        """Append a row for each prompt, with the keys and values of row sources[i] of `filled` (which ends at its
+        last column). longest: the longest that any row, old or new, may become."""
+        self._make_room(self.rows + len(prompts), longest, max(map(len, prompts)), filled)
+        n, end = self.rows, self.column
+        start = end - filled.keys[0].shape[2]
+        skipped = max(0, -start)  # padding that finds no column
+        index = torch.tensor(sources, device=self.tokens.device)
+        for own, other in zip(self.keys + self.values, filled.keys + filled.values, strict=True):
+            own[n : n + len(prompts), :, start + skipped : end] = other[:, :, skipped:].index_select(0, index)
+        self._seat(prompts)
+
+    def copy_prompt(self, row: int, prompt: list[int], copies: int, longest: int) -> None:
+        """Append `copies` rows that begin as `row` did, whose prompt this is."""
+        self._make_room(self.rows + copies, longest, len(prompt), None)
+        n, end, length, start = self.rows, self.column, len(prompt), self.starts[row]
+        for own in self.keys + self.values:
+            own[n : n + copies, :, end - length : end] = own[row : row + 1, :, start : start + length]
+        self._seat([prompt] * copies)
+
+    def remove(self, leaving: list[int]) -> None:
+        """Drop rows; the last ones move into their places. `moves` tells the caller the same for its own lists."""
+        sources, targets = moves(self.rows, leaving)
+        if targets:
+            source, target = (torch.tensor(side, device=self.tokens.device) for side in (sources, targets))
+            window = slice(self.first, self.column + 1)
+            for own in self.keys + self.values:
+                own[target, :, window] = own[source, :, window]
+            for own in (self.tokens, self.logprobs):
+                own[target] = own[source]
+            for source_row, target_row in zip(sources, targets, strict=True):
+                self.starts[target_row] = self.starts[source_row]
+        del self.starts[self.rows - len(leaving) :]
+        if not self.starts:
+            self.column = 0
+        self._refresh()
+
+    def advance(self, longest: int) -> None:
+        """The chosen token has been fed: the next column, moved or widened when the width is used up."""
+        self.column += 1
+        if self.column >= self.tokens.shape[1]:
+            shift = self.first if self.first >= 32 else 0
+            capacity, width = self.tokens.shape
+            if not shift:
+                width = columns_for(min(longest, 2 * width))
+            if capacity * width * self.bytes_per_token > self.budget:
+                capacity = self.rows
+            self._lay_out(capacity, width, -shift)
+            self._refresh()
+
+    # Layout ---------------------------------------------------------------------------------------------------------
+
+    def _make_room(self, rows: int, longest: int, prompt: int, filled: PrefillCache | None) -> None:
+        """See that `rows` rows have storage, and that a prompt fits to the left of `column`."""
+        if not self.keys:
+            assert filled is not None, "the first rows come from a prefill"
+            device = self.tokens.device
+            for kind, other in ((self.keys, filled.keys), (self.values, filled.values)):
+                kind += [torch.zeros(0, x.shape[1], 0, x.shape[3], dtype=x.dtype, device=device) for x in other]
+        capacity, width = self.tokens.shape
+        left = max(prompt, self.column - self.first)  # columns needed to the left of `column`
+        column = max(self.column, left)
+        if rows <= capacity and column == self.column < width:
+            return
+        width = max(width, columns_for(left))
+        if column >= width:
+            column = left
+        if rows > capacity:
+            affordable = self.budget // max(1, width * self.bytes_per_token)
+            capacity = max(rows, min(2 * rows, affordable))
+        if capacity * width * self.bytes_per_token > self.budget:
+            capacity, width, column = rows, min(width, columns_for(longest)), left
+        self._lay_out(capacity, width, column - self.column)
+
+    def _lay_out(self, capacity: int, width: int, shift: int) -> None:
+        """Move all rows `shift` columns to the right (left, if negative) in storage of this size."""
+        n, old = self.rows, slice(self.first, self.column + 1)
+        new = slice(old.start + shift, old.stop + shift)
+        for kind in (self.keys, self.values):
+            for layer, own in enumerate(kind):
+                grown = torch.zeros(capacity, own.shape[1], width, own.shape[3], dtype=own.dtype, device=own.device)
+                if n:
+                    stop = min(old.stop, own.shape[2])  # the column that is next may lie beyond the old width
+                    grown[:n, :, new.start : stop + shift] = own[:n, :, old.start : stop]
+                kind[layer] = grown
+        for name in ("tokens", "logprobs"):
+            own = self.__dict__[name]
+            grown = torch.zeros(capacity, width, dtype=own.dtype, device=own.device)
+            if n:
+                stop = min(old.stop, own.shape[1])
+                grown[:n, new.start : stop + shift] = own[:n, old.start : stop]
+            self.__dict__[name] = grown
+        self.starts = [start + shift for start in self.starts]
+        self.column += shift
+        self.first = min(self.starts, default=self.column)
+
+    def _seat(self, prompts: list[list[int]]) -> None:
+        self.starts += [self.column - len(prompt) for prompt in prompts]
+        self._refresh()
+
+    def _refresh(self) -> None:
+        """Bring `first` and `mask` up to date with `starts`."""
+        self.first = min(self.starts, default=self.column)
+        self.starts_R1 = torch.tensor(self.starts, dtype=torch.int64, device=self.tokens.device).unsqueeze(1)
+        if not self.starts or max(self.starts) == self.first:
+            self.mask = None
+            return
+        dtype, device, width = self.keys[0].dtype, self.tokens.device, self.tokens.shape[1]
+        hidden = torch.arange(width, device=device) < self.starts_R1[:, :, None, None]
+        self.mask = torch.zeros(hidden.shape, dtype=dtype, device=device)
+        self.mask.masked_fill_(hidden, torch.finfo(dtype).min)
+
+
+def moves(rows: int, leaving: list[int]) -> tuple[list[int], list[int]]:
+    """Which rows move where, (sources, targets), when `leaving` end and the rest stays contiguous."""
+    gone = set(leaving)
+    left = rows - len(gone)
+    return [row for row in range(left, rows) if row not in gone], [row for row in range(left) if row in gone]

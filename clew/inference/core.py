@@ -1,0 +1,206 @@
+"""What the two engines that run inside a process share: requests, the queue, stop rules, loading weights.
+
+An engine is synchronous and single-threaded here: `submit`, `step` until there is no work, `abort`, `load_weights`.
+`clew.inference.local` puts it behind the asynchronous protocol.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from clew.errors import EngineError
+from clew.inference.protocol import Completion, FinishReason, SamplingParams
+from clew.inference.weights import copy_weights
+from clew.record.weights import WeightRef
+
+PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+"""By how much (nats) the probe's logprob may differ between trainer and engine."""
+
+
+@dataclass(eq=False, kw_only=True)
+class Request:
+    """One sequence to complete."""
+
+    id: str
+    input_ids: list[int]
+    params: SamplingParams
+    on_token: Callable[[int, float], None] | None = None
+    """Called with each token and its logprob (streaming)."""
+    stop_ids: tuple[int, ...] = field(init=False, default=())
+    limit: int = field(init=False, default=0)
+    """Length of prompt and output together at which it ends."""
+
+
+_UNBOUNDED = 2**40
+"""The context of models without positions (Mamba)."""
+
+Finished = tuple[Request, Completion]
+
+
+class Core:
+    """The base of `EmbeddedEngine` and `ReferenceEngine`."""
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        """model: a causal language model of transformers, in eval mode. tokenizer: may be None where neither stop
+        strings nor default stop ids are needed."""
+        self.model = model
+        self.tokenizer = tokenizer
+        self.device: torch.device = model.device
+        self.vocab: int = model.get_output_embeddings().weight.shape[0]
+        self.context = int(getattr(_text_config(model), "max_position_embeddings", None) or _UNBOUNDED)
+        self.default_stop_ids = _default_stop_ids(model, tokenizer)
+        self.version = 0
+        self.broken: str | None = None
+        """Why nothing is served, after a load that failed."""
+        self.waiting: deque[Request] = deque()
+        self.generated_tokens = 0
+        self.prefilled_tokens = 0
+        self.finished_requests = 0
+
+    # To be given by the two ------------------------------------------------------------------------------------------
+
+    def step(self) -> list[Finished]:
+        """Generate the next token of the running sequences; return those that ended."""
+        raise NotImplementedError
+
+    def running(self) -> int:
+        """Sequences that are being generated."""
+        raise NotImplementedError
+
+    def _abort_running(self, request_id: str | None) -> list[Finished]:
+        raise NotImplementedError
+
+    def score(self, input_ids: list[int]) -> float:
+        """The logprob of the last token given those before, at temperature 1, by the path that serves."""
+        raise NotImplementedError
+
+    # The interface ---------------------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting) or self.running() > 0
+
+    def submit(self, request: Request) -> None:
+        """Enter a request in the queue. Raises EngineError when it can never be served."""
+        if self.broken:
+            raise EngineError(f"the engine serves nothing: {self.broken}")
+        self.check(request.input_ids, request.params)
+        params, length = request.params, len(request.input_ids)
+        stop_ids = params.stop_token_ids
+        request.stop_ids = self.default_stop_ids if stop_ids is None else stop_ids
+        request.limit = min(length + params.max_new_tokens, self.context)
+        self.waiting.append(request)
+
+    def check(self, input_ids: list[int], params: SamplingParams) -> None:
+        """Raises EngineError: a prompt that is empty, too long or not of this vocabulary, or contradictory parameters."""
+        if not input_ids:
+            raise EngineError("input_ids is empty: a prompt needs at least one token.")
+        if len(input_ids) >= self.context:
+            raise EngineError(f"the prompt has {len(input_ids)} tokens, the model's context (max_position_embeddings) "
+                              f"is {self.context}, and at least one token must remain. Shorten the prompt.")
+        if min(input_ids) < 0 or max(input_ids) >= self.vocab:
+            bad = next(token for token in input_ids if not 0 <= token < self.vocab)
+            raise EngineError(f"input_ids holds {bad}; this model's token ids are 0 to {self.vocab - 1}. "
+                              f"Was the prompt made with another tokenizer?")
+        wrong = _contradiction(params)
+        if wrong:
+            raise EngineError(f"sampling parameters: {wrong}.")
+        if params.stop and self.tokenizer is None:
+            raise EngineError("stop strings need a tokenizer, and this engine has none. Use stop_token_ids.")
+
+    def abort(self, request_id: str | None = None) -> list[Finished]:
+        """Cut one request short, or all (None); returns them with their tokens so far."""
+        waiting = [request for request in self.waiting if request_id in (None, request.id)]
+        self.waiting = deque(request for request in self.waiting if request not in waiting)
+        never_ran = [(request, Completion(output_ids=[], logprobs=[], versions=[], finish_reason="abort"))
+                     for request in waiting]
+        return self._abort_running(request_id) + never_ran
+
+    def load_weights(self, ref: WeightRef) -> None:
+        """Load weights in place and score the probe. The caller has aborted what was in flight.
+
+        Raises EngineError when file and model do not match or the probe differs; then nothing is served until a load
+        succeeds.
+        """
+        assert not self.running(), "abort first: a sequence would go on with keys of other weights"
+        self.broken = f"loading version {ref.version} from {ref.path} did not finish"
+        try:
+            copy_weights(self.model, ref.path)
+            self._check_probe(ref)
+        except EngineError as error:
+            self.broken = str(error)
+            raise
+        self.version, self.broken = ref.version, None
+
+    def _check_probe(self, ref: WeightRef) -> None:
+        if len(ref.probe_ids) < 2:
+            return
+        tolerance = PROBE_TOLERANCE.get(self.model.dtype, 0.1)
+        found = self.score(ref.probe_ids)
+        if not abs(found - ref.probe_logprob) <= tolerance:  # NaN too
+            raise EngineError(f"version {ref.version} from {ref.path}: the engine gives the probe the logprob "
+                              f"{found:.6f}, the trainer gave it {ref.probe_logprob:.6f} (tolerance {tolerance:g}, "
+                              f"{str(self.model.dtype).removeprefix('torch.')}). They do not hold the same weights, or "
+                              f"do not compute the same model. Nothing is served until a load succeeds.")
+
+    # Stop rules ------------------------------------------------------------------------------------------------------
+
+    def matched_stop(self, request: Request, output_ids: list[int]) -> str | None:
+        """The stop string that the last of output_ids completes."""
+        params = request.params
+        if not params.stop or len(output_ids) < params.min_new_tokens:
+            return None
+        # One token is at least one character, but for multi-byte characters: 8 tokens of room for these.
+        window = max(map(len, params.stop)) + 8
+        recent = output_ids[-window:]
+        if len(recent) < window and params.continues:
+            earlier = request.input_ids[len(request.input_ids) - params.continues :]
+            recent = (earlier + recent)[-window:]
+        text, before = self.tokenizer.decode(recent), self.tokenizer.decode(recent[:-1])
+        return next((stop for stop in params.stop if text.count(stop) > before.count(stop)), None)
+
+    def completion(self, output_ids: list[int], logprobs: list[float], reason: FinishReason,
+                   matched: int | str | None = None) -> Completion:
+        """A completion by the present weights (a load aborts, so no sequence spans two versions), counted."""
+        self.generated_tokens += len(output_ids)
+        self.finished_requests += 1
+        return Completion(output_ids=output_ids, logprobs=logprobs, versions=[self.version] * len(output_ids),
+                          finish_reason=reason, matched=matched)
+
+
+def _contradiction(params: SamplingParams) -> str | None:
+    if params.max_new_tokens < 1:
+        return f"max_new_tokens is {params.max_new_tokens}, expected at least 1"
+    if not 0 <= params.min_new_tokens <= params.max_new_tokens:
+        return (f"min_new_tokens is {params.min_new_tokens}, expected 0 to max_new_tokens "
+                f"({params.max_new_tokens})")
+    if not 0 <= params.temperature < float("inf"):
+        return f"temperature is {params.temperature}, expected a number from 0 up"
+    if not 0 < params.top_p <= 1:
+        return f"top_p is {params.top_p}, expected above 0, at most 1"
+    if params.top_k < 0:
+        return f"top_k is {params.top_k}, expected 0 (all) or more"
+    if not 0 <= params.min_p < 1:
+        return f"min_p is {params.min_p}, expected at least 0, below 1"
+    if "" in params.stop:
+        return "stop holds an empty string"
+    return None
+
+
+def _text_config(model: Any) -> Any:
+    return model.config.get_text_config()
+
+
+def _default_stop_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """The tokenizer's end and pad tokens, and the end tokens of the model's generation config."""
+    ids: set[int] = set()
+    if tokenizer is not None:
+        ids |= {token for token in (tokenizer.eos_token_id, tokenizer.pad_token_id) if token is not None}
+    named = model.generation_config.eos_token_id
+    ids |= set(named if isinstance(named, list) else [] if named is None else [named])
+    return tuple(sorted(ids))

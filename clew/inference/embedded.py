@@ -1,0 +1,309 @@
+"""The embedded engine: continuous batching over a cache of rows.
+
+One `step`: admit from the queue (one prefill for equal prompts), feed each row's last token to the model, draw the
+next ones, release the rows that ended.
+
+What made it fast, for models so small that Python and the launch of each torch operation decide: the layout of
+`RowCache` (no gather, no mask built a step), ids and logprobs that stay in tensors, everything about the rows
+(parameters, stop ids, the uniform numbers of the next 32 steps) computed only when rows come or go, lengths compared as
+one Python integer, and `clew.inference.fused` for the commonest architecture.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from clew.errors import EngineError
+from clew.inference import attention, fused
+from clew.inference.cache import PrefillCache, RowCache, columns_for, moves
+from clew.inference.core import PROBE_TOLERANCE, Core, Finished, Request
+from clew.inference.protocol import FinishReason
+from clew.inference.reference import ReferenceEngine
+from clew.inference.sampling import RowParams, choose, uniform
+
+log = logging.getLogger("clew.inference")
+
+_AHEAD = 32
+"""Steps for which uniform numbers are drawn at once."""
+_PREFILL_TOKENS = 16384
+"""Tokens (padding included) of one prefill."""
+_PATIENCE = 4
+"""Steps that a free row may wait for others, so that one prefill serves several."""
+
+
+@dataclass(eq=False, slots=True)
+class Row:
+    """A running sequence. Times are ticks: one a decoding step, since the engine began."""
+
+    request: Request
+    joined: int
+    """When its first token was drawn."""
+    end: int = field(init=False)
+    """When its last possible token is drawn."""
+    free: int = field(init=False)
+    """From when on it may draw a stop id."""
+    watched: bool = field(init=False)
+    """Its tokens are looked at one by one: stop strings, streaming."""
+
+    def __post_init__(self) -> None:
+        request = self.request
+        self.end = self.joined + request.limit - len(request.input_ids) - 1
+        self.free = self.joined + (request.params.min_new_tokens if request.stop_ids else 0)
+        self.watched = bool(request.params.stop) or request.on_token is not None
+
+
+class EmbeddedEngine(Core):
+    """See `Core` for the interface."""
+
+    def __init__(self, model: Any, tokenizer: Any, *, max_running: int = 128, cache_gib: float = 1.0) -> None:
+        """Takes the model over: its attention is replaced by `clew.inference.attention`."""
+        super().__init__(model, tokenizer)
+        self.max_running = max_running
+        model.set_attn_implementation(attention.NAME)
+        self._fused = fused.build(model)
+        self.cache = RowCache(self.device, int(cache_gib * 2**30))
+        self.cache.bytes_per_token = self._prefill([[0]])[0].bytes_per_token()
+        self._rows: list[Row] = []
+        self._tick = 0
+        self._waited = 0
+        self._rows_changed()
+
+    def running(self) -> int:
+        return len(self._rows)
+
+    def submit(self, request: Request) -> None:
+        super().submit(request)
+        if not self.cache.fits(1, request.limit):
+            self.waiting.pop()
+            needed = columns_for(request.limit) * self.cache.bytes_per_token / 2**30
+            raise EngineError(f"a request of up to {request.limit} tokens (prompt {len(request.input_ids)}, "
+                              f"max_new_tokens {request.params.max_new_tokens}) needs {needed:.3f} GiB of cache; "
+                              f"inference.cache_gib is {self.cache.budget / 2**30:g}. Raise it, or ask for fewer tokens.")
+
+    @torch.inference_mode()
+    def step(self) -> list[Finished]:
+        finished: list[Finished] = []
+        if self.waiting and self._may_admit():
+            finished = self._admit()
+        if self._rows:
+            logits = self._decode(self.cache)
+            self.cache.advance(self._longest)
+            self._tick += 1
+            finished += self._draw(logits, 0)
+        return finished
+
+    # Admission -------------------------------------------------------------------------------------------------------
+
+    def _may_admit(self) -> bool:
+        """Prefill is cheaper for several at once, so a row that has just become free waits a few steps for others."""
+        free = self.max_running - len(self._rows)
+        if not free:
+            return False
+        if not self._rows or free * 8 >= self.max_running or self._waited >= _PATIENCE:
+            self._waited = 0
+            return True
+        self._waited += 1
+        return False
+
+    def _admit(self) -> list[Finished]:
+        """Move requests from the queue to new rows, in order, as far as cache and prefill size allow."""
+        admitted: list[Request] = []
+        prompts: dict[tuple[int, ...], int] = {}
+        longest = max((row.request.limit for row in self._rows), default=0)
+        width = 0
+        while self.waiting and len(self._rows) + len(admitted) < self.max_running:
+            request = self.waiting[0]
+            longest = max(longest, request.limit)
+            if not self.cache.fits(len(self._rows) + len(admitted) + 1, longest):
+                break
+            prompt = tuple(request.input_ids)
+            width = max(width, len(prompt))
+            if prompt not in prompts:
+                if prompts and (len(prompts) + 1) * width > _PREFILL_TOKENS:
+                    break
+                prompts[prompt] = len(prompts)
+            admitted.append(self.waiting.popleft())
+        if not admitted:
+            return []
+        first = len(self._rows)
+        filled, logits = self._prefill([list(prompt) for prompt in prompts])
+        self.prefilled_tokens += sum(map(len, prompts))
+        sources = [prompts[tuple(request.input_ids)] for request in admitted]
+        self.cache.join(filled, sources, [request.input_ids for request in admitted], longest)
+        self._rows += [Row(request, self._tick) for request in admitted]
+        self._rows_changed()
+        if len(prompts) < len(admitted):
+            logits = logits[sources]
+        return self._draw(logits, first)
+
+    # The model -------------------------------------------------------------------------------------------------------
+
+    def _prefill(self, prompts: list[list[int]]) -> tuple[PrefillCache, Tensor]:
+        """Compute prompts together, all ending in the last column. Returns logits [prompts, vocab] after them."""
+        width = max(map(len, prompts))
+        padding = [width - len(prompt) for prompt in prompts]
+        ids = torch.tensor([[0] * pad + prompt for pad, prompt in zip(padding, prompts, strict=True)],
+                           device=self.device)
+        starts = torch.tensor(padding, device=self.device)
+        positions = (torch.arange(width, device=self.device) - starts[:, None]).clamp_(min=0)
+        filled = PrefillCache()
+        rows = attention.Rows(None, starts if any(padding) else None)
+        output = self.model(ids, position_ids=positions, past_key_values=filled, use_cache=True, logits_to_keep=1,
+                            rows=rows)
+        return filled, output.logits[:, -1]
+
+    def _decode(self, cache: RowCache) -> Tensor:
+        """Feed each row's token at `column`. Returns logits [rows, vocab]."""
+        n, column = cache.rows, cache.column
+        ids = cache.tokens[:n, column : column + 1]
+        positions = column - cache.starts_R1
+        if self._fused is not None:
+            return self._fused.decode(ids, positions, cache)
+        rows = attention.Rows(cache.step_mask())
+        return self.model(ids, position_ids=positions, past_key_values=cache, use_cache=True, rows=rows).logits[:, -1]
+
+    @torch.inference_mode()
+    def score(self, input_ids: list[int]) -> float:
+        """By prefill and, where the sequence is long enough, one cached step."""
+        *prompt, last = input_ids
+        if len(prompt) == 1:
+            logits = self._prefill([prompt])[1]
+        else:
+            cache = RowCache(self.device, self.cache.budget)
+            cache.join(self._prefill([prompt[:-1]])[0], [0], [prompt[:-1]], len(prompt))
+            cache.tokens[0, cache.column] = prompt[-1]
+            logits = self._decode(cache)
+        return torch.log_softmax(logits.float(), -1)[0, last].item()
+
+    # Drawing and ending ----------------------------------------------------------------------------------------------
+
+    def _rows_changed(self) -> None:
+        """Compute all that stays the same until rows come or go again."""
+        rows = self._rows
+        self._longest = max((row.request.limit for row in rows), default=0)
+        self._next_end = min((row.end for row in rows), default=0)
+        self._watched = [index for index, row in enumerate(rows) if row.watched]
+        self._all_free = max((row.free for row in rows), default=0)
+        self._uniforms_from = -_AHEAD
+        self._stops = None
+        if not rows:
+            return
+        self._params = self._stack(rows)
+        widest = max(len(row.request.stop_ids) for row in rows)
+        if widest:
+            padded = [[*row.request.stop_ids, *[-1] * (widest - len(row.request.stop_ids))] for row in rows]
+            self._stops = torch.tensor(padded, device=self.device)
+
+    def _stack(self, rows: list[Row]) -> RowParams:
+        return RowParams.stack([row.request.params for row in rows], self.vocab, self.device)
+
+    def _draw(self, logits: Tensor, first: int) -> list[Finished]:
+        """Choose the next token of the rows from `first` on (all, or those just admitted); release what ended."""
+        cache = self.cache
+        n, column = cache.rows, cache.column
+        params = self._params if first == 0 else self._stack(self._rows[first:])
+        banned = self._banned(first) if self._tick < self._all_free else None
+        ids, logprobs = choose(logits, params, self._next_uniforms()[first:], banned)
+        cache.tokens[first:n, column] = ids
+        cache.logprobs[first:n, column] = logprobs
+
+        ended: dict[int, tuple[FinishReason, int | str | None]] = {}
+        if self._next_end <= self._tick:
+            ended = {index: ("length", None) for index in range(first, n) if self._rows[index].end <= self._tick}
+        for index in self._watched:
+            if index >= first and (matched := self._watch(index)) is not None:
+                ended[index] = ("stop", matched)
+        if self._stops is not None:
+            hits = (ids.unsqueeze(1) == self._stops[first:]).any(1)
+            if hits.any():
+                for offset in hits.nonzero().flatten().tolist():
+                    ended[first + offset] = ("stop", int(ids[offset]))
+        return self._release(ended) if ended else []
+
+    def _next_uniforms(self) -> Tensor:
+        """The uniform number of each row for the token at this tick."""
+        ahead = self._tick - self._uniforms_from
+        if ahead >= _AHEAD:
+            now = [len(row.request.input_ids) + self._tick - row.joined for row in self._rows]
+            positions = torch.tensor(now, device=self.device)[:, None] + torch.arange(_AHEAD, device=self.device)
+            self._uniforms = uniform(self._params.seeds[:, None], positions)
+            self._uniforms_from, ahead = self._tick, 0
+        return self._uniforms[:, ahead]
+
+    def _banned(self, first: int) -> Tensor:
+        """Stop ids of the rows that are below their min_new_tokens."""
+        banned = torch.zeros(len(self._rows) - first, self.vocab, dtype=torch.bool, device=self.device)
+        for offset, row in enumerate(self._rows[first:]):
+            if self._tick < row.free:
+                banned[offset, list(row.request.stop_ids)] = True
+        return banned
+
+    def _watch(self, index: int) -> str | None:
+        """Stream the row's newest token, and look for stop strings."""
+        row, column = self._rows[index], self.cache.column
+        if row.request.on_token:
+            row.request.on_token(int(self.cache.tokens[index, column]), float(self.cache.logprobs[index, column]))
+        return self.matched_stop(row.request, self._output_ids(index)) if row.request.params.stop else None
+
+    def _output_ids(self, index: int) -> list[int]:
+        begin = self.cache.starts[index] + len(self._rows[index].request.input_ids)
+        return self.cache.tokens[index, begin : self.cache.column + 1].tolist()
+
+    def _release(self, ended: dict[int, tuple[FinishReason, int | str | None]]) -> list[Finished]:
+        """Hand out the completions of these rows and let the last rows move into their places."""
+        finished: list[Finished] = []
+        for index, (reason, matched) in ended.items():
+            request = self._rows[index].request
+            begin = self.cache.starts[index] + len(request.input_ids)
+            logprobs = self.cache.logprobs[index, begin : self.cache.column + 1].tolist()
+            finished.append((request, self.completion(self._output_ids(index), logprobs, reason, matched)))
+        leaving = list(ended)
+        for source, target in zip(*moves(len(self._rows), leaving), strict=True):
+            self._rows[target] = self._rows[source]
+        del self._rows[len(self._rows) - len(leaving) :]
+        self.cache.remove(leaving)
+        self._rows_changed()
+        return finished
+
+    def _abort_running(self, request_id: str | None) -> list[Finished]:
+        chosen = [index for index, row in enumerate(self._rows) if request_id in (None, row.request.id)]
+        return self._release({index: ("abort", None) for index in chosen}) if chosen else []
+
+
+def build_engine(model: Any, tokenizer: Any, *, max_running: int = 128, cache_gib: float = 1.0) -> Core:
+    """The embedded engine where it serves this model correctly, else the slow reference (and says so).
+
+    What decides is not a list of names: the fast path must agree with the plain model on a short sequence.
+    """
+    reason = _unsupported(model)
+    if reason is None:
+        ids = torch.randint(0, model.get_output_embeddings().weight.shape[0], (14,),
+                            generator=torch.Generator().manual_seed(0)).tolist()
+        expected = ReferenceEngine(model, tokenizer).score(ids)
+        plain = model.config._attn_implementation
+        engine = EmbeddedEngine(model, tokenizer, max_running=max_running, cache_gib=cache_gib)
+        found = engine.score(ids)
+        if abs(found - expected) <= 10 * PROBE_TOLERANCE.get(model.dtype, 0.1):
+            return engine
+        model.set_attn_implementation(plain)
+        reason = f"the cached path scores a token {found:.5f}, the plain model {expected:.5f}"
+    log.warning("%s is served by the slow reference, one sequence at a time: %s", type(model).__name__, reason)
+    return ReferenceEngine(model, tokenizer)
+
+
+def _unsupported(model: Any) -> str | None:
+    """Why the cached path cannot serve this model."""
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
+    if kinds:
+        return f"it has layers of kind {', '.join(sorted(kinds))}"
+    if model._is_stateful:
+        return "it keeps a state that is not attention"
+    if not model._supports_attention_backend:
+        return "its attention cannot be replaced through transformers' AttentionInterface"
+    return None

@@ -1,0 +1,73 @@
+"""The slow reference: one sequence at a time, no cache, the whole forward for each token.
+
+`EmbeddedEngine` is held equal to it by the tests. It also serves the models that the fast path cannot: those with
+state that is not attention.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from clew.inference.core import Core, Finished, Request
+from clew.inference.protocol import Completion, FinishReason
+from clew.inference.sampling import RowParams, choose, uniform
+
+
+class ReferenceEngine(Core):
+    """See `Core` for the interface."""
+
+    def __init__(self, model: object, tokenizer: object) -> None:
+        super().__init__(model, tokenizer)
+        self._request: Request | None = None
+        self._output: list[int] = []
+        self._logprobs: list[float] = []
+
+    def running(self) -> int:
+        return 0 if self._request is None else 1
+
+    @torch.inference_mode()
+    def step(self) -> list[Finished]:
+        if self._request is None:
+            if not self.waiting:
+                return []
+            self._request, self._output, self._logprobs = self.waiting.popleft(), [], []
+            self.prefilled_tokens += len(self._request.input_ids)
+        request, params = self._request, self._request.params
+        ids = request.input_ids + self._output
+        rows = RowParams.stack([params], self.vocab, self.device)
+        banned = None
+        if len(self._output) < params.min_new_tokens and request.stop_ids:
+            banned = torch.zeros(1, self.vocab, dtype=torch.bool, device=self.device)
+            banned[0, list(request.stop_ids)] = True
+        uniforms = uniform(rows.seeds, torch.tensor([len(ids)], device=self.device))
+        token, logprob = (x.item() for x in choose(self._logits(ids), rows, uniforms, banned))
+        self._output.append(int(token))
+        self._logprobs.append(logprob)
+        if request.on_token:
+            request.on_token(int(token), logprob)
+        if token in request.stop_ids:
+            return [self._finish("stop", int(token))]
+        matched = self.matched_stop(request, self._output)
+        if matched is not None:
+            return [self._finish("stop", matched)]
+        if len(ids) + 1 >= request.limit:
+            return [self._finish("length")]
+        return []
+
+    @torch.inference_mode()
+    def score(self, input_ids: list[int]) -> float:
+        return torch.log_softmax(self._logits(input_ids[:-1]).float(), -1)[0, input_ids[-1]].item()
+
+    def _logits(self, ids: list[int]) -> torch.Tensor:
+        """[1, vocab] after the last token."""
+        return self.model(torch.tensor([ids], device=self.device), use_cache=False).logits[:, -1]
+
+    def _finish(self, reason: FinishReason, matched: int | str | None = None) -> tuple[Request, Completion]:
+        request, self._request = self._request, None
+        assert request is not None
+        return request, self.completion(self._output, self._logprobs, reason, matched)
+
+    def _abort_running(self, request_id: str | None) -> list[Finished]:
+        if self._request is None or request_id not in (None, self._request.id):
+            return []
+        return [self._finish("abort")]

@@ -1,0 +1,128 @@
+"""From logits to tokens: pure functions over rows, one row a sequence.
+
+A token is drawn by inverting the cumulative distribution at one uniform number that derives from (seed, position)
+alone. So a token does not depend on who shares the batch, and an interrupted sequence goes on as if nothing had been.
+
+The recorded logprob is that of the distribution after temperature and before anything that only narrows the choice:
+top_k, top_p, min_p, and the ban on stop ids before `min_new_tokens`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from clew.inference.protocol import SamplingParams
+
+
+def _signed(value: int) -> int:
+    """The same 64 bits as a signed integer, which is what torch has."""
+    value &= (1 << 64) - 1
+    return value - (1 << 64) if value >> 63 else value
+
+
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
+_MIX_1 = _signed(0xBF58476D1CE4E5B9)
+_MIX_2 = _signed(0x94D049BB133111EB)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """The finaliser of splitmix64 (Steele, Lea, Flood 2014); int64 arithmetic wraps."""
+    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _MIX_1
+    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _MIX_2
+    return x ^ ((x >> 31) & ((1 << 33) - 1))
+
+
+def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
+    """Uniform numbers in [0, 1 - 2^-23], float32, from int64 seeds and positions that broadcast.
+
+    23 bits: the product with a float32 total then stays below that total, so no token of probability 0 is drawn.
+    """
+    mixed = _mix(_mix(seeds + _GOLDEN) + positions * _GOLDEN)
+    return ((mixed >> 41) & ((1 << 23) - 1)).float() * 2.0**-23
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RowParams:
+    """The sampling parameters of the present rows, as tensors; None where no row asks for it."""
+
+    seeds: Tensor
+    """int64 [rows]"""
+    temperatures: Tensor | None
+    """float32 [rows, 1], None when all are 1; greedy rows have 1."""
+    greedy: Tensor | None
+    """bool [rows], None when no row is greedy."""
+    all_greedy: bool
+    truncation: tuple[Tensor, Tensor, Tensor] | None
+    """top_k (int64, at least 1), top_p, min_p (float32), each [rows, 1]; None when no row truncates."""
+    sorts: bool
+    """Some row has top_k or top_p, so probabilities are sorted."""
+
+    @classmethod
+    def stack(cls, rows: Sequence[SamplingParams], vocab: int, device: torch.device) -> RowParams:
+        """Tensors for these rows, in this order."""
+        greedy = [row.temperature == 0 for row in rows]
+        temperatures = truncation = None
+        if any(row.temperature not in (0, 1) for row in rows):
+            temperatures = torch.tensor([[row.temperature or 1.0] for row in rows], device=device)
+        sorts = any(0 < row.top_k < vocab or row.top_p < 1 for row in rows)
+        if sorts or any(row.min_p > 0 for row in rows):
+            truncation = (
+                torch.tensor([[row.top_k if row.top_k > 0 else vocab] for row in rows], device=device),
+                torch.tensor([[row.top_p] for row in rows], device=device),
+                torch.tensor([[row.min_p] for row in rows], device=device),
+            )
+        return cls(
+            seeds=torch.tensor([_signed(row.seed) for row in rows], dtype=torch.int64, device=device),
+            temperatures=temperatures,
+            greedy=torch.tensor(greedy, device=device) if any(greedy) else None,
+            all_greedy=all(greedy),
+            truncation=truncation,
+            sorts=sorts,
+        )
+
+
+def truncate(probs_RV: Tensor, top_k_R1: Tensor, top_p_R1: Tensor, min_p_R1: Tensor, sorts: bool) -> Tensor:
+    """Set to 0 what may not be drawn. As in transformers: top_k, then top_p of what is left, then min_p.
+
+    At least the likeliest token remains. sorts=False: top_k and top_p ask for nothing and are not looked at.
+    """
+    kept = probs_RV >= min_p_R1 * probs_RV.amax(-1, keepdim=True)
+    if sorts:
+        ordered, order = probs_RV.sort(dim=-1, descending=True, stable=True)
+        ranks = torch.arange(ordered.shape[-1], device=ordered.device)
+        ordered = ordered.masked_fill(ranks >= top_k_R1, 0.0)
+        before = ordered.cumsum(-1) - ordered
+        likely = (ranks < top_k_R1) & ((before < top_p_R1 * ordered.sum(-1, keepdim=True)) | (top_p_R1 >= 1))
+        likely[:, 0] = True
+        kept &= torch.zeros_like(kept).scatter_(-1, order, likely)
+    return probs_RV * kept
+
+
+def choose(logits_RV: Tensor, params: RowParams, uniforms_R: Tensor, banned_RV: Tensor | None = None
+           ) -> tuple[Tensor, Tensor]:
+    """The next token of each row, and its logprob (float32).
+
+    banned_RV: bool; tokens that may not be drawn now (stop ids before `min_new_tokens`).
+    """
+    logits_RV = logits_RV.float()
+    if params.temperatures is not None:
+        logits_RV = logits_RV / params.temperatures
+    logprobs_RV = torch.log_softmax(logits_RV, -1)
+    if params.all_greedy:
+        allowed_RV = logprobs_RV if banned_RV is None else logprobs_RV.masked_fill(banned_RV, -torch.inf)
+        ids_R1 = allowed_RV.argmax(-1, keepdim=True)
+        return ids_R1.squeeze(1), logprobs_RV.gather(1, ids_R1).squeeze(1)
+    probs_RV = logprobs_RV.exp()
+    if banned_RV is not None:
+        probs_RV = probs_RV.masked_fill(banned_RV, 0.0)
+    drawable_RV = probs_RV if params.truncation is None else truncate(probs_RV, *params.truncation, params.sorts)
+    cdf_RV = drawable_RV.cumsum(-1)
+    ids_R1 = torch.searchsorted(cdf_RV, uniforms_R.unsqueeze(1) * cdf_RV[:, -1:], right=True)
+    if params.greedy is not None:
+        ids_R1 = torch.where(params.greedy.unsqueeze(1), probs_RV.argmax(-1, keepdim=True), ids_R1)
+    ids_R1 = ids_R1.clamp_(max=logprobs_RV.shape[1] - 1)  # NaN logits
+    return ids_R1.squeeze(1), logprobs_RV.gather(1, ids_R1).squeeze(1)
