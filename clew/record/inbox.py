@@ -13,7 +13,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from clew.record import rows
-from clew.record.files import read_json, remove_strays, write_json
+from clew.record.files import read_json, write_json
 
 
 def group_name(number: int) -> str:
@@ -66,8 +66,9 @@ class Inbox:
     def running(self) -> dict[str, int]:
         """Group ID to the version at which it was admitted, for the groups that are being made."""
         path = self.folder / "running.json"
-        finished = self.names()
-        return {name: v for name, v in read_json(path).items() if name not in finished} if path.exists() else {}
+        running = read_json(path) if path.exists() else {}
+        finished = self.names()  # afterwards: a group is filed before it is left out of running.json
+        return {name: version for name, version in running.items() if name not in finished}
 
     def publish(self, version: int) -> None:
         """Say that the weights of `version` are loaded everywhere: rollout admits by it."""
@@ -81,5 +82,8 @@ class Inbox:
             return None
 
     def clean(self) -> None:
-        """Remove half-written files of a rollout process that was killed."""
-        remove_strays(self.folder)
+        """Remove half-written files of a rollout process that was killed. Only the rollout process calls it; the
+        trainer's version.json may be in the making."""
+        for pattern in (".g*", ".running.json.*"):
+            for stray in self.folder.glob(pattern):
+                stray.unlink(missing_ok=True)
