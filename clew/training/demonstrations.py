@@ -1,0 +1,108 @@
+"""Demonstrations for `clew sft`: rows of the user's data as tokens, and which of them each step takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from clew import data
+from clew.config import Config
+from clew.errors import DataError
+from clew.training.tokens import Tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demonstration:
+    """A prompt, its completion and the end token."""
+
+    input_ids: np.ndarray
+    """int32"""
+    prompt_tokens: int
+    """How many of them are the prompt; all others are trained on."""
+
+
+class Demonstrations:
+    """The demonstrations that a run will use, ready to be batched."""
+
+    def __init__(self, config: Config, tokenizer: Any, *, context: int | None) -> None:
+        """Read and tokenize them. Raises DataError, naming the row.
+
+        context: tokens that a sequence may have.
+        """
+        names = config.data
+        needed = (names.prompt, names.completion)
+        rows = data.load_rows(names.path, split=names.split, limit=names.limit, columns=needed)
+        self._config = config
+        self._n_rows = len(rows)
+        used = min(len(rows), config.training.steps * config.training.batch_size)
+        in_use = sorted({data.order(len(rows), index, config.seed) for index in range(used)})
+        self._rows = dict(zip(in_use, _encode(rows, in_use, config, tokenizer), strict=True))
+        for row, demonstration in self._rows.items():
+            if context is not None and len(demonstration.input_ids) > context:
+                raise DataError(
+                    f"{names.path}: row {row + 1} has {demonstration.prompt_tokens} tokens of prompt and "
+                    f"{len(demonstration.input_ids) - demonstration.prompt_tokens} of completion and end, together "
+                    f"more than the model's context of {context}. Shorten or remove the row."
+                )
+
+    def batch(self, step: int) -> Tokens:
+        """The batch of a step (from 0). It follows from the step's number, the seed and the data alone."""
+        size = self._config.training.batch_size
+        indices = range(step * size, (step + 1) * size)
+        rows = [data.order(self._n_rows, index, self._config.seed) for index in indices]
+        chosen = [self._rows[row] for row in rows]
+        lengths = np.array([len(demonstration.input_ids) for demonstration in chosen])
+        starts = np.concatenate([[0], np.cumsum(lengths)])
+        column_of_S = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
+        # Nothing predicts the very first token, also where the prompt is empty.
+        untrained = np.array([max(1, demonstration.prompt_tokens) for demonstration in chosen])
+        return Tokens(
+            ids=[f"row {row + 1}" for row in rows],
+            starts=starts,
+            input_ids_S=np.concatenate([demonstration.input_ids for demonstration in chosen]),
+            loss_mask_S=column_of_S >= np.repeat(untrained, lengths),
+            temperatures_S=np.ones(starts[-1], np.float32),
+        )
+
+
+def _encode(rows: list[dict], in_use: list[int], config: Config, tokenizer: Any) -> Iterable[Demonstration]:
+    names = config.data
+    end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.pad_token_id
+    prompts = _tokenize_prompts([rows[row][names.prompt] for row in in_use], in_use, config, tokenizer)
+    completions = [_text(rows[row][names.completion], f"{names.path}: row {row + 1}", names.completion)
+                   for row in in_use]
+    answers = tokenizer(completions, add_special_tokens=False)["input_ids"]
+    for prompt, answer in zip(prompts, answers, strict=True):
+        yield Demonstration(input_ids=np.array([*prompt, *answer, end], np.int32), prompt_tokens=len(prompt))
+
+
+def _tokenize_prompts(prompts: list[Any], rows: list[int], config: Config, tokenizer: Any) -> list[list[int]]:
+    """Text as it is; chat messages by the tokenizer's template."""
+    column, where = config.data.prompt, config.data.path
+    if all(isinstance(prompt, str) for prompt in prompts):
+        return tokenizer(prompts)["input_ids"]
+    encoded = []
+    for row, prompt in zip(rows, prompts, strict=True):
+        if isinstance(prompt, str):
+            encoded.append(tokenizer(prompt)["input_ids"])
+        elif not isinstance(prompt, list):
+            raise DataError(f"{where}: row {row + 1}: {column!r} is {type(prompt).__name__}; expected text or a list "
+                            f"of chat messages.")
+        elif tokenizer.chat_template is None:
+            raise DataError(f"{where}: row {row + 1}: {column!r} is a list of chat messages, but the tokenizer in "
+                            f"{config.model.path} has no chat template. Use text, or a model with a template.")
+        else:
+            encoded.append(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
+    return encoded
+
+
+def _text(value: Any, where: str, column: str) -> str:
+    """A completion: text, or a list with one message."""
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict):
+        value = value[0].get("content")
+    if not isinstance(value, str):
+        raise DataError(f"{where}: {column!r} is {type(value).__name__}; expected text, or a list with one message.")
+    return value

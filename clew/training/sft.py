@@ -1,0 +1,85 @@
+"""`clew sft CONFIG`: supervised fine-tuning on demonstrations, with the engine that RL uses.
+
+Killed anywhere and started again, it goes on from its last checkpoint and ends in the same weights.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from rich.console import Console
+
+from clew.config import Config
+from clew.errors import RecordError
+from clew.record.files import remove_strays
+from clew.record.run import RunDirectory
+from clew.training import checkpoint
+from clew.training.demonstrations import Demonstrations
+from clew.training.engine import StepResult, TrainEngine
+
+PROGRESS_S = 2.0
+"""Seconds between lines of progress."""
+
+
+def sft(config: Config) -> None:
+    """Train `config.model` for `training.steps` steps of `training.batch_size` demonstrations each.
+
+    Raises DataError, ModelError, RecordError, TrainingError.
+    """
+    console = Console(highlight=False, soft_wrap=True)
+    run = RunDirectory(config.run_path)
+    with run.hold("trainer"):
+        remove_strays(run.checkpoints)
+        if config.launch.threads is not None:
+            torch.set_num_threads(config.launch.threads)
+        engine = TrainEngine(config)
+        demonstrations = Demonstrations(config, engine.tokenizer, context=engine.context)
+        run.describe(config, threads=torch.get_num_threads())
+        resume(engine, run, console)
+        progress = _Progress(console, config.training.steps)
+        while engine.version < config.training.steps:
+            result = engine.supervised_step(demonstrations.batch(engine.version))
+            progress.say(engine.version, result)
+            if checkpoint.is_due(engine.version, config):
+                folder = run.checkpoints / f"step-{engine.version:06d}"
+                checkpoint.save(engine, folder, {})
+                checkpoint.point_latest(run.checkpoints, folder)
+                checkpoint.prune(run.checkpoints, config.checkpoint.keep)
+    console.print(f"{engine.version} steps are trained. The model: {run.checkpoints / 'latest'}")
+
+
+def resume(engine: TrainEngine, run: RunDirectory, console: Console) -> None:
+    """Go on from the newest checkpoint, where there is one. Raises RecordError when it is beyond training.steps."""
+    folders = checkpoint.saved(run.checkpoints)
+    if not folders:
+        return
+    checkpoint.load(engine, folders[-1])
+    checkpoint.point_latest(run.checkpoints, folders[-1])  # a kill may have come between the two
+    steps = engine.config.training.steps
+    if engine.version > steps:
+        raise RecordError(f"{folders[-1]} has {engine.version} steps behind it, but training.steps is {steps}. Raise "
+                          f"it, or choose another trial=NAME.")
+    console.print(f"Going on from {folders[-1]}.")
+
+
+class _Progress:
+    """A line every few seconds, and for the last step."""
+
+    def __init__(self, console: Console, steps: int) -> None:
+        self._console = console
+        self._steps = steps
+        self._said_at = self._since = time.monotonic()
+        self._tokens = 0.0
+
+    def say(self, step: int, result: StepResult) -> None:
+        self._tokens += result.metrics["tokens"]
+        now = time.monotonic()
+        if now - self._said_at < PROGRESS_S and step < self._steps:
+            return
+        self._said_at = now
+        speed = self._tokens / max(1e-9, now - self._since)
+        self._console.print(
+            f"step {step:>{len(str(self._steps))}}/{self._steps}  loss {result.metrics['loss']:.4f}  "
+            f"lr {result.metrics['lr']:.2e}  gradient {result.metrics['grad_norm']:.3f}  {speed:,.0f} tokens/s"
+        )

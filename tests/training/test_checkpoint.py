@@ -1,0 +1,129 @@
+"""Checkpoints: what comes back is what was there, bit for bit, or an error that says what was altered."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from clew.errors import ModelError, RecordError
+from clew.training import checkpoint
+from clew.training.engine import TrainEngine
+from tests.models import tiny_model, tiny_tokenizer
+from tests.training.sequences import make_batch, make_config
+
+
+def make_engine(folder, family="qwen2", *, tie=True, hidden=32, dtype="float32"):
+    if not folder.exists():
+        tiny_tokenizer(folder)
+        tiny_model(folder, family, tie=tie, hidden=hidden)
+    return TrainEngine(make_config(folder, dtype=dtype, algorithm={"minibatches": 2}))
+
+
+def train(engine, seeds):
+    return [engine.train_step(make_batch(seed=seed)).digests for seed in seeds]
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gpt2"])
+@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_goes_on_bit_for_bit(tmp_path, family, tie, dtype):
+    engine = make_engine(tmp_path / "model", family, tie=tie, dtype=dtype)
+    train(engine, range(3))
+    checkpoint.save(engine, tmp_path / "step-000003", {"position": 17})
+    ahead = train(engine, range(3, 5))
+
+    again = make_engine(tmp_path / "model", dtype=dtype)
+    torch.rand(5)
+    assert checkpoint.load(again, tmp_path / "step-000003") == {"position": 17}
+    assert (again.version, again.optimizer.updates) == (3, 6)
+    assert train(again, range(3, 5)) == ahead
+    assert again.optimizer.lr == engine.optimizer.lr
+
+
+def test_a_checkpoint_from_before_the_first_step(tmp_path):
+    engine = make_engine(tmp_path / "model")
+    checkpoint.save(engine, tmp_path / "step-000000", {})
+    ahead = train(engine, range(2))
+    checkpoint.load(engine, tmp_path / "step-000000")  # back in time, over moments that exist
+    assert engine.version == 0 and train(engine, range(2)) == ahead
+
+
+def test_transformers_reads_it(tmp_path):
+    engine = make_engine(tmp_path / "model")
+    train(engine, [0])
+    checkpoint.save(engine, tmp_path / "step-000001", {})
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "step-000001")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "step-000001")
+    name = "model.embed_tokens.weight"
+    assert torch.equal(model.get_parameter(name), engine.model.get_parameter(name))
+    assert tokenizer.decode(tokenizer("1+1=")["input_ids"]) == "1+1="
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "state.safetensors"])
+@pytest.mark.parametrize("how", ["flip a bit", "truncate", "remove"])
+def test_an_altered_file_is_found_and_the_engine_untouched(tmp_path, name, how):
+    engine = make_engine(tmp_path / "model")
+    train(engine, [0])
+    checkpoint.save(engine, tmp_path / "step-000001", {})
+    file = tmp_path / "step-000001" / name
+    content = bytearray(file.read_bytes())
+    if how == "remove":
+        file.unlink()
+    elif how == "truncate":
+        file.write_bytes(content[:-100])
+    else:
+        content[-50] ^= 1
+        file.write_bytes(content)
+    again = make_engine(tmp_path / "model")
+    before = again.weights_digest()
+    with pytest.raises(RecordError, match="step-000001 was altered"):
+        checkpoint.load(again, tmp_path / "step-000001")
+    again.restored(0)
+    assert again.weights_digest() == before
+
+
+def test_another_model_is_named_by_its_first_parameter(tmp_path):
+    checkpoint.save(make_engine(tmp_path / "small"), tmp_path / "step-000000", {})
+    wide = make_engine(tmp_path / "wide", hidden=64)
+    with pytest.raises(ModelError, match=r"model\.embed_tokens\.weight is \d+x32 in the checkpoint and \d+x64 in this"):
+        checkpoint.load(wide, tmp_path / "step-000000")
+    other = make_engine(tmp_path / "other", "gpt2")
+    with pytest.raises(ModelError, match=r"transformer\.wte\.weight is absent in the checkpoint"):
+        checkpoint.load(other, tmp_path / "step-000000")
+    half = make_engine(tmp_path / "small", dtype="bfloat16")
+    with pytest.raises(ModelError, match=r"model\.dtype=float32, this run has bfloat16"):
+        checkpoint.load(half, tmp_path / "step-000000")
+
+
+def test_a_newer_format_and_no_checkpoint(tmp_path):
+    engine = make_engine(tmp_path / "model")
+    with pytest.raises(RecordError, match="is no checkpoint"):
+        checkpoint.load(engine, tmp_path / "step-000009")
+    folder = tmp_path / "step-000000"
+    checkpoint.save(engine, folder, {})
+    said = json.loads((folder / "checkpoint.json").read_text()) | {"format": 99}
+    (folder / "checkpoint.json").write_text(json.dumps(said))
+    with pytest.raises(RecordError, match="format 99"):
+        checkpoint.load(engine, folder)
+
+
+def test_pruning_keeps_the_first_and_the_last(tmp_path):
+    engine = make_engine(tmp_path / "model")
+    for version in range(5):
+        engine.restored(version)
+        checkpoint.save(engine, tmp_path / "checkpoints" / f"step-{version:06d}", {})
+        checkpoint.point_latest(tmp_path / "checkpoints", tmp_path / "checkpoints" / f"step-{version:06d}")
+    checkpoint.prune(tmp_path / "checkpoints", 2)
+    assert [folder.name for folder in checkpoint.saved(tmp_path / "checkpoints")] == [
+        "step-000000", "step-000003", "step-000004"
+    ]
+    assert (tmp_path / "checkpoints" / "latest").resolve().name == "step-000004"
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob(".*")) == []
+    checkpoint.prune(tmp_path / "checkpoints", 2)
+    assert len(checkpoint.saved(tmp_path / "checkpoints")) == 3
+
+
+def test_what_is_due():
+    config = make_config("unused", training={"steps": 25}, checkpoint={"every_steps": 10})
+    assert [version for version in range(26) if checkpoint.is_due(version, config)] == [0, 10, 20, 25]

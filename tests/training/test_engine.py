@@ -1,0 +1,196 @@
+"""The engine: what a step computes, that it repeats, and what it refuses."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from clew.errors import TrainingError
+from clew.models import load_model
+from clew.training.engine import TrainEngine
+from clew.training.weights import write_weights
+from tests.models import tiny_model, tiny_tokenizer
+from tests.training.sequences import make_batch, make_config, make_sequence
+
+
+@pytest.fixture
+def model(tmp_path):
+    tiny_tokenizer(tmp_path / "model")
+    tiny_model(tmp_path / "model", scale=0.2)
+    return tmp_path / "model"
+
+
+def on_policy(engine, batch):
+    """The batch as if the engine's present weights had sampled it."""
+    return [
+        dataclasses.replace(row, logprobs=logprobs, versions=np.where(row.loss_mask, engine.version, np.int32(-1)))
+        for row, logprobs in zip(batch, engine.score(batch), strict=True)
+    ]
+
+
+def test_two_engines_take_the_same_steps_bit_for_bit(model):
+    config = make_config(model, algorithm={"minibatches": 2, "kl_coef": 0.1})
+    engines = [TrainEngine(config), TrainEngine(config)]
+    before = engines[0].weights_digest()
+    for seed in range(3):
+        one, two = (engine.train_step(make_batch(seed=seed)) for engine in engines)
+        assert one.digests == two.digests and len(one.digests["gradients"]) == 2
+        assert one.metrics == two.metrics and one.plan == two.plan
+        for name in one.stages:
+            assert all(np.array_equal(a, b) for a, b in zip(one.stages[name], two.stages[name], strict=True))
+    assert engines[0].version == 3 and engines[0].optimizer.updates == 6
+    assert engines[0].weights_digest() != before
+
+
+def test_one_update_equals_a_plain_loop(model):
+    """Against ten lines without micro-batches, plan or record: same loss, same gradient norm, same weights."""
+    config = make_config(model, training={"warmup_steps": 0, "schedule": "constant", "weight_decay": 0.0})
+    engine = TrainEngine(config)
+    batch = on_policy(engine, make_batch())
+    result = engine.train_step(batch)
+
+    plain = load_model(str(model), "float32", torch.device("cpu"))
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=3e-3, betas=config.training.betas, weight_decay=0.0)
+    losses = []
+    for row, advantages in zip(batch, result.stages["advantages"], strict=True):
+        ids = torch.from_numpy(row.input_ids).long()
+        logprobs = plain(input_ids=ids[None]).logits[0].log_softmax(-1)
+        for i in np.flatnonzero(row.loss_mask):
+            losses.append(-float(advantages[i]) * torch.exp(logprobs[i - 1, ids[i]] - float(row.logprobs[i])))
+    loss = torch.stack(losses).mean()
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), config.training.max_grad_norm)
+    optimizer.step()
+    assert result.metrics["loss"] == pytest.approx(loss.item(), rel=1e-4, abs=1e-6)
+    assert result.metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+    for name, parameter in plain.named_parameters():
+        # Adam's first step is the sign of the gradient: where that is nearly zero, rounding decides
+        apart = (engine.model.get_parameter(name) - parameter).abs() > 1e-5
+        assert apart.float().mean() < 0.01, name
+
+
+def test_micro_batches_do_not_change_the_gradient(model):
+    norms, losses = set(), set()
+    for budget in (20, 60, 10_000):
+        engine = TrainEngine(make_config(model, training={"micro_batch_tokens": budget}))
+        metrics = engine.train_step(make_batch()).metrics
+        norms.add(round(metrics["grad_norm"], 5))
+        losses.add(round(metrics["loss"], 5))
+    assert len(norms) == len(losses) == 1
+
+
+def test_proximal_logprobs_have_the_bits_of_the_loss_s_own(model):
+    """In the first mini-batch nothing has changed yet, so the extra forward must agree exactly."""
+    engine = TrainEngine(make_config(model, algorithm={"minibatches": 2}))
+    result = engine.train_step(make_batch())
+    first, second = ([row for rows in minibatch for row in rows] for minibatch in result.plan)
+    stages = result.stages
+    assert all(np.array_equal(stages["proximal_logprobs"][row], stages["logprobs"][row]) for row in first)
+    assert not all(np.array_equal(stages["proximal_logprobs"][row], stages["logprobs"][row]) for row in second)
+
+
+def test_metrics_by_hand(model):
+    rows = [
+        make_sequence("g0.e0.s0", prompt=3, response=4, reward=1.0, version=1),
+        make_sequence("g0.e0.s1", prompt=4, response=2, reward=1.0, version=2),
+        dataclasses.replace(make_sequence("g0.e1.s0", prompt=3, response=3, reward=0.0), finish_reason="length"),
+    ]
+    engine = TrainEngine(make_config(model, training={"micro_batch_tokens": 1000}))
+    engine.restored(3)
+    metrics = engine.train_step(rows).metrics
+    expected = {
+        "reward": 0.5, "reward_std": 0.5, "reward/match": 0.5, "groups": 1, "episodes": 2, "sequences": 3,
+        "response_length": 4.5, "response_length_max": 6, "truncated_share": 0.5,
+        "lag_mean": (4 * 2 + 2 * 1 + 3 * 3) / 9, "lag_max": 3,
+        "tokens": 19, "tokens_trained": 9, "padding_share": 1 - 19 / 21, "clip_share": 0,
+    }
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+    assert "kl" not in metrics
+
+
+def test_without_lag_the_engine_agrees_with_what_was_sampled(model):
+    engine = TrainEngine(make_config(model))
+    metrics = engine.train_step(on_policy(engine, make_batch())).metrics
+    assert metrics["behaviour_gap_max"] < 1e-5 and metrics["behaviour_k3"] < 1e-9
+    assert metrics["importance_weight"] == pytest.approx(1, abs=1e-5) and metrics["lag_max"] == 0
+
+
+def test_kl_to_the_first_model_grows_from_zero(model):
+    engine = TrainEngine(make_config(model, algorithm={"kl_coef": 0.05}))
+    first, *_, last = (engine.train_step(make_batch(seed=seed)) for seed in range(4))
+    assert first.metrics["kl"] == pytest.approx(0, abs=1e-6) and last.metrics["kl"] > 1e-3
+    assert "reference_logprobs" in first.stages
+
+
+def test_temperature_divides_the_logits(model):
+    engine = TrainEngine(make_config(model))
+    (row,) = [make_sequence("g0.e0.s0", temperature=0.5)]
+    ids = torch.from_numpy(row.input_ids).long()
+    logprobs = (engine.model(input_ids=ids[None]).logits[0] / 0.5).log_softmax(-1).tolist()
+    expected = [logprobs[i - 1][ids[i]] if i >= 3 else 0.0 for i in range(7)]
+    assert engine.score([row])[0] == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_sequence_without_trained_tokens_changes_nothing(model):
+    config = make_config(model)
+    batch = make_batch()
+    empty = make_sequence("g0.e0.s1", prompt=9, response=0, reward=batch[0].reward)
+    alone, beside = TrainEngine(config).train_step(batch), TrainEngine(config).train_step([*batch, empty])
+    assert beside.metrics["grad_norm"] == pytest.approx(alone.metrics["grad_norm"], rel=1e-5)
+    assert len(beside.stages["loss"][-1]) == 9 and not beside.stages["loss"][-1].any()
+
+
+def test_a_batch_without_any_trained_token_leaves_the_weights(model):
+    engine = TrainEngine(make_config(model))
+    before = engine.weights_digest()
+    rows = [make_sequence(f"g0.e{i}.s0", response=0, reward=float(i)) for i in range(2)]
+    result = engine.train_step(rows)
+    assert result.digests["weights"] == before and result.metrics["grad_norm"] == 0 and engine.version == 1
+
+
+def test_infinity_stops_before_the_weights_change_and_names_the_sequence(model):
+    engine = TrainEngine(make_config(model))
+    batch = make_batch()
+    engine.train_step(batch)
+    before = engine.weights_digest()
+    bad = batch[5]
+    logprobs = bad.logprobs.copy()
+    logprobs[-1] = np.nan
+    broken = [*batch[:5], dataclasses.replace(bad, logprobs=logprobs), *batch[6:]]
+    with pytest.raises(TrainingError, match=rf"step 1: the loss of token {len(logprobs) - 1} of g1\.e2\.s0 is nan"):
+        engine.train_step(broken)
+    engine._digest = None
+    assert engine.weights_digest() == before and engine.version == 1
+    engine.train_step(batch)  # nothing of the broken step is left behind
+
+
+def test_bfloat16_computes_as_inference_does_and_loses_no_small_update(model):
+    config = make_config(model, dtype="bfloat16", training={"lr": 1e-5, "warmup_steps": 0})
+    engine = TrainEngine(config)
+    for seed in range(5):
+        engine.train_step(make_batch(seed=seed))
+    assert {p.dtype for p in engine.model.parameters()} == {torch.bfloat16}
+    for name, parameter in engine.model.named_parameters():
+        master = engine.optimizer.masters[name]
+        assert master.dtype == torch.float32 and torch.equal(parameter, master.bfloat16())
+    weight = engine.optimizer.masters["model.embed_tokens.weight"]
+    assert not torch.equal(weight, weight.bfloat16().float())
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gpt2"])
+@pytest.mark.parametrize("tie", [True, False])
+def test_published_weights_load_in_transformers_and_answer_the_probe(tmp_path, family, tie):
+    tiny_tokenizer(tmp_path / "model")
+    tiny_model(tmp_path / "model", family, tie=tie)
+    engine = TrainEngine(make_config(tmp_path / "model"))
+    engine.train_step(make_batch())
+    for _ in range(2):  # publishing again replaces
+        ref = write_weights(engine, tmp_path / "weights" / "version-000001", engine.version)
+    assert sorted(path.name for path in (tmp_path / "weights").iterdir()) == ["version-000001"]
+    loaded = load_model(ref.path, "float32", torch.device("cpu"))
+    for name, parameter in engine.model.named_parameters():
+        assert torch.equal(loaded.get_parameter(name), parameter)
+    logprobs = loaded(input_ids=torch.tensor([ref.probe_ids])).logits[0, -2].log_softmax(-1).tolist()
+    assert logprobs[ref.probe_ids[-1]] == pytest.approx(ref.probe_logprob, abs=1e-5)
+    assert ref.version == 1 and ref.digest == engine.weights_digest()
