@@ -7,12 +7,15 @@ stops at once, with the file and line (or the override) and the nearest valid na
 from __future__ import annotations
 
 import difflib
+import os
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from clew.errors import ConfigError
+
+SERVERS_VARIABLE = "CLEW_LLM_SERVER_ADDRS"
 
 
 class Section(BaseModel):
@@ -253,6 +256,12 @@ def dump(config: Config) -> str:
     import yaml
 
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def server_addresses() -> list[str]:
+    """The host:port of each inference server that CLEW_LLM_SERVER_ADDRS (separated by commas) names; without it the
+    servers of the run directory are used."""
+    return [address.strip() for address in os.environ.get(SERVERS_VARIABLE, "").split(",") if address.strip()]
 
 
 def field_names(section: type[BaseModel] = Config, prefix: str = "") -> list[str]:

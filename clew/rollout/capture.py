@@ -1,0 +1,117 @@
+"""Interactions, and how those of an episode become sequences: the exact tokens, each trained on once.
+
+::
+
+    i0   [prompt ........][output .....]
+    i1   [prompt ........][output .....][next turn ...][output ...]     extends i0's exact tokens: the same sequence
+    i2   [rewritten context ........][output ..]                        does not: a new sequence
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceABC
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from clew.inference.protocol import Completion, SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interaction:
+    """One request to the model and its response."""
+
+    id: str
+    index: int
+    """Its place in the episode: the n-th request, from 0."""
+    input_ids: list[int]
+    output_ids: list[int]
+    logprobs: list[float]
+    """One an output token, of the distribution after temperature and before truncation."""
+    versions: list[int]
+    """One an output token: of the weights that made it."""
+    finish_reason: str
+    """stop or length."""
+    text: str
+    """The output, decoded without special tokens: for rewards and people, never tokenized again for training."""
+    params: SamplingParams
+    prompt: str | list[dict[str, Any]] | None
+    """What `input_ids` render, where the workflow told: for people."""
+    started_at: float
+    finished_at: float
+
+    @classmethod
+    def of(cls, completion: Completion, **known: Any) -> Interaction:
+        """What the engine answered, with what was known before."""
+        return cls(
+            output_ids=completion.output_ids,
+            logprobs=completion.logprobs,
+            versions=completion.versions,
+            finish_reason=completion.finish_reason,
+            **known,
+        )
+
+    @cached_property
+    def all_ids(self) -> list[int]:
+        return self.input_ids + self.output_ids
+
+    def as_dict(self) -> dict[str, Any]:
+        """What the record keeps of it besides the tokens."""
+        sampling = {name: value for name, value in vars(self.params).items() if name != "seed"}
+        return {
+            "id": self.id,
+            "turn": self.index,
+            "prompt": self.prompt,
+            "completion": self.text,
+            "finish_reason": self.finish_reason,
+            "input_tokens": len(self.input_ids),
+            "output_tokens": len(self.output_ids),
+            "sampling": sampling,
+            "seed": self.params.seed,
+            "started_at": self.started_at,
+            "finished_at": self.finished_at,
+        }
+
+
+def assemble(interactions: SequenceABC[Interaction]) -> list[list[Interaction]]:
+    """The interactions of each sequence, in the order of their indices.
+
+    An interaction extends the longest earlier sequence whose exact tokens its input begins with; without one it starts
+    a new sequence. So each output belongs to exactly one sequence, also when interactions ran side by side.
+    """
+    sequences: list[list[Interaction]] = []
+    for interaction in sorted(interactions, key=lambda each: each.index):
+        extended: list[Interaction] | None = None
+        for sequence in sequences:
+            tokens = sequence[-1].all_ids
+            begins_with = interaction.input_ids[: len(tokens)] == tokens
+            if begins_with and (extended is None or len(tokens) > len(extended[-1].all_ids)):
+                extended = sequence
+        if extended is None:
+            sequences.append([interaction])
+        else:
+            extended.append(interaction)
+    return sequences
+
+
+def aligned(sequence: SequenceABC[Interaction]) -> dict[str, np.ndarray]:
+    """The aligned columns of a sequence's row: entry i belongs to token i. All of length T."""
+    input_ids = np.array(sequence[-1].all_ids, np.int32)
+    columns = {
+        "input_ids": input_ids,
+        "loss_mask": np.zeros(len(input_ids), np.bool_),
+        "logprobs": np.zeros(len(input_ids), np.float32),
+        "versions": np.full(len(input_ids), -1, np.int32),
+        "turn_ids": np.full(len(input_ids), -1, np.int32),
+        "temperatures": np.ones(len(input_ids), np.float32),
+    }
+    for interaction in sequence:
+        generated = slice(len(interaction.input_ids), len(interaction.all_ids))
+        columns["loss_mask"][generated] = True
+        columns["logprobs"][generated] = interaction.logprobs
+        columns["versions"][generated] = interaction.versions
+        columns["turn_ids"][generated] = interaction.index
+        columns["temperatures"][generated] = interaction.params.temperature or 1.0
+    return columns

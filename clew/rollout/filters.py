@@ -1,0 +1,42 @@
+"""Groups that teach nothing: all rewards equal, so that no episode is better than another."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+
+from clew.errors import RolloutError
+
+log = logging.getLogger("clew.rollout")
+
+WARN_BATCHES = 4
+STOP_BATCHES = 40
+"""The run stops after so many batches' worth of groups without one that passes, and a whole pass over the data."""
+
+
+class EqualRewards:
+    """Watches `rollout.drop_equal_rewards`, which may reject for ever."""
+
+    def __init__(self, batch_groups: int, n_rows: int) -> None:
+        self._warn_at = WARN_BATCHES * batch_groups
+        self._stop_at = max(STOP_BATCHES * batch_groups, n_rows)
+        self._in_a_row: Counter[float] = Counter()
+
+    def add(self, reward: float | None) -> None:
+        """Take one group: the reward that all its episodes have, or None when they differ. Raises RolloutError."""
+        if reward is None:
+            self._in_a_row.clear()
+            return
+        self._in_a_row[reward] += 1
+        count = self._in_a_row.total()
+        if count == self._warn_at:
+            log.warning("%s", self._message(count))
+        if count == self._stop_at:
+            raise RolloutError(self._message(count))
+
+    def _message(self, count: int) -> str:
+        which = ", ".join(f"{number} groups all {reward:g}" for reward, number in self._in_a_row.most_common(3))
+        return (f"rollout.drop_equal_rewards rejected the last {count} groups, one after the other ({which}): no batch "
+                f"comes together. The task is too hard or too easy for this model, or the reward does not tell answers "
+                f"apart; rejected/ holds the episodes. A higher sampling.temperature, more rollout.n_samples or other "
+                f"prompts may help.")

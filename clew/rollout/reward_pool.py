@@ -1,0 +1,174 @@
+"""Worker processes for plain reward functions: one job each at a time, killed and replaced at the time limit.
+
+A reward function may hang, also inside C code that no signal handler interrupts, or take its process down. Neither
+may stop rollout, and neither may become a 0: the episode fails with an EpisodeError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from multiprocessing.connection import Connection
+from typing import Any
+
+from clew.errors import ConfigError, EpisodeError
+from clew.rollout.rewards import Reward
+from clew.waits import waiting
+
+
+class RewardPool:
+    """Calls the reward `path` in `workers` processes, each call for at most `timeout_s` seconds.
+
+    Used from one event loop on the main thread: on Linux a worker is killed when the *thread* that started it ends.
+    """
+
+    def __init__(self, path: str, prompt_column: str, *, workers: int, timeout_s: float) -> None:
+        assert threading.current_thread() is threading.main_thread()
+        self.path = path
+        self.timeout_s = timeout_s
+        self._setup = (path, prompt_column)
+        self._queue: deque[asyncio.Future[_Worker]] = deque()
+        self._workers = [_Worker(self._setup) for _ in range(workers)]
+        self._free = list(self._workers)
+        self._closed = False
+
+    async def __call__(self, completion: str, data: dict[str, Any]) -> Reward:
+        """The reward. Raises EpisodeError: the function raised, returned no number, took too long, or died."""
+        worker = await self._take()
+        kept = False
+        try:
+            with waiting(f"reward {self.path}", unblocks="the reward function", numbers=lambda: f"pid {worker.pid}"):
+                async with asyncio.timeout(self.timeout_s):
+                    kind, answer = await worker.call((completion, data))
+            kept = True
+        except TimeoutError:
+            raise EpisodeError(f"reward {self.path} timed out after {self.timeout_s:g} s (rollout.reward_timeout_s); "
+                               f"its worker was killed and replaced.") from None
+        except EOFError:
+            raise EpisodeError(f"the process that computed reward {self.path} died ({worker.how_it_ended()}); "
+                               f"it was replaced.") from None
+        finally:  # also when the episode is cancelled: a busy worker is of no use to the next one
+            self._give_back(worker if kept else self._replace(worker))
+        if kind == "failed":
+            raise EpisodeError(str(answer))
+        return answer
+
+    def close(self) -> None:
+        """End all workers, whatever they do."""
+        self._closed = True
+        for worker in self._workers:
+            worker.kill()
+
+    async def _take(self) -> _Worker:
+        if self._free:
+            worker = self._free.pop()
+        else:
+            turn: asyncio.Future[_Worker] = asyncio.get_running_loop().create_future()
+            self._queue.append(turn)
+            with waiting("a free reward worker", unblocks="the reward function",
+                         numbers=lambda: f"{len(self._workers)} busy, {len(self._queue)} calls in the queue"):
+                try:
+                    worker = await turn
+                except asyncio.CancelledError:
+                    if turn.done() and not turn.cancelled():
+                        self._give_back(turn.result())
+                    raise
+        while not worker.ready:
+            try:
+                with waiting("a reward worker to start", unblocks="the import of the reward's module",
+                             numbers=lambda: f"{self.path} in pid {worker.pid}"):
+                    await worker.start()
+            except EOFError:
+                raise ConfigError(f"a process could not import rollout.reward={self.path}: it ended at once "
+                                  f"({worker.how_it_ended()}).") from None
+            except asyncio.CancelledError:
+                self._give_back(self._replace(worker))
+                raise
+        return worker
+
+    def _give_back(self, worker: _Worker) -> None:
+        while self._queue:
+            turn = self._queue.popleft()
+            if not turn.done():
+                turn.set_result(worker)
+                return
+        self._free.append(worker)
+
+    def _replace(self, worker: _Worker) -> _Worker:
+        worker.kill()
+        if self._closed:
+            return worker
+        fresh = _Worker(self._setup)
+        self._workers[self._workers.index(worker)] = fresh
+        return fresh
+
+
+class _Worker:
+    """One process and the pipe to it."""
+
+    def __init__(self, setup: tuple[str, str]) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = f"from clew.rollout.reward_worker import main; main({os.getpid()}, {theirs.fileno()})"
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", command],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C is the parent's to handle, and what the function started is killed too
+            )
+        self.pid = self._process.pid
+        self.ready = False
+        self._pipe = Connection(ours.detach())
+        self._pipe.send((sys.path, *setup))
+
+    async def start(self) -> None:
+        """Return when the worker has imported the function. Raises ConfigError, or EOFError when it ended."""
+        kind, message = await self._receive()
+        if kind == "failed":
+            raise ConfigError(message)
+        self.ready = True
+
+    async def call(self, job: tuple[str, dict[str, Any]]) -> tuple[str, Any]:
+        try:
+            self._pipe.send(job)
+        except OSError:
+            raise EOFError from None
+        return await self._receive()
+
+    async def _receive(self) -> tuple[str, Any]:
+        loop = asyncio.get_running_loop()
+        arrived: asyncio.Future[None] = loop.create_future()
+        loop.add_reader(self._pipe.fileno(), lambda: arrived.done() or arrived.set_result(None))
+        try:
+            await arrived
+        finally:
+            loop.remove_reader(self._pipe.fileno())
+        try:
+            return self._pipe.recv()
+        except OSError:
+            raise EOFError from None
+
+    def kill(self) -> None:
+        """SIGKILL, to the function's own child processes too; returns when the process is gone."""
+        if self._process.returncode is None:
+            try:
+                os.killpg(self.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                self._process.kill()
+            self._process.wait()
+        self._pipe.close()
+
+    def how_it_ended(self) -> str:
+        """Of a process that has closed its pipe: it is ending, or what it left running is ended."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=0.5)
+        self.kill()
+        code = self._process.returncode
+        return f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"

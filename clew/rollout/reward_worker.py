@@ -1,0 +1,46 @@
+"""What runs in a reward worker: `python -c "from clew.rollout.reward_worker import main; main(...)"`.
+
+A job comes as a pickled (completion, data), over a pipe that only this process and its parent hold, and goes back as
+("returned", reward) or ("failed", message). The process is killed from outside when a job takes too long.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from multiprocessing.connection import Connection
+
+from clew.errors import ConfigError, EpisodeError
+from clew.processes import die_with_parent
+from clew.rollout.rewards import RewardFunction
+
+
+def main(parent_pid: int, fd: int) -> None:
+    """Answer jobs until the parent closes the pipe."""
+    die_with_parent(parent_pid)
+    os.dup2(2, 1)  # what the user's function prints goes to the error stream, beside the log
+    pipe = Connection(fd)
+    sys.path[:], path, prompt_column = pipe.recv()
+    try:
+        function = RewardFunction(path, prompt_column)
+    except ConfigError as error:
+        pipe.send(("failed", str(error)))
+        return
+    pipe.send(("ready", None))
+    while True:
+        try:
+            completion, data = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(_answer(function, completion, data))
+
+
+def _answer(function: RewardFunction, completion: str, data: dict) -> tuple[str, object]:
+    try:
+        return "returned", function(completion, data)
+    except EpisodeError as error:
+        return "failed", str(error)
+    except Exception as error:  # the user's code: in this process, the boundary where an episode becomes a record
+        where = "".join(traceback.format_exception(error))
+        return "failed", f"reward {function.path} raised {type(error).__name__}: {error}\n{where}"

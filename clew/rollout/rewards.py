@@ -1,0 +1,110 @@
+"""The reward: a function of the user's, `(completion, data) -> number or named numbers`, plain or async.
+
+TRL's signature, `(prompts, completions, **columns) -> list`, is recognised by its parameter `completions`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import numbers
+from typing import Any
+
+from clew.errors import ConfigError, EpisodeError
+from clew.rollout import dotted
+
+Reward = float | dict[str, float]
+"""What a reward function or a workflow gives an episode; the total of named numbers is their sum."""
+
+
+class RewardFunction:
+    """The user's function, by either signature. Imports nothing but the user's module, so a worker starts quickly."""
+
+    def __init__(self, path: str, prompt_column: str) -> None:
+        """path: dotted. prompt_column: what TRL's functions get as `prompts`.
+
+        Raises ConfigError: no such function, or one that cannot be called so."""
+        self.path = path
+        self.prompt_column = prompt_column
+        self._function = dotted.load(path, "rollout.reward")
+        if inspect.isclass(self._function) or not callable(self._function):
+            raise ConfigError(f"rollout.reward={path} is {type(self._function).__name__} "
+                              f"{getattr(self._function, '__name__', '')!r}; expected a function "
+                              f"(completion, data) -> number.")
+        self._parameters = inspect.signature(self._function).parameters
+        self.trl = "completions" in self._parameters
+        self.is_async = inspect.iscoroutinefunction(self._function)
+        if not self.trl:
+            try:
+                inspect.signature(self._function).bind("", {})
+            except TypeError as error:
+                raise ConfigError(f"rollout.reward={path} cannot be called as (completion, data): {error}. Expected "
+                                  f"def {path.rpartition('.')[2]}(completion: str, data: dict) -> float, or TRL's "
+                                  f"(prompts, completions, **columns) -> list.") from None
+
+    def __call__(self, completion: str, data: dict[str, Any]) -> Reward:
+        """Call a plain function. Raises EpisodeError when it returns no number; its own exceptions pass."""
+        return self._checked(self._call(completion, data), data)
+
+    async def awaited(self, completion: str, data: dict[str, Any]) -> Reward:
+        """Call an async function."""
+        return self._checked(await self._call(completion, data), data)
+
+    def _call(self, completion: str, data: dict[str, Any]) -> Any:
+        if not self.trl:
+            return self._function(completion, data)
+        prompt = data[self.prompt_column]
+        chat = isinstance(prompt, list)
+        said = [{"role": "assistant", "content": completion}] if chat else completion
+        columns = {name: [value] for name, value in data.items()}
+        columns |= {"prompts": [prompt], "completions": [said]}
+        if not any(p.kind is p.VAR_KEYWORD for p in self._parameters.values()):
+            columns = {name: value for name, value in columns.items() if name in self._parameters}
+        return self._function(**columns)
+
+    def _checked(self, value: Any, data: dict[str, Any]) -> Reward:
+        what = f"reward {self.path}"
+        if self.trl:
+            if not isinstance(value, (list, tuple)) or len(value) != 1:
+                raise EpisodeError(f"{what} returned {shortened(value)}; expected a list with one number a completion, "
+                                   f"here 1. The data row: {shortened(data, 400)}")
+            value = value[0]
+        return checked(value, what, f" The data row: {shortened(data, 400)}")
+
+
+def checked(value: Any, what: str, where: str = "") -> Reward:
+    """`value` as plain finite numbers. Raises EpisodeError that says what was returned by `what`."""
+    if isinstance(value, dict):
+        if not value or not all(isinstance(name, str) for name in value):
+            raise EpisodeError(f"{what} returned {shortened(value)}; expected at least one number, by name.{where}")
+        return {name: _number(each, f"{what} returned {name}:", where) for name, each in value.items()}
+    return _number(value, f"{what} returned", where)
+
+
+def total(reward: Reward) -> float:
+    """The number that is trained on."""
+    return math.fsum(reward.values()) if isinstance(reward, dict) else reward
+
+
+def by_name(reward: Reward) -> dict[str, float]:
+    """Named numbers whose sum is the total."""
+    return reward if isinstance(reward, dict) else {"reward": reward}
+
+
+def shortened(value: Any, limit: int = 200) -> str:
+    """`repr` of the value, cut in the middle when it is long."""
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[: limit // 2]} … {text[-limit // 2 :]}"
+
+
+def _number(value: Any, returned: str, where: str) -> float:
+    plain = value
+    if hasattr(value, "item"):  # a scalar of NumPy or torch, neither of which is imported here
+        try:
+            plain = value.item()
+        except (ValueError, RuntimeError):  # an array of several
+            plain = None
+    if isinstance(plain, numbers.Real) and math.isfinite(plain):
+        return float(plain)
+    raise EpisodeError(f"{returned} {shortened(value)} ({type(value).__name__}); expected a finite number or a dict of "
+                       f"named finite numbers.{where}")

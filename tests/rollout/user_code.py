@@ -1,0 +1,112 @@
+"""What a user might write: rewards and workflows, sound and faulty. Named by dotted path in the tests."""
+
+import asyncio
+import os
+import re
+import signal
+import time
+
+import numpy as np
+
+
+def exact(completion, data):
+    return completion.strip() == str(data["answer"])
+
+
+def named(completion, data):
+    return {"right": np.float32(completion.strip() == str(data["answer"])), "short": np.bool_(len(completion) < 4)}
+
+
+async def patient(completion, data):
+    await asyncio.sleep(data.get("sleep", 0))
+    return 1.0
+
+
+def trl_style(prompts, completions, answer, **columns):
+    return [float(c == a and "prompt" in columns) for c, a in zip(completions, answer, strict=True)]
+
+
+def trl_chat(completions, **columns):
+    return [float(completion[0]["content"] == "right") for completion in completions]
+
+
+def returns_column(completion, data):
+    return eval(data["returns"], {"np": np, "nan": float("nan"), "inf": float("inf")})
+
+
+def raises(completion, data):
+    print("about to raise")
+    raise ValueError(f"no reward for {completion!r}")
+
+
+def sleeps(completion, data):
+    if data.get("note_pid"):
+        with open(data["note_pid"], "w") as file:  # noqa: PTH123
+            file.write(str(os.getpid()))
+    time.sleep(data.get("sleep", 3600))
+    return 1.0
+
+
+def stuck_in_c(completion, data):
+    """Catastrophic backtracking: the regular expression never comes back to the interpreter."""
+    if data.get("note_pid"):
+        with open(data["note_pid"], "w") as file:  # noqa: PTH123
+            file.write(str(os.getpid()))
+    return bool(re.match(r"(a*)*$", "a" * 64 + "b"))
+
+
+def dies(completion, data):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leaves(completion, data):
+    raise SystemExit(3)
+
+
+def takes_one(completion):
+    return 1.0
+
+
+class Faulty:
+    """Raises on a share of the episodes: those whose number in the order of starting is a multiple of `every`."""
+
+    def __init__(self, every=2):
+        self.every = every
+        self.started = 0
+
+    async def run_episode(self, engine, data):
+        self.started += 1
+        if self.started % self.every == 0:
+            raise RuntimeError(f"tool {self.started} is broken")
+        answer = await engine.generate(engine.tokenizer(data["prompt"]).input_ids)
+        return len(answer.output_ids) % 2
+
+
+class Returns:
+    """Gives back what it was told to."""
+
+    def __init__(self, value):
+        self.value = value
+
+    async def run_episode(self, engine, data):
+        await engine.generate(engine.tokenizer(data["prompt"]).input_ids)
+        return {"nan": float("nan"), "inf": float("inf"), "none": None, "text": "0.5", "empty": {}}[self.value]
+
+
+class Silent:
+    """Never asks the model."""
+
+    async def run_episode(self, engine, data):
+        return 1.0
+
+
+class Stuck:
+    """Never returns."""
+
+    async def run_episode(self, engine, data):
+        await asyncio.sleep(3600)
+
+
+class NotAWorkflow:
+    def run(self):
+        pass
