@@ -9,6 +9,12 @@ Plan = list[list[list[int]]]
 """plan[mini-batch][micro-batch] lists rows of the batch. It is JSON as it stands and goes into the record."""
 
 
+ENOUGH = 2048
+"""Tokens from which on a micro-batch is large enough to be closed before much shorter rows, ..."""
+SHORT = 0.75
+"""... that is, those below this share of its longest row, whose padding would cost more than another pass."""
+
+
 def plan_step(lengths: Sequence[int], group_ids: Sequence[str], *, minibatches: int, budget: int) -> Plan:
     """Split a batch by groups, in their order, into mini-batches of as equal numbers of groups as possible, and each
     of those into micro-batches of at most `budget` tokens.
@@ -34,13 +40,15 @@ def pack(lengths: Sequence[int], rows: Sequence[int], *, budget: int) -> list[li
     A micro-batch takes rows x longest tokens, padding included, and at most `budget`; a longer row goes alone.
     """
     micro_batches: list[list[int]] = []
-    room = 0
+    longest = taken = 0
     for row in sorted(rows, key=lambda row: (-lengths[row], row)):
-        if room == 0:
+        full = taken + longest > budget
+        wasteful = taken >= ENOUGH and lengths[row] < SHORT * longest
+        if not micro_batches or full or wasteful:
             micro_batches.append([])
-            room = max(1, budget // max(1, lengths[row]))
+            longest, taken = lengths[row], 0
         micro_batches[-1].append(row)
-        room -= 1
+        taken += longest
     return micro_batches
 
 

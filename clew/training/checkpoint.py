@@ -22,7 +22,7 @@ from torch import Tensor
 from clew.config import Config
 from clew.errors import ModelError, RecordError
 from clew.models import load_model
-from clew.record.files import read_json, write_json
+from clew.record.files import read_json, remove_strays, write_json
 from clew.record.rows import check_format
 from clew.training.digests import digest_tensors
 from clew.training.engine import TrainEngine
@@ -95,6 +95,17 @@ def load(engine: TrainEngine, folder: Path) -> dict[str, Any]:
 def saved(checkpoints: Path) -> list[Path]:
     """The checkpoints in a folder of them, oldest first."""
     return sorted(path.parent for path in checkpoints.glob("step-*/checkpoint.json"))
+
+
+def latest_version(checkpoints: Path) -> int:
+    """The version of the newest checkpoint; 0 where there is none (the run then begins with its model)."""
+    folders = saved(checkpoints)
+    return int(folders[-1].name.removeprefix("step-")) if folders else 0
+
+
+def clean(checkpoints: Path) -> None:
+    """Remove what killed processes left half-written."""
+    remove_strays(checkpoints)
 
 
 def prune(checkpoints: Path, keep: int) -> None:

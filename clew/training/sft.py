@@ -12,7 +12,6 @@ from rich.console import Console
 
 from clew.config import Config
 from clew.errors import RecordError
-from clew.record.files import remove_strays
 from clew.record.run import RunDirectory
 from clew.training import checkpoint
 from clew.training.demonstrations import Demonstrations
@@ -30,7 +29,7 @@ def sft(config: Config) -> None:
     console = Console(highlight=False, soft_wrap=True)
     run = RunDirectory(config.run_path)
     with run.hold("trainer"):
-        remove_strays(run.checkpoints)
+        checkpoint.clean(run.checkpoints)
         if config.launch.threads is not None:
             torch.set_num_threads(config.launch.threads)
         engine = TrainEngine(config)

@@ -20,6 +20,13 @@ def test_a_row_longer_than_the_budget_goes_alone():
     assert pack([50, 3, 50], range(3), budget=10) == [[0], [2], [1]]
 
 
+def test_much_shorter_rows_do_not_join_a_large_micro_batch():
+    lengths = [100] * 25 + [80] * 5 + [70] * 5
+    assert pack(lengths, range(35), budget=16384) == [list(range(30)), list(range(30, 35))]
+    few = [100] * 5 + [10] * 5
+    assert pack(few, range(10), budget=16384) == [list(range(10))]
+
+
 @given(batch=BATCHES, minibatches=st.integers(1, 5), budget=st.integers(1, 200))
 def test_every_row_once_in_budget_and_groups_whole(batch, minibatches, budget):
     lengths, groups = [length for length, _ in batch], [f"g{group}" for _, group in batch]

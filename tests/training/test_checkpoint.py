@@ -119,7 +119,12 @@ def test_pruning_keeps_the_first_and_the_last(tmp_path):
         "step-000000", "step-000003", "step-000004"
     ]
     assert (tmp_path / "checkpoints" / "latest").resolve().name == "step-000004"
-    assert sorted(path.name for path in (tmp_path / "checkpoints").glob(".*")) == []
+    assert checkpoint.latest_version(tmp_path / "checkpoints") == 4
+    assert list((tmp_path / "checkpoints").glob(".*")) == []
+    (tmp_path / "checkpoints" / ".step-000005.123").mkdir()  # what a killed process leaves
+    assert checkpoint.latest_version(tmp_path / "checkpoints") == 4
+    checkpoint.clean(tmp_path / "checkpoints")
+    assert list((tmp_path / "checkpoints").glob(".*")) == []
     checkpoint.prune(tmp_path / "checkpoints", 2)
     assert len(checkpoint.saved(tmp_path / "checkpoints")) == 3
 
