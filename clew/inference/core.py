@@ -35,6 +35,10 @@ class Request:
     limit: int = field(init=False, default=0)
     """Length of prompt and output together at which it ends."""
 
+    def is_meant_by(self, which: Request | str | None) -> bool:
+        """Whether an abort of a request, an id, or all (None) is about this one."""
+        return which is None or which is self or which == self.id
+
 
 _UNBOUNDED = 2**40
 """The context of models without positions (Mamba)."""
@@ -72,7 +76,7 @@ class Core:
         """Sequences that are being generated."""
         raise NotImplementedError
 
-    def _abort_running(self, request_id: str | None) -> list[Finished]:
+    def _abort_running(self, which: Request | str | None) -> list[Finished]:
         raise NotImplementedError
 
     def score(self, input_ids: list[int]) -> float:
@@ -97,7 +101,7 @@ class Core:
         self.waiting.append(request)
 
     def check(self, input_ids: list[int], params: SamplingParams) -> None:
-        """Raises EngineError: a prompt that is empty, too long or not of this vocabulary, or contradictory parameters."""
+        """Raises EngineError: a prompt empty, too long or not of this vocabulary; contradictory parameters."""
         if not input_ids:
             raise EngineError("input_ids is empty: a prompt needs at least one token.")
         if len(input_ids) >= self.context:
@@ -113,13 +117,13 @@ class Core:
         if params.stop and self.tokenizer is None:
             raise EngineError("stop strings need a tokenizer, and this engine has none. Use stop_token_ids.")
 
-    def abort(self, request_id: str | None = None) -> list[Finished]:
-        """Cut one request short, or all (None); returns them with their tokens so far."""
-        waiting = [request for request in self.waiting if request_id in (None, request.id)]
-        self.waiting = deque(request for request in self.waiting if request not in waiting)
+    def abort(self, which: Request | str | None = None) -> list[Finished]:
+        """Cut short one request, those of this id, or all (None); returns them with their tokens so far."""
+        waiting = [request for request in self.waiting if request.is_meant_by(which)]
+        self.waiting = deque(request for request in self.waiting if not request.is_meant_by(which))
         never_ran = [(request, Completion(output_ids=[], logprobs=[], versions=[], finish_reason="abort"))
                      for request in waiting]
-        return self._abort_running(request_id) + never_ran
+        return self._abort_running(which) + never_ran
 
     def load_weights(self, ref: WeightRef) -> None:
         """Load weights in place and score the probe. The caller has aborted what was in flight.

@@ -83,7 +83,8 @@ class EmbeddedEngine(Core):
             needed = columns_for(request.limit) * self.cache.bytes_per_token / 2**30
             raise EngineError(f"a request of up to {request.limit} tokens (prompt {len(request.input_ids)}, "
                               f"max_new_tokens {request.params.max_new_tokens}) needs {needed:.3f} GiB of cache; "
-                              f"inference.cache_gib is {self.cache.budget / 2**30:g}. Raise it, or ask for fewer tokens.")
+                              f"inference.cache_gib is {self.cache.budget / 2**30:g}. Raise it, or ask for "
+                              f"fewer tokens.")
 
     @torch.inference_mode()
     def step(self) -> list[Finished]:
@@ -270,8 +271,8 @@ class EmbeddedEngine(Core):
         self._rows_changed()
         return finished
 
-    def _abort_running(self, request_id: str | None) -> list[Finished]:
-        chosen = [index for index, row in enumerate(self._rows) if request_id in (None, row.request.id)]
+    def _abort_running(self, which: Request | str | None) -> list[Finished]:
+        chosen = [index for index, row in enumerate(self._rows) if row.request.is_meant_by(which)]
         return self._release({index: ("abort", None) for index in chosen}) if chosen else []
 
 

@@ -1,3 +1,130 @@
+"""One decoding step of Llama's architecture (Llama, Mistral, Qwen2, Qwen3), in a third of the torch operations.
+
+The weights stay the model's own parameters: query, key and value (and gate and up) are laid side by side in memory,
+so that one product serves them, and each parameter becomes a view of its part. Loading weights in place reaches both.
+Only in float32: in bfloat16 the roundings would fall in other places than in the model that is trained.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
 from typing import Any
-def build(model: Any) -> Any:
-    return None
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention
+
+from clew.inference.cache import RowCache
+
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """The weights of one layer, as the step uses them."""
+
+    norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    qk_norms: tuple[Tensor, Tensor] | None
+    out: Any
+    mlp_norm: Tensor
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    act: Any
+    down: Any
+    window: int | None
+
+
+class FusedStep:
+    """See `build`."""
+
+    def __init__(self, model: Any) -> None:
+        config = model.config
+        self._base, self._head = model.model, model.lm_head
+        self._eps = config.rms_norm_eps
+        self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self._layers = [_layer(layer) for layer in self._base.layers]
+        self._scaling = self._base.layers[0].self_attn.scaling
+        self._rope = torch.zeros(0)
+
+    def decode(self, ids_R1: Tensor, positions_R1: Tensor, cache: RowCache) -> Tensor:
+        """Feed one token a row; write its keys and values at the cache's column. Returns logits [rows, vocab]."""
+        n, heads, kv_heads, eps = ids_R1.shape[0], self._heads, self._kv_heads, self._eps
+        rope = self._rope_for(cache.column - cache.first).index_select(0, positions_R1.squeeze(1))
+        cos, sin = rope[:, 0:1], rope[:, 1:2]
+        dim, half = cos.shape[-1], cos.shape[-1] // 2
+        mask = cache.step_mask()
+        hidden = self._base.embed_tokens(ids_R1.squeeze(1))
+        for index, layer in enumerate(self._layers):
+            normed = rms_norm(hidden, layer.norm.shape, layer.norm, eps)
+            qkv = linear(normed, layer.qkv, layer.qkv_bias).view(n, heads + 2 * kv_heads, dim)
+            qk = qkv[:, : heads + kv_heads]
+            if layer.qk_norms is not None:
+                query, key = qk.split((heads, kv_heads), 1)
+                query, key = (rms_norm(x, (dim,), w, eps) for x, w in zip((query, key), layer.qk_norms, strict=True))
+                qk = torch.cat((query, key), 1)
+            qk = torch.addcmul(qk * cos, qk.roll(half, -1), sin)
+            keys, values = cache.update(qk[:, heads:].unsqueeze(2), qkv[:, heads + kv_heads :].unsqueeze(2), index)
+            seen = mask
+            if layer.window is not None and layer.window < keys.shape[2]:
+                keys, values = keys[:, :, -layer.window :], values[:, :, -layer.window :]
+                seen = None if mask is None else mask[..., -layer.window :]
+            query = qk[:, :heads].view(n, kv_heads, heads // kv_heads, dim)
+            attended = scaled_dot_product_attention(query, keys, values, attn_mask=seen, scale=self._scaling)
+            hidden = _add_linear(hidden, attended.reshape(n, heads * dim), layer.out)
+            normed = rms_norm(hidden, layer.mlp_norm.shape, layer.mlp_norm, eps)
+            gate, up = linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
+            hidden = _add_linear(hidden, layer.act(gate) * up, layer.down)
+        return self._head(rms_norm(hidden, self._base.norm.weight.shape, self._base.norm.weight, eps))
+
+    def _rope_for(self, length: int) -> Tensor:
+        """cos and sin (its first half negated) of each position, [positions, 2, dim]; doubled as rows grow."""
+        if length >= self._rope.shape[0]:
+            count = max(256, 2 * length)
+            device = self._base.embed_tokens.weight.device
+            cos, sin = self._base.rotary_emb(torch.zeros(1, device=device), torch.arange(count, device=device)[None])
+            half = sin.shape[-1] // 2
+            self._rope = torch.stack((cos[0], torch.cat((-sin[0, :, :half], sin[0, :, half:]), -1)), 1)
+        return self._rope
+
+
+def build(model: Any) -> FusedStep | None:
+    """The step for this model, None where the architecture or the dtype is another."""
+    config = model.config
+    plain_rope = getattr(config, "rope_parameters", {}).get("rope_type") in ("default", "linear", "llama3", "yarn")
+    if type(model).__name__ not in ARCHITECTURES or model.dtype != torch.float32 or not plain_rope:
+        return None
+    return FusedStep(model)
+
+
+def _layer(layer: Any) -> Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    qkv, qkv_bias = _side_by_side(attention.q_proj, attention.k_proj, attention.v_proj)
+    gate_up, gate_up_bias = _side_by_side(mlp.gate_proj, mlp.up_proj)
+    qk_norms = (attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else None
+    window = getattr(attention, "sliding_window", None) if hasattr(attention, "sliding_window") else getattr(
+        attention.config, "sliding_window", None)
+    return Layer(layer.input_layernorm.weight, qkv, qkv_bias, qk_norms, attention.o_proj,
+                 layer.post_attention_layernorm.weight, gate_up, gate_up_bias, mlp.act_fn, mlp.down_proj, window)
+
+
+def _side_by_side(*linears: Any) -> tuple[Tensor, Tensor | None]:
+    """Lay the weights (and biases) of several linears in one tensor, of which each becomes a view."""
+    weight = torch.cat([linear.weight.data for linear in linears])
+    bias = None if linears[0].bias is None else torch.cat([linear.bias.data for linear in linears])
+    begin = 0
+    for part in linears:
+        end = begin + part.weight.shape[0]
+        part.weight.data = weight[begin:end]
+        if bias is not None:
+            part.bias.data = bias[begin:end]
+        begin = end
+    return weight, bias
+
+
+def _add_linear(residual: Tensor, x: Tensor, module: Any) -> Tensor:
+    """residual + module(x)"""
+    if module.bias is not None:
+        return residual + module(x)
+    return torch.addmm(residual, x, module.weight.t())

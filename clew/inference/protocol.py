@@ -9,10 +9,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from clew.errors import EngineError
 from clew.record.weights import WeightRef
 
 FinishReason = Literal["stop", "length", "abort"]
 """stop: a stop id or stop string; length: `max_new_tokens` or the context is full; abort: cut short, resubmit."""
+
+
+class EngineUnreachable(EngineError):
+    """The engine is not there, not ready or serves nothing at present. The same request may succeed later:
+    `clew.inference.resubmit` tries again until it does."""
+
+    def __init__(self, address: str, reason: str) -> None:
+        super().__init__(f"inference server {address}: {reason}")
+        self.address = address
+        self.reason = reason
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,7 +67,7 @@ class ReferenceEngine(Core):
         assert request is not None
         return request, self.completion(self._output, self._logprobs, reason, matched)
 
-    def _abort_running(self, request_id: str | None) -> list[Finished]:
-        if self._request is None or request_id not in (None, self._request.id):
+    def _abort_running(self, which: Request | str | None) -> list[Finished]:
+        if self._request is None or not self._request.is_meant_by(which):
             return []
         return [self._finish("abort")]

@@ -1,0 +1,263 @@
+"""The HTTP application of `clew serve`.
+
+`/generate` is plain ASGI: with models so small that a step takes a millisecond, each layer between socket and engine
+shows. Everything else is FastAPI.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from clew.errors import EngineError
+from clew.inference.local import LocalEngine
+from clew.inference.protocol import Completion, EngineUnreachable
+from clew.inference.shapes import Ask, Call, answer, parse_call
+from clew.record.weights import WeightRef
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+PAUSE_LEASE_S = 60.0
+"""How long a pause lasts when the caller names no lease_s."""
+
+
+class Application:
+    """ASGI."""
+
+    def __init__(self, engine: LocalEngine, model_path: str) -> None:
+        self.engine = engine
+        self.model_path = model_path
+        self.ready = False
+        self._admin = _admin(self)
+        self._count = 0
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] == "/generate" and scope["method"] == "POST":
+            await self._generate(receive, send)
+        else:
+            await self._admin(scope, receive, send)
+
+    async def _generate(self, receive: Receive, send: Send) -> None:
+        body = await _body(receive)
+        try:
+            if not self.ready:
+                raise EngineUnreachable("here", "starting: the weights are being loaded")
+            call = parse_call(orjson.loads(body), self.engine.core.default_stop_ids)
+            asks = [(ask, ask.input_ids if ask.input_ids is not None else self._encode(ask.text)) for ask in call.asks]
+            if call.stream:
+                await self._stream(call, asks, receive, send)
+                return
+            work = asyncio.gather(*(self._one(call, ask, ids) for ask, ids in asks))
+            gone = asyncio.ensure_future(_disconnected(receive, work))
+            try:
+                answers = await work
+            finally:
+                gone.cancel()
+            await _respond(send, 200, answers[0] if call.single else answers)
+        except asyncio.CancelledError:
+            if not work.cancelled():  # the server is ending; otherwise the client has gone
+                raise
+        except orjson.JSONDecodeError as error:
+            await _respond(send, 400, {"error": {"message": f"the body is not JSON: {error}"}})
+        except EngineUnreachable as error:
+            await _respond(send, 503, {"error": {"message": error.reason}})
+        except EngineError as error:
+            await _respond(send, 400, {"error": {"message": str(error)}})
+
+    async def _one(self, call: Call, ask: Ask, ids: list[int]) -> dict[str, Any]:
+        completion = await self.engine.generate(ids, ask.params, request_id=ask.rid)
+        return self._answer(call, ask, ids, completion)
+
+    def _answer(self, call: Call, ask: Ask, ids: list[int], completion: Completion) -> dict[str, Any]:
+        text = ""
+        if call.with_text and self.engine.core.tokenizer is not None:
+            text = self.engine.core.tokenizer.decode(completion.output_ids, skip_special_tokens=True)
+        if not ask.rid:
+            self._count += 1
+        return answer(ask.rid or f"clew-{self._count}", len(ids), completion, text=text, logprobs=call.return_logprob,
+                      limit=ask.params.max_new_tokens)
+
+    def _encode(self, text: str | None) -> list[int]:
+        if self.engine.core.tokenizer is None:
+            raise EngineError("text needs a tokenizer, and this server has none. Send input_ids.")
+        return self.engine.core.tokenizer(text)["input_ids"]
+
+    async def _stream(self, call: Call, asks: list[tuple[Ask, list[int]]], receive: Receive, send: Send) -> None:
+        """Server-sent events, each with the whole output so far, as SGLang does."""
+        loop = asyncio.get_running_loop()
+        events: asyncio.Queue[bytes | None] = asyncio.Queue()
+
+        async def one(index: int, ask: Ask, ids: list[int]) -> None:
+            output: list[int] = []
+            logprobs: list[float] = []
+            version = self.engine.core.version
+
+            def put(completion: Completion, ended: bool) -> None:
+                shown = self._answer(call, ask, ids, completion)
+                if not ended:
+                    shown["meta_info"]["finish_reason"] = None
+                if not call.single:
+                    shown["index"] = index
+                events.put_nowait(b"data: " + orjson.dumps(shown) + b"\n\n")
+
+            def on_token(token: int, logprob: float) -> None:
+                output.append(token)
+                logprobs.append(logprob)
+                partial = Completion(output_ids=output[:], logprobs=logprobs[:], versions=[version] * len(output),
+                                     finish_reason="length")
+                loop.call_soon_threadsafe(put, partial, False)
+
+            put(await self.engine.generate(ids, ask.params, request_id=ask.rid, on_token=on_token), True)
+
+        for _, ids in asks:
+            self.engine.core.check(ids, asks[0][0].params)  # refusals come before the first event
+        await send({"type": "http.response.start", "status": 200,
+                    "headers": [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]})
+        work = asyncio.gather(*(one(index, ask, ids) for index, (ask, ids) in enumerate(asks)))
+        work.add_done_callback(lambda _: events.put_nowait(None))
+        gone = asyncio.ensure_future(_disconnected(receive, work))
+        try:
+            while (event := await events.get()) is not None:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+            if not work.cancelled() and (error := work.exception()):
+                message = orjson.dumps({"error": {"message": str(error)}})
+                await send({"type": "http.response.body", "body": b"data: " + message + b"\n\n", "more_body": True})
+            await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+        finally:
+            gone.cancel()
+            work.cancel()
+
+
+async def _body(receive: Receive) -> bytes:
+    message = await receive()
+    body = message.get("body", b"")
+    while message.get("more_body"):
+        message = await receive()
+        body += message.get("body", b"")
+    return body
+
+
+async def _disconnected(receive: Receive, work: asyncio.Future[Any]) -> None:
+    """Cancel `work` when the client goes away."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    work.cancel()
+
+
+async def _respond(send: Send, status: int, content: Any) -> None:
+    body = orjson.dumps(content)
+    await send({"type": "http.response.start", "status": status,
+                "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _json(content: Any, status: int = 200) -> Response:
+    return Response(orjson.dumps(content), status, media_type="application/json")
+
+
+def _admin(application: Application) -> FastAPI:
+    """Everything but `/generate`."""
+    app = FastAPI(title="clew serve", docs_url=None, redoc_url=None, openapi_url=None)
+    engine = application.engine
+
+    @app.exception_handler(EngineError)
+    async def refused(request: Request, error: Exception) -> Response:
+        unreachable = isinstance(error, EngineUnreachable)
+        return _json({"error": {"message": error.reason if unreachable else str(error)}}, 503 if unreachable else 400)
+
+    async def read(request: Request) -> dict[str, Any]:
+        body = await request.body()
+        try:
+            content = orjson.loads(body) if body else {}
+        except orjson.JSONDecodeError as error:
+            raise EngineError(f"the body is not JSON: {error}") from None
+        if not isinstance(content, dict):
+            raise EngineError(f"the body is {type(content).__name__}, expected a JSON object.")
+        return content
+
+    @app.get("/health")
+    async def health() -> Response:
+        if application.ready and not engine.core.broken:
+            return Response(status_code=200)
+        return Response(engine.core.broken or "starting", 503)
+
+    @app.get("/get_model_info")
+    async def get_model_info() -> Response:
+        if not application.ready:
+            raise EngineUnreachable("here", "starting: the weights are being loaded")
+        return _json({
+            "model_path": application.model_path,
+            "tokenizer_path": application.model_path,
+            "is_generation": True,
+            "weight_version": str(await engine.version()),
+            "max_context_length": engine.core.context,
+            "running": engine.core.running(),
+            "waiting": len(engine.core.waiting),
+            "paused": engine.paused,
+        })
+
+    @app.post("/pause_generation")
+    async def pause_generation(request: Request) -> Response:
+        body = await read(request)
+        if body.get("mode", "abort") != "abort":
+            raise EngineError(f"pause mode {body['mode']!r}: this server knows only \"abort\".")
+        lease = body.get("lease_s", PAUSE_LEASE_S)
+        if not isinstance(lease, int | float) or not 0 < lease <= 86400:
+            raise EngineError(f"lease_s is {lease!r}, expected seconds, above 0 and at most 86400.")
+        await engine.pause(lease)
+        return _json({"message": f"Generation paused; it resumes by itself after {lease:g} s.", "status": "ok"})
+
+    @app.post("/continue_generation")
+    async def continue_generation(request: Request) -> Response:
+        await engine.resume()
+        return _json({"message": "Generation continued.", "status": "ok"})
+
+    @app.post("/abort_request")
+    async def abort_request(request: Request) -> Response:
+        body = await read(request)
+        if not body.get("abort_all") and not body.get("rid"):
+            raise EngineError("expected rid, or abort_all: true.")
+        await engine.abort(None if body.get("abort_all") else str(body["rid"]))
+        return Response(status_code=200)
+
+    @app.post("/update_weights_from_disk")
+    async def update_weights_from_disk(request: Request) -> Response:
+        body = await read(request)
+        clew = body.get("clew") or {}
+        if not isinstance(body.get("model_path"), str):
+            raise EngineError("expected model_path, a folder with *.safetensors that this server can read.")
+        version = body.get("weight_version")
+        if version is not None and not str(version).isdigit():
+            raise EngineError(f"weight_version is {version!r}, expected a whole number of steps.")
+        ref = WeightRef(
+            version=engine.core.version + 1 if version is None else int(version),
+            path=body["model_path"], digest=str(clew.get("digest", "")),
+            probe_ids=list(clew.get("probe_ids", [])), probe_logprob=float(clew.get("probe_logprob", 0.0)),
+        )
+        try:
+            await engine.load_weights(ref)
+        except EngineError as error:
+            return _json({"success": False, "message": str(error), "num_paused_requests": 0}, 400)
+        return _json({"success": True, "message": f"version {ref.version} is loaded", "num_paused_requests": 0})
+
+    @app.api_route("/flush_cache", methods=["GET", "POST"])
+    async def flush_cache() -> Response:
+        """Equal prompts share a prefill only while they run, so nothing is kept that could be flushed."""
+        return Response("Cache flushed.\n")
+
+    return app
+
+
+async def cancel_quietly(task: asyncio.Task[Any]) -> None:
+    """Cancel a task and wait until it has ended."""
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task

@@ -1,0 +1,147 @@
+"""`protocol.Engine` over HTTP: for `clew serve`, and for SGLang, whose native shapes they share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import aiohttp
+import orjson
+
+from clew.errors import EngineError
+from clew.inference.protocol import Completion, EngineUnreachable, FinishReason, SamplingParams
+from clew.record.weights import WeightRef
+from clew.waits import waiting
+
+
+class HTTPEngine:
+    """One server. Use it from one event loop, and `close` it."""
+
+    def __init__(self, address: str) -> None:
+        """address: host:port."""
+        self.address = address
+        self._url = f"http://{address}"
+        self._session: aiohttp.ClientSession | None = None
+
+    async def generate(self, input_ids: list[int], params: SamplingParams, *, request_id: str = "") -> Completion:
+        """See the protocol. Raises EngineUnreachable when the server is away or not ready."""
+        body: dict[str, Any] = {
+            "input_ids": input_ids,
+            "sampling_params": sampling_fields(params),
+            "return_logprob": True,
+            "clew": {"continues": params.continues, "exact_stop": True, "text": False},
+        }
+        if request_id:
+            body["rid"] = request_id
+        return completion_of(await self._post("/generate", body))
+
+    async def load_weights(self, ref: WeightRef) -> None:
+        """See the protocol."""
+        with waiting(f"weights of version {ref.version} on {self.address}", unblocks="the inference server"):
+            loaded = await self._post("/update_weights_from_disk", {
+                "model_path": ref.path,
+                "weight_version": str(ref.version),
+                "clew": {"digest": ref.digest, "probe_ids": ref.probe_ids, "probe_logprob": ref.probe_logprob},
+            })
+        if not loaded.get("success"):
+            raise EngineError(f"inference server {self.address} did not load version {ref.version}: "
+                              f"{loaded.get('message')}")
+
+    async def abort(self, request_id: str | None = None) -> None:
+        """See the protocol."""
+        await self._post("/abort_request", {"abort_all": True} if request_id is None else {"rid": request_id})
+
+    async def version(self) -> int:
+        """See the protocol; 0 for a server that was never given weights."""
+        version = str((await self._request("GET", "/get_model_info", None)).get("weight_version"))
+        return int(version) if version.isdigit() else 0
+
+    async def pause(self, lease_s: float = 60.0) -> None:
+        """Abort what is in flight and start nothing, for at most lease_s seconds."""
+        await self._post("/pause_generation", {"mode": "abort", "lease_s": lease_s})
+
+    async def resume(self) -> None:
+        """End a pause."""
+        await self._post("/continue_generation", {})
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def _post(self, path: str, body: dict[str, Any]) -> Any:
+        return await self._request("POST", path, orjson.dumps(body))
+
+    async def _request(self, method: str, path: str, body: bytes | None) -> Any:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=600),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
+                headers={"Content-Type": "application/json"},
+            )
+        try:
+            async with self._session.request(method, self._url + path, data=body) as response:
+                content = await response.read()
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
+            raise EngineUnreachable(self.address, str(error) or type(error).__name__) from error
+        if response.status == 503:
+            raise EngineUnreachable(self.address, _message(content))
+        if response.status != 200:
+            raise EngineError(f"inference server {self.address} refused {path} ({response.status}): "
+                              f"{_message(content)}")
+        return orjson.loads(content) if content[:1] in (b"{", b"[") else {}
+
+
+def sampling_fields(params: SamplingParams) -> dict[str, Any]:
+    """SGLang's sampling_params."""
+    fields: dict[str, Any] = {
+        "max_new_tokens": params.max_new_tokens,
+        "min_new_tokens": params.min_new_tokens,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k or -1,
+        "min_p": params.min_p,
+        "sampling_seed": params.seed,
+    }
+    if params.stop:
+        fields["stop"] = list(params.stop)
+    if params.stop_token_ids is not None:
+        fields["stop_token_ids"] = list(params.stop_token_ids)
+        if not params.stop_token_ids:
+            fields["ignore_eos"] = True
+    return fields
+
+
+def completion_of(answer: dict[str, Any]) -> Completion:
+    """A response of `/generate`. Raises EngineError when it lacks logprobs."""
+    meta = answer["meta_info"]
+    if "output_token_logprobs" not in meta:
+        raise EngineError("the inference server returned no logprobs, so its tokens cannot be trained on.")
+    pairs = meta["output_token_logprobs"]
+    versions: list[int] = []
+    spans = meta.get("weight_versions") or [{"version": meta.get("weight_version"), "start": 0, "end": len(pairs)}]
+    for span in spans:
+        version = str(span["version"])
+        versions += [int(version) if version.isdigit() else 0] * (span["end"] - span["start"])
+    reason: FinishReason = meta["finish_reason"]["type"]
+    return Completion(
+        output_ids=[pair[1] for pair in pairs],
+        logprobs=[pair[0] for pair in pairs],
+        versions=versions,
+        finish_reason=reason,
+        matched=meta["finish_reason"].get("matched"),
+    )
+
+
+def _message(content: bytes) -> str:
+    """The server's own words."""
+    try:
+        parsed = orjson.loads(content)
+    except orjson.JSONDecodeError:
+        return content.decode(errors="replace")[:500]
+    if isinstance(parsed, dict):
+        error = parsed.get("error")
+        if isinstance(error, dict) and "message" in error:
+            return str(error["message"])
+        return str(parsed.get("message", parsed))[:500]
+    return str(parsed)[:500]

@@ -1,0 +1,217 @@
+"""The asynchronous face of an engine in this process: `protocol.Engine` over `clew.inference.core.Core`.
+
+Two drivers, one class. Inline, a task of the running loop steps the engine on the loop's own thread, between everything
+else that the loop does: deterministic, and a breakpoint stops all of it. In a thread, the loop stays free to talk to
+clients while the engine computes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from clew.errors import EngineError
+from clew.inference.core import Core, Finished, Request
+from clew.inference.protocol import Completion, EngineUnreachable, SamplingParams
+from clew.record.weights import WeightRef
+from clew.waits import waiting
+
+
+class LocalEngine:
+    """Use it from one event loop. `close` ends the thread, if there is one."""
+
+    def __init__(self, core: Core, *, threaded: bool = False) -> None:
+        self.core = core
+        self.threaded = threaded
+        self._futures: dict[Request, asyncio.Future[Completion]] = {}
+        self._unnamed = 0
+        self._lease: asyncio.TimerHandle | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._calls: deque[Callable[[], None]] = deque()
+        self._wake = threading.Event()
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+    # protocol.Engine -------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        input_ids: list[int],
+        params: SamplingParams,
+        *,
+        request_id: str = "",
+        on_token: Callable[[int, float], None] | None = None,
+    ) -> Completion:
+        """See the protocol. on_token: called with each token and logprob (on the engine's thread)."""
+        if self.core.broken:
+            raise EngineUnreachable("in this process", self.core.broken)
+        if not request_id:
+            self._unnamed += 1
+            request_id = f"r{self._unnamed}"
+        request = Request(id=request_id, input_ids=input_ids, params=params, on_token=on_token)
+        self.core.check(input_ids, params)  # on this thread: a refusal is raised at once
+        future = asyncio.get_running_loop().create_future()
+        self._futures[request] = future
+        self._run(lambda: self._submit(request))
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._run(lambda: self._deliver(self.core.abort(request)))
+            raise
+        finally:
+            del self._futures[request]
+
+    async def load_weights(self, ref: WeightRef) -> None:
+        """See the protocol."""
+
+        def load() -> None:
+            self._deliver(self.core.abort())
+            self.core.load_weights(ref)
+
+        with waiting(f"weights of version {ref.version}", unblocks="the inference engine"):
+            await self._call(load)
+        self._resume()
+
+    async def abort(self, request_id: str | None = None) -> None:
+        """See the protocol."""
+        await self._call(lambda: self._deliver(self.core.abort(request_id)))
+
+    async def version(self) -> int:
+        """See the protocol."""
+        if self.core.broken:
+            raise EngineUnreachable("in this process", self.core.broken)
+        return self.core.version
+
+    # Pause -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def paused(self) -> bool:
+        """Requests wait until `resume`, a load, or the end of the lease."""
+        return self._lease is not None
+
+    async def pause(self, lease_s: float) -> None:
+        """Abort what is in flight, and start nothing for lease_s seconds, or until `resume` or a load."""
+        self._resume()
+        self._lease = asyncio.get_running_loop().call_later(lease_s, self._resume)
+        await self.abort()
+
+    async def resume(self) -> None:
+        """End a pause."""
+        self._resume()
+
+    def _resume(self) -> None:
+        if self._lease is not None:
+            self._lease.cancel()
+            self._lease = None
+        self._run(lambda: None)
+
+    # Drivers ---------------------------------------------------------------------------------------------------------
+
+    def _run(self, call: Callable[[], None]) -> None:
+        """Have `call` run between two steps, and see that the engine is driven."""
+        if not self.threaded:
+            call()
+            if self.core.has_work and (self._task is None or self._task.done()):
+                self._task = asyncio.get_running_loop().create_task(self._drive())
+            return
+        if self._thread is None:
+            self._loop = asyncio.get_running_loop()
+            self._thread = threading.Thread(target=self._drive_thread, name="engine", daemon=True)
+            self._thread.start()
+        self._calls.append(call)
+        self._wake.set()
+
+    async def _call(self, call: Callable[[], None]) -> None:
+        """Run `call` between two steps and wait for it; raises what it raises."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+
+        def run() -> None:
+            try:
+                call()
+            except EngineError as error:
+                self._tell(_settle, done, None, error)
+            else:
+                self._tell(_settle, done, None, None)
+
+        self._run(run)
+        await done
+
+    def _submit(self, request: Request) -> None:
+        try:
+            self.core.submit(request)
+        except EngineError as error:
+            self._tell(self._refuse, request, error)
+
+    def _refuse(self, request: Request, error: EngineError) -> None:
+        if request in self._futures:
+            _settle(self._futures[request], None, error)
+
+    async def _drive(self) -> None:
+        while self.core.has_work and not self.paused:
+            self._step()
+            await asyncio.sleep(0)
+
+    def _drive_thread(self) -> None:
+        while not self._closing:
+            self._wake.clear()
+            while self._calls:
+                self._calls.popleft()()
+            if self.core.has_work and not self.paused:
+                self._step()
+            else:
+                self._wake.wait()
+
+    def _step(self) -> None:
+        try:
+            finished = self.core.step()
+        except RuntimeError as error:  # torch's errors: out of memory, a failed kernel
+            self.core.broken = f"a step failed with {type(error).__name__}: {error}"
+            self.core.abort()
+            self._tell(self._fail_all, EngineError(f"the inference engine stopped: {self.core.broken}"))
+        else:
+            self._deliver(finished)
+
+    def _fail_all(self, error: EngineError) -> None:
+        for future in self._futures.values():
+            _settle(future, None, error)
+
+    def _deliver(self, finished: list[Finished]) -> None:
+        if finished:
+            self._tell(self._settle_all, finished)
+
+    def _settle_all(self, finished: list[Finished]) -> None:
+        for request, completion in finished:
+            future = self._futures.get(request)
+            if future is not None:
+                _settle(future, completion, None)
+
+    def _tell(self, call: Callable[..., None], *arguments: Any) -> None:
+        """Run `call` on the loop's thread."""
+        if self.threaded:
+            assert self._loop is not None
+            self._loop.call_soon_threadsafe(call, *arguments)
+        else:
+            call(*arguments)
+
+    async def close(self) -> None:
+        """Abort everything and stop."""
+        await self.abort()
+        self._resume()
+        self._closing = True
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join()
+
+
+def _settle(future: asyncio.Future[Any], result: Any, error: EngineError | None) -> None:
+    if future.done():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(result)

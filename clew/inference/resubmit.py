@@ -1,0 +1,70 @@
+"""Completing a request although weights are loaded meanwhile, and although the server dies meanwhile. Imports no torch.
+
+A token's random number depends on its position and the seed alone, so what comes out with aborts is what would have
+come out without, but for the weights that made each token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from clew.inference.protocol import Completion, Engine, EngineUnreachable, SamplingParams
+from clew.waits import waiting
+
+RETRY_S = 0.25
+"""Between two looks for a server that is away; doubled up to 2 s."""
+
+
+async def generate_through_aborts(
+    engine: Engine, input_ids: list[int], params: SamplingParams, *, request_id: str = ""
+) -> Completion:
+    """`engine.generate`, resubmitted with the tokens so far after each abort, until it ends by itself.
+
+    Waits, by name, for a server that is away or not ready. Raises EngineError when the request itself is refused.
+    """
+    output_ids: list[int] = []
+    logprobs: list[float] = []
+    versions: list[int] = []
+    while True:
+        done = len(output_ids)
+        rest = replace(
+            params,
+            max_new_tokens=params.max_new_tokens - done,
+            min_new_tokens=max(0, params.min_new_tokens - done),
+            continues=params.continues + done,
+        )
+        part = await _generate_when_reachable(engine, input_ids + output_ids, rest, request_id)
+        output_ids += part.output_ids
+        logprobs += part.logprobs
+        versions += part.versions
+        if part.finish_reason != "abort" or len(output_ids) >= params.max_new_tokens:
+            reason = "length" if part.finish_reason == "abort" else part.finish_reason
+            return Completion(output_ids=output_ids, logprobs=logprobs, versions=versions, finish_reason=reason,
+                              matched=part.matched)
+        if not part.output_ids:
+            await asyncio.sleep(0.02)  # the engine is about to load: not a wait of its own, but no spinning either
+
+
+async def _generate_when_reachable(
+    engine: Engine, input_ids: list[int], params: SamplingParams, request_id: str
+) -> Completion:
+    while True:
+        try:
+            with waiting(f"completion {request_id}".strip(), unblocks="the inference engine"):
+                return await engine.generate(input_ids, params, request_id=request_id)
+        except EngineUnreachable as error:
+            await _until_reachable(engine, error)
+
+
+async def _until_reachable(engine: Engine, error: EngineUnreachable) -> None:
+    delay, reason = RETRY_S, error.reason
+    with waiting(f"inference server {error.address}", unblocks="clew serve", numbers=lambda: reason):
+        while True:
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, 2.0)
+            try:
+                await engine.version()
+                return
+            except EngineUnreachable as again:
+                reason = again.reason

@@ -1,0 +1,158 @@
+"""`clew serve`: the embedded engine behind HTTP, registered in the run directory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import signal
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+
+import torch
+import uvicorn
+import uvloop
+
+from clew.config import Config
+from clew.errors import EngineError
+from clew.inference.app import Application
+from clew.inference.embedded import build_engine
+from clew.inference.local import LocalEngine
+from clew.models import load_model, load_tokenizer, pick_device
+from clew.record.run import RunDirectory, Server
+from clew.waits import Reporter
+
+NAME = "serve"
+"""Of the process, in status/ and servers.json."""
+
+ADDRESS_VARIABLE = "CLEW_LLM_SERVER_ADDRS"
+
+
+def serve(config: Config) -> None:
+    """Serve until SIGTERM or SIGINT. Raises EngineError when the port is taken, ModelError, RecordError."""
+    run = RunDirectory(config.run_path)
+    with run.hold("server"), _bind(config.inference.listen) as listener, Reporter(run.status, NAME) as reporter:
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(_serve(config, run, listener, reporter))
+        finally:
+            run.remove_server(NAME)
+
+
+async def _serve(config: Config, run: RunDirectory, listener: socket.socket, reporter: Reporter) -> None:
+    host, port = listener.getsockname()[:2]
+    address = f"{socket.gethostname() if host == '0.0.0.0' else host}:{port}"
+
+    def register(ready: bool) -> None:
+        run.register_server(Server(name=NAME, address=address, pid=os.getpid(), ready=ready))
+
+    reporter.set(doing=f"loading {config.model.path}", address=address)
+    register(ready=False)
+    engine = _load(config)
+    await _load_newest(engine, run, reporter)
+    application = Application(engine, config.model.path)
+
+    async def listening() -> None:
+        register(ready=True)
+        # A trainer that passed over this server while it was not ready had announced its weights before it looked.
+        await _load_newest(engine, run, reporter)
+        application.ready = True
+        reporter.set(doing="serving", version=engine.core.version)
+        reporter.write()
+        print(f"LLM inference server launched at: {ADDRESS_VARIABLE}={address}", flush=True)
+
+    settings = uvicorn.Config(application, loop="none", http="httptools", lifespan="off", log_level="warning",
+                              access_log=False, timeout_graceful_shutdown=1, timeout_keep_alive=3600)
+    server = _Server(settings, listening)
+    loop = asyncio.get_running_loop()
+    beside = [loop.create_task(_end_on_signal(server, engine)), loop.create_task(_describe(engine, reporter))]
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        for task in beside:
+            task.cancel()
+        await engine.close()
+
+
+async def _load_newest(engine: LocalEngine, run: RunDirectory, reporter: Reporter) -> None:
+    """Load what the run announces, until that is what is loaded."""
+    while (newest := run.newest_weights()) is not None and newest.version != engine.core.version:
+        reporter.set(doing=f"loading version {newest.version}")
+        try:
+            await engine.load_weights(newest)
+        except EngineError:
+            if run.newest_weights() == newest:  # otherwise it has been replaced, and removed, meanwhile
+                raise
+
+
+def _load(config: Config) -> LocalEngine:
+    if config.launch.threads:
+        torch.set_num_threads(config.launch.threads)
+    device = pick_device(config.model.device)
+    tokenizer = load_tokenizer(config.model.path)
+    model = load_model(config.model.path, config.model.dtype, device)
+    core = build_engine(model, tokenizer, max_running=config.inference.max_running,
+                        cache_gib=config.inference.cache_gib)
+    return LocalEngine(core, threaded=device.type == "cuda")
+
+
+class _Server(uvicorn.Server):
+    """Calls back when it listens. Signals end it in `_end_on_signal`: uvicorn's own handler would raise them again,
+    past all clean-up."""
+
+    def __init__(self, settings: uvicorn.Config, listening: Callable[[], Awaitable[None]]) -> None:
+        super().__init__(settings)
+        self._listening = listening
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        await self._listening()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _end_on_signal(server: uvicorn.Server, engine: LocalEngine) -> None:
+    """Give everybody their tokens so far, then end."""
+    loop, asked = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, asked.set)
+    await asked.wait()
+    server.should_exit = True
+    await engine.abort()
+
+
+async def _describe(engine: LocalEngine, reporter: Reporter) -> None:
+    """Keep status/serve.json's facts fresh."""
+    before = engine.core.generated_tokens
+    while True:
+        await asyncio.sleep(1.0)
+        core = engine.core
+        doing = f"serves nothing: {core.broken}" if core.broken else "paused" if engine.paused else "serving"
+        reporter.set(doing=doing, version=core.version, running=core.running(), queued=len(core.waiting),
+                     tokens_per_s=core.generated_tokens - before)
+        before = core.generated_tokens
+
+
+def _bind(listen: str) -> socket.socket:
+    """A socket that is bound but does not listen: clients are refused, and told so, until the engine is ready."""
+    host, _, port = listen.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise EngineError(f"inference.listen is {listen!r}, expected host:port, for example 127.0.0.1:20082.")
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    try:
+        listener.bind((host, int(port)))
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise EngineError(f"cannot listen on {host}:{port}: the port is in use. End the other process, choose "
+                              f"another port with inference.listen={host}:PORT, or let it be chosen with "
+                              f"inference.listen={host}:0.") from None
+        raise EngineError(f"cannot listen on {host}:{port}: {error.strerror}. inference.listen takes an address of "
+                          f"this machine.") from None
+    return listener
+

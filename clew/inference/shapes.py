@@ -1,0 +1,170 @@
+"""SGLang's native HTTP shapes: what a client may ask of `/generate`, and what it gets back.
+
+What Clew adds travels in one field, `clew`, which SGLang ignores: ``continues`` (see SamplingParams), ``exact_stop``
+(stop_token_ids replace the model's end tokens instead of adding to them) and ``text: false`` (leave out the text).
+"""
+
+from __future__ import annotations
+
+import difflib
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+from clew.errors import EngineError
+from clew.inference.protocol import Completion, SamplingParams
+
+SAMPLING_FIELDS = (
+    "max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids",
+    "sampling_seed", "n", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim",
+)
+"""Fields of sampling_params. The last three are accepted, and change nothing: the text is for people."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """One sequence that a `/generate` call asks for."""
+
+    input_ids: list[int] | None
+    text: str | None
+    params: SamplingParams
+    rid: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """A `/generate` call."""
+
+    asks: list[Ask]
+    single: bool
+    """The answer is one object instead of a list."""
+    stream: bool
+    return_logprob: bool
+    with_text: bool
+
+
+def parse_call(body: Any, default_stop_ids: tuple[int, ...]) -> Call:
+    """Raises EngineError with what is wrong and what was expected."""
+    if not isinstance(body, dict):
+        raise EngineError(f"the body is {type(body).__name__}, expected a JSON object with input_ids or text.")
+    clew = body.get("clew") or {}
+    prompts, texts, batch = _prompts(body)
+    count = len(prompts if prompts is not None else texts or [])
+    sampling = body.get("sampling_params")
+    each = sampling if isinstance(sampling, list) else [sampling or {}] * count
+    if len(each) != count:
+        raise EngineError(f"sampling_params is a list of {len(each)}, and there are {count} prompts.")
+    rids = body.get("rid")
+    rids = rids if isinstance(rids, list) else [rids or ""] * count if count == 1 else [""] * count
+    asks: list[Ask] = []
+    several = False
+    for index in range(count):
+        params, copies = _params(each[index], clew, default_stop_ids)
+        several |= copies > 1
+        for copy in range(copies):
+            asks.append(Ask(
+                input_ids=None if prompts is None else prompts[index],
+                text=None if texts is None else texts[index],
+                params=params if copies == 1 else _with_seed(params, params.seed + copy),
+                rid=str(rids[index] or ""),
+            ))
+    return Call(asks=asks, single=not batch and not several, stream=bool(body.get("stream")),
+                return_logprob=bool(body.get("return_logprob")), with_text=clew.get("text", True))
+
+
+def _prompts(body: dict[str, Any]) -> tuple[list[list[int]] | None, list[str] | None, bool]:
+    ids: Any = body.get("input_ids")
+    text: Any = body.get("text")
+    if (ids is None) == (text is None):
+        raise EngineError("expected either input_ids (a list of token ids, or a list of such lists) or text.")
+    if text is not None:
+        batch = isinstance(text, list)
+        texts = text if batch else [text]
+        if not all(isinstance(one, str) for one in texts):
+            raise EngineError("text: expected a string or a list of strings.")
+        return None, texts, batch
+    batch = isinstance(ids, list) and bool(ids) and isinstance(ids[0], list)
+    prompts = ids if batch else [ids]
+    for prompt in prompts:
+        if not isinstance(prompt, list) or not set(map(type, prompt)) <= {int}:
+            raise EngineError("input_ids: expected a list of integers, or a list of such lists.")
+    return prompts, None, batch
+
+
+def _params(given: Any, clew: dict[str, Any], default_stop_ids: tuple[int, ...]) -> tuple[SamplingParams, int]:
+    if not isinstance(given, dict):
+        raise EngineError(f"sampling_params is {type(given).__name__}, expected an object.")
+    for name in given:
+        if name not in SAMPLING_FIELDS:
+            near = difflib.get_close_matches(name, SAMPLING_FIELDS, 1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise EngineError(f"sampling_params has no field {name!r}.{hint} Known: {', '.join(SAMPLING_FIELDS[:11])}.")
+    stop = given.get("stop") or ()
+    extra = given.get("stop_token_ids")
+    if clew.get("exact_stop"):
+        stop_ids = None if extra is None else tuple(extra)
+    elif given.get("ignore_eos"):
+        stop_ids = tuple(extra or ())
+    else:
+        stop_ids = None if not extra else tuple(sorted({*default_stop_ids, *extra}))
+    seed = given.get("sampling_seed")
+    try:
+        params = SamplingParams(
+            max_new_tokens=int(given.get("max_new_tokens") or 128),
+            min_new_tokens=int(given.get("min_new_tokens") or 0),
+            temperature=float(given.get("temperature", 1.0)),
+            top_p=float(given.get("top_p", 1.0)),
+            top_k=max(0, int(given.get("top_k", -1))),
+            min_p=float(given.get("min_p", 0.0)),
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            stop_token_ids=stop_ids,
+            seed=random.getrandbits(63) if seed is None else int(seed),
+            continues=int(clew.get("continues", 0)),
+        )
+        return params, int(given.get("n") or 1)
+    except (TypeError, ValueError) as error:
+        raise EngineError(f"sampling_params: {error}.") from None
+
+
+def _with_seed(params: SamplingParams, seed: int) -> SamplingParams:
+    return replace(params, seed=seed)
+
+
+def answer(rid: str, prompt_tokens: int, completion: Completion, *, text: str, logprobs: bool, limit: int
+           ) -> dict[str, Any]:
+    """One sequence's part of the response. limit: its max_new_tokens."""
+    reason: dict[str, Any] = {"type": completion.finish_reason}
+    if completion.finish_reason == "stop":
+        reason["matched"] = completion.matched
+    elif completion.finish_reason == "length":
+        reason["length"] = limit
+    else:
+        reason["message"] = "aborted: submit input_ids plus output_ids again to go on"
+    spans = version_spans(completion.versions)
+    meta: dict[str, Any] = {
+        "id": rid,
+        "finish_reason": reason,
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": len(completion.output_ids),
+        "cached_tokens": 0,
+        "weight_version": spans[-1]["version"] if spans else None,
+        "weight_versions": spans,
+    }
+    if logprobs:
+        meta["output_token_logprobs"] = [
+            (logprob, token, None) for logprob, token in zip(completion.logprobs, completion.output_ids, strict=True)
+        ]
+    return {"text": text, "output_ids": completion.output_ids, "meta_info": meta}
+
+
+def version_spans(versions: list[int]) -> list[dict[str, Any]]:
+    """Runs of equal versions: [{"version": "7", "start": 0, "end": 12}, ...]."""
+    spans: list[dict[str, Any]] = []
+    if versions and versions[0] == versions[-1] and len(set(versions)) == 1:
+        return [{"version": str(versions[0]), "start": 0, "end": len(versions)}]
+    for index, version in enumerate(versions):
+        if spans and spans[-1]["version"] == str(version):
+            spans[-1]["end"] = index + 1
+        else:
+            spans.append({"version": str(version), "start": index, "end": index + 1})
+    return spans

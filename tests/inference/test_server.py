@@ -1,0 +1,276 @@
+"""`clew serve`'s body as a real process on a free port."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import torch
+
+from clew.config import Config
+from clew.errors import EngineError
+from clew.inference.client import HTTPEngine
+from clew.inference.embedded import build_engine
+from clew.inference.local import LocalEngine
+from clew.inference.protocol import Completion, EngineUnreachable, SamplingParams
+from clew.inference.resubmit import generate_through_aborts
+from clew.models import load_model, load_tokenizer
+from clew.record.run import RunDirectory
+from clew.record.weights import WeightRef
+from tests.models import tiny_model, tiny_tokenizer
+
+SERVE = "import sys; from clew.config import load; from clew.inference.server import serve; serve(load(sys.argv[1]))"
+PROMPT = [7, 8, 9]
+
+
+class ServerProcess:
+    """A server in a process of its own."""
+
+    def __init__(self, folder: Path, listen: str = "127.0.0.1:0") -> None:
+        self.config_path = folder / "config.yaml"
+        self.config_path.write_text(json.dumps({
+            "experiment": "test", "root": str(folder / "runs"), "model": {"path": str(folder / "model")},
+            "data": {"path": "none"}, "inference": {"listen": listen, "max_running": 8}, "launch": {"threads": 1},
+        }))
+        self.start()
+
+    def start(self) -> None:
+        """Returns when it has said that it is launched."""
+        self.process = subprocess.Popen([sys.executable, "-c", SERVE, str(self.config_path)], stdout=subprocess.PIPE,
+                                        stderr=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(self.process.communicate()[1])
+        self.line = line.rstrip("\n")
+        self.address = self.line.rpartition("=")[2]
+
+    def end(self, number: int = signal.SIGTERM) -> float:
+        """Seconds that it took to end."""
+        began = time.monotonic()
+        self.process.send_signal(number)
+        self.process.communicate(timeout=20)
+        return time.monotonic() - began
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("server")
+    tiny_tokenizer(folder / "model")
+    tiny_model(folder / "model")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[ServerProcess]:
+    server = ServerProcess(folder)
+    yield server
+    if server.process.poll() is None:
+        server.end()
+
+
+def with_engine(server: ServerProcess, scenario: Any) -> Any:
+    """Run `await scenario(engine)` against the server."""
+
+    async def run() -> Any:
+        engine = HTTPEngine(server.address)
+        try:
+            return await scenario(engine)
+        finally:
+            await engine.close()
+
+    return asyncio.run(run())
+
+
+def post(server: ServerProcess, path: str, body: Any) -> tuple[int, Any]:
+    async def run() -> tuple[int, Any]:
+        data = body if isinstance(body, bytes) else json.dumps(body)
+        async with aiohttp.ClientSession() as session, session.post(f"http://{server.address}{path}", data=data) as got:
+            text = await got.text()
+            return got.status, json.loads(text) if text[:1] in "[{" and text else text
+
+    return asyncio.run(run())
+
+
+def test_says_where_it_listens_and_is_in_the_run_directory(server: ServerProcess, folder: Path) -> None:
+    assert server.line == f"LLM inference server launched at: CLEW_LLM_SERVER_ADDRS={server.address}"
+    run = RunDirectory(folder / "runs" / "test" / "0")
+    [entry] = run.servers()
+    assert (entry.name, entry.address, entry.ready, entry.pid) == ("serve", server.address, True, server.process.pid)
+    assert json.loads((run.status / "serve.json").read_text())["doing"] == "serving"
+
+
+def test_equals_the_engine_in_this_process(server: ServerProcess, folder: Path) -> None:
+    params = [SamplingParams(max_new_tokens=20, seed=seed, stop=("3",) if seed % 2 else ()) for seed in range(12)]
+    path = str(folder / "model")
+    core = build_engine(load_model(path, "float32", torch.device("cpu")), load_tokenizer(path))
+
+    async def all_of(engine: Any) -> list[Completion]:
+        return await asyncio.gather(*(engine.generate(PROMPT, one, request_id=f"q{one.seed}") for one in params))
+
+    here = asyncio.run(all_of(LocalEngine(core)))
+    there = with_engine(server, all_of)
+    for one, other in zip(here, there, strict=True):
+        assert one.output_ids == other.output_ids
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+        assert (one.finish_reason, one.matched) == (other.finish_reason, other.matched)
+
+
+def test_speaks_sglangs_shapes(server: ServerProcess) -> None:
+    sampling = {"max_new_tokens": 5, "ignore_eos": True, "sampling_seed": 3, "temperature": 1, "top_k": -1}
+    status, one = post(server, "/generate", {"text": "1+2=", "sampling_params": sampling, "return_logprob": True,
+                                             "rid": "mine"})
+    assert status == 200 and len(one["text"]) > 0 and len(one["output_ids"]) == 5
+    meta = one["meta_info"]
+    assert meta["id"] == "mine" and meta["finish_reason"] == {"type": "length", "length": 5}
+    assert (meta["prompt_tokens"], meta["completion_tokens"]) == (4, 5)
+    assert [entry[1] for entry in meta["output_token_logprobs"]] == one["output_ids"]
+    assert meta["weight_versions"] == [{"version": meta["weight_version"], "start": 0, "end": 5}]
+    body = {"input_ids": [PROMPT, [9, 9]], "sampling_params": [sampling, sampling]}
+    status, several = post(server, "/generate", body)
+    assert status == 200 and len(several) == 2 and "output_token_logprobs" not in several[0]["meta_info"]
+    status, copies = post(server, "/generate", {"input_ids": PROMPT, "sampling_params": {**sampling, "n": 3}})
+    assert status == 200 and len({tuple(copy["output_ids"]) for copy in copies}) > 1
+
+
+def test_streams(server: ServerProcess) -> None:
+    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 6, "ignore_eos": True}, "stream": True}
+    status, text = post(server, "/generate", body)
+    events = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert status == 200 and events[-1] == "[DONE]"
+    parts = [json.loads(event) for event in events[:-1]]
+    assert [len(part["output_ids"]) for part in parts[:-1]] == [1, 2, 3, 4, 5, 6]
+    assert parts[0]["meta_info"]["finish_reason"] is None
+    assert parts[-1]["meta_info"]["finish_reason"]["type"] == "length"
+
+
+@pytest.mark.parametrize(("path", "body", "words"), [
+    ("/generate", b"{not json", "not JSON"),
+    ("/generate", [], "expected a JSON object"),
+    ("/generate", {}, "input_ids"),
+    ("/generate", {"input_ids": []}, "empty"),
+    ("/generate", {"input_ids": [7] * 256}, "context"),
+    ("/generate", {"input_ids": [5000]}, "5000"),
+    ("/generate", {"input_ids": PROMPT, "sampling_params": {"temprature": 1}}, "Did you mean temperature"),
+    ("/generate", {"input_ids": PROMPT, "sampling_params": {"top_p": 0}}, "top_p"),
+    ("/generate", {"input_ids": PROMPT, "stream": True, "sampling_params": {"top_p": 0}}, "top_p"),
+    ("/pause_generation", {"mode": "retract"}, "abort"),
+    ("/abort_request", {}, "rid"),
+    ("/update_weights_from_disk", {"model_path": "/nowhere"}, "/nowhere"),
+    ("/update_weights_from_disk", b"[", "not JSON"),
+])
+def test_refuses_with_words(server: ServerProcess, path: str, body: Any, words: str) -> None:
+    status, answer = post(server, path, body)
+    assert status == 400 and words in json.dumps(answer)
+    if "nowhere" in words:
+        assert post(server, "/generate", {"input_ids": PROMPT})[0] == 503  # serves nothing until a load succeeds
+
+
+def test_loads_weights_while_requests_go_on(server: ServerProcess, folder: Path) -> None:
+    tiny_model(folder / "next", seed=1)
+    ref = WeightRef(version=5, path=str(folder / "next"), digest="")
+
+    async def scenario(engine: HTTPEngine) -> Completion:
+        await engine.load_weights(WeightRef(version=4, path=str(folder / "model"), digest=""))
+        params = SamplingParams(max_new_tokens=240, stop_token_ids=(), seed=1)
+        request = asyncio.ensure_future(generate_through_aborts(engine, PROMPT, params, request_id="long"))
+        while not await running(server):
+            pass
+        await asyncio.sleep(0.02)
+        await engine.load_weights(ref)
+        assert await engine.version() == 5
+        return await request
+
+    async def running(server: ServerProcess) -> int:
+        async with aiohttp.ClientSession() as session, session.get(f"http://{server.address}/get_model_info") as got:
+            return (await got.json())["running"]
+
+    completion = with_engine(server, scenario)
+    assert len(completion.output_ids) == 240
+    assert completion.versions == sorted(completion.versions) and set(completion.versions) <= {4, 5}
+    with_engine(server, lambda engine: engine.load_weights(
+        WeightRef(version=0, path=str(folder / "model"), digest="")))
+
+
+def test_a_pause_is_a_lease(server: ServerProcess) -> None:
+    async def scenario(engine: HTTPEngine) -> float:
+        await engine.pause(lease_s=0.5)
+        began = time.monotonic()
+        await engine.generate(PROMPT, SamplingParams(max_new_tokens=3))
+        return time.monotonic() - began
+
+    assert 0.3 < with_engine(server, scenario) < 5
+
+
+def test_a_client_that_leaves_aborts_its_request(server: ServerProcess) -> None:
+    async def scenario(engine: HTTPEngine) -> None:
+        params = SamplingParams(max_new_tokens=250, stop_token_ids=())
+        requests = [asyncio.ensure_future(engine.generate(PROMPT, params)) for _ in range(20)]
+        await asyncio.sleep(0.05)
+        for request in requests:
+            request.cancel()
+        await asyncio.gather(*requests, return_exceptions=True)
+        began = time.monotonic()
+        await engine.generate(PROMPT, SamplingParams(max_new_tokens=2))
+        assert time.monotonic() - began < 1
+        info = await engine._request("GET", "/get_model_info", None)
+        assert (info["running"], info["waiting"]) == (0, 0)
+
+    with_engine(server, scenario)
+
+
+def test_port_in_use(server: ServerProcess, folder: Path, tmp_path: Path) -> None:
+    from clew.inference.server import serve
+
+    config = Config.model_validate({
+        "experiment": "other", "root": str(tmp_path), "model": {"path": str(folder / "model")}, "data": {"path": "-"},
+        "inference": {"listen": server.address},
+    })
+    with pytest.raises(EngineError, match=rf"{server.address}: the port is in use.*inference.listen"):
+        serve(config)
+
+
+def test_killed_and_started_again_the_request_goes_on(server: ServerProcess, folder: Path) -> None:
+    params = SamplingParams(max_new_tokens=200, stop_token_ids=(), seed=7)
+    expected = with_engine(server, lambda engine: engine.generate(PROMPT, params))
+
+    async def scenario(engine: HTTPEngine) -> Completion:
+        request = asyncio.ensure_future(generate_through_aborts(engine, PROMPT, params))
+        await asyncio.sleep(0.03)
+        server.end(signal.SIGKILL)
+        with pytest.raises(EngineUnreachable, match=server.address):
+            await engine.version()
+        listen = server.address
+        configuration = json.loads(server.config_path.read_text())
+        configuration["inference"]["listen"] = listen
+        server.config_path.write_text(json.dumps(configuration))
+        await asyncio.to_thread(server.start)
+        assert server.address == listen
+        return await request
+
+    assert with_engine(server, scenario).output_ids == expected.output_ids
+
+
+def test_starts_with_the_newest_weights_and_ends_on_a_signal(server: ServerProcess, folder: Path) -> None:
+    run = RunDirectory(folder / "runs" / "test" / "0")
+    assert server.end(signal.SIGTERM) < 3 and server.process.returncode == 0
+    assert run.servers() == []
+    tiny_model(folder / "newest", seed=2)
+    run.announce_weights(WeightRef(version=9, path=str(folder / "newest"), digest=""))
+    server.start()
+    assert with_engine(server, lambda engine: engine.version()) == 9
+    request = f"urllib.request.Request('http://{server.address}/generate', data=b'{json.dumps({'input_ids': PROMPT})}')"
+    pending = subprocess.Popen([sys.executable, "-c", f"import urllib.request; urllib.request.urlopen({request})"],
+                               stderr=subprocess.DEVNULL)
+    assert server.end(signal.SIGINT) < 3 and server.process.returncode == 0
+    pending.kill()
+    pending.wait()
