@@ -11,7 +11,14 @@ EVERYWHERE = {"clew", "clew.errors", "clew.config", "clew.waits", "clew.processe
 MAY_IMPORT = {
     "record": set(),
     "inference": {"clew.record", "clew.models"},
-    "rollout": {"clew.record", "clew.data", "clew.models", "clew.inference.protocol", "clew.inference.client"},
+    "rollout": {
+        "clew.record",
+        "clew.data",
+        "clew.models",
+        "clew.inference.protocol",
+        "clew.inference.resubmit",
+        "clew.inference.client",
+    },
     "training": {"clew.record", "clew.data", "clew.models"},
     "trainer": {"clew.record", "clew.rollout", "clew.inference", "clew.training", "clew.models", "clew.data"},
     "launch": {"clew.record"},

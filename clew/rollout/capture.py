@@ -59,7 +59,7 @@ class Interaction:
 
     def as_dict(self) -> dict[str, Any]:
         """What the record keeps of it besides the tokens."""
-        sampling = {name: value for name, value in vars(self.params).items() if name != "seed"}
+        sampling = {name: value for name, value in vars(self.params).items() if name not in ("seed", "continues")}
         return {
             "id": self.id,
             "turn": self.index,

@@ -1,0 +1,140 @@
+"""One episode: the workflow is run, and what it did becomes rows of the record, also when it fails."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import time
+import traceback
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from clew.errors import ClewError, ConfigError, EpisodeError
+from clew.record.rows import Sequence
+from clew.rollout.capture import aligned, assemble
+from clew.rollout.rewards import Reward, by_name, checked, total
+from clew.rollout.session import Resources, Session
+
+
+class Workflow(Protocol):
+    """What rollout.workflow names."""
+
+    async def run_episode(self, engine: Session, data: dict[str, Any]) -> Reward:
+        """Work on one row of the data set, with the model behind `engine`."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Episode:
+    """What a finished episode left."""
+
+    id: str
+    sequences: list[Sequence]
+    """At least one; a single one without tokens when the episode failed."""
+
+    @property
+    def error(self) -> str | None:
+        """Why it failed: one line, often with a traceback below it."""
+        return self.sequences[0].error
+
+    @property
+    def reward(self) -> float:
+        return self.sequences[0].reward
+
+    @property
+    def tokens(self) -> int:
+        """Generated tokens."""
+        return sum(int(sequence.loss_mask.sum()) for sequence in self.sequences)
+
+
+async def run_episode(
+    workflow: Workflow,
+    resources: Resources,
+    *,
+    episode_id: str,
+    group_id: str,
+    data: dict[str, Any],
+    admitted_version: int,
+    admitted_at: float,
+    timeout_s: float | None,
+) -> Episode:
+    """Run the workflow on its own copy of `data` and record what it did.
+
+    timeout_s: None has no limit. Whatever the user's code raises is an episode that failed; a ConfigError passes,
+    because no further episode would fare better.
+    """
+    session = Session(resources, episode_id)
+    started_at = time.time()
+    reward: Reward | None = None
+    error = None
+    try:
+        reward = await _reward_of(workflow, session, data, timeout_s)
+    except ConfigError:
+        raise
+    except ClewError as failure:
+        error = f"{type(failure).__name__}: {failure}"
+    except Exception as failure:  # the user's code: the boundary where an episode becomes a record
+        error = f"{type(failure).__name__}: {failure}\n{''.join(traceback.format_exception(failure))}"
+
+    known: dict[str, Any] = {
+        "group_id": group_id,
+        "episode_id": episode_id,
+        "data": data,
+        "admitted_version": admitted_version,
+        "admitted_at": admitted_at,
+        "started_at": started_at,
+        "finished_at": time.time(),
+    }
+    if reward is None:
+        return Episode(id=episode_id, sequences=[_failed(episode_id, error or "", session, known)])
+    sequences = [
+        Sequence(
+            id=f"{episode_id}.s{number}",
+            reward=total(reward),
+            rewards=by_name(reward),
+            finish_reason=interactions[-1].finish_reason,
+            interactions=[interaction.as_dict() for interaction in interactions],
+            **aligned(interactions),
+            **known,
+        )
+        for number, interactions in enumerate(assemble(session.interactions))
+    ]
+    return Episode(id=episode_id, sequences=sequences)
+
+
+async def _reward_of(workflow: Workflow, session: Session, data: dict[str, Any], timeout_s: float | None) -> Reward:
+    name = f"{type(workflow).__module__}.{type(workflow).__qualname__}.run_episode"
+    limit = asyncio.timeout(timeout_s)
+    try:
+        async with limit:
+            returned = await workflow.run_episode(session, copy.deepcopy(data))
+    except TimeoutError:
+        if not limit.expired():
+            raise  # the workflow's own
+        raise EpisodeError(f"{name} was cancelled after {timeout_s:g} s (rollout.episode_timeout_s), having had "
+                           f"{len(session.interactions)} responses of the model.") from None
+    reward = checked(returned, name)
+    if not session.interactions:
+        raise EpisodeError(f"{name} returned {returned!r} without a call of engine.generate, so there is nothing to "
+                           f"train on.")
+    return reward
+
+
+def _failed(episode_id: str, error: str, session: Session, known: dict[str, Any]) -> Sequence:
+    nothing = np.empty(0)
+    return Sequence(
+        id=f"{episode_id}.s0",
+        reward=float("nan"),
+        finish_reason="error",
+        error=error,
+        interactions=[interaction.as_dict() for interaction in session.interactions],
+        input_ids=nothing,
+        loss_mask=nothing,
+        logprobs=nothing,
+        versions=nothing,
+        turn_ids=nothing,
+        temperatures=nothing,
+        **known,
+    )

@@ -1,0 +1,79 @@
+"""Rollout as a process (`clew rollout`), and as a part of the trainer's (launch.mode=inline)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from contextlib import ExitStack
+
+from clew.config import Config
+from clew.data import load_rows
+from clew.inference.protocol import Engine
+from clew.models import load_tokenizer
+from clew.record.run import RunDirectory
+from clew.rollout.runner import RolloutRunner
+from clew.rollout.servers import ServerPool
+from clew.waits import Reporter
+
+END_S = 1.5
+"""Seconds in which the process ends when it is asked to, also when a workflow blocks the event loop."""
+
+
+def rollout(config: Config) -> None:
+    """Make episodes until the last step of the run is committed and published. Raises ClewError when it cannot go on;
+    SIGTERM and SIGINT end it (SystemExit), reward workers included."""
+    run = RunDirectory(config.run_path)
+    with ExitStack() as stack:
+        stack.enter_context(run.hold("rollout"))
+        reporter = stack.enter_context(Reporter(run.status, "rollout"))
+        asyncio.run(_roll_out(config, run, reporter))
+
+
+def inline_runner(config: Config, run: RunDirectory, engine: Engine) -> RolloutRunner:
+    """Rollout in the trainer's process: the trainer calls `advance` while it waits, and `close` at the end."""
+    return _runner(config, run, engine, None)
+
+
+async def _roll_out(config: Config, run: RunDirectory, reporter: Reporter) -> None:
+    asked_to_end = _end_on_signals()
+    reporter.set(doing="loading the data and the tokenizer")
+    pool = ServerPool(run)
+    runner = _runner(config, run, pool, reporter)
+    try:
+        await runner.run()
+    except asyncio.CancelledError:
+        if not asked_to_end:
+            raise
+        raise SystemExit(128 + asked_to_end[0]) from None
+    finally:
+        await runner.close()
+        await pool.close()
+
+
+def _runner(config: Config, run: RunDirectory, engine: Engine, reporter: Reporter | None) -> RolloutRunner:
+    data = config.data
+    rows = load_rows(data.path, split=data.split, limit=data.limit, columns=[data.prompt])
+    eval_rows = load_rows(config.eval.path, columns=[data.prompt]) if config.eval.path is not None else []
+    return RolloutRunner(config, run, engine, load_tokenizer(config.model.path), rows, eval_rows, reporter)
+
+
+def _end_on_signals() -> list[int]:
+    """Cancel the present task on SIGTERM or SIGINT, and note which it was. When the event loop does not get to it, a
+    thread ends the process; its reward workers die with it."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    received: list[int] = []
+
+    def end(number: int, frame: object) -> None:
+        if not received:
+            received.append(number)
+            loop.call_soon_threadsafe(task.cancel)
+            last_resort = threading.Timer(END_S, os._exit, [128 + number])
+            last_resort.daemon = True
+            last_resort.start()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
+    return received

@@ -1,0 +1,374 @@
+"""The rollout loop: admits groups, runs their episodes, files what is finished; and evaluates versions that are due.
+
+::
+
+    data, in the order of the seed ──► group g000123 ──► n_samples episodes, side by side ──► inbox/g000123.parquet
+                  ▲                                                     │
+         admission, by what lies in the inbox                           └──► rejected/  (failed, or filtered out)
+
+consumes  rows of the data set, published versions
+produces  inbox/g*.parquet, rejected/*.parquet, evals/version-*
+waits     for running groups (the workflow unblocks it), for the first weights and for admission (the trainer)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Coroutine, Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from clew.config import Config
+from clew.data import order
+from clew.errors import RolloutError
+from clew.inference.protocol import Engine
+from clew.record.inbox import group_name, group_number
+from clew.record.run import RunDirectory
+from clew.rollout.admission import may_start
+from clew.rollout.episode import Episode, run_episode
+from clew.rollout.evaluation import group_id as eval_group_id
+from clew.rollout.evaluation import is_due, summarize
+from clew.rollout.failures import FailureWatch
+from clew.rollout.filters import EqualRewards
+from clew.rollout.reward_pool import RewardPool
+from clew.rollout.session import Resources, resources
+from clew.rollout.setup import load_reward, load_workflow, refuse_impossible
+from clew.waits import Reporter, waiting
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger("clew.rollout")
+
+T = TypeVar("T")
+
+POLL_S = 0.005
+"""How often the inbox's folder is asked whether it has changed (2 microseconds)."""
+
+LOOK_S = 0.25
+"""How often it is read in any case."""
+
+STAMP_S = 0.05
+"""How coarse its time stamp may be: it is read again when it had changed so shortly before."""
+
+CLOSE_S = 1.0
+"""How long a workflow may take to be cancelled at the end."""
+
+RATE_S = 10.0
+"""Tokens a second are counted over this long."""
+
+
+class RolloutRunner:
+    """Rollout of one run, in one event loop.
+
+    Process mode: `await run()`. Inline mode: the trainer calls `await advance()` whenever it has to wait.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        run: RunDirectory,
+        engine: Engine,
+        tokenizer: PreTrainedTokenizerBase,
+        rows: list[dict[str, Any]],
+        eval_rows: list[dict[str, Any]],
+        reporter: Reporter | None = None,
+    ) -> None:
+        """Raises ConfigError and DataError for what can never form a batch."""
+        refuse_impossible(config, len(rows))
+        self._config = config
+        self._run = run
+        self._rows = rows
+        self._eval_rows = eval_rows
+        self._reporter = reporter
+        self._inline = config.launch.mode == "inline"
+        self._workflow = load_workflow(config)
+        self._reward = load_reward(config)
+        self._resources = resources(config, engine, tokenizer, self._reward)
+
+        settled = self._clean()
+        self._next = next(number for number in itertools.count() if group_name(number) not in settled)
+        """The number of the group that is issued next, if it is not settled yet."""
+        self._settled = {name for name in settled if group_number(name) > self._next}
+        """Later groups that were settled before this process began."""
+        self._waiting = 0
+        """Groups in the inbox, at the last look."""
+        self._inbox_seen = 0
+        """Time stamp of the inbox's folder at the last look."""
+        self._version: int | None = None
+        """The newest published version."""
+        self._running: dict[str, int] = {}
+        """Group ID to the published version when it was admitted."""
+        self._filed_running: dict[str, int] | None = None
+        """What running.json says."""
+        self._evaluating: set[int] = set()
+        self._tasks: list[asyncio.Task[None]] = []
+        """Groups and evaluations that are being made, in the order in which they started."""
+        self._changed = asyncio.Event()
+        self._failures = FailureWatch(
+            config.rollout.max_failed_share,
+            config.training.steps * config.rollout.batch_groups * config.rollout.n_samples,
+            str(run.rejected),
+        )
+        self._equal = EqualRewards(config.rollout.batch_groups, len(rows))
+        self._counts = {"groups_finished": 0, "groups_rejected": 0, "episodes": 0, "episodes_failed": 0}
+        self._generated: deque[tuple[float, int]] = deque()
+        """When an episode finished, and its generated tokens; of the last seconds."""
+
+    async def run(self) -> None:
+        """Roll out until the last version is published and evaluated. Raises RolloutError when too much fails."""
+        self._look()
+        while not self._complete():
+            what, unblocks = self._waits_for()
+            with waiting(what, unblocks=unblocks, numbers=self._numbers):
+                await self._something_changes()
+            self._raise_failure()
+            self._look()
+
+    async def advance(self) -> bool:
+        """Run until at least one group or evaluation is finished; False when there is none to run.
+
+        No timers and no polling: what happens, and in which order, follows from the seed and the record alone.
+        """
+        self._look()
+        if not self._tasks:
+            return False
+        await self._changed.wait()
+        self._changed.clear()
+        self._raise_failure()
+        self._look()
+        return True
+
+    async def close(self) -> None:
+        """Cancel what runs and end the reward workers."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            ended, _ = await asyncio.wait(self._tasks, timeout=CLOSE_S)
+            await asyncio.gather(*ended, return_exceptions=True)
+        if isinstance(self._reward, RewardPool):  # last: a call whose worker died would be a failed episode
+            self._reward.close()
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Counts for status and progress."""
+        since = time.monotonic() - RATE_S
+        while self._generated and self._generated[0][0] < since:
+            self._generated.popleft()
+        return {
+            "version": self._version,
+            "groups_running": len(self._running),
+            "groups_waiting": self._waiting,
+            **self._counts,
+            "tokens_per_s": round(sum(tokens for _, tokens in self._generated) / RATE_S, 1),
+        }
+
+    # Admission -------------------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Start what may start now: first the evaluation that is due, then groups."""
+        self._inbox_seen = self._inbox_time()
+        self._waiting = len(self._run.inbox.names())  # before the version: a step's groups leave once it is published
+        self._version = self._run.inbox.published()
+        if self._version is not None:
+            self._start_evaluation(self._version)
+            self._admit(self._version)
+        if self._reporter is not None:
+            self._reporter.set(doing=self._waits_for()[0], **self.facts)
+
+    def _admit(self, version: int) -> None:
+        rollout = self._config.rollout
+        new = may_start(
+            waiting=self._waiting,
+            running=len(self._running),
+            remaining=(self._config.training.steps - version) * rollout.batch_groups,
+            max_lag=rollout.max_lag,
+            batch_groups=rollout.batch_groups,
+        )
+        names = [self._next_name() for _ in range(new)]
+        self._running |= dict.fromkeys(names, version)
+        while self._running != self._filed_running:  # see Inbox.set_running: the version may move while we write
+            self._filed_running = dict(self._running)
+            self._run.inbox.set_running(self._filed_running)
+            moved_to = self._run.inbox.published()
+            assert moved_to is not None
+            self._running |= dict.fromkeys(names, moved_to)
+        for name in names:
+            self._start(self._make_group(name, self._running[name]))
+
+    def _next_name(self) -> str:
+        while (name := group_name(self._next)) in self._settled:
+            self._next += 1
+        self._next += 1
+        return name
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.append(task)
+        task.add_done_callback(lambda _: self._changed.set())
+
+    def _raise_failure(self) -> None:
+        """Forget the tasks that are done; raise what the first of them raised."""
+        errors = [task.exception() for task in self._tasks if task.done()]
+        self._tasks = [task for task in self._tasks if not task.done()]
+        for error in errors:
+            if error is not None:
+                raise error
+
+    # Groups ----------------------------------------------------------------------------------------------------------
+
+    async def _make_group(self, name: str, version: int) -> None:
+        """Run the episodes of one group, and file it: in the inbox or in rejected/."""
+        row = self._rows[order(len(self._rows), group_number(name), self._config.seed)]
+        episodes = await self._episodes(self._resources, name, row, self._config.rollout.n_samples, version)
+        self._file(name, episodes)
+        self._running.pop(name)
+        for episode in episodes:
+            self._failures.add(episode.error)
+
+    async def _episodes(
+        self, resources: Resources, group_id: str, row: dict[str, Any], n_samples: int, version: int
+    ) -> list[Episode]:
+        admitted_at = time.time()
+
+        async def episode(number: int) -> Episode:
+            finished = await run_episode(
+                self._workflow,
+                resources,
+                episode_id=f"{group_id}.e{number}",
+                group_id=group_id,
+                data=row,
+                admitted_version=version,
+                admitted_at=admitted_at,
+                timeout_s=None if self._inline else self._config.rollout.episode_timeout_s,
+            )
+            self._counts["episodes"] += 1
+            self._counts["episodes_failed"] += finished.error is not None
+            self._generated.append((time.monotonic(), finished.tokens))
+            return finished
+
+        return await _side_by_side(episode(number) for number in range(n_samples))
+
+    def _file(self, name: str, episodes: list[Episode]) -> None:
+        scored = [episode for episode in episodes if episode.error is None]
+        failed = [episode for episode in episodes if episode.error is not None]
+        if len(scored) < min(2, len(episodes)):
+            reason = f"{len(failed)} of {len(episodes)} episodes failed; a group needs 2 with a reward"
+            self._reject(name, episodes, reason)
+            return
+        if self._config.rollout.drop_equal_rewards:
+            equal = len({episode.reward for episode in scored}) == 1
+            self._equal.add(scored[0].reward if equal else None)
+            if equal:
+                self._reject(name, episodes, f"filtered: all rewards equal ({scored[0].reward:g})")
+                return
+        for episode in failed:  # before the group: once that is in the inbox, it is settled
+            self._run.reject(episode.id, episode.sequences)
+        self._run.inbox.put(name, [sequence for episode in scored for sequence in episode.sequences])
+        self._counts["groups_finished"] += 1
+
+    def _reject(self, name: str, episodes: list[Episode], reason: str) -> None:
+        sequences = [sequence for episode in episodes for sequence in episode.sequences]
+        rows = [replace(sequence, error=sequence.error or reason) for sequence in sequences]
+        self._run.reject(name, rows)
+        self._counts["groups_rejected"] += 1
+
+    # Evaluation ------------------------------------------------------------------------------------------------------
+
+    def _start_evaluation(self, version: int) -> None:
+        if version in self._evaluating or not is_due(version, self._config):
+            return
+        if self._run.read_eval(version) is None:
+            self._evaluating.add(version)
+            self._start(self._evaluate(version))
+
+    async def _evaluate(self, version: int) -> None:
+        """Run all evaluation episodes at `version`. The trainer publishes no other before the result is filed."""
+        began = time.monotonic()
+        n_samples = self._config.eval.n_samples
+        by_temperature = self._resources.at_temperature(self._config.eval.temperature)
+        prompts = await _side_by_side(
+            self._episodes(by_temperature, eval_group_id(version, number), row, n_samples, version)
+            for number, row in enumerate(self._eval_rows)
+        )
+        watch = FailureWatch(
+            self._config.rollout.max_failed_share, len(prompts) * n_samples, f"{self._run.evals} (once complete)"
+        )
+        sequences = [sequence for episodes in prompts for episode in episodes for sequence in episode.sequences]
+        for sequence in sequences:
+            others = set(sequence.versions[sequence.loss_mask].tolist()) - {version}
+            if others:
+                raise RolloutError(f"the evaluation of version {version} has tokens by version {min(others)} "
+                                   f"({sequence.id}): an inference server loaded other weights meanwhile.")
+        for episodes in prompts:
+            for episode in episodes:
+                watch.add(episode.error)
+        summary = summarize(prompts, n_samples=n_samples, seconds=time.monotonic() - began)
+        self._run.write_eval(version, sequences, summary)
+        self._evaluating.remove(version)
+
+    # Waits -----------------------------------------------------------------------------------------------------------
+
+    def _complete(self) -> bool:
+        return self._version is not None and self._version >= self._config.training.steps and not self._tasks
+
+    def _waits_for(self) -> tuple[str, str]:
+        """What the loop waits for, and who unblocks it."""
+        if self._version is None:
+            return "the first weights", "the trainer"
+        if self._running:
+            return "running groups", "the workflow"
+        if self._evaluating:
+            return f"the evaluation of version {self._version}", "the workflow"
+        return "admission", "the trainer"
+
+    def _numbers(self) -> str:
+        rollout = self._config.rollout
+        free = (rollout.max_lag + 1) * rollout.batch_groups - self._waiting - len(self._running)
+        admission = "closed" if free <= 0 else "open"
+        return (f"admission {admission}: {self._waiting} waiting, {len(self._running)} running, "
+                f"lag limit {rollout.max_lag} at version {self._version}; "
+                f"{self._counts['groups_rejected']} rejected so far")
+
+    async def _something_changes(self) -> None:
+        """Return when a group or an evaluation is finished, or the inbox has changed."""
+        looked_at = time.time()
+        settled_time_stamp = looked_at - self._inbox_seen / 1e9 > STAMP_S
+        look_again_at = looked_at + (LOOK_S if settled_time_stamp else STAMP_S)
+        while not self._changed.is_set():
+            try:
+                async with asyncio.timeout(POLL_S):
+                    await self._changed.wait()
+            except TimeoutError:
+                if self._inbox_time() != self._inbox_seen or time.time() > look_again_at:
+                    break
+        self._changed.clear()
+
+    def _inbox_time(self) -> int:
+        return self._run.inbox.folder.stat().st_mtime_ns
+
+    # Preparation -----------------------------------------------------------------------------------------------------
+
+    def _clean(self) -> set[str]:
+        """Remove what a killed rollout process left: half-written files, failed episodes of groups to be made again.
+        Returns the groups whose fate is settled."""
+        self._run.inbox.clean()
+        settled = self._run.finished_groups()
+        for path in self._run.rejected.glob("g*.e*.parquet"):
+            if path.name.partition(".")[0] not in settled:
+                path.unlink()
+        return settled
+
+
+async def _side_by_side(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results, in order. When one raises, the others are cancelled and its exception is passed on."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(each) for each in work]
+    except BaseExceptionGroup as raised:
+        raise raised.exceptions[0] from None
+    return [task.result() for task in tasks]

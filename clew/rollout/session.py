@@ -1,0 +1,143 @@
+"""What a workflow gets as `engine`: the model and the reward, for one episode, with every interaction kept."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from clew.config import Config, Sampling
+from clew.errors import ConfigError, EpisodeError
+from clew.inference.protocol import Engine, SamplingParams
+from clew.inference.resubmit import generate_through_aborts
+from clew.rollout.capture import Interaction
+from clew.rollout.rewards import Reward
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_PARAMS = [field.name for field in fields(SamplingParams) if field.name != "continues"]
+"""What a workflow may set."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resources:
+    """What all episodes of a run share."""
+
+    engine: Engine
+    tokenizer: PreTrainedTokenizerBase
+    sampling: SamplingParams
+    """Defaults; the seed is set for each interaction."""
+    seed: int
+    prompt_column: str
+    reward: Callable[[str, dict[str, Any]], Awaitable[Reward]] | None
+
+    def at_temperature(self, temperature: float) -> Resources:
+        """The same, for an evaluation."""
+        return replace(self, sampling=replace(self.sampling, temperature=temperature))
+
+
+class Session:
+    """The `engine` of `async def run_episode(self, engine, data)`."""
+
+    def __init__(self, resources: Resources, episode_id: str) -> None:
+        self.episode_id = episode_id
+        self.interactions: list[Interaction] = []
+        """Those that are complete."""
+        self._resources = resources
+        self._requests = 0
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer."""
+        return self._resources.tokenizer
+
+    @property
+    def prompt_column(self) -> str:
+        """Name of the column of `data` that holds the prompt."""
+        return self._resources.prompt_column
+
+    async def generate(
+        self, input_ids: list[int], *, prompt: str | list[dict[str, Any]] | None = None, **overrides: Any
+    ) -> Interaction:
+        """Have the model complete `input_ids`, sampled as the configuration says.
+
+        prompt: the text or messages that `input_ids` render, for the record.
+        overrides: fields of SamplingParams, for this request.
+        Raises EngineError: the prompt does not fit into the context, or the parameters contradict one another.
+        """
+        index = self._requests
+        self._requests += 1
+        request_id = f"{self.episode_id}.i{index}"
+        params = self._params(overrides, derive_seed(self._resources.seed, request_id))
+        started_at = time.time()
+        completion = await generate_through_aborts(
+            self._resources.engine, list(input_ids), params, request_id=request_id
+        )
+        interaction = Interaction.of(
+            completion,
+            id=request_id,
+            index=index,
+            input_ids=list(input_ids),
+            text=str(self.tokenizer.decode(completion.output_ids, skip_special_tokens=True)),
+            params=params,
+            prompt=prompt,
+            started_at=started_at,
+            finished_at=time.time(),
+        )
+        self.interactions.append(interaction)
+        return interaction
+
+    async def reward(self, completion: str, data: dict[str, Any]) -> Reward:
+        """What the function rollout.reward gives this text. Raises EpisodeError: it raised, hung, or returned no
+        finite number; ConfigError when there is none."""
+        if self._resources.reward is None:
+            raise ConfigError("the workflow asks for a reward, and rollout.reward is not set. Name a function "
+                              "(completion, data) -> number by its dotted path: rollout.reward=my_module.my_reward.")
+        return await self._resources.reward(completion, data)
+
+    def _params(self, overrides: dict[str, Any], seed: int) -> SamplingParams:
+        for name in overrides:
+            if name not in _PARAMS:
+                near = difflib.get_close_matches(name, _PARAMS, n=1)
+                hint = f" Did you mean {near[0]!r}?" if near else f" There are {', '.join(_PARAMS)}."
+                raise EpisodeError(f"engine.generate takes no sampling parameter {name!r}.{hint}")
+        for name in ("stop", "stop_token_ids"):
+            if isinstance(overrides.get(name), list):
+                overrides[name] = tuple(overrides[name])
+            elif isinstance(overrides.get(name), str):
+                overrides[name] = (overrides[name],)
+        return replace(self._resources.sampling, **{"seed": seed, **overrides})
+
+
+def derive_seed(seed: int, name: str) -> int:
+    """A seed that follows from the run's and the ID of a thing, in 63 bits; the same on every machine."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big") >> 1
+
+
+def sampling_params(sampling: Sampling) -> SamplingParams:
+    """The configuration's section as the engine takes it."""
+    values = sampling.model_dump()
+    ids = values.pop("stop_token_ids")
+    stop = tuple(values.pop("stop"))
+    return SamplingParams(**values, stop=stop, stop_token_ids=None if ids is None else tuple(ids))
+
+
+def resources(
+    config: Config,
+    engine: Engine,
+    tokenizer: PreTrainedTokenizerBase,
+    reward: Callable[[str, dict[str, Any]], Awaitable[Reward]] | None,
+) -> Resources:
+    """What the configuration says that all episodes share."""
+    return Resources(
+        engine=engine,
+        tokenizer=tokenizer,
+        sampling=sampling_params(config.sampling),
+        seed=config.seed,
+        prompt_column=config.data.prompt,
+        reward=reward,
+    )

@@ -1,0 +1,75 @@
+"""What the configuration names for rollout, loaded and checked before anything starts."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from clew.config import Config
+from clew.errors import ConfigError, DataError, EpisodeError
+from clew.rollout import dotted
+from clew.rollout.episode import Workflow
+from clew.rollout.reward_pool import RewardPool
+from clew.rollout.rewards import Reward, RewardFunction
+from clew.waits import waiting
+
+
+def refuse_impossible(config: Config, n_rows: int) -> None:
+    """Raise ConfigError or DataError when no batch can ever be formed."""
+    rollout = config.rollout
+    if rollout.n_samples < 2:
+        raise ConfigError("rollout.n_samples is 1: rewards are compared within a group, and a single episode has "
+                          "nothing to be compared with. Use at least 2.")
+    if n_rows < rollout.batch_groups:
+        raise DataError(f"rollout.batch_groups is {rollout.batch_groups}, and {config.data.path} has {n_rows} rows: a "
+                        f"batch would hold a prompt twice. Use rollout.batch_groups={n_rows}, or more data.")
+
+
+def load_workflow(config: Config) -> Workflow:
+    """An instance of the workflow's class, which serves all episodes. Raises ConfigError."""
+    path = config.rollout.workflow
+    cls = dotted.load(path, "rollout.workflow")
+    if not isinstance(cls, type) or not inspect.iscoroutinefunction(getattr(cls, "run_episode", None)):
+        raise ConfigError(f"rollout.workflow={path} is no workflow; expected a class with "
+                          f"`async def run_episode(self, engine, data)`.")
+    dotted.check_arguments(cls, config.rollout.workflow_kwargs, "rollout.workflow_kwargs")
+    return cls(**config.rollout.workflow_kwargs)  # pyright: ignore[reportReturnType]
+
+
+def load_reward(config: Config) -> Callable[[str, dict[str, Any]], Awaitable[Reward]] | None:
+    """The reward as a session calls it: awaited in this process, called in it (inline), or a pool of worker processes.
+    Raises ConfigError."""
+    rollout, prompt_column = config.rollout, config.data.prompt
+    inline = config.launch.mode == "inline"
+    if rollout.reward is None:
+        return None
+    function = RewardFunction(rollout.reward, prompt_column)
+    if function.is_async:
+        return function.awaited if inline else _limited(function, rollout.reward_timeout_s)
+    if not inline:
+        return RewardPool(
+            rollout.reward, prompt_column, workers=rollout.reward_workers, timeout_s=rollout.reward_timeout_s
+        )
+
+    async def called_here(completion: str, data: dict[str, Any]) -> Reward:
+        return function(completion, data)
+
+    return called_here
+
+
+def _limited(function: RewardFunction, timeout_s: float) -> Callable[[str, dict[str, Any]], Awaitable[Reward]]:
+    async def limited(completion: str, data: dict[str, Any]) -> Reward:
+        limit = asyncio.timeout(timeout_s)
+        try:
+            with waiting(f"reward {function.path}", unblocks="the reward function"):
+                async with limit:
+                    return await function.awaited(completion, data)
+        except TimeoutError:
+            if not limit.expired():
+                raise  # the function's own
+            raise EpisodeError(f"reward {function.path} timed out after {timeout_s:g} s "
+                               f"(rollout.reward_timeout_s).") from None
+
+    return limited

@@ -1,0 +1,129 @@
+"""The built-in workflows. Yours is a class like these: name it by dotted path in rollout.workflow.
+
+`run_episode(engine, data)` gets a `Session` and its own copy of one row of the data set, and returns a number or a
+dict of named numbers, whose sum is trained on. One instance serves all episodes, side by side.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from clew.errors import EpisodeError
+from clew.rollout.rewards import Reward, total
+from clew.rollout.session import Session
+
+_MARKER = "clew:answer"
+
+
+class SingleTurn:
+    """One answer to the prompt, judged by the reward function.
+
+    The prompt is a list of chat messages, which goes through the tokenizer's chat template, or text, which goes to the
+    model as it is.
+    """
+
+    def __init__(self, enable_thinking: bool | None = None, chat: bool = False) -> None:
+        """enable_thinking: handed to the chat template; None: the template's own default.
+        chat: send a text as a user's message through the template."""
+        self.enable_thinking = enable_thinking
+        self.chat = chat
+
+    async def run_episode(self, engine: Session, data: dict[str, Any]) -> Reward:
+        prompt = self.prompt_of(engine, data)
+        answer = await engine.generate(self.tokens_of(engine, prompt), prompt=prompt)
+        return await engine.reward(answer.text, data)
+
+    def prompt_of(self, engine: Session, data: dict[str, Any]) -> str | list[dict[str, Any]]:
+        """The prompt of a row: text, or chat messages. Raises EpisodeError when it is neither."""
+        prompt = data[engine.prompt_column]
+        if isinstance(prompt, str):
+            return [{"role": "user", "content": prompt}] if self.chat else prompt
+        if isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt):
+            return prompt
+        raise EpisodeError(f"the column {engine.prompt_column!r} holds {type(prompt).__name__}; expected text or a "
+                           f"list of chat messages.")
+
+    def tokens_of(self, engine: Session, prompt: str | list[dict[str, Any]]) -> list[int]:
+        """The tokens that the model is to continue."""
+        if isinstance(prompt, str):
+            return _tokens(engine, prompt, special=True)
+        return _tokens(engine, self.render(engine, prompt), special=False)
+
+    def render(self, engine: Session, messages: list[dict[str, Any]]) -> str:
+        """The messages as the template writes them, up to where the model begins."""
+        if engine.tokenizer.chat_template is None:
+            raise EpisodeError("the prompt is a list of chat messages, and the model's tokenizer has no chat template. "
+                               "Use a model with one, or a column of plain text.")
+        options: dict[str, Any] = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
+        return str(
+            engine.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **options)
+        )
+
+
+class MultiTurnRetry(SingleTurn):
+    """Tells the model when its answer is wrong, and lets it try again, in the same conversation.
+
+    Each further turn extends the exact tokens of the one before. The reward is that of the last answer.
+    """
+
+    def __init__(
+        self,
+        max_turns: int = 2,
+        feedback: str = "That is not right. Try again.",
+        threshold: float = 0.5,
+        discount: float = 1.0,
+        enable_thinking: bool | None = None,
+        chat: bool = False,
+    ) -> None:
+        """max_turns: answers, at most. feedback: the user's message after a wrong answer. threshold: an answer is wrong
+        when its reward is not above this. discount: the reward is multiplied by this for each retry."""
+        super().__init__(enable_thinking, chat)
+        self.max_turns = max_turns
+        self.feedback = feedback
+        self.threshold = threshold
+        self.discount = discount
+
+    async def run_episode(self, engine: Session, data: dict[str, Any]) -> Reward:
+        prompt = self.prompt_of(engine, data)
+        answer = await engine.generate(self.tokens_of(engine, prompt), prompt=prompt)
+        reward = await engine.reward(answer.text, data)
+        retries = 0
+        while total(reward) <= self.threshold and retries < self.max_turns - 1:
+            retries += 1
+            tokens = answer.all_ids
+            tokens = tokens + self._next_turn(engine, prompt, tokens[-1])
+            if isinstance(prompt, str):
+                prompt = prompt + answer.text + self.feedback
+            else:
+                prompt = self.with_feedback(prompt, answer.text)
+            answer = await engine.generate(tokens, prompt=prompt)
+            reward = await engine.reward(answer.text, data)
+        scale = self.discount**retries
+        return {name: scale * each for name, each in reward.items()} if isinstance(reward, dict) else scale * reward
+
+    def with_feedback(self, messages: list[dict[str, Any]], answer: str) -> list[dict[str, Any]]:
+        """The conversation that asks for another answer."""
+        return [*messages, {"role": "assistant", "content": answer}, {"role": "user", "content": self.feedback}]
+
+    def _next_turn(self, engine: Session, prompt: str | list[dict[str, Any]], last_token: int) -> list[int]:
+        """The tokens between the end of an answer and the beginning of the next.
+
+        What the template writes after an answer is told by a marker in the answer's place; what the model generated is
+        neither decoded nor tokenized again. Where the model ended its turn itself, the template's end of turn is left
+        out.
+        """
+        if isinstance(prompt, str):
+            return _tokens(engine, self.feedback, special=False)
+        marked = self.with_feedback(prompt, _MARKER)
+        _, found, after = self.render(engine, marked).rpartition(_MARKER)
+        if not found:
+            raise EpisodeError("the chat template leaves the model's answer out of the conversation, so MultiTurnRetry "
+                               "cannot tell how a turn ends.")
+        suffix = _tokens(engine, after, special=False)
+        return suffix[1:] if suffix[0] == last_token else suffix
+
+
+def _tokens(engine: Session, text: str, *, special: bool) -> list[int]:
+    """special: with what the tokenizer puts around a text of its own accord (a first token, for some models)."""
+    encoded: Any = engine.tokenizer(text, add_special_tokens=special)
+    return list(encoded["input_ids"])

@@ -1,0 +1,400 @@
+"""The rollout loop: what is admitted, filed, rejected, evaluated, and made again after a kill."""
+
+import asyncio
+import json
+import math
+import time
+
+import pytest
+
+from clew.data import order
+from clew.errors import ConfigError, DataError, RolloutError
+from clew.record import rows as record_rows
+from clew.record.run import RunDirectory
+from clew.rollout.evaluation import is_due, pass_at_k
+from clew.waits import current_waits
+from tests.rollout.scripted import ROWS, Scripted, config_for, runner_for
+
+CODE = "tests.rollout.user_code"
+
+
+def publish(run, engine, version):
+    engine.now = version
+    run.inbox.publish(version)
+
+
+def consume(run, version, groups):
+    """What the trainer does with a batch, in its order."""
+    run.steps.commit(version, {"groups": groups, "versions": {}, "digests": {}})
+
+
+def drive(tmp_path, config, engine, versions, *, rows=ROWS, eval_rows=None):
+    """Be the trainer, inline: publish, wait for evaluation and batch, commit, for some versions. Returns the runner."""
+    runner = runner_for(tmp_path, config, engine, rows=rows, eval_rows=eval_rows)
+    run = RunDirectory(config.run_path)
+
+    async def trainer():
+        for version in versions:
+            publish(run, engine, version)
+            if version:
+                run.inbox.remove(run.steps.read(version - 1)["groups"])
+            while is_due(version, config) and run.read_eval(version) is None:
+                assert await runner.advance()
+            if version < config.training.steps:
+                while len(run.inbox.names()) < config.rollout.batch_groups:
+                    assert await runner.advance()
+                consume(run, version, sorted(run.inbox.names())[: config.rollout.batch_groups])
+
+    async def closed():
+        try:
+            await trainer()
+        finally:
+            await runner.close()
+
+    asyncio.run(closed())
+    return runner
+
+
+def rejected(run):
+    return {path.stem: record_rows.from_table(record_rows.read_table(path)) for path in run.rejected.glob("*.parquet")}
+
+
+def test_inline_it_makes_exactly_what_the_run_consumes(tmp_path):
+    config = config_for(tmp_path, rollout={"max_lag": 1})
+    runner = drive(tmp_path, config, Scripted(abort_every=3), range(5))
+    run = RunDirectory(config.run_path)
+    assert run.finished_groups() == {f"g{number:06d}" for number in range(12)} == run.steps.consumed()
+    assert run.inbox.names() == set() and run.inbox.running() == {}
+    assert runner.facts["groups_finished"] == 12 and runner.facts["episodes"] == 24
+
+
+def test_a_group_is_its_row_of_the_data_and_carries_what_training_needs(tmp_path):
+    config = config_for(tmp_path)
+    engine = Scripted()
+    runner = runner_for(tmp_path, config, engine)
+    run = RunDirectory(config.run_path)
+
+    async def go():
+        assert not await runner.advance()  # nothing is published
+        publish(run, engine, 0)
+        while len(run.inbox.names()) < 3:
+            assert await runner.advance()
+        assert not await runner.advance()  # admission is closed
+        await runner.close()
+
+    asyncio.run(go())
+    for number in range(3):
+        group = record_rows.from_table(run.inbox.scan()[f"g{number:06d}"])
+        assert [row.id for row in group] == [f"g{number:06d}.e0.s0", f"g{number:06d}.e1.s0"]
+        for row in group:
+            assert row.data == ROWS[order(len(ROWS), number, config.seed)]
+            assert row.loss_mask.sum() == row.interactions[0]["output_tokens"] > 0
+            assert row.rewards == {"reward": row.reward} and row.error is None
+            assert row.admitted_at <= row.started_at <= row.finished_at and row.consumed_at is None
+
+
+def test_a_restarted_process_issues_the_lost_groups_again_and_no_others(tmp_path):
+    config = config_for(tmp_path, rollout={"max_lag": 1})
+    engine = Scripted()
+    runner = runner_for(tmp_path, config, engine)
+    run = RunDirectory(config.run_path)
+
+    async def killed_after(groups):
+        publish(run, engine, 0)
+        while len(run.inbox.names()) < groups:
+            assert await runner.advance()
+        await runner.close()
+
+    asyncio.run(killed_after(6))
+    first = {name: table.column("input_ids") for name, table in run.inbox.scan().items()}
+    run.inbox.remove(["g000001", "g000004"])  # as if killed before these were filed
+    (run.inbox.folder / ".g000004.parquet.77").write_bytes(b"half")
+    run.reject("g000004.e0", [])
+    run.reject("g000005.e1", [])
+    engine = Scripted()
+    runner = runner_for(tmp_path, config, engine)
+    assert not list(run.inbox.folder.glob(".*"))
+    assert sorted(path.stem for path in run.rejected.iterdir()) == ["g000005.e1"]
+    asyncio.run(killed_after(6))
+    assert {request_id.partition(".")[0] for request_id, _, _ in engine.requests} == {"g000001", "g000004"}
+    again = {name: table.column("input_ids") for name, table in RunDirectory(run.path).inbox.scan().items()}
+    assert again == first, "the same prompt, name and seeds give the same tokens"
+
+
+def test_admission_is_corrected_when_a_version_is_published_meanwhile(tmp_path):
+    """The trainer publishes between rollout's reading of the version and its writing of running.json."""
+    config = config_for(tmp_path)
+    engine = Scripted()
+    runner = runner_for(tmp_path, config, engine)
+    run = RunDirectory(config.run_path)
+    write = runner._run.inbox.set_running
+    seen = []
+
+    def set_running(admitted):
+        if not seen:
+            publish(run, engine, 2)
+        seen.append(dict(admitted))
+        write(admitted)
+
+    runner._run.inbox.set_running = set_running  # type: ignore[method-assign]
+
+    async def go():
+        publish(run, engine, 1)
+        assert await runner.advance()
+        await runner.close()
+
+    asyncio.run(go())
+    assert set(seen[0].values()) == {1} and set(seen[1].values()) == {2}
+    for table in run.inbox.scan().values():
+        assert set(table.column("admitted_version").to_pylist()) == {2}
+
+
+# Failure -------------------------------------------------------------------------------------------------------------
+
+
+def test_one_episode_in_a_hundred_fails_and_the_run_goes_on(tmp_path):
+    config = config_for(tmp_path, rollout={"workflow": f"{CODE}.Faulty", "workflow_kwargs": {"every": 20},
+                                           "n_samples": 4}, training={"steps": 8})
+    drive(tmp_path, config, Scripted(), range(9))
+    run = RunDirectory(config.run_path)
+    failed = rejected(run)
+    assert len(failed) == 4 and run.steps.count() == 8
+    for name, (row,) in failed.items():
+        assert row.episode_id == name and row.finish_reason == "error" and math.isnan(row.reward)
+        assert len(row.input_ids) == 0
+        assert row.error is not None and row.error.startswith("RuntimeError: tool") and "user_code.py" in row.error
+
+
+@pytest.mark.parametrize(("every", "counts"), [(2, "13 of the last 2[4-6]"), (1, "13 of the last 13")])
+def test_when_too_many_fail_the_run_stops_with_the_commonest_error(tmp_path, every, counts):
+    config = config_for(tmp_path, rollout={"workflow": f"{CODE}.Faulty", "workflow_kwargs": {"every": every},
+                                           "n_samples": 6}, training={"steps": 20})
+    with pytest.raises(RolloutError, match=counts) as raised:
+        drive(tmp_path, config, Scripted(), range(21))
+    message = str(raised.value)
+    assert "RuntimeError: tool" in message and "(13 times)" in message and message.count("Traceback") == 1
+    assert "rollout.max_failed_share (0.2)" in message
+
+
+def test_hopeless_runs_stop_whatever_share_is_allowed(tmp_path):
+    config = config_for(tmp_path, rollout={"workflow": f"{CODE}.Faulty", "workflow_kwargs": {"every": 1},
+                                           "max_failed_share": 1.0, "n_samples": 4}, training={"steps": 20})
+    with pytest.raises(RolloutError, match="16 of the last 16 episodes failed"):
+        drive(tmp_path, config, Scripted(), range(21))
+
+
+@pytest.mark.parametrize(("value", "says"), [
+    ("nan", "returned nan"), ("inf", "returned inf"), ("none", "returned None"), ("text", "returned '0.5'"),
+    ("empty", "returned {}"),
+])  # fmt: skip
+def test_a_workflow_that_returns_no_number(tmp_path, value, says):
+    config = config_for(tmp_path, rollout={"workflow": f"{CODE}.Returns", "workflow_kwargs": {"value": value}})
+    with pytest.raises(RolloutError) as raised:
+        drive(tmp_path, config, Scripted(), range(5))
+    assert f"{CODE}.Returns.run_episode {says}" in str(raised.value) and "expected" in str(raised.value)
+
+
+def test_a_workflow_that_never_asks_the_model(tmp_path):
+    config = config_for(tmp_path, rollout={"workflow": f"{CODE}.Silent"})
+    with pytest.raises(RolloutError, match=r"without a call of engine.generate"):
+        drive(tmp_path, config, Scripted(), range(5))
+
+
+def test_without_a_reward_function_the_first_episode_ends_the_run(tmp_path):
+    config = config_for(tmp_path, rollout={"reward": None})
+    with pytest.raises(ConfigError, match=r"rollout.reward is not set"):
+        drive(tmp_path, config, Scripted(), range(5))
+
+
+def in_process_mode(tmp_path, config, until, *, engine=None, seconds=20.0):
+    """Let `run()` go on with version 0 published, until a condition holds or it raises."""
+    engine = engine or Scripted()
+    runner = runner_for(tmp_path, config, engine)
+    run = RunDirectory(config.run_path)
+    publish(run, engine, 0)
+
+    async def go():
+        task = asyncio.create_task(runner.run())
+        deadline = time.monotonic() + seconds
+        try:
+            while not (done := until(run)) and not task.done() and time.monotonic() < deadline:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            if task.done():
+                await task
+            return done
+        finally:
+            task.cancel()
+            await runner.close()
+            await asyncio.gather(task, return_exceptions=True)
+
+    return asyncio.run(go()), run
+
+
+LOCAL = {"launch": {"mode": "local"}}
+
+
+def test_an_episode_that_never_returns_is_cancelled_and_recorded(tmp_path):
+    config = config_for(tmp_path, rollout={"workflow": f"{CODE}.Stuck", "episode_timeout_s": 0.2}, **LOCAL)
+    with pytest.raises(RolloutError, match=r"cancelled after 0.2 s \(rollout.episode_timeout_s\)"):
+        in_process_mode(tmp_path, config, lambda run: False)
+
+
+@pytest.mark.parametrize("name", ["sleeps", "stuck_in_c"])
+def test_a_reward_that_never_returns_is_an_error_and_never_a_zero(tmp_path, name):
+    config = config_for(tmp_path, rollout={"reward": f"{CODE}.{name}", "reward_timeout_s": 0.2, "batch_groups": 2,
+                                           "max_failed_share": 0.1}, **LOCAL)
+    with pytest.raises(RolloutError, match=r"timed out after 0.2 s \(rollout.reward_timeout_s\)"):
+        in_process_mode(tmp_path, config, lambda run: False)
+    assert RunDirectory(config.run_path).inbox.names() == set()
+
+
+def test_an_async_reward_has_the_time_limit_too(tmp_path):
+    config = config_for(tmp_path, rollout={"reward": f"{CODE}.patient", "reward_timeout_s": 0.2}, **LOCAL)
+    done, _ = in_process_mode(tmp_path, config, lambda run: len(run.inbox.names()) == 3)
+    assert done
+    config = config_for(tmp_path / "slow", rollout={"reward": f"{CODE}.patient", "reward_timeout_s": 0.2}, **LOCAL)
+    runner = runner_for(tmp_path / "slow", config, Scripted(), rows=[row | {"sleep": 9} for row in ROWS])
+    RunDirectory(config.run_path).inbox.publish(0)
+    with pytest.raises(RolloutError, match="patient timed out"):
+        asyncio.run(asyncio.wait_for(runner.run(), 20))
+
+
+def test_the_process_ends_by_itself_after_the_last_step_and_says_what_it_waits_for(tmp_path):
+    config = config_for(tmp_path, training={"steps": 2}, **LOCAL)
+    engine = Scripted(delay_s=0.01)
+    runner = runner_for(tmp_path, config, engine)
+    run = RunDirectory(config.run_path)
+    seen = []
+
+    async def trainer():
+        await asyncio.sleep(0.05)
+        for version in range(3):
+            seen.extend((wait.what, wait.unblocks) for wait in current_waits())
+            publish(run, engine, version)
+            if version:
+                run.inbox.remove(run.steps.read(version - 1)["groups"])
+            if version < 2:
+                while len(run.inbox.names()) < 3:  # noqa: ASYNC110
+                    await asyncio.sleep(0.005)
+                await asyncio.sleep(0.3)
+                closed = [wait for wait in current_waits() if wait.what == "admission"]
+                assert closed and closed[0].as_dict()["numbers"].startswith(
+                    f"admission closed: 3 waiting, 0 running, lag limit 0 at version {version}")
+                consume(run, version, sorted(run.inbox.names()))
+
+    async def both():
+        await asyncio.wait_for(asyncio.gather(runner.run(), trainer()), 20)
+        await runner.close()
+
+    asyncio.run(both())
+    assert ("the first weights", "the trainer") in seen
+    assert run.steps.consumed() == {f"g{number:06d}" for number in range(6)}
+
+
+# What can never work -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rollout", "error", "says"), [
+    ({"n_samples": 1}, ConfigError, "rollout.n_samples is 1"),
+    ({"batch_groups": 13}, DataError, "rollout.batch_groups is 13, and rows.jsonl has 12 rows"),
+    ({"workflow": f"{CODE}.Fawlty"}, ConfigError, "Did you mean 'Faulty'"),
+    ({"workflow": "clew.rollout.workflow.SingleTurn"}, ConfigError, "no module .*Did you mean 'workflows'"),
+    ({"workflow": "SingleTurn"}, ConfigError, "expected a dotted path"),
+    ({"workflow": f"{CODE}.NotAWorkflow"}, ConfigError, "async def run_episode"),
+    ({"workflow_kwargs": {"enable_thinkin": True}}, ConfigError, "Did you mean 'enable_thinking'"),
+    ({"workflow": f"{CODE}.Returns"}, ConfigError, r"needs the argument 'value'"),
+    ({"reward": "tests.rollout.user_cod.exact"}, ConfigError, "Did you mean 'user_code'"),
+])  # fmt: skip
+def test_what_can_never_work_is_refused_at_start(tmp_path, rollout, error, says):
+    with pytest.raises(error, match=says):
+        runner_for(tmp_path, config_for(tmp_path, rollout=rollout), Scripted())
+
+
+def test_a_workflow_in_the_current_directory_is_found(tmp_path, monkeypatch):
+    (tmp_path / "my_own_rewards.py").write_text("def always(completion, data):\n    return 1\n")
+    monkeypatch.chdir(tmp_path)
+    config = config_for(tmp_path, rollout={"reward": "my_own_rewards.always"})
+    drive(tmp_path, config, Scripted(), [0])
+    assert RunDirectory(config.run_path).steps.count() == 1
+
+
+# Filters -------------------------------------------------------------------------------------------------------------
+
+
+def test_groups_whose_rewards_are_all_equal_are_refilled(tmp_path):
+    config = config_for(tmp_path, rollout={"drop_equal_rewards": True, "n_samples": 3, "workflow": f"{CODE}.Faulty",
+                                           "workflow_kwargs": {"every": 1000}})
+    drive(tmp_path, config, Scripted(), range(5))
+    run = RunDirectory(config.run_path)
+    filtered = rejected(run)
+    assert filtered and run.steps.count() == 4
+    assert run.steps.consumed().isdisjoint(filtered)
+    assert len(run.steps.consumed() | set(filtered)) == 12 + len(filtered)
+    for group in filtered.values():
+        assert len(group) == 3 and len({row.reward for row in group}) == 1
+        assert {row.error for row in group} == {f"filtered: all rewards equal ({group[0].reward:g})"}
+
+
+def test_a_filter_that_rejects_everything_stops_the_run(tmp_path):
+    config = config_for(tmp_path, rollout={"drop_equal_rewards": True, "batch_groups": 1,
+                                           "reward": f"{CODE}.patient"})
+    with pytest.raises(RolloutError, match=r"rejected the last 40 groups.*40 groups all 1"):
+        drive(tmp_path, config, Scripted(), [0])
+
+
+# Evaluation ----------------------------------------------------------------------------------------------------------
+
+
+def test_pass_at_k_by_hand():
+    assert pass_at_k(4, 1, 1) == 0.25
+    assert pass_at_k(4, 1, 2) == 0.5
+    assert pass_at_k(4, 2, 2) == pytest.approx(1 - 1 / 6)
+    assert pass_at_k(4, 0, 4) == 0.0 and pass_at_k(4, 1, 4) == 1.0
+
+
+def test_evaluation_is_due_at_the_first_every_so_many_and_the_last(tmp_path):
+    config = config_for(tmp_path, eval={"path": "eval.jsonl", "every_steps": 3}, training={"steps": 8})
+    assert [version for version in range(9) if is_due(version, config)] == [0, 3, 6, 8]
+    assert not is_due(0, config_for(tmp_path))
+
+
+def test_evaluations_are_by_one_version_and_filed_with_their_summary(tmp_path):
+    config = config_for(tmp_path, eval={"path": "eval.jsonl", "every_steps": 3, "n_samples": 4, "temperature": 0.7},
+                        rollout={"workflow": f"{CODE}.Faulty", "workflow_kwargs": {"every": 1000}, "max_lag": 1})
+    engine = Scripted()
+    drive(tmp_path, config, engine, range(5), eval_rows=ROWS[:2])
+    run = RunDirectory(config.run_path)
+    assert [summary["version"] for summary in run.read_evals()] == [0, 3, 4]
+    summary = run.read_eval(3)
+    assert summary is not None
+    assert set(summary) >= {"pass@1", "pass@2", "pass@4", "reward", "rewards", "length", "truncated", "failed"}
+    assert summary["prompts"] == 2 and summary["episodes"] == 8 and summary["failed"] == 0
+    table = record_rows.from_table(record_rows.read_table(run.evals / "version-000003.parquet"))
+    assert [row.episode_id for row in table[:5]] == [
+        "v000003.g000000.e0", "v000003.g000000.e1", "v000003.g000000.e2", "v000003.g000000.e3", "v000003.g000001.e0"]
+    assert {int(version) for row in table for version in row.versions[row.loss_mask]} == {3}
+    assert summary["pass@1"] == pytest.approx(sum(row.reward > 0.5 for row in table) / 8) == summary["reward"]
+    temperatures = {params.temperature for name, _, params in engine.requests if name.startswith("v")}
+    assert temperatures == {0.7}
+
+
+def test_an_evaluation_by_two_versions_is_an_error(tmp_path):
+    class Moves(Scripted):
+        async def generate(self, input_ids, params, *, request_id=""):
+            self.now = 1
+            return await super().generate(input_ids, params, request_id=request_id)
+
+    config = config_for(tmp_path, eval={"path": "eval.jsonl"})
+    with pytest.raises(RolloutError, match="the evaluation of version 0 has tokens by version 1"):
+        drive(tmp_path, config, Moves(), [0], eval_rows=ROWS[:2])
+
+
+def test_two_inline_runs_are_equal(tmp_path):
+    rows = []
+    for trial in ("a", "b"):
+        config = config_for(tmp_path / trial, eval={"path": "eval.jsonl", "every_steps": 2},
+                            rollout={"workflow": "clew.rollout.workflows.MultiTurnRetry"})
+        drive(tmp_path / trial, config, Scripted(turns=5, abort_every=4), range(5), eval_rows=ROWS[:3])
+        run = RunDirectory(config.run_path)
+        rows.append([json.loads(line)["groups"] for line in run.steps.index_path.read_text().splitlines()])
+    assert rows[0] == rows[1]
