@@ -117,6 +117,7 @@ class Core:
         if params.stop and self.tokenizer is None:
             raise EngineError("stop strings need a tokenizer, and this engine has none. Use stop_token_ids.")
 
+    @torch.inference_mode()
     def abort(self, which: Request | str | None = None) -> list[Finished]:
         """Cut short one request, those of this id, or all (None); returns them with their tokens so far."""
         waiting = [request for request in self.waiting if request.is_meant_by(which)]
@@ -131,7 +132,7 @@ class Core:
         Raises EngineError when file and model do not match or the probe differs; then nothing is served until a load
         succeeds.
         """
-        assert not self.running(), "abort first: a sequence would go on with keys of other weights"
+        self.abort()  # what a failed step may have left; what was in flight has been aborted by the caller
         self.broken = f"loading version {ref.version} from {ref.path} did not finish"
         try:
             copy_weights(self.model, ref.path)

@@ -8,6 +8,7 @@ clients while the engine computes.
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -167,14 +168,16 @@ class LocalEngine:
                 self._wake.wait()
 
     def _step(self) -> None:
+        stepped = False
         try:
             finished = self.core.step()
-        except RuntimeError as error:  # torch's errors: out of memory, a failed kernel
-            self.core.broken = f"a step failed with {type(error).__name__}: {error}"
-            self.core.abort()
-            self._tell(self._fail_all, EngineError(f"the inference engine stopped: {self.core.broken}"))
-        else:
-            self._deliver(finished)
+            stepped = True
+        finally:
+            if not stepped:  # out of memory, a failed kernel, a mistake in the engine: nobody may wait for ever
+                error = sys.exc_info()[1]
+                self.core.broken = f"a step failed with {type(error).__name__}: {error}"
+                self._tell(self._fail_all, EngineError(f"the inference engine stopped: {self.core.broken}"))
+        self._deliver(finished)
 
     def _fail_all(self, error: EngineError) -> None:
         for future in self._futures.values():

@@ -23,7 +23,7 @@ from clew.models import load_model, load_tokenizer, pick_device
 from clew.record.run import RunDirectory, Server
 from clew.waits import Reporter
 
-NAME = "serve"
+NAME = "server"
 """Of the process, in status/ and servers.json."""
 
 ADDRESS_VARIABLE = "CLEW_LLM_SERVER_ADDRS"
