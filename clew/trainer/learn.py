@@ -8,7 +8,6 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -189,8 +188,3 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for name, value in values.items():
         flat.update(_flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value})
     return flat
-
-
-def model_folder(run: RunDirectory) -> Path:
-    """The newest checkpoint of a run, which transformers reads."""
-    return run.checkpoints / f"step-{checkpoint.latest_version(run.checkpoints):06d}"

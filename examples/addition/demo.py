@@ -69,7 +69,7 @@ def main() -> None:
     console.print(f"{time.monotonic() - began:.0f} s in all\n")
     console.print("next, try:", style="bold")
     for command, why in (
-        (f"clew status {run.path}", "what each process did last; from another terminal, while it runs, what it waits for"),
+        (f"clew status {run.path}", "what each process does and waits for; try it from another terminal"),
         (f"clew train {HERE}/grpo.yaml trial=sync rollout.max_lag=0", "the same, synchronously"),
         (f"clew train {HERE}/grpo.yaml trial=debug launch.mode=inline training.steps=3", "with breakpoint() anywhere"),
         (f"tensorboard --logdir {folder}", "every metric"),

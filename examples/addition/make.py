@@ -3,7 +3,7 @@
     python examples/addition/make.py --seed 1 --out runs/addition/material-1
 
 A problem is the sum of two numbers below 100, digits least significant first: 37+85 is written 73+58= and its answer
-221. The teacher forgets each carry 80 % of the time. No problem is in two of the three files.
+221. The teacher forgets each carry 70 % of the time. No problem is in two of the three files.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-FORGETS = 0.8
+FORGETS = 0.7
 HELD_OUT = 500
-DEMONSTRATIONS = 4000
+DEMONSTRATIONS = 4500
 
 
 def digits(number: int, width: int) -> str:
@@ -77,6 +77,7 @@ def make_model(out: Path, seed: int) -> int:
             num_key_value_heads=4,
             max_position_embeddings=32,
             tie_word_embeddings=True,
+            initializer_range=0.06,
             pad_token_id=0,
             bos_token_id=None,
             eos_token_id=1,

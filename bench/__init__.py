@@ -1,0 +1,1 @@
+"""Benchmarks, and the chaos that a run must survive."""
