@@ -6,15 +6,23 @@ Ratios of tokens a second, each the median over rounds in which the contestants 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import json
 import random
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+import uvloop
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, Qwen2Config
 
+from clew.inference.client import HTTPEngine
 from clew.inference.core import Core, Request
 from clew.inference.embedded import EmbeddedEngine
 from clew.inference.protocol import SamplingParams
@@ -84,6 +92,43 @@ def with_engine(engine: Core, work: Work) -> None:
         engine.step()
 
 
+class Served:
+    """The same model behind `clew serve`'s body, in a process of its own."""
+
+    def __init__(self, model: Any, folder: Path, max_running: int) -> None:
+        from tests.models import tiny_tokenizer
+
+        model.save_pretrained(str(folder / "model"))
+        tiny_tokenizer(folder / "model")
+        (folder / "config.yaml").write_text(json.dumps({
+            "experiment": "bench", "root": str(folder / "runs"), "model": {"path": str(folder / "model")},
+            "data": {"path": "none"}, "inference": {"listen": "127.0.0.1:0", "max_running": max_running},
+        }))
+        code = "import sys; from clew.config import load; from clew.inference.server import serve; "
+        self.process = subprocess.Popen([sys.executable, "-c", code + "serve(load(sys.argv[1]))",
+                                         str(folder / "config.yaml")], stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.address = self.process.stdout.readline().strip().rpartition("=")[2]
+        self.runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+        self.engine = HTTPEngine(self.address)
+
+    def run(self, work: Work) -> None:
+        """All requests at once, a connection each."""
+        self.runner.run(self._run(work))
+
+    async def _run(self, work: Work) -> None:
+        await asyncio.gather(*(
+            self.engine.generate(prompt, SamplingParams(max_new_tokens=tokens, stop_token_ids=(), seed=index))
+            for index, (prompt, tokens) in enumerate(work)
+        ))
+
+    def close(self) -> None:
+        """End the server."""
+        self.runner.run(self.engine.close())
+        self.process.terminate()
+        self.process.wait()
+
+
 def race(contestants: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
     """Median seconds of each, taking turns."""
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
@@ -122,6 +167,14 @@ def main() -> None:
                  max(3, rounds // 2))
     rate = sum(tokens for _, tokens in work) / times["engine"]
     show("engine vs generate, 256 varied requests", times["generate"] / times["engine"], 2.5, rate)
+    with tempfile.TemporaryDirectory() as folder:
+        served_engine = Served(build_model(), Path(folder), 32)
+        for name, work in (("256 varied requests", varied(256)), ("fixed length, 32 rows", fixed(32, 64))):
+            times = race({"direct": lambda: with_engine(engine, work),  # noqa: B023
+                          "http": lambda: served_engine.run(work)}, rounds)  # noqa: B023
+            rate = sum(tokens for _, tokens in work) / times["http"]
+            show(f"HTTP vs direct, {name}", times["direct"] / times["http"], 0.9, rate)
+        served_engine.close()
 
 
 if __name__ == "__main__":

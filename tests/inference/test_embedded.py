@@ -1,0 +1,299 @@
+"""The embedded engine is held equal to the slow reference."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from clew.errors import EngineError
+from clew.inference.core import Core, Request
+from clew.inference.embedded import EmbeddedEngine, build_engine
+from clew.inference.local import LocalEngine
+from clew.inference.protocol import Completion, SamplingParams
+from clew.inference.reference import ReferenceEngine
+from clew.inference.resubmit import generate_through_aborts
+from clew.models import load_model, load_tokenizer
+from clew.record.weights import WeightRef
+from tests.models import ATTENTION_FAMILIES, tiny_model, tiny_tokenizer
+
+CPU = torch.device("cpu")
+Asked = list[tuple[list[int], SamplingParams]]
+
+
+def folder_with(path: Path, family: str = "qwen2", **kwargs: Any) -> Path:
+    tiny_tokenizer(path)
+    tiny_model(path, family, **kwargs)
+    return path
+
+
+def engines(path: Path, **kwargs: Any) -> tuple[ReferenceEngine, Core]:
+    """The reference and what serves, each with a model of its own."""
+    tokenizer = load_tokenizer(str(path))
+    reference = ReferenceEngine(load_model(str(path), "float32", CPU), tokenizer)
+    return reference, build_engine(load_model(str(path), "float32", CPU), tokenizer, **kwargs)
+
+
+def run(engine: Core, asked: Asked) -> list[Completion]:
+    """All at once, to the end."""
+    for index, (ids, params) in enumerate(asked):
+        engine.submit(Request(id=str(index), input_ids=ids, params=params))
+    done: dict[str, Completion] = {}
+    while engine.has_work:
+        done |= {request.id: completion for request, completion in engine.step()}
+    return [done[str(index)] for index in range(len(asked))]
+
+
+def assert_equal(expected: Completion, found: Completion, tolerance: float = 3e-5) -> None:
+    """tolerance: nats. The random models' logits are some tens, so float32 leaves 1e-5 of those, give or take."""
+    assert found.output_ids == expected.output_ids
+    assert found.logprobs == pytest.approx(expected.logprobs, abs=tolerance)
+    assert (found.finish_reason, found.matched) == (expected.finish_reason, expected.matched)
+
+
+def various(seed: int, count: int = 16) -> Asked:
+    """Requests of all kinds; a third share a prompt."""
+    rng = random.Random(seed)
+    return [
+        (
+            [rng.randrange(6, 100) for _ in range(rng.randint(1, 20))] if index % 3 else [7, 8, 9],
+            SamplingParams(
+                max_new_tokens=rng.randint(1, 60), min_new_tokens=rng.choice([0, 1]),
+                temperature=rng.choice([0, 1, 0.7]), top_p=rng.choice([1, 0.9]), top_k=rng.choice([0, 10]),
+                min_p=rng.choice([0, 0.05]), seed=index, stop=("12", "b") if index % 5 == 0 else (),
+            ),
+        )
+        for index in range(count)
+    ]
+
+
+@pytest.mark.parametrize(("family", "tie"), [(family, True) for family in ATTENTION_FAMILIES]
+                         + [("qwen2", False), ("llama", False), ("gpt2", False)])
+def test_equals_the_reference(tmp_path: Path, family: str, tie: bool) -> None:
+    reference, engine = engines(folder_with(tmp_path, family, tie=tie, scale=0.25), max_running=5)
+    assert isinstance(engine, EmbeddedEngine)
+    asked = various(0)
+    for expected, found in zip(run(reference, asked), run(engine, asked), strict=True):
+        assert_equal(expected, found)
+
+
+def test_a_model_with_state_is_served_by_the_reference(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = tiny_tokenizer(tmp_path)
+    engine = build_engine(tiny_model(tmp_path, "mamba"), tokenizer)
+    assert isinstance(engine, ReferenceEngine) and "linear_attention" in caplog.text
+    assert len(run(engine, [([7], SamplingParams(max_new_tokens=3, stop_token_ids=()))])[0].output_ids) == 3
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[ReferenceEngine, Core]:
+    return engines(folder_with(tmp_path_factory.mktemp("both"), scale=0.25), max_running=4)
+
+
+Event = tuple[str, int, int]
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(events=st.lists(st.tuples(st.sampled_from(["submit", "submit", "step", "abort"]), st.integers(1, 40),
+                                 st.integers(1, 30)), max_size=25))
+def test_whatever_arrives_or_is_aborted_each_output_equals_the_reference(
+    both: tuple[ReferenceEngine, Core], events: list[Event]
+) -> None:
+    """An aborted request is resubmitted with its tokens so far, and goes on with the same random numbers."""
+    reference, engine = both
+    asked: Asked = []
+    so_far: dict[str, Completion] = {}
+
+    def submit(index: int) -> None:
+        ids, params = asked[index]
+        before = so_far.get(str(index))
+        done = len(before.output_ids) if before else 0
+        rest = replace(params, max_new_tokens=params.max_new_tokens - done)
+        engine.submit(Request(id=str(index), input_ids=ids + (before.output_ids if before else []), params=rest))
+
+    def collect(finished: list[tuple[Request, Completion]]) -> list[int]:
+        for request, completion in finished:
+            before = so_far.get(request.id)
+            if before:
+                completion = replace(completion, output_ids=before.output_ids + completion.output_ids,
+                                     logprobs=before.logprobs + completion.logprobs)
+            so_far[request.id] = completion
+        return [int(request.id) for request, completion in finished if completion.finish_reason == "abort"]
+
+    for kind, size, number in events:
+        if kind == "submit":
+            rng = random.Random(size)  # equal sizes give equal prompts
+            asked.append(([rng.randrange(6, 100) for _ in range(size)],
+                          SamplingParams(max_new_tokens=number, seed=len(asked), temperature=number % 2)))
+            submit(len(asked) - 1)
+        elif kind == "step":
+            for _ in range(number):
+                collect(engine.step())
+        else:
+            for index in collect(engine.abort(str(number % max(1, len(asked))))):
+                submit(index)
+    while engine.has_work:
+        collect(engine.step())
+    for index, expected in enumerate(run(reference, asked)):
+        assert_equal(expected, so_far[str(index)])
+    assert isinstance(engine, EmbeddedEngine) and engine.running() == 0 and engine.cache.rows == 0
+
+
+def test_equal_prompts_share_one_prefill(both: tuple[ReferenceEngine, Core]) -> None:
+    engine = both[1]
+    before = engine.prefilled_tokens
+    run(engine, [([11, 12, 13, 14], SamplingParams(max_new_tokens=4, seed=seed)) for seed in range(4)])
+    assert engine.prefilled_tokens - before == 4
+
+
+def test_the_cache_is_bounded_and_the_rest_waits(tmp_path: Path) -> None:
+    path = folder_with(tmp_path)
+    bytes_per_token = 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, dim, float32
+    gib = 3 * 128 * bytes_per_token / 2**30
+    engine = EmbeddedEngine(load_model(str(path), "float32", CPU), load_tokenizer(str(path)), cache_gib=gib)
+    assert engine.cache.bytes_per_token == bytes_per_token
+    for index in range(8):
+        params = SamplingParams(max_new_tokens=50, stop_token_ids=())
+        engine.submit(Request(id=str(index), input_ids=[7 + index], params=params))
+    most = 0
+    while engine.has_work:
+        engine.step()
+        most = max(most, engine.running())
+        held = sum(tensor.numel() * tensor.element_size() for tensor in engine.cache.keys + engine.cache.values)
+        assert held <= engine.cache.budget
+    assert most == 3
+    with pytest.raises(EngineError, match=r"240 tokens \(prompt 3, max_new_tokens 237\).*inference\.cache_gib"):
+        params = SamplingParams(max_new_tokens=237)
+        tight = EmbeddedEngine(load_model(str(path), "float32", CPU), None, cache_gib=gib / 3)
+        tight.submit(Request(id="", input_ids=[7, 8, 9], params=params))
+
+
+def test_ends_where_the_context_ends(both: tuple[ReferenceEngine, Core]) -> None:
+    asked: Asked = [([7] * 250, SamplingParams(max_new_tokens=50, stop_token_ids=()))]
+    for engine in both:
+        [completion] = run(engine, asked)
+        assert len(completion.output_ids) == 6 and completion.finish_reason == "length"
+        with pytest.raises(EngineError, match=r"256 tokens.*256"):
+            engine.submit(Request(id="", input_ids=[7] * 256, params=SamplingParams()))
+
+
+def test_stop_ids_stop_strings_and_min_new_tokens(both: tuple[ReferenceEngine, Core]) -> None:
+    engine = both[1]
+    [free] = run(engine, [([7, 8], SamplingParams(max_new_tokens=30, seed=5, stop_token_ids=()))])
+    text = engine.tokenizer.decode(free.output_ids)
+    stop = text[4:6]
+    ends = text.index(stop) + 2
+    [stopped] = run(engine, [([7, 8], SamplingParams(max_new_tokens=30, seed=5, stop_token_ids=(), stop=(stop,)))])
+    assert stopped.output_ids == free.output_ids[:ends] and (stopped.finish_reason, stopped.matched) == ("stop", stop)
+    token = free.output_ids[3]
+    [by_id] = run(engine, [([7, 8], SamplingParams(max_new_tokens=30, seed=5, stop_token_ids=(token,)))])
+    assert by_id.output_ids == free.output_ids[: free.output_ids.index(token) + 1] and by_id.matched == token
+    params = SamplingParams(max_new_tokens=30, min_new_tokens=20, seed=5, stop_token_ids=(token,))
+    [late] = run(engine, [([7, 8], params)])
+    assert token not in late.output_ids[:20]
+
+
+def test_a_stop_string_across_an_abort(both: tuple[ReferenceEngine, Core]) -> None:
+    engine = both[1]
+    [free] = run(engine, [([7, 8], SamplingParams(max_new_tokens=30, seed=5, stop_token_ids=()))])
+    text = engine.tokenizer.decode(free.output_ids)
+    stop = text[4:7]
+
+    async def scenario() -> Completion:
+        local = LocalEngine(engine)
+        params = SamplingParams(max_new_tokens=30, seed=5, stop_token_ids=(), stop=(stop,))
+        request = asyncio.ensure_future(generate_through_aborts(local, [7, 8], params))
+        for _ in range(7):  # one to submit, then a step each
+            await asyncio.sleep(0)
+        assert engine.running() == 1
+        await local.abort()
+        return await request
+
+    completion = asyncio.run(scenario())
+    assert completion.output_ids == free.output_ids[: text.index(stop) + 3] and completion.matched == stop
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_many_through_aborts_and_loads_equal_the_reference(tmp_path: Path, threaded: bool) -> None:
+    reference, core = engines(folder_with(tmp_path, scale=0.25), max_running=4)
+    asked = various(3, 24)
+    ref = WeightRef(version=1, path=str(tmp_path), digest="", probe_ids=[7, 8, 9, 10],
+                    probe_logprob=reference.score([7, 8, 9, 10]))
+
+    async def scenario() -> list[Completion]:
+        engine = LocalEngine(core, threaded=threaded)
+        requests = [asyncio.ensure_future(generate_through_aborts(engine, ids, params)) for ids, params in asked]
+        for version in range(1, 6):
+            await asyncio.sleep(0.02)
+            await engine.load_weights(replace(ref, version=version))
+        completions = await asyncio.gather(*requests)
+        await engine.close()
+        return completions
+
+    found = asyncio.run(scenario())
+    for expected, completion in zip(run(reference, asked), found, strict=True):
+        assert_equal(expected, completion)
+        assert completion.versions == sorted(completion.versions)
+    assert len({version for completion in found for version in completion.versions}) > 1
+
+
+def test_loads_weights_in_place_and_checks_the_probe(tmp_path: Path) -> None:
+    first, second = folder_with(tmp_path / "first"), folder_with(tmp_path / "second", seed=1)
+    _, engine = engines(first)
+    reference, _ = engines(second)
+    probe = [7, 8, 9, 10, 11]
+    right = WeightRef(version=3, path=str(second), digest="", probe_ids=probe, probe_logprob=reference.score(probe))
+    with pytest.raises(EngineError, match=r"version 3 .*logprob .*tolerance 0\.001, float32"):
+        engine.load_weights(replace(right, path=str(first)))
+    with pytest.raises(EngineError, match="serves nothing"):
+        engine.submit(Request(id="", input_ids=[7], params=SamplingParams()))
+    engine.load_weights(right)
+    assert engine.version == 3
+    asked = various(1, 4)
+    for expected, found in zip(run(reference, asked), run(engine, asked), strict=True):
+        assert_equal(expected, found)
+        assert set(found.versions) == {3}
+
+
+def test_refuses_weights_that_are_not_this_models(tmp_path: Path) -> None:
+    path = folder_with(tmp_path / "model")
+    _, engine = engines(path)
+    tensors = load_file(path / "model.safetensors")
+    assert "lm_head.weight" not in tensors  # tied
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    norm = "model.norm.weight"
+    for change, words in [
+        ({norm: None}, f"missing 1: {norm}"),
+        ({"extra": torch.zeros(1)}, "unknown 1: extra"),
+        ({norm: torch.zeros(3)}, f"another shape 1: {norm} \\[3\\] \\(expected \\[32\\]\\)"),
+    ]:
+        kept = {name: tensor for name, tensor in {**tensors, **change}.items() if tensor is not None}
+        save_file(kept, broken / "model.safetensors")
+        with pytest.raises(EngineError, match=words):
+            engine.load_weights(WeightRef(version=1, path=str(broken), digest=""))
+    (broken / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:1000])
+    with pytest.raises(EngineError, match=str(broken)):
+        engine.load_weights(WeightRef(version=1, path=str(broken), digest=""))
+    with pytest.raises(EngineError, match=r"no \*\.safetensors"):
+        engine.load_weights(WeightRef(version=1, path=str(tmp_path), digest=""))
+    engine.load_weights(WeightRef(version=2, path=str(path), digest=""))
+
+
+def test_bfloat16(tmp_path: Path) -> None:
+    path = folder_with(tmp_path, scale=0.1)
+    tokenizer = load_tokenizer(str(path))
+    reference = ReferenceEngine(load_model(str(path), "bfloat16", CPU), tokenizer)
+    engine = build_engine(load_model(str(path), "bfloat16", CPU), tokenizer)
+    [completion] = run(engine, [([7, 8, 9], SamplingParams(max_new_tokens=20, stop_token_ids=()))])
+    ids = [7, 8, 9]
+    for token, logprob in zip(completion.output_ids, completion.logprobs, strict=True):
+        ids.append(token)
+        assert logprob == pytest.approx(reference.score(ids), abs=0.1)
