@@ -42,8 +42,10 @@ def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any], 
     label = f"{function.__module__}.{function.__qualname__}"
     for argument in arguments:
         if argument not in names and not takes_any:
-            raise ConfigError(f"{field}.{argument}: {label} takes no argument {argument!r}; "
-                              f"it takes {', '.join(names) or 'none'}.{_nearest(argument, names)}")
+            raise ConfigError(
+                f"{field}.{argument}: {label} takes no argument {argument!r}; "
+                f"it takes {', '.join(names) or 'none'}.{_nearest(argument, names)}"
+            )
     for parameter in named:
         if parameter.default is parameter.empty and parameter.name not in arguments:
             raise ConfigError(f"{field}: {label} needs the argument {parameter.name!r}; set {field}.{parameter.name}.")
@@ -58,12 +60,15 @@ def _import(module_name: str, path: str, field: str) -> Any:
             raise  # the module is there; something that it imports is not
     parent, _, last = missing.rpartition(".")
     if parent and not hasattr(sys.modules[parent], "__path__"):
-        raise ConfigError(f"{field}={path}: {parent} is a module, not a package, so it holds no module "
-                          f"{last!r}.") from None
+        raise ConfigError(
+            f"{field}={path}: {parent} is a module, not a package, so it holds no module {last!r}."
+        ) from None
     folders = list(sys.modules[parent].__path__) if parent else [str(Path.cwd())]
     siblings = [found.name for found in pkgutil.iter_modules(folders)]
-    raise ConfigError(f"{field}={path}: there is no module {missing!r} in {', '.join(folders)} or in what is "
-                      f"installed.{_nearest(last, siblings)}") from None
+    raise ConfigError(
+        f"{field}={path}: there is no module {missing!r} in {', '.join(folders)} or in what is "
+        f"installed.{_nearest(last, siblings)}"
+    ) from None
 
 
 def _nearest(name: str, names: Iterable[str]) -> str:

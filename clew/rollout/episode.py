@@ -113,12 +113,15 @@ async def _reward_of(workflow: Workflow, session: Session, data: dict[str, Any],
     except TimeoutError:
         if not limit.expired():
             raise  # the workflow's own
-        raise EpisodeError(f"{name} was cancelled after {timeout_s:g} s (rollout.episode_timeout_s), having had "
-                           f"{len(session.interactions)} responses of the model.") from None
+        raise EpisodeError(
+            f"{name} was cancelled after {timeout_s:g} s (rollout.episode_timeout_s), having had "
+            f"{len(session.interactions)} responses of the model."
+        ) from None
     reward = checked(returned, name)
     if not session.interactions:
-        raise EpisodeError(f"{name} returned {returned!r} without a call of engine.generate, so there is nothing to "
-                           f"train on.")
+        raise EpisodeError(
+            f"{name} returned {returned!r} without a call of engine.generate, so there is nothing to train on."
+        )
     return reward
 
 

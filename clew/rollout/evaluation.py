@@ -56,8 +56,10 @@ def summarize(prompts: SequenceABC[SequenceABC[Episode]], *, n_samples: int, sec
     names = sorted({name for episode in flat for name in episode.sequences[0].rewards})
     summary |= {
         "reward": _mean([episode.reward for episode in flat]),
-        "rewards": {name: _mean([e.sequences[0].rewards[name] for e in flat if name in e.sequences[0].rewards])
-                    for name in names},
+        "rewards": {
+            name: _mean([e.sequences[0].rewards[name] for e in flat if name in e.sequences[0].rewards])
+            for name in names
+        },
         "length": _mean([episode.tokens for episode in flat]),
         "truncated": _mean([episode.sequences[-1].finish_reason == "length" for episode in flat]),
         "prompts": len(prompts),

@@ -41,10 +41,12 @@ class FailureWatch:
         kind, count = kinds.most_common(1)[0]
         example = next(each for each in failed if _kind(each) == kind)
         others = f", and {len(kinds) - 1} other kinds of error" if len(kinds) > 1 else ""
-        return (f"{len(failed)} of the last {len(self._window)} episodes failed; rollout.max_failed_share "
-                f"({self._max_share:g}) allows {int(self._max_share * (self._window.maxlen or 1))} of "
-                f"{self._window.maxlen}. The commonest error ({count} times{others}):\n\n{example.rstrip()}\n\n"
-                f"Each failed episode is on record in {self._where}.")
+        return (
+            f"{len(failed)} of the last {len(self._window)} episodes failed; rollout.max_failed_share "
+            f"({self._max_share:g}) allows {int(self._max_share * (self._window.maxlen or 1))} of "
+            f"{self._window.maxlen}. The commonest error ({count} times{others}):\n\n{example.rstrip()}\n\n"
+            f"Each failed episode is on record in {self._where}."
+        )
 
 
 def _kind(error: str) -> str:

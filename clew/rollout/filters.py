@@ -36,7 +36,9 @@ class EqualRewards:
 
     def _message(self, count: int) -> str:
         which = ", ".join(f"{number} groups all {reward:g}" for reward, number in self._in_a_row.most_common(3))
-        return (f"rollout.drop_equal_rewards rejected the last {count} groups, one after the other ({which}): no batch "
-                f"comes together. The task is too hard or too easy for this model, or the reward does not tell answers "
-                f"apart; rejected/ holds the episodes. A higher sampling.temperature, more rollout.n_samples or other "
-                f"prompts may help.")
+        return (
+            f"rollout.drop_equal_rewards rejected the last {count} groups, one after the other ({which}): no batch "
+            f"comes together. The task is too hard or too easy for this model, or the reward does not tell answers "
+            f"apart; rejected/ holds the episodes. A higher sampling.temperature, more rollout.n_samples or other "
+            f"prompts may help."
+        )

@@ -49,11 +49,14 @@ class RewardPool:
                     kind, answer = await worker.call((completion, data))
             kept = True
         except TimeoutError:
-            raise EpisodeError(f"reward {self.path} timed out after {self.timeout_s:g} s (rollout.reward_timeout_s); "
-                               f"its worker was killed and replaced.") from None
+            raise EpisodeError(
+                f"reward {self.path} timed out after {self.timeout_s:g} s (rollout.reward_timeout_s); "
+                f"its worker was killed and replaced."
+            ) from None
         except EOFError:
-            raise EpisodeError(f"the process that computed reward {self.path} died ({worker.how_it_ended()}); "
-                               f"it was replaced.") from None
+            raise EpisodeError(
+                f"the process that computed reward {self.path} died ({worker.how_it_ended()}); it was replaced."
+            ) from None
         finally:  # also when the episode is cancelled: a busy worker is of no use to the next one
             self._give_back(worker if kept else self._replace(worker))
         if kind == "failed":
@@ -72,8 +75,11 @@ class RewardPool:
         else:
             turn: asyncio.Future[_Worker] = asyncio.get_running_loop().create_future()
             self._queue.append(turn)
-            with waiting("a free reward worker", unblocks="the reward function",
-                         numbers=lambda: f"{len(self._workers)} busy, {len(self._queue)} calls in the queue"):
+            with waiting(
+                "a free reward worker",
+                unblocks="the reward function",
+                numbers=lambda: f"{len(self._workers)} busy, {len(self._queue)} calls in the queue",
+            ):
                 try:
                     worker = await turn
                 except asyncio.CancelledError:
@@ -82,12 +88,17 @@ class RewardPool:
                     raise
         while not worker.ready:
             try:
-                with waiting("a reward worker to start", unblocks="the import of the reward's module",
-                             numbers=lambda: f"{self.path} in pid {worker.pid}"):
+                with waiting(
+                    "a reward worker to start",
+                    unblocks="the import of the reward's module",
+                    numbers=lambda: f"{self.path} in pid {worker.pid}",
+                ):
                     await worker.start()
             except EOFError:
-                raise ConfigError(f"a process could not import rollout.reward={self.path}: it ended at once "
-                                  f"({worker.how_it_ended()}).") from None
+                raise ConfigError(
+                    f"a process could not import rollout.reward={self.path}: it ended at once "
+                    f"({worker.how_it_ended()})."
+                ) from None
             except asyncio.CancelledError:
                 self._give_back(self._replace(worker))
                 raise

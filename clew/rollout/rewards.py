@@ -28,9 +28,11 @@ class RewardFunction:
         self.prompt_column = prompt_column
         self._function = dotted.load(path, "rollout.reward")
         if inspect.isclass(self._function) or not callable(self._function):
-            raise ConfigError(f"rollout.reward={path} is {type(self._function).__name__} "
-                              f"{getattr(self._function, '__name__', '')!r}; expected a function "
-                              f"(completion, data) -> number.")
+            raise ConfigError(
+                f"rollout.reward={path} is {type(self._function).__name__} "
+                f"{getattr(self._function, '__name__', '')!r}; expected a function "
+                f"(completion, data) -> number."
+            )
         self._parameters = inspect.signature(self._function).parameters
         self.trl = "completions" in self._parameters
         self.is_async = inspect.iscoroutinefunction(self._function)
@@ -38,9 +40,11 @@ class RewardFunction:
             try:
                 inspect.signature(self._function).bind("", {})
             except TypeError as error:
-                raise ConfigError(f"rollout.reward={path} cannot be called as (completion, data): {error}. Expected "
-                                  f"def {path.rpartition('.')[2]}(completion: str, data: dict) -> float, or TRL's "
-                                  f"(prompts, completions, **columns) -> list.") from None
+                raise ConfigError(
+                    f"rollout.reward={path} cannot be called as (completion, data): {error}. Expected "
+                    f"def {path.rpartition('.')[2]}(completion: str, data: dict) -> float, or TRL's "
+                    f"(prompts, completions, **columns) -> list."
+                ) from None
 
     def __call__(self, completion: str, data: dict[str, Any]) -> Reward:
         """Call a plain function. Raises EpisodeError when it returns no number; its own exceptions pass."""
@@ -66,8 +70,10 @@ class RewardFunction:
         what = f"reward {self.path}"
         if self.trl:
             if not isinstance(value, (list, tuple)) or len(value) != 1:
-                raise EpisodeError(f"{what} returned {shortened(value)}; expected a list with one number a completion, "
-                                   f"here 1. The data row: {shortened(data, 400)}")
+                raise EpisodeError(
+                    f"{what} returned {shortened(value)}; expected a list with one number a completion, "
+                    f"here 1. The data row: {shortened(data, 400)}"
+                )
             value = value[0]
         return checked(value, what, f" The data row: {shortened(data, 400)}")
 
@@ -106,5 +112,7 @@ def _number(value: Any, returned: str, where: str) -> float:
             plain = None
     if isinstance(plain, numbers.Real) and math.isfinite(plain):
         return float(plain)
-    raise EpisodeError(f"{returned} {shortened(value)} ({type(value).__name__}); expected a finite number or a dict of "
-                       f"named finite numbers.{where}")
+    raise EpisodeError(
+        f"{returned} {shortened(value)} ({type(value).__name__}); expected a finite number or a dict of "
+        f"named finite numbers.{where}"
+    )

@@ -302,8 +302,10 @@ class RolloutRunner:
         for sequence in sequences:
             others = set(sequence.versions[sequence.loss_mask].tolist()) - {version}
             if others:
-                raise RolloutError(f"the evaluation of version {version} has tokens by version {min(others)} "
-                                   f"({sequence.id}): an inference server loaded other weights meanwhile.")
+                raise RolloutError(
+                    f"the evaluation of version {version} has tokens by version {min(others)} "
+                    f"({sequence.id}): an inference server loaded other weights meanwhile."
+                )
         for episodes in prompts:
             for episode in episodes:
                 watch.add(episode.error)
@@ -330,9 +332,11 @@ class RolloutRunner:
         rollout = self._config.rollout
         free = (rollout.max_lag + 1) * rollout.batch_groups - self._waiting - len(self._running)
         admission = "closed" if free <= 0 else "open"
-        return (f"admission {admission}: {self._waiting} waiting, {len(self._running)} running, "
-                f"lag limit {rollout.max_lag} at version {self._version}; "
-                f"{self._counts['groups_rejected']} rejected so far")
+        return (
+            f"admission {admission}: {self._waiting} waiting, {len(self._running)} running, "
+            f"lag limit {rollout.max_lag} at version {self._version}; "
+            f"{self._counts['groups_rejected']} rejected so far"
+        )
 
     async def _something_changes(self) -> None:
         """Return when a group or an evaluation is finished, or the inbox has changed."""

@@ -95,8 +95,10 @@ class Session:
         """What the function rollout.reward gives this text. Raises EpisodeError: it raised, hung, or returned no
         finite number; ConfigError when there is none."""
         if self._resources.reward is None:
-            raise ConfigError("the workflow asks for a reward, and rollout.reward is not set. Name a function "
-                              "(completion, data) -> number by its dotted path: rollout.reward=my_module.my_reward.")
+            raise ConfigError(
+                "the workflow asks for a reward, and rollout.reward is not set. Name a function "
+                "(completion, data) -> number by its dotted path: rollout.reward=my_module.my_reward."
+            )
         return await self._resources.reward(completion, data)
 
     def _params(self, overrides: dict[str, Any], seed: int) -> SamplingParams:

@@ -20,11 +20,15 @@ def refuse_impossible(config: Config, n_rows: int) -> None:
     """Raise ConfigError or DataError when no batch can ever be formed."""
     rollout = config.rollout
     if rollout.n_samples < 2:
-        raise ConfigError("rollout.n_samples is 1: rewards are compared within a group, and a single episode has "
-                          "nothing to be compared with. Use at least 2.")
+        raise ConfigError(
+            "rollout.n_samples is 1: rewards are compared within a group, and a single episode has "
+            "nothing to be compared with. Use at least 2."
+        )
     if n_rows < rollout.batch_groups:
-        raise DataError(f"rollout.batch_groups is {rollout.batch_groups}, and {config.data.path} has {n_rows} rows: a "
-                        f"batch would hold a prompt twice. Use rollout.batch_groups={n_rows}, or more data.")
+        raise DataError(
+            f"rollout.batch_groups is {rollout.batch_groups}, and {config.data.path} has {n_rows} rows: a "
+            f"batch would hold a prompt twice. Use rollout.batch_groups={n_rows}, or more data."
+        )
 
 
 def load_workflow(config: Config) -> Workflow:
@@ -32,8 +36,10 @@ def load_workflow(config: Config) -> Workflow:
     path = config.rollout.workflow
     cls = dotted.load(path, "rollout.workflow")
     if not isinstance(cls, type) or not inspect.iscoroutinefunction(getattr(cls, "run_episode", None)):
-        raise ConfigError(f"rollout.workflow={path} is no workflow; expected a class with "
-                          f"`async def run_episode(self, engine, data)`.")
+        raise ConfigError(
+            f"rollout.workflow={path} is no workflow; expected a class with "
+            f"`async def run_episode(self, engine, data)`."
+        )
     dotted.check_arguments(cls, config.rollout.workflow_kwargs, "rollout.workflow_kwargs")
     return cls(**config.rollout.workflow_kwargs)  # pyright: ignore[reportReturnType]
 
@@ -69,7 +75,8 @@ def _limited(function: RewardFunction, timeout_s: float) -> Callable[[str, dict[
         except TimeoutError:
             if not limit.expired():
                 raise  # the function's own
-            raise EpisodeError(f"reward {function.path} timed out after {timeout_s:g} s "
-                               f"(rollout.reward_timeout_s).") from None
+            raise EpisodeError(
+                f"reward {function.path} timed out after {timeout_s:g} s (rollout.reward_timeout_s)."
+            ) from None
 
     return limited

@@ -40,8 +40,10 @@ class SingleTurn:
             return [{"role": "user", "content": prompt}] if self.chat else prompt
         if isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt):
             return prompt
-        raise EpisodeError(f"the column {engine.prompt_column!r} holds {type(prompt).__name__}; expected text or a "
-                           f"list of chat messages.")
+        raise EpisodeError(
+            f"the column {engine.prompt_column!r} holds {type(prompt).__name__}; expected text or a "
+            f"list of chat messages."
+        )
 
     def tokens_of(self, engine: Session, prompt: str | list[dict[str, Any]]) -> list[int]:
         """The tokens that the model is to continue."""
@@ -52,8 +54,10 @@ class SingleTurn:
     def render(self, engine: Session, messages: list[dict[str, Any]]) -> str:
         """The messages as the template writes them, up to where the model begins."""
         if engine.tokenizer.chat_template is None:
-            raise EpisodeError("the prompt is a list of chat messages, and the model's tokenizer has no chat template. "
-                               "Use a model with one, or a column of plain text.")
+            raise EpisodeError(
+                "the prompt is a list of chat messages, and the model's tokenizer has no chat template. "
+                "Use a model with one, or a column of plain text."
+            )
         options: dict[str, Any] = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
         return str(
             engine.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **options)
@@ -117,8 +121,10 @@ class MultiTurnRetry(SingleTurn):
         marked = self.with_feedback(prompt, _MARKER)
         _, found, after = self.render(engine, marked).rpartition(_MARKER)
         if not found:
-            raise EpisodeError("the chat template leaves the model's answer out of the conversation, so MultiTurnRetry "
-                               "cannot tell how a turn ends.")
+            raise EpisodeError(
+                "the chat template leaves the model's answer out of the conversation, so MultiTurnRetry "
+                "cannot tell how a turn ends."
+            )
         suffix = _tokens(engine, after, special=False)
         return suffix[1:] if suffix[0] == last_token else suffix
 

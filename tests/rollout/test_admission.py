@@ -70,8 +70,13 @@ def test_whatever_happens_lag_is_bounded_and_nothing_is_lost_or_used_twice(
     for _ in range(50_000):
         event = draw.random()
         if event < 0.3:  # rollout looks: groups that a committed step names leave once its successor is published
-            new = may_start(waiting=len(inbox), running=len(running), max_lag=max_lag, batch_groups=batch_groups,
-                            remaining=(steps - published) * batch_groups)
+            new = may_start(
+                waiting=len(inbox),
+                running=len(running),
+                max_lag=max_lag,
+                batch_groups=batch_groups,
+                remaining=(steps - published) * batch_groups,
+            )
             for _ in range(new):
                 running[unsettled.pop(0) if unsettled else next_number] = published
                 next_number = max(next_number, max(running) + 1)
@@ -89,8 +94,14 @@ def test_whatever_happens_lag_is_bounded_and_nothing_is_lost_or_used_twice(
             break
         elif batch is None:
             finished = {str(g).zfill(6): v for g, v in inbox.items() if g not in committed}
-            choice = choose_batch(step=step, finished=finished, max_lag=max_lag, late=late, batch_groups=batch_groups,
-                                  running={str(g).zfill(6): v for g, v in running.items()})
+            choice = choose_batch(
+                step=step,
+                finished=finished,
+                max_lag=max_lag,
+                late=late,
+                batch_groups=batch_groups,
+                running={str(g).zfill(6): v for g, v in running.items()},
+            )
             batch = [int(g) for g in choice.groups] or None
         elif step == published and draw.random() < 0.5:
             for group in batch:

@@ -42,8 +42,23 @@ def test_scalars_are_numbers(value):
     assert reward("returns_column")("", {"returns": value}) in (1.0, 3.0)
 
 
-@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "'0.5'", "None", "[1.0]", "{}", "{'a': nan}", "{1: 2}",
-                                   "np.array([1.0, 2.0])", "1j", "np.float64('nan')"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        "nan",
+        "inf",
+        "-inf",
+        "'0.5'",
+        "None",
+        "[1.0]",
+        "{}",
+        "{'a': nan}",
+        "{1: 2}",
+        "np.array([1.0, 2.0])",
+        "1j",
+        "np.float64('nan')",
+    ],
+)
 def test_what_is_no_finite_number_is_an_error_that_names_function_value_and_row(value):
     with pytest.raises(EpisodeError) as raised:
         reward("returns_column")("", {"returns": value, "id": "row 17"})

@@ -153,8 +153,11 @@ def test_admission_is_corrected_when_a_version_is_published_meanwhile(tmp_path):
 
 
 def test_one_episode_in_a_hundred_fails_and_the_run_goes_on(tmp_path):
-    config = config_for(tmp_path, rollout={"workflow": f"{CODE}.Faulty", "workflow_kwargs": {"every": 20},
-                                           "n_samples": 4}, training={"steps": 8})
+    config = config_for(
+        tmp_path,
+        rollout={"workflow": f"{CODE}.Faulty", "workflow_kwargs": {"every": 20}, "n_samples": 4},
+        training={"steps": 8},
+    )
     drive(tmp_path, config, Scripted(), range(9))
     run = RunDirectory(config.run_path)
     failed = rejected(run)
@@ -167,8 +170,11 @@ def test_one_episode_in_a_hundred_fails_and_the_run_goes_on(tmp_path):
 
 @pytest.mark.parametrize(("every", "counts"), [(2, "13 of the last 2[4-6]"), (1, "13 of the last 13")])
 def test_when_too_many_fail_the_run_stops_with_the_commonest_error(tmp_path, every, counts):
-    config = config_for(tmp_path, rollout={"workflow": f"{CODE}.Faulty", "workflow_kwargs": {"every": every},
-                                           "n_samples": 6}, training={"steps": 20})
+    config = config_for(
+        tmp_path,
+        rollout={"workflow": f"{CODE}.Faulty", "workflow_kwargs": {"every": every}, "n_samples": 6},
+        training={"steps": 20},
+    )
     with pytest.raises(RolloutError, match=counts) as raised:
         drive(tmp_path, config, Scripted(), range(21))
     message = str(raised.value)
@@ -177,8 +183,16 @@ def test_when_too_many_fail_the_run_stops_with_the_commonest_error(tmp_path, eve
 
 
 def test_hopeless_runs_stop_whatever_share_is_allowed(tmp_path):
-    config = config_for(tmp_path, rollout={"workflow": f"{CODE}.Faulty", "workflow_kwargs": {"every": 1},
-                                           "max_failed_share": 1.0, "n_samples": 4}, training={"steps": 20})
+    config = config_for(
+        tmp_path,
+        rollout={
+            "workflow": f"{CODE}.Faulty",
+            "workflow_kwargs": {"every": 1},
+            "max_failed_share": 1.0,
+            "n_samples": 4,
+        },
+        training={"steps": 20},
+    )
     with pytest.raises(RolloutError, match="16 of the last 16 episodes failed"):
         drive(tmp_path, config, Scripted(), range(21))
 
@@ -241,8 +255,11 @@ def test_an_episode_that_never_returns_is_cancelled_and_recorded(tmp_path):
 
 @pytest.mark.parametrize("name", ["sleeps", "stuck_in_c"])
 def test_a_reward_that_never_returns_is_an_error_and_never_a_zero(tmp_path, name):
-    config = config_for(tmp_path, rollout={"reward": f"{CODE}.{name}", "reward_timeout_s": 0.2, "batch_groups": 2,
-                                           "max_failed_share": 0.1}, **LOCAL)
+    config = config_for(
+        tmp_path,
+        rollout={"reward": f"{CODE}.{name}", "reward_timeout_s": 0.2, "batch_groups": 2, "max_failed_share": 0.1},
+        **LOCAL,
+    )
     with pytest.raises(RolloutError, match=r"timed out after 0.2 s \(rollout.reward_timeout_s\)"):
         in_process_mode(tmp_path, config, lambda run: False)
     assert RunDirectory(config.run_path).inbox.names() == set()
@@ -279,7 +296,8 @@ def test_the_process_ends_by_itself_after_the_last_step_and_says_what_it_waits_f
                 await asyncio.sleep(0.3)
                 closed = [wait for wait in current_waits() if wait.what == "admission"]
                 assert closed and closed[0].as_dict()["numbers"].startswith(
-                    f"admission closed: 3 waiting, 0 running, lag limit 0 at version {version}")
+                    f"admission closed: 3 waiting, 0 running, lag limit 0 at version {version}"
+                )
                 consume(run, version, sorted(run.inbox.names()))
 
     async def both():
@@ -322,8 +340,15 @@ def test_a_workflow_in_the_current_directory_is_found(tmp_path, monkeypatch):
 
 
 def test_groups_whose_rewards_are_all_equal_are_refilled(tmp_path):
-    config = config_for(tmp_path, rollout={"drop_equal_rewards": True, "n_samples": 3, "workflow": f"{CODE}.Faulty",
-                                           "workflow_kwargs": {"every": 1000}})
+    config = config_for(
+        tmp_path,
+        rollout={
+            "drop_equal_rewards": True,
+            "n_samples": 3,
+            "workflow": f"{CODE}.Faulty",
+            "workflow_kwargs": {"every": 1000},
+        },
+    )
     drive(tmp_path, config, Scripted(), range(5))
     run = RunDirectory(config.run_path)
     filtered = rejected(run)
@@ -336,8 +361,7 @@ def test_groups_whose_rewards_are_all_equal_are_refilled(tmp_path):
 
 
 def test_a_filter_that_rejects_everything_stops_the_run(tmp_path):
-    config = config_for(tmp_path, rollout={"drop_equal_rewards": True, "batch_groups": 1,
-                                           "reward": f"{CODE}.patient"})
+    config = config_for(tmp_path, rollout={"drop_equal_rewards": True, "batch_groups": 1, "reward": f"{CODE}.patient"})
     with pytest.raises(RolloutError, match=r"rejected the last 40 groups.*40 groups all 1"):
         drive(tmp_path, config, Scripted(), [0])
 
@@ -359,8 +383,11 @@ def test_evaluation_is_due_at_the_first_every_so_many_and_the_last(tmp_path):
 
 
 def test_evaluations_are_by_one_version_and_filed_with_their_summary(tmp_path):
-    config = config_for(tmp_path, eval={"path": "eval.jsonl", "every_steps": 3, "n_samples": 4, "temperature": 0.7},
-                        rollout={"workflow": f"{CODE}.Faulty", "workflow_kwargs": {"every": 1000}, "max_lag": 1})
+    config = config_for(
+        tmp_path,
+        eval={"path": "eval.jsonl", "every_steps": 3, "n_samples": 4, "temperature": 0.7},
+        rollout={"workflow": f"{CODE}.Faulty", "workflow_kwargs": {"every": 1000}, "max_lag": 1},
+    )
     engine = Scripted()
     drive(tmp_path, config, engine, range(5), eval_rows=ROWS[:2])
     run = RunDirectory(config.run_path)
@@ -371,7 +398,12 @@ def test_evaluations_are_by_one_version_and_filed_with_their_summary(tmp_path):
     assert summary["prompts"] == 2 and summary["episodes"] == 8 and summary["failed"] == 0
     table = record_rows.from_table(record_rows.read_table(run.evals / "version-000003.parquet"))
     assert [row.episode_id for row in table[:5]] == [
-        "v000003.g000000.e0", "v000003.g000000.e1", "v000003.g000000.e2", "v000003.g000000.e3", "v000003.g000001.e0"]
+        "v000003.g000000.e0",
+        "v000003.g000000.e1",
+        "v000003.g000000.e2",
+        "v000003.g000000.e3",
+        "v000003.g000001.e0",
+    ]
     assert {int(version) for row in table for version in row.versions[row.loss_mask]} == {3}
     assert summary["pass@1"] == pytest.approx(sum(row.reward > 0.5 for row in table) / 8) == summary["reward"]
     temperatures = {params.temperature for name, _, params in engine.requests if name.startswith("v")}
@@ -392,9 +424,54 @@ def test_an_evaluation_by_two_versions_is_an_error(tmp_path):
 def test_two_inline_runs_are_equal(tmp_path):
     rows = []
     for trial in ("a", "b"):
-        config = config_for(tmp_path / trial, eval={"path": "eval.jsonl", "every_steps": 2},
-                            rollout={"workflow": "clew.rollout.workflows.MultiTurnRetry"})
+        config = config_for(
+            tmp_path / trial,
+            eval={"path": "eval.jsonl", "every_steps": 2},
+            rollout={"workflow": "clew.rollout.workflows.MultiTurnRetry"},
+        )
         drive(tmp_path / trial, config, Scripted(turns=5, abort_every=4), range(5), eval_rows=ROWS[:3])
         run = RunDirectory(config.run_path)
         rows.append([json.loads(line)["groups"] for line in run.steps.index_path.read_text().splitlines()])
     assert rows[0] == rows[1]
+
+
+def test_with_the_embedded_engine_two_inline_runs_are_equal_token_for_token(tmp_path):
+    """And every recorded logprob is that of the token, given exactly the tokens before it."""
+    import torch
+
+    from clew.inference.embedded import build_engine
+    from clew.inference.local import LocalEngine
+    from tests.models import tiny_model, tiny_tokenizer
+
+    tokenizer = tiny_tokenizer(tmp_path / "tokenizer")
+    runs = []
+    for trial in ("a", "b"):
+        config = config_for(
+            tmp_path / trial,
+            rollout={"workflow": "clew.rollout.workflows.MultiTurnRetry"},
+            training={"steps": 1},
+            sampling={"temperature": 0.8},
+        )
+        model = tiny_model(tmp_path / "model")
+        engine = LocalEngine(build_engine(model, tokenizer, max_running=8, cache_gib=0.05))
+        runner = runner_for(tmp_path / trial, config, engine)
+        run = RunDirectory(config.run_path)
+
+        async def go(runner=runner, run=run, engine=engine):
+            run.inbox.publish(0)
+            while len(run.inbox.names()) < 3:
+                assert await runner.advance()
+            await runner.close()
+            await engine.close()
+
+        asyncio.run(go())
+        runs.append([row for _, table in sorted(run.inbox.scan().items()) for row in record_rows.from_table(table)])
+    model = tiny_model(tmp_path / "model")
+    for first, second in zip(*runs, strict=True):
+        assert first.id == second.id and len(first.interactions) == 2
+        for name in ("input_ids", "loss_mask", "logprobs", "versions", "turn_ids", "temperatures"):
+            assert getattr(first, name).tobytes() == getattr(second, name).tobytes(), name
+        with torch.no_grad():
+            logits = model(torch.tensor(first.input_ids[None]).long()).logits[0, :-1] / 0.8
+        scored = logits.log_softmax(-1).gather(-1, torch.tensor(first.input_ids[1:, None]).long())[:, 0].numpy()
+        assert abs(scored - first.logprobs[1:])[first.loss_mask[1:]].max() < 1e-4

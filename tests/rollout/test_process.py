@@ -1,0 +1,176 @@
+"""`clew rollout` as a process, with the real server as a process: killed, restarted, asked to end."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from clew.config import dump
+from clew.record import rows as record_rows
+from clew.record.files import read_json
+from clew.record.run import RunDirectory
+from tests.models import tiny_model, tiny_tokenizer
+from tests.rollout.scripted import ROWS, config_for
+
+CODE = "tests.rollout.user_code"
+
+
+def prepare(tmp_path, **sections):
+    """A model, data and a configuration file. Returns the file and the run directory."""
+    tiny_model(tmp_path / "model")
+    tiny_tokenizer(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    sections["data"] = {"path": str(tmp_path / "rows.jsonl")} | sections.get("data", {})
+    sections["launch"] = {"mode": "local", "threads": 1}
+    config = config_for(tmp_path, **sections)
+    (tmp_path / "config.yaml").write_text(dump(config))
+    return tmp_path / "config.yaml", RunDirectory(config.run_path)
+
+
+class Processes:
+    """Starts commands of clew, and leaves none behind."""
+
+    def __init__(self, file):
+        self.file = file
+        self.started = []
+
+    def __call__(self, command, **variables):
+        log = self.file.with_name(f"{command}-{len(self.started)}.log").open("w")
+        with log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "clew", command, str(self.file)],
+                stdout=log,
+                stderr=log,
+                env=os.environ | {"CLEW_PARENT_PID": str(os.getpid())} | variables,
+            )
+        self.started.append(process)
+        return process
+
+    def logs(self):
+        return "\n".join(path.read_text() for path in sorted(self.file.parent.glob("*.log")))
+
+
+@pytest.fixture
+def start(tmp_path):
+    processes = Processes(tmp_path / "config.yaml")
+    yield processes
+    for process in processes.started:
+        process.kill()
+        process.wait()
+
+
+def until(condition, start, *processes, seconds=60.0):
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        for process in processes:
+            assert process.poll() is None, f"ended with {process.returncode}:\n{start.logs()}"
+        assert time.monotonic() < deadline, f"timed out:\n{start.logs()}"
+        time.sleep(0.02)
+    return found
+
+
+def rollout_status(run):
+    path = run.status / "rollout.json"
+    return read_json(path) if path.exists() else {"waits": [], "pid": None}
+
+
+def waits_for(run, what, process):
+    status = rollout_status(run)
+    return status["pid"] == process.pid and any(what in wait["what"] for wait in status["waits"])
+
+
+def take_batch(run, version, config_batch=3):
+    """What the trainer does: commit, publish, and remove the groups."""
+    groups = sorted(run.inbox.names())[:config_batch]
+    run.steps.commit(version, {"groups": groups, "versions": {}, "digests": {}})
+    run.inbox.publish(version + 1)
+    run.inbox.remove(groups)
+
+
+def test_rollout_survives_kills_of_itself_and_of_the_server_and_ends_with_the_run(tmp_path, start):
+    _, run = prepare(tmp_path, training={"steps": 3})
+    rollout = start("rollout")
+    until(lambda: waits_for(run, "the first weights", rollout), start, rollout)
+    run.inbox.publish(0)
+    until(lambda: waits_for(run, "an inference server", rollout), start, rollout)
+    server = start("serve")
+    until(lambda: len(run.inbox.names()) == 3, start, rollout, server)
+    for table in run.inbox.scan().values():
+        for row in record_rows.from_table(table):
+            assert set(row.versions[row.loss_mask].tolist()) == {0} and (row.logprobs[row.loss_mask] < 0).all()
+
+    server.kill()  # and back at another port, with the groups of version 1 waiting for it
+    server.wait()
+    take_batch(run, 0)
+    until(lambda: waits_for(run, "an inference server", rollout), start, rollout)
+    server = start("serve")
+    until(lambda: len(run.inbox.names()) == 3, start, rollout, server)
+
+    server.send_signal(signal.SIGSTOP)
+    take_batch(run, 1)
+    until(lambda: len(run.inbox.running()) == 3, start, rollout)
+    rollout.kill()
+    rollout.wait()
+    server.send_signal(signal.SIGCONT)
+    rollout = start("rollout")
+    until(lambda: len(run.inbox.names()) == 3, start, rollout, server)
+    take_batch(run, 2)
+    assert rollout.wait(20) == 0, start.logs()
+    assert run.steps.consumed() == {f"g{number:06d}" for number in range(9)}
+    assert rollout_status(run)["doing"] == "ended"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_within_two_seconds_with_its_stuck_reward_workers(tmp_path, start, number):
+    _, run = prepare(tmp_path, rollout={"reward": f"{CODE}.stuck_in_c", "reward_workers": 2}, data={})
+    run.inbox.publish(0)
+    server, rollout = start("serve"), start("rollout")
+    until(lambda: waits_for(run, "reward", rollout), start, server, rollout)
+    workers = psutil.Process(rollout.pid).children()
+    assert len(workers) == 2
+    began = time.monotonic()
+    rollout.send_signal(number)
+    assert rollout.wait(10) == 128 + number, start.logs()
+    assert time.monotonic() - began < 2.0
+    psutil.wait_procs(workers, timeout=1)
+    assert not any(worker.is_running() for worker in workers)
+    assert run.inbox.names() == set() and run.rejected_groups() == set()
+
+
+def test_the_server_may_be_named_by_the_environment(tmp_path, start):
+    _, run = prepare(tmp_path)
+    server = start("serve")
+    (entry,) = until(lambda: [each for each in run.servers() if each.ready], start, server)
+    run.remove_server(entry.name)
+    run.inbox.publish(0)
+    rollout = start("rollout", CLEW_LLM_SERVER_ADDRS=entry.address)
+    until(lambda: len(run.inbox.names()) == 3, start, rollout, server)
+
+
+@pytest.mark.parametrize(("sections", "says"), [
+    ({"data": {"prompt": "question"}}, "has no column 'question'"),
+    ({"data": {"limit": 2}}, "rollout.batch_groups is 3"),
+    ({"rollout": {"workflow": "clew.rollout.workflows.SingleTurm"}}, "Did you mean 'SingleTurn'"),
+])  # fmt: skip
+def test_what_cannot_work_ends_it_at_once(tmp_path, start, sections, says):
+    prepare(tmp_path, **sections)
+    rollout = start("rollout")
+    assert rollout.wait(30) == 1
+    assert says in " ".join(start.logs().split()) and "Traceback" not in start.logs()
+
+
+def test_a_prompt_longer_than_the_context_is_a_failed_episode_that_says_so(tmp_path, start):
+    _, run = prepare(tmp_path, rollout={"reward": f"{CODE}.patient"})
+    long = [row | {"prompt": row["prompt"] * 200} for row in ROWS]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in long))
+    run.inbox.publish(0)
+    server, rollout = start("serve"), start("rollout")
+    assert rollout.wait(60) == 1, start.logs()
+    assert server.poll() is None
+    logs = " ".join(start.logs().split())
+    assert "episodes failed" in logs and "context" in logs and "256" in logs
