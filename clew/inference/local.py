@@ -14,9 +14,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from clew.config import Config
 from clew.errors import EngineError
 from clew.inference.core import Core, Finished, Request
+from clew.inference.embedded import build_engine
 from clew.inference.protocol import Completion, EngineUnreachable, SamplingParams
+from clew.models import load_model, load_tokenizer, pick_device
 from clew.record.weights import WeightRef
 from clew.waits import waiting
 
@@ -218,3 +223,17 @@ def _settle(future: asyncio.Future[Any], result: Any, error: EngineError | None)
         future.set_exception(error)
     else:
         future.set_result(result)
+
+
+def load_engine(config: Config) -> LocalEngine:
+    """The embedded engine (or the slow reference, for models that need it) on the configuration's model. A thread of
+    its own on CUDA, where the loop can talk to clients meanwhile. Raises ModelError."""
+    if config.launch.threads:
+        torch.set_num_threads(config.launch.threads)
+    device = pick_device(config.model.device)
+    tokenizer = load_tokenizer(config.model.path)
+    model = load_model(config.model.path, config.model.dtype, device)
+    core = build_engine(
+        model, tokenizer, max_running=config.inference.max_running, cache_gib=config.inference.cache_gib
+    )
+    return LocalEngine(core, threaded=device.type == "cuda" and config.launch.mode != "inline")

@@ -10,16 +10,13 @@ import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator
 
-import torch
 import uvicorn
 import uvloop
 
 from clew.config import Config
 from clew.errors import EngineError
 from clew.inference.app import Application
-from clew.inference.embedded import build_engine
-from clew.inference.local import LocalEngine
-from clew.models import load_model, load_tokenizer, pick_device
+from clew.inference.local import LocalEngine, load_engine
 from clew.record.run import RunDirectory, Server
 from clew.waits import Reporter
 
@@ -49,7 +46,7 @@ async def _serve(config: Config, run: RunDirectory, listener: socket.socket, rep
 
     reporter.set(doing=f"loading {config.model.path}", address=address)
     register(ready=False)
-    engine = _load(config)
+    engine = load_engine(config)
     await _load_newest(engine, run, reporter)
     application = Application(engine, config.model.path)
 
@@ -86,17 +83,6 @@ async def _load_newest(engine: LocalEngine, run: RunDirectory, reporter: Reporte
                 raise
 
 
-def _load(config: Config) -> LocalEngine:
-    if config.launch.threads:
-        torch.set_num_threads(config.launch.threads)
-    device = pick_device(config.model.device)
-    tokenizer = load_tokenizer(config.model.path)
-    model = load_model(config.model.path, config.model.dtype, device)
-    core = build_engine(model, tokenizer, max_running=config.inference.max_running,
-                        cache_gib=config.inference.cache_gib)
-    return LocalEngine(core, threaded=device.type == "cuda")
-
-
 class _Server(uvicorn.Server):
     """Calls back when it listens. Signals end it in `_end_on_signal`: uvicorn's own handler would raise them again,
     past all clean-up."""
@@ -125,7 +111,7 @@ async def _end_on_signal(server: uvicorn.Server, engine: LocalEngine) -> None:
 
 
 async def _describe(engine: LocalEngine, reporter: Reporter) -> None:
-    """Keep status/serve.json's facts fresh."""
+    """Keep status/server.json's facts fresh."""
     before = engine.core.generated_tokens
     while True:
         await asyncio.sleep(1.0)

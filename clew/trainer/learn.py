@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ def learn(config: Config, on_step: OnStep = lambda step, summary: None) -> None:
 def learn_inline(config: Config, on_step: OnStep) -> None:
     """Train with rollout and inference in this process, all user code on this thread, without time limits: so
     `breakpoint()` works in the agent, the reward and the loss. Repeats bit for bit with rollout.max_lag=0."""
-    from clew.inference.local import inline_engine
+    from clew.inference.local import load_engine
     from clew.rollout.process import inline_runner
 
     set_threads(config)
@@ -70,7 +71,10 @@ def learn_inline(config: Config, on_step: OnStep) -> None:
         stack.enter_context(run.hold("rollout"))
         reporter = stack.enter_context(Reporter(run.status, "trainer"))
         loop = stack.enter_context(closing(asyncio.new_event_loop()))
-        engine = inline_engine(config)
+        engine = load_engine(config)
+        newest = run.newest_weights()
+        if newest is not None and Path(newest.path).exists():  # an evaluation of that version may not be complete
+            loop.run_until_complete(engine.load_weights(newest))
         runner = inline_runner(config, run, engine)
 
         def pause() -> None:

@@ -36,18 +36,22 @@ class Source(Protocol):
 
 
 class Clock:
-    """Adds up the seconds of a step by what they went into."""
+    """Adds up the seconds of a step by what they went into; what is timed within something is not timed twice."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self._within = 0.0
 
     @contextmanager
     def __call__(self, what: str) -> Iterator[None]:
+        before, self._within = self._within, 0.0
         began = time.perf_counter()
         try:
             yield
         finally:
-            self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - began
+            whole = time.perf_counter() - began
+            self.seconds[what] = self.seconds.get(what, 0.0) + whole - self._within
+            self._within = before + whole
 
     def take(self) -> dict[str, float]:
         """The seconds since the last call."""

@@ -105,8 +105,8 @@ def test_says_where_it_listens_and_is_in_the_run_directory(server: ServerProcess
     assert server.line == f"LLM inference server launched at: CLEW_LLM_SERVER_ADDRS={server.address}"
     run = RunDirectory(folder / "runs" / "test" / "0")
     [entry] = run.servers()
-    assert (entry.name, entry.address, entry.ready, entry.pid) == ("serve", server.address, True, server.process.pid)
-    assert json.loads((run.status / "serve.json").read_text())["doing"] == "serving"
+    assert (entry.name, entry.address, entry.ready, entry.pid) == ("server", server.address, True, server.process.pid)
+    assert json.loads((run.status / "server.json").read_text())["doing"] == "serving"
 
 
 def test_equals_the_engine_in_this_process(server: ServerProcess, folder: Path) -> None:
