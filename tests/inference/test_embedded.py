@@ -204,7 +204,7 @@ def test_a_stop_string_across_an_abort(both: tuple[ReferenceEngine, Core]) -> No
     engine = both[1]
     [free] = run(engine, [([7, 8], SamplingParams(max_new_tokens=30, seed=5, stop_token_ids=()))])
     text = engine.tokenizer.decode(free.output_ids)
-    stop = text[4:7]
+    stop = text[4:12]
 
     async def scenario() -> Completion:
         local = LocalEngine(engine)
@@ -217,7 +217,7 @@ def test_a_stop_string_across_an_abort(both: tuple[ReferenceEngine, Core]) -> No
         return await request
 
     completion = asyncio.run(scenario())
-    assert completion.output_ids == free.output_ids[: text.index(stop) + 3] and completion.matched == stop
+    assert completion.output_ids == free.output_ids[: text.index(stop) + 8] and completion.matched == stop
 
 
 @pytest.mark.parametrize("threaded", [False, True])
