@@ -7,7 +7,6 @@ shows. Everything else is FastAPI.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -55,13 +54,14 @@ class Application:
             if call.stream:
                 await self._stream(call, asks, receive, send)
                 return
-            work = asyncio.gather(*(self._one(call, ask, ids) for ask, ids in asks))
+            each = [asyncio.ensure_future(self._one(call, ask, ids)) for ask, ids in asks]
+            work = each[0] if call.single else asyncio.gather(*each)
             gone = asyncio.ensure_future(_disconnected(receive, work))
             try:
                 answers = await work
             finally:
                 gone.cancel()
-            await _respond(send, 200, answers[0] if call.single else answers)
+            await _respond(send, 200, answers)
         except asyncio.CancelledError:
             if not work.cancelled():  # the server is ending; otherwise the client has gone
                 raise
@@ -254,10 +254,3 @@ def _admin(application: Application) -> FastAPI:
         return Response("Cache flushed.\n")
 
     return app
-
-
-async def cancel_quietly(task: asyncio.Task[Any]) -> None:
-    """Cancel a task and wait until it has ended."""
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await task

@@ -52,7 +52,7 @@ class Rows:
 
 
 def attend(
-    module: torch.nn.Module,
+    module: torch.nn.Module | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,

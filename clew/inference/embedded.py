@@ -154,6 +154,8 @@ class EmbeddedEngine(Core):
         positions = (torch.arange(width, device=self.device) - starts[:, None]).clamp_(min=0)
         filled = PrefillCache()
         rows = attention.Rows(None, starts if any(padding) else None)
+        if self._fused is not None:
+            return filled, self._fused.forward(ids, positions, filled, rows, width)
         output = self.model(ids, position_ids=positions, past_key_values=filled, use_cache=True, logits_to_keep=1,
                             rows=rows)
         return filled, output.logits[:, -1]
@@ -163,9 +165,9 @@ class EmbeddedEngine(Core):
         n, column = cache.rows, cache.column
         ids = cache.tokens[:n, column : column + 1]
         positions = column - cache.starts_R1
-        if self._fused is not None:
-            return self._fused.decode(ids, positions, cache)
         rows = attention.Rows(cache.step_mask())
+        if self._fused is not None:
+            return self._fused.forward(ids, positions, cache, rows, column - cache.first + 1)
         return self.model(ids, position_ids=positions, past_key_values=cache, use_cache=True, rows=rows).logits[:, -1]
 
     @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""One decoding step of Llama's architecture (Llama, Mistral, Qwen2, Qwen3), in a third of the torch operations.
+"""The forward of Llama's architecture (Llama, Mistral, Qwen2, Qwen3), in a third of the torch operations.
 
 The weights stay the model's own parameters: query, key and value (and gate and up) are laid side by side in memory,
 so that one product serves them, and each parameter becomes a view of its part. Loading weights in place reaches both.
@@ -12,16 +12,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention
+from torch.nn.functional import linear, rms_norm
+from transformers import Cache
 
-from clew.inference.cache import RowCache
+from clew.inference.attention import Rows, attend
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """The weights of one layer, as the step uses them."""
+    """The weights of one layer, as the forward uses them."""
 
     norm: Tensor
     qkv: Tensor
@@ -36,7 +37,7 @@ class Layer:
     window: int | None
 
 
-class FusedStep:
+class FusedForward:
     """See `build`."""
 
     def __init__(self, model: Any) -> None:
@@ -48,35 +49,32 @@ class FusedStep:
         self._scaling = self._base.layers[0].self_attn.scaling
         self._rope = torch.zeros(0)
 
-    def decode(self, ids_R1: Tensor, positions_R1: Tensor, cache: RowCache) -> Tensor:
-        """Feed one token a row; write its keys and values at the cache's column. Returns logits [rows, vocab]."""
-        n, heads, kv_heads, eps = ids_R1.shape[0], self._heads, self._kv_heads, self._eps
-        rope = self._rope_for(cache.column - cache.first).index_select(0, positions_R1.squeeze(1))
+    def forward(self, ids_RT: Tensor, positions_RT: Tensor, cache: Cache, rows: Rows, longest: int) -> Tensor:
+        """Prefill (T tokens a row, into a PrefillCache) or decode (one, into a RowCache). longest: above every
+        position. Returns logits [rows, vocab] after the last token."""
+        (n, length), heads, kv_heads, eps = ids_RT.shape, self._heads, self._kv_heads, self._eps
+        rope = self._rope_for(longest).index_select(0, positions_RT.reshape(-1))
         cos, sin = rope[:, 0:1], rope[:, 1:2]
         dim, half = cos.shape[-1], cos.shape[-1] // 2
-        mask = cache.step_mask()
-        hidden = self._base.embed_tokens(ids_R1.squeeze(1))
+        hidden = self._base.embed_tokens(ids_RT.reshape(-1))
         for index, layer in enumerate(self._layers):
             normed = rms_norm(hidden, layer.norm.shape, layer.norm, eps)
-            qkv = linear(normed, layer.qkv, layer.qkv_bias).view(n, heads + 2 * kv_heads, dim)
+            qkv = linear(normed, layer.qkv, layer.qkv_bias).view(n * length, heads + 2 * kv_heads, dim)
             qk = qkv[:, : heads + kv_heads]
             if layer.qk_norms is not None:
                 query, key = qk.split((heads, kv_heads), 1)
                 query, key = (rms_norm(x, (dim,), w, eps) for x, w in zip((query, key), layer.qk_norms, strict=True))
                 qk = torch.cat((query, key), 1)
-            qk = torch.addcmul(qk * cos, qk.roll(half, -1), sin)
-            keys, values = cache.update(qk[:, heads:].unsqueeze(2), qkv[:, heads + kv_heads :].unsqueeze(2), index)
-            seen = mask
-            if layer.window is not None and layer.window < keys.shape[2]:
-                keys, values = keys[:, :, -layer.window :], values[:, :, -layer.window :]
-                seen = None if mask is None else mask[..., -layer.window :]
-            query = qk[:, :heads].view(n, kv_heads, heads // kv_heads, dim)
-            attended = scaled_dot_product_attention(query, keys, values, attn_mask=seen, scale=self._scaling)
-            hidden = _add_linear(hidden, attended.reshape(n, heads * dim), layer.out)
+            qk = torch.addcmul(qk * cos, qk.roll(half, -1), sin).view(n, length, heads + kv_heads, dim).transpose(1, 2)
+            value = qkv.view(n, length, heads + 2 * kv_heads, dim)[:, :, heads + kv_heads :].transpose(1, 2)
+            keys, values = cache.update(qk[:, heads:], value, index)
+            attended, _ = attend(None, qk[:, :heads], keys, values, None, self._scaling, layer.window, rows=rows)
+            hidden = _add_linear(hidden, attended.reshape(n * length, heads * dim), layer.out)
             normed = rms_norm(hidden, layer.mlp_norm.shape, layer.mlp_norm, eps)
             gate, up = linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
             hidden = _add_linear(hidden, layer.act(gate) * up, layer.down)
-        return self._head(rms_norm(hidden, self._base.norm.weight.shape, self._base.norm.weight, eps))
+        last = hidden.view(n, length, -1)[:, -1]
+        return self._head(rms_norm(last, self._base.norm.weight.shape, self._base.norm.weight, eps))
 
     def _rope_for(self, length: int) -> Tensor:
         """cos and sin (its first half negated) of each position, [positions, 2, dim]; doubled as rows grow."""
@@ -89,13 +87,13 @@ class FusedStep:
         return self._rope
 
 
-def build(model: Any) -> FusedStep | None:
-    """The step for this model, None where the architecture or the dtype is another."""
+def build(model: Any) -> FusedForward | None:
+    """The forward for this model, None where the architecture or the dtype is another."""
     config = model.config
     plain_rope = getattr(config, "rope_parameters", {}).get("rope_type") in ("default", "linear", "llama3", "yarn")
     if type(model).__name__ not in ARCHITECTURES or model.dtype != torch.float32 or not plain_rope:
         return None
-    return FusedStep(model)
+    return FusedForward(model)
 
 
 def _layer(layer: Any) -> Layer:
@@ -103,8 +101,8 @@ def _layer(layer: Any) -> Layer:
     qkv, qkv_bias = _side_by_side(attention.q_proj, attention.k_proj, attention.v_proj)
     gate_up, gate_up_bias = _side_by_side(mlp.gate_proj, mlp.up_proj)
     qk_norms = (attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else None
-    window = getattr(attention, "sliding_window", None) if hasattr(attention, "sliding_window") else getattr(
-        attention.config, "sliding_window", None)
+    # Qwen's layers know whether they slide; Mistral's ask the configuration.
+    window = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
     return Layer(layer.input_layernorm.weight, qkv, qkv_bias, qk_norms, attention.o_proj,
                  layer.post_attention_layernorm.weight, gate_up, gate_up_bias, mlp.act_fn, mlp.down_proj, window)
 

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator
 import uvicorn
 import uvloop
 
-from clew.config import Config
+from clew.config import SERVERS_VARIABLE, Config
 from clew.errors import EngineError
 from clew.inference.app import Application
 from clew.inference.local import LocalEngine, load_engine
@@ -22,8 +22,6 @@ from clew.waits import Reporter
 
 NAME = "server"
 """Of the process, in status/ and servers.json."""
-
-ADDRESS_VARIABLE = "CLEW_LLM_SERVER_ADDRS"
 
 
 def serve(config: Config) -> None:
@@ -57,10 +55,11 @@ async def _serve(config: Config, run: RunDirectory, listener: socket.socket, rep
         application.ready = True
         reporter.set(doing="serving", version=engine.core.version)
         reporter.write()
-        print(f"LLM inference server launched at: {ADDRESS_VARIABLE}={address}", flush=True)
+        print(f"LLM inference server launched at: {SERVERS_VARIABLE}={address}", flush=True)
 
     settings = uvicorn.Config(application, loop="none", http="httptools", lifespan="off", log_level="warning",
-                              access_log=False, timeout_graceful_shutdown=1, timeout_keep_alive=3600)
+                              access_log=False, proxy_headers=False, ws="none", timeout_graceful_shutdown=1,
+                              timeout_keep_alive=3600)
     server = _Server(settings, listening)
     loop = asyncio.get_running_loop()
     beside = [loop.create_task(_end_on_signal(server, engine)), loop.create_task(_describe(engine, reporter))]
