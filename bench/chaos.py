@@ -89,8 +89,13 @@ class Run:
     def start(self) -> psutil.Popen:
         self.tally.starts += 1
         log = (self.folder / "train.log").open("ab")
-        return psutil.Popen([sys.executable, "-m", "clew", "train", str(self.config), *self.options],
-                            stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)
+        return psutil.Popen(
+            [sys.executable, "-m", "clew", "train", str(self.config), *self.options],
+            stdout=log,
+            stderr=log,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
 
     def processes(self, supervisor: psutil.Popen) -> dict[psutil.Process, str]:
         """The living processes of the run and what each is."""
@@ -177,7 +182,8 @@ class Run:
                 shutil.rmtree(checkpoint)
         again = subprocess.run(
             [sys.executable, "-m", "clew", "learn", str(self.config), *self.options, f"root={self.folder / 'copy'}"],
-            capture_output=True, text=True,
+            capture_output=True,
+            text=True,
         )
         return "equal" if again.returncode == 0 else again.stderr[-600:]
 
@@ -206,13 +212,34 @@ def chaos(kills: int, seed: int, steps: int = 40) -> list[Tally]:
 def table(tallies: list[Tally]) -> Table:
     """One row a run."""
     drawn = Table(title="kill -9 at random moments, then `clew train` again", title_justify="left")
-    for column in ("lag", "late", *VICTIMS, "starts", "steps", "groups", "lost", "twice", "changed digests", "orphans",
-                   "trained again"):
+    for column in (
+        "lag",
+        "late",
+        *VICTIMS,
+        "starts",
+        "steps",
+        "groups",
+        "lost",
+        "twice",
+        "changed digests",
+        "orphans",
+        "trained again",
+    ):
         drawn.add_column(column, justify="right")
     for tally in tallies:
-        drawn.add_row(str(tally.lag), tally.late, *(str(tally.kills[victim]) for victim in VICTIMS), str(tally.starts),
-                      str(tally.steps), str(tally.groups), str(tally.lost), str(tally.twice), str(tally.changed),
-                      str(tally.orphans), tally.replayed)
+        drawn.add_row(
+            str(tally.lag),
+            tally.late,
+            *(str(tally.kills[victim]) for victim in VICTIMS),
+            str(tally.starts),
+            str(tally.steps),
+            str(tally.groups),
+            str(tally.lost),
+            str(tally.twice),
+            str(tally.changed),
+            str(tally.orphans),
+            tally.replayed,
+        )
     return drawn
 
 

@@ -79,11 +79,14 @@ def _read_json_lines(file: Path) -> Iterator[dict]:
             try:
                 row = json.loads(line)
             except ValueError as error:
-                raise DataError(f"{file}:{number}: this line is not JSON ({error}). A JSON-lines file has one object "
-                                f"on each line.") from None
+                raise DataError(
+                    f"{file}:{number}: this line is not JSON ({error}). A JSON-lines file has one object on each line."
+                ) from None
             if not isinstance(row, dict):
-                raise DataError(f"{file}:{number}: expected an object such as {{\"prompt\": …}}, found "
-                                f"{type(row).__name__}. A JSON-lines file has one object on each line.")
+                raise DataError(
+                    f'{file}:{number}: expected an object such as {{"prompt": …}}, found '
+                    f"{type(row).__name__}. A JSON-lines file has one object on each line."
+                )
             yield row
 
 
@@ -104,8 +107,10 @@ def _read_with_datasets(path: str, split: str) -> Iterator[dict]:
 
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     if looks_local and not Path(path).expanduser().is_dir():
-        raise DataError(f"there is no data set {path}. data.path takes a file ({', '.join(_JSON_LINES + _PARQUET)}), "
-                        f"a folder that `datasets` can load, or a hub name such as openai/gsm8k.")
+        raise DataError(
+            f"there is no data set {path}. data.path takes a file ({', '.join(_JSON_LINES + _PARQUET)}), "
+            f"a folder that `datasets` can load, or a hub name such as openai/gsm8k."
+        )
     try:
         rows: Any = datasets.load_dataset(str(Path(path).expanduser()) if looks_local else path, split=split)
     except (OSError, ValueError) as error:

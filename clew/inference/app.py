@@ -82,8 +82,14 @@ class Application:
             text = self.engine.core.tokenizer.decode(completion.output_ids, skip_special_tokens=True)
         if not ask.rid:
             self._count += 1
-        return answer(ask.rid or f"clew-{self._count}", len(ids), completion, text=text, logprobs=call.return_logprob,
-                      limit=ask.params.max_new_tokens)
+        return answer(
+            ask.rid or f"clew-{self._count}",
+            len(ids),
+            completion,
+            text=text,
+            logprobs=call.return_logprob,
+            limit=ask.params.max_new_tokens,
+        )
 
     def _encode(self, text: str | None) -> list[int]:
         if self.engine.core.tokenizer is None:
@@ -111,16 +117,22 @@ class Application:
             def on_token(token: int, logprob: float) -> None:
                 output.append(token)
                 logprobs.append(logprob)
-                partial = Completion(output_ids=output[:], logprobs=logprobs[:], versions=[version] * len(output),
-                                     finish_reason="length")
+                partial = Completion(
+                    output_ids=output[:], logprobs=logprobs[:], versions=[version] * len(output), finish_reason="length"
+                )
                 loop.call_soon_threadsafe(put, partial, False)
 
             put(await self.engine.generate(ids, ask.params, request_id=ask.rid, on_token=on_token), True)
 
         for _, ids in asks:
             self.engine.core.check(ids, asks[0][0].params)  # refusals come before the first event
-        await send({"type": "http.response.start", "status": 200,
-                    "headers": [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]})
+        await send(
+            {
+                "type": "http.response.start",
+                "status": 200,
+                "headers": [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")],
+            }
+        )
         work = asyncio.gather(*(one(index, ask, ids) for index, (ask, ids) in enumerate(asks)))
         work.add_done_callback(lambda _: events.put_nowait(None))
         gone = asyncio.ensure_future(_disconnected(receive, work))
@@ -154,8 +166,13 @@ async def _disconnected(receive: Receive, work: asyncio.Future[Any]) -> None:
 
 async def _respond(send: Send, status: int, content: Any) -> None:
     body = orjson.dumps(content)
-    await send({"type": "http.response.start", "status": status,
-                "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]})
+    await send(
+        {
+            "type": "http.response.start",
+            "status": status,
+            "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())],
+        }
+    )
     await send({"type": "http.response.body", "body": body})
 
 
@@ -193,22 +210,24 @@ def _admin(application: Application) -> FastAPI:
     async def get_model_info() -> Response:
         if not application.ready:
             raise EngineUnreachable("here", "starting: the weights are being loaded")
-        return _json({
-            "model_path": application.model_path,
-            "tokenizer_path": application.model_path,
-            "is_generation": True,
-            "weight_version": str(await engine.version()),
-            "max_context_length": engine.core.context,
-            "running": engine.core.running(),
-            "waiting": len(engine.core.waiting),
-            "paused": engine.paused,
-        })
+        return _json(
+            {
+                "model_path": application.model_path,
+                "tokenizer_path": application.model_path,
+                "is_generation": True,
+                "weight_version": str(await engine.version()),
+                "max_context_length": engine.core.context,
+                "running": engine.core.running(),
+                "waiting": len(engine.core.waiting),
+                "paused": engine.paused,
+            }
+        )
 
     @app.post("/pause_generation")
     async def pause_generation(request: Request) -> Response:
         body = await read(request)
         if body.get("mode", "abort") != "abort":
-            raise EngineError(f"pause mode {body['mode']!r}: this server knows only \"abort\".")
+            raise EngineError(f'pause mode {body["mode"]!r}: this server knows only "abort".')
         lease = body.get("lease_s", PAUSE_LEASE_S)
         if not isinstance(lease, int | float) or not 0 < lease <= 86400:
             raise EngineError(f"lease_s is {lease!r}, expected seconds, above 0 and at most 86400.")
@@ -239,8 +258,10 @@ def _admin(application: Application) -> FastAPI:
             raise EngineError(f"weight_version is {version!r}, expected a whole number of steps.")
         ref = WeightRef(
             version=engine.core.version + 1 if version is None else int(version),
-            path=body["model_path"], digest=str(clew.get("digest", "")),
-            probe_ids=list(clew.get("probe_ids", [])), probe_logprob=float(clew.get("probe_logprob", 0.0)),
+            path=body["model_path"],
+            digest=str(clew.get("digest", "")),
+            probe_ids=list(clew.get("probe_ids", [])),
+            probe_logprob=float(clew.get("probe_logprob", 0.0)),
         )
         try:
             await engine.load_weights(ref)

@@ -90,8 +90,9 @@ def attend(
     return output.transpose(1, 2), None
 
 
-def _softcapped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None,
-                softcap: float, causal: bool) -> Tensor:
+def _softcapped(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, softcap: float, causal: bool
+) -> Tensor:
     """As Gemma 2 does: softcap * tanh(scores / softcap)."""
     scores = query @ key.transpose(2, 3) * (scaling if scaling is not None else query.shape[-1] ** -0.5)
     scores = softcap * torch.tanh(scores / softcap)

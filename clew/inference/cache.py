@@ -36,8 +36,9 @@ class PrefillCache(Cache):
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
-               ) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         assert layer_idx == len(self.keys), "layers are computed in order"
         self.keys.append(key_states)
         self.values.append(value_states)
@@ -78,8 +79,9 @@ class RowCache(Cache):
         """Whether `rows` rows, the longest of `length` tokens, stay within the budget."""
         return rows * columns_for(length) * self.bytes_per_token <= self.budget
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
-               ) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Write the fed token's key and value; return those of the whole rows."""
         keys, values, end = self.keys[layer_idx], self.values[layer_idx], self.column + 1
         n = self.rows

@@ -37,14 +37,18 @@ class HTTPEngine:
     async def load_weights(self, ref: WeightRef) -> None:
         """See the protocol."""
         with waiting(f"weights of version {ref.version} on {self.address}", unblocks="the inference server"):
-            loaded = await self._post("/update_weights_from_disk", {
-                "model_path": ref.path,
-                "weight_version": str(ref.version),
-                "clew": {"digest": ref.digest, "probe_ids": ref.probe_ids, "probe_logprob": ref.probe_logprob},
-            })
+            loaded = await self._post(
+                "/update_weights_from_disk",
+                {
+                    "model_path": ref.path,
+                    "weight_version": str(ref.version),
+                    "clew": {"digest": ref.digest, "probe_ids": ref.probe_ids, "probe_logprob": ref.probe_logprob},
+                },
+            )
         if not loaded.get("success"):
-            raise EngineError(f"inference server {self.address} did not load version {ref.version}: "
-                              f"{loaded.get('message')}")
+            raise EngineError(
+                f"inference server {self.address} did not load version {ref.version}: {loaded.get('message')}"
+            )
 
     async def abort(self, request_id: str | None = None) -> None:
         """See the protocol."""
@@ -87,8 +91,9 @@ class HTTPEngine:
         if response.status == 503:
             raise EngineUnreachable(self.address, _message(content))
         if response.status != 200:
-            raise EngineError(f"inference server {self.address} refused {path} ({response.status}): "
-                              f"{_message(content)}")
+            raise EngineError(
+                f"inference server {self.address} refused {path} ({response.status}): {_message(content)}"
+            )
         return orjson.loads(content) if content[:1] in (b"{", b"[") else {}
 
 

@@ -105,12 +105,16 @@ class Core:
         if not input_ids:
             raise EngineError("input_ids is empty: a prompt needs at least one token.")
         if len(input_ids) >= self.context:
-            raise EngineError(f"the prompt has {len(input_ids)} tokens, the model's context (max_position_embeddings) "
-                              f"is {self.context}, and at least one token must remain. Shorten the prompt.")
+            raise EngineError(
+                f"the prompt has {len(input_ids)} tokens, the model's context (max_position_embeddings) "
+                f"is {self.context}, and at least one token must remain. Shorten the prompt."
+            )
         if min(input_ids) < 0 or max(input_ids) >= self.vocab:
             bad = next(token for token in input_ids if not 0 <= token < self.vocab)
-            raise EngineError(f"input_ids holds {bad}; this model's token ids are 0 to {self.vocab - 1}. "
-                              f"Was the prompt made with another tokenizer?")
+            raise EngineError(
+                f"input_ids holds {bad}; this model's token ids are 0 to {self.vocab - 1}. "
+                f"Was the prompt made with another tokenizer?"
+            )
         wrong = _contradiction(params)
         if wrong:
             raise EngineError(f"sampling parameters: {wrong}.")
@@ -122,8 +126,9 @@ class Core:
         """Cut short one request, those of this id, or all (None); returns them with their tokens so far."""
         waiting = [request for request in self.waiting if request.is_meant_by(which)]
         self.waiting = deque(request for request in self.waiting if not request.is_meant_by(which))
-        never_ran = [(request, Completion(output_ids=[], logprobs=[], versions=[], finish_reason="abort"))
-                     for request in waiting]
+        never_ran = [
+            (request, Completion(output_ids=[], logprobs=[], versions=[], finish_reason="abort")) for request in waiting
+        ]
         return self._abort_running(which) + never_ran
 
     def load_weights(self, ref: WeightRef) -> None:
@@ -148,10 +153,12 @@ class Core:
         tolerance = PROBE_TOLERANCE.get(self.model.dtype, 0.1)
         found = self.score(ref.probe_ids)
         if not abs(found - ref.probe_logprob) <= tolerance:  # NaN too
-            raise EngineError(f"version {ref.version} from {ref.path}: the engine gives the probe the logprob "
-                              f"{found:.6f}, the trainer gave it {ref.probe_logprob:.6f} (tolerance {tolerance:g}, "
-                              f"{str(self.model.dtype).removeprefix('torch.')}). They do not hold the same weights, or "
-                              f"do not compute the same model. Nothing is served until a load succeeds.")
+            raise EngineError(
+                f"version {ref.version} from {ref.path}: the engine gives the probe the logprob "
+                f"{found:.6f}, the trainer gave it {ref.probe_logprob:.6f} (tolerance {tolerance:g}, "
+                f"{str(self.model.dtype).removeprefix('torch.')}). They do not hold the same weights, or "
+                f"do not compute the same model. Nothing is served until a load succeeds."
+            )
 
     # Stop rules ------------------------------------------------------------------------------------------------------
 
@@ -169,21 +176,26 @@ class Core:
         text, before = self.tokenizer.decode(recent), self.tokenizer.decode(recent[:-1])
         return next((stop for stop in params.stop if text.count(stop) > before.count(stop)), None)
 
-    def completion(self, output_ids: list[int], logprobs: list[float], reason: FinishReason,
-                   matched: int | str | None = None) -> Completion:
+    def completion(
+        self, output_ids: list[int], logprobs: list[float], reason: FinishReason, matched: int | str | None = None
+    ) -> Completion:
         """A completion by the present weights (a load aborts, so no sequence spans two versions), counted."""
         self.generated_tokens += len(output_ids)
         self.finished_requests += 1
-        return Completion(output_ids=output_ids, logprobs=logprobs, versions=[self.version] * len(output_ids),
-                          finish_reason=reason, matched=matched)
+        return Completion(
+            output_ids=output_ids,
+            logprobs=logprobs,
+            versions=[self.version] * len(output_ids),
+            finish_reason=reason,
+            matched=matched,
+        )
 
 
 def _contradiction(params: SamplingParams) -> str | None:
     if params.max_new_tokens < 1:
         return f"max_new_tokens is {params.max_new_tokens}, expected at least 1"
     if not 0 <= params.min_new_tokens <= params.max_new_tokens:
-        return (f"min_new_tokens is {params.min_new_tokens}, expected 0 to max_new_tokens "
-                f"({params.max_new_tokens})")
+        return f"min_new_tokens is {params.min_new_tokens}, expected 0 to max_new_tokens ({params.max_new_tokens})"
     if not 0 <= params.temperature < float("inf"):
         return f"temperature is {params.temperature}, expected a number from 0 up"
     if not 0 < params.top_p <= 1:

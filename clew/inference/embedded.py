@@ -81,10 +81,12 @@ class EmbeddedEngine(Core):
         if not self.cache.fits(1, request.limit):
             self.waiting.pop()
             needed = columns_for(request.limit) * self.cache.bytes_per_token / 2**30
-            raise EngineError(f"a request of up to {request.limit} tokens (prompt {len(request.input_ids)}, "
-                              f"max_new_tokens {request.params.max_new_tokens}) needs {needed:.3f} GiB of cache; "
-                              f"inference.cache_gib is {self.cache.budget / 2**30:g}. Raise it, or ask for "
-                              f"fewer tokens.")
+            raise EngineError(
+                f"a request of up to {request.limit} tokens (prompt {len(request.input_ids)}, "
+                f"max_new_tokens {request.params.max_new_tokens}) needs {needed:.3f} GiB of cache; "
+                f"inference.cache_gib is {self.cache.budget / 2**30:g}. Raise it, or ask for "
+                f"fewer tokens."
+            )
 
     @torch.inference_mode()
     def step(self) -> list[Finished]:
@@ -148,16 +150,18 @@ class EmbeddedEngine(Core):
         """Compute prompts together, all ending in the last column. Returns logits [prompts, vocab] after them."""
         width = max(map(len, prompts))
         padding = [width - len(prompt) for prompt in prompts]
-        ids = torch.tensor([[0] * pad + prompt for pad, prompt in zip(padding, prompts, strict=True)],
-                           device=self.device)
+        ids = torch.tensor(
+            [[0] * pad + prompt for pad, prompt in zip(padding, prompts, strict=True)], device=self.device
+        )
         starts = torch.tensor(padding, device=self.device)
         positions = (torch.arange(width, device=self.device) - starts[:, None]).clamp_(min=0)
         filled = PrefillCache()
         rows = attention.Rows(None, starts if any(padding) else None)
         if self._fused is not None:
             return filled, self._fused.forward(ids, positions, filled, rows, width)
-        output = self.model(ids, position_ids=positions, past_key_values=filled, use_cache=True, logits_to_keep=1,
-                            rows=rows)
+        output = self.model(
+            ids, position_ids=positions, past_key_values=filled, use_cache=True, logits_to_keep=1, rows=rows
+        )
         return filled, output.logits[:, -1]
 
     def _decode(self, cache: RowCache) -> Tensor:
@@ -285,8 +289,9 @@ def build_engine(model: Any, tokenizer: Any, *, max_running: int = 128, cache_gi
     """
     reason = _unsupported(model)
     if reason is None:
-        ids = torch.randint(0, model.get_output_embeddings().weight.shape[0], (14,),
-                            generator=torch.Generator().manual_seed(0)).tolist()
+        ids = torch.randint(
+            0, model.get_output_embeddings().weight.shape[0], (14,), generator=torch.Generator().manual_seed(0)
+        ).tolist()
         expected = ReferenceEngine(model, tokenizer).score(ids)
         plain = model.config._attn_implementation
         engine = EmbeddedEngine(model, tokenizer, max_running=max_running, cache_gib=cache_gib)

@@ -103,8 +103,19 @@ def _layer(layer: Any) -> Layer:
     qk_norms = (attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else None
     # Qwen's layers know whether they slide; Mistral's ask the configuration.
     window = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
-    return Layer(layer.input_layernorm.weight, qkv, qkv_bias, qk_norms, attention.o_proj,
-                 layer.post_attention_layernorm.weight, gate_up, gate_up_bias, mlp.act_fn, mlp.down_proj, window)
+    return Layer(
+        layer.input_layernorm.weight,
+        qkv,
+        qkv_bias,
+        qk_norms,
+        attention.o_proj,
+        layer.post_attention_layernorm.weight,
+        gate_up,
+        gate_up_bias,
+        mlp.act_fn,
+        mlp.down_proj,
+        window,
+    )
 
 
 def _side_by_side(*linears: Any) -> tuple[Tensor, Tensor | None]:

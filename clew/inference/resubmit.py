@@ -40,8 +40,9 @@ async def generate_through_aborts(
         versions += part.versions
         if part.finish_reason != "abort" or len(output_ids) >= params.max_new_tokens:
             reason = "length" if part.finish_reason == "abort" else part.finish_reason
-            return Completion(output_ids=output_ids, logprobs=logprobs, versions=versions, finish_reason=reason,
-                              matched=part.matched)
+            return Completion(
+                output_ids=output_ids, logprobs=logprobs, versions=versions, finish_reason=reason, matched=part.matched
+            )
         if not part.output_ids:
             await asyncio.sleep(0.02)  # the engine is about to load: not a wait of its own, but no spinning either
 

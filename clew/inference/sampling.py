@@ -102,8 +102,9 @@ def truncate(probs_RV: Tensor, top_k_R1: Tensor, top_p_R1: Tensor, min_p_R1: Ten
     return probs_RV * kept
 
 
-def choose(logits_RV: Tensor, params: RowParams, uniforms_R: Tensor, banned_RV: Tensor | None = None
-           ) -> tuple[Tensor, Tensor]:
+def choose(
+    logits_RV: Tensor, params: RowParams, uniforms_R: Tensor, banned_RV: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The next token of each row, and its logprob (float32).
 
     banned_RV: bool; tokens that may not be drawn now (stop ids before `min_new_tokens`).

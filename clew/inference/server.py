@@ -57,9 +57,18 @@ async def _serve(config: Config, run: RunDirectory, listener: socket.socket, rep
         reporter.write()
         print(f"LLM inference server launched at: {SERVERS_VARIABLE}={address}", flush=True)
 
-    settings = uvicorn.Config(application, loop="none", http="httptools", lifespan="off", log_level="warning",
-                              access_log=False, proxy_headers=False, ws="none", timeout_graceful_shutdown=1,
-                              timeout_keep_alive=3600)
+    settings = uvicorn.Config(
+        application,
+        loop="none",
+        http="httptools",
+        lifespan="off",
+        log_level="warning",
+        access_log=False,
+        proxy_headers=False,
+        ws="none",
+        timeout_graceful_shutdown=1,
+        timeout_keep_alive=3600,
+    )
     server = _Server(settings, listening)
     loop = asyncio.get_running_loop()
     beside = [loop.create_task(_end_on_signal(server, engine)), loop.create_task(_describe(engine, reporter))]
@@ -116,8 +125,13 @@ async def _describe(engine: LocalEngine, reporter: Reporter) -> None:
         await asyncio.sleep(1.0)
         core = engine.core
         doing = f"serves nothing: {core.broken}" if core.broken else "paused" if engine.paused else "serving"
-        reporter.set(doing=doing, version=core.version, running=core.running(), queued=len(core.waiting),
-                     tokens_per_s=core.generated_tokens - before)
+        reporter.set(
+            doing=doing,
+            version=core.version,
+            running=core.running(),
+            queued=len(core.waiting),
+            tokens_per_s=core.generated_tokens - before,
+        )
         before = core.generated_tokens
 
 
@@ -134,10 +148,12 @@ def _bind(listen: str) -> socket.socket:
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:
-            raise EngineError(f"cannot listen on {host}:{port}: the port is in use. End the other process, choose "
-                              f"another port with inference.listen={host}:PORT, or let it be chosen with "
-                              f"inference.listen={host}:0.") from None
-        raise EngineError(f"cannot listen on {host}:{port}: {error.strerror}. inference.listen takes an address of "
-                          f"this machine.") from None
+            raise EngineError(
+                f"cannot listen on {host}:{port}: the port is in use. End the other process, choose "
+                f"another port with inference.listen={host}:PORT, or let it be chosen with "
+                f"inference.listen={host}:0."
+            ) from None
+        raise EngineError(
+            f"cannot listen on {host}:{port}: {error.strerror}. inference.listen takes an address of this machine."
+        ) from None
     return listener
-

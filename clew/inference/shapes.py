@@ -15,8 +15,20 @@ from clew.errors import EngineError
 from clew.inference.protocol import Completion, SamplingParams
 
 SAMPLING_FIELDS = (
-    "max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids",
-    "sampling_seed", "n", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim",
+    "max_new_tokens",
+    "min_new_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "stop",
+    "stop_token_ids",
+    "sampling_seed",
+    "n",
+    "ignore_eos",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "no_stop_trim",
 )
 """Fields of sampling_params. The last three are accepted, and change nothing: the text is for people."""
 
@@ -62,14 +74,21 @@ def parse_call(body: Any, default_stop_ids: tuple[int, ...]) -> Call:
         params, copies = _params(each[index], clew, default_stop_ids)
         several |= copies > 1
         for copy in range(copies):
-            asks.append(Ask(
-                input_ids=None if prompts is None else prompts[index],
-                text=None if texts is None else texts[index],
-                params=params if copies == 1 else _with_seed(params, params.seed + copy),
-                rid=str(rids[index] or ""),
-            ))
-    return Call(asks=asks, single=not batch and not several, stream=bool(body.get("stream")),
-                return_logprob=bool(body.get("return_logprob")), with_text=clew.get("text", True))
+            asks.append(
+                Ask(
+                    input_ids=None if prompts is None else prompts[index],
+                    text=None if texts is None else texts[index],
+                    params=params if copies == 1 else _with_seed(params, params.seed + copy),
+                    rid=str(rids[index] or ""),
+                )
+            )
+    return Call(
+        asks=asks,
+        single=not batch and not several,
+        stream=bool(body.get("stream")),
+        return_logprob=bool(body.get("return_logprob")),
+        with_text=clew.get("text", True),
+    )
 
 
 def _prompts(body: dict[str, Any]) -> tuple[list[list[int]] | None, list[str] | None, bool]:
@@ -130,8 +149,9 @@ def _with_seed(params: SamplingParams, seed: int) -> SamplingParams:
     return replace(params, seed=seed)
 
 
-def answer(rid: str, prompt_tokens: int, completion: Completion, *, text: str, logprobs: bool, limit: int
-           ) -> dict[str, Any]:
+def answer(
+    rid: str, prompt_tokens: int, completion: Completion, *, text: str, logprobs: bool, limit: int
+) -> dict[str, Any]:
     """One sequence's part of the response. limit: its max_new_tokens."""
     reason: dict[str, Any] = {"type": completion.finish_reason}
     if completion.finish_reason == "stop":

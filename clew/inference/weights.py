@@ -40,13 +40,21 @@ def _check_names(own: dict[str, torch.Tensor], found: dict[str, list[int]], path
     covered = {_identity(own[name]) for name in found if name in own}
     missing = [name for name, tensor in own.items() if name not in found and _identity(tensor) not in covered]
     extra = [name for name in found if name not in own]
-    misshapen = [f"{name} {shape} (expected {list(own[name].shape)})"
-                 for name, shape in found.items() if name in own and shape != list(own[name].shape)]
-    problems = [f"{what} {len(names)}: {', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
-                for what, names in (("missing", missing), ("unknown", extra), ("of another shape", misshapen)) if names]
+    misshapen = [
+        f"{name} {shape} (expected {list(own[name].shape)})"
+        for name, shape in found.items()
+        if name in own and shape != list(own[name].shape)
+    ]
+    problems = [
+        f"{what} {len(names)}: {', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
+        for what, names in (("missing", missing), ("unknown", extra), ("of another shape", misshapen))
+        if names
+    ]
     if problems:
-        raise EngineError(f"the weights in {path} are not this model's: {'; '.join(problems)}. They must be written by "
-                          f"save_pretrained from the model that is served.")
+        raise EngineError(
+            f"the weights in {path} are not this model's: {'; '.join(problems)}. They must be written by "
+            f"save_pretrained from the model that is served."
+        )
 
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:

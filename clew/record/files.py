@@ -64,10 +64,15 @@ def explain_disk_errors(path: Path) -> Iterator[None]:
         raise RecordError(f"cannot write {path}: {remedy}.") from error
 
 
-def remove_strays(folder: Path) -> None:
-    """Remove what killed processes left half-written in `folder` (names that begin with a dot)."""
-    for stray in folder.glob(".*"):
-        if stray.is_dir():
-            shutil.rmtree(stray, ignore_errors=True)
-        else:
-            stray.unlink(missing_ok=True)
+def remove_strays(folder: Path, *names: str) -> None:
+    """Remove what a killed process left half-written in `folder`: files, and folders of weights.
+
+    names: patterns of the files that are the caller's to write, such as "g*.parquet"; a half-written file of another
+    process may still be in the making.
+    """
+    for name in names:
+        for stray in folder.glob(f".{name}.*"):
+            if stray.is_dir():
+                shutil.rmtree(stray, ignore_errors=True)
+            else:
+                stray.unlink(missing_ok=True)

@@ -80,10 +80,3 @@ class Inbox:
             return read_json(self.folder / "version.json")["version"]
         except FileNotFoundError:
             return None
-
-    def clean(self) -> None:
-        """Remove half-written files of a rollout process that was killed. Only the rollout process calls it; the
-        trainer's version.json may be in the making."""
-        for pattern in (".g*", ".running.json.*"):
-            for stray in self.folder.glob(pattern):
-                stray.unlink(missing_ok=True)

@@ -20,7 +20,7 @@ from clew.config import Config
 from clew.errors import RecordError
 from clew.processes import hold_lock
 from clew.record import rows
-from clew.record.files import read_json, write_bytes, write_json
+from clew.record.files import read_json, remove_strays, write_bytes, write_json
 from clew.record.inbox import Inbox
 from clew.record.steps import Steps
 from clew.record.weights import WeightRef
@@ -64,6 +64,24 @@ class RunDirectory:
     def hold(self, role: str) -> IO[str]:
         """Be the one `role` ("trainer", "rollout", "server") of this run until the process ends. Raises RecordError."""
         return hold_lock(self.status / f"{role}.lock", role)
+
+    def clean_after_trainer(self) -> None:
+        """Complete the index, and remove what a killed trainer left half-written. Only a trainer calls it."""
+        self.steps.repair()
+        remove_strays(self.path, "config.yaml", "run.json", "weights.json")
+        remove_strays(self.inbox.folder, "version.json")
+
+    def clean_after_rollout(self) -> set[str]:
+        """Remove what a killed rollout process left: half-written files, and failed episodes of groups that are to be
+        made again. Only a rollout process calls it. Returns the groups whose fate is settled."""
+        remove_strays(self.inbox.folder, "g*.parquet", "running.json")
+        for folder in (self.rejected, self.evals):
+            remove_strays(folder, "*")
+        settled = self.finished_groups()
+        for path in self.rejected.glob("g*.e*.parquet"):
+            if path.name.partition(".")[0] not in settled:
+                path.unlink()
+        return settled
 
     # What the run is -------------------------------------------------------------------------------------------------
 

@@ -116,7 +116,8 @@ class Steps:
 
     def repair(self) -> None:
         """Complete the index and remove half-written files, after a kill. Only the trainer calls it."""
-        remove_strays(self.folder)
+        for folder in (self.folder, *self.folder.glob("step-*/")):
+            remove_strays(folder, "*")
         entries = self.index()
         whole = "".join(self._index_line(entry["step"], entry) for entry in entries)
         if not self.index_path.exists() or self.index_path.read_text() != whole:

@@ -90,7 +90,7 @@ class RolloutRunner:
         self._reward = load_reward(config)
         self._resources = resources(config, engine, tokenizer, self._reward)
 
-        settled = self._clean()
+        settled = run.clean_after_rollout()
         self._next = next(number for number in itertools.count() if group_name(number) not in settled)
         """The number of the group that is issued next, if it is not settled yet."""
         self._settled = {name for name in settled if group_number(name) > self._next}
@@ -356,16 +356,6 @@ class RolloutRunner:
         return self._run.inbox.folder.stat().st_mtime_ns
 
     # Preparation -----------------------------------------------------------------------------------------------------
-
-    def _clean(self) -> set[str]:
-        """Remove what a killed rollout process left: half-written files, failed episodes of groups to be made again.
-        Returns the groups whose fate is settled."""
-        self._run.inbox.clean()
-        settled = self._run.finished_groups()
-        for path in self._run.rejected.glob("g*.e*.parquet"):
-            if path.name.partition(".")[0] not in settled:
-                path.unlink()
-        return settled
 
 
 async def _side_by_side(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

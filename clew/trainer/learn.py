@@ -159,8 +159,7 @@ def _train(
 def restore(config: Config, run: RunDirectory) -> TrainEngine:
     """The engine at the nearest checkpoint, or at the model that the run begins with. Raises ConfigError when
     committed steps after it would be trained again under another configuration."""
-    run.steps.repair()
-    run.inbox.clean()
+    run.clean_after_trainer()
     checkpoint.clean(run.checkpoints)
     version = checkpoint.latest_version(run.checkpoints)
     committed = run.steps.count()

@@ -73,8 +73,10 @@ def load(engine: TrainEngine, folder: Path) -> dict[str, Any]:
     said = read_json(folder / "checkpoint.json")
     check_format(folder / "checkpoint.json", said["format"])
     if said["dtype"] != engine.config.model.dtype:
-        raise ModelError(f"{folder} was trained with model.dtype={said['dtype']}, this run has "
-                         f"{engine.config.model.dtype}. Set it back, or start another trial=NAME from that folder.")
+        raise ModelError(
+            f"{folder} was trained with model.dtype={said['dtype']}, this run has "
+            f"{engine.config.model.dtype}. Set it back, or start another trial=NAME from that folder."
+        )
     try:
         loaded = load_model(str(folder), engine.config.model.dtype, engine.device)
         state = load_file(folder / "state.safetensors")
@@ -105,7 +107,7 @@ def latest_version(checkpoints: Path) -> int:
 
 def clean(checkpoints: Path) -> None:
     """Remove what killed processes left half-written."""
-    remove_strays(checkpoints)
+    remove_strays(checkpoints, "*")
 
 
 def prune(checkpoints: Path, keep: int) -> None:
@@ -122,9 +124,7 @@ def point_latest(checkpoints: Path, folder: Path) -> None:
     link.replace(checkpoints / "latest")
 
 
-def _check_same_model(
-    folder: Path, ours: Iterable[tuple[str, Tensor]], theirs: Iterable[tuple[str, Tensor]]
-) -> None:
+def _check_same_model(folder: Path, ours: Iterable[tuple[str, Tensor]], theirs: Iterable[tuple[str, Tensor]]) -> None:
     mine, found = ({name: tuple(tensor.shape) for name, tensor in named} for named in (ours, theirs))
     for name in [*mine, *found]:
         if mine.get(name) != found.get(name):
@@ -140,5 +140,7 @@ def _shape(shape: tuple[int, ...] | None) -> str:
 
 
 def _altered(folder: Path, why: str) -> RecordError:
-    return RecordError(f"checkpoint {folder} was altered after it was written: {why}. Remove it, and the run goes on "
-                       f"from the one before; or restore it from a copy.")
+    return RecordError(
+        f"checkpoint {folder} was altered after it was written: {why}. Remove it, and the run goes on "
+        f"from the one before; or restore it from a copy."
+    )

@@ -72,8 +72,9 @@ def _encode(rows: list[dict], in_use: list[int], config: Config, tokenizer: Any)
     names = config.data
     end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.pad_token_id
     prompts = _tokenize_prompts([rows[row][names.prompt] for row in in_use], in_use, config, tokenizer)
-    completions = [_text(rows[row][names.completion], f"{names.path}: row {row + 1}", names.completion)
-                   for row in in_use]
+    completions = [
+        _text(rows[row][names.completion], f"{names.path}: row {row + 1}", names.completion) for row in in_use
+    ]
     answers = tokenizer(completions, add_special_tokens=False)["input_ids"]
     for prompt, answer in zip(prompts, answers, strict=True):
         yield Demonstration(input_ids=np.array([*prompt, *answer, end], np.int32), prompt_tokens=len(prompt))
@@ -89,11 +90,15 @@ def _tokenize_prompts(prompts: list[Any], rows: list[int], config: Config, token
         if isinstance(prompt, str):
             encoded.append(tokenizer(prompt)["input_ids"])
         elif not isinstance(prompt, list):
-            raise DataError(f"{where}: row {row + 1}: {column!r} is {type(prompt).__name__}; expected text or a list "
-                            f"of chat messages.")
+            raise DataError(
+                f"{where}: row {row + 1}: {column!r} is {type(prompt).__name__}; expected text or a list "
+                f"of chat messages."
+            )
         elif tokenizer.chat_template is None:
-            raise DataError(f"{where}: row {row + 1}: {column!r} is a list of chat messages, but the tokenizer in "
-                            f"{config.model.path} has no chat template. Use text, or a model with a template.")
+            raise DataError(
+                f"{where}: row {row + 1}: {column!r} is a list of chat messages, but the tokenizer in "
+                f"{config.model.path} has no chat template. Use text, or a model with a template."
+            )
         else:
             encoded.append(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
     return encoded

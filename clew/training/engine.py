@@ -85,8 +85,10 @@ class TrainEngine:
         self.tokenizer = load_tokenizer(path)
         self.model = load_model(path, config.model.dtype, self.device)
         if self.model.get_output_embeddings() is None:
-            raise ModelError(f"{type(self.model).__name__} in {path} has no output embedding that can be found; "
-                             f"expected a causal language model.")
+            raise ModelError(
+                f"{type(self.model).__name__} in {path} has no output embedding that can be found; "
+                f"expected a causal language model."
+            )
         self.version = 0
         """Steps done."""
         total = config.training.steps * config.algorithm.minibatches
@@ -109,11 +111,16 @@ class TrainEngine:
         """
         assert sequences, "a step needs a batch"
         algorithm = self.config.algorithm
-        self._timings = dict.fromkeys(("advantages", "logprobs", "reference", "forward_backward", "optimizer",
-                                       "digest"), 0.0)
+        self._timings = dict.fromkeys(
+            ("advantages", "logprobs", "reference", "forward_backward", "optimizer", "digest"), 0.0
+        )
         tokens = Tokens.of(sequences)
-        plan = plan_step(tokens.lengths.tolist(), [sequence.group_id for sequence in sequences],
-                         minibatches=algorithm.minibatches, budget=self.config.training.micro_batch_tokens)
+        plan = plan_step(
+            tokens.lengths.tolist(),
+            [sequence.group_id for sequence in sequences],
+            minibatches=algorithm.minibatches,
+            budget=self.config.training.micro_batch_tokens,
+        )
         mask_S = tokens.loss_mask_S
         behaviour_S = np.concatenate([sequence.logprobs for sequence in sequences])
         versions_S = np.concatenate([sequence.versions for sequence in sequences])
@@ -144,12 +151,18 @@ class TrainEngine:
 
         done = self._updates(tokens, plan, loss_of)
         proximal_S = done.logprobs_S if proximal_S is None else proximal_S
-        stages = {"advantages": advantages_S, "proximal_logprobs": proximal_S, "logprobs": done.logprobs_S,
-                  "loss": done.loss_S}
+        stages = {
+            "advantages": advantages_S,
+            "proximal_logprobs": proximal_S,
+            "logprobs": done.logprobs_S,
+            "loss": done.loss_S,
+        }
         if reference_S is not None:
             stages["reference_logprobs"] = reference_S
         return self._finish(
-            tokens, plan, done,
+            tokens,
+            plan,
+            done,
             stages={name: tokens.split(values_S) for name, values_S in stages.items()},
             metrics={
                 **rollout_metrics(sequences),

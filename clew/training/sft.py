@@ -57,8 +57,10 @@ def resume(engine: TrainEngine, run: RunDirectory, console: Console) -> None:
     checkpoint.point_latest(run.checkpoints, folders[-1])  # a kill may have come between the two
     steps = engine.config.training.steps
     if engine.version > steps:
-        raise RecordError(f"{folders[-1]} has {engine.version} steps behind it, but training.steps is {steps}. Raise "
-                          f"it, or choose another trial=NAME.")
+        raise RecordError(
+            f"{folders[-1]} has {engine.version} steps behind it, but training.steps is {steps}. Raise "
+            f"it, or choose another trial=NAME."
+        )
     console.print(f"Going on from {folders[-1]}.")
 
 

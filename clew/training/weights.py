@@ -16,9 +16,7 @@ PROBE_TOKENS = 32
 """Length of the sequence that is scored after each load."""
 
 
-def write_weights(
-    engine: TrainEngine, folder: Path, version: int, probe_ids: Sequence[int] | None = None
-) -> WeightRef:
+def write_weights(engine: TrainEngine, folder: Path, version: int, probe_ids: Sequence[int] | None = None) -> WeightRef:
     """Write the policy's weights as transformers reads them, in the type that inference computes with.
 
     folder: appears whole, by a rename; one that is there is replaced.

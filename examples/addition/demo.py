@@ -1,7 +1,7 @@
 """The demo: a small base model imitates an imperfect teacher (SFT), then passes it by reinforcement (GRPO).
 
-    make demo                                    about three minutes on two cores
-    python examples/addition/demo.py --seed 2    other problems, weights and episodes
+make demo                                    about three minutes on two cores
+python examples/addition/demo.py --seed 2    other problems, weights and episodes
 """
 
 from __future__ import annotations
@@ -47,8 +47,10 @@ def main() -> None:
 
     began = time.monotonic()
     right, parameters = make(folder / "material", seed)
-    print(f"made {folder / 'material'}: a base model of {parameters:,} random parameters, and demonstrations of a "
-          f"teacher who forgets carries")
+    print(
+        f"made {folder / 'material'}: a base model of {parameters:,} random parameters, and demonstrations of a "
+        f"teacher who forgets carries"
+    )
     options = (f"experiment={experiment}", f"seed={seed}") if seed != 1 else ()
     sft_s = clew("sft", str(HERE / "sft.yaml"), *options)
     grpo_s = clew("train", str(HERE / "grpo.yaml"), *options)
@@ -64,8 +66,10 @@ def main() -> None:
     table.add_row(f"after {run.steps.count()} steps of GRPO", f"{exact[-1]:.1%}", f"{grpo_s:.0f}")
     console = Console()
     console.print(table)
-    console.print(f"learning curve  {sparkline(exact)}  (versions {evaluations[0]['version']} to "
-                  f"{evaluations[-1]['version']}); as a picture: {run.reports / 'learning_curve.png'}")
+    console.print(
+        f"learning curve  {sparkline(exact)}  (versions {evaluations[0]['version']} to "
+        f"{evaluations[-1]['version']}); as a picture: {run.reports / 'learning_curve.png'}"
+    )
     console.print(f"{time.monotonic() - began:.0f} s in all\n")
     console.print("next, try:", style="bold")
     for command, why in (
@@ -73,11 +77,17 @@ def main() -> None:
         (f"clew train {HERE}/grpo.yaml trial=sync rollout.max_lag=0", "the same, synchronously"),
         (f"clew train {HERE}/grpo.yaml trial=debug launch.mode=inline training.steps=3", "with breakpoint() anywhere"),
         (f"tensorboard --logdir {folder}", "every metric"),
-        (f"duckdb -c \"select id, reward, data from '{run.path}/steps/step-000000.parquet' limit 5\"",
-         "what exactly was trained on"),
+        (
+            f"duckdb -c \"select id, reward, data from '{run.path}/steps/step-000000.parquet' limit 5\"",
+            "what exactly was trained on",
+        ),
     ):
-        console.print(f"  .venv/bin/{command}" if not command.startswith("duckdb") else f"  {command}", markup=False,
-                      highlight=False, soft_wrap=True)
+        console.print(
+            f"  .venv/bin/{command}" if not command.startswith("duckdb") else f"  {command}",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
         console.print(f"      {why}", style="dim")
     if not exact[0] < 0.5 < 0.95 < exact[-1]:
         raise SystemExit(f"this run did not show what it should: under 50 % before, over 95 % after (seed {seed})")
