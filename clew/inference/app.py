@@ -7,6 +7,7 @@ shows. Everything else is FastAPI.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -28,11 +29,22 @@ PAUSE_LEASE_S = 60.0
 """How long a pause lasts when the caller names no lease_s."""
 
 
+ADMINISTRATIVE = (
+    "/pause_generation",
+    "/continue_generation",
+    "/abort_request",
+    "/update_weights_from_disk",
+    "/flush_cache",
+)
+
+
 class Application:
     """ASGI."""
 
-    def __init__(self, engine: LocalEngine, model_path: str) -> None:
+    def __init__(self, engine: LocalEngine, model_path: str, token: str = "") -> None:
+        """token: asked for by the administrative endpoints, as `Authorization: Bearer TOKEN`; empty: none is."""
         self.engine = engine
+        self.token = token
         self.model_path = model_path
         self.ready = False
         self._admin = _admin(self)
@@ -41,8 +53,15 @@ class Application:
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] == "/generate" and scope["method"] == "POST":
             await self._generate(receive, send)
+        elif scope["type"] == "http" and scope["path"] in ADMINISTRATIVE and not self._may_administrate(scope):
+            message = f"{scope['path']} wants the header `Authorization: Bearer TOKEN`; servers.json has the token."
+            await _respond(send, 401, {"error": {"message": message}})
         else:
             await self._admin(scope, receive, send)
+
+    def _may_administrate(self, scope: Message) -> bool:
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        return not self.token or secrets.compare_digest(given, f"Bearer {self.token}".encode())
 
     async def _generate(self, receive: Receive, send: Send) -> None:
         body = await _body(receive)

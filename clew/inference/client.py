@@ -16,9 +16,12 @@ from clew.waits import waiting
 class HTTPEngine:
     """One server. Use it from one event loop, and `close` it."""
 
-    def __init__(self, address: str) -> None:
-        """address: host:port."""
+    def __init__(self, address: str, token: str = "") -> None:
+        """address: host:port. token: what the server's administrative endpoints ask for (SGLang: its --api-key)."""
         self.address = address
+        self._headers = {"Content-Type": "application/json"}
+        if token:
+            self._headers["Authorization"] = f"Bearer {token}"
         self._url = f"http://{address}"
         self._session: aiohttp.ClientSession | None = None
 
@@ -81,7 +84,7 @@ class HTTPEngine:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=600),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
-                headers={"Content-Type": "application/json"},
+                headers=self._headers,
             )
         try:
             async with self._session.request(method, self._url + path, data=body) as response:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import ipaddress
 import os
+import secrets
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 
 import uvicorn
 import uvloop
@@ -18,10 +21,13 @@ from clew.errors import EngineError
 from clew.inference.app import Application
 from clew.inference.local import LocalEngine, load_engine
 from clew.record.run import RunDirectory, Server
-from clew.waits import Reporter
+from clew.waits import Reporter, waiting
 
 NAME = "server"
 """Of the process, in status/ and servers.json."""
+
+LOOK_S = 0.5
+"""How often the server looks whether the run lists it."""
 
 
 def serve(config: Config) -> None:
@@ -38,24 +44,14 @@ def serve(config: Config) -> None:
 async def _serve(config: Config, run: RunDirectory, listener: socket.socket, reporter: Reporter) -> None:
     host, port = listener.getsockname()[:2]
     address = f"{socket.gethostname() if host == '0.0.0.0' else host}:{port}"
-
-    def register(ready: bool) -> None:
-        run.register_server(Server(name=NAME, address=address, pid=os.getpid(), ready=ready))
+    token = "" if ipaddress.ip_address(host).is_loopback else secrets.token_urlsafe(16)
+    entry = Server(name=NAME, address=address, pid=os.getpid(), ready=False, token=token)
 
     reporter.set(doing=f"loading {config.model.path}", address=address)
-    register(ready=False)
+    run.register_server(entry)
     engine = load_engine(config)
-    await _load_newest(engine, run, reporter)
-    application = Application(engine, config.model.path)
-
-    async def listening() -> None:
-        register(ready=True)
-        # A trainer that passed over this server while it was not ready had announced its weights before it looked.
-        await _load_newest(engine, run, reporter)
-        application.ready = True
-        reporter.set(doing="serving", version=engine.core.version)
-        reporter.write()
-        print(f"LLM inference server launched at: {SERVERS_VARIABLE}={address}", flush=True)
+    application = Application(engine, config.model.path, token)
+    listening = asyncio.Event()
 
     settings = uvicorn.Config(
         application,
@@ -71,19 +67,48 @@ async def _serve(config: Config, run: RunDirectory, listener: socket.socket, rep
     )
     server = _Server(settings, listening)
     loop = asyncio.get_running_loop()
-    beside = [loop.create_task(_end_on_signal(server, engine)), loop.create_task(_describe(engine, reporter))]
+    keeper = loop.create_task(_keep_listed(run, entry, application, reporter, listening))
+    keeper.add_done_callback(lambda _: setattr(server, "should_exit", True))
+    beside = [loop.create_task(_end_on_signal(server, engine)), loop.create_task(_describe(application, reporter))]
     try:
         await server.serve(sockets=[listener])
+        if keeper.done():
+            keeper.result()  # raises what it met
     finally:
-        for task in beside:
+        for task in [keeper, *beside]:
             task.cancel()
         await engine.close()
 
 
+async def _keep_listed(
+    run: RunDirectory, entry: Server, application: Application, reporter: Reporter, listening: asyncio.Event
+) -> None:
+    """Whenever the run does not list this server as ready (it starts, or the trainer took it out for being late): list
+    it, then load the newest weights, then serve. In this order, see `RunDirectory.register_server`: a trainer that
+    publishes meanwhile either finds this server, or has announced its weights before this server looks."""
+    engine = application.engine
+    await listening.wait()
+    while True:
+        if not any(server.ready and server.pid == entry.pid for server in run.servers()):
+            application.ready = False
+            run.register_server(replace(entry, ready=True))
+            await _load_newest(engine, run, reporter)
+            application.ready = True
+            reporter.set(doing="serving", version=engine.core.version)
+            reporter.write()
+            print(f"LLM inference server launched at: {SERVERS_VARIABLE}={entry.address}", flush=True)
+        await asyncio.sleep(LOOK_S)
+
+
 async def _load_newest(engine: LocalEngine, run: RunDirectory, reporter: Reporter) -> None:
-    """Load what the run announces, until that is what is loaded."""
+    """Load what the run announces, until that is what is loaded. Weights that are gone (a run that ended leaves none
+    in shared memory) are announced and pushed again by the trainer."""
     while (newest := run.newest_weights()) is not None and newest.version != engine.core.version:
         reporter.set(doing=f"loading version {newest.version}")
+        if not newest.exists():
+            with waiting(f"weights of version {newest.version}, which are not in {newest.path}", unblocks="trainer"):
+                await asyncio.sleep(LOOK_S)
+            continue
         try:
             await engine.load_weights(newest)
         except EngineError:
@@ -92,16 +117,16 @@ async def _load_newest(engine: LocalEngine, run: RunDirectory, reporter: Reporte
 
 
 class _Server(uvicorn.Server):
-    """Calls back when it listens. Signals end it in `_end_on_signal`: uvicorn's own handler would raise them again,
+    """Says when it listens. Signals end it in `_end_on_signal`: uvicorn's own handler would raise them again,
     past all clean-up."""
 
-    def __init__(self, settings: uvicorn.Config, listening: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, settings: uvicorn.Config, listening: asyncio.Event) -> None:
         super().__init__(settings)
         self._listening = listening
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        await self._listening()
+        self._listening.set()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -118,15 +143,16 @@ async def _end_on_signal(server: uvicorn.Server, engine: LocalEngine) -> None:
     await engine.abort()
 
 
-async def _describe(engine: LocalEngine, reporter: Reporter) -> None:
+async def _describe(application: Application, reporter: Reporter) -> None:
     """Keep status/server.json's facts fresh."""
-    before = engine.core.generated_tokens
+    core = application.engine.core
+    before = core.generated_tokens
     while True:
         await asyncio.sleep(1.0)
-        core = engine.core
-        doing = f"serves nothing: {core.broken}" if core.broken else "paused" if engine.paused else "serving"
+        if application.ready:
+            paused = "paused" if application.engine.paused else "serving"
+            reporter.set(doing=f"serves nothing: {core.broken}" if core.broken else paused)
         reporter.set(
-            doing=doing,
             version=core.version,
             running=core.running(),
             queued=len(core.waiting),

@@ -37,7 +37,9 @@ class Server:
     """host:port"""
     pid: int
     ready: bool
-    """It has loaded the newest weights and serves."""
+    """It has loaded the newest weights, or answers 503 until it has."""
+    token: str = ""
+    """What its administrative endpoints ask for; empty where only this machine can reach them."""
 
 
 class RunDirectory:

@@ -30,3 +30,7 @@ class WeightRef:
     def read(cls, path: Path) -> WeightRef:
         """Read what `write` wrote."""
         return cls(**read_json(path))
+
+    def exists(self) -> bool:
+        """Whether the weights are still where it says."""
+        return Path(self.path).is_dir()

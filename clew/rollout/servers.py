@@ -71,7 +71,7 @@ class ServerPool:
 
     def _engine(self, server: Server) -> HTTPEngine:
         if server.address not in self._engines:
-            self._engines[server.address] = HTTPEngine(server.address)
+            self._engines[server.address] = HTTPEngine(server.address, server.token)
         return self._engines[server.address]
 
     async def _ready_server(self) -> Server:

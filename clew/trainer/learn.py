@@ -8,7 +8,6 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -73,7 +72,7 @@ def learn_inline(config: Config, on_step: OnStep) -> None:
         loop = stack.enter_context(closing(asyncio.new_event_loop()))
         engine = load_engine(config)
         newest = run.newest_weights()
-        if newest is not None and Path(newest.path).exists():  # an evaluation of that version may not be complete
+        if newest is not None and newest.exists():  # an evaluation of that version may not be complete
             loop.run_until_complete(engine.load_weights(newest))
         runner = inline_runner(config, run, engine)
 

@@ -43,7 +43,7 @@ class Publisher:
 
     def __call__(self, engine: TrainEngine) -> None:
         ref = self._run.newest_weights()
-        if ref is None or ref.version != engine.version or not Path(ref.path).exists():
+        if ref is None or ref.version != engine.version or not ref.exists():
             ref = write_weights(engine, self._folder / f"version-{engine.version:06d}", engine.version)
             self._run.announce_weights(ref)
         self._load(ref)
@@ -64,7 +64,7 @@ class ServerLoader:
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
         self._loop = asyncio.new_event_loop()
-        self._engines: dict[str, HTTPEngine] = {}
+        self._engines: dict[tuple[str, str], HTTPEngine] = {}
 
     def __call__(self, ref: WeightRef) -> None:
         self._loop.run_until_complete(self._load_everywhere(ref))
@@ -78,7 +78,9 @@ class ServerLoader:
         await asyncio.gather(*(self._load_on(server, ref) for server in self._run.servers()))
 
     async def _load_on(self, server: Server, ref: WeightRef) -> None:
-        engine = self._engines.setdefault(server.address, HTTPEngine(server.address))
+        engine = self._engines.get((server.address, server.token))
+        if engine is None:
+            engine = self._engines[server.address, server.token] = HTTPEngine(server.address, server.token)
         try:
             with waiting(f"server {server.address} to load version {ref.version}", unblocks=server.name):
                 await asyncio.wait_for(engine.load_weights(ref), LOAD_TIMEOUT_S)

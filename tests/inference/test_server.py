@@ -274,3 +274,45 @@ def test_starts_with_the_newest_weights_and_ends_on_a_signal(server: ServerProce
     assert server.end(signal.SIGINT) < 3 and server.process.returncode == 0
     pending.kill()
     pending.wait()
+
+
+def test_one_that_was_taken_out_loads_the_newest_weights_and_comes_back(tmp_path: Path) -> None:
+    tiny_tokenizer(tmp_path / "model")
+    tiny_model(tmp_path / "model")
+    tiny_model(tmp_path / "newer", seed=1)
+    server = ServerProcess(tmp_path)
+    try:
+        run = RunDirectory(tmp_path / "runs" / "test" / "0")
+        run.announce_weights(WeightRef(version=4, path=str(tmp_path / "newer"), digest=""))
+        run.remove_server("server")
+        assert server.process.stdout is not None
+        assert server.process.stdout.readline().rstrip("\n") == server.line
+        [entry] = run.servers()
+        assert entry.ready and entry.address == server.address
+        assert with_engine(server, lambda engine: engine.version()) == 4
+    finally:
+        server.end()
+
+
+def test_beyond_loopback_its_administration_wants_a_token(tmp_path: Path) -> None:
+    tiny_tokenizer(tmp_path / "model")
+    tiny_model(tmp_path / "model")
+    server = ServerProcess(tmp_path, listen="0.0.0.0:0")
+    server.address = f"127.0.0.1:{server.address.rpartition(':')[2]}"
+    try:
+        [entry] = RunDirectory(tmp_path / "runs" / "test" / "0").servers()
+        assert len(entry.token) > 16
+        status, said = post(server, "/update_weights_from_disk", {"model_path": str(tmp_path / "model")})
+        assert status == 401 and "Authorization: Bearer TOKEN" in said["error"]["message"]
+        status, _ = post(server, "/generate", {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1}})
+        assert status == 200
+
+        async def load() -> None:
+            engine = HTTPEngine(server.address, entry.token)
+            await engine.load_weights(WeightRef(version=1, path=str(tmp_path / "model"), digest=""))
+            await engine.close()
+
+        asyncio.run(load())
+        assert with_engine(server, lambda engine: engine.version()) == 1
+    finally:
+        server.end()
