@@ -197,7 +197,7 @@ class EmbeddedEngine(Core):
         self._watched = [index for index, row in enumerate(rows) if row.watched]
         self._all_free = max((row.free for row in rows), default=0)
         self._uniforms_from = -_AHEAD
-        self._stops = None
+        self._stops = self._bans = None
         if not rows:
             return
         self._params = self._stack(rows)
@@ -243,12 +243,14 @@ class EmbeddedEngine(Core):
         return self._uniforms[:, ahead]
 
     def _banned(self, first: int) -> Tensor:
-        """Stop ids of the rows that are below their min_new_tokens."""
-        banned = torch.zeros(len(self._rows) - first, self.vocab, dtype=torch.bool, device=self.device)
-        for offset, row in enumerate(self._rows[first:]):
-            if self._tick < row.free:
-                banned[offset, list(row.request.stop_ids)] = True
-        return banned
+        """Stop ids of the rows from `first` on that are below their min_new_tokens."""
+        if self._bans is None or self._tick >= self._bans_until:
+            bound = [(index, row) for index, row in enumerate(self._rows) if self._tick < row.free]
+            pairs = [(index, token) for index, row in bound for token in row.request.stop_ids]
+            self._bans = torch.zeros(len(self._rows), self.vocab, dtype=torch.bool, device=self.device)
+            self._bans[tuple(torch.tensor(pairs, device=self.device).T)] = True
+            self._bans_until = min(row.free for _, row in bound)
+        return self._bans[first:]
 
     def _watch(self, index: int) -> str | None:
         """Stream the row's newest token, and look for stop strings."""
