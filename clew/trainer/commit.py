@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 import math
 import time
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -24,14 +26,18 @@ TOLERANCE = 1e-3
 
 def environment(engine: TrainEngine) -> dict[str, Any]:
     """What must be the same for a step to repeat bit for bit."""
-    import importlib.metadata
-
     return {
         "ranks": 1,
         "threads": torch.get_num_threads(),
         "device": engine.device.type,
-        "packages": {name: importlib.metadata.version(name) for name in PACKAGES if name != "clew"},
+        "packages": dict(_packages()),
     }
+
+
+@cache
+def _packages() -> dict[str, str]:
+    """Looked up once: it takes milliseconds."""
+    return {name: importlib.metadata.version(name) for name in PACKAGES if name != "clew"}
 
 
 def digest_batch(batch: list[Sequence]) -> str:
