@@ -14,6 +14,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from clew.errors import ConfigError
+from clew.processes import cores
 
 SERVERS_VARIABLE = "CLEW_LLM_SERVER_ADDRS"
 
@@ -135,7 +136,7 @@ class Training(Section):
     )
     betas: tuple[float, float] = Field(default=(0.9, 0.95), description="AdamW's decay rates of the two moments.")
     max_grad_norm: float = Field(default=1.0, gt=0, description="Gradients are scaled down to this global norm.")
-    micro_batch_tokens: int = Field(default=16384, ge=1, description="Tokens (padding included) computed at a time.")
+    micro_batch_tokens: int = Field(default=4096, ge=1, description="Tokens (padding included) computed at a time.")
 
 
 class Algorithm(Section):
@@ -186,7 +187,11 @@ class Launch(Section):
         description="local: a process each; inline: one process, user code on its main thread, no time limits.",
     )
     restarts: int = Field(default=3, ge=0, description="Times that a dead server or rollout process is started again.")
-    threads: int | None = Field(default=None, ge=1, description="Threads of torch in each process; null: one a core.")
+    threads: int | None = Field(
+        default=None,
+        ge=1,
+        description="Threads of torch in each process; null: one a core, or half of that side by side.",
+    )
 
 
 class Config(Section):
@@ -221,6 +226,15 @@ class Config(Section):
     def run_path(self) -> Path:
         """The run directory, ROOT/EXPERIMENT/TRIAL."""
         return Path(self.root) / self.experiment / self.trial
+
+    @property
+    def threads(self) -> int:
+        """Threads of torch in each process: launch.threads, or else one a core where trainer and server take turns,
+        and half as many where they compute side by side (launch.mode=local with rollout.max_lag above 0)."""
+        if self.launch.threads is not None:
+            return self.launch.threads
+        side_by_side = self.launch.mode == "local" and self.rollout.max_lag > 0
+        return max(1, cores() // 2) if side_by_side else cores()
 
 
 def load(path: Path | str, overrides: list[str] | tuple[str, ...] = ()) -> Config:
