@@ -58,6 +58,7 @@ _ALIGNED = {
     "temperatures": np.float32,
 }
 _NESTED = ("rewards", "data", "interactions")
+_ENCODER = json.JSONEncoder(ensure_ascii=False, default=str)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +119,7 @@ def to_table(sequences: SequenceABC[Sequence]) -> pa.Table:
             flat = np.concatenate([np.asarray(value, dtype) for value in values]) if values else np.empty(0, dtype)
             columns.append(pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat, column.type.value_type)))
         elif column.name in _NESTED:
-            columns.append(pa.array([json.dumps(value, ensure_ascii=False, default=str) for value in values]))
+            columns.append(pa.array([_ENCODER.encode(value) for value in values]))
         else:
             columns.append(pa.array(values, column.type))
     return pa.Table.from_arrays(columns, schema=SCHEMA)
