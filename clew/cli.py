@@ -36,6 +36,9 @@ def main() -> None:
     from clew.processes import die_with_parent
 
     die_with_parent()
+    # OpenMP's threads spin while they wait for one another. Where processes share the cores, as under `clew train`,
+    # they then spin on what another process could use: ten times slower. It is read when torch is loaded.
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     sys.path.insert(0, str(Path.cwd()))  # dotted paths in a configuration start from here
     try:
         app()
