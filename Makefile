@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 .PHONY: demo test slow chaos bench clean
 
 demo: $(VENV)/demo
-	$(BIN)/python examples/addition/demo.py
+	$(BIN)/python -m examples.addition.demo
 
 test: $(VENV)/dev
 	$(BIN)/ruff check .
@@ -19,10 +19,10 @@ slow: $(VENV)/dev
 	$(BIN)/python -m pytest -m slow
 
 chaos: $(VENV)/dev
-	$(BIN)/python bench/chaos.py
+	$(BIN)/python -m bench.chaos
 
 bench: $(VENV)/bench
-	$(BIN)/python bench/all.py
+	$(BIN)/python -m bench.all
 
 $(VENV)/demo: pyproject.toml
 	$(PYTHON) -m venv $(VENV)

@@ -1,7 +1,7 @@
 """kill -9 on any process at any moment, and `clew train` again: what must hold afterwards is checked and tabulated.
 
     make chaos                                  100 kills over several runs, about a quarter of an hour
-    python bench/chaos.py --kills 10 --seed 3   fewer, others
+    python -m bench.chaos --kills 10 --seed 3   fewer, others
 
 After each kill: every step that was recorded before has the same digests. After each death of the supervisor or the
 trainer: no process of the run is left. At the end of each run: every group that was ever seen finished has been
@@ -191,7 +191,7 @@ class Run:
         return (self.folder / "train.log").read_text()[-3000:]
 
 
-def chaos(kills: int, seed: int, steps: int = 40) -> list[Tally]:
+def chaos(kills: int, seed: int, steps: int = 80) -> list[Tally]:
     """Runs under fire, one after the other, until so many processes have been killed."""
     chance = random.Random(seed)
     tallies: list[Tally] = []

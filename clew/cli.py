@@ -31,6 +31,10 @@ Overrides = Annotated[
 ]
 
 
+INTERRUPTED = 130
+"""Exit code after Ctrl-C: 128 + SIGINT."""
+
+
 def main() -> None:
     """Entry point. A ClewError exits with 1 and its message; anything else is a defect: 70 and a traceback."""
     from clew.processes import die_with_parent
@@ -45,6 +49,11 @@ def main() -> None:
     except ClewError as error:
         print(f"clew: {error}", file=sys.stderr)
         raise SystemExit(1) from None
+    except (KeyboardInterrupt, SystemExit) as ended:
+        if isinstance(ended, KeyboardInterrupt) or ended.code == INTERRUPTED:  # Typer makes one of the other
+            print("clew: interrupted; nothing recorded is lost. Start the same command again to go on.", file=sys.stderr)
+            raise SystemExit(INTERRUPTED) from None
+        raise
     except Exception:
         traceback.print_exc()
         print(

@@ -37,7 +37,7 @@ def load_rows(path: str, *, split: str = "train", limit: int | None = None, colu
     else:
         rows = list(islice(_read_with_datasets(path, split), limit))
     if not rows:
-        raise DataError(f"{path} holds no rows; at least one is needed.")
+        raise DataError(f"{path} holds no rows. Write at least one into it, or name another data set.")
     for number, row in enumerate(rows, start=1):
         for column in columns:
             if column not in row:
@@ -120,5 +120,6 @@ def _read_with_datasets(path: str, split: str) -> Iterator[dict]:
 
 def _missing_column(path: str, number: int, column: str, row: dict) -> str:
     near = difflib.get_close_matches(column, list(row), n=1, cutoff=0.5)
-    hint = f" Did you mean {near[0]!r}?" if near else " Name the right one in the configuration's data section."
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    hint += " The configuration's data section names the columns, such as data.prompt."
     return f"{path}: row {number} has no column {column!r}; it has {', '.join(map(repr, row)) or 'none'}.{hint}"

@@ -5,6 +5,7 @@ Shared by training and inference, which never import each other.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -32,10 +33,11 @@ def pick_device(device: Literal["auto", "cpu", "cuda"]) -> torch.device:
 def load_model(path: str, dtype: Literal["float32", "bfloat16"], device: torch.device) -> PreTrainedModel:
     """A causal language model in eval mode, from a folder or the hub. Raises ModelError."""
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
-    _check_folder(path, "config.json", "a model configuration")
+    _check_folder(path, "config.json", "model configuration", "Save the model there with save_pretrained.")
     if Path(path).is_dir() and not any(Path(path).glob(pattern) for pattern in ("*.safetensors", "*.bin")):
         raise ModelError(
             f"{path} holds no weights (*.safetensors); found {_listing(path)}. Save the model there with "
@@ -44,7 +46,7 @@ def load_model(path: str, dtype: Literal["float32", "bfloat16"], device: torch.d
     transformers_logging.disable_progress_bar()
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"cannot load a causal language model from {path}: {error}") from error
     return model.to(device).eval()
 
@@ -53,11 +55,18 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """The tokenizer beside a model; its pad token falls back to its end token. Raises ModelError."""
     from transformers import AutoTokenizer
 
-    _check_folder(path, "tokenizer_config.json", "a tokenizer")
+    _check_folder(path, "tokenizer_config.json", "tokenizer", _SAVE_TOKENIZER)
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise ModelError(f"cannot load a tokenizer from {path}: {error}") from error
+    if not len(tokenizer) or not tokenizer("a b")["input_ids"]:
+        raise ModelError(
+            f"the tokenizer in {path} has no vocabulary: text becomes no tokens; found {_listing(path)}. {_SAVE_TOKENIZER}"
+        )
+    for name in ("pad_token", "eos_token"):
+        if not _is_named(path, getattr(tokenizer, name)):
+            setattr(tokenizer, name, None)
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
             raise ModelError(
@@ -68,10 +77,24 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _check_folder(path: str, needed: str, what: str) -> None:
+_SAVE_TOKENIZER = "Save the model's tokenizer there with save_pretrained, or point model.path elsewhere."
+
+
+def _is_named(path: str, token: str | None) -> bool:
+    """Whether a folder names this token somewhere. For some architectures transformers makes up special tokens that a
+    folder does not name, for which the model has no embedding."""
+    if token is None or not Path(path).is_dir():
+        return True
+    written = [json.dumps(token, ensure_ascii=ascii_only) for ascii_only in (True, False)]
+    return any(
+        any(each in file.read_text(encoding="utf-8") for each in written) for file in Path(path).glob("*token*.json")
+    )
+
+
+def _check_folder(path: str, needed: str, what: str, remedy: str) -> None:
     """A hub name passes: transformers looks it up."""
-    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or Path(path).exists()
-    if not looks_local:
+    in_a_folder = "/" in path and Path(path).parent.is_dir()
+    if not (path.startswith((".", "/", "~")) or path.count("/") > 1 or in_a_folder or Path(path).exists()):
         return
     if not Path(path).is_dir():
         raise ModelError(
@@ -80,7 +103,7 @@ def _check_folder(path: str, needed: str, what: str) -> None:
         )
     if not (Path(path) / needed).exists():
         raise ModelError(
-            f"{path} holds no {needed}, so no {what.split(' ', 1)[1]} can be loaded from it; found {_listing(path)}."
+            f"{path} (model.path) holds no {needed}, so no {what} can be loaded from it; found {_listing(path)}. {remedy}"
         )
 
 

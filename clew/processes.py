@@ -55,6 +55,11 @@ def _watch_parent(parent_pid: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def hold_lock(path: Path, what: str) -> IO[str]:
     """Take an exclusive lock on `path`, held until the returned file is closed or this process ends.
 

@@ -14,6 +14,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from clew.processes import cores
+
 GIB = 2**30
 
 
@@ -89,11 +91,10 @@ def _devices() -> tuple[str, str, str]:
 def _threads() -> tuple[str, str, str]:
     import torch
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = torch.get_num_threads()
-    found = f"{cores} cores, torch uses {threads} threads in each process"
-    if threads > cores:
-        return "warn", found, f"set launch.threads={cores}"
+    found = f"{cores()} cores, torch uses {threads} threads in each process unless told otherwise"
+    if threads > cores():
+        return "warn", found, f"set launch.threads={cores()}"
     return "good", found, ""
 
 

@@ -228,8 +228,7 @@ def _settle(future: asyncio.Future[Any], result: Any, error: EngineError | None)
 def load_engine(config: Config) -> LocalEngine:
     """The embedded engine (or the slow reference, for models that need it) on the configuration's model. A thread of
     its own on CUDA, where the loop can talk to clients meanwhile. Raises ModelError."""
-    if config.launch.threads:
-        torch.set_num_threads(config.launch.threads)
+    torch.set_num_threads(config.threads)
     device = pick_device(config.model.device)
     tokenizer = load_tokenizer(config.model.path)
     model = load_model(config.model.path, config.model.dtype, device)

@@ -33,7 +33,7 @@ LOOK_S = 0.5
 def serve(config: Config) -> None:
     """Serve until SIGTERM or SIGINT. Raises EngineError when the port is taken, ModelError, RecordError."""
     run = RunDirectory(config.run_path)
-    with run.hold("server"), _bind(config.inference.listen) as listener, Reporter(run.status, NAME) as reporter:
+    with run.hold("server"), Reporter(run.status, NAME) as reporter, _bind(config.inference.listen) as listener:
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 runner.run(_serve(config, run, listener, reporter))

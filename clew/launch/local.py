@@ -8,6 +8,7 @@ All of them die with this process, however it dies.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -57,8 +58,11 @@ class Child:
             words = read_json(status)
             if words.get("pid") == self.process.pid and "error" in words:
                 return str(words["error"])
-        log = self.run.logs / f"{self.role}.log"
-        return "\n".join(log.read_text(errors="replace").splitlines()[-12:])
+        if shutil.disk_usage(self.run.path).free < 2**16:
+            return f"There is no space left in {self.run.path}. Free some, then start the same command again to go on."
+        log = (self.run.logs / f"{self.role}.log").read_text(errors="replace").strip()
+        *_, error = log.rsplit("\nclew: ", 1)
+        return "\n".join(error.removeprefix("clew: ").splitlines()[-12:])
 
 
 def supervise(config: Config, arguments: list[str], refresh: Callable[[], None]) -> None:

@@ -158,8 +158,10 @@ def write_table(path: Path, table: pa.Table, *, compression: str = "zstd") -> No
     write_bytes(path, memoryview(sink.getvalue()))
 
 
-def read_table(path: Path) -> pa.Table:
-    """Read a Parquet file, checksums verified. Raises RecordError: missing, truncated, altered, newer."""
+def read_table(path: Path, remedy: str = "restore it from a copy of the run directory") -> pa.Table:
+    """Read a Parquet file, checksums verified. Raises RecordError: missing, truncated, altered, newer.
+
+    remedy: what to do when it cannot be read, for the message."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -169,7 +171,7 @@ def read_table(path: Path) -> pa.Table:
     except (pa.ArrowInvalid, OSError) as error:
         raise RecordError(
             f"{path} cannot be read ({str(error).splitlines()[0]}); it has {len(content)} bytes. It was truncated or "
-            f"altered after it was written: restore it from a copy of the run directory."
+            f"altered after it was written: {remedy}."
         ) from None
     check_format(path, (table.schema.metadata or {}).get(b"clew_format", b"0"))
     return table

@@ -50,10 +50,15 @@ class Steps:
 
     def read_data(self, step: int) -> list[rows.Sequence]:
         """The batch of `step`. Raises RecordError: missing, truncated, altered."""
-        return rows.from_table(rows.read_table(self.data_path(step)))
+        return rows.from_table(self._read_table(step))
 
     def has_data(self, step: int) -> bool:
         return self.data_path(step).exists()
+
+    def _read_table(self, step: int) -> pa.Table:
+        if self.json_path(step).exists():
+            return rows.read_table(self.data_path(step))
+        return rows.read_table(self.data_path(step), "remove it: the step is not committed, and its batch is chosen again")
 
     def write_stages(
         self, step: int, rank: int, ids: Sequence[str], stages: Mapping[str, Sequence[np.ndarray]]
@@ -93,7 +98,12 @@ class Steps:
             lines = self.index_path.read_text().split("\n")[:-1]
         except FileNotFoundError:
             lines = []
-        entries = [json.loads(line) for line in lines]
+        entries = []
+        for line in lines:
+            try:
+                entries.append(json.loads(line))
+            except ValueError:  # altered: the steps' own files say the same
+                break
         while self.json_path(len(entries)).exists():  # committed, but killed before its line was written
             summary = self.read(len(entries))
             entries.append({"step": len(entries), **{key: summary[key] for key in ("groups", "versions", "digests")}})
@@ -112,7 +122,7 @@ class Steps:
         step = self.count()
         if not self.has_data(step):
             return set()
-        return set(rows.read_table(self.data_path(step)).column("group_id").to_pylist())
+        return set(self._read_table(step).column("group_id").to_pylist())
 
     def repair(self) -> None:
         """Complete the index and remove half-written files, after a kill. Only the trainer calls it."""

@@ -39,7 +39,7 @@ class Interrupted(ClewError):
 def learn(config: Config, on_step: OnStep = lambda step, summary: None) -> None:
     """Train, in this process; rollout and inference are processes of their own. Raises ClewError when the run ends
     before its last step."""
-    set_threads(config)
+    torch.set_num_threads(config.threads)
     run = RunDirectory(config.run_path)
     with ExitStack() as stack:
         stack.enter_context(run.hold("trainer"))
@@ -63,7 +63,7 @@ def learn_inline(config: Config, on_step: OnStep) -> None:
     from clew.inference.local import load_engine
     from clew.rollout.process import inline_runner
 
-    set_threads(config)
+    torch.set_num_threads(config.threads)
     run = RunDirectory(config.run_path)
     with ExitStack() as stack:
         stack.enter_context(run.hold("trainer"))
@@ -77,7 +77,11 @@ def learn_inline(config: Config, on_step: OnStep) -> None:
         runner = inline_runner(config, run, engine)
 
         def pause() -> None:
-            if not loop.run_until_complete(runner.advance()):
+            try:
+                going_on = loop.run_until_complete(runner.advance())
+            except KeyboardInterrupt:  # here, and only here, the weights are those of a whole number of steps
+                raise Interrupted("") from None
+            if not going_on:
                 raise RolloutError(
                     "rollout has nothing left to run, and the trainer still waits for a batch: "
                     "this is a defect of Clew; please report it with the run directory."
@@ -92,12 +96,6 @@ def learn_inline(config: Config, on_step: OnStep) -> None:
             pause=pause,
             on_step=on_step,
         )
-
-
-def set_threads(config: Config) -> None:
-    """Have torch use launch.threads threads: part of what must be the same for a run to repeat bit for bit."""
-    if config.launch.threads is not None:
-        torch.set_num_threads(config.launch.threads)
 
 
 def _train(

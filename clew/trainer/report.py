@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from clew.record.run import RunDirectory
+
+log = logging.getLogger("clew.trainer")
+
+
+@contextmanager
+def _only_shown(what: str) -> Iterator[None]:
+    """A full disk is not the reports' to stop a run for: the record will."""
+    try:
+        yield
+    except OSError as error:
+        log.warning("cannot write %s: %s; the record has what it shows", what, error)
 
 
 class Tensorboard:
@@ -21,6 +35,14 @@ class Tensorboard:
 
     def add(self, step: int, summary: dict[str, Any]) -> None:
         """Add a committed step, and the evaluations that were completed since the last one."""
+        with _only_shown("TensorBoard's files"):
+            self._add(step, summary)
+
+    def close(self) -> None:
+        with _only_shown("TensorBoard's files"):
+            self._writer.close()
+
+    def _add(self, step: int, summary: dict[str, Any]) -> None:
         for name, value in summary["metrics"].items():
             self._writer.add_scalar(name, value, step)
         for name, value in summary["timings"].items():
@@ -32,20 +54,17 @@ class Tensorboard:
                     if isinstance(value, (int, float)) and name != "version":
                         self._writer.add_scalar(f"eval/{name}", value, self._evaluated)
 
-    def close(self) -> None:
-        self._writer.close()
-
 
 def draw_learning_curve(run: RunDirectory) -> None:
     """reports/learning_curve.png: reward, evaluation, length, lag and agreement with inference over the steps."""
+    steps = [run.steps.read(entry["step"]) for entry in run.steps.index()]
+    if not steps:
+        return
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    steps = [run.steps.read(entry["step"]) for entry in run.steps.index()]
-    if not steps:
-        return
     evals = run.read_evals()
     panels = [
         ("reward", "reward (mean of the batch)"),
@@ -63,7 +82,7 @@ def draw_learning_curve(run: RunDirectory) -> None:
                 top = [low + step["timings"].get(part, 0.0) for low, step in zip(bottom, steps, strict=True)]
                 axis.fill_between([s["step"] for s in steps], bottom, top, label=part.replace("_", " and "), step="mid")
                 bottom = top
-            axis.legend(fontsize=8)
+            axis.legend(fontsize=8, loc="upper left")
         else:
             points = [
                 (s["step"], s["metrics"][name]) for s in steps if not math.isnan(s["metrics"].get(name, math.nan))
@@ -78,12 +97,13 @@ def draw_learning_curve(run: RunDirectory) -> None:
                 label="held-out pass@1",
                 markersize=4,
             )
-            axis.legend(fontsize=8)
+            axis.legend(fontsize=8, loc="upper left")
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)
     figure.suptitle(f"{run.path.parent.name} / {run.path.name}")
     beside = run.reports / ".learning_curve.png"
-    figure.savefig(beside, dpi=110, format="png")
+    with _only_shown(str(beside)):
+        figure.savefig(beside, dpi=110, format="png")
+        beside.replace(run.reports / "learning_curve.png")
     pyplot.close(figure)
-    beside.replace(run.reports / "learning_curve.png")

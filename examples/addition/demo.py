@@ -1,7 +1,7 @@
 """The demo: a small base model imitates an imperfect teacher (SFT), then passes it by reinforcement (GRPO).
 
 make demo                                    about three minutes on two cores
-python examples/addition/demo.py --seed 2    other problems, weights and episodes
+python -m examples.addition.demo --seed 2    other problems, weights and episodes
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Makes what the demo needs, from nothing: problems, demonstrations of an imperfect teacher, tokenizer, base model.
 
-    python examples/addition/make.py --seed 1 --out runs/addition/material-1
+    python -m examples.addition.make --seed 1 --out runs/addition/material-1
 
 A problem is the sum of two numbers below 100, digits least significant first: 37+85 is written 73+58= and its answer
 221. The teacher forgets each carry 70 % of the time. No problem is in two of the three files.
@@ -17,6 +17,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers.utils import logging
 
 FORGETS = 0.7
 HELD_OUT = 500
@@ -89,6 +90,7 @@ def make_model(out: Path, seed: int) -> int:
 
 def make(out: Path, seed: int) -> tuple[float, int]:
     """Both of the above; returns the teacher's share of right answers and the number of parameters."""
+    logging.disable_progress_bar()
     (out / "base").mkdir(parents=True, exist_ok=True)
     return make_data(out, seed), make_model(out / "base", seed)
 
