@@ -51,7 +51,7 @@ def main() -> None:
         raise SystemExit(1) from None
     except (KeyboardInterrupt, SystemExit) as ended:
         if isinstance(ended, KeyboardInterrupt) or ended.code == INTERRUPTED:  # Typer makes one of the other
-            print("clew: interrupted; nothing recorded is lost. Start the same command again to go on.", file=sys.stderr)
+            print("clew: interrupted; nothing recorded is lost. The same command goes on from here.", file=sys.stderr)
             raise SystemExit(INTERRUPTED) from None
         raise
     except Exception:

@@ -62,7 +62,8 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         raise ModelError(f"cannot load a tokenizer from {path}: {error}") from error
     if not len(tokenizer) or not tokenizer("a b")["input_ids"]:
         raise ModelError(
-            f"the tokenizer in {path} has no vocabulary: text becomes no tokens; found {_listing(path)}. {_SAVE_TOKENIZER}"
+            f"the tokenizer in {path} has no vocabulary: text becomes no tokens; found {_listing(path)}. "
+            f"{_SAVE_TOKENIZER}"
         )
     for name in ("pad_token", "eos_token"):
         if not _is_named(path, getattr(tokenizer, name)):
@@ -103,7 +104,8 @@ def _check_folder(path: str, needed: str, what: str, remedy: str) -> None:
         )
     if not (Path(path) / needed).exists():
         raise ModelError(
-            f"{path} (model.path) holds no {needed}, so no {what} can be loaded from it; found {_listing(path)}. {remedy}"
+            f"{path} (model.path) holds no {needed}, so no {what} can be loaded from it; found {_listing(path)}. "
+            f"{remedy}"
         )
 
 

@@ -47,7 +47,8 @@ class Inbox:
         names = self.names()
         self._seen = {name: table for name, table in self._seen.items() if name in names}
         for name in sorted(names - self._seen.keys()):
-            self._seen[name] = rows.read_table(self.folder / f"{name}.parquet", "remove it, and rollout makes the group again")
+            path = self.folder / f"{name}.parquet"
+            self._seen[name] = rows.read_table(path, "remove it, and rollout makes the group again")
         return self._seen
 
     def remove(self, group_ids: Iterable[str]) -> None:

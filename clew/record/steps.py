@@ -56,9 +56,10 @@ class Steps:
         return self.data_path(step).exists()
 
     def _read_table(self, step: int) -> pa.Table:
+        path = self.data_path(step)
         if self.json_path(step).exists():
-            return rows.read_table(self.data_path(step))
-        return rows.read_table(self.data_path(step), "remove it: the step is not committed, and its batch is chosen again")
+            return rows.read_table(path)
+        return rows.read_table(path, "remove it: the step is not committed, and its batch is chosen again")
 
     def write_stages(
         self, step: int, rank: int, ids: Sequence[str], stages: Mapping[str, Sequence[np.ndarray]]
