@@ -50,15 +50,24 @@ def test_what_is_dumped_loads_to_the_same(good: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("addition", "overrides", "said"),
     [
-        ("  steps: 3\n  mirco_batch_tokens: 5\n", [], "good.yaml:9: there is no field 'training.mirco_batch_tokens'; "
-         "did you mean 'training.micro_batch_tokens'?"),
+        (
+            "  steps: 3\n  mirco_batch_tokens: 5\n",
+            [],
+            "good.yaml:9: there is no field 'training.mirco_batch_tokens'; did you mean 'training.micro_batch_tokens'?",
+        ),
         ("rolout:\n  n_samples: 4\n", [], "good.yaml:8: there is no field 'rolout'; did you mean 'rollout'?"),
-        ("", ["training.step=3"], "override training.step=3: there is no field 'training.step'; "
-         "did you mean 'training.steps'?"),
+        (
+            "",
+            ["training.step=3"],
+            "override training.step=3: there is no field 'training.step'; did you mean 'training.steps'?",
+        ),
         ("", ["lr=1"], "override lr=1: there is no field 'lr'; did you mean 'training.lr'?"),
         ("", ["training.lr=fast"], "override training.lr=fast: training.lr: Input should be a valid number"),
-        ("  warmup_steps: -1\n", [], "good.yaml:8: training.warmup_steps: Input should be greater than or equal to 0, "
-         "found -1"),
+        (
+            "  warmup_steps: -1\n",
+            [],
+            "good.yaml:8: training.warmup_steps: Input should be greater than or equal to 0, found -1",
+        ),
         ("", ["algorithm.minibatches=32"], "algorithm.minibatches (32) is above rollout.batch_groups (16)"),
         ("", ["sampling.min_new_tokens=300"], "sampling.min_new_tokens (300) is above sampling.max_new_tokens (256)"),
         ("", ["training.lr"], "override 'training.lr': expected key=value"),
@@ -66,9 +75,7 @@ def test_what_is_dumped_loads_to_the_same(good: Path, tmp_path: Path) -> None:
         ("", ["root=${nowhere}"], "nowhere"),
     ],
 )
-def test_a_field_that_cannot_be_meant_stops_at_once(
-    good: Path, addition: str, overrides: list[str], said: str
-) -> None:
+def test_a_field_that_cannot_be_meant_stops_at_once(good: Path, addition: str, overrides: list[str], said: str) -> None:
     good.write_text(GOOD + addition)
     with pytest.raises(ConfigError) as caught:
         config.load(good, overrides)

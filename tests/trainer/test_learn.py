@@ -1,0 +1,171 @@
+"""Whole runs in this process: equal twice, resumed from any checkpoint, and refused when the record was altered."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from clew import config as configuration
+from clew.config import Config
+from clew.errors import ClewError, ConfigError, RecordError, TrainingError
+from clew.record import rows
+from clew.record.run import RunDirectory
+from clew.trainer.learn import learn_inline
+from clew.trainer.loop import Clock
+from tests.models import tiny_model, tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("learn")
+    tiny_tokenizer(folder / "model")
+    tiny_model(folder / "model")
+    (folder / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": f"{i} + 1 ="}) for i in range(30)))
+    return folder
+
+
+def configure(folder: Path, trial: str, **changes: object) -> Config:
+    (folder / "config.yaml").write_text(
+        f"experiment: learn\nroot: {folder}/runs\nmodel: {{path: {folder}/model}}\n"
+        f"data: {{path: {folder}/prompts.jsonl}}\n"
+        "rollout: {reward: bench.rewards.digits, batch_groups: 3, n_samples: 3}\n"
+        "sampling: {max_new_tokens: 10}\n"
+        "training: {steps: 5, lr: 1e-3}\n"
+        "algorithm: {minibatches: 2, kl_coef: 0.01}\n"
+        "checkpoint: {every_steps: 2}\n"
+        "launch: {threads: 1, mode: inline}\n"
+    )
+    return configuration.load(folder / "config.yaml", [f"trial={trial}", *(f"{k}={v}" for k, v in changes.items())])
+
+
+def learn(config: Config) -> RunDirectory:
+    learn_inline(config, lambda step, summary: None)
+    return RunDirectory(config.run_path)
+
+
+@pytest.fixture(scope="module")
+def first(folder: Path) -> RunDirectory:
+    return learn(configure(folder, "first"))
+
+
+def copy(run: RunDirectory, folder: Path, trial: str) -> RunDirectory:
+    shutil.copytree(run.path, folder / "runs" / "learn" / trial)
+    return RunDirectory(folder / "runs" / "learn" / trial)
+
+
+def keep_checkpoints(run: RunDirectory, *versions: int) -> None:
+    for path in run.checkpoints.glob("step-*"):
+        if int(path.name.removeprefix("step-")) not in versions:
+            shutil.rmtree(path)
+
+
+def test_two_runs_are_equal_bit_for_bit(folder: Path, first: RunDirectory) -> None:
+    second = learn(configure(folder, "second"))
+    assert first.steps.index_path.read_bytes() == second.steps.index_path.read_bytes()
+    for name in ("model.safetensors", "state.safetensors"):
+        last = Path("checkpoints") / "step-000005" / name
+        assert (first.path / last).read_bytes() == (second.path / last).read_bytes()
+    times = ("admitted_at", "started_at", "finished_at", "consumed_at", "interactions")
+    for step in range(5):
+        a, b = (rows.read_table(run.steps.data_path(step)).drop_columns(list(times)) for run in (first, second))
+        assert a.equals(b)
+        assert first.steps.stage_path(step, 0).read_bytes() == second.steps.stage_path(step, 0).read_bytes()
+
+
+def test_another_seed_gives_another_run(folder: Path, first: RunDirectory) -> None:
+    other = learn(configure(folder, "other-seed", seed=2, **{"training.steps": 1}))
+    assert other.steps.index()[0] != first.steps.index()[0]
+
+
+@pytest.mark.parametrize("versions", [(0,), (0, 2), (0, 4)])
+def test_recorded_steps_are_trained_again_to_the_same_weights(
+    folder: Path, first: RunDirectory, versions: tuple[int, ...]
+) -> None:
+    """From each checkpoint, without its successors; then two more steps, live."""
+    trial = f"from-{versions[-1]}"
+    keep_checkpoints(copy(first, folder, trial), *versions)
+    resumed = learn(configure(folder, trial, **{"training.steps": 7}))
+    assert resumed.steps.index()[:5] == first.steps.index()
+    assert resumed.steps.count() == 7
+    consumed = [group for entry in resumed.steps.index() for group in entry["groups"]]
+    assert sorted(consumed) == [f"g{i:06d}" for i in range(21)]
+
+
+def test_inference_and_trainer_agree(first: RunDirectory) -> None:
+    for step in range(5):
+        metrics = first.steps.read(step)["metrics"]
+        assert metrics["lag_max"] == 0
+        assert metrics["behaviour_gap_max"] < 1e-4
+
+
+def test_an_altered_batch_is_named(folder: Path, first: RunDirectory) -> None:
+    run = copy(first, folder, "altered")
+    keep_checkpoints(run, 0)
+    batch = run.steps.read_data(3)
+    logprobs = batch[0].logprobs.copy()
+    logprobs[-1] += 0.25
+    run.steps.write_data(3, rows.to_table([replace(batch[0], logprobs=logprobs), *batch[1:]]))
+    with pytest.raises(TrainingError, match=r"step 3, trained again from the record, differs in its data: digest .*"):
+        learn(configure(folder, "altered"))
+    assert run.steps.index() == first.steps.index()
+
+
+def test_a_truncated_batch_is_named(folder: Path, first: RunDirectory) -> None:
+    run = copy(first, folder, "truncated")
+    keep_checkpoints(run, 0)
+    path = run.steps.data_path(2)
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(RecordError, match=r"step-000002\.parquet cannot be read"):
+        learn(configure(folder, "truncated"))
+
+
+def test_a_changed_configuration_is_refused_where_steps_must_be_trained_again(
+    folder: Path, first: RunDirectory
+) -> None:
+    run = copy(first, folder, "changed")
+    keep_checkpoints(run, 0, 4)
+    with pytest.raises(ConfigError, match=r"steps 4 to 4 .* training\.lr 0\.001 -> 0\.01\. Go on.*Ctrl-C"):
+        learn(configure(folder, "changed", **{"training.lr": 0.01, "training.steps": 6}))
+
+
+def test_it_goes_on_from_a_checkpoint_with_another_configuration(folder: Path, first: RunDirectory) -> None:
+    copy(first, folder, "onwards")
+    run = learn(configure(folder, "onwards", **{"training.lr": 0.01, "training.steps": 6}))
+    assert run.steps.index()[:5] == first.steps.index()
+    assert run.steps.read(5)["metrics"]["lr"] == 0.01
+
+
+def test_other_threads_are_compared_within_a_tolerance(
+    folder: Path, first: RunDirectory, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = copy(first, folder, "threads")
+    keep_checkpoints(run, 0)
+    learn(configure(folder, "threads", **{"launch.threads": 2}))
+    assert "compared within a tolerance of 0.001, not bit for bit" in caplog.text
+    assert run.steps.index() == first.steps.index()
+
+
+def test_old_data_goes_when_few_steps_are_kept(folder: Path) -> None:
+    run = learn(configure(folder, "pruned", **{"record.keep_steps": 1, "checkpoint.keep": 1}))
+    assert [step for step in range(5) if run.steps.has_data(step)] == [4]
+    assert run.steps.count() == 5
+
+
+def test_an_error_of_rollout_ends_the_run_with_its_words(folder: Path) -> None:
+    with pytest.raises(ClewError, match="no field|no function|cannot|bench"):
+        learn(configure(folder, "wrong-reward", **{"rollout.reward": "bench.rewards.nothing"}))
+
+
+def test_the_clock_counts_nothing_twice() -> None:
+    clock = Clock()
+    with clock("outer"):
+        with clock("inner"):
+            for _ in range(20000):
+                pass
+        with clock("inner"):
+            pass
+    taken = clock.take()
+    assert set(taken) == {"outer", "inner"} and taken["inner"] > taken["outer"] >= 0
+    assert clock.take() == {}
