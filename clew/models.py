@@ -38,15 +38,20 @@ def load_model(path: str, dtype: Literal["float32", "bfloat16"], device: torch.d
     from transformers.utils import logging as transformers_logging
 
     _check_folder(path, "config.json", "model configuration", "Save the model there with save_pretrained.")
-    if Path(path).is_dir() and not any(Path(path).glob(pattern) for pattern in ("*.safetensors", "*.bin")):
+    if Path(path).is_dir() and not [*Path(path).glob("*.safetensors"), *Path(path).glob("*.bin")]:
         raise ModelError(
-            f"{path} holds no weights (*.safetensors); found {_listing(path)}. Save the model there with "
+            f"{path} (model.path) holds no weights (*.safetensors); found {_listing(path)}. Save the model there with "
             f"save_pretrained, or point model.path elsewhere."
         )
     transformers_logging.disable_progress_bar()
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except SafetensorError as error:
+        raise ModelError(
+            f"the weights in {path} cannot be read ({error}): a file was truncated or altered. Copy or save the model "
+            f"there again."
+        ) from error
+    except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"cannot load a causal language model from {path}: {error}") from error
     return model.to(device).eval()
 

@@ -87,7 +87,14 @@ def learn_inline(config: Config, on_step: OnStep) -> None:
                     "this is a defect of Clew; please report it with the run directory."
                 )
 
-        stack.callback(lambda: loop.run_until_complete(runner.close()))
+        def close() -> None:
+            while True:
+                try:
+                    return loop.run_until_complete(runner.close())
+                except KeyboardInterrupt:  # of before: asyncio raises it once more in all that awaited what it ended
+                    continue
+
+        stack.callback(close)
         _train(
             config,
             run,
