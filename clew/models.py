@@ -65,9 +65,9 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         tokenizer: Any = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise ModelError(f"cannot load a tokenizer from {path}: {error}") from error
-    if not len(tokenizer) or not tokenizer("a b")["input_ids"]:
+    if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
         raise ModelError(
-            f"the tokenizer in {path} has no vocabulary: text becomes no tokens; found {_listing(path)}. "
+            f"the tokenizer in {path} has no vocabulary but its special tokens; found {_listing(path)}. "
             f"{_SAVE_TOKENIZER}"
         )
     for name in ("pad_token", "eos_token"):

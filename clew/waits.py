@@ -14,9 +14,11 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -41,9 +43,15 @@ class Wait:
     since: float = field(default_factory=time.time)
     log_at: float = OLD_S
 
-    def as_dict(self) -> dict[str, Any]:
+    @property
+    def kind(self) -> tuple[str, str]:
+        """What it has in common with waits for other groups, episodes, steps: all but the words with digits in them."""
+        return re.sub(r"\S*\d\S*", "N", self.what), self.unblocks
+
+    def as_dict(self, alike: int) -> dict[str, Any]:
         return {
             "what": self.what,
+            "alike": alike,
             "unblocks": self.unblocks,
             "numbers": self.numbers() if self.numbers else "",
             "since": self.since,
@@ -69,11 +77,22 @@ def current_waits() -> list[Wait]:
     return sorted(list(_waits.values()), key=lambda wait: wait.since)
 
 
+def oldest_of_each_kind() -> list[tuple[Wait, int]]:
+    """The oldest present wait of each kind, with how many there are of it, oldest first."""
+    waits = current_waits()
+    counts = Counter(wait.kind for wait in waits)
+    oldest: dict[tuple[str, str], Wait] = {}
+    for wait in waits:
+        oldest.setdefault(wait.kind, wait)
+    return [(wait, counts[kind]) for kind, wait in oldest.items()]
+
+
 class Reporter:
     """Tells the run directory, once a second, what this process does and what it waits for.
 
     The file is `status/<process>.json`:
-    ``{"process", "pid", "host", "started", "updated", "doing", "version", "waits": [...], "waits_in_all", ...facts}``.
+    ``{"process", "pid", "host", "started", "updated", "doing", "version", "waits": [...], ...facts}``, the waits being
+    the oldest of each kind.
     """
 
     PERIOD_S = 1.0
@@ -108,15 +127,13 @@ class Reporter:
 
     def write(self) -> None:
         """Write the status file now. A full disk is not this file's to report: the record will."""
-        waits = current_waits()
         status = {
             "process": self.process,
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "started": self._started,
             "updated": time.time(),
-            "waits_in_all": len(waits),
-            "waits": [wait.as_dict() for wait in waits[:8]],
+            "waits": [wait.as_dict(alike) for wait, alike in oldest_of_each_kind()],
             **self.facts,
         }
         with self._write_lock:
@@ -129,10 +146,11 @@ class Reporter:
 
     def _run(self) -> None:
         while not self._stop.wait(self.PERIOD_S):
-            for wait in current_waits():
+            for wait, alike in oldest_of_each_kind():
                 age = time.time() - wait.since
                 if age >= wait.log_at:
                     wait.log_at = 2 * age
+                    more = f" and {alike - 1} more alike" if alike > 1 else ""
                     numbers = f" ({wait.numbers()})" if wait.numbers else ""
-                    log.warning("waiting %.0f s for %s%s; %s unblocks it", age, wait.what, numbers, wait.unblocks)
+                    log.warning("waiting %.0f s for %s%s%s; %s unblocks it", age, wait.what, more, numbers, wait.unblocks)
             self.write()

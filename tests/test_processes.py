@@ -1,5 +1,6 @@
 """Processes die with their parent, waits explain themselves: with real processes and a real SIGKILL."""
 
+import contextlib
 import json
 import os
 import re
@@ -10,7 +11,7 @@ import time
 from pathlib import Path
 
 from clew.processes import PARENT_VARIABLE
-from clew.waits import Reporter, current_waits, waiting
+from clew.waits import Reporter, current_waits, oldest_of_each_kind, waiting
 
 CHILD = """
 import re, sys
@@ -69,6 +70,15 @@ def test_a_wait_is_shown_with_its_numbers(tmp_path: Path) -> None:
     assert wait["numbers"] == "16 waiting, lag limit 0 at version 7"
     assert shown["version"] == 7 and shown["pid"] == os.getpid()
     assert json.loads((tmp_path / "rollout.json").read_text())["doing"] == "ended"
+
+
+def test_waits_of_one_kind_are_shown_as_one() -> None:
+    with contextlib.ExitStack() as stack:
+        for i in range(3):
+            stack.enter_context(waiting(f"the response to g{i:06d}.e0.i0", unblocks="an inference server"))
+        stack.enter_context(waiting("a batch for step 7", unblocks="rollout"))
+        shown = [(wait.what, alike) for wait, alike in oldest_of_each_kind()]
+    assert shown == [("the response to g000000.e0.i0", 3), ("a batch for step 7", 1)]
 
 
 def test_an_error_is_left_in_the_status_file(tmp_path: Path) -> None:

@@ -36,8 +36,9 @@ def write_weights(engine: TrainEngine, folder: Path, version: int, probe_ids: Se
 
 
 def default_probe(engine: TrainEngine) -> list[int]:
-    """Token IDs spread over the vocabulary, the same for every version of a model."""
-    return [7919 * (i + 1) % engine.model.config.vocab_size for i in range(PROBE_TOKENS)]
+    """Token IDs spread over the vocabulary, the same for every version of a model; fewer where the context is short."""
+    length = min(PROBE_TOKENS, engine.context or PROBE_TOKENS)
+    return [7919 * (i + 1) % engine.model.config.vocab_size for i in range(length)]
 
 
 @torch.no_grad()

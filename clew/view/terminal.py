@@ -48,18 +48,17 @@ def status_table(run: RunDirectory) -> Table:
         )
         for wait in waits[1:]:
             table.add_row("", "", "", *_wait_cells(wait, now))
-        if alive and status["waits_in_all"] > len(waits):
-            table.add_row("", "", "", f"… and {status['waits_in_all'] - len(waits)} more waits", "", "", "")
     return table
 
 
 def _wait_cells(wait: dict[str, Any] | None, now: float) -> tuple[str, ...]:
     if wait is None:
         return ("", "", "", "")
-    return (wait["what"], f"{now - wait['since']:.1f} s", wait["numbers"], wait["unblocks"])
+    alike = f" (and {wait['alike'] - 1} more)" if wait["alike"] > 1 else ""
+    return (wait["what"] + alike, f"{now - wait['since']:.1f} s", wait["numbers"], wait["unblocks"])
 
 
-STEP_COLUMNS = ("step", "reward", "length", "lag", "kl", "grad norm", "tok/s made", "tok/s trained", "seconds in")
+STEP_COLUMNS = ("step", "reward", "length", "lag", "k3", "grad norm", "tok/s made", "tok/s trained", "seconds in")
 
 
 def step_cells(summary: dict[str, Any]) -> tuple[str, ...]:
