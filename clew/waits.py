@@ -152,5 +152,7 @@ class Reporter:
                     wait.log_at = 2 * age
                     more = f" and {alike - 1} more alike" if alike > 1 else ""
                     numbers = f" ({wait.numbers()})" if wait.numbers else ""
-                    log.warning("waiting %.0f s for %s%s%s; %s unblocks it", age, wait.what, more, numbers, wait.unblocks)
+                    log.warning(
+                        "waiting %.0f s for %s%s%s; %s unblocks it", age, wait.what, more, numbers, wait.unblocks
+                    )
             self.write()
