@@ -1,0 +1,44 @@
+"""Peak memory of each process of a run, as psutil sees it from outside."""
+
+from __future__ import annotations
+
+import threading
+
+import psutil
+
+PERIOD_S = 0.2
+COMMANDS = {"train": "supervisor", "learn": "trainer", "rollout": "rollout", "serve": "server"}
+
+
+class PeakMemory:
+    """Watches a process and its descendants while the block runs."""
+
+    def __init__(self, pid: int) -> None:
+        self.mib: dict[str, float] = {}
+        """Largest resident set of each process, by its role."""
+        self._root = psutil.Process(pid)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> PeakMemory:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(PERIOD_S):
+            try:
+                processes = [self._root, *self._root.children(recursive=True)]
+            except psutil.NoSuchProcess:
+                return
+            for process in processes:
+                try:
+                    command, mib = process.cmdline(), process.memory_info().rss / 2**20
+                except (psutil.NoSuchProcess, psutil.AccessDenied):
+                    continue
+                role = COMMANDS.get(command[3]) if command[1:3] == ["-m", "clew"] else "reward worker"
+                if role:
+                    self.mib[role] = max(self.mib.get(role, 0.0), mib)
