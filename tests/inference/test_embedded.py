@@ -78,7 +78,7 @@ def various(seed: int, count: int = 16) -> Asked:
 @pytest.mark.parametrize(("family", "tie"), [(family, True) for family in ATTENTION_FAMILIES]
                          + [("qwen2", False), ("llama", False), ("gpt2", False)])
 def test_equals_the_reference(tmp_path: Path, family: str, tie: bool) -> None:
-    reference, engine = engines(folder_with(tmp_path, family, tie=tie, scale=0.25), max_running=5)
+    reference, engine = engines(folder_with(tmp_path, family, tie=tie), max_running=5)
     assert isinstance(engine, EmbeddedEngine)
     asked = various(0)
     for expected, found in zip(run(reference, asked), run(engine, asked), strict=True):
@@ -94,7 +94,7 @@ def test_a_model_with_state_is_served_by_the_reference(tmp_path: Path, caplog: p
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[ReferenceEngine, Core]:
-    return engines(folder_with(tmp_path_factory.mktemp("both"), scale=0.25), max_running=4)
+    return engines(folder_with(tmp_path_factory.mktemp("both")), max_running=4)
 
 
 Event = tuple[str, int, int]
@@ -222,7 +222,7 @@ def test_a_stop_string_across_an_abort(both: tuple[ReferenceEngine, Core]) -> No
 
 @pytest.mark.parametrize("threaded", [False, True])
 def test_many_through_aborts_and_loads_equal_the_reference(tmp_path: Path, threaded: bool) -> None:
-    reference, core = engines(folder_with(tmp_path, scale=0.25), max_running=4)
+    reference, core = engines(folder_with(tmp_path), max_running=4)
     asked = various(3, 24)
     ref = WeightRef(version=1, path=str(tmp_path), digest="", probe_ids=[7, 8, 9, 10],
                     probe_logprob=reference.score([7, 8, 9, 10]))
