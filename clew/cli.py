@@ -71,8 +71,9 @@ def train(config: ConfigFile, overrides: Overrides = None) -> None:
     from clew.view.terminal import Progress
 
     loaded, run = _open(config, overrides)
-    with Progress(run, loaded.training.steps) as progress:
-        if loaded.launch.mode == "inline":
+    inline = loaded.launch.mode == "inline"
+    with Progress(run, loaded.training.steps, live=not inline) as progress:
+        if inline:
             from clew.trainer.learn import learn_inline
 
             _log()

@@ -71,7 +71,7 @@ def supervise(config: Config, arguments: list[str], refresh: Callable[[], None])
     arguments: the configuration file and overrides, as each process gets them. refresh: called ten times a second.
     """
     run = RunDirectory(config.run_path)
-    for role in ROLES:
+    for role in reversed(ROLES):
         run.hold(role).close()  # another run in this directory is an error here, not in a log file
     children = {
         role: Child(role, [sys.executable, "-m", "clew", command, *arguments], run) for role, command in ROLES.items()

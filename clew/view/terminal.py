@@ -92,14 +92,17 @@ class Progress:
 
     LINES = 12
 
-    def __init__(self, run: RunDirectory, total_steps: int, console: Console | None = None) -> None:
+    def __init__(
+        self, run: RunDirectory, total_steps: int, *, live: bool = True, console: Console | None = None
+    ) -> None:
+        """live: False where a debugger may ask for its prompt on the same terminal."""
         self._run = run
         self._total = total_steps
-        self._console = console or Console(soft_wrap=True)
+        self._console = console or Console(soft_wrap=True, highlight=False)
         self._next = run.steps.count()
         self._recent: list[tuple[str, ...]] = []
         self._evaluated: set[int] = {entry["version"] for entry in run.read_evals()}
-        self._live = Live(console=self._console, refresh_per_second=4) if self._console.is_terminal else None
+        self._live = Live(console=self._console, refresh_per_second=4) if live and self._console.is_terminal else None
         self._shown = 0.0
 
     def __enter__(self) -> Progress:

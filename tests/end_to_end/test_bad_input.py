@@ -1,0 +1,357 @@
+"""What is wrong with the input is said once, with what, where and what to do; the exit code is not 0; nothing recorded
+is lost; no process is left (`Project` checks the last two words of that after every command)."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from clew.record import rows
+from tests.end_to_end.project import USER_CODE, Ended, Project
+
+REWARDS = """
+def nan(completion, data): return float("nan")
+def infinite(completion, data): return {"right": 1.0, "style": float("-inf")}
+def text(completion, data): return "0.5"
+
+def never(completion, data):
+    while True:
+        time.sleep(1)
+
+def sometimes(completion, data):
+    return never(completion, data) if data["prompt"] == "3+4=" else digits(completion, data)
+
+def gated(completion, data):
+    while not Path("go").exists():
+        time.sleep(0.01)
+    return digits(completion, data)
+"""
+
+FLAKY = """
+import random
+from clew.rollout.workflows import SingleTurn
+
+class Flaky(SingleTurn):
+    def __init__(self, percent: int):
+        super().__init__()
+        self.percent = percent
+
+    async def run_episode(self, engine, data):
+        if random.Random(engine.episode_id).random() < self.percent / 100:
+            raise RuntimeError(f"the tool fell over in {engine.episode_id}")
+        return await super().run_episode(engine, data)
+"""
+
+
+def failed(ended: Ended, *words: str) -> str:
+    """The message of a command that failed as it should: all of these words, no traceback of Clew's own."""
+    assert ended.code == 1, ended.output
+    for word in words:
+        assert word in ended.error, f"{word!r} is not in: {ended.error}"
+    assert "defect of Clew" not in ended.output
+    return ended.error
+
+
+def completed(ended: Ended, steps: int = 3) -> None:
+    assert ended.code == 0, ended.output
+    assert f"trained {steps} steps" in ended.said
+
+
+# The model ------------------------------------------------------------------------------------------------------------
+
+
+def without(project: Project, *names: str) -> None:
+    for name in names:
+        (project.folder / "model" / name).rename(project.folder / name)
+
+
+def put_back(project: Project, *names: str) -> None:
+    for name in names:
+        (project.folder / name).rename(project.folder / "model" / name)
+
+
+@pytest.mark.parametrize(("missing", "words"), [
+    (["tokenizer.json", "tokenizer_config.json"], ["model (model.path) holds no tokenizer_config.json"]),
+    (["tokenizer.json"], ["the tokenizer in model has no vocabulary"]),
+    (["model.safetensors"], ["model (model.path) holds no weights (*.safetensors)"]),
+    (["config.json"], ["model (model.path) holds no config.json"]),
+])  # fmt: skip
+def test_a_model_folder_that_lacks_something(project: Project, missing: list[str], words: list[str]) -> None:
+    without(project, *missing)
+    failed(project.inline(), *words, "found ", "save_pretrained")
+    put_back(project, *missing)
+    completed(project.inline("training.steps=1"), 1)
+
+
+def test_three_processes_that_fail_alike_are_one_message(project: Project) -> None:
+    without(project, "tokenizer_config.json", "tokenizer.json")
+    failed(project.clew("train"), "at step 0 of 3", "ModelError: model (model.path) holds no tokenizer_config.json",
+           "runs/tiny/0/logs/")  # fmt: skip
+
+
+def test_weights_that_are_truncated(project: Project) -> None:
+    file = project.folder / "model" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:5000])
+    failed(project.inline(), "the weights in model cannot be read", "truncated", "Copy or save the model there again")
+
+
+def test_no_model_folder(project: Project) -> None:
+    (project.folder / "models").mkdir()
+    failed(project.inline("model.path=models/tiny"), "there is no folder models/tiny", "save_pretrained", "hub name")
+
+
+def drop_special_tokens(project: Project, *names: str) -> None:
+    file = project.folder / "model" / "tokenizer_config.json"
+    kept = {name: value for name, value in json.loads(file.read_text()).items() if name not in names}
+    file.write_text(json.dumps(kept))
+
+
+def test_no_pad_token_falls_back_to_the_end_token(project: Project) -> None:
+    completed(project.inline())
+    with_pad = project.digests()
+    drop_special_tokens(project, "pad_token")
+    project.set(trial="without")
+    completed(project.inline())
+    assert project.digests() == with_pad  # responses ended by the end token as before
+
+
+def test_neither_pad_nor_end_token(project: Project) -> None:
+    drop_special_tokens(project, "pad_token", "eos_token")
+    failed(project.inline(), "the tokenizer in model has neither a pad token nor an end token", "Set eos_token")
+
+
+# The data -------------------------------------------------------------------------------------------------------------
+
+
+def test_prompts_longer_than_the_context(project: Project) -> None:
+    project.prompts([{"prompt": "12" * 200}] * 8)
+    failed(project.inline(), "episodes failed", "the prompt has 400 tokens", "context (max_position_embeddings) is 256",
+           "Shorten the prompt", "runs/tiny/0/rejected")  # fmt: skip
+    assert project.run.rejected_groups()
+
+
+def test_one_prompt_longer_than_the_context_is_rejected_and_the_run_goes_on(project: Project) -> None:
+    project.prompts([{"prompt": "12" * 200 if i == 3 else f"{i}+1="} for i in range(16)])
+    completed(project.inline("training.steps=8"), 8)
+    (group,) = project.run.rejected_groups()
+    kept = rows.from_table(rows.read_table(project.path / "rejected" / f"{group}.parquet"))
+    assert len(kept) == 4 and all("the prompt has 400 tokens" in (row.error or "") for row in kept)
+    assert all(row["groups"].count(group) == 0 for row in project.run.steps.index())
+
+
+@pytest.mark.parametrize(("found", "words"), [
+    ([], ["prompts.jsonl holds no rows", "Write at least one"]),
+    ([{"prompt": "1"}], ["rollout.batch_groups is 2, and prompts.jsonl has 1 rows", "Use rollout.batch_groups=1"]),
+    ([{"prompt": "1"}] * 4 + [{"promt": "2"}], ["prompts.jsonl: row 5 has no column 'prompt'", "Did you mean 'promt'?",
+                                                "data.prompt"]),
+])  # fmt: skip
+def test_data_that_cannot_make_a_batch(project: Project, found: list[dict], words: list[str]) -> None:
+    good = (project.folder / "prompts.jsonl").read_text()
+    project.prompts(found)
+    failed(project.inline(), *words)
+    (project.folder / "prompts.jsonl").write_text(good)
+    completed(project.inline("training.steps=1"), 1)
+
+
+def test_a_line_that_is_not_json(project: Project) -> None:
+    (project.folder / "prompts.jsonl").write_text('{"prompt": "1"}\n{"prompt": "2"\n')
+    failed(project.inline(), "prompts.jsonl:2: this line is not JSON", "one object on each line")
+
+
+def test_held_out_data_without_the_column(project: Project) -> None:
+    project.prompts([{"question": "1"}], "held_out.jsonl")
+    failed(project.inline("eval.path=held_out.jsonl"), "held_out.jsonl: row 1 has no column 'prompt'", "'question'")
+
+
+# Rewards and workflows ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("reward", "words"), [
+    ("nan", "reward mine.nan returned nan (float)"),
+    ("infinite", "reward mine.infinite returned style: -inf (float)"),
+    ("text", "reward mine.text returned '0.5' (str)"),
+])  # fmt: skip
+def test_a_reward_that_is_no_finite_number(project: Project, reward: str, words: str) -> None:
+    project.code(USER_CODE + REWARDS)
+    completed(project.inline("training.steps=1"), 1)
+    before = project.digests()
+    failed(project.inline(f"rollout.reward=mine.{reward}"), words, "expected a finite number",
+           "The data row: {'prompt'", "runs/tiny/0/rejected")  # fmt: skip
+    completed(project.inline())
+    assert project.digests()[:1] == before
+
+
+@pytest.mark.parametrize("percent", [50, 100])
+def test_a_workflow_that_raises_too_often(project: Project, percent: int) -> None:
+    project.code(USER_CODE + FLAKY)
+    flaky = ["rollout.workflow=mine.Flaky", f"rollout.workflow_kwargs.percent={percent}"]
+    said = failed(project.inline(*flaky), "episodes failed", "rollout.max_failed_share (0.2) allows 4 of 24",
+                  "RuntimeError: the tool fell over in g0", 'mine.py", line', "runs/tiny/0/rejected")  # fmt: skip
+    assert said.count("Traceback") == 1  # of one episode, where the user's code raised
+    before, finished = project.digests(), project.run.inbox.names()
+    completed(project.inline())
+    assert project.digests()[: len(before)] == before and finished <= project.run.steps.consumed()
+
+
+def test_a_workflow_that_raises_on_one_percent(project: Project) -> None:
+    project.code(USER_CODE + FLAKY)
+    project.set(rollout={"n_samples": 8, "workflow": "mine.Flaky", "workflow_kwargs": {"percent": 1}})
+    completed(project.inline("training.steps=12"), 12)
+    kept = [rows.from_table(rows.read_table(file)) for file in (project.path / "rejected").glob("g*.e*.parquet")]
+    assert 0 < len(kept) < 20 and all("the tool fell over" in (row.error or "") for each in kept for row in each)
+
+
+def test_a_reward_that_never_returns(project: Project) -> None:
+    """In processes, where there are time limits. Some calls hang: errors on record, the run goes on; all: it ends."""
+    project.code(USER_CODE + REWARDS)
+    project.set(rollout={"reward": "mine.sometimes", "reward_timeout_s": 0.4, "reward_workers": 4})
+    completed(project.clew("train", "training.steps=8"), 8)
+    (group,) = project.run.rejected_groups()
+    (error,) = {row.error for row in rows.from_table(rows.read_table(project.path / "rejected" / f"{group}.parquet"))}
+    assert error and "reward mine.sometimes timed out after 0.4 s (rollout.reward_timeout_s)" in error
+    before = project.digests()
+    never = project.clew("train", "rollout.reward=mine.never", "training.steps=9")
+    failed(
+        never,
+        "the rollout ended",
+        "at step 8 of 9",
+        "episodes failed",
+        "reward mine.never timed out after 0.4 s (rollout.reward_timeout_s)",
+    )
+    assert project.digests() == before
+
+
+# Machines -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_port_in_use(project: Project) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        failed(project.clew("train", f"inference.listen=127.0.0.1:{port}"), "the server ended",
+               f"cannot listen on 127.0.0.1:{port}: the port is in use", "inference.listen=127.0.0.1:0")  # fmt: skip
+
+
+@pytest.fixture
+def small_disk(project: Project) -> Iterator[Path]:
+    disk = project.folder / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=900k", "tmpfs", str(disk)], capture_output=True).returncode:
+        pytest.skip("this machine does not let this user mount a tmpfs")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_full_disk(project: Project, small_disk: Path) -> None:
+    project.set(root="disk/runs", training={"steps": 8}, checkpoint={"every_steps": 2})
+    full = project.clew("train")
+    failed(full, "no space left", "disk/runs/tiny/0", "ree some space")
+    before = project.digests()
+    finished = project.run.inbox.names() | project.run.steps.consumed()
+    assert 0 < len(before) < 8
+    failed(project.inline(), "no space left", "Nothing recorded is lost")
+    subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
+    completed(project.inline(), 8)
+    assert project.digests()[: len(before)] == before and finished <= project.run.steps.consumed()
+
+
+# The record -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def resuming(project: Project) -> Project:
+    """Three steps on record, the checkpoint after them gone: the next run trains them again."""
+    project.set(checkpoint={"every_steps": 100})
+    completed(project.inline())
+    shutil.rmtree(project.path / "checkpoints" / "step-000003")
+    project.set(training={"steps": 4})
+    return project
+
+
+@pytest.mark.parametrize(("name", "cut", "words"), [
+    ("steps/step-000001.parquet", 0.5, ["cannot be read", "truncated", "restore it from a copy"]),
+    ("steps/step-000001.parquet", 0.0, ["cannot be read", "it has 0 bytes", "restore it from a copy"]),
+    ("steps/step-000001.json", 0.5, ["is not JSON", "restore it from a copy"]),
+])  # fmt: skip
+def test_a_truncated_step(resuming: Project, name: str, cut: float, words: list[str]) -> None:
+    before, file = resuming.digests(), resuming.path / name
+    whole = file.read_bytes()
+    file.write_bytes(whole[: int(cut * len(whole))])
+    failed(resuming.inline(), f"runs/tiny/0/{name}", *words)
+    file.write_bytes(whole)
+    completed(resuming.inline(), 4)
+    assert resuming.digests()[:3] == before
+
+
+def test_an_index_that_was_altered_is_made_again(resuming: Project) -> None:
+    before, index = resuming.digests(), resuming.run.steps.index_path
+    index.write_text("gar" + index.read_text())
+    completed(resuming.inline(), 4)
+    assert resuming.digests()[:3] == before
+
+
+def test_what_is_truncated_before_its_step_is_committed_can_be_removed(resuming: Project) -> None:
+    """After a power failure, say."""
+    before = resuming.digests()
+    for file, words in (
+        (resuming.run.steps.data_path(3), "remove it: the step is not committed, and its batch is chosen again"),
+        (resuming.run.inbox.folder / "g000006.parquet", "remove it, and rollout makes the group again"),
+    ):
+        file.write_bytes(b"PAR1")
+        failed(resuming.inline(), str(file.relative_to(resuming.folder)), words)
+        file.unlink()
+    completed(resuming.inline(), 4)
+    assert resuming.digests()[:3] == before and resuming.run.steps.read(3)["groups"] == ["g000006", "g000007"]
+
+
+def newer_json(file: Path, field: str) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), field: 9}))
+
+
+def newer_step(project: Project) -> Path:
+    file = project.path / "steps" / "step-000002.parquet"
+    pq.write_table(pq.read_table(file).replace_schema_metadata({"clew_format": "9"}), file)
+    return file
+
+
+def newer_run(project: Project) -> Path:
+    newer_json(project.path / "run.json", "clew_format")
+    return project.path / "run.json"
+
+
+def newer_commit(project: Project) -> Path:
+    newer_json(project.path / "steps" / "step-000000.json", "clew_format")
+    return project.path / "steps" / "step-000000.json"
+
+
+def newer_checkpoint(project: Project) -> Path:
+    completed(project.inline(), 4)
+    project.set(training={"steps": 5})
+    file = project.path / "checkpoints" / "step-000004" / "checkpoint.json"
+    newer_json(file, "format")
+    return file
+
+
+@pytest.mark.parametrize("newer", [newer_step, newer_run, newer_commit, newer_checkpoint])
+def test_a_record_of_a_newer_format(resuming: Project, newer) -> None:
+    file = newer(resuming)
+    failed(resuming.inline(), str(file.relative_to(resuming.folder)), "format 9", "up to 1", "Upgrade Clew")
+
+
+def test_two_trainers_on_one_run_directory(project: Project) -> None:
+    project.code(USER_CODE + REWARDS)
+    project.set(rollout={"reward": "mine.gated"}, launch={"mode": "inline"})
+    first = project.start("train")
+    project.until(lambda: project.status("trainer")["doing"] == "training", first)
+    for second in (["train"], ["learn"], ["train", "launch.mode=local"]):
+        failed(project.quick(*second), f"another trainer (pid {first.pid}) already works on runs/tiny/0", "trial=NAME")
+    (project.folder / "go").touch()
+    completed(project.end(first))
