@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Sequence as SequenceABC
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ SCHEMA = pa.schema(
     metadata={"clew_format": str(FORMAT)},
 )
 
-_ALIGNED = {
+ALIGNED = {
     "input_ids": np.int32,
     "loss_mask": np.bool_,
     "logprobs": np.float32,
@@ -57,8 +57,10 @@ _ALIGNED = {
     "turn_ids": np.int32,
     "temperatures": np.float32,
 }
+"""The aligned columns and their types."""
 _NESTED = ("rewards", "data", "interactions")
-_ENCODER = json.JSONEncoder(ensure_ascii=False, default=str)
+_ENCODER = json.JSONEncoder(default=str)
+"""Writes ASCII: a lone surrogate, which UTF-8 cannot hold, survives as an escape."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,12 +101,8 @@ class Sequence:
     consumed_at: float | None = None
 
     def __post_init__(self) -> None:
-        lengths = {name: len(getattr(self, name)) for name in _ALIGNED}
+        lengths = {name: len(getattr(self, name)) for name in ALIGNED}
         assert len(set(lengths.values())) == 1, f"{self.id}: columns of different length: {lengths}"
-
-    def consumed(self, at: float) -> Sequence:
-        """The same row with the time at which the trainer took it."""
-        return replace(self, consumed_at=at)
 
 
 def to_table(sequences: SequenceABC[Sequence]) -> pa.Table:
@@ -112,14 +110,16 @@ def to_table(sequences: SequenceABC[Sequence]) -> pa.Table:
     columns: list[pa.Array] = []
     for column in SCHEMA:
         values = [getattr(sequence, column.name) for sequence in sequences]
-        if column.name in _ALIGNED:
+        if column.name in ALIGNED:
             offsets = np.zeros(len(values) + 1, np.int32)
             np.cumsum([len(value) for value in values], out=offsets[1:])
-            dtype = _ALIGNED[column.name]
+            dtype = ALIGNED[column.name]
             flat = np.concatenate([np.asarray(value, dtype) for value in values]) if values else np.empty(0, dtype)
             columns.append(pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat, column.type.value_type)))
         elif column.name in _NESTED:
             columns.append(pa.array([_ENCODER.encode(value) for value in values]))
+        elif column.name == "error":  # the user's words: an exception may quote text that is no UTF-8
+            columns.append(pa.array([value and value.encode(errors="replace").decode() for value in values], pa.string()))
         else:
             columns.append(pa.array(values, column.type))
     return pa.Table.from_arrays(columns, schema=SCHEMA)
@@ -127,8 +127,8 @@ def to_table(sequences: SequenceABC[Sequence]) -> pa.Table:
 
 def from_table(table: pa.Table) -> list[Sequence]:
     """The rows of a table that `read_table` returned; columns of a later, compatible format are left out."""
-    aligned = {name: _split(table.column(name), dtype) for name, dtype in _ALIGNED.items()}
-    plain = {name: table.column(name).to_pylist() for name in SCHEMA.names if name not in _ALIGNED}
+    aligned = {name: _split(table.column(name), dtype) for name, dtype in ALIGNED.items()}
+    plain = {name: table.column(name).to_pylist() for name in SCHEMA.names if name not in ALIGNED}
     rows = []
     for i in range(table.num_rows):
         values: dict[str, Any] = {name: column[i] for name, column in plain.items()}

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from clew.errors import ClewError, ConfigError, EpisodeError
-from clew.record.rows import Sequence
+from clew.record.rows import ALIGNED, Sequence
 from clew.rollout.capture import aligned, assemble
 from clew.rollout.rewards import Reward, by_name, checked, total
 from clew.rollout.session import Resources, Session
@@ -126,18 +126,12 @@ async def _reward_of(workflow: Workflow, session: Session, data: dict[str, Any],
 
 
 def _failed(episode_id: str, error: str, session: Session, known: dict[str, Any]) -> Sequence:
-    nothing = np.empty(0)
     return Sequence(
         id=f"{episode_id}.s0",
         reward=float("nan"),
         finish_reason="error",
         error=error,
         interactions=[interaction.as_dict() for interaction in session.interactions],
-        input_ids=nothing,
-        loss_mask=nothing,
-        logprobs=nothing,
-        versions=nothing,
-        turn_ids=nothing,
-        temperatures=nothing,
+        **{name: np.empty(0, dtype) for name, dtype in ALIGNED.items()},
         **known,
     )

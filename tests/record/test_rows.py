@@ -50,6 +50,14 @@ def same(a: Sequence, b: Sequence) -> bool:
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 
 
+def test_text_that_is_no_utf_8_is_written() -> None:
+    odd = "half a \ud83d pair"
+    row = a_sequence(data={"prompt": odd}, interactions=[{"completion": odd}], error=odd)
+    [back] = rows.from_table(rows.to_table([row]))
+    assert back.data == row.data and back.interactions == row.interactions and back.error == "half a ? pair"
+    assert rows.from_table(rows.to_table([a_sequence()]))[0].error is None
+
+
 @settings(max_examples=50, deadline=None)
 @given(
     st.lists(

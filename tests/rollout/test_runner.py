@@ -410,6 +410,17 @@ def test_evaluations_are_by_one_version_and_filed_with_their_summary(tmp_path):
     assert temperatures == {0.7}
 
 
+def test_a_failed_episode_does_not_end_an_evaluation(tmp_path):
+    config = config_for(
+        tmp_path,
+        eval={"path": "eval.jsonl"},
+        rollout={"workflow": f"{CODE}.Faulty", "workflow_kwargs": {"every": 7}, "max_failed_share": 1.0},
+    )
+    drive(tmp_path, config, Scripted(), [0], eval_rows=ROWS[:8])
+    summary = RunDirectory(config.run_path).read_eval(0)
+    assert summary is not None and summary["failed"] == 1
+
+
 def test_an_evaluation_by_two_versions_is_an_error(tmp_path):
     class Moves(Scripted):
         async def generate(self, input_ids, params, *, request_id=""):
