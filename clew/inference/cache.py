@@ -107,14 +107,6 @@ class RowCache(Cache):
             own[n : n + len(prompts), :, start + skipped : end] = other[:, :, skipped:].index_select(0, index)
         self._seat(prompts)
 
-    def copy_prompt(self, row: int, prompt: list[int], copies: int, longest: int) -> None:
-        """Append `copies` rows that begin as `row` did, whose prompt this is."""
-        self._make_room(self.rows + copies, longest, len(prompt), None)
-        n, end, length, start = self.rows, self.column, len(prompt), self.starts[row]
-        for own in self.keys + self.values:
-            own[n : n + copies, :, end - length : end] = own[row : row + 1, :, start : start + length]
-        self._seat([prompt] * copies)
-
     def remove(self, leaving: list[int]) -> None:
         """Drop rows; the last ones move into their places. `moves` tells the caller the same for its own lists."""
         sources, targets = moves(self.rows, leaving)

@@ -10,7 +10,6 @@ import orjson
 from clew.errors import EngineError
 from clew.inference.protocol import Completion, EngineUnreachable, FinishReason, SamplingParams
 from clew.record.weights import WeightRef
-from clew.waits import waiting
 
 
 class HTTPEngine:
@@ -39,15 +38,14 @@ class HTTPEngine:
 
     async def load_weights(self, ref: WeightRef) -> None:
         """See the protocol."""
-        with waiting(f"weights of version {ref.version} on {self.address}", unblocks="the inference server"):
-            loaded = await self._post(
-                "/update_weights_from_disk",
-                {
-                    "model_path": ref.path,
-                    "weight_version": str(ref.version),
-                    "clew": {"digest": ref.digest, "probe_ids": ref.probe_ids, "probe_logprob": ref.probe_logprob},
-                },
-            )
+        loaded = await self._post(
+            "/update_weights_from_disk",
+            {
+                "model_path": ref.path,
+                "weight_version": str(ref.version),
+                "clew": {"digest": ref.digest, "probe_ids": ref.probe_ids, "probe_logprob": ref.probe_logprob},
+            },
+        )
         if not loaded.get("success"):
             raise EngineError(
                 f"inference server {self.address} did not load version {ref.version}: {loaded.get('message')}"
