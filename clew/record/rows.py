@@ -108,18 +108,18 @@ class Sequence:
 def to_table(sequences: SequenceABC[Sequence]) -> pa.Table:
     """One row a sequence."""
     columns: list[pa.Array] = []
+    offsets = pa.array(np.cumsum([0, *(len(sequence.input_ids) for sequence in sequences)], dtype=np.int32))
     for column in SCHEMA:
         values = [getattr(sequence, column.name) for sequence in sequences]
         if column.name in ALIGNED:
-            offsets = np.zeros(len(values) + 1, np.int32)
-            np.cumsum([len(value) for value in values], out=offsets[1:])
             dtype = ALIGNED[column.name]
-            flat = np.concatenate([np.asarray(value, dtype) for value in values]) if values else np.empty(0, dtype)
-            columns.append(pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat, column.type.value_type)))
+            flat = np.concatenate(values, dtype=dtype, casting="unsafe") if values else np.empty(0, dtype)
+            columns.append(pa.ListArray.from_arrays(offsets, pa.array(flat, column.type.value_type)))
         elif column.name in _NESTED:
             columns.append(pa.array([_ENCODER.encode(value) for value in values]))
         elif column.name == "error":  # the user's words: an exception may quote text that is no UTF-8
-            columns.append(pa.array([value and value.encode(errors="replace").decode() for value in values], pa.string()))
+            clean = [value and value.encode(errors="replace").decode() for value in values]
+            columns.append(pa.array(clean, pa.string()))
         else:
             columns.append(pa.array(values, column.type))
     return pa.Table.from_arrays(columns, schema=SCHEMA)
