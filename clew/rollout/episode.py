@@ -62,7 +62,7 @@ async def run_episode(
 ) -> Episode:
     """Run the workflow on its own copy of `data` and record what it did.
 
-    timeout_s: None has no limit. Whatever the user's code raises is an episode that failed; a ConfigError passes,
+    timeout_s: None has no limit. Whatever the user's code raises is an episode that failed, sys.exit() too; a ConfigError passes,
     because no further episode would fare better.
     """
     session = Session(resources, episode_id)
@@ -75,7 +75,11 @@ async def run_episode(
         raise
     except ClewError as failure:
         error = f"{type(failure).__name__}: {failure}"
-    except Exception as failure:  # the user's code: the boundary where an episode becomes a record
+    except (Exception, SystemExit, asyncio.CancelledError) as failure:
+        # The user's code: the boundary where an episode becomes a record.
+        task = asyncio.current_task()
+        if isinstance(failure, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise  # rollout is ending; any other cancellation is one that the user's code let out
         error = f"{type(failure).__name__}: {failure}\n{''.join(traceback.format_exception(failure))}"
 
     known: dict[str, Any] = {

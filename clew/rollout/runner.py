@@ -355,6 +355,7 @@ class RolloutRunner:
     def _inbox_time(self) -> int:
         return self._run.inbox.folder.stat().st_mtime_ns
 
+
 async def _side_by_side(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """The results, in order. When one raises, the others are cancelled and its exception is passed on."""
     try:

@@ -16,6 +16,7 @@ from clew.waits import current_waits
 from tests.rollout.scripted import ROWS, Scripted, config_for, runner_for
 
 CODE = "tests.rollout.user_code"
+LOCAL = {"launch": {"mode": "local"}}
 
 
 def publish(run, engine, version):
@@ -208,6 +209,28 @@ def test_a_workflow_that_returns_no_number(tmp_path, value, says):
     assert f"{CODE}.Returns.run_episode {says}" in str(raised.value) and "expected" in str(raised.value)
 
 
+@pytest.mark.parametrize(("error", "says"), [("exit", "SystemExit: 3"), ("cancelled", "CancelledError: ")])
+@pytest.mark.parametrize("mode", ["inline", "local"])
+def test_a_workflow_that_exits_or_lets_a_cancellation_out_is_a_failed_episode(tmp_path, error, says, mode):
+    rollout = {"workflow": f"{CODE}.Leaves", "workflow_kwargs": {"error": error}, "n_samples": 4}
+    config = config_for(tmp_path, rollout={**rollout, "max_failed_share": 1.0}, launch={"mode": mode})
+    if mode == "local":
+        assert in_process_mode(tmp_path, config, lambda run: len(run.inbox.names()) == 3)[0]
+    else:
+        drive(tmp_path, config, Scripted(), range(2))
+    failed = [
+        row for rows in rejected(RunDirectory(config.run_path)).values() for row in rows if not len(row.input_ids)
+    ]
+    assert failed and all(row.error is not None and row.error.startswith(says) for row in failed)
+
+
+@pytest.mark.parametrize("name", ["leaves", "leaves_later"])
+def test_a_reward_that_exits_is_a_failed_episode(tmp_path, name):
+    config = config_for(tmp_path, rollout={"reward": f"{CODE}.{name}"})
+    with pytest.raises(RolloutError, match="SystemExit: 3"):
+        drive(tmp_path, config, Scripted(), range(5))
+
+
 def test_a_workflow_that_never_asks_the_model(tmp_path):
     config = config_for(tmp_path, rollout={"workflow": f"{CODE}.Silent"})
     with pytest.raises(RolloutError, match=r"without a call of engine.generate"):
@@ -242,9 +265,6 @@ def in_process_mode(tmp_path, config, until, *, engine=None, seconds=20.0):
             await asyncio.gather(task, return_exceptions=True)
 
     return asyncio.run(go()), run
-
-
-LOCAL = {"launch": {"mode": "local"}}
 
 
 def test_an_episode_that_never_returns_is_cancelled_and_recorded(tmp_path):
@@ -418,7 +438,7 @@ def test_a_failed_episode_does_not_end_an_evaluation(tmp_path):
     )
     drive(tmp_path, config, Scripted(), [0], eval_rows=ROWS[:8])
     summary = RunDirectory(config.run_path).read_eval(0)
-    assert summary is not None and summary["failed"] == 1
+    assert summary is not None and summary["failed"] == 2
 
 
 def test_an_evaluation_by_two_versions_is_an_error(tmp_path):

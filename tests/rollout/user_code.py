@@ -93,6 +93,26 @@ class Returns:
         return {"nan": float("nan"), "inf": float("inf"), "none": None, "text": "0.5", "empty": {}}[self.value]
 
 
+class Leaves:
+    """Ends every other episode in a way that is no ordinary exception."""
+
+    def __init__(self, error):
+        self.error = error
+        self.started = 0
+
+    async def run_episode(self, engine, data):
+        self.started += 1
+        answer = await engine.generate(engine.tokenizer(data["prompt"]).input_ids)
+        if self.started % 2:
+            raise {"exit": SystemExit(3), "cancelled": asyncio.CancelledError()}[self.error]
+        return len(answer.output_ids) % 2
+
+
+async def leaves_later(completion, data):
+    await asyncio.sleep(0)
+    raise SystemExit(3)
+
+
 class Silent:
     """Never asks the model."""
 
