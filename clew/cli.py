@@ -1,4 +1,4 @@
-"""The command line: a thin front that parses, calls and prints. Everything heavy is imported by the command itself."""
+"""The command line: a thin front that parses, calls and prints. Each command imports what it needs itself."""
 
 from __future__ import annotations
 

@@ -248,6 +248,8 @@ def load(path: Path | str, overrides: list[str] | tuple[str, ...] = ()) -> Confi
         text = path.read_text()
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}).") from None
     try:
         merged = OmegaConf.create(text)
         for override in overrides:

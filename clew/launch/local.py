@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from clew.config import Config
+from clew.config import SERVERS_VARIABLE, Config
 from clew.errors import LaunchError
 from clew.processes import PARENT_VARIABLE
 from clew.record.files import read_json
@@ -41,6 +41,7 @@ class Child:
 
     def start(self) -> None:
         """In a session of its own, so that Ctrl-C reaches the supervisor alone; it writes to logs/<role>.log."""
+        environment = {name: value for name, value in os.environ.items() if name != SERVERS_VARIABLE}  # it has its own
         with (self.run.logs / f"{self.role}.log").open("ab") as log:
             self.process = subprocess.Popen(
                 self.command,
@@ -48,7 +49,7 @@ class Child:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
+                env={**environment, PARENT_VARIABLE: str(os.getpid())},
             )
 
     def last_words(self) -> str:
@@ -99,20 +100,20 @@ def supervise(config: Config, arguments: list[str], refresh: Callable[[], None])
 
 
 def _check(config: Config, run: RunDirectory, children: dict[str, Child]) -> bool:
-    """Whether the run is complete. Restarts what was killed; raises LaunchError for what must end the run."""
+    """Whether the run is complete. Restarts what somebody ended; raises LaunchError for what must end the run."""
     for role, child in children.items():
         code = child.process.poll()
-        if code is None or (code == 0 and role == "rollout"):
+        if code is None or (code == 0 and role == "rollout" and run.inbox.published() == config.training.steps):
             continue
         if code == 0 and role == "trainer":
             return True
-        killed = code < 0 and role != "trainer"
-        if killed and child.restarts < config.launch.restarts:
+        ended_from_outside = code <= 0 or code > 128  # a signal, or the answer to one
+        if ended_from_outside and role != "trainer" and child.restarts < config.launch.restarts:
             child.restarts += 1
             child.start()
             continue
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-        often = f", for the {child.restarts + 1}th time (launch.restarts)" if killed else ""
+        often = f", after {child.restarts} restarts (launch.restarts)" if child.restarts else ""
         raise LaunchError(
             f"the {role} {how}{often}, at step {run.steps.count()} of {config.training.steps}:\n{child.last_words()}\n"
             f"(all that it wrote: {run.logs / f'{role}.log'})"

@@ -131,6 +131,11 @@ class RunDirectory:
         path = self.evals / f"version-{version:06d}.json"
         return read_json(path) if path.exists() else None
 
+    def newest_eval(self) -> dict[str, Any] | None:
+        """The newest complete evaluation."""
+        path = max(self.evals.glob("version-*.json"), default=None)
+        return read_json(path) if path else None
+
     def read_evals(self) -> list[dict[str, Any]]:
         """All complete evaluations, by version."""
         return [read_json(path) for path in sorted(self.evals.glob("version-*.json"))]
@@ -170,9 +175,9 @@ class RunDirectory:
 def open_run(path: Path | str) -> RunDirectory:
     """Open a run directory that must exist already. Raises RecordError."""
     path = Path(path)
-    if not (path / "run.json").exists():
+    if not (path / "status").is_dir():
         raise RecordError(
-            f"{path} is no run directory: it holds no run.json. A run lies in ROOT/EXPERIMENT/TRIAL, "
+            f"{path} is no run directory: it holds no status/. A run lies in ROOT/EXPERIMENT/TRIAL, "
             f"for example runs/addition/0."
         )
     return RunDirectory(path)

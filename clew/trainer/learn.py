@@ -12,17 +12,16 @@ from typing import Any
 
 import torch
 
-from clew import config as configuration
 from clew.config import Config
-from clew.errors import ClewError, ConfigError, RolloutError
+from clew.errors import ClewError, RolloutError, TrainingError
 from clew.record.run import RunDirectory
 from clew.rollout.evaluation import is_due
 from clew.trainer.loop import Clock, train
 from clew.trainer.publisher import Publisher, ServerLoader
 from clew.trainer.report import Tensorboard, draw_learning_curve
+from clew.trainer.resume import restore
 from clew.trainer.sources import LiveSource, RecordedSource
 from clew.training import checkpoint
-from clew.training.engine import TrainEngine
 from clew.waits import Reporter, waiting
 
 log = logging.getLogger("clew.trainer")
@@ -48,13 +47,16 @@ def learn(config: Config, on_step: OnStep = lambda step, summary: None) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, _: interrupted.append(number))
 
-        def pause() -> None:
+        def check() -> None:
             if interrupted:
                 raise Interrupted("")
+
+        def pause() -> None:
+            check()
             time.sleep(POLL_S)
 
         loader = stack.enter_context(closing(ServerLoader(run)))
-        _train(config, run, reporter, load=loader, pause=pause, on_step=on_step)
+        _train(config, run, reporter, load=loader, check=check, pause=pause, on_step=on_step)
 
 
 def learn_inline(config: Config, on_step: OnStep) -> None:
@@ -100,6 +102,7 @@ def learn_inline(config: Config, on_step: OnStep) -> None:
             run,
             reporter,
             load=lambda ref: loop.run_until_complete(engine.load_weights(ref)),
+            check=lambda: None,
             pause=pause,
             on_step=on_step,
         )
@@ -111,9 +114,11 @@ def _train(
     reporter: Reporter,
     *,
     load: Callable[..., None],
+    check: Callable[[], None],
     pause: Callable[[], None],
     on_step: OnStep,
 ) -> None:
+    """check: raises Interrupted when the trainer was asked to end. pause: the same, and lets a little time pass."""
     clock = Clock()
     reporter.set(doing="loading the model")
     engine = restore(config, run)
@@ -124,16 +129,22 @@ def _train(
         reporter.set(doing="training", version=step + 1)
         tensorboard.add(step, summary)
         if config.record.keep_steps is not None:
-            run.steps.prune(min(step + 1 - config.record.keep_steps, checkpoint.latest_version(run.checkpoints)))
+            resumable = checkpoint.versions(run.checkpoints)[1:]  # from any of them, but the first
+            run.steps.prune(min(step + 1 - config.record.keep_steps, min(resumable, default=0)))
         on_step(step, summary)
 
     def evaluated(version: int) -> None:
-        if version < 0 or not is_due(version, config):
+        if version < 0 or not is_due(version, config) or run.read_eval(version) is not None:
+            return
+        weights = run.newest_weights()
+        if (run.inbox.published() or 0) > version or weights is None or not weights.exists():
+            log.warning("version %d cannot be evaluated any more: its weights are gone", version)
             return
         with waiting(f"the evaluation of version {version}", unblocks="rollout"):
             while run.read_eval(version) is None:
                 pause()
 
+    publisher = Publisher(config, run, load)
     reporter.set(doing="training", version=engine.version)
     try:
         train(
@@ -141,57 +152,23 @@ def _train(
             run,
             engine,
             live=LiveSource(config, run, pause, clock),
-            recorded=RecordedSource(run),
-            publish=Publisher(config, run, load),
+            recorded=RecordedSource(run, check),
+            publish=publisher,
             evaluated=evaluated,
             on_step=stepped,
             clock=clock,
         )
-    except Interrupted:
+    except (Interrupted, TrainingError) as error:
         folder = run.checkpoints / f"step-{engine.version:06d}"
-        if engine.version == run.steps.count() and not folder.exists():
-            checkpoint.save(engine, folder, {})
+        if engine.whole and engine.version == run.steps.count() and not folder.exists():
+            checkpoint.save(engine, folder)  # so that it can go on with another configuration
+        if isinstance(error, TrainingError):
+            raise
         raise Interrupted(
             f"interrupted before step {engine.version} of {config.training.steps}; nothing recorded is lost. Start the "
             f"same command again to go on."
         ) from None
     finally:
+        publisher.close()
         tensorboard.close()
         draw_learning_curve(run)
-
-
-def restore(config: Config, run: RunDirectory) -> TrainEngine:
-    """The engine at the nearest checkpoint, or at the model that the run begins with. Raises ConfigError when
-    committed steps after it would be trained again under another configuration."""
-    run.clean_after_trainer()
-    checkpoint.clean(run.checkpoints)
-    version = checkpoint.latest_version(run.checkpoints)
-    committed = run.steps.count()
-    if committed > version:
-        _refuse_changes(config, run, version, committed)
-        log.info("resuming: checkpoint %d, then steps %d to %d from the record", version, version, committed - 1)
-    engine = TrainEngine(config)
-    if version:
-        checkpoint.load(engine, run.checkpoints / f"step-{version:06d}")
-    return engine
-
-
-def _refuse_changes(config: Config, run: RunDirectory, version: int, committed: int) -> None:
-    before, now = (_flat(each.model_dump(mode="json")) for each in (configuration.load(run.config_path), config))
-    decisive = [name for name in now if name.startswith(("model.", "training.", "algorithm."))]
-    if config.training.schedule == "constant":
-        decisive.remove("training.steps")
-    changed = [f"{name} {before[name]!r} -> {now[name]!r}" for name in decisive if before[name] != now[name]]
-    if changed:
-        raise ConfigError(
-            f"steps {version} to {committed - 1} of {run.path} must be trained again after the last checkpoint "
-            f"({version}), and the configuration changed since: {', '.join(changed)}. Go on with the old values until "
-            f"the next checkpoint (Ctrl-C writes one), or start another trial=NAME."
-        )
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        flat.update(_flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value})
-    return flat

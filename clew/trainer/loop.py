@@ -22,7 +22,8 @@ from typing import Any, Protocol
 from clew.config import Config
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
-from clew.trainer.commit import summarize, verify
+from clew.trainer.commit import summarize
+from clew.trainer.resume import verify
 from clew.training import checkpoint
 from clew.training.engine import TrainEngine
 
@@ -90,7 +91,7 @@ def train(
                 run.inbox.remove(run.steps.read(version - 1)["groups"] if version else ())
         if checkpoint.is_due(version, config):
             with clock("checkpoint"):
-                checkpoint.save(engine, run.checkpoints / f"step-{version:06d}", {})
+                checkpoint.save(engine, run.checkpoints / f"step-{version:06d}")
                 checkpoint.prune(run.checkpoints, config.checkpoint.keep)
         if version >= config.training.steps:
             evaluated(version)
@@ -99,7 +100,7 @@ def train(
         with clock("rollout"):
             batch = (recorded if replaying else live).batch(version)
         result = engine.train_step(batch)
-        summary = summarize(batch, result, engine)
+        summary = summarize(run, batch, result, engine)
         if replaying:
             verify(run, version, summary)
             continue

@@ -10,13 +10,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from clew.config import Config
+from clew.config import Config, server_addresses
 from clew.inference.client import EngineUnreachable, HTTPEngine
 from clew.record.run import RunDirectory, Server
 from clew.record.weights import WeightRef
 from clew.training.engine import TrainEngine
 from clew.training.weights import write_weights
-from clew.waits import waiting
 
 log = logging.getLogger("clew.trainer")
 
@@ -43,7 +42,7 @@ class Publisher:
 
     def __call__(self, engine: TrainEngine) -> None:
         ref = self._run.newest_weights()
-        if ref is None or ref.version != engine.version or not ref.exists():
+        if ref is None or (ref.version, ref.digest) != (engine.version, engine.weights_digest()) or not ref.exists():
             ref = write_weights(engine, self._folder / f"version-{engine.version:06d}", engine.version)
             self._run.announce_weights(ref)
         self._load(ref)
@@ -75,15 +74,15 @@ class ServerLoader:
         self._loop.close()
 
     async def _load_everywhere(self, ref: WeightRef) -> None:
-        await asyncio.gather(*(self._load_on(server, ref) for server in self._run.servers()))
+        named = [Server(name=each, address=each, pid=0, ready=True) for each in server_addresses()]
+        await asyncio.gather(*(self._load_on(server, ref) for server in named or self._run.servers()))
 
     async def _load_on(self, server: Server, ref: WeightRef) -> None:
         engine = self._engines.get((server.address, server.token))
         if engine is None:
             engine = self._engines[server.address, server.token] = HTTPEngine(server.address, server.token)
         try:
-            with waiting(f"server {server.address} to load version {ref.version}", unblocks=server.name):
-                await asyncio.wait_for(engine.load_weights(ref), LOAD_TIMEOUT_S)
+            await asyncio.wait_for(engine.load_weights(ref), LOAD_TIMEOUT_S)
         except EngineUnreachable:
             log.warning(
                 "server %s (%s) is gone; it loads version %d when it is back", server.name, server.address, ref.version

@@ -47,6 +47,9 @@ class Tensorboard:
             self._writer.add_scalar(name, value, step)
         for name, value in summary["timings"].items():
             self._writer.add_scalar(f"seconds/{name}", value, step)
+        self._add_evaluations()
+
+    def _add_evaluations(self) -> None:
         for evaluation in self._run.read_evals():
             if evaluation["version"] > self._evaluated:
                 self._evaluated = evaluation["version"]

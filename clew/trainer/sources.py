@@ -16,12 +16,14 @@ from clew.waits import waiting
 
 
 class RecordedSource:
-    """The batches of committed steps."""
+    """The batches of committed steps. check: called before each; it may raise to end the replay."""
 
-    def __init__(self, run: RunDirectory) -> None:
+    def __init__(self, run: RunDirectory, check: Callable[[], None]) -> None:
         self._run = run
+        self._check = check
 
     def batch(self, step: int) -> list[Sequence]:
+        self._check()
         return self._run.steps.read_data(step)
 
 

@@ -5,14 +5,13 @@
     step-000130/
       model.safetensors, config.json, tokenizer files     as save_pretrained writes them; transformers reads them
       state.safetensors                                   optimizer moments, float32 masters, random state
-      checkpoint.json                                     version, updates, digests, data position
+      checkpoint.json                                     version, updates, digests
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -38,10 +37,9 @@ def is_due(version: int, config: Config) -> bool:
     return version % config.checkpoint.every_steps == 0 or version == config.training.steps
 
 
-def save(engine: TrainEngine, folder: Path, extra: dict[str, Any]) -> None:
+def save(engine: TrainEngine, folder: Path) -> None:
     """Write a checkpoint; `folder` appears whole. One that is there already and is the same is left as it is.
 
-    extra: JSON; comes back from `load`.
     Raises RecordError when the disk is full.
     """
     state = {**engine.optimizer.state(), _RANDOM: torch.get_rng_state()}
@@ -52,7 +50,6 @@ def save(engine: TrainEngine, folder: Path, extra: dict[str, Any]) -> None:
         "dtype": engine.config.model.dtype,
         "weights_digest": engine.weights_digest(),
         "state_digest": digest_tensors(state.items()),
-        "extra": extra,
     }
     if (folder / "checkpoint.json").exists() and read_json(folder / "checkpoint.json") == said:
         return
@@ -63,8 +60,8 @@ def save(engine: TrainEngine, folder: Path, extra: dict[str, Any]) -> None:
         write_json(aside / "checkpoint.json", said)
 
 
-def load(engine: TrainEngine, folder: Path) -> dict[str, Any]:
-    """Bring `engine` to where `save` was called; returns its `extra`. The engine is untouched when this raises.
+def load(engine: TrainEngine, folder: Path) -> None:
+    """Bring `engine` to where `save` was called; The engine is untouched when this raises.
 
     Raises RecordError: missing, truncated, altered, newer; ModelError: a checkpoint of another model.
     """
@@ -91,7 +88,6 @@ def load(engine: TrainEngine, folder: Path) -> dict[str, Any]:
     torch.set_rng_state(state.pop(_RANDOM))
     engine.optimizer.load_state(state, updates=said["updates"])
     engine.restored(said["version"])
-    return said["extra"]
 
 
 def saved(checkpoints: Path) -> list[Path]:
@@ -99,10 +95,14 @@ def saved(checkpoints: Path) -> list[Path]:
     return sorted(path.parent for path in checkpoints.glob("step-*/checkpoint.json"))
 
 
+def versions(checkpoints: Path) -> list[int]:
+    """The versions of which there are checkpoints, oldest first."""
+    return [int(folder.name.removeprefix("step-")) for folder in saved(checkpoints)]
+
+
 def latest_version(checkpoints: Path) -> int:
     """The version of the newest checkpoint; 0 where there is none (the run then begins with its model)."""
-    folders = saved(checkpoints)
-    return int(folders[-1].name.removeprefix("step-")) if folders else 0
+    return max(versions(checkpoints), default=0)
 
 
 def clean(checkpoints: Path) -> None:

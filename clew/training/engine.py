@@ -91,6 +91,8 @@ class TrainEngine:
             )
         self.version = 0
         """Steps done."""
+        self.whole = True
+        """The weights are those of a whole number of steps: not in the midst of one's updates."""
         total = config.training.steps * config.algorithm.minibatches
         self.optimizer = Optimizer(self.model, config.training, total_updates=total)
         self._reference = self._load_reference() if config.algorithm.kl_coef > 0 else None
@@ -218,6 +220,7 @@ class TrainEngine:
             with self._timed("optimizer"):
                 done.lr = self.optimizer.lr
                 done.norms.append(self._checked_norm())
+                self.whole = False
                 self.optimizer.update()
         self._digest = None
         return done
@@ -258,7 +261,9 @@ class TrainEngine:
     ) -> StepResult:
         with self._timed("digest"):
             digests = {"gradients": done.gradients, "weights": self.weights_digest()}
+        self._check_weights()
         self.version += 1
+        self.whole = True
         trained = int(tokens.loss_mask_S.sum())
         metrics |= {
             "loss": float(done.loss_S.sum(dtype=np.float64)) / max(1, trained),
@@ -280,9 +285,18 @@ class TrainEngine:
             raise TrainingError(
                 f"step {self.version}: the loss of token {where - tokens.starts[row]} of {tokens.ids[row]} is "
                 f"{done.loss_S[where]} (its logprob is {done.logprobs_S[where]:.6g}); {int(bad.sum())} of "
-                f"{len(bad)} tokens beside it are not finite. The weights were left as they are. Lower training.lr, "
+                f"{len(bad)} tokens beside it are not finite. This update was not made. Lower training.lr, "
                 f"or look at this sequence in the step's record."
             )
+
+    def _check_weights(self) -> None:
+        for name, parameter in self.model.named_parameters():
+            if not bool(parameter.isfinite().all()):
+                raise TrainingError(
+                    f"step {self.version}: after the update {name} is not finite, although every gradient was. The "
+                    f"step was not committed. training.lr is {self.config.training.lr:g}: start another trial=NAME with a "
+                    f"lower one, from the last checkpoint."
+                )
 
     def _checked_norm(self) -> float:
         norm = self.optimizer.clip()
@@ -291,7 +305,7 @@ class TrainEngine:
             self.optimizer.forget()
             raise TrainingError(
                 f"step {self.version}: the norm of the gradient is {norm}, first in {names[0] if names else 'the sum'}"
-                f", although every loss is finite. The weights were left as they are. Lower training.lr."
+                f", although every loss is finite. This update was not made. Lower training.lr."
             )
         return norm
 

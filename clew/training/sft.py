@@ -12,6 +12,7 @@ from rich.console import Console
 
 from clew.config import Config
 from clew.errors import RecordError
+from clew.processes import cores
 from clew.record.run import RunDirectory
 from clew.training import checkpoint
 from clew.training.demonstrations import Demonstrations
@@ -30,8 +31,7 @@ def sft(config: Config) -> None:
     run = RunDirectory(config.run_path)
     with run.hold("trainer"):
         checkpoint.clean(run.checkpoints)
-        if config.launch.threads is not None:
-            torch.set_num_threads(config.launch.threads)
+        torch.set_num_threads(config.launch.threads or cores())
         engine = TrainEngine(config)
         demonstrations = Demonstrations(config, engine.tokenizer, context=engine.context)
         run.describe(config, threads=torch.get_num_threads())
@@ -42,7 +42,7 @@ def sft(config: Config) -> None:
             progress.say(engine.version, result)
             if checkpoint.is_due(engine.version, config):
                 folder = run.checkpoints / f"step-{engine.version:06d}"
-                checkpoint.save(engine, folder, {})
+                checkpoint.save(engine, folder)
                 checkpoint.point_latest(run.checkpoints, folder)
                 checkpoint.prune(run.checkpoints, config.checkpoint.keep)
     console.print(f"{engine.version} steps are trained. The model: {run.checkpoints / 'latest'}")

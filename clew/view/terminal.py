@@ -16,8 +16,10 @@ from rich.text import Text
 from clew.errors import RecordError
 from clew.record.files import read_json
 from clew.record.run import RunDirectory
+from clew.waits import OLD_S
 
 ROLES = ("trainer", "rollout", "server")
+ENDED = ("ended", "failed")
 STALE_S = 5.0
 """A status file this old belongs to a process that is stopped, hung in C code, or gone."""
 
@@ -37,9 +39,9 @@ def status_table(run: RunDirectory) -> Table:
     for status in read_statuses(run):
         doing = status["doing"]
         age = now - status["updated"]
-        if doing not in ("ended", "failed") and age > STALE_S:
+        if doing not in ENDED and age > STALE_S:
             doing = f"no sign of life for {age:.0f} s (pid {status['pid']})"
-        alive = doing not in ("ended", "failed")
+        alive = doing not in ENDED
         waits = status["waits"][:4] if alive else []
         first = waits[0] if waits else None
         version = "" if status["version"] is None else str(status["version"])
@@ -58,7 +60,7 @@ def _wait_cells(wait: dict[str, Any] | None, now: float) -> tuple[str, ...]:
     return (wait["what"] + alike, f"{now - wait['since']:.1f} s", wait["numbers"], wait["unblocks"])
 
 
-STEP_COLUMNS = ("step", "reward", "length", "lag", "k3", "grad norm", "tok/s made", "tok/s trained", "seconds in")
+STEP_COLUMNS = ("step", "reward", "length", "lag", "k3", "grad norm", "tok/s", "tok/s trained", "seconds in")
 
 
 def step_cells(summary: dict[str, Any]) -> tuple[str, ...]:
@@ -104,6 +106,7 @@ class Progress:
         self._evaluated: set[int] = {entry["version"] for entry in run.read_evals()}
         self._live = Live(console=self._console, refresh_per_second=4) if live and self._console.is_terminal else None
         self._shown = 0.0
+        self._told: dict[tuple[str, float], float] = {}
 
     def __enter__(self) -> Progress:
         self._console.print(
@@ -139,6 +142,23 @@ class Progress:
                 (self._live.console if self._live else self._console).print(line, markup=False)
         if self._live:
             self._live.update(self._picture())
+        else:
+            self._tell_old_waits()
+
+    def _tell_old_waits(self) -> None:
+        """Without a live picture: a line when the oldest wait of a process is 20 s old, and each time that doubles."""
+        for status in read_statuses(self._run):
+            for wait in status["waits"][:1]:
+                age = time.time() - wait["since"]
+                key = (status["process"], wait["since"])
+                if status["doing"] not in ENDED and age >= self._told.get(key, OLD_S):
+                    self._told[key] = 2 * age
+                    numbers = f" ({wait['numbers']})" if wait["numbers"] else ""
+                    self._console.print(
+                        f"{status['process']} has waited {age:.0f} s for {wait['what']}{numbers}; "
+                        f"{wait['unblocks']} unblocks it",
+                        markup=False,
+                    )
 
     def _picture(self) -> Group:
         steps = Table(box=None, pad_edge=False, expand=True)
@@ -154,5 +174,6 @@ class Progress:
 
 
 def _evaluation_line(evaluation: dict[str, Any]) -> str:
-    passes = "  ".join(f"{name} {value:.1%}" for name, value in evaluation.items() if name.startswith("pass@"))
+    found = ((name, value) for name, value in evaluation.items() if name.startswith("pass@"))
+    passes = "  ".join(f"{name} {'-' if value is None else f'{value:.1%}'}" for name, value in found)
     return f"evaluation of version {evaluation['version']}: {passes}"

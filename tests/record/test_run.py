@@ -118,7 +118,7 @@ def test_a_directory_of_a_newer_format_is_refused(run: RunDirectory) -> None:
 
 
 def test_a_directory_that_is_no_run_is_said_so(tmp_path: Path) -> None:
-    with pytest.raises(RecordError, match=r"is no run directory: it holds no run\.json"):
+    with pytest.raises(RecordError, match=r"is no run directory: it holds no status/"):
         open_run(tmp_path)
 
 

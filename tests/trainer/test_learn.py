@@ -130,6 +130,33 @@ def test_a_changed_configuration_is_refused_where_steps_must_be_trained_again(
         learn(configure(folder, "changed", **{"training.lr": 0.01, "training.steps": 6}))
 
 
+def test_another_model_is_refused(folder: Path, first: RunDirectory) -> None:
+    copy(first, folder, "other-model")
+    with pytest.raises(ConfigError, match=r"began with another model: model\.path .* A run keeps its model"):
+        shutil.copytree(folder / "model", folder / "same-elsewhere")
+        learn(configure(folder, "other-model", **{"model.path": folder / "same-elsewhere"}))
+
+
+def test_a_directory_of_sft_is_refused(folder: Path, first: RunDirectory) -> None:
+    run = copy(first, folder, "of-sft")
+    shutil.rmtree(run.steps.folder)
+    with pytest.raises(RecordError, match="has a checkpoint of version 5, but 0 committed steps: `clew sft` worked"):
+        learn(configure(folder, "of-sft"))
+
+
+def test_an_evaluation_that_was_added_later_does_not_wait_for_the_past(folder: Path, first: RunDirectory) -> None:
+    copy(first, folder, "evaluated")
+    changes = {"training.steps": 6, "eval.path": folder / "prompts.jsonl", "eval.every_steps": 1}
+    run = learn(configure(folder, "evaluated", **changes))
+    assert [each["version"] for each in run.read_evals()] == [5, 6]
+
+
+def test_weights_that_are_not_finite_are_not_committed(folder: Path) -> None:
+    with pytest.raises(TrainingError, match=r"step 0: after the update .* is not finite, .* start another trial"):
+        learn(configure(folder, "too-high", **{"training.lr": 1e38, "algorithm.minibatches": 1}))
+    assert RunDirectory(folder / "runs" / "learn" / "too-high").steps.count() == 0
+
+
 def test_it_goes_on_from_a_checkpoint_with_another_configuration(folder: Path, first: RunDirectory) -> None:
     copy(first, folder, "onwards")
     run = learn(configure(folder, "onwards", **{"training.lr": 0.01, "training.steps": 6}))
@@ -154,7 +181,7 @@ def test_old_data_goes_when_few_steps_are_kept(folder: Path) -> None:
 
 
 def test_an_error_of_rollout_ends_the_run_with_its_words(folder: Path) -> None:
-    with pytest.raises(ClewError, match="no field|no function|cannot|bench"):
+    with pytest.raises(ClewError, match=r"no field|no function|cannot|bench"):
         learn(configure(folder, "wrong-reward", **{"rollout.reward": "bench.rewards.nothing"}))
 
 

@@ -30,12 +30,12 @@ def train(engine, seeds):
 def test_a_run_goes_on_bit_for_bit(tmp_path, family, tie, dtype):
     engine = make_engine(tmp_path / "model", family, tie=tie, dtype=dtype)
     train(engine, range(3))
-    checkpoint.save(engine, tmp_path / "step-000003", {"position": 17})
+    checkpoint.save(engine, tmp_path / "step-000003")
     ahead = train(engine, range(3, 5))
 
     again = make_engine(tmp_path / "model", dtype=dtype)
     torch.rand(5)
-    assert checkpoint.load(again, tmp_path / "step-000003") == {"position": 17}
+    checkpoint.load(again, tmp_path / "step-000003")
     assert (again.version, again.optimizer.updates) == (3, 6)
     assert train(again, range(3, 5)) == ahead
     assert again.optimizer.lr == engine.optimizer.lr
@@ -43,7 +43,7 @@ def test_a_run_goes_on_bit_for_bit(tmp_path, family, tie, dtype):
 
 def test_a_checkpoint_from_before_the_first_step(tmp_path):
     engine = make_engine(tmp_path / "model")
-    checkpoint.save(engine, tmp_path / "step-000000", {})
+    checkpoint.save(engine, tmp_path / "step-000000")
     ahead = train(engine, range(2))
     checkpoint.load(engine, tmp_path / "step-000000")  # back in time, over moments that exist
     assert engine.version == 0 and train(engine, range(2)) == ahead
@@ -52,7 +52,7 @@ def test_a_checkpoint_from_before_the_first_step(tmp_path):
 def test_transformers_reads_it(tmp_path):
     engine = make_engine(tmp_path / "model")
     train(engine, [0])
-    checkpoint.save(engine, tmp_path / "step-000001", {})
+    checkpoint.save(engine, tmp_path / "step-000001")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "step-000001")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "step-000001")
     name = "model.embed_tokens.weight"
@@ -65,7 +65,7 @@ def test_transformers_reads_it(tmp_path):
 def test_an_altered_file_is_found_and_the_engine_untouched(tmp_path, name, how):
     engine = make_engine(tmp_path / "model")
     train(engine, [0])
-    checkpoint.save(engine, tmp_path / "step-000001", {})
+    checkpoint.save(engine, tmp_path / "step-000001")
     file = tmp_path / "step-000001" / name
     content = bytearray(file.read_bytes())
     if how == "remove":
@@ -84,7 +84,7 @@ def test_an_altered_file_is_found_and_the_engine_untouched(tmp_path, name, how):
 
 
 def test_another_model_is_named_by_its_first_parameter(tmp_path):
-    checkpoint.save(make_engine(tmp_path / "small"), tmp_path / "step-000000", {})
+    checkpoint.save(make_engine(tmp_path / "small"), tmp_path / "step-000000")
     wide = make_engine(tmp_path / "wide", hidden=64)
     with pytest.raises(ModelError, match=r"model\.embed_tokens\.weight is \d+x32 in the checkpoint and \d+x64 in this"):
         checkpoint.load(wide, tmp_path / "step-000000")
@@ -101,7 +101,7 @@ def test_a_newer_format_and_no_checkpoint(tmp_path):
     with pytest.raises(RecordError, match="is no checkpoint"):
         checkpoint.load(engine, tmp_path / "step-000009")
     folder = tmp_path / "step-000000"
-    checkpoint.save(engine, folder, {})
+    checkpoint.save(engine, folder)
     said = json.loads((folder / "checkpoint.json").read_text()) | {"format": 99}
     (folder / "checkpoint.json").write_text(json.dumps(said))
     with pytest.raises(RecordError, match="format 99"):
@@ -112,7 +112,7 @@ def test_pruning_keeps_the_first_and_the_last(tmp_path):
     engine = make_engine(tmp_path / "model")
     for version in range(5):
         engine.restored(version)
-        checkpoint.save(engine, tmp_path / "checkpoints" / f"step-{version:06d}", {})
+        checkpoint.save(engine, tmp_path / "checkpoints" / f"step-{version:06d}")
         checkpoint.point_latest(tmp_path / "checkpoints", tmp_path / "checkpoints" / f"step-{version:06d}")
     checkpoint.prune(tmp_path / "checkpoints", 2)
     assert [folder.name for folder in checkpoint.saved(tmp_path / "checkpoints")] == [

@@ -1,0 +1,105 @@
+"""May this run go on here? What a trainer looks at when it starts, and at each step that it trains again."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+from clew import config as configuration
+from clew.config import Config
+from clew.errors import ConfigError, RecordError, TrainingError
+from clew.record.run import RunDirectory
+from clew.training import checkpoint
+from clew.training.engine import TrainEngine
+
+log = logging.getLogger("clew.trainer")
+
+TOLERANCE = 1e-3
+"""Relative, on loss and gradient norm, where bits are not promised."""
+
+
+def restore(config: Config, run: RunDirectory) -> TrainEngine:
+    """The engine at the nearest checkpoint, or at the model that the run begins with.
+
+    Raises ConfigError: another model, or another training of steps that must be trained again; RecordError: no run of
+    `clew train`.
+    """
+    run.clean_after_trainer()
+    checkpoint.clean(run.checkpoints)
+    saved = checkpoint.saved(run.checkpoints)
+    version, committed = checkpoint.latest_version(run.checkpoints), run.steps.count()
+    if version > committed:
+        raise RecordError(
+            f"{run.path} has a checkpoint of version {version}, but {committed} committed steps: `clew sft` worked "
+            f"there, or steps were removed. Choose another trial=NAME."
+        )
+    if run.newest_weights() is not None:
+        _refuse_changes(config, run, version, committed)
+    if committed > version:
+        log.info("resuming: checkpoint %d, then steps %d to %d from the record", version, version, committed - 1)
+    engine = TrainEngine(config)
+    if saved:
+        checkpoint.load(engine, saved[-1])
+    return engine
+
+
+def _refuse_changes(config: Config, run: RunDirectory, version: int, committed: int) -> None:
+    before, now = (_flat(each.model_dump(mode="json")) for each in (configuration.load(run.config_path), config))
+    changed = {name: f"{name} {before[name]!r} -> {now[name]!r}" for name in now if before[name] != now[name]}
+    model = [said for name, said in changed.items() if name in ("model.path", "model.dtype")]
+    if model:
+        raise ConfigError(
+            f"{run.path} began with another model: {', '.join(model)}. A run keeps its model; start another "
+            f"trial=NAME for this one."
+        )
+    if config.training.schedule == "constant":
+        changed.pop("training.steps", None)
+    decisive = [said for name, said in changed.items() if name.startswith(("training.", "algorithm."))]
+    if decisive and committed > version:
+        raise ConfigError(
+            f"steps {version} to {committed - 1} of {run.path} must be trained again after the last checkpoint "
+            f"({version}), and the configuration changed since: {', '.join(decisive)}. Go on with the old values until "
+            f"the next checkpoint (Ctrl-C writes one), or start another trial=NAME."
+        )
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat.update(_flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value})
+    return flat
+
+
+def verify(run: RunDirectory, step: int, again: dict[str, Any]) -> None:
+    """Compare a step that was trained again with what was committed.
+
+    Bit for bit on the CPU with the same threads and packages; otherwise loss and gradient norm within `TOLERANCE`
+    (and the log says so). Raises TrainingError at the first difference, before anything is published.
+    """
+    recorded = run.steps.read(step)
+    then, now = recorded["environment"], again["environment"]
+    exact = then == now and now["device"] == "cpu"
+    for stage in ("data", "gradients", "weights") if exact else ("data",):
+        if recorded["digests"][stage] != again["digests"][stage]:
+            raise TrainingError(
+                f"step {step}, trained again from the record, differs in its {stage}: digest "
+                f"{again['digests'][stage]}, recorded {recorded['digests'][stage]}. Nothing was published or "
+                f"overwritten. Either {run.steps.data_path(step)} or a checkpoint was altered, or the code of the "
+                f"training changed since: put it back, or start another trial=NAME."
+            )
+    if exact:
+        return
+    differing = [f"{name} {then.get(name)!r}, here {now[name]!r}" for name in now if then.get(name) != now[name]]
+    log.warning(
+        "step %d: compared within a tolerance of %g, not bit for bit; recorded with %s",
+        step,
+        TOLERANCE,
+        "; ".join(differing) or f"device {now['device']}",
+    )
+    for metric in ("loss", "grad_norm"):
+        if not math.isclose(recorded["metrics"][metric], again["metrics"][metric], rel_tol=TOLERANCE, abs_tol=1e-6):
+            raise TrainingError(
+                f"step {step}, trained again from the record, has {metric} {again['metrics'][metric]:.6g}, recorded "
+                f"{recorded['metrics'][metric]:.6g}: beyond the tolerance of {TOLERANCE}. Nothing was published."
+            )
