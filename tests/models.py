@@ -60,7 +60,7 @@ def tiny_model(
 ) -> PreTrainedModel:
     """A random model whose next-token distributions are far from flat.
 
-    family: one of ATTENTION_FAMILIES, or "mamba". scale: standard deviation of the initial weights.
+    family: one of ATTENTION_FAMILIES, or "gpt_neox", "qwen3_moe", "mixtral", "mamba". scale: standard deviation of the initial weights.
     The models with sliding layers have a window of 8, so that short tests pass its edge.
     """
     common: dict[str, Any] = {
@@ -73,6 +73,9 @@ def tiny_model(
     }
     if family == "gpt2":
         shape = {"n_embd": hidden, "n_layer": layers, "n_head": 4, "n_positions": context}
+    elif family == "gpt_neox":
+        shape = {"hidden_size": hidden, "intermediate_size": 2 * hidden, "num_hidden_layers": layers,
+                 "num_attention_heads": 4, "max_position_embeddings": context}
     elif family == "mamba":
         shape = {"hidden_size": hidden, "num_hidden_layers": layers, "state_size": 8, "conv_kernel": 4}
     else:
@@ -88,6 +91,10 @@ def tiny_model(
             shape["head_dim"] = hidden // 4
         if family in ("gemma2", "gemma3", "mistral"):
             shape["sliding_window"] = 8
+        if family == "qwen3_moe":
+            shape |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden}
+        if family == "mixtral":
+            shape |= {"num_local_experts": 4, "num_experts_per_tok": 2}
         if family == "gemma3":
             shape["sliding_window_pattern"] = 2
     model_type = "gemma3_text" if family == "gemma3" else family

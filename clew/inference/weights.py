@@ -14,7 +14,7 @@ from clew.errors import EngineError
 def copy_weights(model: Any, path: str) -> None:
     """Copy every tensor of the folder's *.safetensors into `model`, casting to its dtype.
 
-    Strict: each of the model's tensors once, under the name that save_pretrained gives it (of tied tensors one name
+    Strict: each of the model's tensors once, under the name that it has in memory (of tied tensors one name
     suffices), in its shape, and nothing else. Raises EngineError, before anything is changed unless the file breaks.
     """
     files = sorted(Path(path).glob("*.safetensors"))
@@ -52,8 +52,8 @@ def _check_names(own: dict[str, torch.Tensor], found: dict[str, list[int]], path
     ]
     if problems:
         raise EngineError(
-            f"the weights in {path} are not this model's: {'; '.join(problems)}. They must be written by "
-            f"save_pretrained from the model that is served."
+            f"the weights in {path} are not this model's: {'; '.join(problems)}. They must be published by "
+            f"Clew, or written by save_pretrained, from the model that is served."
         )
 
 

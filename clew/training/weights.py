@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
 from clew.record.weights import WeightRef
 from clew.training.engine import TrainEngine
-from clew.training.folders import save_model, written_aside
+from clew.training.folders import written_aside
 from clew.training.scoring import score
 
 PROBE_TOKENS = 32
@@ -17,7 +18,9 @@ PROBE_TOKENS = 32
 
 
 def write_weights(engine: TrainEngine, folder: Path, version: int, probe_ids: Sequence[int] | None = None) -> WeightRef:
-    """Write the policy's weights as transformers reads them, in the type that inference computes with.
+    """Write the policy's weights in the type that inference computes with, under the names that they have in memory:
+    `save_pretrained` gives some architectures (mixtures of experts, GPT-NeoX) others, of which the engine's model,
+    which is the same class, knows nothing. Of tied tensors one is written.
 
     folder: appears whole, by a rename; one that is there is replaced.
     probe_ids: at least two; None takes `default_probe`.
@@ -25,7 +28,8 @@ def write_weights(engine: TrainEngine, folder: Path, version: int, probe_ids: Se
     """
     probe = list(default_probe(engine) if probe_ids is None else probe_ids)
     with written_aside(folder) as aside:
-        save_model(engine.model, aside)
+        save_file(_tensors(engine.model), aside / "model.safetensors", metadata={"format": "pt"})
+        engine.model.config.save_pretrained(aside)
     return WeightRef(
         version=version,
         path=str(folder),
@@ -33,6 +37,12 @@ def write_weights(engine: TrainEngine, folder: Path, version: int, probe_ids: Se
         probe_ids=probe,
         probe_logprob=probe_logprob(engine, probe),
     )
+
+
+def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers, those that share memory once."""
+    found = {tensor.data_ptr(): (name, tensor) for name, tensor in reversed(model.state_dict().items())}
+    return {name: tensor.contiguous() for name, tensor in reversed(found.values())}
 
 
 def default_probe(engine: TrainEngine) -> list[int]:

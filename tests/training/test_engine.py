@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from clew.errors import TrainingError
+from clew.inference.embedded import build_engine
 from clew.models import load_model
 from clew.training.engine import TrainEngine
 from clew.training.weights import write_weights
@@ -176,6 +177,21 @@ def test_bfloat16_computes_as_inference_does_and_loses_no_small_update(model):
         assert master.dtype == torch.float32 and torch.equal(parameter, master.bfloat16())
     weight = engine.optimizer.masters["model.embed_tokens.weight"]
     assert not torch.equal(weight, weight.bfloat16().float())
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gpt2", "gpt_neox", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("tie", [True, False])
+def test_published_weights_load_in_the_inference_engine(tmp_path, family, tie):
+    tiny_tokenizer(tmp_path / "model")
+    tiny_model(tmp_path / "model", family, tie=tie, scale=0.2)
+    engine = TrainEngine(make_config(tmp_path / "model"))
+    core = build_engine(load_model(str(tmp_path / "model"), "float32", torch.device("cpu")), engine.tokenizer)
+    batch = make_batch()
+    engine.train_step(batch)
+    core.load_weights(write_weights(engine, tmp_path / "version-000001", engine.version))
+    row = batch[0]
+    last = float(engine.score([row])[0][-1])
+    assert core.version == 1 and core.score(row.input_ids.tolist()) == pytest.approx(last, abs=1e-5)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gpt2"])
