@@ -102,6 +102,12 @@ def truncate(probs_RV: Tensor, top_k_R1: Tensor, top_p_R1: Tensor, min_p_R1: Ten
     return probs_RV * kept
 
 
+def rising(cdf_RV: Tensor, drawable_RV: Tensor) -> Tensor:
+    """The cumulative distribution, made to rise only where a token may be drawn. CUDA adds blocks in parallel, so its
+    float32 sums may fall, and may rise at a token of probability 0, which then could be drawn."""
+    return cdf_RV.masked_fill(drawable_RV <= 0, 0.0).cummax(-1).values
+
+
 def choose(
     logits_RV: Tensor, params: RowParams, uniforms_R: Tensor, banned_RV: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -122,6 +128,8 @@ def choose(
         probs_RV = probs_RV.masked_fill(banned_RV, 0.0)
     drawable_RV = probs_RV if params.truncation is None else truncate(probs_RV, *params.truncation, params.sorts)
     cdf_RV = drawable_RV.cumsum(-1)
+    if cdf_RV.is_cuda:
+        cdf_RV = rising(cdf_RV, drawable_RV)
     ids_R1 = torch.searchsorted(cdf_RV, uniforms_R.unsqueeze(1) * cdf_RV[:, -1:], right=True)
     if params.greedy is not None:
         ids_R1 = torch.where(params.greedy.unsqueeze(1), probs_RV.argmax(-1, keepdim=True), ids_R1)

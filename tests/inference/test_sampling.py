@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from clew.inference.protocol import SamplingParams
-from clew.inference.sampling import RowParams, choose, truncate, uniform
+from clew.inference.sampling import RowParams, choose, rising, truncate, uniform
 
 CPU = torch.device("cpu")
 
@@ -75,6 +75,16 @@ def test_banned_tokens_are_not_drawn_and_do_not_change_the_logprob() -> None:
     assert logprobs.tolist() == pytest.approx([torch.log_softmax(logits, -1)[0, 1].item()] * 2)
     ids, _ = choose(logits, params(*[SamplingParams(temperature=0)] * 2), torch.zeros(2), banned)
     assert ids.tolist() == [1, 1]
+
+
+def test_sums_that_fall_or_rise_by_rounding_draw_nothing_that_is_excluded() -> None:
+    probs = torch.tensor([[0.25, 0.0, 0.25, 0.0, 0.5, 0.0]])
+    rounded = torch.tensor([[0.25, 0.26, 0.49, 0.48, 0.98, 1.01]])  # as CUDA might add them, much exaggerated
+    cdf = rising(rounded, probs)
+    assert cdf[0].tolist() == pytest.approx([0.25, 0.25, 0.49, 0.49, 0.98, 0.98])
+    numbers = torch.linspace(0, 1 - 2.0**-23, 999)
+    drawn = torch.searchsorted(cdf[0], numbers * cdf[0, -1], right=True)
+    assert set(drawn.tolist()) == {0, 2, 4}
 
 
 def test_a_token_of_probability_0_is_never_drawn() -> None:
