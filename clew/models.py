@@ -6,6 +6,7 @@ Shared by training and inference, which never import each other.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,12 +32,14 @@ def pick_device(device: Literal["auto", "cpu", "cuda"]) -> torch.device:
 
 
 def load_model(path: str, dtype: Literal["float32", "bfloat16"], device: torch.device) -> PreTrainedModel:
-    """A causal language model in eval mode, from a folder or the hub. Raises ModelError."""
+    """A causal language model in eval mode, from a folder or the hub. Raises ModelError, also when the folder lacks
+    some of its weights, which would be random."""
     import torch
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
+    path = os.path.expanduser(path)  # noqa: PTH111 - a hub name is no path
     _check_folder(path, "config.json", "model configuration", "Save the model there with save_pretrained.")
     if Path(path).is_dir() and not [*Path(path).glob("*.safetensors"), *Path(path).glob("*.bin")]:
         raise ModelError(
@@ -45,7 +48,11 @@ def load_model(path: str, dtype: Literal["float32", "bfloat16"], device: torch.d
         )
     transformers_logging.disable_progress_bar()
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
+        model: Any
+        loading: Any
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            path, dtype=getattr(torch, dtype), output_loading_info=True
+        )
     except SafetensorError as error:
         raise ModelError(
             f"the weights in {path} cannot be read ({error}): a file was truncated or altered. Copy or save the model "
@@ -53,13 +60,41 @@ def load_model(path: str, dtype: Literal["float32", "bfloat16"], device: torch.d
         ) from error
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"cannot load a causal language model from {path}: {error}") from error
+    missing = sorted(loading["missing_keys"])
+    if missing:
+        raise ModelError(
+            f"the weights in {path} lack {len(missing)} tensors of {type(model).__name__}: {', '.join(missing[:4])}"
+            f"{', …' if len(missing) > 4 else ''}. They would be random. A folder without an output head holds a base "
+            f"model: save the causal language model (AutoModelForCausalLM) there."
+        )
     return model.to(device).eval()
+
+
+def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+    """Raise ModelError when the tokenizer writes token ids that the model has no embedding for.
+
+    Special tokens beyond the embedding that no text, template or end of a sequence needs are left alone: some published
+    models have such (Gemma 3 without images, a pad token that was added)."""
+    embedded = model.get_input_embeddings().weight.shape[0]
+    beyond = {token: number for token, number in tokenizer.get_vocab().items() if number >= embedded}
+    ends = (tokenizer.bos_token, tokenizer.eos_token)
+    template = str(tokenizer.chat_template or "")
+    idle = {token for token in tokenizer.all_special_tokens if token not in ends and token not in template}
+    needed = sorted((number, token) for token, number in beyond.items() if token not in idle)
+    if needed:
+        number, token = needed[0]
+        raise ModelError(
+            f"the tokenizer in {path} has {len(needed)} tokens beyond the model's vocabulary of {embedded}, first "
+            f"{token!r} ({number}). Use the model's own tokenizer, or call "
+            f"model.resize_token_embeddings({max(beyond.values()) + 1}) and save the model again."
+        )
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """The tokenizer beside a model; its pad token falls back to its end token. Raises ModelError."""
     from transformers import AutoTokenizer
 
+    path = os.path.expanduser(path)  # noqa: PTH111 - as above
     _check_folder(path, "tokenizer_config.json", "tokenizer", _SAVE_TOKENIZER)
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(path)

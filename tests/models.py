@@ -60,7 +60,8 @@ def tiny_model(
 ) -> PreTrainedModel:
     """A random model whose next-token distributions are far from flat.
 
-    family: one of ATTENTION_FAMILIES, or "gpt_neox", "qwen3_moe", "mixtral", "mamba". scale: standard deviation of the initial weights.
+    family: one of ATTENTION_FAMILIES, or "gpt_neox", "qwen3_moe", "mixtral", "mamba".
+    scale: standard deviation of the initial weights.
     The models with sliding layers have a window of 8, so that short tests pass its edge.
     """
     common: dict[str, Any] = {

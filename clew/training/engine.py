@@ -24,7 +24,7 @@ from torch import Tensor
 
 from clew.config import Config
 from clew.errors import ModelError, TrainingError
-from clew.models import load_model, load_tokenizer, pick_device
+from clew.models import check_vocabulary, load_model, load_tokenizer, pick_device
 from clew.record.rows import Sequence
 from clew.training.advantages import group_advantages
 from clew.training.batching import Plan, pack, padding_share, plan_step
@@ -84,6 +84,7 @@ class TrainEngine:
         path = model_path or config.model.path
         self.tokenizer = load_tokenizer(path)
         self.model = load_model(path, config.model.dtype, self.device)
+        check_vocabulary(self.model, self.tokenizer, path)
         if self.model.get_output_embeddings() is None:
             raise ModelError(
                 f"{type(self.model).__name__} in {path} has no output embedding that can be found; "
