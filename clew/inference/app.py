@@ -89,7 +89,9 @@ class Application:
         except EngineUnreachable as error:
             await _respond(send, 503, {"error": {"message": error.reason}})
         except EngineError as error:
-            await _respond(send, 400, {"error": {"message": str(error)}})
+            # a failed step is not the request's fault: the client submits it again, to the server that comes next
+            status = 400 if self.engine.failure is None else 503
+            await _respond(send, status, {"error": {"message": str(error), "type": type(error).__name__}})
 
     async def _one(self, call: Call, ask: Ask, ids: list[int]) -> dict[str, Any]:
         completion = await self.engine.generate(ids, ask.params, request_id=ask.rid)
@@ -206,8 +208,9 @@ def _admin(application: Application) -> FastAPI:
 
     @app.exception_handler(EngineError)
     async def refused(request: Request, error: Exception) -> Response:
-        unreachable = isinstance(error, EngineUnreachable)
-        return _json({"error": {"message": error.reason if unreachable else str(error)}}, 503 if unreachable else 400)
+        message = error.reason if isinstance(error, EngineUnreachable) else str(error)
+        away = isinstance(error, EngineUnreachable) or engine.failure is not None
+        return _json({"error": {"message": message}}, 503 if away else 400)
 
     async def read(request: Request) -> dict[str, Any]:
         body = await request.body()

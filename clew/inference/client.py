@@ -8,7 +8,7 @@ import aiohttp
 import orjson
 
 from clew.errors import EngineError
-from clew.inference.protocol import Completion, EngineUnreachable, FinishReason, SamplingParams
+from clew.inference.protocol import Completion, EngineUnreachable, FinishReason, RequestTooLong, SamplingParams
 from clew.record.weights import WeightRef
 
 
@@ -92,9 +92,8 @@ class HTTPEngine:
         if response.status == 503:
             raise EngineUnreachable(self.address, _message(content))
         if response.status != 200:
-            raise EngineError(
-                f"inference server {self.address} refused {path} ({response.status}): {_message(content)}"
-            )
+            refusal = RequestTooLong if b'"RequestTooLong"' in content else EngineError
+            raise refusal(f"inference server {self.address} refused {path} ({response.status}): {_message(content)}")
         return orjson.loads(content) if content[:1] in (b"{", b"[") else {}
 
 

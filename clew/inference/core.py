@@ -7,14 +7,15 @@ An engine is synchronous and single-threaded here: `submit`, `step` until there 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any
 
 import torch
 
 from clew.errors import EngineError
-from clew.inference.protocol import Completion, FinishReason, SamplingParams
+from clew.inference.protocol import Completion, FinishReason, RequestTooLong, SamplingParams
 from clew.inference.weights import copy_weights
 from clew.record.weights import WeightRef
 
@@ -57,7 +58,7 @@ class Core:
         self.device: torch.device = model.device
         self.vocab: int = model.get_output_embeddings().weight.shape[0]
         self.context = int(getattr(_text_config(model), "max_position_embeddings", None) or _UNBOUNDED)
-        self.default_stop_ids = _default_stop_ids(model, tokenizer)
+        self.default_stop_ids = _default_stop_ids(model, tokenizer, self.vocab)
         self.version = 0
         self.broken: str | None = None
         """Why nothing is served, after a load that failed."""
@@ -101,11 +102,14 @@ class Core:
         self.waiting.append(request)
 
     def check(self, input_ids: list[int], params: SamplingParams) -> None:
-        """Raises EngineError: a prompt empty, too long or not of this vocabulary; contradictory parameters."""
+        """Raises EngineError: a prompt empty, too long or not of this vocabulary; parameters that contradict one
+        another or that no step could compute with, so that a request can be refused but never break the engine."""
         if not input_ids:
             raise EngineError("input_ids is empty: a prompt needs at least one token.")
+        if not _whole(input_ids):
+            raise EngineError("input_ids holds something else than whole numbers.")
         if len(input_ids) >= self.context:
-            raise EngineError(
+            raise RequestTooLong(
                 f"the prompt has {len(input_ids)} tokens, the model's context (max_position_embeddings) "
                 f"is {self.context}, and at least one token must remain. Shorten the prompt."
             )
@@ -115,7 +119,7 @@ class Core:
                 f"input_ids holds {bad}; this model's token ids are 0 to {self.vocab - 1}. "
                 f"Was the prompt made with another tokenizer?"
             )
-        wrong = _contradiction(params)
+        wrong = _mistyped(params, self.vocab) or _contradiction(params)
         if wrong:
             raise EngineError(f"sampling parameters: {wrong}.")
         if params.stop and self.tokenizer is None:
@@ -191,6 +195,26 @@ class Core:
         )
 
 
+def _whole(values: Iterable[object]) -> bool:
+    return all(issubclass(kind, Integral) for kind in set(map(type, values)))  # NumPy's too
+
+
+def _mistyped(params: SamplingParams, vocab: int) -> str | None:
+    for name in ("max_new_tokens", "min_new_tokens", "top_k", "seed", "continues"):
+        if not _whole([value := getattr(params, name)]):
+            return f"{name} is {value!r}, expected a whole number"
+    for name in ("temperature", "top_p", "min_p"):
+        if not isinstance(value := getattr(params, name), Real):
+            return f"{name} is {value!r}, expected a number"
+    for stop in params.stop:
+        if not isinstance(stop, str):
+            return f"stop holds {stop!r}, expected strings"
+    for token in params.stop_token_ids or ():
+        if not _whole([token]) or not 0 <= token < vocab:
+            return f"stop_token_ids holds {token!r}; this model's token ids are 0 to {vocab - 1}"
+    return None
+
+
 def _contradiction(params: SamplingParams) -> str | None:
     if params.max_new_tokens < 1:
         return f"max_new_tokens is {params.max_new_tokens}, expected at least 1"
@@ -213,11 +237,12 @@ def _text_config(model: Any) -> Any:
     return model.config.get_text_config()
 
 
-def _default_stop_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """The tokenizer's end and pad tokens, and the end tokens of the model's generation config."""
+def _default_stop_ids(model: Any, tokenizer: Any, vocab: int) -> tuple[int, ...]:
+    """The tokenizer's end and pad tokens, and the end tokens of the model's generation config; without those that the
+    model cannot generate."""
     ids: set[int] = set()
     if tokenizer is not None:
         ids |= {token for token in (tokenizer.eos_token_id, tokenizer.pad_token_id) if token is not None}
     named = model.generation_config.eos_token_id
     ids |= set(named if isinstance(named, list) else [] if named is None else [named])
-    return tuple(sorted(ids))
+    return tuple(sorted(token for token in ids if 0 <= token < vocab))

@@ -18,11 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clew.errors import EngineError
 from clew.inference import attention, fused
 from clew.inference.cache import PrefillCache, RowCache, columns_for, moves
 from clew.inference.core import PROBE_TOLERANCE, Core, Finished, Request
-from clew.inference.protocol import FinishReason
+from clew.inference.protocol import FinishReason, RequestTooLong
 from clew.inference.reference import ReferenceEngine
 from clew.inference.sampling import RowParams, choose, uniform
 
@@ -81,7 +80,7 @@ class EmbeddedEngine(Core):
         if not self.cache.fits(1, request.limit):
             self.waiting.pop()
             needed = columns_for(request.limit) * self.cache.bytes_per_token / 2**30
-            raise EngineError(
+            raise RequestTooLong(
                 f"a request of up to {request.limit} tokens (prompt {len(request.input_ids)}, "
                 f"max_new_tokens {request.params.max_new_tokens}) needs {needed:.3f} GiB of cache; "
                 f"inference.cache_gib is {self.cache.budget / 2**30:g}. Raise it, or ask for "
@@ -291,10 +290,10 @@ def build_engine(model: Any, tokenizer: Any, *, max_running: int = 128, cache_gi
     """
     reason = _unsupported(model)
     if reason is None:
-        ids = torch.randint(
-            0, model.get_output_embeddings().weight.shape[0], (14,), generator=torch.Generator().manual_seed(0)
-        ).tolist()
-        expected = ReferenceEngine(model, tokenizer).score(ids)
+        reference = ReferenceEngine(model, tokenizer)
+        length = min(14, reference.context)
+        ids = torch.randint(0, reference.vocab, (length,), generator=torch.Generator().manual_seed(0)).tolist()
+        expected = reference.score(ids)
         plain = model.config._attn_implementation
         engine = EmbeddedEngine(model, tokenizer, max_running=max_running, cache_gib=cache_gib)
         found = engine.score(ids)

@@ -8,7 +8,7 @@ clients while the engine computes.
 from __future__ import annotations
 
 import asyncio
-import sys
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -21,9 +21,11 @@ from clew.errors import EngineError
 from clew.inference.core import Core, Finished, Request
 from clew.inference.embedded import build_engine
 from clew.inference.protocol import Completion, EngineUnreachable, SamplingParams
-from clew.models import load_model, load_tokenizer, pick_device
+from clew.models import check_vocabulary, load_model, load_tokenizer, pick_device
 from clew.record.weights import WeightRef
 from clew.waits import waiting
+
+log = logging.getLogger("clew.inference")
 
 
 class LocalEngine:
@@ -32,6 +34,8 @@ class LocalEngine:
     def __init__(self, core: Core, *, threaded: bool = False) -> None:
         self.core = core
         self.threaded = threaded
+        self.failure: str | None = None
+        """Why nothing will be served in this process any more: a step failed. Everything raises EngineError then."""
         self._futures: dict[Request, asyncio.Future[Completion]] = {}
         self._unnamed = 0
         self._lease: asyncio.TimerHandle | None = None
@@ -53,8 +57,7 @@ class LocalEngine:
         on_token: Callable[[int, float], None] | None = None,
     ) -> Completion:
         """See the protocol. on_token: called with each token and logprob (on the engine's thread)."""
-        if self.core.broken:
-            raise EngineUnreachable("in this process", self.core.broken)
+        self._refuse_when_broken()
         if not request_id:
             self._unnamed += 1
             request_id = f"r{self._unnamed}"
@@ -66,7 +69,8 @@ class LocalEngine:
         try:
             return await future
         except asyncio.CancelledError:
-            self._run(lambda: self._deliver(self.core.abort(request)))
+            if self.failure is None:
+                self._run(lambda: self._deliver(self.core.abort(request)))
             raise
         finally:
             del self._futures[request]
@@ -88,9 +92,14 @@ class LocalEngine:
 
     async def version(self) -> int:
         """See the protocol."""
+        self._refuse_when_broken()
+        return self.core.version
+
+    def _refuse_when_broken(self) -> None:
+        if self.failure is not None:
+            raise EngineError(self.failure)
         if self.core.broken:
             raise EngineUnreachable("in this process", self.core.broken)
-        return self.core.version
 
     # Pause -----------------------------------------------------------------------------------------------------------
 
@@ -121,7 +130,7 @@ class LocalEngine:
         """Have `call` run between two steps, and see that the engine is driven."""
         if not self.threaded:
             call()
-            if self.core.has_work and (self._task is None or self._task.done()):
+            if self._may_step() and (self._task is None or self._task.done()):
                 self._task = asyncio.get_running_loop().create_task(self._drive())
             return
         if self._thread is None:
@@ -132,12 +141,15 @@ class LocalEngine:
         self._wake.set()
 
     async def _call(self, call: Callable[[], None]) -> None:
-        """Run `call` between two steps and wait for it; raises what it raises."""
+        """Run `call` between two steps and wait for it; raises what it raises, and EngineError after a failed step,
+        which may have left anything behind."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
 
         def run() -> None:
             try:
+                if self.failure is not None:
+                    raise EngineError(self.failure)
                 call()
             except EngineError as error:
                 self._tell(_settle, done, None, error)
@@ -158,7 +170,7 @@ class LocalEngine:
             _settle(self._futures[request], None, error)
 
     async def _drive(self) -> None:
-        while self.core.has_work and not self.paused:
+        while self._may_step():
             self._step()
             await asyncio.sleep(0)
 
@@ -167,26 +179,28 @@ class LocalEngine:
             self._wake.clear()
             while self._calls:
                 self._calls.popleft()()
-            if self.core.has_work and not self.paused:
+            if self._may_step():
                 self._step()
             else:
                 self._wake.wait()
 
+    def _may_step(self) -> bool:
+        return self.core.has_work and not self.paused and self.failure is None
+
     def _step(self) -> None:
-        stepped = False
         try:
             finished = self.core.step()
-            stepped = True
-        finally:
-            if not stepped:  # out of memory, a failed kernel, a mistake in the engine: nobody may wait for ever
-                error = sys.exc_info()[1]
-                self.core.broken = f"a step failed with {type(error).__name__}: {error}"
-                self._tell(self._fail_all, EngineError(f"the inference engine stopped: {self.core.broken}"))
-        self._deliver(finished)
+        except Exception as error:  # out of memory, a failed kernel, a mistake in the engine: nobody may wait for ever
+            log.exception("a step of the inference engine failed")
+            self.core.broken = f"a step failed with {type(error).__name__}: {error}"
+            self.failure = f"the inference engine stopped: {self.core.broken}"
+            self._tell(self._fail_all, self.failure)
+        else:
+            self._deliver(finished)
 
-    def _fail_all(self, error: EngineError) -> None:
+    def _fail_all(self, failure: str) -> None:
         for future in self._futures.values():
-            _settle(future, None, error)
+            _settle(future, None, EngineError(failure))
 
     def _deliver(self, finished: list[Finished]) -> None:
         if finished:
@@ -208,7 +222,8 @@ class LocalEngine:
 
     async def close(self) -> None:
         """Abort everything and stop."""
-        await self.abort()
+        if self.failure is None:
+            await self.abort()
         self._resume()
         self._closing = True
         self._wake.set()
@@ -232,6 +247,7 @@ def load_engine(config: Config) -> LocalEngine:
     device = pick_device(config.model.device)
     tokenizer = load_tokenizer(config.model.path)
     model = load_model(config.model.path, config.model.dtype, device)
+    check_vocabulary(model, tokenizer, config.model.path)
     core = build_engine(
         model, tokenizer, max_running=config.inference.max_running, cache_gib=config.inference.cache_gib
     )

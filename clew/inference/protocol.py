@@ -26,6 +26,10 @@ class EngineUnreachable(EngineError):
         self.reason = reason
 
 
+class RequestTooLong(EngineError):
+    """The request does not fit into the model's context, or the engine's cache; a shorter one would."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How tokens are drawn."""
@@ -75,7 +79,7 @@ class Engine(Protocol):
     async def generate(self, input_ids: list[int], params: SamplingParams, *, request_id: str = "") -> Completion:
         """Complete one sequence. An abort (weights are being loaded, or somebody asked) returns the tokens so far
         with finish_reason "abort"; `generate_through_aborts` resubmits them.
-        Raises EngineError: unreachable, prompt longer than the context, contradictory parameters."""
+        Raises EngineError: unreachable, contradictory parameters; RequestTooLong: longer than the context."""
         ...
 
     async def load_weights(self, ref: WeightRef) -> None:

@@ -85,10 +85,12 @@ async def _keep_listed(
 ) -> None:
     """Whenever the run does not list this server as ready (it starts, or the trainer took it out for being late): list
     it, then load the newest weights, then serve. In this order, see `RunDirectory.register_server`: a trainer that
-    publishes meanwhile either finds this server, or has announced its weights before this server looks."""
+    publishes meanwhile either finds this server, or has announced its weights before this server looks.
+
+    Raises EngineError once a step has failed: the process ends, and its supervisor starts another."""
     engine = application.engine
     await listening.wait()
-    while True:
+    while engine.failure is None:
         if not any(server.ready and server.pid == entry.pid for server in run.servers()):
             application.ready = False
             run.register_server(replace(entry, ready=True))
@@ -98,6 +100,7 @@ async def _keep_listed(
             reporter.write()
             print(f"LLM inference server launched at: {SERVERS_VARIABLE}={entry.address}", flush=True)
         await asyncio.sleep(LOOK_S)
+    raise EngineError(f"{engine.failure}. The traceback is above; a server that is started again begins afresh.")
 
 
 async def _load_newest(engine: LocalEngine, run: RunDirectory, reporter: Reporter) -> None:

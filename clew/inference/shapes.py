@@ -120,6 +120,8 @@ def _params(given: Any, clew: dict[str, Any], default_stop_ids: tuple[int, ...])
             raise EngineError(f"sampling_params has no field {name!r}.{hint} Known: {', '.join(SAMPLING_FIELDS[:11])}.")
     stop = given.get("stop") or ()
     extra = given.get("stop_token_ids")
+    if extra is not None and not (isinstance(extra, list) and set(map(type, extra)) <= {int}):
+        raise EngineError(f"sampling_params: stop_token_ids is {extra!r}, expected a list of integers.")
     if clew.get("exact_stop"):
         stop_ids = None if extra is None else tuple(extra)
     elif given.get("ignore_eos"):

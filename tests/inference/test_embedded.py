@@ -184,6 +184,68 @@ def test_ends_where_the_context_ends(both: tuple[ReferenceEngine, Core]) -> None
             engine.submit(Request(id="", input_ids=[7] * 256, params=SamplingParams()))
 
 
+def test_a_context_shorter_than_the_self_check(tmp_path: Path) -> None:
+    for family in ("qwen2", "gpt2"):
+        reference, engine = engines(folder_with(tmp_path / family, family, context=5))
+        assert isinstance(engine, EmbeddedEngine)
+        asked: Asked = [([7, 8], SamplingParams(stop_token_ids=()))]
+        assert_equal(run(reference, asked)[0], run(engine, asked)[0])
+
+
+@pytest.mark.parametrize(("wrong", "words"), [
+    ({"stop_token_ids": (5000,)}, "stop_token_ids holds 5000"), ({"stop_token_ids": (-1,)}, "stop_token_ids holds -1"),
+    ({"stop_token_ids": ("1",)}, "stop_token_ids holds '1'"), ({"stop_token_ids": (1.5,)}, "stop_token_ids holds 1.5"),
+    ({"stop": (7,)}, "stop holds 7"), ({"seed": "x"}, "seed is 'x'"), ({"temperature": None}, "temperature is None"),
+    ({"max_new_tokens": 5.5}, "max_new_tokens is 5.5"),
+])
+def test_a_request_that_no_step_could_compute_is_refused(
+    both: tuple[ReferenceEngine, Core], wrong: dict[str, Any], words: str
+) -> None:
+    params: dict[str, Any] = {"max_new_tokens": 6, "min_new_tokens": 3, **wrong}
+    for engine in both:
+        with pytest.raises(EngineError, match=words):
+            engine.submit(Request(id="", input_ids=[7, 8], params=SamplingParams(**params)))
+        with pytest.raises(EngineError, match="whole numbers"):
+            engine.submit(Request(id="", input_ids=[7, 8.5], params=SamplingParams()))  # type: ignore[list-item]
+        assert not engine.has_work
+
+
+def test_end_tokens_that_the_model_lacks_are_left_out(tmp_path: Path) -> None:
+    path = folder_with(tmp_path)
+    model = load_model(str(path), "float32", CPU)
+    model.generation_config.eos_token_id = [1, 5000]
+    engine = build_engine(model, load_tokenizer(str(path)))
+    assert engine.default_stop_ids == (0, 1)
+    assert len(run(engine, [([7, 8], SamplingParams(max_new_tokens=9, min_new_tokens=9))])[0].output_ids) == 9
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_a_step_that_fails_is_raised_to_every_caller(tmp_path: Path, threaded: bool) -> None:
+    class Tokenizer:
+        eos_token_id = pad_token_id = None
+
+        def decode(self, ids: list[int]) -> str:
+            raise RuntimeError("no such kernel")
+
+    async def scenario() -> None:
+        model = load_model(str(folder_with(tmp_path)), "float32", CPU)
+        engine = LocalEngine(build_engine(model, Tokenizer()), threaded=threaded)
+        plain, bad = SamplingParams(max_new_tokens=100), SamplingParams(stop=("x",))
+        answers = await asyncio.gather(
+            *(engine.generate([7, 8], params) for params in (plain, bad)), return_exceptions=True
+        )
+        for answer in answers:
+            assert type(answer) is EngineError and "RuntimeError: no such kernel" in str(answer)
+        ref = WeightRef(version=1, path=str(tmp_path), digest="")
+        for call in (engine.generate([7], plain), engine.version(), engine.load_weights(ref), engine.abort()):
+            with pytest.raises(EngineError, match="no such kernel") as raised:
+                await asyncio.wait_for(call, 10)
+            assert type(raised.value) is EngineError, "nobody tries again"
+        await engine.close()
+
+    asyncio.run(scenario())
+
+
 def test_stop_ids_stop_strings_and_min_new_tokens(both: tuple[ReferenceEngine, Core]) -> None:
     engine = both[1]
     [free] = run(engine, [([7, 8], SamplingParams(max_new_tokens=30, seed=5, stop_token_ids=()))])

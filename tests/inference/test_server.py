@@ -21,7 +21,7 @@ from clew.errors import EngineError
 from clew.inference.client import HTTPEngine
 from clew.inference.embedded import build_engine
 from clew.inference.local import LocalEngine
-from clew.inference.protocol import Completion, EngineUnreachable, SamplingParams
+from clew.inference.protocol import Completion, EngineUnreachable, RequestTooLong, SamplingParams
 from clew.inference.resubmit import generate_through_aborts
 from clew.models import load_model, load_tokenizer
 from clew.record.run import RunDirectory
@@ -35,7 +35,8 @@ PROMPT = [7, 8, 9]
 class ServerProcess:
     """A server in a process of its own."""
 
-    def __init__(self, folder: Path, listen: str = "127.0.0.1:0") -> None:
+    def __init__(self, folder: Path, listen: str = "127.0.0.1:0", program: str = SERVE) -> None:
+        self.program = program
         self.config_path = folder / "config.yaml"
         self.config_path.write_text(json.dumps({
             "experiment": "test", "root": str(folder / "runs"), "model": {"path": str(folder / "model")},
@@ -45,8 +46,8 @@ class ServerProcess:
 
     def start(self) -> None:
         """Returns when it has said that it is launched."""
-        self.process = subprocess.Popen([sys.executable, "-c", SERVE, str(self.config_path)], stdout=subprocess.PIPE,
-                                        stderr=subprocess.PIPE, text=True)
+        command = [sys.executable, "-c", self.program, str(self.config_path)]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
@@ -153,6 +154,11 @@ def test_streams(server: ServerProcess) -> None:
     assert parts[-1]["meta_info"]["finish_reason"]["type"] == "length"
 
 
+def test_says_that_a_request_is_too_long(server: ServerProcess) -> None:
+    with pytest.raises(RequestTooLong, match=r"refused /generate \(400\): the prompt has 256 tokens"):
+        with_engine(server, lambda engine: engine.generate([7] * 256, SamplingParams()))
+
+
 @pytest.mark.parametrize(("path", "body", "words"), [
     ("/generate", b"{not json", "not JSON"),
     ("/generate", [], "expected a JSON object"),
@@ -162,6 +168,9 @@ def test_streams(server: ServerProcess) -> None:
     ("/generate", {"input_ids": [5000]}, "5000"),
     ("/generate", {"input_ids": PROMPT, "sampling_params": {"temprature": 1}}, "Did you mean temperature"),
     ("/generate", {"input_ids": PROMPT, "sampling_params": {"top_p": 0}}, "top_p"),
+    ("/generate", {"input_ids": PROMPT, "sampling_params": {"stop_token_ids": "ab", "min_new_tokens": 2}}, "integers"),
+    ("/generate", {"input_ids": PROMPT, "sampling_params": {"stop_token_ids": [5000], "min_new_tokens": 2}}, "5000"),
+    ("/generate", {"input_ids": PROMPT, "sampling_params": {"stop": [7]}}, "stop holds 7"),
     ("/generate", {"input_ids": PROMPT, "stream": True, "sampling_params": {"top_p": 0}}, "top_p"),
     ("/pause_generation", {"mode": "retract"}, "abort"),
     ("/abort_request", {}, "rid"),
@@ -173,6 +182,30 @@ def test_refuses_with_words(server: ServerProcess, path: str, body: Any, words: 
     assert status == 400 and words in json.dumps(answer)
     if "nowhere" in words:
         assert post(server, "/generate", {"input_ids": PROMPT})[0] == 503  # serves nothing until a load succeeds
+
+
+def test_a_failed_step_ends_the_process_and_the_next_one_answers(tmp_path: Path) -> None:
+    tiny_tokenizer(tmp_path / "model")
+    tiny_model(tmp_path / "model")
+    broken = (
+        "from clew.inference.core import Core\n"
+        "def matched_stop(self, request, output_ids): raise RuntimeError('no such kernel')\n"
+        "Core.matched_stop = matched_stop\n"
+    )
+    server = ServerProcess(tmp_path, program=broken + SERVE)
+
+    async def scenario(engine: HTTPEngine) -> Completion:
+        params = SamplingParams(max_new_tokens=5, stop=("no such text",), stop_token_ids=())
+        request = asyncio.ensure_future(generate_through_aborts(engine, PROMPT, params))
+        error = (await asyncio.to_thread(server.process.communicate, timeout=20))[1]
+        assert server.process.returncode == 1
+        assert "a step of the inference engine failed" in error and "in matched_stop" in error
+        assert "EngineError: the inference engine stopped: a step failed with RuntimeError: no such kernel" in error
+        server.__init__(tmp_path, listen=server.address)  # type: ignore[misc]
+        return await request
+
+    assert len(with_engine(server, scenario).output_ids) == 5
+    server.end()
 
 
 def test_loads_weights_while_requests_go_on(server: ServerProcess, folder: Path) -> None:
