@@ -62,8 +62,8 @@ async def run_episode(
 ) -> Episode:
     """Run the workflow on its own copy of `data` and record what it did.
 
-    timeout_s: None has no limit. Whatever the user's code raises is an episode that failed, sys.exit() too; a ConfigError passes,
-    because no further episode would fare better.
+    timeout_s: None has no limit. Whatever the user's code raises, SystemExit too, is an episode that failed; a
+    ConfigError passes, because no further episode would fare better.
     """
     session = Session(resources, episode_id)
     started_at = time.time()

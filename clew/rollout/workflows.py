@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from clew.errors import EpisodeError
+from clew.inference.protocol import RequestTooLong
 from clew.rollout.rewards import Reward, total
 from clew.rollout.session import Session
 
@@ -67,7 +68,8 @@ class SingleTurn:
 class MultiTurnRetry(SingleTurn):
     """Tells the model when its answer is wrong, and lets it try again, in the same conversation.
 
-    Each further turn extends the exact tokens of the one before. The reward is that of the last answer.
+    Each further turn extends the exact tokens of the one before. The reward is that of the last answer. There
+    is no further turn where none fits into the context.
     """
 
     def __init__(
@@ -93,14 +95,17 @@ class MultiTurnRetry(SingleTurn):
         reward = await engine.reward(answer.text, data)
         retries = 0
         while total(reward) <= self.threshold and retries < self.max_turns - 1:
-            retries += 1
             tokens = answer.all_ids
             tokens = tokens + self._next_turn(engine, prompt, tokens[-1])
             if isinstance(prompt, str):
                 prompt = prompt + answer.text + self.feedback
             else:
                 prompt = self.with_feedback(prompt, answer.text)
-            answer = await engine.generate(tokens, prompt=prompt)
+            try:
+                answer = await engine.generate(tokens, prompt=prompt)
+            except RequestTooLong:
+                break  # the last answer stands: to throw the episode away would favour short ones
+            retries += 1
             reward = await engine.reward(answer.text, data)
         scale = self.discount**retries
         return {name: scale * each for name, each in reward.items()} if isinstance(reward, dict) else scale * reward

@@ -9,6 +9,7 @@ import pytest
 
 from clew.data import order
 from clew.errors import ConfigError, DataError, RolloutError
+from clew.inference.protocol import RequestTooLong
 from clew.record import rows as record_rows
 from clew.record.run import RunDirectory
 from clew.rollout.evaluation import is_due, pass_at_k
@@ -450,6 +451,31 @@ def test_an_evaluation_by_two_versions_is_an_error(tmp_path):
     config = config_for(tmp_path, eval={"path": "eval.jsonl"})
     with pytest.raises(RolloutError, match="the evaluation of version 0 has tokens by version 1"):
         drive(tmp_path, config, Moves(), [0], eval_rows=ROWS[:2])
+
+
+@pytest.mark.parametrize("discount", [1.0, 0.5])
+def test_a_retry_that_does_not_fit_is_not_made_and_the_episode_is_kept(tmp_path, discount):
+    class Short(Scripted):
+        async def generate(self, input_ids, params, *, request_id=""):
+            if len(input_ids) > 30:
+                raise RequestTooLong("the prompt has more than 30 tokens")
+            return await super().generate(input_ids, params, request_id=request_id)
+
+    retries = {"max_turns": 9, "discount": discount}
+    config = config_for(
+        tmp_path,
+        rollout={
+            "workflow": "clew.rollout.workflows.MultiTurnRetry", "workflow_kwargs": retries, "reward": f"{CODE}.patient"
+        },
+    )  # fmt: skip
+    config.rollout.workflow_kwargs["threshold"] = 2.0
+    drive(tmp_path, config, Short(), range(2))
+    run = RunDirectory(config.run_path)
+    for table in run.inbox.scan().values():
+        for row in record_rows.from_table(table):
+            turns = len(row.interactions)
+            assert turns < 9 and row.reward == discount ** (turns - 1)
+    assert not rejected(run)
 
 
 def test_two_inline_runs_are_equal(tmp_path):
