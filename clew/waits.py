@@ -48,7 +48,8 @@ class Wait:
         """What it has in common with waits for other groups, episodes, steps: all but the words with digits in them."""
         return re.sub(r"\S*\d\S*", "N", self.what), self.unblocks
 
-    def as_dict(self, alike: int) -> dict[str, Any]:
+    def as_dict(self, alike: int = 1) -> dict[str, Any]:
+        """alike: how many waits of this kind there are."""
         return {
             "what": self.what,
             "alike": alike,
