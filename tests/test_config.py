@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from clew import config
 from clew.errors import ConfigError
 
-
 GOOD = """\
 experiment: sums
 model:

@@ -3,7 +3,7 @@
     python -m examples.addition.make --seed 1 --out runs/addition/material-1
 
 A problem is the sum of two numbers below 100, digits least significant first: 37+85 is written 73+58= and its answer
-221. The teacher forgets each carry 70 % of the time. No problem is in two of the three files.
+221. The teacher forgets each carry 60 % of the time. No problem is in two of the three files.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging
 
-FORGETS = 0.7
+FORGETS = 0.6
 HELD_OUT = 500
 DEMONSTRATIONS = 4500
 
