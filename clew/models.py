@@ -48,11 +48,7 @@ def load_model(path: str, dtype: Literal["float32", "bfloat16"], device: torch.d
         )
     transformers_logging.disable_progress_bar()
     try:
-        model: Any
-        loading: Any
-        model, loading = AutoModelForCausalLM.from_pretrained(
-            path, dtype=getattr(torch, dtype), output_loading_info=True
-        )
+        loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), output_loading_info=True)
     except SafetensorError as error:
         raise ModelError(
             f"the weights in {path} cannot be read ({error}): a file was truncated or altered. Copy or save the model "
@@ -60,6 +56,7 @@ def load_model(path: str, dtype: Literal["float32", "bfloat16"], device: torch.d
         ) from error
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"cannot load a causal language model from {path}: {error}") from error
+    model, loading = loaded
     missing = sorted(loading["missing_keys"])
     if missing:
         raise ModelError(
@@ -75,7 +72,8 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
 
     Special tokens beyond the embedding that no text, template or end of a sequence needs are left alone: some published
     models have such (Gemma 3 without images, a pad token that was added)."""
-    embedded = model.get_input_embeddings().weight.shape[0]
+    embeddings: Any = model.get_input_embeddings()
+    embedded = embeddings.weight.shape[0]
     beyond = {token: number for token, number in tokenizer.get_vocab().items() if number >= embedded}
     ends = (tokenizer.bos_token, tokenizer.eos_token)
     template = str(tokenizer.chat_template or "")

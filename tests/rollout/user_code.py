@@ -101,9 +101,9 @@ class Leaves:
         self.started = 0
 
     async def run_episode(self, engine, data):
-        self.started += 1
+        number = self.started = self.started + 1
         answer = await engine.generate(engine.tokenizer(data["prompt"]).input_ids)
-        if self.started % 2:
+        if number % 2:
             raise {"exit": SystemExit(3), "cancelled": asyncio.CancelledError()}[self.error]
         return len(answer.output_ids) % 2
 
