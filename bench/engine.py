@@ -34,8 +34,16 @@ def build_model() -> Any:
     """A Qwen2 of 0.36 M parameters."""
     torch.manual_seed(0)
     config = Qwen2Config(
-        vocab_size=VOCAB, hidden_size=96, intermediate_size=200, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=1024, tie_word_embeddings=True, eos_token_id=1, pad_token_id=0,
+        vocab_size=VOCAB,
+        hidden_size=96,
+        intermediate_size=200,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        eos_token_id=1,
+        pad_token_id=0,
         bos_token_id=None,
     )
     return AutoModelForCausalLM.from_config(config).eval()
@@ -54,8 +62,13 @@ def fixed(prompts: int, tokens: int) -> Work:
 def varied(requests: int) -> Work:
     """Prompts of 4 to 32 tokens; lengths with a long tail, 4 to 256."""
     rng = random.Random(0)
-    return [([rng.randrange(2, VOCAB) for _ in range(rng.randint(4, 32))],
-             min(256, max(4, round(rng.lognormvariate(3.5, 1.0))))) for _ in range(requests)]
+    return [
+        (
+            [rng.randrange(2, VOCAB) for _ in range(rng.randint(4, 32))],
+            min(256, max(4, round(rng.lognormvariate(3.5, 1.0)))),
+        )
+        for _ in range(requests)
+    ]
 
 
 def with_generate(model: Any, work: Work, batch: int) -> None:
@@ -66,8 +79,9 @@ def with_generate(model: Any, work: Work, batch: int) -> None:
         ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt, _ in part])
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt, _ in part])
         longest = max(tokens for _, tokens in part)
-        settings = GenerationConfig(max_new_tokens=longest, min_new_tokens=longest, do_sample=True, top_k=0,
-                                    pad_token_id=0, eos_token_id=None)
+        settings = GenerationConfig(
+            max_new_tokens=longest, min_new_tokens=longest, do_sample=True, top_k=0, pad_token_id=0, eos_token_id=None
+        )
         model.generate(ids, attention_mask=mask, generation_config=settings)
 
 
@@ -100,13 +114,23 @@ class Served:
 
         model.save_pretrained(str(folder / "model"))
         tiny_tokenizer(folder / "model")
-        (folder / "config.yaml").write_text(json.dumps({
-            "experiment": "bench", "root": str(folder / "runs"), "model": {"path": str(folder / "model")},
-            "data": {"path": "none"}, "inference": {"listen": "127.0.0.1:0", "max_running": max_running},
-        }))
+        (folder / "config.yaml").write_text(
+            json.dumps(
+                {
+                    "experiment": "bench",
+                    "root": str(folder / "runs"),
+                    "model": {"path": str(folder / "model")},
+                    "data": {"path": "none"},
+                    "inference": {"listen": "127.0.0.1:0", "max_running": max_running},
+                }
+            )
+        )
         code = "import sys; from clew.config import load; from clew.inference.server import serve; "
-        self.process = subprocess.Popen([sys.executable, "-c", code + "serve(load(sys.argv[1]))",
-                                         str(folder / "config.yaml")], stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code + "serve(load(sys.argv[1]))", str(folder / "config.yaml")],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         assert self.process.stdout is not None
         self.address = self.process.stdout.readline().strip().rpartition("=")[2]
         self.runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
@@ -117,10 +141,12 @@ class Served:
         self.runner.run(self._run(work))
 
     async def _run(self, work: Work) -> None:
-        await asyncio.gather(*(
-            self.engine.generate(prompt, SamplingParams(max_new_tokens=tokens, stop_token_ids=(), seed=index))
-            for index, (prompt, tokens) in enumerate(work)
-        ))
+        await asyncio.gather(
+            *(
+                self.engine.generate(prompt, SamplingParams(max_new_tokens=tokens, stop_token_ids=(), seed=index))
+                for index, (prompt, tokens) in enumerate(work)
+            )
+        )
 
     def close(self) -> None:
         """End the server."""
@@ -155,23 +181,35 @@ def main() -> None:
     for rows in (32, 128):
         work = fixed(rows, 64)
         engine = EmbeddedEngine(served, None, max_running=rows)
-        times = race({"generate": lambda: with_generate(plain, work, rows),  # noqa: B023
-                      "bare": lambda: with_bare_loop(plain, work),  # noqa: B023
-                      "engine": lambda: with_engine(engine, work)}, rounds)  # noqa: B023
+        times = race(
+            {
+                "generate": lambda: with_generate(plain, work, rows),  # noqa: B023
+                "bare": lambda: with_bare_loop(plain, work),  # noqa: B023
+                "engine": lambda: with_engine(engine, work),
+            },
+            rounds,
+        )  # noqa: B023
         rate = rows * 64 / times["engine"]
         show(f"engine vs generate, fixed length, {rows} rows", times["generate"] / times["engine"], 1.2, rate)
         show(f"engine vs bare loop, fixed length, {rows} rows", times["bare"] / times["engine"], None, rate)
     work = varied(256)
     engine = EmbeddedEngine(served, None, max_running=32)
-    times = race({"generate": lambda: with_generate(plain, work, 32), "engine": lambda: with_engine(engine, work)},
-                 max(3, rounds // 2))
+    times = race(
+        {"generate": lambda: with_generate(plain, work, 32), "engine": lambda: with_engine(engine, work)},
+        max(3, rounds // 2),
+    )
     rate = sum(tokens for _, tokens in work) / times["engine"]
     show("engine vs generate, 256 varied requests", times["generate"] / times["engine"], 2.5, rate)
     with tempfile.TemporaryDirectory() as folder:
         served_engine = Served(build_model(), Path(folder), 32)
         for name, work in (("256 varied requests", varied(256)), ("fixed length, 32 rows", fixed(32, 64))):
-            times = race({"direct": lambda: with_engine(engine, work),  # noqa: B023
-                          "http": lambda: served_engine.run(work)}, rounds)  # noqa: B023
+            times = race(
+                {
+                    "direct": lambda: with_engine(engine, work),  # noqa: B023
+                    "http": lambda: served_engine.run(work),
+                },
+                rounds,
+            )  # noqa: B023
             rate = sum(tokens for _, tokens in work) / times["http"]
             show(f"HTTP vs direct, {name}", times["direct"] / times["http"], 0.9, rate)
         served_engine.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import traceback
@@ -61,6 +62,8 @@ def main() -> None:
             "clew: this is a defect of Clew, not of your configuration. The run directory is intact.", file=sys.stderr
         )
         raise SystemExit(70) from None
+    finally:
+        gc.freeze()  # all that is left ends with the process: to look through it once more takes a second, with torch
 
 
 @app.command()
@@ -94,7 +97,7 @@ def train(config: ConfigFile, overrides: Overrides = None) -> None:
 def sft(config: ConfigFile, overrides: Overrides = None) -> None:
     """Train on demonstrations (supervised fine-tuning); resumes where it was killed.
 
-    Example: clew sft examples/addition/sft.yaml training.steps=5 trial=try
+    Example: clew sft examples/addition/sft.yaml training.steps=5 trial=sft-try
     """
     from clew.training.sft import sft as run_sft
 

@@ -75,8 +75,13 @@ def tiny_model(
     if family == "gpt2":
         shape = {"n_embd": hidden, "n_layer": layers, "n_head": 4, "n_positions": context}
     elif family == "gpt_neox":
-        shape = {"hidden_size": hidden, "intermediate_size": 2 * hidden, "num_hidden_layers": layers,
-                 "num_attention_heads": 4, "max_position_embeddings": context}
+        shape = {
+            "hidden_size": hidden,
+            "intermediate_size": 2 * hidden,
+            "num_hidden_layers": layers,
+            "num_attention_heads": 4,
+            "max_position_embeddings": context,
+        }
     elif family == "mamba":
         shape = {"hidden_size": hidden, "num_hidden_layers": layers, "state_size": 8, "conv_kernel": 4}
     else:

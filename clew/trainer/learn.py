@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
@@ -13,9 +12,10 @@ from typing import Any
 import torch
 
 from clew.config import Config
-from clew.errors import ClewError, RolloutError, TrainingError
+from clew.errors import RolloutError, TrainingError
 from clew.record.run import RunDirectory
 from clew.rollout.evaluation import is_due
+from clew.trainer.interrupt import Interrupted, Interrupts
 from clew.trainer.loop import Clock, train
 from clew.trainer.publisher import Publisher, ServerLoader
 from clew.trainer.report import Tensorboard, draw_learning_curve
@@ -31,10 +31,6 @@ POLL_S = 0.01
 OnStep = Callable[[int, dict[str, Any]], None]
 
 
-class Interrupted(ClewError):
-    """Somebody asked the trainer to end before its last step."""
-
-
 def learn(config: Config, on_step: OnStep = lambda step, summary: None) -> None:
     """Train, in this process; rollout and inference are processes of their own. Raises ClewError when the run ends
     before its last step."""
@@ -43,20 +39,14 @@ def learn(config: Config, on_step: OnStep = lambda step, summary: None) -> None:
     with ExitStack() as stack:
         stack.enter_context(run.hold("trainer"))
         reporter = stack.enter_context(Reporter(run.status, "trainer"))
-        interrupted: list[int] = []
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda number, _: interrupted.append(number))
-
-        def check() -> None:
-            if interrupted:
-                raise Interrupted("")
+        interrupts = Interrupts()
 
         def pause() -> None:
-            check()
+            interrupts.check()
             time.sleep(POLL_S)
 
         loader = stack.enter_context(closing(ServerLoader(run)))
-        _train(config, run, reporter, load=loader, check=check, pause=pause, on_step=on_step)
+        _train(config, run, reporter, load=loader, check=interrupts.check, pause=pause, on_step=on_step)
 
 
 def learn_inline(config: Config, on_step: OnStep) -> None:
@@ -77,11 +67,15 @@ def learn_inline(config: Config, on_step: OnStep) -> None:
         if newest is not None and newest.exists():  # an evaluation of that version may not be complete
             loop.run_until_complete(engine.load_weights(newest))
         runner = inline_runner(config, run, engine)
+        interrupts = Interrupts()
 
         def pause() -> None:
+            interrupts.check()
+            turn = loop.create_task(runner.advance())
             try:
-                going_on = loop.run_until_complete(runner.advance())
-            except KeyboardInterrupt:  # here, and only here, the weights are those of a whole number of steps
+                with interrupts.waking(lambda: loop.call_soon_threadsafe(turn.cancel)):
+                    going_on = loop.run_until_complete(turn)
+            except (KeyboardInterrupt, asyncio.CancelledError):
                 raise Interrupted("") from None
             if not going_on:
                 raise RolloutError(
@@ -102,7 +96,7 @@ def learn_inline(config: Config, on_step: OnStep) -> None:
             run,
             reporter,
             load=lambda ref: loop.run_until_complete(engine.load_weights(ref)),
-            check=lambda: None,
+            check=interrupts.check,
             pause=pause,
             on_step=on_step,
         )

@@ -30,6 +30,8 @@ def sft(config: Config) -> None:
     console = Console(highlight=False, soft_wrap=True)
     run = RunDirectory(config.run_path)
     with run.hold("trainer"):
+        if run.steps.count():
+            raise RecordError(f"{run.path} holds a run of `clew train`. Choose another trial=NAME.")
         checkpoint.clean(run.checkpoints)
         torch.set_num_threads(config.launch.threads or cores())
         engine = TrainEngine(config)

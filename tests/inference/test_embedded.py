@@ -66,17 +66,24 @@ def various(seed: int, count: int = 16) -> Asked:
         (
             [rng.randrange(6, 100) for _ in range(rng.randint(1, 20))] if index % 3 else [7, 8, 9],
             SamplingParams(
-                max_new_tokens=rng.randint(1, 60), min_new_tokens=rng.choice([0, 1]),
-                temperature=rng.choice([0, 1, 0.7]), top_p=rng.choice([1, 0.9]), top_k=rng.choice([0, 10]),
-                min_p=rng.choice([0, 0.05]), seed=index, stop=("12", "b") if index % 5 == 0 else (),
+                max_new_tokens=rng.randint(1, 60),
+                min_new_tokens=rng.choice([0, 1]),
+                temperature=rng.choice([0, 1, 0.7]),
+                top_p=rng.choice([1, 0.9]),
+                top_k=rng.choice([0, 10]),
+                min_p=rng.choice([0, 0.05]),
+                seed=index,
+                stop=("12", "b") if index % 5 == 0 else (),
             ),
         )
         for index in range(count)
     ]
 
 
-@pytest.mark.parametrize(("family", "tie"), [(family, True) for family in ATTENTION_FAMILIES]
-                         + [("qwen2", False), ("llama", False), ("gpt2", False)])
+@pytest.mark.parametrize(
+    ("family", "tie"),
+    [(family, True) for family in ATTENTION_FAMILIES] + [("qwen2", False), ("llama", False), ("gpt2", False)],
+)
 def test_equals_the_reference(tmp_path: Path, family: str, tie: bool) -> None:
     reference, engine = engines(folder_with(tmp_path, family, tie=tie), max_running=5)
     assert isinstance(engine, EmbeddedEngine)
@@ -101,8 +108,12 @@ Event = tuple[str, int, int]
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(events=st.lists(st.tuples(st.sampled_from(["submit", "submit", "step", "abort"]), st.integers(1, 40),
-                                 st.integers(1, 30)), max_size=25))
+@given(
+    events=st.lists(
+        st.tuples(st.sampled_from(["submit", "submit", "step", "abort"]), st.integers(1, 40), st.integers(1, 30)),
+        max_size=25,
+    )
+)
 def test_whatever_arrives_or_is_aborted_each_output_equals_the_reference(
     both: tuple[ReferenceEngine, Core], events: list[Event]
 ) -> None:
@@ -122,16 +133,23 @@ def test_whatever_arrives_or_is_aborted_each_output_equals_the_reference(
         for request, completion in finished:
             before = so_far.get(request.id)
             if before:
-                completion = replace(completion, output_ids=before.output_ids + completion.output_ids,
-                                     logprobs=before.logprobs + completion.logprobs)
+                completion = replace(
+                    completion,
+                    output_ids=before.output_ids + completion.output_ids,
+                    logprobs=before.logprobs + completion.logprobs,
+                )
             so_far[request.id] = completion
         return [int(request.id) for request, completion in finished if completion.finish_reason == "abort"]
 
     for kind, size, number in events:
         if kind == "submit":
             rng = random.Random(size)  # equal sizes give equal prompts
-            asked.append(([rng.randrange(6, 100) for _ in range(size)],
-                          SamplingParams(max_new_tokens=number, seed=len(asked), temperature=number % 2)))
+            asked.append(
+                (
+                    [rng.randrange(6, 100) for _ in range(size)],
+                    SamplingParams(max_new_tokens=number, seed=len(asked), temperature=number % 2),
+                )
+            )
             submit(len(asked) - 1)
         elif kind == "step":
             for _ in range(number):
@@ -192,12 +210,19 @@ def test_a_context_shorter_than_the_self_check(tmp_path: Path) -> None:
         assert_equal(run(reference, asked)[0], run(engine, asked)[0])
 
 
-@pytest.mark.parametrize(("wrong", "words"), [
-    ({"stop_token_ids": (5000,)}, "stop_token_ids holds 5000"), ({"stop_token_ids": (-1,)}, "stop_token_ids holds -1"),
-    ({"stop_token_ids": ("1",)}, "stop_token_ids holds '1'"), ({"stop_token_ids": (1.5,)}, "stop_token_ids holds 1.5"),
-    ({"stop": (7,)}, "stop holds 7"), ({"seed": "x"}, "seed is 'x'"), ({"temperature": None}, "temperature is None"),
-    ({"max_new_tokens": 5.5}, "max_new_tokens is 5.5"),
-])
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"stop_token_ids": (5000,)}, "stop_token_ids holds 5000"),
+        ({"stop_token_ids": (-1,)}, "stop_token_ids holds -1"),
+        ({"stop_token_ids": ("1",)}, "stop_token_ids holds '1'"),
+        ({"stop_token_ids": (1.5,)}, "stop_token_ids holds 1.5"),
+        ({"stop": (7,)}, "stop holds 7"),
+        ({"seed": "x"}, "seed is 'x'"),
+        ({"temperature": None}, "temperature is None"),
+        ({"max_new_tokens": 5.5}, "max_new_tokens is 5.5"),
+    ],
+)
 def test_a_request_that_no_step_could_compute_is_refused(
     both: tuple[ReferenceEngine, Core], wrong: dict[str, Any], words: str
 ) -> None:
@@ -286,8 +311,9 @@ def test_a_stop_string_across_an_abort(both: tuple[ReferenceEngine, Core]) -> No
 def test_many_through_aborts_and_loads_equal_the_reference(tmp_path: Path, threaded: bool) -> None:
     reference, core = engines(folder_with(tmp_path), max_running=4)
     asked = various(3, 24)
-    ref = WeightRef(version=1, path=str(tmp_path), digest="", probe_ids=[7, 8, 9, 10],
-                    probe_logprob=reference.score([7, 8, 9, 10]))
+    ref = WeightRef(
+        version=1, path=str(tmp_path), digest="", probe_ids=[7, 8, 9, 10], probe_logprob=reference.score([7, 8, 9, 10])
+    )
 
     async def scenario() -> list[Completion]:
         engine = LocalEngine(core, threaded=threaded)

@@ -50,8 +50,13 @@ def test_logprob_is_after_temperature_and_before_truncation() -> None:
 
 
 def kept(probs: list[float], top_k: int = 4, top_p: float = 1.0, min_p: float = 0.0) -> list[bool]:
-    cut = truncate(torch.tensor([probs]), torch.tensor([[top_k]]), torch.tensor([[top_p]]), torch.tensor([[min_p]]),
-                   top_k < 4 or top_p < 1)
+    cut = truncate(
+        torch.tensor([probs]),
+        torch.tensor([[top_k]]),
+        torch.tensor([[top_p]]),
+        torch.tensor([[min_p]]),
+        top_k < 4 or top_p < 1,
+    )
     return (cut[0] > 0).tolist()
 
 

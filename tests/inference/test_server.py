@@ -38,10 +38,18 @@ class ServerProcess:
     def __init__(self, folder: Path, listen: str = "127.0.0.1:0", program: str = SERVE) -> None:
         self.program = program
         self.config_path = folder / "config.yaml"
-        self.config_path.write_text(json.dumps({
-            "experiment": "test", "root": str(folder / "runs"), "model": {"path": str(folder / "model")},
-            "data": {"path": "none"}, "inference": {"listen": listen, "max_running": 8}, "launch": {"threads": 1},
-        }))
+        self.config_path.write_text(
+            json.dumps(
+                {
+                    "experiment": "test",
+                    "root": str(folder / "runs"),
+                    "model": {"path": str(folder / "model")},
+                    "data": {"path": "none"},
+                    "inference": {"listen": listen, "max_running": 8},
+                    "launch": {"threads": 1},
+                }
+            )
+        )
         self.start()
 
     def start(self) -> None:
@@ -128,8 +136,9 @@ def test_equals_the_engine_in_this_process(server: ServerProcess, folder: Path) 
 
 def test_speaks_sglangs_shapes(server: ServerProcess) -> None:
     sampling = {"max_new_tokens": 5, "ignore_eos": True, "sampling_seed": 3, "temperature": 1, "top_k": -1}
-    status, one = post(server, "/generate", {"text": "1+2=", "sampling_params": sampling, "return_logprob": True,
-                                             "rid": "mine"})
+    status, one = post(
+        server, "/generate", {"text": "1+2=", "sampling_params": sampling, "return_logprob": True, "rid": "mine"}
+    )
     assert status == 200 and len(one["text"]) > 0 and len(one["output_ids"]) == 5
     meta = one["meta_info"]
     assert meta["id"] == "mine" and meta["finish_reason"] == {"type": "length", "length": 5}
@@ -159,24 +168,35 @@ def test_says_that_a_request_is_too_long(server: ServerProcess) -> None:
         with_engine(server, lambda engine: engine.generate([7] * 256, SamplingParams()))
 
 
-@pytest.mark.parametrize(("path", "body", "words"), [
-    ("/generate", b"{not json", "not JSON"),
-    ("/generate", [], "expected a JSON object"),
-    ("/generate", {}, "input_ids"),
-    ("/generate", {"input_ids": []}, "empty"),
-    ("/generate", {"input_ids": [7] * 256}, "context"),
-    ("/generate", {"input_ids": [5000]}, "5000"),
-    ("/generate", {"input_ids": PROMPT, "sampling_params": {"temprature": 1}}, "Did you mean temperature"),
-    ("/generate", {"input_ids": PROMPT, "sampling_params": {"top_p": 0}}, "top_p"),
-    ("/generate", {"input_ids": PROMPT, "sampling_params": {"stop_token_ids": "ab", "min_new_tokens": 2}}, "integers"),
-    ("/generate", {"input_ids": PROMPT, "sampling_params": {"stop_token_ids": [5000], "min_new_tokens": 2}}, "5000"),
-    ("/generate", {"input_ids": PROMPT, "sampling_params": {"stop": [7]}}, "stop holds 7"),
-    ("/generate", {"input_ids": PROMPT, "stream": True, "sampling_params": {"top_p": 0}}, "top_p"),
-    ("/pause_generation", {"mode": "retract"}, "abort"),
-    ("/abort_request", {}, "rid"),
-    ("/update_weights_from_disk", {"model_path": "/nowhere"}, "/nowhere"),
-    ("/update_weights_from_disk", b"[", "not JSON"),
-])
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("/generate", b"{not json", "not JSON"),
+        ("/generate", [], "expected a JSON object"),
+        ("/generate", {}, "input_ids"),
+        ("/generate", {"input_ids": []}, "empty"),
+        ("/generate", {"input_ids": [7] * 256}, "context"),
+        ("/generate", {"input_ids": [5000]}, "5000"),
+        ("/generate", {"input_ids": PROMPT, "sampling_params": {"temprature": 1}}, "Did you mean temperature"),
+        ("/generate", {"input_ids": PROMPT, "sampling_params": {"top_p": 0}}, "top_p"),
+        (
+            "/generate",
+            {"input_ids": PROMPT, "sampling_params": {"stop_token_ids": "ab", "min_new_tokens": 2}},
+            "integers",
+        ),
+        (
+            "/generate",
+            {"input_ids": PROMPT, "sampling_params": {"stop_token_ids": [5000], "min_new_tokens": 2}},
+            "5000",
+        ),
+        ("/generate", {"input_ids": PROMPT, "sampling_params": {"stop": [7]}}, "stop holds 7"),
+        ("/generate", {"input_ids": PROMPT, "stream": True, "sampling_params": {"top_p": 0}}, "top_p"),
+        ("/pause_generation", {"mode": "retract"}, "abort"),
+        ("/abort_request", {}, "rid"),
+        ("/update_weights_from_disk", {"model_path": "/nowhere"}, "/nowhere"),
+        ("/update_weights_from_disk", b"[", "not JSON"),
+    ],
+)
 def test_refuses_with_words(server: ServerProcess, path: str, body: Any, words: str) -> None:
     status, answer = post(server, path, body)
     assert status == 400 and words in json.dumps(answer)
@@ -230,8 +250,7 @@ def test_loads_weights_while_requests_go_on(server: ServerProcess, folder: Path)
     completion = with_engine(server, scenario)
     assert len(completion.output_ids) == 240
     assert completion.versions == sorted(completion.versions) and set(completion.versions) <= {4, 5}
-    with_engine(server, lambda engine: engine.load_weights(
-        WeightRef(version=0, path=str(folder / "model"), digest="")))
+    with_engine(server, lambda engine: engine.load_weights(WeightRef(version=0, path=str(folder / "model"), digest="")))
 
 
 def test_a_pause_is_a_lease(server: ServerProcess) -> None:
@@ -264,10 +283,15 @@ def test_a_client_that_leaves_aborts_its_request(server: ServerProcess) -> None:
 def test_port_in_use(server: ServerProcess, folder: Path, tmp_path: Path) -> None:
     from clew.inference.server import serve
 
-    config = Config.model_validate({
-        "experiment": "other", "root": str(tmp_path), "model": {"path": str(folder / "model")}, "data": {"path": "-"},
-        "inference": {"listen": server.address},
-    })
+    config = Config.model_validate(
+        {
+            "experiment": "other",
+            "root": str(tmp_path),
+            "model": {"path": str(folder / "model")},
+            "data": {"path": "-"},
+            "inference": {"listen": server.address},
+        }
+    )
     with pytest.raises(EngineError, match=rf"{server.address}: the port is in use.*inference.listen"):
         serve(config)
 
@@ -302,8 +326,9 @@ def test_starts_with_the_newest_weights_and_ends_on_a_signal(server: ServerProce
     server.start()
     assert with_engine(server, lambda engine: engine.version()) == 9
     request = f"urllib.request.Request('http://{server.address}/generate', data=b'{json.dumps({'input_ids': PROMPT})}')"
-    pending = subprocess.Popen([sys.executable, "-c", f"import urllib.request; urllib.request.urlopen({request})"],
-                               stderr=subprocess.DEVNULL)
+    pending = subprocess.Popen(
+        [sys.executable, "-c", f"import urllib.request; urllib.request.urlopen({request})"], stderr=subprocess.DEVNULL
+    )
     assert server.end(signal.SIGINT) < 3 and server.process.returncode == 0
     pending.kill()
     pending.wait()

@@ -87,17 +87,17 @@ def test_a_step_file_opens_in_pandas_duckdb_and_datasets(tmp_path: Path) -> None
     frame = pandas.read_parquet(path)
     assert list(frame["id"]) == ["g000001.e0.s0", "g000001.e1.s0", "g000001.e2.s0"]
     assert [len(ids) for ids in frame["input_ids"]] == [4, 5, 6]
-    assert json.loads(frame["data"][0])["answer"] == [2]
+    assert json.loads(str(frame["data"].iloc[0]))["answer"] == [2]
 
-    counted = duckdb.sql(f"select id, len(input_ids), list_sum(logprobs) from '{path}' order by id").fetchall()
-    assert [row[1] for row in counted] == [4, 5, 6]
+    counted = duckdb.connect().execute(f"select id, len(input_ids), list_sum(logprobs) from '{path}' order by id")
+    assert [row[1] for row in counted.fetchall()] == [4, 5, 6]
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from datasets import load_dataset
 
         loaded = load_dataset("parquet", data_files=str(path), split="train", cache_dir=str(tmp_path / "cache"))
-    assert loaded["versions"][2] == frame["versions"][2].tolist()  # type: ignore[index]
+    assert loaded["versions"][2] == list(frame["versions"].iloc[2])  # type: ignore[index]
 
 
 @pytest.fixture

@@ -12,8 +12,16 @@ from clew.record.rows import Sequence
 
 
 def make_sequence(
-    name: str, *, prompt: int = 3, response: int = 4, reward: float = 0.0, seed: int = 0, vocab: int = 100,
-    logprob: float = -3.0, version: int = 0, temperature: float = 1.0,
+    name: str,
+    *,
+    prompt: int = 3,
+    response: int = 4,
+    reward: float = 0.0,
+    seed: int = 0,
+    vocab: int = 100,
+    logprob: float = -3.0,
+    version: int = 0,
+    temperature: float = 1.0,
 ) -> Sequence:
     """Random tokens; `name` is like g0.e1.s0. Its group and episode follow from the name."""
     rng = np.random.default_rng([seed, *name.encode()])
@@ -40,8 +48,12 @@ def make_batch(*, groups: int = 4, samples: int = 3, seed: int = 0, **options: A
     rng = np.random.default_rng(seed)
     return [
         make_sequence(
-            f"g{group}.e{sample}.s0", prompt=int(rng.integers(2, 6)), response=int(rng.integers(1, 12)),
-            reward=float(rng.integers(0, 4)), seed=seed, **options,
+            f"g{group}.e{sample}.s0",
+            prompt=int(rng.integers(2, 6)),
+            response=int(rng.integers(1, 12)),
+            reward=float(rng.integers(0, 4)),
+            seed=seed,
+            **options,
         )
         for group in range(groups)
         for sample in range(samples)
@@ -51,8 +63,14 @@ def make_batch(*, groups: int = 4, samples: int = 3, seed: int = 0, **options: A
 def make_config(model: Path | str, *, dtype: str = "float32", **sections: Any) -> Config:
     """A configuration with this model; sections as keywords."""
     sections["model"] = {"path": str(model), "device": "cpu", "dtype": dtype}
-    training = {"steps": 20, "lr": 3e-3, "warmup_steps": 2, "schedule": "cosine", "weight_decay": 0.1,
-                "micro_batch_tokens": 60}
+    training = {
+        "steps": 20,
+        "lr": 3e-3,
+        "warmup_steps": 2,
+        "schedule": "cosine",
+        "weight_decay": 0.1,
+        "micro_batch_tokens": 60,
+    }
     sections["training"] = training | sections.get("training", {})
     sections.setdefault("data", {"path": "unused.jsonl"})
     return Config.model_validate({"experiment": "test", **sections})

@@ -116,7 +116,9 @@ def test_pruning_keeps_the_first_and_the_last(tmp_path):
         checkpoint.point_latest(tmp_path / "checkpoints", tmp_path / "checkpoints" / f"step-{version:06d}")
     checkpoint.prune(tmp_path / "checkpoints", 2)
     assert [folder.name for folder in checkpoint.saved(tmp_path / "checkpoints")] == [
-        "step-000000", "step-000003", "step-000004"
+        "step-000000",
+        "step-000003",
+        "step-000004",
     ]
     assert (tmp_path / "checkpoints" / "latest").resolve().name == "step-000004"
     assert checkpoint.latest_version(tmp_path / "checkpoints") == 4

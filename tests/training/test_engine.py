@@ -101,10 +101,21 @@ def test_metrics_by_hand(model):
     engine.restored(3)
     metrics = engine.train_step(rows).metrics
     expected = {
-        "reward": 0.5, "reward_std": 0.5, "reward/match": 0.5, "groups": 1, "episodes": 2, "sequences": 3,
-        "response_length": 4.5, "response_length_max": 6, "truncated_share": 0.5,
-        "lag_mean": (4 * 2 + 2 * 1 + 3 * 3) / 9, "lag_max": 3,
-        "tokens": 19, "tokens_trained": 9, "padding_share": 1 - 19 / 21, "clip_share": 0,
+        "reward": 0.5,
+        "reward_std": 0.5,
+        "reward/match": 0.5,
+        "groups": 1,
+        "episodes": 2,
+        "sequences": 3,
+        "response_length": 4.5,
+        "response_length_max": 6,
+        "truncated_share": 0.5,
+        "lag_mean": (4 * 2 + 2 * 1 + 3 * 3) / 9,
+        "lag_max": 3,
+        "tokens": 19,
+        "tokens_trained": 9,
+        "padding_share": 1 - 19 / 21,
+        "clip_share": 0,
     }
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
     assert "kl" not in metrics

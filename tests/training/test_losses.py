@@ -29,8 +29,9 @@ def test_ratio_clip_and_weight_by_hand():
     # ratio            1.1     1.5     1.5     0.5     0.5
     # weight           1       1.25    1.25    2 (5)   0.5
     expected = [-1 * 1.1 * 2, -1.25 * 1.3, 1.25 * 1.5, 2 * 0.8, -0.5 * 0.5]
-    loss = policy_loss(logprobs_N=current, proximal_N=proximal, behaviour_N=behaviour, advantages_N=advantages,
-                       **OPTIONS)
+    loss = policy_loss(
+        logprobs_N=current, proximal_N=proximal, behaviour_N=behaviour, advantages_N=advantages, **OPTIONS
+    )
     assert loss.per_token_N.tolist() == pytest.approx(expected)
     assert {name: float(value) for name, value in loss.sums.items()} == pytest.approx(
         {"clip_share": 2, "importance_weight": 1 + 1.25 + 1.25 + 2 + 0.5, "importance_capped_share": 1}
@@ -51,8 +52,13 @@ def test_k3_by_hand():
     assert k3(logs(0.5), logs(0.25)).tolist() == pytest.approx([0.5 - LN(0.5) - 1])
     assert k3(logs(0.5), logs(0.5)).tolist() == [0.0]
     options = OPTIONS | {"reference_N": logs(0.25), "kl_coef": 0.1}
-    loss = policy_loss(logprobs_N=logs(0.5), proximal_N=logs(0.5), behaviour_N=logs(0.5),
-                       advantages_N=torch.tensor([3.0], dtype=torch.float64), **options)
+    loss = policy_loss(
+        logprobs_N=logs(0.5),
+        proximal_N=logs(0.5),
+        behaviour_N=logs(0.5),
+        advantages_N=torch.tensor([3.0], dtype=torch.float64),
+        **options,
+    )
     kl = 0.5 - LN(0.5) - 1
     assert float(loss.per_token_N) == pytest.approx(-3 + 0.1 * kl)
     assert float(loss.sums["kl"]) == pytest.approx(kl)
@@ -64,8 +70,15 @@ def test_gradient_flows_through_the_current_logprobs_alone():
     advantages = torch.randn(20, dtype=torch.float64)
 
     def total(current: Tensor) -> Tensor:
-        return policy_loss(logprobs_N=current, proximal_N=proximal, behaviour_N=behaviour, advantages_N=advantages,
-                           reference_N=reference, kl_coef=0.3, **OPTIONS).per_token_N.sum()
+        return policy_loss(
+            logprobs_N=current,
+            proximal_N=proximal,
+            behaviour_N=behaviour,
+            advantages_N=advantages,
+            reference_N=reference,
+            kl_coef=0.3,
+            **OPTIONS,
+        ).per_token_N.sum()
 
     assert torch.autograd.gradcheck(total, -torch.rand(20, dtype=torch.float64).requires_grad_())
 
@@ -74,8 +87,9 @@ def test_at_the_start_of_a_step_the_gradient_is_the_policy_gradient():
     current = logs(0.5, 0.2).requires_grad_()
     advantages = torch.tensor([2.0, -3.0], dtype=torch.float64)
     behaviour = logs(0.5, 0.4)
-    policy_loss(logprobs_N=current, proximal_N=current.detach(), behaviour_N=behaviour, advantages_N=advantages,
-                **OPTIONS).per_token_N.sum().backward()
+    policy_loss(
+        logprobs_N=current, proximal_N=current.detach(), behaviour_N=behaviour, advantages_N=advantages, **OPTIONS
+    ).per_token_N.sum().backward()
     assert current.grad is not None
     assert current.grad.tolist() == pytest.approx([-2.0, 0.5 * 3.0])  # -weight x advantage
 
@@ -97,12 +111,25 @@ def test_equals_the_loss_of_trl(tmp_path):
     tiny_tokenizer(tmp_path)
     tiny_model(tmp_path, scale=0.1)
     args = trl.GRPOConfig(
-        output_dir=str(tmp_path / "out"), loss_type="bnpo", beta=0.07, epsilon=0.2, epsilon_high=0.3, num_generations=2,
-        per_device_train_batch_size=4, gradient_accumulation_steps=1, bf16=False, use_cpu=True, report_to=[],
+        output_dir=str(tmp_path / "out"),
+        loss_type="bnpo",
+        beta=0.07,
+        epsilon=0.2,
+        epsilon_high=0.3,
+        num_generations=2,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=1,
+        bf16=False,
+        use_cpu=True,
+        report_to=[],
         use_bias_correction_kl=False,  # its k3 is weighted by the ratio otherwise
     )
-    trainer = trl.GRPOTrainer(model=str(tmp_path), args=args, reward_funcs=lambda **_: [0.0],
-                              train_dataset=Dataset.from_list([{"prompt": "1+1="}]))
+    trainer = trl.GRPOTrainer(
+        model=str(tmp_path),
+        args=args,
+        reward_funcs=lambda **_: [0.0],
+        train_dataset=Dataset.from_list([{"prompt": "1+1="}]),
+    )
     trainer.current_gradient_accumulation_steps = 1
     trainer.model.eval()
     torch.manual_seed(0)
@@ -110,11 +137,19 @@ def test_equals_the_loss_of_trl(tmp_path):
     mask = torch.arange(7) < torch.tensor([7, 3, 5, 1])[:, None]
     old, reference = -3 * torch.rand(4, 7) - 1, -3 * torch.rand(4, 7) - 1
     advantages = torch.tensor([1.0, -1.0, 0.5, 2.0])
-    theirs = trainer._compute_loss(trainer.model, {
-        "prompt_ids": prompts, "prompt_mask": torch.ones_like(prompts), "completion_ids": completions,
-        "completion_mask": mask.long(), "advantages": advantages, "old_per_token_logps": old,
-        "ref_per_token_logps": reference, "num_items_in_batch": mask.sum(),
-    })
+    theirs = trainer._compute_loss(
+        trainer.model,
+        {
+            "prompt_ids": prompts,
+            "prompt_mask": torch.ones_like(prompts),
+            "completion_ids": completions,
+            "completion_mask": mask.long(),
+            "advantages": advantages,
+            "old_per_token_logps": old,
+            "ref_per_token_logps": reference,
+            "num_items_in_batch": mask.sum(),
+        },
+    )
     theirs.backward()
     their_gradient = trainer.model.get_input_embeddings().weight.grad
 
@@ -122,8 +157,15 @@ def test_equals_the_loss_of_trl(tmp_path):
     rows, columns = mask.nonzero(as_tuple=True)
     scores = score(model, torch.cat([prompts, completions], 1), rows, columns + 5, torch.ones(len(rows)))
     loss = policy_loss(
-        logprobs_N=scores.logprobs_N, proximal_N=old[mask], behaviour_N=old[mask], advantages_N=advantages[rows],
-        clip_low=0.2, clip_high=0.3, importance_cap=2.0, reference_N=reference[mask], kl_coef=0.07,
+        logprobs_N=scores.logprobs_N,
+        proximal_N=old[mask],
+        behaviour_N=old[mask],
+        advantages_N=advantages[rows],
+        clip_low=0.2,
+        clip_high=0.3,
+        importance_cap=2.0,
+        reference_N=reference[mask],
+        kl_coef=0.07,
     )
     ours = loss.per_token_N.mean()
     ours.backward()

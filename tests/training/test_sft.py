@@ -121,11 +121,14 @@ def test_bad_data_is_named(settings, rows, message):
 
 def test_tokens_of_text_and_of_chat(settings, tmp_path):
     tokenizer = load_tokenizer(str(tmp_path / "model"))
-    write_rows(tmp_path / "data.jsonl", [
-        {"prompt": "1+1=", "completion": "2"},
-        {"prompt": [{"role": "user", "content": "1+1="}], "completion": "2"},
-        {"prompt": [{"role": "user", "content": "1+1="}], "completion": [{"role": "assistant", "content": "2"}]},
-    ])
+    write_rows(
+        tmp_path / "data.jsonl",
+        [
+            {"prompt": "1+1=", "completion": "2"},
+            {"prompt": [{"role": "user", "content": "1+1="}], "completion": "2"},
+            {"prompt": [{"role": "user", "content": "1+1="}], "completion": [{"role": "assistant", "content": "2"}]},
+        ],
+    )
     batch = Demonstrations(make_config(**settings), tokenizer, context=20).batch(0)
     seen = set()
     for row, ids, mask in zip(batch.ids, batch.split(batch.input_ids_S), batch.split(batch.loss_mask_S), strict=True):
