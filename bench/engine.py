@@ -183,19 +183,22 @@ def main() -> None:
         engine = EmbeddedEngine(served, None, max_running=rows)
         times = race(
             {
-                "generate": lambda: with_generate(plain, work, rows),  # noqa: B023
-                "bare": lambda: with_bare_loop(plain, work),  # noqa: B023
-                "engine": lambda: with_engine(engine, work),
+                "generate": lambda: with_generate(plain, work, rows),
+                "bare": lambda: with_bare_loop(plain, work),
+                "engine": lambda engine=engine, work=work: with_engine(engine, work),
             },
             rounds,
-        )  # noqa: B023
+        )
         rate = rows * 64 / times["engine"]
         show(f"engine vs generate, fixed length, {rows} rows", times["generate"] / times["engine"], 1.2, rate)
         show(f"engine vs bare loop, fixed length, {rows} rows", times["bare"] / times["engine"], None, rate)
     work = varied(256)
     engine = EmbeddedEngine(served, None, max_running=32)
     times = race(
-        {"generate": lambda: with_generate(plain, work, 32), "engine": lambda: with_engine(engine, work)},
+        {
+            "generate": lambda: with_generate(plain, work, 32),
+            "engine": lambda engine=engine, work=work: with_engine(engine, work),
+        },
         max(3, rounds // 2),
     )
     rate = sum(tokens for _, tokens in work) / times["engine"]
@@ -205,11 +208,11 @@ def main() -> None:
         for name, work in (("256 varied requests", varied(256)), ("fixed length, 32 rows", fixed(32, 64))):
             times = race(
                 {
-                    "direct": lambda: with_engine(engine, work),  # noqa: B023
-                    "http": lambda: served_engine.run(work),
+                    "direct": lambda engine=engine, work=work: with_engine(engine, work),
+                    "http": lambda work=work: served_engine.run(work),
                 },
                 rounds,
-            )  # noqa: B023
+            )
             rate = sum(tokens for _, tokens in work) / times["http"]
             show(f"HTTP vs direct, {name}", times["direct"] / times["http"], 0.9, rate)
         served_engine.close()

@@ -295,8 +295,8 @@ class TrainEngine:
             if not bool(parameter.isfinite().all()):
                 raise TrainingError(
                     f"step {self.version}: after the update {name} is not finite, although every gradient was. The "
-                    f"step was not committed. training.lr is {self.config.training.lr:g}: start another trial=NAME with "
-                    f"a lower one, from the last checkpoint."
+                    f"step was not committed. training.lr is {self.config.training.lr:g}: start another trial=NAME "
+                    f"with a lower one, from the last checkpoint."
                 )
 
     def _checked_norm(self) -> float:
