@@ -183,8 +183,8 @@ def main() -> None:
         engine = EmbeddedEngine(served, None, max_running=rows)
         times = race(
             {
-                "generate": lambda: with_generate(plain, work, rows),
-                "bare": lambda: with_bare_loop(plain, work),
+                "generate": lambda work=work, rows=rows: with_generate(plain, work, rows),
+                "bare": lambda work=work: with_bare_loop(plain, work),
                 "engine": lambda engine=engine, work=work: with_engine(engine, work),
             },
             rounds,
