@@ -312,6 +312,10 @@ def test_what_is_truncated_before_its_step_is_committed_can_be_removed(resuming:
     assert resuming.digests()[:3] == before and resuming.run.steps.read(3)["groups"] == ["g000006", "g000007"]
 
 
+def test_demonstrations_in_the_run_directory_of_reinforcement(resuming: Project) -> None:
+    failed(resuming.quick("sft"), "runs/tiny/0 holds a run of `clew train`", "trial=NAME")
+
+
 def newer_json(file: Path, field: str) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), field: 9}))
 
