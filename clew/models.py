@@ -75,6 +75,7 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
     embeddings: Any = model.get_input_embeddings()
     embedded = embeddings.weight.shape[0]
     beyond = {token: number for token, number in tokenizer.get_vocab().items() if number >= embedded}
+    beyond = {token: number for token, number in beyond.items() if _is_named(path, token)}
     ends = (tokenizer.bos_token, tokenizer.eos_token)
     template = str(tokenizer.chat_template or "")
     idle = {token for token in tokenizer.all_special_tokens if token not in ends and token not in template}
@@ -98,7 +99,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         tokenizer: Any = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise ModelError(f"cannot load a tokenizer from {path}: {error}") from error
-    if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
+    if tokenizer.vocab_size < 2:
         raise ModelError(
             f"the tokenizer in {path} has no vocabulary but its special tokens; found {_listing(path)}. "
             f"{_SAVE_TOKENIZER}"
