@@ -86,21 +86,26 @@ class Run:
         self.digests: dict[int, dict] = {}
         self.finished: set[str] = set()
 
-    def start(self) -> psutil.Popen:
+    def start(self) -> subprocess.Popen[bytes]:
         self.tally.starts += 1
-        log = (self.folder / "train.log").open("ab")
-        return psutil.Popen(
-            [sys.executable, "-m", "clew", "train", str(self.config), *self.options],
-            stdout=log,
-            stderr=log,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        with (self.folder / "train.log").open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "clew", "train", str(self.config), *self.options],
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
 
-    def processes(self, supervisor: psutil.Popen) -> dict[psutil.Process, str]:
+    def processes(self, supervisor: subprocess.Popen[bytes]) -> dict[psutil.Process, str]:
         """The living processes of the run and what each is."""
         found: dict[psutil.Process, str] = {}
-        for process in [psutil.Process(supervisor.pid), *supervisor.children(recursive=True)]:
+        try:
+            whole = psutil.Process(supervisor.pid)
+            family = [whole, *whole.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return {}
+        for process in family:
             try:
                 command = process.cmdline()
                 if process.status() == psutil.STATUS_ZOMBIE or "resource_tracker" in " ".join(command):
@@ -141,7 +146,7 @@ class Run:
         self.look()
         return spent
 
-    def kill_one(self, supervisor: psutil.Popen) -> int:
+    def kill_one(self, supervisor: subprocess.Popen[bytes]) -> int:
         self.look()
         alive = self.processes(supervisor)
         kinds = sorted(set(alive.values()) & set(VICTIMS))

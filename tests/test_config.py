@@ -111,6 +111,6 @@ def test_importing_it_imports_no_torch() -> None:
 def test_a_misspelt_field_finds_its_neighbour(name: str, data: st.DataObject) -> None:
     at = data.draw(st.integers(name.rindex(".") + 2 if "." in name else 1, len(name) - 1)) if len(name) > 5 else 0
     misspelt = name[:at] + name[at + 1 :]
-    if misspelt in config.field_names() or len(name.rsplit(".", 1)[-1]) < 5:
+    if misspelt in config.field_names() or len(name.rsplit(".", 1)[-1]) < 7:
         return
     assert config._nearest(misspelt, config.field_names()) == name

@@ -25,7 +25,7 @@ from clew.record.files import read_json, remove_strays, write_json
 from clew.record.rows import check_format
 from clew.training.digests import digest_tensors
 from clew.training.engine import TrainEngine
-from clew.training.folders import remove_folder, save_model, written_aside
+from clew.training.folders import remove_folder, save_model, save_tokenizer, written_aside
 
 FORMAT = 1
 """Version of checkpoint.json. A reader refuses a newer one."""
@@ -55,7 +55,7 @@ def save(engine: TrainEngine, folder: Path) -> None:
         return
     with written_aside(folder) as aside:
         save_model(engine.model, aside)
-        engine.tokenizer.save_pretrained(aside)
+        save_tokenizer(engine.tokenizer, aside)
         save_file({name: tensor.contiguous() for name, tensor in state.items()}, aside / "state.safetensors")
         write_json(aside / "checkpoint.json", said)
 

@@ -53,6 +53,16 @@ def save_model(model: Any, folder: Path) -> None:
         raise ModelError(f"transformers cannot save this {type(model).__name__}: {error}") from error
 
 
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Write the tokenizer as transformers reads it."""
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:  # the tokenizers library raises nothing more specific for a full disk
+        if "os error" not in str(error):
+            raise
+        raise _as_os_error(error) from error
+
+
 def _as_os_error(error: Exception) -> OSError:
     """safetensors reports a full disk in words: "... (os error 28)"."""
     found = re.search(r"os error (\d+)", str(error))

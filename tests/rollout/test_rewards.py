@@ -18,6 +18,12 @@ HERE = str(Path(__file__).parent)
 CODE = "tests.rollout.user_code"
 
 
+def living_workers() -> list[psutil.Process]:
+    """The living reward workers of this process."""
+    children = [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
+    return [child for child in children if any("reward_worker" in part for part in child.cmdline())]
+
+
 def reward(name):
     return RewardFunction(f"{CODE}.{name}", "prompt")
 
@@ -92,7 +98,7 @@ async def in_pool(name, jobs, workers=1, timeout_s=20.0):
         return await asyncio.gather(*(pool(*job) for job in jobs), return_exceptions=True)
     finally:
         pool.close()
-        assert not [child for child in psutil.Process().children(recursive=True) if child.status() != "zombie"]
+        assert not living_workers()
 
 
 def test_a_pool_answers_each_caller():
@@ -175,7 +181,7 @@ def test_a_reward_costs_little_and_starting_a_worker_imports_no_torch():
             began = time.perf_counter()
             await pool("5", row)
             started = time.perf_counter() - began
-            (worker,) = psutil.Process().children()
+            (worker,) = living_workers()
             loaded = {os.path.basename(region.path) for region in worker.memory_maps()}  # noqa: PTH119
             best = float("inf")
             for _ in range(5):
