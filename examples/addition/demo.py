@@ -72,22 +72,19 @@ def main() -> None:
     )
     console.print(f"{time.monotonic() - began:.0f} s in all\n")
     console.print("next, try:", style="bold")
+    yaml = " ".join([f"{HERE}/grpo.yaml", *options])
+    step = run.steps.data_path(0)
     for command, why in (
         (f"clew status {run.path}", "what each process does and waits for; try it from another terminal"),
-        (f"clew train {HERE}/grpo.yaml trial=sync rollout.max_lag=0", "the same, synchronously"),
-        (f"clew train {HERE}/grpo.yaml trial=debug launch.mode=inline training.steps=3", "with breakpoint() anywhere"),
+        (f"clew train {yaml} trial=sync rollout.max_lag=0", "the same, synchronously"),
+        (f"clew train {yaml} trial=debug launch.mode=inline training.steps=3", "with breakpoint() anywhere"),
         (f"tensorboard --logdir {folder}", "every metric"),
         (
-            f"duckdb -c \"select id, reward, data from '{run.path}/steps/step-000000.parquet' limit 5\"",
+            f"python -c \"import pandas; print(pandas.read_parquet('{step}')[['id', 'reward', 'data']])\"",
             "what exactly was trained on",
         ),
     ):
-        console.print(
-            f"  .venv/bin/{command}" if not command.startswith("duckdb") else f"  {command}",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
+        console.print(f"  .venv/bin/{command}", markup=False, highlight=False, soft_wrap=True)
         console.print(f"      {why}", style="dim")
     if not exact[0] < 0.5 < 0.95 < exact[-1]:
         raise SystemExit(f"this run did not show what it should: under 50 % before, over 95 % after (seed {seed})")
