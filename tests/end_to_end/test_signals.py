@@ -18,6 +18,7 @@ from tests.end_to_end.project import USER_CODE, Project
 GATED = """
 def gated(completion, data):
     while not Path("go").exists():
+        Path("entered").touch()
         time.sleep(0.01)
     return digits(completion, data)
 
@@ -104,7 +105,7 @@ def test_ctrl_c_inline(project: Project) -> None:
     interrupt(project, process)
     (project.folder / "go").unlink()
     stuck = project.start("train")
-    project.until(lambda: waits_for(project, "trainer", "a batch"), stuck)
+    project.until(lambda: (project.folder / "entered").exists(), stuck)
     interrupt(project, stuck)
     (project.folder / "go").touch()
     before = project.digests()
@@ -143,7 +144,7 @@ def test_processes_started_alone_find_one_another_and_survive_each_other(project
     project.until(lambda: waits_for(project, "rollout", "the first weights"), rollout)
     learn = project.start("learn")
     project.until(lambda: waits_for(project, "rollout", "an inference server"), rollout, learn)
-    assert waits_for(project, "trainer", "a batch for step 0")
+    project.until(lambda: waits_for(project, "trainer", "a batch for step 0"), rollout, learn)
     serve = project.start("serve")
     project.until(lambda: project.run.steps.count() >= 2, rollout, learn, serve)
 
