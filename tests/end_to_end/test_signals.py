@@ -74,7 +74,8 @@ def test_ctrl_c_at_any_moment_and_the_same_command_goes_on(project: Project) -> 
     assert "at step 0 of 40" in interrupt(project, starting)
 
     waiting = project.start("train")
-    project.until(lambda: waits_for(project, "rollout", "reward"), waiting)
+    project.until(lambda: waits_for(project, "rollout", "reward mine.gated"), waiting)
+    project.until(lambda: waits_for(project, "trainer", "a batch for step 0"), waiting)
     shown = subprocess.run([sys.executable, "-m", "clew", "status", "runs/tiny/0"], cwd=project.folder, text=True,
                            capture_output=True, check=True).stdout  # fmt: skip
     for words in ("trainer", "rollout", "server", "a batch for step 0", "2 groups wanted, 0 ready", "reward mine.gated",
