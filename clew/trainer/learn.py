@@ -84,6 +84,8 @@ def learn_inline(config: Config, on_step: OnStep) -> None:
                 )
 
         def close() -> None:
+            for task in asyncio.all_tasks(loop):  # else those that are ready go on into user code
+                task.cancel()
             while True:
                 try:
                     return loop.run_until_complete(runner.close())

@@ -99,7 +99,8 @@ def test_ctrl_c_at_any_moment_and_the_same_command_goes_on(project: Project) -> 
 def test_ctrl_c_inline(project: Project) -> None:
     """Between two groups; and in a reward that does not return, since there are no time limits."""
     project.code(USER_CODE + GATED)
-    project.set(rollout={"reward": "mine.gated"}, training={"steps": 200}, launch={"mode": "inline"})
+    project.set(rollout={"reward": "mine.gated"}, training={"steps": 200}, launch={"mode": "inline"},
+                sampling={"max_new_tokens": 8, "min_new_tokens": 8})  # all end at once  # fmt: skip
     (project.folder / "go").touch()
     process = project.start("train")
     project.until(lambda: project.run.steps.count() >= 2, process)
