@@ -48,13 +48,20 @@ class Wait:
         """What it has in common with waits for other groups, episodes, steps: all but the words with digits in them."""
         return re.sub(r"\S*\d\S*", "N", self.what), self.unblocks
 
+    def numbers_now(self) -> str:
+        """What `numbers` says; asked from another thread, it may meet anything, and must not end who asks."""
+        try:
+            return self.numbers() if self.numbers else ""
+        except Exception as error:
+            return f"numbers not known: {type(error).__name__}: {error}"
+
     def as_dict(self, alike: int = 1) -> dict[str, Any]:
         """alike: how many waits of this kind there are."""
         return {
             "what": self.what,
             "alike": alike,
             "unblocks": self.unblocks,
-            "numbers": self.numbers() if self.numbers else "",
+            "numbers": self.numbers_now(),
             "since": self.since,
         }
 
@@ -152,7 +159,7 @@ class Reporter:
                 if age >= wait.log_at:
                     wait.log_at = 2 * age
                     more = f" and {alike - 1} more alike" if alike > 1 else ""
-                    numbers = f" ({wait.numbers()})" if wait.numbers else ""
+                    numbers = f" ({said})" if (said := wait.numbers_now()) else ""
                     log.warning(
                         "waiting %.0f s for %s%s%s; %s unblocks it", age, wait.what, more, numbers, wait.unblocks
                     )

