@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import (
@@ -17,7 +19,13 @@ from transformers import (
 from clew.training.attention import NAME, SHORT, use_short_attention
 from clew.training.scoring import score
 
-SMALL = {"vocab_size": 48, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL: dict[str, Any] = {
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SMALL, num_key_value_heads=2),
     "qwen3": Qwen3Config(**SMALL, num_key_value_heads=1, head_dim=8),
