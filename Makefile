@@ -3,10 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test slow chaos bench clean
+.PHONY: demo tour test slow chaos bench clean
 
 demo: $(VENV)/demo
 	$(BIN)/python -m examples.addition.demo
+
+# The demo, then five faults planted into it, each found by one command.
+tour: demo
+	$(BIN)/python -m examples.addition.tour
 
 test: $(VENV)/dev
 	$(BIN)/ruff check .

@@ -179,6 +179,32 @@ class Record(Section):
     )
 
 
+class Debug(Section):
+    """Training on recorded batches, without rollout; and portable copies of batches."""
+
+    dump_rollout_data: bool = Field(default=False, description="Copy the batch of each step to debug.path.")
+    replay_rollout_data: bool = Field(
+        default=False, description="Train on the batches in debug.path; no rollout, no inference."
+    )
+    path: str | None = Field(
+        default=None, description="Folder of dumped batches; to replay from, also a run directory."
+    )
+    format: Literal["parquet", "pt"] = Field(
+        default="parquet", description="Of dumped batches: the record's own, or padded tensors for torch.load."
+    )
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Debug:
+        if self.dump_rollout_data and self.replay_rollout_data:
+            raise ValueError(
+                "debug.dump_rollout_data and debug.replay_rollout_data are both set: a run either makes its batches "
+                "or replays others. Unset one"
+            )
+        if (self.dump_rollout_data or self.replay_rollout_data) and self.path is None:
+            raise ValueError("debug.path is missing: the folder to write batches to, or to read them from")
+        return self
+
+
 class Launch(Section):
     """Where the processes run."""
 
@@ -211,6 +237,7 @@ class Config(Section):
     eval: Eval = Eval()
     checkpoint: Checkpoint = Checkpoint()
     record: Record = Record()
+    debug: Debug = Debug()
     launch: Launch = Launch()
 
     @model_validator(mode="after")

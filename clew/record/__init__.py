@@ -1,1 +1,19 @@
 """The record: sequences, inbox, steps, the run directory. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from clew.record.writer import Writer
+
+__all__ = ["Writer"]
+
+
+def __getattr__(name: str) -> Any:
+    """`from clew.record import Writer`, imported when it is asked for: Clew's own processes do without."""
+    if name == "Writer":
+        from clew.record.writer import Writer
+
+        return Writer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

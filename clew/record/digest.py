@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceABC
 from functools import cache
 
 import numpy as np
+
+from clew.record.rows import Sequence
 
 _BLOCK = 1 << 16
 _MASK = (1 << 64) - 1
@@ -58,4 +61,42 @@ def _salt(name: str, dtype: str) -> int:
 
 def digest_arrays(named: Iterable[tuple[str, np.ndarray]]) -> str:
     """Digest of a set of named arrays, as 16 hexadecimal digits; their order does not matter."""
-    return f"{sum(digest_array(array, name=name) for name, array in named) & _MASK:016x}"
+    return total(digest_array(array, name=name) for name, array in named)
+
+
+def digest_rows(batch: SequenceABC[Sequence]) -> np.ndarray:
+    """[sequences] uint64: the digest of all that training reads of each row."""
+    starts = np.cumsum([0, *(len(row.input_ids) for row in batch)])
+    lengths = np.diff(starts)
+    position_S = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
+    mixed_S = _mix(np.arange(lengths.max(initial=0), dtype=np.uint64))[position_S]
+    digests = (lengths.astype(np.uint64) + np.uint64(1)) * np.uint64(_salt("length", "<u8"))
+    digests += (np.array([row.reward for row in batch]).view(np.uint64) + np.uint64(1)) * np.uint64(
+        _salt("reward", "<f8")
+    )
+    for name in ("input_ids", "loss_mask", "logprobs", "versions", "temperatures"):
+        flat_S = np.concatenate([getattr(row, name) for row in batch])
+        bits_S = flat_S.view(f"u{flat_S.dtype.itemsize}").astype(np.uint64)
+        sums = np.concatenate([[np.uint64(0)], np.cumsum((bits_S + np.uint64(1)) * mixed_S, dtype=np.uint64)])
+        digests += (sums[starts[1:]] - sums[starts[:-1]]) * np.uint64(_salt(name, flat_S.dtype.str))
+    return digests
+
+
+def digest_batch(batch: SequenceABC[Sequence]) -> str:
+    """Digest of all that training reads of a batch: that of its rows' digests."""
+    return digest_arrays([("rows", digest_rows(batch))])
+
+
+def total(digests: Iterable[int]) -> str:
+    """The digest of a set from those of its members, as 16 hexadecimal digits."""
+    return f"{sum(digests) & _MASK:016x}"
+
+
+def to_hex(digests: Iterable[int]) -> str:
+    """Digests one after the other, 16 hexadecimal digits each."""
+    return "".join(f"{digest:016x}" for digest in digests)
+
+
+def from_hex(text: str) -> list[int]:
+    """What `to_hex` wrote."""
+    return [int(text[first : first + 16], 16) for first in range(0, len(text), 16)]

@@ -59,7 +59,7 @@ ALIGNED = {
 }
 """The aligned columns and their types."""
 _NESTED = ("rewards", "data", "interactions")
-_ENCODER = json.JSONEncoder(default=str)
+ENCODER = json.JSONEncoder(default=str)
 """Writes ASCII: a lone surrogate, which UTF-8 cannot hold, survives as an escape."""
 
 
@@ -116,8 +116,8 @@ def to_table(sequences: SequenceABC[Sequence]) -> pa.Table:
             flat = np.concatenate(values, dtype=dtype, casting="unsafe") if values else np.empty(0, dtype)
             columns.append(pa.ListArray.from_arrays(offsets, pa.array(flat, column.type.value_type)))
         elif column.name in _NESTED:
-            columns.append(pa.array([_ENCODER.encode(value) for value in values]))
-        elif column.name == "error":  # the user's words: an exception may quote text that is no UTF-8
+            columns.append(pa.array([ENCODER.encode(value) for value in values]))
+        elif column.name in ("error", "finish_reason"):  # others' words, which may be no UTF-8
             clean = [value and value.encode(errors="replace").decode() for value in values]
             columns.append(pa.array(clean, pa.string()))
         else:
@@ -127,7 +127,7 @@ def to_table(sequences: SequenceABC[Sequence]) -> pa.Table:
 
 def from_table(table: pa.Table) -> list[Sequence]:
     """The rows of a table that `read_table` returned; columns of a later, compatible format are left out."""
-    aligned = {name: _split(table.column(name), dtype) for name, dtype in ALIGNED.items()}
+    aligned = {name: split_lists(table.column(name), dtype) for name, dtype in ALIGNED.items()}
     plain = {name: table.column(name).to_pylist() for name in SCHEMA.names if name not in ALIGNED}
     rows = []
     for i in range(table.num_rows):
@@ -138,11 +138,19 @@ def from_table(table: pa.Table) -> list[Sequence]:
     return rows
 
 
-def _split(column: pa.ChunkedArray, dtype: type) -> list[np.ndarray]:
+def split_lists(column: pa.ChunkedArray, dtype: type) -> list[np.ndarray]:
+    """A column of lists of numbers as one array a row. (pyarrow's own to_numpy imports pandas: a quarter second.)"""
     whole = column.combine_chunks()
-    flat = whole.values.to_numpy(zero_copy_only=False).astype(dtype, copy=False)
-    offsets = whole.offsets.to_numpy()
-    return [flat[first:last] for first, last in itertools.pairwise(offsets)]
+    values = whole.values.cast(pa.from_numpy_dtype(np.dtype(dtype)))
+    bits = values.buffers()[1]
+    if bits is None:
+        flat = np.empty(0, dtype)
+    elif dtype is np.bool_:
+        flat = np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little").view(np.bool_)
+    else:
+        flat = np.frombuffer(bits, dtype)
+    flat = flat[values.offset : values.offset + len(values)]
+    return [flat[first:last] for first, last in itertools.pairwise(whole.offsets.to_pylist())]
 
 
 def write_table(path: Path, table: pa.Table, *, compression: str = "zstd") -> None:

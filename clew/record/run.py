@@ -87,9 +87,12 @@ class RunDirectory:
 
     # What the run is -------------------------------------------------------------------------------------------------
 
-    def describe(self, config: Config, **facts: Any) -> None:
-        """Write config.yaml and run.json: format, packages, git revision, platform, and `facts` (threads, topology)."""
-        write_bytes(self.config_path, configuration.dump(config).encode())
+    def describe(self, config: Config | None, **facts: Any) -> None:
+        """Write config.yaml and run.json: format, packages, git revision, platform, and `facts` (threads, topology).
+
+        config: None where another trainer has one of its own."""
+        if config is not None:
+            write_bytes(self.config_path, configuration.dump(config).encode())
         before = read_json(self.run_json) if self.run_json.exists() else {"created": time.time()}
         described = {
             "clew_format": rows.FORMAT,

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,39 @@ import pyarrow as pa
 
 from clew.errors import RecordError
 from clew.record import rows
+from clew.record.digest import digest_rows
 from clew.record.files import explain_disk_errors, read_json, remove_strays, write_bytes, write_json
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stages:
+    """What was computed of a step's sequences."""
+
+    digests: dict[str, int]
+    """Of what training read of each sequence, by its ID; see `clew.record.digest.digest_rows`."""
+    arrays: dict[str, dict[str, np.ndarray]]
+    """By stage and sequence ID: float32, aligned with the sequence's tokens, 0 where a token is not trained on."""
+
+
+def parse_steps(text: str, count: int) -> range:
+    """Which of `count` steps are meant: "137", or as Python slices: "130:140" (130 to 139), ":10", "-5:".
+
+    Raises RecordError when it is neither, or means none.
+    """
+    try:
+        bounds = [int(part) if part else None for part in text.split(":")]
+    except ValueError:
+        bounds = []
+    if len(bounds) == 1 and bounds[0] is not None:
+        bounds.append(bounds[0] + 1 or None)
+    if len(bounds) != 2:
+        raise RecordError(
+            f"--steps {text}: expected one step, such as 137, or FIRST:END, such as 130:140 (130 to 139) or -5:."
+        )
+    meant = range(count)[slice(*bounds)]
+    if not meant:
+        raise RecordError(f"--steps {text} names no committed step: there are {count}, counted from 0.")
+    return meant
 
 
 class Steps:
@@ -62,10 +95,14 @@ class Steps:
         return rows.read_table(path, "remove it: the step is not committed, and its batch is chosen again")
 
     def write_stages(
-        self, step: int, rank: int, ids: Sequence[str], stages: Mapping[str, Sequence[np.ndarray]]
+        self, step: int, rank: int, batch: Sequence[rows.Sequence], stages: Mapping[str, Sequence[np.ndarray]]
     ) -> None:
-        """2: what `rank` computed from its rows: one list of float32, aligned with the tokens, a sequence and stage."""
-        columns: dict[str, pa.Array] = {"id": pa.array(list(ids))}
+        """2: what `rank` computed from its rows: one list of float32, aligned with the tokens, a sequence and stage;
+        and the digest of what it read of each."""
+        columns: dict[str, pa.Array] = {
+            "id": pa.array([row.id for row in batch]),
+            "digest": pa.array(digest_rows(batch)),
+        }
         for name, values in stages.items():
             offsets = np.zeros(len(values) + 1, np.int32)
             np.cumsum([len(value) for value in values], out=offsets[1:])
@@ -73,6 +110,20 @@ class Steps:
         path = self.stage_path(step, rank)
         path.parent.mkdir(exist_ok=True)
         rows.write_table(path, pa.table(columns, metadata={"clew_format": str(rows.FORMAT)}))
+
+    def read_stages(self, step: int) -> Stages:
+        """What the ranks computed at `step`. Raises RecordError: missing, truncated, altered."""
+        paths = sorted(self.stage_path(step, 0).parent.glob("rank-*.parquet")) or [self.stage_path(step, 0)]
+        table = pa.concat_tables([rows.read_table(path) for path in paths])
+        ids = table.column("id").to_pylist()
+        names = [name for name in table.column_names if name not in ("id", "digest")]
+        has_digests = "digest" in table.column_names
+        return Stages(
+            digests=dict(zip(ids, table.column("digest").to_pylist(), strict=True)) if has_digests else {},
+            arrays={
+                name: dict(zip(ids, rows.split_lists(table.column(name), np.float32), strict=True)) for name in names
+            },
+        )
 
     def commit(self, step: int, summary: Mapping[str, Any]) -> None:
         """3 and 4. `summary` has at least `groups`, `versions` and `digests`; the index repeats these three."""

@@ -10,10 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from clew.record.digest import digest_arrays
+from clew.record.digest import digest_batch
 from clew.record.rows import Sequence
 from clew.record.run import PACKAGES, RunDirectory
 from clew.training.engine import StepResult, TrainEngine
+
+CONFIGURED = ("training", "algorithm")
+"""The sections that decide what a step computes from its batch. A run may change them when it starts again."""
 
 
 def environment(engine: TrainEngine) -> dict[str, Any]:
@@ -33,17 +36,6 @@ def _packages() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in PACKAGES if name != "clew"}
 
 
-def digest_batch(batch: list[Sequence]) -> str:
-    """Digest of all that training reads from a batch."""
-    columns = {
-        name: np.concatenate([getattr(row, name) for row in batch])
-        for name in ("input_ids", "loss_mask", "logprobs", "versions", "temperatures")
-    }
-    columns["reward"] = np.array([row.reward for row in batch])
-    columns["lengths"] = np.array([len(row.input_ids) for row in batch])
-    return digest_arrays(columns.items())
-
-
 def summarize(run: RunDirectory, batch: list[Sequence], result: StepResult, engine: TrainEngine) -> dict[str, Any]:
     """What step-N.json holds, but for the timings."""
     evaluation = run.newest_eval()
@@ -52,9 +44,11 @@ def summarize(run: RunDirectory, batch: list[Sequence], result: StepResult, engi
         "groups": sorted({row.group_id for row in batch}),
         "versions": [int(generated.min(initial=engine.version)), int(generated.max(initial=0))],
         "digests": {"data": digest_batch(batch), **result.digests},
+        "tensors": result.tensor_digests,
         "metrics": result.metrics,
         "evaluation": evaluation,
         "plan": result.plan,
         "environment": environment(engine),
+        "config": {name: getattr(engine.config, name).model_dump(mode="json") for name in CONFIGURED},
         "committed_at": time.time(),
     }

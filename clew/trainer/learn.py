@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,13 +16,15 @@ from clew.config import Config
 from clew.errors import RolloutError, TrainingError
 from clew.record.run import RunDirectory
 from clew.rollout.evaluation import is_due
+from clew.trainer.batches import ReplayedSource, dump
 from clew.trainer.interrupt import Interrupted, Interrupts
-from clew.trainer.loop import Clock, train
+from clew.trainer.loop import Clock, Source, train
 from clew.trainer.publisher import Publisher, ServerLoader
 from clew.trainer.report import Tensorboard, draw_learning_curve
 from clew.trainer.resume import restore
 from clew.trainer.sources import LiveSource, RecordedSource
 from clew.training import checkpoint
+from clew.training.engine import TrainEngine
 from clew.waits import Reporter, waiting
 
 log = logging.getLogger("clew.trainer")
@@ -46,7 +49,19 @@ def learn(config: Config, on_step: OnStep = lambda step, summary: None) -> None:
             time.sleep(POLL_S)
 
         loader = stack.enter_context(closing(ServerLoader(run)))
-        _train(config, run, reporter, load=loader, check=interrupts.check, pause=pause, on_step=on_step)
+        publisher = stack.enter_context(closing(Publisher(config, run, loader)))
+        clock = Clock()
+        _train(
+            config,
+            run,
+            reporter,
+            live=LiveSource(config, run, pause, clock),
+            publish=publisher,
+            evaluated=partial(_wait_for_evaluation, config, run, pause),
+            check=interrupts.check,
+            clock=clock,
+            on_step=on_step,
+        )
 
 
 def learn_inline(config: Config, on_step: OnStep) -> None:
@@ -93,15 +108,56 @@ def learn_inline(config: Config, on_step: OnStep) -> None:
                     continue
 
         stack.callback(close)
+        publisher = Publisher(config, run, lambda ref: loop.run_until_complete(engine.load_weights(ref)))
+        stack.enter_context(closing(publisher))
+        clock = Clock()
         _train(
             config,
             run,
             reporter,
-            load=lambda ref: loop.run_until_complete(engine.load_weights(ref)),
+            live=LiveSource(config, run, pause, clock),
+            publish=publisher,
+            evaluated=partial(_wait_for_evaluation, config, run, pause),
             check=interrupts.check,
-            pause=pause,
+            clock=clock,
             on_step=on_step,
         )
+
+
+def learn_from_record(config: Config, on_step: OnStep, *, until: int | None = None) -> None:
+    """Train on the batches in config.debug.path, up to step `until` (default: training.steps): no rollout and no
+    inference; nothing is published or evaluated. Raises ClewError, RecordError where a batch is missing."""
+    torch.set_num_threads(config.threads)
+    run = RunDirectory(config.run_path)
+    with ExitStack() as stack:
+        stack.enter_context(run.hold("trainer"))
+        reporter = stack.enter_context(Reporter(run.status, "trainer"))
+        interrupts = Interrupts()
+        _train(
+            config,
+            run,
+            reporter,
+            live=ReplayedSource(config, run, interrupts.check),
+            publish=lambda engine: None,
+            evaluated=lambda version: None,
+            check=interrupts.check,
+            clock=Clock(),
+            on_step=on_step,
+            until=until,
+        )
+
+
+def _wait_for_evaluation(config: Config, run: RunDirectory, pause: Callable[[], None], version: int) -> None:
+    """Return when the evaluation of that version, if one is due, is complete."""
+    if version < 0 or not is_due(version, config) or run.read_eval(version) is not None:
+        return
+    weights = run.newest_weights()
+    if (run.inbox.published() or 0) > version or weights is None or not weights.exists():
+        log.warning("version %d cannot be evaluated any more: its weights are gone", version)
+        return
+    with waiting(f"the evaluation of version {version}", unblocks="rollout"):
+        while run.read_eval(version) is None:
+            pause()
 
 
 def _train(
@@ -109,50 +165,49 @@ def _train(
     run: RunDirectory,
     reporter: Reporter,
     *,
-    load: Callable[..., None],
+    live: Source,
+    publish: Callable[[TrainEngine], None],
+    evaluated: Callable[[int], None],
     check: Callable[[], None],
-    pause: Callable[[], None],
+    clock: Clock,
     on_step: OnStep,
+    until: int | None = None,
 ) -> None:
-    """check: raises Interrupted when the trainer was asked to end. pause: the same, and lets a little time pass."""
-    clock = Clock()
+    """check: raises Interrupted when the trainer was asked to end."""
     reporter.set(doing="loading the model")
     engine = restore(config, run)
-    run.describe(config, threads=torch.get_num_threads(), device=engine.device.type, topology={"ranks": 1})
+    run.describe(
+        config,
+        threads=torch.get_num_threads(),
+        device=engine.device.type,
+        topology={"ranks": 1},
+        parameters=engine.parameter_names,
+    )
     tensorboard = Tensorboard(run, first_step=run.steps.count())
 
     def stepped(step: int, summary: dict[str, Any]) -> None:
         reporter.set(doing="training", version=step + 1)
         tensorboard.add(step, summary)
+        if config.debug.dump_rollout_data:
+            dump(config, run, step)
         if config.record.keep_steps is not None:
             resumable = checkpoint.versions(run.checkpoints)[1:]  # from any of them, but the first
             run.steps.prune(min(step + 1 - config.record.keep_steps, min(resumable, default=0)))
         on_step(step, summary)
 
-    def evaluated(version: int) -> None:
-        if version < 0 or not is_due(version, config) or run.read_eval(version) is not None:
-            return
-        weights = run.newest_weights()
-        if (run.inbox.published() or 0) > version or weights is None or not weights.exists():
-            log.warning("version %d cannot be evaluated any more: its weights are gone", version)
-            return
-        with waiting(f"the evaluation of version {version}", unblocks="rollout"):
-            while run.read_eval(version) is None:
-                pause()
-
-    publisher = Publisher(config, run, load)
     reporter.set(doing="training", version=engine.version)
     try:
         train(
             config,
             run,
             engine,
-            live=LiveSource(config, run, pause, clock),
+            live=live,
             recorded=RecordedSource(run, check),
-            publish=publisher,
+            publish=publish,
             evaluated=evaluated,
             on_step=stepped,
             clock=clock,
+            until=config.training.steps if until is None else until,
         )
     except (Interrupted, TrainingError) as error:
         folder = run.checkpoints / f"step-{engine.version:06d}"
@@ -165,6 +220,5 @@ def _train(
             f"same command again to go on."
         ) from None
     finally:
-        publisher.close()
         tensorboard.close()
         draw_learning_curve(run)

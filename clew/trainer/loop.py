@@ -71,8 +71,9 @@ def train(
     evaluated: Callable[[int], None],
     on_step: Callable[[int, dict[str, Any]], None],
     clock: Clock,
+    until: int,
 ) -> None:
-    """Train from `engine.version` to `training.steps`.
+    """Train from `engine.version` to `until`.
 
     Steps that are committed already are trained again from the record and verified against it; nothing is published
     until the last of them. publish: hands the weights to inference, returns when they serve. evaluated: returns when
@@ -93,7 +94,7 @@ def train(
             with clock("checkpoint"):
                 checkpoint.save(engine, run.checkpoints / f"step-{version:06d}")
                 checkpoint.prune(run.checkpoints, config.checkpoint.keep)
-        if version >= config.training.steps:
+        if version >= until:
             evaluated(version)
             return
 
@@ -105,6 +106,6 @@ def train(
             verify(run, version, summary)
             continue
         with clock("record"):
-            run.steps.write_stages(version, 0, [row.id for row in batch], result.stages)
+            run.steps.write_stages(version, 0, batch, result.stages)
         run.steps.commit(version, {**summary, "timings": {**result.timings, **clock.take()}})
         on_step(version, run.steps.read(version))

@@ -34,6 +34,10 @@ def restore(config: Config, run: RunDirectory) -> TrainEngine:
             f"{run.path} has a checkpoint of version {version}, but {committed} committed steps: `clew sft` worked "
             f"there, or steps were removed. Choose another trial=NAME."
         )
+    if (trainer := run.facts().get("trainer")) is not None:
+        raise RecordError(
+            f"{run.path} was recorded by {trainer}: Clew cannot go on with it. Choose another trial=NAME."
+        )
     if run.newest_weights() is not None:
         _refuse_changes(config, run, version, committed)
     if committed > version:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -23,7 +24,7 @@ from clew.errors import ModelError, RecordError
 from clew.models import load_model
 from clew.record.files import read_json, remove_strays, write_json
 from clew.record.rows import check_format
-from clew.training.digests import digest_tensors
+from clew.training.digests import Digests, digest_tensors
 from clew.training.engine import TrainEngine
 from clew.training.folders import remove_folder, save_model, save_tokenizer, written_aside
 
@@ -48,8 +49,8 @@ def save(engine: TrainEngine, folder: Path) -> None:
         "version": engine.version,
         "updates": engine.optimizer.updates,
         "dtype": engine.config.model.dtype,
-        "weights_digest": engine.weights_digest(),
-        "state_digest": digest_tensors(state.items()),
+        "weights": _said(engine.weights_digests()),
+        "state": _said(digest_tensors(state.items())),
     }
     if (folder / "checkpoint.json").exists() and read_json(folder / "checkpoint.json") == said:
         return
@@ -74,20 +75,38 @@ def load(engine: TrainEngine, folder: Path) -> None:
             f"{folder} was trained with model.dtype={said['dtype']}, this run has "
             f"{engine.config.model.dtype}. Set it back, or start another trial=NAME from that folder."
         )
-    try:
-        loaded = load_model(str(folder), engine.config.model.dtype, engine.device)
-        state = load_file(folder / "state.safetensors")
-    except (ModelError, SafetensorError, OSError) as error:
-        raise _altered(folder, str(error)) from error
+    loaded, state = _read(folder, engine.config.model.dtype, engine.device)
     _check_same_model(folder, engine.model.named_parameters(), loaded.named_parameters())
-    if digest_tensors(loaded.named_parameters()) != said["weights_digest"]:
-        raise _altered(folder, "its weights do not have the digest in checkpoint.json")
-    if digest_tensors(state.items()) != said["state_digest"]:
-        raise _altered(folder, "its state.safetensors does not have the digest in checkpoint.json")
+    for kind, found in (
+        ("weights", digest_tensors(loaded.named_parameters())),
+        ("state", digest_tensors(state.items())),
+    ):
+        for name, digest in _said(found).items():
+            if said[kind].get(name) != digest:
+                raise _altered(
+                    folder, f"{name} ({kind}) has the digest {digest}; checkpoint.json says {said[kind].get(name)}"
+                )
     engine.model.load_state_dict(loaded.state_dict())
     torch.set_rng_state(state.pop(_RANDOM))
     engine.optimizer.load_state(state, updates=said["updates"])
     engine.restored(said["version"])
+
+
+def digests_of(engine: TrainEngine) -> dict[str, dict[str, str]]:
+    """The digest of each tensor that a checkpoint would hold now, but for the random state; by kind and name."""
+    return {
+        "weights": _said(engine.weights_digests()),
+        "state": _said(digest_tensors(engine.optimizer.state().items())),
+    }
+
+
+def digests_in(folder: Path, engine: TrainEngine) -> dict[str, dict[str, str]]:
+    """The same of the files in a checkpoint. Raises RecordError: truncated."""
+    loaded, state = _read(folder, engine.config.model.dtype, torch.device("cpu"))
+    return {
+        "weights": _said(digest_tensors(loaded.named_parameters())),
+        "state": _said(digest_tensors(state.items())),
+    }
 
 
 def saved(checkpoints: Path) -> list[Path]:
@@ -122,6 +141,17 @@ def point_latest(checkpoints: Path, folder: Path) -> None:
     link.unlink(missing_ok=True)
     link.symlink_to(folder.name)
     link.replace(checkpoints / "latest")
+
+
+def _read(folder: Path, dtype: Any, device: torch.device) -> tuple[Any, dict[str, Tensor]]:
+    try:
+        return load_model(str(folder), dtype, device), load_file(folder / "state.safetensors")
+    except (ModelError, SafetensorError, OSError) as error:
+        raise _altered(folder, str(error)) from error
+
+
+def _said(digests: Digests) -> dict[str, str]:
+    return {name: f"{digest:016x}" for name, digest in digests.items()}
 
 
 def _check_same_model(folder: Path, ours: Iterable[tuple[str, Tensor]], theirs: Iterable[tuple[str, Tensor]]) -> None:

@@ -8,12 +8,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from clew.record.digest import digest_arrays
+from clew.record.digest import digest_array
+
+Digests = dict[str, int]
+"""The digest of each tensor of a set, by its name."""
 
 
-def digest_tensors(named: Iterable[tuple[str, Tensor]]) -> str:
-    """Digest of a set of named tensors; bfloat16 counts as uint16."""
-    return digest_arrays((name, as_array(tensor)) for name, tensor in named)
+def digest_tensors(named: Iterable[tuple[str, Tensor]]) -> Digests:
+    """The digest of each of a set of named tensors; bfloat16 counts as uint16. `clew.record.digest.total` has that of
+    the set."""
+    return {name: digest_array(as_array(tensor), name=name) for name, tensor in named}
 
 
 def as_array(tensor: Tensor) -> np.ndarray:

@@ -22,19 +22,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from clew.config import Config
+from clew.config import Algorithm, Config, Training
 from clew.errors import ModelError, TrainingError
 from clew.models import check_vocabulary, load_model, load_tokenizer, pick_device
+from clew.record.digest import to_hex, total
 from clew.record.rows import Sequence
 from clew.training.advantages import group_advantages
 from clew.training.attention import use_short_attention
 from clew.training.batching import Plan, pack, padding_share, plan_step
-from clew.training.digests import digest_tensors
-from clew.training.losses import policy_loss, supervised_loss
+from clew.training.digests import Digests, digest_tensors
+from clew.training.losses import loss_options, policy_loss, supervised_loss
 from clew.training.metrics import gap_metrics, lag_metrics, rollout_metrics
 from clew.training.optimizer import Optimizer
 from clew.training.scoring import Scores, score
 from clew.training.tokens import MicroBatch, Tokens
+
+Watch = Callable[[str, dict[str, Any]], None]
+"""Told what a step is about to do (advantages, loss, backward, update), and with what."""
 
 TokenLoss = Callable[[MicroBatch, Tensor], tuple[Tensor, dict[str, Tensor]]]
 """(micro-batch, its logprobs_N) -> (loss_N, sums over the N tokens by the name of a metric)."""
@@ -51,8 +55,25 @@ class StepResult:
     plan: Plan
     digests: dict[str, Any]
     """gradients: one for each update, before clipping; weights: after the step. See `clew.record.digest`."""
+    tensor_digests: dict[str, Any]
+    """The same for each parameter, in the order of `TrainEngine.parameter_names`, as `clew.record.digest.to_hex`."""
     timings: dict[str, float]
     """Seconds in: advantages, logprobs, reference, forward_backward, optimizer, digest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A step before its first update. Arrays are aligned with its S tokens."""
+
+    tokens: Tokens
+    plan: Plan
+    loss_of: TokenLoss
+    advantages_S: np.ndarray
+    behaviour_S: np.ndarray
+    versions_S: np.ndarray
+    proximal_S: np.ndarray | None
+    """None with a single update: they are what the loss computes."""
+    reference_S: np.ndarray | None
 
 
 @dataclass(kw_only=True)
@@ -62,7 +83,7 @@ class _Pass:
     logprobs_S: np.ndarray
     loss_S: np.ndarray
     sums: dict[str, float] = field(default_factory=dict)
-    gradients: list[str] = field(default_factory=list)
+    gradients: list[Digests] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     lr: float = 0.0
 
@@ -98,8 +119,15 @@ class TrainEngine:
         total = config.training.steps * config.algorithm.minibatches
         self.optimizer = Optimizer(self.model, config.training, total_updates=total)
         self._reference = self._load(config.model.path).requires_grad_(False) if config.algorithm.kl_coef > 0 else None
-        self._digest: str | None = None
+        self.watch: Watch = _nobody
+        """Called at each stage of a step: for debuggers and diagnoses."""
+        self._digests: Digests | None = None
         self._timings: dict[str, float] = {}
+
+    def configure(self, training: Training, algorithm: Algorithm) -> None:
+        """Go on with other settings of optimizer and algorithm (a KL term needs the reference from the start)."""
+        self.config = self.config.model_copy(update={"training": training, "algorithm": algorithm})
+        self.optimizer.configure(training, total_updates=training.steps * algorithm.minibatches)
 
     @property
     def context(self) -> int | None:
@@ -114,10 +142,37 @@ class TrainEngine:
         Raises TrainingError when a loss or a gradient is not finite; the update that met it has not been made.
         """
         assert sequences, "a step needs a batch"
-        algorithm = self.config.algorithm
         self._timings = dict.fromkeys(
             ("advantages", "logprobs", "reference", "forward_backward", "optimizer", "digest"), 0.0
         )
+        step = self.prepare(sequences)
+        tokens = step.tokens
+        done = self._updates(tokens, step.plan, step.loss_of)
+        proximal_S = done.logprobs_S if step.proximal_S is None else step.proximal_S
+        stages = {
+            "advantages": step.advantages_S,
+            "proximal_logprobs": proximal_S,
+            "logprobs": done.logprobs_S,
+            "loss": done.loss_S,
+        }
+        if step.reference_S is not None:
+            stages["reference_logprobs"] = step.reference_S
+        mask_S = tokens.loss_mask_S
+        return self._finish(
+            tokens,
+            step.plan,
+            done,
+            stages={name: tokens.split(values_S) for name, values_S in stages.items()},
+            metrics={
+                **rollout_metrics(sequences),
+                **lag_metrics(step.versions_S[mask_S], version=self.version),
+                **gap_metrics(step.behaviour_S[mask_S], proximal_S[mask_S]),
+            },
+        )
+
+    def prepare(self, sequences: SequenceABC[Sequence]) -> Prepared:
+        """Everything of a step that is computed before its first update. Changes nothing."""
+        algorithm = self.config.algorithm
         tokens = Tokens.of(sequences)
         plan = plan_step(
             tokens.lengths.tolist(),
@@ -125,54 +180,42 @@ class TrainEngine:
             minibatches=algorithm.minibatches,
             budget=self.config.training.micro_batch_tokens,
         )
-        mask_S = tokens.loss_mask_S
-        behaviour_S = np.concatenate([sequence.logprobs for sequence in sequences])
-        versions_S = np.concatenate([sequence.versions for sequence in sequences])
+        self.watch("advantages", {"batch": sequences, "tokens": tokens, "plan": plan})
         with self._timed("advantages"):
-            advantages_S = np.where(mask_S, group_advantages(sequences)[tokens.row_of_S], np.float32(0))
+            each = group_advantages(sequences)
+            advantages_S = np.where(tokens.loss_mask_S, each[tokens.row_of_S], np.float32(0))
         with self._timed("reference"):
             reference_S = self._score_all(self._reference, tokens, plan) if self._reference is not None else None
         with self._timed("logprobs"):
             # With a single update the logprobs at the start of the step are those that the loss computes anyway.
             proximal_S = self._score_all(self.model, tokens, plan) if len(plan) > 1 else None
+        behaviour_S = np.concatenate([sequence.logprobs for sequence in sequences])
 
         def loss_of(micro: MicroBatch, logprobs_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             def here(values_S: np.ndarray) -> Tensor:
                 return torch.from_numpy(values_S[micro.where_N]).to(self.device)
 
-            loss = policy_loss(
-                logprobs_N=logprobs_N,
-                proximal_N=logprobs_N.detach() if proximal_S is None else here(proximal_S),
-                behaviour_N=here(behaviour_S),
-                advantages_N=here(advantages_S),
-                clip_low=algorithm.clip_low,
-                clip_high=algorithm.clip_high,
-                importance_cap=algorithm.importance_cap,
-                reference_N=None if reference_S is None else here(reference_S),
-                kl_coef=algorithm.kl_coef,
-            )
+            inputs: dict[str, Any] = {
+                "logprobs_N": logprobs_N,
+                "proximal_N": logprobs_N.detach() if proximal_S is None else here(proximal_S),
+                "behaviour_N": here(behaviour_S),
+                "advantages_N": here(advantages_S),
+                "reference_N": None if reference_S is None else here(reference_S),
+            }
+            self.watch("loss", {"batch": sequences, "tokens": tokens, "micro": micro, **inputs})
+            loss = policy_loss(**inputs, **loss_options(algorithm))
+            self.watch("backward", {"batch": sequences, "tokens": tokens, "micro": micro, "loss": loss, **inputs})
             return loss.per_token_N, loss.sums
 
-        done = self._updates(tokens, plan, loss_of)
-        proximal_S = done.logprobs_S if proximal_S is None else proximal_S
-        stages = {
-            "advantages": advantages_S,
-            "proximal_logprobs": proximal_S,
-            "logprobs": done.logprobs_S,
-            "loss": done.loss_S,
-        }
-        if reference_S is not None:
-            stages["reference_logprobs"] = reference_S
-        return self._finish(
-            tokens,
-            plan,
-            done,
-            stages={name: tokens.split(values_S) for name, values_S in stages.items()},
-            metrics={
-                **rollout_metrics(sequences),
-                **lag_metrics(versions_S[mask_S], version=self.version),
-                **gap_metrics(behaviour_S[mask_S], proximal_S[mask_S]),
-            },
+        return Prepared(
+            tokens=tokens,
+            plan=plan,
+            loss_of=loss_of,
+            advantages_S=advantages_S,
+            behaviour_S=behaviour_S,
+            versions_S=np.concatenate([sequence.versions for sequence in sequences]),
+            proximal_S=proximal_S,
+            reference_S=reference_S,
         )
 
     def supervised_step(self, tokens: Tokens) -> StepResult:
@@ -196,14 +239,23 @@ class TrainEngine:
 
     def weights_digest(self) -> str:
         """Digest of all parameters as the model computes with them."""
-        if self._digest is None:
-            self._digest = digest_tensors(self.model.named_parameters())
-        return self._digest
+        return total(self.weights_digests().values())
+
+    def weights_digests(self) -> Digests:
+        """The digest of each parameter."""
+        if self._digests is None:
+            self._digests = digest_tensors(self.model.named_parameters())
+        return self._digests
+
+    @property
+    def parameter_names(self) -> list[str]:
+        """In the model's order."""
+        return list(self.optimizer.masters)
 
     def restored(self, version: int) -> None:
         """Other weights have been put into the model: those of `version`."""
         self.version = version
-        self._digest = None
+        self._digests = None
 
     # Inside a step ---------------------------------------------------------------------------------------------------
 
@@ -222,9 +274,10 @@ class TrainEngine:
             with self._timed("optimizer"):
                 done.lr = self.optimizer.lr
                 done.norms.append(self._checked_norm())
+                self.watch("update", {"tokens": tokens, "gradients": self.optimizer.gradients()})
                 self.whole = False
                 self.optimizer.update()
-        self._digest = None
+        self._digests = None
         return done
 
     def _backward(
@@ -262,7 +315,11 @@ class TrainEngine:
         self, tokens: Tokens, plan: Plan, done: _Pass, *, stages: dict[str, list[np.ndarray]], metrics: dict[str, float]
     ) -> StepResult:
         with self._timed("digest"):
-            digests = {"gradients": done.gradients, "weights": self.weights_digest()}
+            digests = {"gradients": [total(each.values()) for each in done.gradients], "weights": self.weights_digest()}
+            tensor_digests = {
+                "gradients": [to_hex(each.get(name, 0) for name in self.parameter_names) for each in done.gradients],
+                "weights": to_hex(self.weights_digests().values()),
+            }
         self._check_weights()
         self.version += 1
         self.whole = True
@@ -276,7 +333,14 @@ class TrainEngine:
             "tokens_trained": float(trained),
             "padding_share": padding_share(tokens.lengths.tolist(), plan),
         }
-        return StepResult(metrics=metrics, stages=stages, plan=plan, digests=digests, timings=self._timings)
+        return StepResult(
+            metrics=metrics,
+            stages=stages,
+            plan=plan,
+            digests=digests,
+            tensor_digests=tensor_digests,
+            timings=self._timings,
+        )
 
     def _check_loss(self, tokens: Tokens, micro: MicroBatch, done: _Pass) -> None:
         bad = ~np.isfinite(done.loss_S[micro.where_N])
@@ -287,8 +351,8 @@ class TrainEngine:
             raise TrainingError(
                 f"step {self.version}: the loss of token {where - tokens.starts[row]} of {tokens.ids[row]} is "
                 f"{done.loss_S[where]} (its logprob is {done.logprobs_S[where]:.6g}); {int(bad.sum())} of "
-                f"{len(bad)} tokens beside it are not finite. This update was not made. Lower training.lr, "
-                f"or look at this sequence in the step's record."
+                f"{len(bad)} tokens beside it are not finite. This update was not made. `clew blame RUN "
+                f"--step {self.version}` says where it comes from; perhaps training.lr is too high."
             )
 
     def _check_weights(self) -> None:
@@ -307,7 +371,8 @@ class TrainEngine:
             self.optimizer.forget()
             raise TrainingError(
                 f"step {self.version}: the norm of the gradient is {norm}, first in {names[0] if names else 'the sum'}"
-                f", although every loss is finite. This update was not made. Lower training.lr."
+                f", although every loss is finite. This update was not made. `clew blame RUN --step {self.version}` "
+                f"says where it comes from; perhaps training.lr is too high."
             )
         return norm
 
@@ -322,4 +387,7 @@ class TrainEngine:
         yield
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self._timings[part] += time.perf_counter() - started
+        self._timings[part] = self._timings.get(part, 0.0) + time.perf_counter() - started
+
+
+def _nobody(stage: str, scope: dict[str, Any]) -> None: ...

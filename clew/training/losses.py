@@ -6,9 +6,12 @@ All tensors have one entry a trained token ([N]; any common shape will do) and h
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from clew.config import Algorithm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +63,11 @@ def policy_loss(
         loss_N = loss_N + kl_coef * kl_N
         sums["kl"] = kl_N.detach().sum()
     return PolicyLoss(per_token_N=loss_N, sums=sums)
+
+
+def loss_options(algorithm: Algorithm) -> dict[str, Any]:
+    """What the configuration says of `policy_loss`."""
+    return {name: getattr(algorithm, name) for name in ("clip_low", "clip_high", "importance_cap", "kl_coef")}
 
 
 def k3(logprobs_N: Tensor, other_N: Tensor) -> Tensor:

@@ -46,6 +46,12 @@ class Optimizer:
             fused=True,  # works element by element, so it is as deterministic as the plain one
         )
 
+    def configure(self, training: Training, *, total_updates: int) -> None:
+        """Go on with other settings."""
+        self._training, self._total = training, total_updates
+        for group, decay in zip(self._adamw.param_groups, (training.weight_decay, 0.0), strict=True):
+            group.update(betas=training.betas, weight_decay=decay)
+
     @property
     def lr(self) -> float:
         """The learning rate of the next update."""

@@ -76,6 +76,8 @@ def main() -> None:
     step = run.steps.data_path(0)
     for command, why in (
         (f"clew status {run.path}", "what each process does and waits for; try it from another terminal"),
+        (f"clew show {run.path} 3", "what was trained on at step 3; then a group, an episode, its tokens"),
+        (f"clew replay {run.path} --step 3", "train that step again, and compare every stage with the record"),
         (f"clew train {yaml} trial=sync rollout.max_lag=0", "the same, synchronously"),
         (f"clew train {yaml} trial=debug launch.mode=inline training.steps=3", "with breakpoint() anywhere"),
         (f"tensorboard --logdir {folder}", "every metric"),

@@ -15,7 +15,7 @@ import pytest
 from clew.cli import app
 from tests.end_to_end.project import ROOT
 
-COMMANDS = {info.callback.__name__: info.callback for info in app.registered_commands if info.callback}
+COMMANDS = {info.name or info.callback.__name__: info.callback for info in app.registered_commands if info.callback}
 
 
 def variables() -> dict[str, str]:
@@ -57,7 +57,7 @@ def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
     assert "typer" in imported and "clew.cli" in imported
     heavy = {"torch", "transformers", "numpy", "pyarrow", "pydantic", "omegaconf", "yaml", "aiohttp", "rich.console"}
     assert not imported & heavy
-    for name in ("train", "sft", "serve", "rollout", "learn", "status", "config", "doctor"):
+    for name in ("train", "sft", "serve", "rollout", "learn", "status", "show", "replay", "diff", "blame", "doctor"):
         assert re.search(rf"^\s+{name}\s+\w", shown.stdout, re.MULTILINE), shown.stdout
 
 
@@ -90,6 +90,18 @@ def test_each_example_works_when_pasted(checkout: Path) -> None:
     assert "trained 5 steps" in paste(checkout, "train")
     shutil.copytree(runs / "try", runs / "grpo", symlinks=True)
     assert "trainer" in paste(checkout, "status")
+    assert "3, committed" in paste(checkout, "show")
+    assert "step 3: every stage agrees with the record" in paste(checkout, "replay")
+    assert "every stage of every step agrees" in paste(checkout, "diff")
+    assert "step 3: 512 sequences, worst first by gradient" in paste(checkout, "blame")
+    assert "addition-grpo-step-000003.clew.zip" in paste(checkout, "bundle")
+    assert "exported 3 steps: runs/addition/exported/step-000000.pt" in paste(checkout, "export")
+    assert "imported 1 step: runs/addition/imported" in paste(checkout, "import")
+
+    tour = [sys.executable, "-m", "examples.addition.tour"]  # it asserts what each command finds
+    toured = subprocess.run(tour, cwd=checkout, capture_output=True, text=True, timeout=240)
+    assert toured.returncode == 0, toured.stdout + toured.stderr
+    assert "Five faults, each found by one command" in toured.stdout
 
     processes = {}  # in three terminals; they go on with the run that the example of `train` began
     for name in ("serve", "rollout", "learn"):

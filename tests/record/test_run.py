@@ -13,6 +13,7 @@ import pytest
 from clew.config import Config
 from clew.errors import RecordError
 from clew.record import rows
+from clew.record.digest import digest_rows
 from clew.record.run import RunDirectory, Server, open_run
 from tests.record.test_rows import a_sequence, same
 
@@ -81,9 +82,14 @@ def test_half_written_files_are_invisible_and_removed(run: RunDirectory) -> None
 
 
 def test_stages_open_as_lists(run: RunDirectory) -> None:
-    run.steps.write_stages(0, 0, ["a", "b"], {"advantages": [np.ones(2, np.float32), np.zeros(3, np.float32)]})
-    table = rows.read_table(run.steps.stage_path(0, 0))
-    assert table.to_pydict() == {"id": ["a", "b"], "advantages": [[1, 1], [0, 0, 0]]}
+    batch = [a_sequence("a"), a_sequence("b")]
+    run.steps.write_stages(0, 0, batch, {"advantages": [np.ones(2, np.float32), np.zeros(3, np.float32)]})
+    table = rows.read_table(run.steps.stage_path(0, 0)).to_pydict()
+    digests = digest_rows(batch).tolist()
+    assert table == {"id": ["a", "b"], "digest": digests, "advantages": [[1, 1], [0, 0, 0]]}
+    stages = run.steps.read_stages(0)
+    assert stages.digests == dict(zip("ab", digests, strict=True))
+    assert stages.arrays["advantages"]["b"].tolist() == [0, 0, 0]
 
 
 def test_pruning_keeps_what_was_committed(run: RunDirectory) -> None:

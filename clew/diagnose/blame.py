@@ -1,0 +1,155 @@
+"""`clew blame`: which sequences, and which of their tokens, made a step what it was."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from clew.diagnose.replay import configure_as, engine_at, replay
+from clew.errors import ConfigError, RecordError
+from clew.record.bundle import opened
+from clew.record.rows import Sequence
+from clew.record.run import RunDirectory
+from clew.training.contributions import Contribution, contributions, first_not_finite
+from clew.training.engine import Prepared, TrainEngine
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blamed:
+    """One sequence."""
+
+    sequence: Sequence
+    worst: Contribution
+    """Of its parts in the step's updates, the largest."""
+
+
+def blame(target: Path, step: int, *, top: int, tokens: int, by: str) -> None:
+    """Print the sequences of a step, worst first. Raises ClewError.
+
+    by: gradient or loss. tokens: how many of each sequence are shown.
+    """
+    if by not in ("gradient", "loss"):
+        raise ConfigError(f"--by {by}: expected gradient or loss.")
+    with opened(target) as (run, _):
+        engine, batch = _bring_to(run, step)
+        prepared = engine.prepare(batch)
+        found = _blamed(engine, prepared, batch)
+        _show(engine, prepared, found, step, top=top, tokens=tokens, by=by)
+
+
+def _bring_to(run: RunDirectory, step: int) -> tuple[TrainEngine, list[Sequence]]:
+    """The engine where it was when `step` began, committed or not: a step that failed has its batch on record."""
+    count = run.steps.count()
+    if not 0 <= step <= count or not run.steps.has_data(step):
+        raise RecordError(
+            f"{run.path} has no batch of step {step}: it has committed the steps 0 to {count - 1}"
+            f"{f', and begun step {count}' if run.steps.has_data(count) else ''}."
+        )
+    batch = run.steps.read_data(step)
+    engine = engine_at(run, step)
+    for done in replay(run, engine, step - 1):
+        if done.differences:
+            print(f"on the way there: {done.differences[0]}", file=sys.stderr)
+    if step < count:
+        configure_as(engine, run.steps.read(step))
+    return engine, batch
+
+
+def _blamed(engine: TrainEngine, prepared: Prepared, batch: list[Sequence]) -> list[Blamed]:
+    worst: dict[int, Contribution] = {}
+    for part in contributions(engine, prepared):
+        if part.row not in worst or _badness(part) > _badness(worst[part.row]):
+            worst[part.row] = part
+    return [Blamed(sequence=batch[row], worst=part) for row, part in worst.items()]
+
+
+def _badness(part: Contribution, by: str = "gradient") -> float:
+    value = part.gradient_norm if by == "gradient" else abs(part.loss)
+    return value if math.isfinite(value) else math.inf
+
+
+def _show(
+    engine: TrainEngine, prepared: Prepared, found: list[Blamed], step: int, *, top: int, tokens: int, by: str
+) -> None:
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    found = sorted(found, key=lambda each: (-_badness(each.worst, by), each.sequence.id))
+    norms = sorted(_badness(each.worst) for each in found)
+    print(
+        f"step {step}: {len(found)} sequences, worst first by {by}; the median gradient has norm {_median(norms):.3g}"
+    )
+    table = Table(box=None, pad_edge=False)
+    for name in ("sequence", "gradient", "share", "loss", "reward", "advantage", "tokens", "lag"):
+        table.add_column(name, justify="left" if name == "sequence" else "right")
+    for each in found[:top]:
+        part, row = each.worst, each.sequence
+        generated = row.versions[row.loss_mask]
+        table.add_row(
+            row.id,
+            f"{part.gradient_norm:.4g}",
+            f"{part.share:.1%}",
+            f"{part.loss:.4g}",
+            f"{row.reward:.4g}",
+            f"{float(prepared.advantages_S[part.where_N[0]]) if len(part.where_N) else 0:.4g}",
+            str(int(row.loss_mask.sum())),
+            f"{step - int(generated.min())}" if len(generated) else "",
+        )
+    console.print(table)
+    for each in found[: max(1, min(top, 2))]:
+        console.print(_tokens(engine, prepared, each, step, tokens))
+        console.print(_conversation(each.sequence))
+    worst = found[0]
+    if not math.isfinite(_badness(worst.worst)):
+        where = first_not_finite(engine, prepared, worst.worst.row)
+        console.print(Text(f"FIRST NOT FINITE  {where or 'everything is finite when this sequence is computed alone'}"))
+
+
+def _median(norms: list[float]) -> float:
+    return norms[len(norms) // 2]
+
+
+def _tokens(engine: TrainEngine, prepared: Prepared, each: Blamed, step: int, count: int) -> Table:
+    """The tokens that pull most."""
+    part, row = each.worst, each.sequence
+    first = int(prepared.tokens.starts[part.row])
+    pull_N = np.where(np.isfinite(part.weights_N), part.weights_N, np.inf)
+    order = np.argsort(-pull_N, kind="stable")[:count]
+    table = Table(title=f"{row.id}: the tokens that pull most", title_justify="left", box=None, pad_edge=False)
+    for name in ("token", "text", "pull", "behaviour", "proximal", "current", "reference", "advantage", "lag", "loss"):
+        table.add_column(name, justify="left" if name == "text" else "right")
+    for n in order:
+        at = int(part.where_N[n])
+        position = at - first
+        proximal = part.logprobs_N[n] if prepared.proximal_S is None else prepared.proximal_S[at]
+        reference = "" if prepared.reference_S is None else f"{prepared.reference_S[at]:.4f}"
+        table.add_row(
+            str(position),
+            Text(repr(engine.tokenizer.decode([int(row.input_ids[position])]))),
+            f"{pull_N[n]:.3g}",
+            f"{row.logprobs[position]:.4f}",
+            f"{proximal:.4f}",
+            f"{part.logprobs_N[n]:.4f}",
+            reference,
+            f"{prepared.advantages_S[at]:.4g}",
+            str(step - int(row.versions[position])),
+            f"{part.losses_N[n]:.4g}",
+        )
+    return table
+
+
+def _conversation(row: Sequence) -> Text:
+    shown = Text(f"{row.id}: {row.episode_id}, {row.finish_reason}, rewards {row.rewards}\n")
+    for said in row.interactions:
+        shown.append(f"  prompt      {_cut(said['prompt'])}\n  completion  {_cut(said['completion'])}\n")
+    return shown
+
+
+def _cut(value: object, limit: int = 400) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[: limit // 2]} … {text[-limit // 2 :]}"

@@ -1,0 +1,252 @@
+"""`clew diff A B`: where two runs part first, what could explain it, and how far they drift.
+
+Torch-free: it reads what both recorded, so it compares runs of other trainers, too (see `clew.record.Writer`).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from clew.diagnose import differences
+from clew.diagnose.differences import EXACT, Difference, Tolerance
+from clew.errors import RecordError
+from clew.record.bundle import opened
+from clew.record.rows import ALIGNED, Sequence
+from clew.record.run import RunDirectory
+
+TOLERANCE = Tolerance(absolute=1e-3, relative=1e-3)
+"""Of stages that were computed in different environments."""
+
+DRIFT = ("reward", "loss", "grad_norm", "entropy", "behaviour_k3")
+
+NOT_CAUSES = ("experiment", "trial", "root", "debug.", "launch.restarts", "record.", "eval.", "checkpoint.")
+"""Of the configuration: what no step depends on."""
+
+
+def diff(a: Path, b: Path, *, ignore: list[str], plot: Path | None) -> bool:
+    """Print how two runs compare; True when every step that both have is the same. Raises RecordError."""
+    with opened(a) as (left, bundle_a), opened(b) as (right, bundle_b):
+        names = _names(a, b)
+        steps = _common(left, right, bundle_a, bundle_b)
+        tolerance, environments = _tolerance(left, right, steps.start)
+        print(f"{names[0]} and {names[1]}: steps {steps.start} to {steps.stop - 1} of both, compared {tolerance}")
+        found = _first_difference(left, right, steps, tolerance)
+        if found is None:
+            print("every stage of every step agrees.")
+        else:
+            print(f"FIRST DIFFERENCE  {found.told(*names)}")
+            _explain(left, right, found, names, ignore, environments)
+        _drift(left, right, steps, names)
+        if plot is not None:
+            print(f"plot: {_plot(left, right, steps, names, plot)}")
+        return found is None
+
+
+def _names(a: Path, b: Path) -> tuple[str, str]:
+    """Short ones, that differ: the last parts of the paths."""
+    parts = [path.resolve().parts for path in (a, b)]
+    for length in range(1, 6):
+        short = ["/".join(each[-length:]) for each in parts]
+        if short[0] != short[1]:
+            return short[0], short[1]
+    return "A", "B"
+
+
+def _common(left: RunDirectory, right: RunDirectory, *bundles: dict[str, Any] | None) -> range:
+    """The steps that both have committed."""
+    counts = [run.steps.count() for run in (left, right)]
+    for run, count in zip((left, right), counts, strict=True):
+        if not count:
+            raise RecordError(f"{run.path} has no committed step to compare.")
+    first = max((bundle["first"] for bundle in bundles if bundle is not None), default=0)
+    if first >= min(counts):
+        raise RecordError(f"the two have no step in common: {first} is the first of one, {min(counts) - 1} the last.")
+    return range(first, min(counts))
+
+
+def _tolerance(left: RunDirectory, right: RunDirectory, step: int) -> tuple[Tolerance, list[str]]:
+    """Bit for bit where both were computed in the same environment; otherwise what differs in it."""
+    then, now = (_flat(run.steps.read(step).get("environment", {})) for run in (left, right))
+    changed = [
+        f"{name}: {then.get(name, 'absent')} → {now.get(name, 'absent')}"
+        for name in sorted({*then, *now})
+        if then.get(name) != now.get(name)
+    ]
+    return (TOLERANCE if changed else EXACT), changed
+
+
+def _first_difference(left: RunDirectory, right: RunDirectory, steps: range, tolerance: Tolerance) -> Difference | None:
+    """By the index, where bits count; then stage by stage within that step."""
+    indices = [run.steps.index() for run in (left, right)]
+    for step in steps:
+        if tolerance.exact and indices[0][step]["digests"] == indices[1][step]["digests"]:
+            continue
+        found = next((each for each in _in_step(left, right, step, tolerance) if each is not None), None)
+        if found is not None:
+            return found
+    return None
+
+
+def _in_step(left: RunDirectory, right: RunDirectory, step: int, tolerance: Tolerance) -> Iterator[Difference | None]:
+    summaries = [run.steps.read(step) for run in (left, right)]
+    if not (left.steps.has_data(step) and right.steps.has_data(step)):  # pruned: the digests are left
+        for kind, then in summaries[0]["digests"].items():
+            now = summaries[1]["digests"].get(kind)
+            if then != now:
+                yield Difference(step=step, stage=kind, where="digest", position=None, recorded=then, found=now)
+        return
+    batches = [run.steps.read_data(step) for run in (left, right)]
+    yield _in_batches(step, *batches)
+    stages = [run.steps.read_stages(step).arrays for run in (left, right)]
+    ids = [row.id for row in batches[0]]
+    for name in [*differences.STAGES, *sorted(stages[0].keys() - set(differences.STAGES))]:
+        if all(name in side for side in stages):
+            then, now = ([side[name][each] for each in ids] for side in stages)
+            yield differences.in_stage(step, name, ids, then, now, tolerance)
+    if tolerance.exact and all("tensors" in each for each in summaries):
+        names = left.facts().get("parameters", [])
+        then, now = (each["tensors"] for each in summaries)
+        for before, after in zip(then["gradients"], now["gradients"], strict=False):
+            yield differences.in_tensors(step, "gradients", names, before, after)
+        yield differences.in_tensors(step, "update", names, then["weights"], now["weights"])
+
+
+def _in_batches(step: int, left: list[Sequence], right: list[Sequence]) -> Difference | None:
+    """The first sequence, column and token in which the data differ."""
+    ours, theirs = ({row.id: row for row in batch} for batch in (left, right))
+    for name in [*ours, *(each for each in theirs if each not in ours)]:
+        if name not in ours or name not in theirs:
+            there = ["present" if name in side else "absent" for side in (ours, theirs)]
+            return Difference(step=step, stage="data", where=name, position=None, recorded=there[0], found=there[1])
+        a, b = ours[name], theirs[name]
+        if a.data != b.data:
+            said = [json.dumps(row.data, default=str, ensure_ascii=False)[:200] for row in (a, b)]
+            return Difference(
+                step=step,
+                stage="data",
+                where=f"{name}, the prompt's row",
+                position=None,
+                recorded=said[0],
+                found=said[1],
+            )
+        found = [each for column in ALIGNED if (each := _in_column(step, name, column, a, b)) is not None]
+        if found:
+            return min(found, key=lambda each: each.position or 0)
+        if a.reward != b.reward:
+            return Difference(
+                step=step, stage="data", where=f"{name}, reward", position=None, recorded=a.reward, found=b.reward
+            )
+    return None
+
+
+def _in_column(step: int, name: str, column: str, a: Sequence, b: Sequence) -> Difference | None:
+    then, now = getattr(a, column), getattr(b, column)
+    length = min(len(then), len(now))
+    differs = np.flatnonzero(then[:length] != now[:length])
+    if not len(differs) and len(then) == len(now):
+        return None
+    position = int(differs[0]) if len(differs) else length
+    values = [row[position].item() if position < len(row) else "absent" for row in (then, now)]
+    return Difference(
+        step=step, stage="data", where=f"{name}, {column}", position=position, recorded=values[0], found=values[1]
+    )
+
+
+def _explain(
+    left: RunDirectory,
+    right: RunDirectory,
+    found: Difference,
+    names: tuple[str, str],
+    ignore: list[str],
+    environments: list[str],
+) -> None:
+    changed = _configuration(left, right, found.step, ignore)
+    facts = [_flat({key: run.facts().get(key) for key in ("packages", "python", "git")}) for run in (left, right)]
+    packages = [
+        f"{name}: {facts[0].get(name)} → {facts[1].get(name)}"
+        for name in sorted({*facts[0], *facts[1]})
+        if facts[0].get(name) != facts[1].get(name)
+    ]
+    for title, lines in (
+        ("configuration", changed),
+        ("environment of the step", environments),
+        ("packages and code", packages),
+    ):
+        if lines:
+            print(f"{title} ({names[0]} → {names[1]}):")
+            for line in lines:
+                print(f"  {line}")
+    if not (changed or environments or packages):
+        print(
+            "configuration, environment, packages and code are the same: what differs was altered, or is not recorded"
+        )
+
+
+def _configuration(left: RunDirectory, right: RunDirectory, step: int, ignore: list[str]) -> list[str]:
+    """The fields that differ: as the step had them, and those of the run."""
+    sides = []
+    for run in (left, right):
+        flat = _flat(yaml.safe_load(run.config_path.read_text())) if run.config_path.exists() else {}
+        sides.append({**flat, **_flat(run.steps.read(step).get("config", {}))})
+    return [
+        f"{name}: {sides[0].get(name, 'absent')!r} → {sides[1].get(name, 'absent')!r}"
+        for name in sorted({*sides[0], *sides[1]})
+        if sides[0].get(name) != sides[1].get(name)
+        and not any(name == cause or (cause.endswith(".") and name.startswith(cause)) for cause in NOT_CAUSES)
+        and not any(name == each or name.endswith(f".{each}") for each in ignore)
+        and not (name == "model.path" and step > 0)  # the steps before agree: it is the same model
+    ]
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat.update(_flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value})
+    return flat
+
+
+def _drift(left: RunDirectory, right: RunDirectory, steps: range, names: tuple[str, str]) -> None:
+    """The metrics of both at up to ten steps."""
+    stride = max(1, len(steps) // 9)
+    chosen = sorted({*steps[::stride], steps[-1]})
+    table = Table(title=f"{names[0]} → {names[1]}", title_justify="left", box=None, pad_edge=False)
+    rows = [(step, *(run.steps.read(step)["metrics"] for run in (left, right))) for step in chosen]
+    metrics = [name for name in DRIFT if all(name in each for row in rows for each in row[1:])]
+    for name in ("step", *metrics):
+        table.add_column(name, justify="right")
+    for step, then, now in rows:
+        cells = [f"{then[n]:.4g}" if then[n] == now[n] else f"{then[n]:.4g} → {now[n]:.4g}" for n in metrics]
+        table.add_row(str(step), *cells)
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def _plot(left: RunDirectory, right: RunDirectory, steps: range, names: tuple[str, str], path: Path) -> Path:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    series = [[run.steps.read(step)["metrics"] for step in steps] for run in (left, right)]
+    metrics = [name for name in DRIFT if all(name in each for side in series for each in side)]
+    figure, axes = pyplot.subplots(len(metrics), 1, figsize=(8, 2.2 * len(metrics)), sharex=True, squeeze=False)
+    for axis, name in zip(axes[:, 0], metrics, strict=True):
+        for side, label, style in zip(series, names, ("-", "--"), strict=True):
+            axis.plot(list(steps), [each[name] for each in side], style, label=label, linewidth=1.4)
+        axis.set_ylabel(name)
+        axis.grid(alpha=0.3)
+    axes[0, 0].legend(frameon=False, ncols=2)
+    axes[-1, 0].set_xlabel("step")
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    return path

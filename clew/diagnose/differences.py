@@ -1,0 +1,162 @@
+"""Where two computations of the same step part first: pure comparison, without torch.
+
+A step is compared stage by stage, in the order in which it was computed; within a stage sequence by sequence, token by
+token. What comes after the first difference follows from it, and is only counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from clew.record import rows
+from clew.record.digest import from_hex
+
+STAGES = (
+    "data",
+    "rewards",
+    "advantages",
+    "proximal_logprobs",
+    "reference_logprobs",
+    "logprobs",
+    "loss",
+    "gradients",
+    "update",
+)
+"""In the order in which a step computes them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tolerance:
+    """Values a and b agree when |a - b| <= absolute + relative x |a|. Both zero: bit for bit."""
+
+    absolute: float = 0.0
+    relative: float = 0.0
+
+    @property
+    def exact(self) -> bool:
+        return not (self.absolute or self.relative)
+
+    def agree(self, recorded: np.ndarray, found: np.ndarray) -> np.ndarray:
+        """[...] bool"""
+        if self.exact:
+            return recorded.view(np.uint32) == found.view(np.uint32)
+        both_nan = np.isnan(recorded) & np.isnan(found)
+        with np.errstate(invalid="ignore"):
+            near = np.abs(recorded - found) <= self.absolute + self.relative * np.abs(recorded)
+        return near | both_nan | (recorded == found)
+
+    def __str__(self) -> str:
+        return "bit for bit" if self.exact else f"within {self.absolute:g} + {self.relative:g} x |recorded|"
+
+
+EXACT = Tolerance()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """The first place of a stage where two computations part."""
+
+    step: int
+    stage: str
+    where: str
+    """A sequence's ID, a parameter's name, or what was counted."""
+    position: int | None
+    """Of the token in the sequence."""
+    recorded: Any
+    found: Any
+    more: str = ""
+    """How much else differs in this stage."""
+
+    def __str__(self) -> str:
+        return self.told("recorded", "here")
+
+    def told(self, recorded: str, found: str) -> str:
+        """In a line; recorded, found: what the two sides are called."""
+        place = f"{self.where}, token {self.position}" if self.position is not None else self.where
+        values = f"{recorded} {_shown(self.recorded)}, {found} {_shown(self.found)}"
+        return f"step {self.step}, {self.stage}: {place}: {values}{f' ({self.more})' if self.more else ''}"
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.9g}" if isinstance(value, (float, np.floating)) else str(value)
+
+
+def in_stage(
+    step: int,
+    stage: str,
+    ids: Sequence[str],
+    recorded: Sequence[np.ndarray],
+    found: Sequence[np.ndarray],
+    tolerance: Tolerance = EXACT,
+) -> Difference | None:
+    """The first token of a stage that differs. One float32 array a sequence."""
+    first: Difference | None = None
+    tokens, sequences = 0, 0
+    for name, then, now in zip(ids, recorded, found, strict=True):
+        if len(then) != len(now):
+            return Difference(
+                step=step, stage=stage, where=name, position=None, recorded=f"{len(then)} tokens", found=len(now)
+            )
+        differs = ~tolerance.agree(np.asarray(then, np.float32), np.asarray(now, np.float32))
+        if not differs.any():
+            continue
+        tokens, sequences = tokens + int(differs.sum()), sequences + 1
+        if first is None:
+            position = int(differs.argmax())
+            first = Difference(
+                step=step, stage=stage, where=name, position=position, recorded=then[position], found=now[position]
+            )
+    if first is not None and tokens > 1:
+        return Difference(**{**vars(first), "more": f"{tokens} tokens of {sequences} sequences differ"})
+    return first
+
+
+def in_rewards(step: int, batch: Sequence[rows.Sequence]) -> Difference | None:
+    """The first sequence whose reward is not what its named rewards add up to."""
+    for row in batch:
+        total = math.fsum(row.rewards.values())
+        if row.rewards and row.reward != total:
+            return Difference(step=step, stage="rewards", where=row.id, position=None, recorded=row.reward, found=total)
+    return None
+
+
+def in_data(step: int, recorded: Mapping[str, int], found: Mapping[str, int]) -> Difference | None:
+    """The first sequence whose data has another digest, or which only one side has. Digests by sequence ID."""
+    differing = [name for name in {**recorded, **found} if recorded.get(name) != found.get(name)]
+    if not differing:
+        return None
+    name = differing[0]
+    shown = [f"digest {side[name]:016x}" if name in side else "absent" for side in (recorded, found)]
+    more = f"{len(differing)} sequences differ" if len(differing) > 1 else ""
+    return Difference(step=step, stage="data", where=name, position=None, recorded=shown[0], found=shown[1], more=more)
+
+
+def in_tensors(
+    step: int, stage: str, names: Sequence[str], recorded: str, found: str, update: str = ""
+) -> Difference | None:
+    """The first parameter whose digest differs. recorded, found: as `clew.record.digest.to_hex` writes them."""
+    then, now = from_hex(recorded), from_hex(found)
+    differing = [i for i in range(max(len(then), len(now))) if then[i : i + 1] != now[i : i + 1]]
+    if not differing:
+        return None
+    i = differing[0]
+    name = names[i] if i < len(names) else f"parameter {i}"
+    shown = [f"digest {side[i]:016x}" if i < len(side) else "absent" for side in (then, now)]
+    more = f"{len(differing)} of {len(then)} parameters differ" if len(differing) > 1 else ""
+    return Difference(
+        step=step, stage=stage, where=f"{name}{update}", position=None, recorded=shown[0], found=shown[1], more=more
+    )
+
+
+def in_number(
+    step: int, stage: str, name: str, recorded: float, found: float, tolerance: Tolerance
+) -> Difference | None:
+    """A single number, where bits are not promised."""
+    if bool(tolerance.agree(np.array([recorded], np.float32), np.array([found], np.float32))[0]):
+        return None
+    return Difference(step=step, stage=stage, where=name, position=None, recorded=recorded, found=found)

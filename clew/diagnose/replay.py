@@ -1,0 +1,221 @@
+"""`clew replay`: recorded steps, trained again here and compared with what was recorded, stage by stage.
+
+::
+
+    checkpoint at or before the first step ──► recorded batch ──► train_step ──► each stage against the record
+                                                    ▲                                       │
+                                                    └───────────── next step ◄──────────────┘
+
+consumes  checkpoints/, steps/ of a run; writes nothing into it
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from clew import config as configuration
+from clew.config import Algorithm, Config, Training
+from clew.diagnose import differences
+from clew.diagnose.differences import EXACT, Difference, Tolerance
+from clew.errors import RecordError
+from clew.record.digest import digest_rows
+from clew.record.files import read_json
+from clew.record.rows import Sequence
+from clew.record.run import RunDirectory
+from clew.trainer.commit import environment
+from clew.training import checkpoint
+from clew.training.engine import StepResult, TrainEngine
+
+TOLERANCES = {
+    "float32": Tolerance(absolute=1e-3, relative=1e-3),
+    "bfloat16": Tolerance(absolute=5e-2, relative=5e-2),
+}
+"""Of logprobs, losses and the gradient's norm, where bits are not promised; by model.dtype."""
+
+NEEDS_MODEL = ("proximal_logprobs", "reference_logprobs", "logprobs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One step, trained again."""
+
+    step: int
+    batch: list[Sequence]
+    result: StepResult
+    recorded: dict[str, Any]
+    """What step-N.json says."""
+    tolerance: Tolerance
+    """How it was compared."""
+    because: str
+    """Why not bit for bit; empty where it is."""
+    differences: list[Difference]
+    """One for each stage that differs, in the order of the stages."""
+
+
+def engine_at(run: RunDirectory, step: int, device: str | None = None) -> TrainEngine:
+    """An engine at the nearest checkpoint at or before `step`, configured as the run is. It needs nothing but the run
+    directory: the reference model, too, is the run's first checkpoint.
+
+    device: another than the run's. Raises RecordError when there is no such checkpoint, or it was altered.
+    """
+    folders = {int(folder.name.removeprefix("step-")): folder for folder in checkpoint.saved(run.checkpoints)}
+    before = [version for version in folders if version <= step]
+    if not before:
+        there = ", ".join(map(str, folders)) or "none"
+        raise RecordError(
+            f"{run.path} has no checkpoint at or before step {step} (there: {there}), and steps are trained again from "
+            f"a checkpoint on. `clew replay RUN --step {step} --stage advantages,loss` needs none."
+        )
+    config = _portable(configuration.load(run.config_path), folders, device)
+    recorded = run.steps.read(before[-1]) if before[-1] < run.steps.count() else None
+    torch.set_num_threads(recorded["environment"]["threads"] if recorded else config.threads)
+    engine = TrainEngine(config, model_path=str(folders[before[-1]]))
+    checkpoint.load(engine, folders[before[-1]])
+    return engine
+
+
+def _portable(config: Config, folders: dict[int, Path], device: str | None) -> Config:
+    """The configuration, with paths and devices of this machine."""
+    where = device or config.model.device
+    if where == "cuda" and not torch.cuda.is_available():
+        where = "cpu"
+    model = config.model.model_copy(update={"path": str(folders[min(folders)]), "device": where})
+    return config.model_copy(update={"model": model})
+
+
+def replay(run: RunDirectory, engine: TrainEngine, last: int) -> Iterator[Step]:
+    """Train the steps from the engine's version to `last` again, each compared with its record."""
+    for step in range(engine.version, last + 1):
+        recorded = run.steps.read(step)
+        batch = run.steps.read_data(step)
+        configure_as(engine, recorded)
+        result = engine.train_step(batch)
+        yield compare(run, step, batch, result, recorded, engine)
+
+
+def configure_as(engine: TrainEngine, recorded: dict[str, Any]) -> None:
+    """Optimizer and algorithm as they were at that step: a run may have changed them since."""
+    training = Training(**recorded["config"]["training"])
+    algorithm = Algorithm(**recorded["config"]["algorithm"])
+    if (training, algorithm) != (engine.config.training, engine.config.algorithm):
+        engine.configure(training, algorithm)
+
+
+def compare(
+    run: RunDirectory,
+    step: int,
+    batch: list[Sequence],
+    result: StepResult,
+    recorded: dict[str, Any],
+    engine: TrainEngine,
+) -> Step:
+    """A step that was trained again, stage by stage against its record."""
+    tolerance, because = how_to_compare(recorded, engine)
+    found: list[Difference | None] = [*_inputs(run, step, batch)]
+    stages = run.steps.read_stages(step).arrays
+    ids = [row.id for row in batch]
+    for name in differences.STAGES:
+        if name in stages and name in result.stages:
+            recorded_arrays = [stages[name][each] for each in ids]
+            how = EXACT if name == "advantages" else tolerance
+            found.append(differences.in_stage(step, name, ids, recorded_arrays, result.stages[name], how))
+    found += _tensors(run, step, result, recorded, tolerance)
+    if (run.checkpoints / f"step-{step + 1:06d}" / "checkpoint.json").exists():
+        found.append(_checkpoint(run, step, engine, tolerance))
+    return Step(
+        step=step,
+        batch=batch,
+        result=result,
+        recorded=recorded,
+        tolerance=tolerance,
+        because=because,
+        differences=[each for each in found if each is not None],
+    )
+
+
+def how_to_compare(recorded: dict[str, Any], engine: TrainEngine) -> tuple[Tolerance, str]:
+    """Bit for bit where DESIGN promises it: on the CPU, with the same ranks, threads and packages. Otherwise within a
+    tolerance, and why."""
+    then, now = recorded["environment"], environment(engine)
+    flat_then, flat_now = ({**each, **each["packages"], "packages": None} for each in (then, now))
+    reasons = [
+        f"{name} {flat_then.get(name)} recorded, {flat_now[name]} here"
+        for name in flat_now
+        if flat_then.get(name) != flat_now[name]
+    ]
+    if not reasons and now["device"] == "cpu":
+        return EXACT, ""
+    return TOLERANCES[engine.config.model.dtype], "; ".join(reasons) or f"device {now['device']}"
+
+
+def _inputs(run: RunDirectory, step: int, batch: list[Sequence]) -> Iterator[Difference | None]:
+    found = dict(zip([row.id for row in batch], digest_rows(batch).tolist(), strict=True))
+    yield differences.in_data(step, run.steps.read_stages(step).digests, found)
+    yield differences.in_rewards(step, batch)
+
+
+def _tensors(
+    run: RunDirectory, step: int, result: StepResult, recorded: dict[str, Any], tolerance: Tolerance
+) -> Iterator[Difference | None]:
+    if not tolerance.exact:
+        then, now = (each["grad_norm"] for each in (recorded["metrics"], result.metrics))
+        yield differences.in_number(step, "gradients", "norm of the gradient", then, now, tolerance)
+        return
+    names = run.facts().get("parameters", [])
+    then, now = recorded["tensors"], result.tensor_digests
+    several = len(then["gradients"]) > 1
+    for number, (before, after) in enumerate(zip(then["gradients"], now["gradients"], strict=True)):
+        update = f", update {number}" if several else ""
+        yield differences.in_tensors(step, "gradients", names, before, after, update)
+    yield differences.in_tensors(step, "update", names, then["weights"], now["weights"])
+
+
+def _checkpoint(run: RunDirectory, step: int, engine: TrainEngine, tolerance: Tolerance) -> Difference | None:
+    """The checkpoint that the run wrote after this step, against the engine, tensor by tensor."""
+    if not tolerance.exact:
+        return None
+    folder = run.checkpoints / f"step-{step + 1:06d}"
+    for kind, then in checkpoint.digests_in(folder, engine).items():
+        now = checkpoint.digests_of(engine)[kind]
+        for name in now:
+            if then.get(name) != now[name]:
+                return Difference(
+                    step=step,
+                    stage=f"{folder.name} ({kind})",
+                    where=name,
+                    position=None,
+                    recorded=f"digest {then.get(name, 'absent')}",
+                    found=f"digest {now[name]}",
+                )
+    return None
+
+
+def stop_at(engine: TrainEngine, step: int, stage: str) -> Callable[[], None]:
+    """Have the engine stop in a debugger when it comes to `stage` of `step`, once, with the stage's inputs in scope.
+    Returns what undoes it."""
+
+    def watch(at: str, scope: dict[str, Any]) -> None:
+        if at != stage or engine.version != step:
+            return
+        undo()
+        names = {"engine": engine, "model": engine.model, "step": step, **scope}
+        print(f"step {step}, before {stage}. In scope: {', '.join(names)}", file=sys.stderr, flush=True)
+        exec(compile("breakpoint()\npass\n", f"<step {step}, before {stage}>", "exec"), names)
+
+    def undo() -> None:
+        engine.watch = before
+
+    before, engine.watch = engine.watch, watch
+    return undo
+
+
+def bundle_of(run: RunDirectory) -> dict[str, Any] | None:
+    """What a bundle says of itself; None for a whole run."""
+    path = run.path / "bundle.json"
+    return read_json(path) if path.exists() else None

@@ -1,0 +1,140 @@
+"""`clew replay --reward`: the workflow and the reward function run again on what the model answered then."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from clew.config import Config
+from clew.errors import ConfigError, EpisodeError
+from clew.inference.protocol import Completion, SamplingParams
+from clew.models import load_tokenizer
+from clew.record.rows import Sequence
+from clew.record.run import RunDirectory
+from clew.rollout.capture import Interaction
+from clew.rollout.reward_pool import RewardPool
+from clew.rollout.rewards import by_name
+from clew.rollout.session import Resources, Session, resources
+from clew.rollout.setup import load_reward, load_workflow
+from clew.training import checkpoint
+
+
+@dataclass(frozen=True, kw_only=True)
+class Disagreement:
+    """An episode whose reward is another now."""
+
+    step: int
+    episode_id: str
+    recorded: dict[str, float]
+    now: dict[str, float] | str
+    """The rewards, or why there is none."""
+
+    def __str__(self) -> str:
+        now = self.now if isinstance(self.now, str) else _named(self.now)
+        return f"step {self.step}, {self.episode_id}: recorded {_named(self.recorded)}, now {now}"
+
+
+def _named(rewards: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.9g}" for name, value in rewards.items())
+
+
+class RecordedSession(Session):
+    """Answers with what the model answered then."""
+
+    def __init__(self, shared: Resources, episode_id: str, answers: list[Interaction]) -> None:
+        super().__init__(shared, episode_id)
+        self._answers = answers
+
+    async def generate(
+        self, input_ids: list[int], *, prompt: str | list[dict[str, Any]] | None = None, **overrides: Any
+    ) -> Interaction:
+        index = len(self.interactions)
+        if index >= len(self._answers):
+            raise EpisodeError(
+                f"the workflow asks the model for a response {index}; the recorded episode has {len(self._answers)}"
+            )
+        answer = self._answers[index]
+        if list(input_ids) != answer.input_ids:
+            raise EpisodeError(f"the workflow asks with other tokens than it did then, in interaction {index}")
+        self.interactions.append(answer)
+        return answer
+
+
+def rewards_again(
+    run: RunDirectory, config: Config, steps: Iterable[int], only: str | None = None
+) -> list[Disagreement]:
+    """The episodes of these steps whose workflow and reward function now give another reward than recorded.
+
+    config: the run's; its reward and workflow are imported as they are now. Raises ConfigError when they cannot be.
+    """
+    return asyncio.run(_rewards_again(run, config, steps, only))
+
+
+async def _rewards_again(
+    run: RunDirectory, config: Config, steps: Iterable[int], only: str | None
+) -> list[Disagreement]:
+    workflow, reward = load_workflow(config), load_reward(config)
+    folders = checkpoint.saved(run.checkpoints)
+    tokenizer = load_tokenizer(str(folders[0]) if folders else config.model.path)
+    engine: Any = None  # a recorded session asks none
+    shared = resources(config, engine, tokenizer, reward)
+    found: list[Disagreement] = []
+    try:
+        for step in steps:
+            episodes: dict[str, list[Sequence]] = {}
+            for row in run.steps.read_data(step):
+                if only is None or only in (row.id, row.episode_id, row.group_id):
+                    episodes.setdefault(row.episode_id, []).append(row)
+            for episode_id, rows in episodes.items():
+                session = RecordedSession(shared, episode_id, interactions_of(rows))
+                try:
+                    now: dict[str, float] | str = by_name(await workflow.run_episode(session, dict(rows[0].data)))
+                except ConfigError:
+                    raise
+                except Exception as error:  # the user's code
+                    now = f"{type(error).__name__}: {error}"
+                recorded = rows[0].rewards
+                if isinstance(now, str) or not _same(recorded, now):
+                    found.append(Disagreement(step=step, episode_id=episode_id, recorded=recorded, now=now))
+    finally:
+        if isinstance(reward, RewardPool):
+            reward.close()
+    return found
+
+
+def _same(recorded: dict[str, float], now: dict[str, float]) -> bool:
+    return recorded.keys() == now.keys() and all(np.isclose(recorded[name], now[name], rtol=1e-9) for name in now)
+
+
+def interactions_of(sequences: list[Sequence]) -> list[Interaction]:
+    """The interactions of an episode from its rows, in their order."""
+    found = [_interaction(row, said) for row in sequences for said in row.interactions]
+    return sorted(found, key=lambda each: each.index)
+
+
+def _interaction(row: Sequence, said: dict[str, Any]) -> Interaction:
+    first, last = said["input_tokens"], said["input_tokens"] + said["output_tokens"]
+    sampling: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in said["sampling"].items()
+    }
+    completion = Completion(
+        output_ids=row.input_ids[first:last].tolist(),
+        logprobs=row.logprobs[first:last].tolist(),
+        versions=row.versions[first:last].tolist(),
+        finish_reason=said["finish_reason"],
+    )
+    return Interaction.of(
+        completion,
+        id=said["id"],
+        index=said["turn"],
+        input_ids=row.input_ids[:first].tolist(),
+        text=said["completion"],
+        params=SamplingParams(**sampling, seed=said["seed"]),
+        prompt=said["prompt"],
+        started_at=said["started_at"],
+        finished_at=said["finished_at"],
+    )

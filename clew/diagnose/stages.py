@@ -1,0 +1,107 @@
+"""`clew replay --stage`: stages that follow from recorded inputs alone, computed again without model or checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceABC
+from typing import Any
+
+import numpy as np
+
+from clew.config import Algorithm
+from clew.diagnose import differences
+from clew.diagnose.differences import EXACT, Difference, Tolerance
+from clew.errors import ConfigError, RecordError
+from clew.record.digest import digest_rows
+from clew.record.rows import Sequence
+from clew.record.run import RunDirectory
+from clew.record.steps import Stages
+
+ALONE = ("data", "rewards", "advantages", "loss")
+"""The stages that need no model."""
+
+LOSS = Tolerance(absolute=1e-6, relative=1e-6)
+"""Another processor rounds the last bit of an exponential otherwise."""
+
+
+def check_stages(run: RunDirectory, step: int, stages: SequenceABC[str], only: str | None = None) -> list[Difference]:
+    """The first difference of each of these stages of a step.
+
+    only: the ID of a group, an episode or a sequence; its rows alone are compared.
+    Raises ConfigError for a stage that needs the model, RecordError for an `only` that the step has not.
+    """
+    for stage in stages:
+        if stage not in ALONE:
+            raise ConfigError(
+                f"the stage {stage!r} cannot be computed from recorded inputs alone. These can: {', '.join(ALONE)}. "
+                f"Leave --stage away to train the step again, with model and checkpoint."
+            )
+    batch, recorded = run.steps.read_data(step), run.steps.read_stages(step)
+    kept = [row.id for row in batch if only is None or only in (row.id, row.episode_id, row.group_id)]
+    if not kept:
+        groups = sorted({row.group_id for row in batch})
+        raise RecordError(f"step {step} of {run.path} has no {only}. It consumed {_listed(groups)}.")
+    found: list[Difference | None] = []
+    if "data" in stages:
+        now = dict(zip([row.id for row in batch], digest_rows(batch).tolist(), strict=True))
+        found.append(
+            differences.in_data(
+                step, {n: recorded.digests[n] for n in kept if n in recorded.digests}, {n: now[n] for n in kept}
+            )
+        )
+    if "rewards" in stages:
+        found.append(differences.in_rewards(step, [row for row in batch if row.id in set(kept)]))
+    summary = run.steps.read(step)
+    for stage, compute, tolerance in (("advantages", _advantages, EXACT), ("loss", _loss, LOSS)):
+        if stage in stages:
+            again = compute(batch, recorded, summary)
+            then = recorded.arrays[stage]
+            found.append(
+                differences.in_stage(
+                    step, stage, kept, [then[name] for name in kept], [again[name] for name in kept], tolerance
+                )
+            )
+    return [each for each in found if each is not None]
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+def _advantages(batch: list[Sequence], recorded: Stages, summary: dict[str, Any]) -> dict[str, np.ndarray]:
+    from clew.training.advantages import group_advantages
+
+    each = group_advantages(batch)
+    return {row.id: np.where(row.loss_mask, each[i], np.float32(0)) for i, row in enumerate(batch)}
+
+
+def _loss(batch: list[Sequence], recorded: Stages, summary: dict[str, Any]) -> dict[str, np.ndarray]:
+    """From the recorded logprobs and advantages."""
+    import torch
+
+    from clew.training.losses import loss_options, policy_loss
+
+    if "algorithm" not in summary["config"] or "logprobs" not in recorded.arrays:
+        raise RecordError(
+            f"the loss of step {summary['step']} cannot be computed again: another trainer recorded it, whose loss is "
+            f"not Clew's. --stage data,rewards can."
+        )
+    mask_S = np.concatenate([row.loss_mask for row in batch])
+
+    def tensor(arrays: list[np.ndarray]) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate(arrays)[mask_S])
+
+    def stage(name: str) -> torch.Tensor | None:
+        return tensor([recorded.arrays[name][row.id] for row in batch]) if name in recorded.arrays else None
+
+    inputs: dict[str, Any] = {
+        "logprobs_N": stage("logprobs"),
+        "proximal_N": stage("proximal_logprobs"),
+        "behaviour_N": tensor([row.logprobs for row in batch]),
+        "advantages_N": stage("advantages"),
+        "reference_N": stage("reference_logprobs"),
+    }
+    loss = policy_loss(**inputs, **loss_options(Algorithm(**summary["config"]["algorithm"])))
+    loss_S = np.zeros(len(mask_S), np.float32)
+    loss_S[mask_S] = loss.per_token_N.numpy()
+    pieces = np.split(loss_S, np.cumsum([len(row.input_ids) for row in batch])[:-1])
+    return dict(zip([row.id for row in batch], pieces, strict=True))

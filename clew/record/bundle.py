@@ -1,0 +1,88 @@
+"""One file with what a step needs to be replayed elsewhere: a part of a run directory, as a zip archive."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from clew.errors import RecordError
+from clew.record.files import explain_disk_errors, read_json
+from clew.record.rows import FORMAT, check_format
+from clew.record.run import RunDirectory, open_run
+
+NAME = "bundle.json"
+
+
+def write_bundle(run: RunDirectory, step: int, *, stages_only: bool, to: Path | None = None) -> Path:
+    """Write the bundle of a committed step; returns its path.
+
+    stages_only: the step's own files, without weights; otherwise also the nearest checkpoint before it, the first one
+    (the KL term's reference) and the steps between. Raises RecordError: no such step, no checkpoint, a full disk.
+    """
+    run.steps.read(step)  # it must be committed
+    first = step
+    folders: list[Path] = []
+    if not stages_only:
+        versions = sorted(int(path.parent.name[5:]) for path in run.checkpoints.glob("step-*/checkpoint.json"))
+        before = [version for version in versions if version <= step]
+        if not before:
+            raise RecordError(
+                f"{run.path} has no checkpoint at or before step {step}: bundle it with --stages-only, or another step."
+            )
+        first = before[-1]
+        folders = [run.checkpoints / f"step-{version:06d}" for version in sorted({before[0], first})]
+    said = {"clew_format": FORMAT, "step": step, "first": first, "stages_only": stages_only, "run": str(run.path)}
+    path = to or Path(f"{run.path.parent.name}-{run.path.name}-step-{step:06d}.clew.zip")
+    files = [run.config_path, run.run_json]
+    for each in range(first, step + 1):
+        files += [run.steps.data_path(each), run.steps.json_path(each), run.steps.stage_path(each, 0)]
+    files += [file for folder in folders for file in sorted(folder.iterdir())]
+    missing = [file for file in files if not file.exists()]
+    if missing:
+        raise RecordError(
+            f"{missing[0]} is missing, which the bundle of step {step} needs. record.keep_steps may have removed it."
+        )
+    beside = path.with_name(f".{path.name}")
+    with explain_disk_errors(path):
+        try:
+            with zipfile.ZipFile(beside, "w", zipfile.ZIP_DEFLATED) as archive:
+                archive.writestr(NAME, json.dumps(said))
+                archive.writestr("steps/index.jsonl", "".join(_index(run, step)))
+                for file in files:
+                    archive.write(file, str(file.relative_to(run.path)))
+            beside.replace(path)
+        finally:
+            beside.unlink(missing_ok=True)
+    return path
+
+
+def _index(run: RunDirectory, step: int) -> list[str]:
+    return [json.dumps(entry) + "\n" for entry in run.steps.index()[: step + 1]]
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[tuple[RunDirectory, dict[str, Any] | None]]:
+    """A run directory, or what a bundle unpacks to, for as long as the block runs; and what the bundle says of itself.
+
+    Raises RecordError when `path` is neither.
+    """
+    if path.is_dir():
+        yield open_run(path), None
+        return
+    try:
+        with zipfile.ZipFile(path) as archive, tempfile.TemporaryDirectory(prefix="clew-bundle-") as name:
+            if NAME not in archive.namelist():
+                raise RecordError(f"{path} is no bundle of Clew: it holds no {NAME}.")
+            archive.extractall(name)  # members that point outside lose what does
+            said = read_json(Path(name) / NAME)
+            check_format(path, said["clew_format"])
+            yield RunDirectory(Path(name)), said
+    except FileNotFoundError:
+        raise RecordError(f"{path} does not exist: expected a run directory or a bundle.") from None
+    except zipfile.BadZipFile as error:
+        raise RecordError(f"{path} is neither a run directory nor a bundle ({error}); it may be truncated.") from None

@@ -1,0 +1,232 @@
+"""`clew.record.Writer`: how a trainer that is not Clew's own leaves a run directory that Clew's readers read.
+
+What another trainer does not know is filled in as docs/record.md says. Torch-free, but takes torch's tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as SequenceABC
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from clew.errors import RecordError
+from clew.record import rows
+from clew.record.digest import digest_batch
+from clew.record.files import write_bytes
+from clew.record.inbox import group_name
+from clew.record.run import RunDirectory
+
+NEEDED = ("group_id", "input_ids", "loss_mask", "logprobs", "reward")
+"""What nobody can make up."""
+UNTRAINED = {"loss_mask": False, "logprobs": 0, "versions": -1, "turn_ids": -1, "temperatures": 1}
+"""What an aligned column holds for a token that was not generated, and for padding."""
+
+
+class Writer:
+    """Writes a run directory, a step at a time. One process of a trainer has one. ::
+
+    with Writer("runs/mine/0", config={"lr": 1e-6}, trainer="mine") as writer:
+        ...
+        writer.step(sequences, stages={"advantages": advantages}, metrics={"loss": loss})
+    """
+
+    def __init__(self, path: Path | str, config: Mapping[str, Any] | None = None, *, trainer: str = "unknown") -> None:
+        """Create the run directory, or go on with one that a Writer made. Raises RecordError.
+
+        config: anything that JSON can hold; None leaves config.yaml as it is. trainer: its name, for run.json.
+        """
+        self.run = RunDirectory(Path(path))
+        if self.run.newest_weights() is not None:
+            raise RecordError(f"{path} is a run of `clew train`, not of another trainer. Choose another folder.")
+        self._lock = self.run.hold("trainer")
+        self.run.clean_after_trainer()
+        self.run.describe(None, trainer=trainer)
+        if config is not None:
+            import yaml
+
+            plain = json.loads(json.dumps(dict(config), default=str))
+            write_bytes(self.run.config_path, yaml.safe_dump(plain, sort_keys=False, allow_unicode=True).encode())
+        self._trainer = trainer
+        self.next_group = 0
+        """The number that the next new group gets."""
+        self._count_groups(self.run.steps.consumed())
+
+    def close(self) -> None:
+        """Let another process write."""
+        self._lock.close()
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self.close()
+
+    def new_groups(self, count: int) -> list[str]:
+        """Names for the next groups, such as g000012; no committed step has used them."""
+        first, self.next_group = self.next_group, self.next_group + count
+        return [group_name(number) for number in range(first, self.next_group)]
+
+    def step(
+        self,
+        sequences: Iterable[Mapping[str, Any] | rows.Sequence],
+        *,
+        stages: Mapping[str, SequenceABC[Any]] | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        timings: Mapping[str, float] | None = None,
+    ) -> int:
+        """Commit what one optimizer step was trained on; its number, which follows from the record.
+
+        sequences: a mapping each, with columns of `clew.record.rows.Sequence`; at least those in `NEEDED`. Aligned
+        columns are lists, arrays or tensors of T entries (entry i belongs to token i, given those before it), or one
+        number for all trained tokens.
+        stages: what was computed, by name: likewise, one entry a sequence. metrics: numbers by name; None is left out.
+        timings: seconds by name.
+        Raises RecordError, and then nothing was committed.
+        """
+        number = self.run.steps.count()
+        now = time.time()
+        batch = [
+            row if row.consumed_at is not None else dataclasses.replace(row, consumed_at=now)
+            for row in complete(sequences, version=number)
+        ]
+        if not batch:
+            raise RecordError(f"step {number} has no sequences; a step consumes one or more.")
+        arrays = {name: _stage(name, values, batch) for name, values in (stages or {}).items()}
+        versions = np.concatenate([row.versions[row.loss_mask] for row in batch])
+        summary = {
+            "groups": sorted({row.group_id for row in batch}),
+            "versions": [int(versions.min()), int(versions.max())] if versions.size else [number, number],
+            "digests": {"data": digest_batch(batch)},
+            "tensors": {},
+            "metrics": _numbers("metric", metrics),
+            "evaluation": None,
+            "plan": [],
+            "environment": {"trainer": self._trainer},
+            "config": {},
+            "committed_at": now,
+            "timings": _numbers("timing", timings),
+        }
+        self.run.steps.write_data(number, rows.to_table(batch))
+        self.run.steps.write_stages(number, 0, batch, arrays)
+        self.run.steps.commit(number, summary)
+        self._count_groups(summary["groups"])
+        return number
+
+    def _count_groups(self, names: Iterable[str]) -> None:
+        numbers = (int(name[1:]) for name in names if re.fullmatch(r"g[0-9]+", name))
+        self.next_group = max([self.next_group, *(number + 1 for number in numbers)])
+
+
+def complete(sequences: Iterable[Mapping[str, Any] | rows.Sequence], *, version: int) -> list[rows.Sequence]:
+    """Sequences with all columns; what is missing is filled in as docs/record.md says. Raises RecordError.
+
+    version: of the weights that sampled the tokens, where a sequence does not say.
+    """
+    made: list[rows.Sequence] = []
+    episodes: Counter[str] = Counter()
+    parts: Counter[str] = Counter()
+    for place, given in enumerate(sequences):
+        if isinstance(given, rows.Sequence):
+            made.append(given)
+            continue
+        where = f"sequence {place}"
+        missing = [name for name in NEEDED if given.get(name) is None]
+        if missing:
+            raise RecordError(f"{where} has no {', '.join(missing)}; expected at least {', '.join(NEEDED)}.")
+        unknown = [name for name in given if name not in rows.SCHEMA.names]
+        if unknown:
+            raise RecordError(
+                f"{where} has {', '.join(map(repr, unknown))}; the columns are {', '.join(rows.SCHEMA.names)}. Put "
+                f"anything else into data or an interaction."
+            )
+        values = {name: value for name, value in given.items() if value is not None}
+        group_id = str(values["group_id"])
+        if "episode_id" not in values:
+            values["episode_id"] = f"{group_id}.e{episodes[group_id]}"
+            episodes[group_id] += 1
+        episode_id = str(values["episode_id"])
+        if "id" not in values:
+            values["id"] = f"{episode_id}.s{parts[episode_id]}"
+            parts[episode_id] += 1
+        made.append(_complete(values, where, version))
+    for name, count in Counter(row.id for row in made).most_common(1):
+        if count > 1:
+            raise RecordError(f"the id {name!r} names {count} sequences of one step; expected one id a sequence.")
+    return made
+
+
+def _complete(values: dict[str, Any], where: str, version: int) -> rows.Sequence:
+    where = f"{where} ({values['id']})"
+    input_ids = _array(values["input_ids"], np.int32)
+    mask = _aligned("loss_mask", values["loss_mask"], where, np.ones(len(input_ids), np.bool_))
+    defaults = {"versions": version, "turn_ids": 0, "temperatures": 1.0}
+    aligned = {
+        name: _aligned(name, values.get(name, defaults.get(name)), where, mask)
+        for name in rows.ALIGNED
+        if name not in ("input_ids", "loss_mask")
+    }
+    if mask[:1].any():
+        raise RecordError(
+            f"{where}: its first token is in loss_mask, but nothing predicts it. Entry i of an aligned column belongs "
+            f"to token i, given the tokens before it: was it shifted by one?"
+        )
+    reward = _number(f"{where}: reward", values["reward"])
+    rewards = values.get("rewards", {} if np.isnan(reward) else {"reward": reward})
+    versions = aligned["versions"][mask]
+    return rows.Sequence(
+        **{
+            "admitted_version": int(versions.min()) if versions.size else version,
+            **values,
+            **aligned,
+            **{name: str(values[name]) for name in ("id", "group_id", "episode_id")},
+            "input_ids": input_ids,
+            "loss_mask": mask,
+            "reward": reward,
+            "rewards": _numbers(f"{where}: reward", rewards),
+        }
+    )
+
+
+def _aligned(name: str, value: Any, where: str, mask: np.ndarray) -> np.ndarray:
+    """A column as one entry a token. A single number stands for all tokens in `mask`."""
+    array = _array(value, rows.ALIGNED.get(name, np.float32))
+    if array.ndim == 0:
+        return np.where(mask, array, np.array(UNTRAINED.get(name, 0), array.dtype))
+    if array.shape != mask.shape:
+        raise RecordError(
+            f"{where}: {name} has the shape {list(array.shape)}, input_ids {len(mask)} tokens; expected an entry a "
+            f"token, 0 for those that are not trained on, or one number."
+        )
+    return array
+
+
+def _stage(name: str, values: SequenceABC[Any], batch: list[rows.Sequence]) -> list[np.ndarray]:
+    if len(values) != len(batch):
+        raise RecordError(f"stage {name!r} has {len(values)} entries; expected one for each of {len(batch)} sequences.")
+    return [_aligned(f"stage {name!r}", value, row.id, row.loss_mask) for value, row in zip(values, batch, strict=True)]
+
+
+def _array(value: Any, dtype: type) -> np.ndarray:
+    if hasattr(value, "detach"):  # a torch tensor; NumPy takes none with a gradient, on a GPU, or of bfloat16
+        value = value.detach().cpu()
+        value = value.float() if "bfloat16" in str(value.dtype) else value
+    return np.asarray(value).astype(dtype)
+
+
+def _numbers(what: str, values: Mapping[str, Any] | None) -> dict[str, float]:
+    return {name: _number(f"{what} {name!r}", value) for name, value in (values or {}).items() if value is not None}
+
+
+def _number(what: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise RecordError(f"{what} is {value!r}; expected a number.") from None

@@ -1,0 +1,29 @@
+"""A new run that shares its beginning with another: the same steps up to one, then steps of its own."""
+
+from __future__ import annotations
+
+import shutil
+
+from clew.errors import RecordError
+from clew.record.files import write_bytes
+from clew.record.run import RunDirectory
+from clew.training import checkpoint
+from clew.training.engine import TrainEngine
+from clew.training.folders import written_aside
+
+
+def branch(source: RunDirectory, run: RunDirectory, engine: TrainEngine) -> None:
+    """Have `run`, which must be new, go on from where `engine` is in `source`. The steps before are there by what they
+    committed, without their data; the engine's state is a checkpoint, and so is the first one of `source`.
+
+    Raises RecordError when `run` has steps or checkpoints already.
+    """
+    if run.steps.count() or checkpoint.saved(run.checkpoints):
+        raise RecordError(f"{run.path} has steps or checkpoints already. Choose another trial=NAME.")
+    for earlier in range(engine.version):
+        write_bytes(run.steps.json_path(earlier), source.steps.json_path(earlier).read_bytes())
+    run.steps.repair()
+    first = checkpoint.saved(source.checkpoints)[0]
+    with written_aside(run.checkpoints / first.name) as aside:
+        shutil.copytree(first, aside, dirs_exist_ok=True)
+    checkpoint.save(engine, run.checkpoints / f"step-{engine.version:06d}")

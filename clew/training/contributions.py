@@ -1,0 +1,162 @@
+"""What each sequence of a step contributes to its gradient, and where a number first stops being one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from clew.training.engine import Prepared, TrainEngine
+from clew.training.scoring import score
+from clew.training.tokens import MicroBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contribution:
+    """One sequence's part in one update."""
+
+    row: int
+    """In the batch."""
+    update: int
+    loss: float
+    """Its summand of the update's loss; they add up to it."""
+    gradient_norm: float
+    """Of its summand of the gradient."""
+    share: float
+    """Its summand's component along the whole gradient, over the whole gradient's norm: they add up to 1."""
+    where_N: np.ndarray
+    """Position in the step's arrays of each trained token; aligned with the three below."""
+    logprobs_N: np.ndarray
+    losses_N: np.ndarray
+    weights_N: np.ndarray
+    """How much each token pulls: |d loss / d logprob| x (1 - probability), which is what reaches its own logit."""
+
+
+def contributions(engine: TrainEngine, step: Prepared) -> Iterator[Contribution]:
+    """Each sequence's part in each update of a step, which is made meanwhile: the engine is then at the next version's
+    weights, or, after a gradient that is not finite, where that left it.
+
+    The gradient of the whole is computed first, as the step does; then that of each sequence alone.
+    """
+    for number, minibatch in enumerate(step.plan):
+        trained = sum(step.tokens.trained_in(rows) for rows in minibatch)
+        for rows in minibatch:
+            _backward(engine, step, rows, trained)
+        whole = {name: grad.clone() for name, grad in engine.optimizer.gradients().items()}
+        norm = _norm(whole.values())
+        for row in sorted(row for rows in minibatch for row in rows):
+            engine.optimizer.forget()
+            yield _contribution(engine, step, row, number, trained, whole, norm)
+        for name, grad in whole.items():
+            engine.optimizer.masters[name].grad = grad
+        if not math.isfinite(engine.optimizer.clip()):
+            engine.optimizer.forget()
+            return
+        engine.optimizer.update()
+
+
+def _backward(engine: TrainEngine, step: Prepared, rows: list[int], trained: int) -> tuple[MicroBatch, Tensor, Tensor]:
+    """Add the gradient of these rows; returns their logprobs and losses, one a trained token."""
+    micro = MicroBatch.of(step.tokens, rows, engine.device)
+    if not len(micro.where_N):
+        return micro, torch.zeros(0), torch.zeros(0)
+    scores = score(engine.model, micro.input_ids_BT, micro.rows_N, micro.columns_N, micro.temperatures_N)
+    scores.logprobs_N.retain_grad()
+    loss_N, _ = step.loss_of(micro, scores.logprobs_N)
+    (loss_N.sum() / trained).backward()
+    engine.optimizer.gather()
+    return micro, scores.logprobs_N, loss_N.detach()
+
+
+def _contribution(
+    engine: TrainEngine, step: Prepared, row: int, update: int, trained: int, whole: dict[str, Tensor], norm: float
+) -> Contribution:
+    micro, logprobs_N, losses_N = _backward(engine, step, [row], trained)
+    own = engine.optimizer.gradients()
+    along = sum(float((grad.double() * whole[name].double()).sum()) for name, grad in own.items())
+    pull_N = torch.zeros(0) if logprobs_N.grad is None else logprobs_N.grad.abs() * -torch.expm1(logprobs_N.detach())
+    return Contribution(
+        row=row,
+        update=update,
+        loss=float(losses_N.sum()) / max(1, trained),
+        gradient_norm=_norm(own.values()),
+        share=along / norm**2 if norm else 0.0,
+        where_N=micro.where_N,
+        logprobs_N=logprobs_N.detach().cpu().numpy(),
+        losses_N=losses_N.cpu().numpy(),
+        weights_N=pull_N.cpu().numpy(),
+    )
+
+
+def _norm(gradients: Any) -> float:
+    return math.sqrt(sum(float(grad.double().square().sum()) for grad in gradients))
+
+
+def first_not_finite(engine: TrainEngine, step: Prepared, row: int) -> str | None:
+    """Where NaN or infinity first appears when this sequence is computed: a parameter, a module's output in the forward
+    pass, a recorded input of the loss, or a gradient in the backward pass. None when all is finite."""
+    for name, parameter in engine.model.named_parameters():
+        if not bool(parameter.isfinite().all()):
+            return f"the parameter {name}{_place(parameter)}: before anything was computed"
+    found: list[str] = []
+
+    def forward_hook(name: str) -> Any:
+        def hook(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+            for tensor in _tensors(output):
+                if not found and not bool(tensor.isfinite().all()):
+                    found.append(f"the output of {name} ({type(module).__name__}){_place(tensor)}, in the forward pass")
+                if tensor.requires_grad:
+                    tensor.register_hook(gradient_hook(name, type(module).__name__))
+
+        return hook
+
+    def gradient_hook(name: str, kind: str) -> Any:
+        def hook(gradient: Tensor) -> None:
+            if not found and not bool(gradient.isfinite().all()):
+                found.append(f"the gradient of the output of {name} ({kind}){_place(gradient)}, in the backward pass")
+
+        return hook
+
+    handles = [
+        module.register_forward_hook(forward_hook(name)) for name, module in engine.model.named_modules() if name
+    ]
+    try:
+        engine.optimizer.forget()
+        span = slice(int(step.tokens.starts[row]), int(step.tokens.starts[row + 1]))
+        for kind, values_S in (
+            ("behaviour logprob", step.behaviour_S),
+            ("advantage", step.advantages_S),
+            ("reference logprob", step.reference_S),
+        ):
+            bad = [] if values_S is None else np.flatnonzero(~np.isfinite(values_S[span]))
+            if len(bad):
+                return f"the recorded {kind} of token {bad[0]} of {step.tokens.ids[row]}"
+        _backward(engine, step, [row], 1)
+        for name, gradient in engine.optimizer.gradients().items():
+            if not found and not bool(gradient.isfinite().all()):
+                found.append(f"the gradient of {name}{_place(gradient)}")
+    finally:
+        for handle in handles:
+            handle.remove()
+        engine.optimizer.forget()
+    return found[0] if found else None
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        if output.is_floating_point():
+            yield output
+    elif isinstance(output, (tuple, list)):
+        for each in output:
+            yield from _tensors(each)
+
+
+def _place(tensor: Tensor) -> str:
+    """The index of the first entry that is not finite, and how many there are."""
+    bad = (~tensor.isfinite()).nonzero()
+    return f" at {bad[0].tolist()} of {list(tensor.shape)} ({len(bad)} entries)"

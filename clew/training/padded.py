@@ -1,0 +1,177 @@
+"""A batch as one .pt file of plain tensors, padded on the right to [B, T]: what AReaL hands from rollout to training.
+
+Read with `weights_only=True`: a file in which somebody pickled an object is refused, and nothing of it is executed.
+docs/record.md, "A batch as a .pt file", has the fields.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import zipfile
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as SequenceABC
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from clew.errors import RecordError
+from clew.record import rows
+from clew.record.files import write_bytes
+from clew.record.inbox import group_name
+from clew.record.rows import Sequence
+from clew.record.writer import UNTRAINED, complete
+
+NEEDED = ("input_ids", "attention_mask", "loss_mask", "logprobs", "versions", "rewards")
+"""The tensors of AReaL's batch: [B, T], and rewards [B]."""
+TEXTS = ("id", "group_id", "episode_id", "finish_reason", "error")
+"""Lists of B str (error: or None)."""
+JSON = {"rewards_by_name": "rewards", "data": "data", "interactions": "interactions"}
+"""Lists of B str, each a JSON text, and the columns that they are in the record."""
+NUMBERS = ("admitted_version", "admitted_at", "started_at", "finished_at", "consumed_at")
+"""Tensors [B]; a consumed_at of NaN: not consumed."""
+
+
+def save_padded(
+    path: Path, sequences: SequenceABC[Sequence], stages: Mapping[str, SequenceABC[np.ndarray]] | None = None
+) -> None:
+    """Write a batch, atomically. `load_padded` gives back exactly these sequences.
+
+    stages: what was computed from it, by name: one array a sequence, aligned with its tokens.
+    """
+    lengths = np.array([len(row.input_ids) for row in sequences], np.int64)
+    real_BT = np.arange(lengths.max(initial=0)) < lengths[:, None]
+
+    def pad(values: Iterable[np.ndarray], dtype: type, fill: float = 0) -> Tensor:
+        padded_BT = np.full(real_BT.shape, fill, dtype)
+        padded_BT[real_BT] = np.concatenate([np.empty(0, dtype), *values])
+        return torch.from_numpy(padded_BT)
+
+    content: dict[str, Any] = {"clew_format": rows.FORMAT, "attention_mask": torch.from_numpy(real_BT)}
+    for name, dtype in rows.ALIGNED.items():
+        content[name] = pad([getattr(row, name) for row in sequences], dtype, UNTRAINED.get(name, 0))
+    content["input_ids"] = content["input_ids"].long()  # as embeddings and gather want them
+    content["rewards"] = torch.tensor([row.reward for row in sequences], dtype=torch.float64)
+    for name in NUMBERS:
+        values = [getattr(row, name) for row in sequences]
+        dtype = torch.int32 if name == "admitted_version" else torch.float64
+        content[name] = torch.tensor([float("nan") if value is None else value for value in values], dtype=dtype)
+    for name in TEXTS:
+        content[name] = [getattr(row, name) for row in sequences]
+    for name, column in JSON.items():
+        content[name] = [rows.ENCODER.encode(getattr(row, column)) for row in sequences]
+    content["stages"] = {name: pad(values, np.float32) for name, values in (stages or {}).items()}
+    file = io.BytesIO()
+    torch.save(content, file)
+    write_bytes(path, file.getbuffer())
+
+
+def load_padded(path: Path, *, group_size: int | None = None, first_group: int = 0) -> list[Sequence]:
+    """Read what `save_padded` or AReaL wrote. Raises RecordError: unreadable, newer, a pickled object, other shapes.
+
+    For a file that names no groups: group_size: rows that follow one another are a group of this size; None: all rows
+    are one group. first_group: its number.
+    """
+    content = _read(path)
+    lengths = content["attention_mask"].bool().sum(1)
+    count = len(lengths)
+    if "group_id" not in content:
+        size = group_size or max(count, 1)
+        if count % size:
+            raise RecordError(f"{path} has {count} rows, which are no whole number of groups of {size}.")
+        content["group_id"] = [group_name(first_group + row // size) for row in range(count)]
+    columns: dict[str, list[Any]] = {
+        name: _cut(content[name], content["attention_mask"]) for name in rows.ALIGNED if name in content
+    }
+    columns["reward"] = content["rewards"].double().tolist()
+    columns |= {name: content[name] for name in TEXTS if name in content}
+    for name in NUMBERS:
+        if name in content:
+            columns[name] = [None if value != value else value for value in content[name].tolist()]
+    try:
+        columns |= {column: list(map(json.loads, content[name])) for name, column in JSON.items() if name in content}
+    except ValueError as error:
+        raise RecordError(f"{path}: rewards_by_name, data or interactions is not JSON ({error}).") from None
+    try:
+        return complete(({name: values[row] for name, values in columns.items()} for row in range(count)), version=0)
+    except RecordError as error:
+        raise RecordError(f"{path}: {error}") from None
+
+
+def load_stages(path: Path) -> dict[str, list[np.ndarray]]:
+    """The stages of a file that `save_padded` wrote; none in AReaL's. Raises RecordError as `load_padded` does."""
+    content = _read(path)
+    return {name: _cut(values, content["attention_mask"]) for name, values in content.get("stages", {}).items()}
+
+
+def _cut(values_BT: Tensor, attention_mask_BT: Tensor) -> list[np.ndarray]:
+    """The real tokens of each row; a prompt may be padded on the left as well."""
+    values_BT = values_BT.detach().float() if values_BT.is_floating_point() else values_BT
+    return [values[mask].numpy() for values, mask in zip(values_BT, attention_mask_BT.bool(), strict=True)]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The content of a .pt file, checked for what `NEEDED` promises."""
+    try:
+        content = torch.load(path, weights_only=True, map_location="cpu")
+        if isinstance(content, dict) and "clew_format" in content:  # torch.load looks at no checksum
+            with zipfile.ZipFile(path) as archive:
+                altered = archive.testzip() is not None
+        else:
+            altered = False
+    except FileNotFoundError:
+        raise RecordError(f"{path} is missing.") from None
+    except Exception as error:  # what a damaged file makes of a pickle's instructions may raise anything
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        if found:
+            raise RecordError(
+                f"{path} holds a pickled object ({found[1]}), which could run any code; none of it was executed. "
+                f"Expected tensors, lists and text only: convert it where you trust it, with "
+                f"torch.save({{name: torch.as_tensor(...)}}, path)."
+            ) from None
+        raise RecordError(
+            f"{path} cannot be read as a .pt file ({type(error).__name__} in torch.load); it has "
+            f"{path.stat().st_size} bytes. It was truncated or altered, or is of another form."
+        ) from None
+    if altered:
+        raise RecordError(f"{path} was altered after it was written: a checksum differs. Export it once more.")
+    if not isinstance(content, dict):
+        raise RecordError(f"{path} holds a {type(content).__name__}; expected a dictionary of tensors by name.")
+    rows.check_format(path, content.get("clew_format", 0))
+    missing = [name for name in NEEDED if name not in content]
+    if missing:
+        raise RecordError(
+            f"{path} has no {', '.join(missing)}; it holds {', '.join(map(str, content))}. Expected the padded batch "
+            f"of docs/record.md: {', '.join(NEEDED)}."
+        )
+    _check_shapes(path, content)
+    return content
+
+
+def _check_shapes(path: Path, content: dict[str, Any]) -> None:
+    shape = list(content["attention_mask"].shape) if isinstance(content["attention_mask"], Tensor) else []
+    if len(shape) != 2:
+        raise RecordError(f"{path}: attention_mask is {_describe(content['attention_mask'])}; expected [B, T].")
+    stages = content.get("stages", {})
+    padded = {name: content[name] for name in rows.ALIGNED if name in content}
+    wanted = {
+        **dict.fromkeys([*padded, *(f"stages.{name}" for name in stages)], shape),
+        **dict.fromkeys(["rewards", *(name for name in NUMBERS if name in content)], shape[:1]),
+    }
+    found = {**content, **{f"stages.{name}": values for name, values in stages.items()}}
+    for name, expected in wanted.items():
+        if not isinstance(found[name], Tensor) or list(found[name].shape) != expected:
+            raise RecordError(f"{path}: {name} is {_describe(found[name])}; expected a tensor {expected}.")
+    for name in (*TEXTS, *JSON):
+        if name in content and (not isinstance(content[name], list) or len(content[name]) != shape[0]):
+            raise RecordError(f"{path}: {name} is {_describe(content[name])}; expected a list of {shape[0]} texts.")
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor {list(value.shape)}"
+    return f"a list of {len(value)}" if isinstance(value, list) else f"a {type(value).__name__}"

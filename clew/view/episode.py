@@ -1,0 +1,150 @@
+"""An episode: what was said, what it was worth, and when; and its tokens."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.text import Text
+
+from clew.errors import RecordError
+from clew.record.rows import Sequence
+from clew.record.run import RunDirectory
+from clew.view.find import Found, Name, read_stages
+from clew.view.text import MISSING, as_text, content_text, moment, number, pairs, visible
+from clew.view.tokens import load_tokenizer, show_tokens
+
+
+def show_episode(console: Console, run: RunDirectory, found: Found, name: Name, tokens: bool) -> None:
+    episodes = found.episodes()
+    sequences = episodes.get(name.episode or "", [])
+    if not sequences:
+        there = f"its episodes are {', '.join(episodes)}" if episodes else "it has no episode yet"
+        raise RecordError(
+            f"{run.path} has no episode {name.episode}. Group {found.id}: {visible(found.fate, keep='')}; {there}."
+        )
+    parts = {sequence.id: [sequence.id, *(str(i.get("id")) for i in sequence.interactions)] for sequence in sequences}
+    shown = [sequence for sequence in sequences if name.part is None or name.part in parts[sequence.id]]
+    if not shown:
+        raise RecordError(f"{run.path} has no {name.part}; there is {', '.join(itertools.chain(*parts.values()))}.")
+    interactions = [
+        each for sequence in shown for each in sequence.interactions if name.part in (None, sequence.id, each.get("id"))
+    ]
+    last = sequences[-1]
+    rewards = f" = {rewards_by_name(last.rewards)}" if last.rewards else ""
+    console.print(
+        pairs(
+            [
+                ("episode", str(name.episode)),
+                ("group", f"{found.id}, {found.fate}"),
+                ("reward", number(last.reward, ".6g") + rewards),
+                ("finish", last.finish_reason),
+                *((f"sequence {each.id}", _lengths(each)) for each in shown if len(each.input_ids)),
+                ("versions", f"{versions(sequences)}, admitted at {last.admitted_version}"),
+                ("lag", lag(sequences, found.step)),
+                ("admitted", moment(last.admitted_at)),
+                ("started", _after(last.started_at, last.admitted_at)),
+                ("finished", _after(last.finished_at, last.admitted_at)),
+                ("consumed", _after(last.consumed_at, last.admitted_at)),
+            ]
+        )
+    )
+    if last.error:
+        console.print()
+        console.print(Text("error", style="bold red"))
+        console.print(Text(visible(last.error)), soft_wrap=True)
+    if tokens:
+        _show_tokens(console, run, found, shown)
+    else:
+        _show_interactions(console, interactions)
+
+
+def _show_tokens(console: Console, run: RunDirectory, found: Found, sequences: list[Sequence]) -> None:
+    stages: dict[str, dict[str, list[float]]] = {}
+    if found.step is not None and found.committed:
+        stages = read_stages(run, found.step, {sequence.id for sequence in sequences})
+    tokenizer = load_tokenizer(run, console)
+    for sequence in sequences:
+        console.print()
+        console.print(Text(f"{sequence.id}: {_lengths(sequence)}", style="bold"))
+        show_tokens(console, sequence, stages.get(sequence.id, {}), tokenizer)
+
+
+def _show_interactions(console: Console, interactions: list[dict[str, Any]]) -> None:
+    """All that is known of each. Messages that the one before has too are not repeated."""
+    if not interactions:
+        console.print(Text("\nno interaction is recorded; --tokens shows the tokens, if there are any", style="dim"))
+    before: dict[str, Any] = {}
+    for interaction in interactions:
+        known = dict(interaction)
+        started, finished = known.pop("started_at", None), known.pop("finished_at", None)
+        sampling = known.pop("sampling", {})
+        prompt, completion = known.pop("prompt", None), known.pop("completion", None)
+        facts = {**known, "started": moment(started), "took": _after(finished, started), **sampling}
+        facts.pop("id", None)
+        console.print()
+        console.print(Text(visible(as_text(interaction.get("id", "interaction")), keep=""), style="bold"))
+        said = "  ".join(f"{name}={as_text(value)}" for name, value in facts.items())
+        console.print(Text(visible(said, keep=""), style="dim"), soft_wrap=True)
+        _show_prompt(console, prompt, before)
+        _say(console, "completion", completion, "bold green")
+        before = interaction
+
+
+def _show_prompt(console: Console, prompt: Any, before: dict[str, Any]) -> None:
+    if prompt is None:
+        console.print(Text("the workflow did not say what the prompt was; --tokens shows it", style="dim"))
+        return
+    if not isinstance(prompt, list):
+        _say(console, "prompt", prompt, "bold cyan")
+        return
+    earlier = before.get("prompt")
+    repeated = len(earlier) if isinstance(earlier, list) and earlier == prompt[: len(earlier)] else 0
+    if repeated:
+        console.print(Text(f"the {repeated} messages of {before.get('id')}, and", style="dim"))
+    for message in prompt[repeated:]:
+        if not isinstance(message, dict):
+            _say(console, "message", message, "bold cyan")
+            continue
+        more = {name: value for name, value in message.items() if name not in ("role", "content") and value}
+        content = message.get("content")
+        said = [content_text(content)] if content is not None else []
+        said += [f"{name}: {as_text(value)}" for name, value in more.items()]
+        _say(console, as_text(message.get("role", "message")), "\n".join(said), "bold cyan")
+
+
+def _say(console: Console, who: str, what: Any, style: str) -> None:
+    console.print(Text(visible(who, keep=""), style=style))
+    console.print(Text(visible(as_text(what))), soft_wrap=True)
+
+
+def _lengths(sequence: Sequence) -> str:
+    return f"{len(sequence.input_ids)} tokens, {int(sequence.loss_mask.sum())} of them generated"
+
+
+def _after(seconds: float | None, since: float | None) -> str:
+    return f"{seconds - since:+.2f} s" if seconds and since else MISSING
+
+
+def lag(sequences: list[Sequence], step: int | None) -> str:
+    """Mean and maximum over the trained tokens: how many versions older than the step that trains on them."""
+    if step is None or not sequences:
+        return MISSING
+    lags = step - np.concatenate([sequence.versions[sequence.loss_mask] for sequence in sequences])
+    return f"{lags.mean():.2f}/{lags.max()}" if lags.size else MISSING
+
+
+def rewards_by_name(rewards: dict[str, float]) -> str:
+    return "  ".join(f"{name} {value:.4g}" for name, value in rewards.items())
+
+
+def versions(sequences: Iterable[Sequence]) -> str:
+    """Of the generated tokens."""
+    generated = np.concatenate([sequence.versions[sequence.loss_mask] for sequence in sequences])
+    if not generated.size:
+        return MISSING
+    oldest, newest = generated.min(), generated.max()
+    return str(oldest) if oldest == newest else f"{oldest} to {newest}"

@@ -1,0 +1,192 @@
+"""Where in a run directory a thing lies that someone asks for by its ID. Reads the index, and the one file needed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from clew.errors import RecordError
+from clew.record import rows
+from clew.record.rows import Sequence
+from clew.record.run import RunDirectory
+
+_ID = re.compile(r"((?:v(\d+)\.)?[^/*?\[]+?)(?:(\.e\d+)(\.[is]\d+)?)?")
+
+
+@dataclass(frozen=True)
+class Name:
+    """An ID taken apart: g000123, g000123.e2, g000123.e2.s0, g000123.e2.i0; of an evaluation with v000020 before it.
+    Another trainer's groups may have other names."""
+
+    group: str
+    episode: str | None = None
+    part: str | None = None
+    """A sequence or an interaction of the episode."""
+    version: int | None = None
+    """Of an evaluation."""
+
+    @classmethod
+    def parse(cls, text: str) -> Name:
+        """Raises RecordError."""
+        found = _ID.fullmatch(text)
+        if found is None:
+            raise RecordError(
+                f"{text!r} is no step and no ID. Expected a step such as 137, a group such as g000123, "
+                f"an episode such as g000123.e2, or a sequence such as g000123.e2.s0."
+            )
+        group, version, episode, part = found.groups()
+        return cls(group, episode and group + episode, text if part else None, int(version) if version else None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A group, and what became of it."""
+
+    id: str
+    fate: str
+    sequences: list[Sequence] = field(default_factory=list)
+    """In the file that holds the group."""
+    failed: list[Sequence] = field(default_factory=list)
+    """Of failed episodes, which lie in rejected/ when the others are trained on."""
+    step: int | None = None
+    """The step that trains, or trained, on it."""
+    committed: bool = False
+    """Whether that step is."""
+
+    def episodes(self) -> dict[str, list[Sequence]]:
+        """The sequences of each episode, failed ones too."""
+        found: dict[str, list[Sequence]] = {}
+        for sequence in [*self.sequences, *self.failed]:
+            found.setdefault(sequence.episode_id, []).append(sequence)
+        return dict(sorted(found.items(), key=lambda item: _number(item[0])))
+
+
+def find_group(run: RunDirectory, name: Name) -> Found:
+    """A group by its ID: in an evaluation, a step, the inbox, or rejected/. Raises RecordError when there is none."""
+    group = name.group
+    if name.version is not None:
+        return _of_evaluation(run, group, name.version)
+    # In the order in which a group moves: so one that moves meanwhile is seen.
+    admitted = run.inbox.running().get(group)
+    waiting = _rows(run.inbox.folder / f"{group}.parquet")
+    rejected = _rows(run.rejected / f"{group}.parquet")
+    failed = [row for path in sorted(run.rejected.glob(f"{group}.e*.parquet")) for row in _rows(path)]
+    index = run.steps.index()
+    step = next((entry["step"] for entry in reversed(index) if group in entry["groups"]), None)
+    if step is not None:
+        only_failed = not run.steps.has_data(step) and name.episode in {row.episode_id for row in failed}
+        trained = [] if only_failed else _of_group(read_step(run, step), group)
+        fate = f"consumed by step {step}"
+        return Found(id=group, fate=fate, sequences=trained, failed=failed, step=step, committed=True)
+    step = len(index)
+    batch = run.steps.read_data(step) if run.steps.has_data(step) else []
+    chosen = [row for row in batch if row.group_id == group]
+    if chosen:
+        fate = f"chosen for step {step}, which is not committed yet"
+        return Found(id=group, fate=fate, sequences=chosen, failed=failed, step=step)
+    if waiting:
+        return Found(id=group, fate="waiting in the inbox", sequences=waiting, failed=failed)
+    if rejected:
+        reasons = [row.error for row in rejected if row.finish_reason != "error"]  # the others: why they failed
+        why = reasons[0] if reasons else f"all {len(rejected)} episodes failed"
+        return Found(id=group, fate=f"rejected: {why}", sequences=rejected)
+    if admitted is not None:
+        return Found(id=group, fate=f"being made, admitted at version {admitted}")
+    raise RecordError(
+        f"{run.path} has no group {group}: {committed_steps(len(index))}, {_range(index)}, and it is neither chosen, "
+        f"waiting in the inbox, being made, nor in rejected/."
+    )
+
+
+def read_step(run: RunDirectory, step: int) -> pa.Table:
+    """The batch of a committed step. Raises RecordError: truncated, altered, not kept."""
+    path = run.steps.data_path(step)
+    if not path.exists():
+        keep = Settings(run.path).get("record.keep_steps")
+        why = f"record.keep_steps={keep} keeps the newest" if keep else "it was removed"
+        raise RecordError(
+            f"the sequences of step {step} are gone ({path}: {why}). What the step committed is still there: "
+            f"clew show {run.path} {step}"
+        )
+    return rows.read_table(path)
+
+
+def read_batch(run: RunDirectory, step: int) -> list[Sequence]:
+    """All sequences of a step, but for their interactions, which may be long. Raises RecordError like `read_step`."""
+    table = read_step(run, step)
+    place = table.schema.get_field_index("interactions")
+    return rows.from_table(table.set_column(place, "interactions", pa.array(["[]"] * table.num_rows)))
+
+
+def read_stages(run: RunDirectory, step: int, ids: Collection[str]) -> dict[str, dict[str, list[float]]]:
+    """What the ranks computed from these sequences: by sequence and stage a list, aligned with the tokens."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for path in sorted(run.steps.stage_path(step, 0).parent.glob("rank-*.parquet")):
+        table = rows.read_table(path)
+        for place, sequence_id in enumerate(table.column("id").to_pylist()):
+            if sequence_id in ids:
+                row = table.slice(place, 1).to_pydict()
+                found[sequence_id] = {name: list(of) for name, (of,) in row.items() if isinstance(of, list)}
+        if len(found) == len(ids):  # the other ranks have other sequences
+            break
+    return found
+
+
+class Settings:
+    """config.yaml of a run directory, unchecked: the run may be of another Clew, or of another trainer."""
+
+    def __init__(self, run: Path) -> None:
+        """Raises RecordError when it is no YAML."""
+        import yaml
+
+        path = run / "config.yaml"
+        try:
+            self._values = yaml.safe_load(path.read_text()) if path.exists() else None
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise RecordError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """A field by its dotted name."""
+        value = self._values
+        for part in name.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        return default if value is None else value
+
+
+def committed_steps(count: int) -> str:
+    """Which steps there are, for a message."""
+    return {0: "no step is committed yet", 1: "step 0 is committed"}.get(count, f"steps 0 to {count - 1} are committed")
+
+
+def _range(index: list[dict[str, Any]]) -> str:
+    groups = [group for entry in (*index[:1], *index[-1:]) for group in entry["groups"]]
+    return f"with groups from {groups[0]} to {groups[-1]}" if groups else "with no group"
+
+
+def _number(episode_id: str) -> int:
+    number = episode_id.rpartition(".e")[2]
+    return int(number) if number.isdecimal() else 0
+
+
+def _of_evaluation(run: RunDirectory, group: str, version: int) -> Found:
+    path = run.evals / f"version-{version:06d}.parquet"
+    sequences = _of_group(rows.read_table(path), group) if path.exists() else []
+    if not sequences:
+        versions = [str(entry["version"]) for entry in run.read_evals()]
+        raise RecordError(f"{run.path} has no {group}: versions {', '.join(versions) or 'none'} are evaluated.")
+    return Found(id=group, fate=f"evaluation of version {version}", sequences=sequences)
+
+
+def _rows(path: Path) -> list[Sequence]:
+    return rows.from_table(rows.read_table(path)) if path.exists() else []
+
+
+def _of_group(table: pa.Table, group: str) -> list[Sequence]:
+    """Its rows; the others are not unpacked."""
+    places = [place for place, name in enumerate(table.column("group_id").to_pylist()) if name == group]
+    return rows.from_table(pa.concat_tables([table.slice(place, 1) for place in places])) if places else []

@@ -1,0 +1,289 @@
+"""`clew show`: a run, a step, a group, an episode or its tokens, as the record has them.
+
+Reads the index, the JSON of the steps shown, and the one Parquet file that holds what is asked for: so it answers at
+once also where there are thousands of steps.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.columns import Columns
+from rich.console import Console
+from rich.text import Text
+
+from clew.errors import RecordError
+from clew.record.rows import Sequence
+from clew.record.run import RunDirectory, open_run
+from clew.record.steps import parse_steps
+from clew.view.episode import lag, rewards_by_name, show_episode, versions
+from clew.view.find import (
+    Found,
+    Name,
+    Settings,
+    committed_steps,
+    find_group,
+    read_batch,
+)
+from clew.view.text import (
+    MISSING,
+    as_text,
+    moment,
+    number,
+    one_line,
+    pairs,
+    prompt_text,
+    table,
+    visible,
+)
+
+STEPS_SHOWN = 20
+EVALUATIONS_SHOWN = 10
+FIELD_SHOWN = 2000
+"""Characters of a field of the prompt's data row."""
+
+
+def show(
+    path: Path, what: str | None = None, *, steps: str | None = None, tokens: bool = False, console: Console
+) -> None:
+    """Print what the record has.
+
+    path: a run directory or, without `what`, a folder that holds some.
+    what: a step's number or the ID of a group, an episode, a sequence or an interaction; None: the run.
+    steps: which steps of a run, as a slice: "100:140" are 100 to 139.
+    Raises RecordError.
+    """
+    if tokens and (what is None or what.isdecimal()):
+        raise RecordError("--tokens shows an episode or a sequence. Name one of them, such as g000123.e0.")
+    if steps is not None and what is not None:
+        raise RecordError(f"--steps chooses among the steps of a run: leave out {what}, or --steps.")
+    if what is None and not (path / "status").is_dir():
+        _show_runs(console, path)
+        return
+    run = open_run(path)
+    if what is None:
+        _show_run(console, run, steps)
+    elif what.isdecimal():
+        _show_step(console, run, int(what))
+    else:
+        name = Name.parse(what)
+        found = find_group(run, name)
+        if name.episode is None and tokens:
+            raise RecordError(f"--tokens shows an episode or a sequence. Name one of them, such as {name.group}.e0.")
+        if name.episode is None:
+            _show_group(console, run, found)
+        else:
+            show_episode(console, run, found, name, tokens)
+
+
+# Runs -----------------------------------------------------------------------------------------------------------------
+
+
+def _show_runs(console: Console, folder: Path) -> None:
+    """The runs of ROOT or ROOT/EXPERIMENT."""
+    paths = sorted(status.parent for depth in ("*", "*/*") for status in folder.glob(f"{depth}/status/"))
+    if not paths:
+        raise RecordError(
+            f"{folder} is no run directory (it holds no status/), and there is none in it or in its folders. "
+            f"A run lies in ROOT/EXPERIMENT/TRIAL."
+        )
+    rows = table(
+        "run", "steps", "reward", "evaluation", "checkpoint", "made", "model", left=("run", "made"), words=("model",)
+    )
+    for path in paths:
+        run = open_run(path)
+        config = Settings(path)
+        count = run.steps.count()
+        checkpoint = max(run.checkpoints.glob("step-*"), default=None)
+        evaluation = run.newest_eval()
+        rows.add_row(
+            visible(str(path.relative_to(folder))),
+            f"{count}/{config.get('training.steps', MISSING)}",
+            _reward_range(run, count),
+            number(evaluation.get("pass@1")) if evaluation else MISSING,
+            checkpoint.name.removeprefix("step-").lstrip("0") or "0" if checkpoint else MISSING,
+            moment(run.facts().get("created")),
+            one_line(as_text(config.get("model.path", MISSING))),
+        )
+    console.print(rows)
+
+
+def _show_run(console: Console, run: RunDirectory, steps: str | None) -> None:
+    config, facts = Settings(run.path), run.facts()
+    index = run.steps.index()
+    count = len(index)
+    chosen = range(count)[-STEPS_SHOWN:] if steps is None else parse_steps(steps, count)
+    model = [as_text(config.get(f"model.{name}", "")) for name in ("path", "dtype", "device")]
+    inbox, rejected = run.inbox.names(), run.rejected_groups()
+    packages = "  ".join(f"{name} {version}" for name, version in facts.get("packages", {}).items())
+    console.print(
+        pairs(
+            [
+                ("run", str(run.path)),
+                ("experiment", f"{config.get('experiment', MISSING)}, trial {config.get('trial', MISSING)}"),
+                ("model", "  ".join(model).strip() or MISSING),
+                ("packages", f"{packages}  python {facts.get('python', MISSING)}"),
+                ("git", facts.get("git") or MISSING),
+                ("created", moment(facts.get("created"))),
+                ("steps", f"{count} committed of {config.get('training.steps', MISSING)}"),
+                ("groups", f"{len(inbox)} waiting in the inbox, {len(rejected)} rejected"),
+                ("reward", _reward_range(run, count)),
+                ("checkpoints", "  ".join(sorted(p.name for p in run.checkpoints.glob("step-*"))) or MISSING),
+            ]
+        )
+    )
+    _show_evaluations(console, run.read_evals())
+    if not chosen:
+        if count:
+            raise RecordError(f"--steps {steps}: there is no such step; {committed_steps(count)}.")
+        return
+    console.print()
+    rows = table("step", "groups", "sequences", "reward", "length", "lag", "k3", "grad norm", "loss", "seconds")
+    for step in chosen:
+        summary = run.steps.read(step)
+        metrics = summary.get("metrics", {})
+        rows.add_row(
+            str(step),
+            str(len(summary["groups"])),
+            number(metrics.get("sequences"), ".0f"),
+            number(metrics.get("reward")),
+            number(metrics.get("response_length"), ".1f"),
+            f"{number(metrics.get('lag_mean'), '.2f')}/{number(metrics.get('lag_max'), '.0f')}",
+            number(metrics.get("behaviour_k3"), ".1e"),
+            number(metrics.get("grad_norm")),
+            number(metrics.get("loss"), ".2e"),
+            number(sum(summary.get("timings", {}).values()), ".2f"),
+        )
+    console.print(rows)
+
+
+def _show_evaluations(console: Console, evaluations: list[dict[str, Any]]) -> None:
+    if not evaluations:
+        return
+    console.print()
+    passes = [name for name in evaluations[-1] if name.startswith("pass@")]
+    rows = table("evaluation of", *passes, "reward", "length", "truncated", "episodes", "failed")
+    left_out = evaluations[1 : 1 - EVALUATIONS_SHOWN] if len(evaluations) > EVALUATIONS_SHOWN else []
+    for place, evaluation in enumerate(evaluations):
+        if left_out and place == 1:
+            rows.add_row(f"… {len(left_out)} more …")
+        if not 1 <= place <= len(left_out):
+            rows.add_row(
+                f"version {evaluation['version']}",
+                *(number(evaluation.get(name)) for name in (*passes, "reward")),
+                number(evaluation.get("length"), ".1f"),
+                number(evaluation.get("truncated")),
+                number(evaluation.get("episodes"), ".0f"),
+                number(evaluation.get("failed"), ".0f"),
+            )
+    console.print(rows)
+
+
+def _reward_range(run: RunDirectory, count: int) -> str:
+    """The mean reward of the first and of the last step."""
+    ends = [run.steps.read(step).get("metrics", {}).get("reward") for step in sorted({0, count - 1}) if count]
+    return " → ".join(number(reward) for reward in ends) or MISSING
+
+
+# A step ---------------------------------------------------------------------------------------------------------------
+
+
+def _show_step(console: Console, run: RunDirectory, step: int) -> None:
+    if not run.steps.json_path(step).exists():
+        count = run.steps.count()
+        made = f" Step {count} is being made." if run.steps.has_data(count) else ""
+        raise RecordError(f"{run.path} has no step {step}: {committed_steps(count)}.{made}")
+    summary = run.steps.read(step)
+    metrics, timings, plan = (summary.get(name) or {} for name in ("metrics", "timings", "plan"))
+    environment = dict(summary.get("environment", {}))
+    packages = environment.pop("packages", {})
+    console.print(
+        pairs(
+            [
+                ("step", f"{step}, committed {moment(summary.get('committed_at'))}"),
+                ("versions", "{} to {} (of the trained tokens)".format(*summary["versions"])),
+                *((f"digest of {name}", _flat(value)) for name, value in summary["digests"].items()),
+                ("plan", f"micro-batches of each update: {' '.join(str(len(update)) for update in plan) or MISSING}"),
+                ("environment", "  ".join(f"{name} {_flat(value)}" for name, value in environment.items())),
+                ("packages", "  ".join(f"{name} {version}" for name, version in packages.items())),
+                ("seconds", "  ".join(f"{name} {value:.3f}" for name, value in timings.items())),
+            ]
+        )
+    )
+    console.print()
+    console.print(
+        Columns([Text(f"{visible(name)} {value:.4g}") for name, value in metrics.items()], equal=True, padding=(0, 3))
+    )
+    console.print()
+    groups: dict[str, list[Sequence]] = {}
+    for sequence in read_batch(run, step):
+        groups.setdefault(sequence.group_id, []).append(sequence)
+    column = Settings(run.path).get("data.prompt", "prompt")
+    rows = table("group", "sequences", "lag", "rewards", "prompt", left=("group",), words=("rewards", "prompt"))
+    for group, sequences in groups.items():
+        rewards = {sequence.episode_id: f"{sequence.reward:.4g}" for sequence in sequences}
+        rows.add_row(
+            group,
+            str(len(sequences)),
+            lag(sequences, step),
+            " ".join(rewards.values()),
+            one_line(prompt_text(sequences[0].data.get(column, sequences[0].data))),
+        )
+    console.print(rows)
+
+
+def _flat(value: Any) -> str:
+    """A digest, or several: a list, or by name."""
+    if isinstance(value, dict):
+        return "  ".join(f"{name} {_flat(part)}" for name, part in value.items())
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+# A group --------------------------------------------------------------------------------------------------------------
+
+
+def _show_group(console: Console, run: RunDirectory, found: Found) -> None:
+    episodes = found.episodes()
+    if not episodes:
+        console.print(pairs([("group", found.id), ("fate", found.fate)]))
+        return
+    first = next(iter(episodes.values()))[0]
+    console.print(
+        pairs(
+            [
+                ("group", found.id),
+                ("fate", found.fate),
+                ("admitted", f"{moment(first.admitted_at)}, at version {first.admitted_version}"),
+                ("lag", lag(found.sequences, found.step)),
+                *((f"data.{name}", _field(value)) for name, value in first.data.items()),
+            ]
+        )
+    )
+    console.print()
+    names = ("episode", "sequences", "tokens", "reward", "rewards", "finish", "versions", "completion")
+    rows = table(*names, left=("episode", "finish", "versions"), words=("rewards", "completion"))
+    for episode, sequences in episodes.items():
+        last = sequences[-1]
+        failed = last.finish_reason == "error"
+        said = (last.error or "") if failed else _completion(last)
+        rows.add_row(
+            episode,
+            str(len(sequences)),
+            str(sum(int(sequence.loss_mask.sum()) for sequence in sequences)),
+            number(last.reward, ".4g"),
+            one_line(rewards_by_name(last.rewards)),
+            visible(last.finish_reason, keep=""),
+            versions(sequences),
+            one_line(f"error: {said}", style="red") if failed else one_line(said),
+        )
+    console.print(rows)
+
+
+def _completion(sequence: Sequence) -> str:
+    return as_text(sequence.interactions[-1].get("completion")) if sequence.interactions else ""
+
+
+def _field(value: Any) -> str:
+    text = as_text(value)
+    return text if len(text) <= FIELD_SHOWN else f"{text[:FIELD_SHOWN]}… ({len(text)} characters)"

@@ -1,0 +1,110 @@
+"""The tokens of a sequence, each by what training made of it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+from rich.console import Console
+from rich.text import Text
+
+from clew.record.rows import Sequence
+from clew.record.run import RunDirectory
+from clew.view.text import MISSING, number, visible
+
+LEGEND = "underlined: generated; green: advantage above 0, red: below 0, stronger where it is larger"
+LEGEND_UNTRAINED = "underlined: generated; no step's record has advantages of it"
+_BYTES = 4
+"""Tokens that one character may be spread over."""
+
+
+class Tokenizer(Protocol):
+    """What is needed of a tokenizer."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = ...) -> str: ...
+
+
+def load_tokenizer(run: RunDirectory, console: Console) -> Tokenizer | None:
+    """The tokenizer of the newest checkpoint; without one None, and the console says why there are only ids."""
+    path = max(run.checkpoints.glob("step-*/tokenizer.json"), default=None)
+    if path is None:
+        console.print(Text(f"Tokens are shown by their ids: no {run.checkpoints / 'step-*' / 'tokenizer.json'}."))
+        return None
+    from tokenizers import Tokenizer as FastTokenizer
+
+    try:
+        return FastTokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing more specific
+        console.print(Text(f"Tokens are shown by their ids: {path} cannot be read ({visible(str(error), keep='')})."))
+        return None
+
+
+def token_texts(ids: list[int], tokenizer: Tokenizer | None) -> list[str]:
+    """What each token adds to the text. A token that ends within a character, or adds nothing, is ⟨its id⟩; the one
+    that ends the character has it whole."""
+    if tokenizer is None:
+        return [f"⟨{token}⟩" for token in ids]
+    texts = []
+    begin = done = 0  # decoded with the token before: some tokenizers drop a space at the beginning of a text
+    for end in range(1, len(ids) + 1):
+        before = tokenizer.decode(ids[begin:done], skip_special_tokens=False)
+        added = tokenizer.decode(ids[begin:end], skip_special_tokens=False)[len(before) :]
+        if added.endswith("\ufffd") and end - done < _BYTES and end < len(ids):
+            texts.append(f"⟨{ids[end - 1]}⟩")
+            continue
+        texts.append(added or f"⟨{ids[end - 1]}⟩")
+        begin, done = done, end
+    return texts
+
+
+def show_tokens(
+    console: Console, sequence: Sequence, stages: dict[str, list[float]], tokenizer: Tokenizer | None
+) -> None:
+    """The text, each token coloured, and a line a token.
+
+    stages: of the step that trained on it, by name; empty before.
+    """
+    texts = token_texts(sequence.input_ids.tolist(), tokenizer)
+    generated = sequence.loss_mask.tolist()
+    advantages = np.nan_to_num(stages.get("advantages", [0.0] * len(texts)))
+    largest = np.abs(advantages).max(initial=0.0)
+    styles = [
+        _style(made, advantage / largest if largest else 0.0)
+        for made, advantage in zip(generated, advantages, strict=True)
+    ]
+    console.print(Text(LEGEND if "advantages" in stages else LEGEND_UNTRAINED, style="dim"))
+    flow = Text()
+    for text, style in zip(texts, styles, strict=True):
+        flow.append(visible(text).replace("\n", "↵\n"), style)
+    console.print(flow, soft_wrap=True)
+
+    def stage(name: str, place: int) -> str:
+        return number(stages[name][place], ".4f") if name in stages else MISSING
+
+    columns = {"position": 8, "id": 8, "logprob": 9, "current": 9, "version": 8, "advantage": 10, "loss": 10}
+    header = "".join(f"{name:>{width}}" for name, width in columns.items())
+    console.print(Text(header + "  text", style="bold"))
+    for place, (token, text) in enumerate(zip(sequence.input_ids.tolist(), texts, strict=True)):
+        cells = [str(place), str(token)]
+        if generated[place]:
+            cells += [
+                number(sequence.logprobs[place], ".4f"),
+                stage("logprobs", place),
+                str(sequence.versions[place]),
+                stage("advantages", place),
+                stage("loss", place),
+            ]
+        else:
+            cells += [""] * 5
+        line = Text("".join(f"{cell:>{width}}" for cell, width in zip(cells, columns.values(), strict=True)) + "  ")
+        console.print(line.append(visible(text, keep=""), styles[place]), soft_wrap=True)
+
+
+def _style(generated: bool, strength: float) -> str:
+    """strength: the advantage, divided by the largest of the sequence."""
+    if not generated:
+        return "dim"
+    if not strength:
+        return "underline"
+    pale = round(170 * (1 - abs(strength)))
+    return f"underline rgb({pale},190,{pale})" if strength > 0 else f"underline rgb(230,{pale},{pale})"

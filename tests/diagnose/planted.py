@@ -1,0 +1,57 @@
+"""A run to plant faults in, and the planting."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from clew import config as configuration
+from clew.config import Config
+from clew.record import rows
+from clew.record.run import RunDirectory
+
+REWARD = """
+def digits(completion, data):
+    return {"digits": sum(each.isdigit() for each in completion) / 8, "length": len(completion) / 100}
+"""
+
+
+def configure(folder: Path, *overrides: str) -> Config:
+    (folder / "config.yaml").write_text(
+        f"experiment: e\ntrial: first\nroot: {folder}/runs\nmodel: {{path: {folder}/model}}\n"
+        f"data: {{path: {folder}/prompts.jsonl}}\n"
+        "rollout: {reward: planted_rewards.digits, batch_groups: 3, n_samples: 3, max_lag: 1}\n"
+        "sampling: {max_new_tokens: 10}\n"
+        "training: {steps: 6, lr: 1e-3, schedule: linear}\n"
+        "algorithm: {minibatches: 2, kl_coef: 0.01}\n"
+        "checkpoint: {every_steps: 2, keep: 5}\n"
+        "launch: {threads: 1, mode: inline}\n"
+    )
+    return configuration.load(folder / "config.yaml", list(overrides))
+
+
+def everything(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def change_stage(run: RunDirectory, step: int, stage: str, row: int, position: int, by: float) -> str:
+    """Returns the ID of the sequence."""
+    path = run.steps.stage_path(step, 0)
+    table = rows.read_table(path)
+    values = table.column(stage).to_pylist()
+    values[row][position] += by
+    place = table.schema.get_field_index(stage)
+    rows.write_table(path, table.set_column(place, table.schema.field(stage), pa.array(values, pa.list_(pa.float32()))))
+    return table.column("id")[row].as_py()
+
+
+def generated_at(run: RunDirectory, step: int, row: int) -> int:
+    """The position of the second generated token of a row."""
+    return int(np.flatnonzero(run.steps.read_data(step)[row].loss_mask)[1])

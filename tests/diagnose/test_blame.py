@@ -1,0 +1,113 @@
+"""The sequence and the token that made a step what it was."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from clew.diagnose.blame import blame
+from clew.diagnose.replay import configure_as, engine_at
+from clew.errors import ConfigError, RecordError
+from clew.record import rows
+from clew.record.run import RunDirectory
+from clew.training.contributions import contributions, first_not_finite
+
+
+def shown(run: RunDirectory, step: int, capsys: pytest.CaptureFixture[str], by: str = "gradient") -> list[str]:
+    blame(run.path, step, top=3, tokens=2, by=by)
+    return capsys.readouterr().out.splitlines()
+
+
+def test_contributions_add_up_to_the_step(run: RunDirectory) -> None:
+    engine, recorded = engine_at(run, 2), run.steps.read(2)
+    configure_as(engine, recorded)
+    batch = run.steps.read_data(2)
+    parts = list(contributions(engine, engine.prepare(batch)))
+    assert sorted(part.row for part in parts) == list(range(len(batch)))
+    for update in (0, 1):
+        assert math.isclose(sum(part.share for part in parts if part.update == update), 1.0, rel_tol=1e-4)
+    stages = run.steps.read_stages(2).arrays
+    for part in parts:
+        row = batch[part.row]
+        assert np.allclose(part.losses_N, stages["loss"][row.id][row.loss_mask], atol=1e-5)
+    replayed = engine_at(run, 2)
+    configure_as(replayed, recorded)
+    replayed.train_step(batch)
+    for (name, ours), theirs in zip(engine.model.named_parameters(), replayed.model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4, msg=name)
+
+
+def test_a_poisoned_sequence_comes_first(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    batch = run.steps.read_data(3)
+    row = batch[1]
+    length = 60  # a loop of one token, which grows more likely or less likely with one voice
+    poisoned = dataclasses.replace(
+        row,
+        **{
+            name: np.concatenate([getattr(row, name)[:-1], np.repeat(getattr(row, name)[-1:], length)])
+            for name in rows.ALIGNED
+        },
+        reward=row.reward - 50,
+    )
+    batch[1] = poisoned
+    run.steps.write_data(3, rows.to_table(batch))
+    lines = shown(run, 3, capsys)
+    assert lines[2].startswith(row.id) and any(
+        line.startswith(f"{row.id}: the tokens that pull most") for line in lines
+    )
+    assert any(line.strip().startswith("prompt") for line in lines)
+
+
+def test_a_nan_is_traced_to_the_record(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    batch = run.steps.read_data(3)
+    row = batch[4]
+    position = int(np.flatnonzero(row.loss_mask)[1])
+    logprobs = row.logprobs.copy()
+    logprobs[position] = np.nan
+    batch[4] = dataclasses.replace(row, logprobs=logprobs)
+    run.steps.write_data(3, rows.to_table(batch))
+    lines = shown(run, 3, capsys)
+    assert lines[2].startswith(row.id)
+    assert lines[-1] == f"FIRST NOT FINITE  the recorded behaviour logprob of token {position} of {row.id}"
+
+
+def test_a_nan_is_traced_to_a_parameter_and_to_a_module(run: RunDirectory) -> None:
+    engine = engine_at(run, 2)
+    batch = run.steps.read_data(2)
+    prepared = engine.prepare(batch)
+    assert first_not_finite(engine, prepared, 0) is None
+    layer = engine.model.model.layers[1].mlp
+    handle = layer.down_proj.register_forward_hook(lambda module, inputs, output: output * float("inf"))
+    found = first_not_finite(engine, prepared, 0)
+    assert found is not None and found.startswith("the output of model.layers.1.mlp.down_proj (Linear) at [0, 0, 0]")
+    handle.remove()
+    with torch.no_grad():
+        layer.up_proj.weight[3, 1] = float("nan")
+    found = first_not_finite(engine, prepared, 0)
+    assert found is not None and found.startswith("the parameter model.layers.1.mlp.up_proj.weight at [3, 1] of")
+
+
+def test_a_step_that_failed_is_blamed_too(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    run.steps.json_path(5).unlink()  # not committed: its batch is there
+    run.steps.index_path.write_text("".join(run.steps.index_path.read_text().splitlines(keepends=True)[:5]))
+    assert "step 5: 9 sequences" in shown(run, 5, capsys, by="loss")[0]
+    with pytest.raises(
+        RecordError, match="has no batch of step 6: it has committed the steps 0 to 4, and begun step 5"
+    ):
+        blame(run.path, 6, top=1, tokens=1, by="loss")
+    with pytest.raises(ConfigError, match="--by size: expected gradient or loss"):
+        blame(run.path, 5, top=1, tokens=1, by="size")
+
+
+def test_an_altered_weight_is_found_on_the_way(run: RunDirectory) -> None:
+    file = run.checkpoints / "step-000002" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"][0] += 1
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(RecordError, match=r"model\.norm\.weight"):
+        blame(run.path, 3, top=1, tokens=1, by="loss")

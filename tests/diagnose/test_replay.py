@@ -1,0 +1,268 @@
+"""The time machine on runs with faults planted after the fact: the first difference named is the planted one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from safetensors.torch import load_file, save_file
+
+from clew import config as configuration
+from clew.diagnose.rerun import rerun
+from clew.errors import ClewError, ConfigError, RecordError
+from clew.record import rows
+from clew.record.bundle import write_bundle
+from clew.record.run import RunDirectory
+from clew.trainer.learn import learn_from_record, learn_inline
+from clew.training import checkpoint
+from clew.training.digests import digest_tensors
+from tests.diagnose.planted import REWARD, change_stage, configure, everything, generated_at
+
+
+def again(
+    run: RunDirectory | Path, steps: str | None = None, overrides: list[str] | None = None, **options: Any
+) -> bool:
+    chosen: dict[str, Any] = {"stages": None, "only": None, "stop": None, "reward": False, "device": None, **options}
+    target = run.path if isinstance(run, RunDirectory) else run
+    return rerun(target, steps, overrides=overrides or [], **chosen)
+
+
+def told(capsys: pytest.CaptureFixture[str]) -> str:
+    """The line that names the first difference; after it there is nothing."""
+    shown = capsys.readouterr().out
+    (line,) = [line for line in shown.splitlines() if line.startswith("FIRST DIFFERENCE")]
+    assert "differ too" not in shown, shown
+    return line
+
+
+def test_a_copied_run_replays_bit_for_bit_without_its_model_and_is_left_as_it_is(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = run.config_path.read_text()
+    run.config_path.write_text(config.replace(str(configuration.load(run.config_path).model.path), "/nowhere/model"))
+    before = everything(run.path)
+    assert again(run) and again(run, "5") and again(run, "1:3")
+    shown = capsys.readouterr().out
+    assert "compared bit for bit" in shown and "steps 0 to 5: every stage agrees" in shown
+    assert "from checkpoint 4" in shown and shown.count("step 2: agrees") == 2
+    assert everything(run.path) == before
+
+
+@pytest.mark.parametrize("stage", ["advantages", "proximal_logprobs", "reference_logprobs", "logprobs", "loss"])
+def test_an_altered_stage_is_named_to_the_token(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str], stage: str
+) -> None:
+    position = generated_at(run, 3, 4)
+    name = change_stage(run, 3, stage, 4, position, 1e-4)
+    assert not again(run, "3")
+    assert told(capsys).startswith(f"FIRST DIFFERENCE  step 3, {stage}: {name}, token {position}: recorded ")
+
+
+def test_stages_alone_need_no_model(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.rmtree(run.checkpoints)
+    assert again(run, stages="data,rewards,advantages,loss")
+    with pytest.raises(RecordError, match=r"no checkpoint at or before step 2 .*--stage advantages,loss` needs none"):
+        again(run, "2")
+    position = generated_at(run, 2, 1)
+    name = change_stage(run, 2, "advantages", 1, position, 0.5)
+    capsys.readouterr()
+    assert not again(run, "2", stages="advantages")
+    assert f"step 2, advantages: {name}, token {position}" in told(capsys)
+    assert again(run, "2", stages="advantages", only=run.steps.read_data(2)[-1].group_id)
+    with pytest.raises(RecordError, match=r"step 2 .* has no g999\. It consumed g0"):
+        again(run, "2", stages="advantages", only="g999")
+    with pytest.raises(ConfigError, match="'logprobs' cannot be computed from recorded inputs alone"):
+        again(run, "2", stages="logprobs")
+
+
+def test_altered_data_is_named_by_its_sequence(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    path = run.steps.data_path(1)
+    table = rows.read_table(path)
+    rewards = table.column("reward").to_pylist()
+    rewards[5] += 0.25
+    place = table.schema.get_field_index("reward")
+    rows.write_table(path, table.set_column(place, table.schema.field("reward"), pa.array(rewards)))
+    assert not again(run, "1")
+    assert f"step 1, data: {table.column('id')[5].as_py()}: recorded digest" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "state.safetensors"])
+@pytest.mark.parametrize("concealed", [False, True])
+def test_a_nudged_tensor_of_a_checkpoint_is_named(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str], file: str, concealed: bool
+) -> None:
+    folder = run.checkpoints / "step-000002"
+    kind = "weights" if file == "model.safetensors" else "state"
+    tensors = load_file(folder / file)
+    name = "model.layers.1.mlp.up_proj.weight" + ("" if kind == "weights" else ".exp_avg_sq")
+    tensors[name].view(-1)[7] += 1e-6
+    save_file(tensors, folder / file, metadata={"format": "pt"})
+    with pytest.raises(RecordError, match=rf"step-000002 was altered .*: {name} \({kind}\) has the digest"):
+        again(run, "3")
+    assert not again(run, "1")  # from the checkpoint before
+    assert f"step 1, step-000002 ({kind}): {name}: recorded digest" in told(capsys)
+    if concealed:  # by somebody who knows about digests: then the step itself tells
+        said = json.loads((folder / "checkpoint.json").read_text())
+        said[kind][name] = f"{digest_tensors([(name, tensors[name])])[name]:016x}"
+        (folder / "checkpoint.json").write_text(json.dumps(said))
+        assert not again(run, "2")
+        assert "FIRST DIFFERENCE  step 2, " in capsys.readouterr().out
+
+
+def test_another_package_is_said_and_compared_within_a_tolerance(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = run.steps.json_path(4)
+    said = json.loads(path.read_text())
+    said["environment"]["packages"]["torch"] = "2.11.0"
+    path.write_text(json.dumps(said))
+    assert again(run, "4")
+    shown = capsys.readouterr().out
+    assert "compared within 0.001 + 0.001 x |recorded|: torch 2.11.0 recorded, " in shown
+
+
+def test_a_reward_function_with_a_new_bug(run: RunDirectory, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert again(run, "0:2", reward=True)
+    module = folder / "planted_rewards.py"
+    try:
+        module.write_text(REWARD.replace("each.isdigit()", "each in '01234567'"))
+        shutil.rmtree(folder / "__pycache__", ignore_errors=True)
+        assert not again(run, "0:2", reward=True)
+        *lines, last = capsys.readouterr().out.strip().splitlines()[1:]
+        wrong = {row.episode_id for step in (0, 1) for row in run.steps.read_data(step) if disagrees(row)}
+        assert wrong and {line.split(": recorded")[0].split(", ")[1] for line in lines} == wrong
+        assert f"{len(wrong)} episodes are not what planted_rewards.digits gives now" in last
+    finally:
+        module.write_text(REWARD)
+    run.config_path.write_text(run.config_path.read_text().replace("planted_rewards.digits", "gone_rewards.digits"))
+    with pytest.raises(ConfigError, match="gone_rewards"):
+        again(run, "0", reward=True)
+
+
+def disagrees(row: rows.Sequence) -> bool:
+    text = "".join(said["completion"] for said in row.interactions)
+    return any(digit in text for digit in "89")
+
+
+def test_a_counterfactual_shares_the_past_and_differs_from_there(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = everything(run.path)
+    assert again(run, "3:5", ["training.lr=1e-4", "trial=slow"])
+    assert everything(run.path) == before
+    new = RunDirectory(run.path.parent / "slow")
+    ours, theirs = run.steps.index(), new.steps.index()
+    assert theirs[:3] == ours[:3] and len(theirs) == 5
+    assert theirs[3]["groups"] == ours[3]["groups"] and theirs[3]["digests"]["data"] == ours[3]["digests"]["data"]
+    assert theirs[3]["digests"]["gradients"][0] == ours[3]["digests"]["gradients"][0]
+    assert theirs[3]["digests"]["weights"] != ours[3]["digests"]["weights"]
+    assert "recorded → here" in capsys.readouterr().out
+    assert again(run, "3:5", ["training.micro_batch_tokens=64"])  # a free trial name
+    assert again(RunDirectory(run.path.parent / "first-replay-1"), "4")
+    with pytest.raises(RecordError, match="has steps or checkpoints already"):
+        again(run, "3", ["training.lr=1e-4", "trial=slow"])
+    with pytest.raises(ConfigError, match=r"no field 'training.lrr'; did you mean 'training.lr'"):
+        again(run, "3", ["training.lrr=1e-4"])
+
+
+def test_a_filter_is_applied_to_recorded_batches(run: RunDirectory) -> None:
+    path = run.steps.data_path(0)
+    table = rows.read_table(path)
+    group = table.column("group_id")[0].as_py()
+    rewards = [1.0 if row["group_id"] == group else row["reward"] for row in table.to_pylist()]
+    place = table.schema.get_field_index("reward")
+    rows.write_table(path, table.set_column(place, table.schema.field("reward"), pa.array(rewards)))
+    assert again(run, "0", ["rollout.drop_equal_rewards=true", "trial=filtered"])
+    new = RunDirectory(run.path.parent / "filtered")
+    assert set(run.steps.read(0)["groups"]) - set(new.steps.read(0)["groups"]) == {group}
+
+
+def test_a_bundle_replays_alone(run: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = write_bundle(run, 3, stages_only=False)
+    small = write_bundle(run, 3, stages_only=True, to=tmp_path / "small.zip")
+    assert whole.name == "e-first-step-000003.clew.zip" and small.stat().st_size < whole.stat().st_size / 10
+    shutil.rmtree(run.path)
+    assert again(whole) and again(small)
+    shown = capsys.readouterr().out
+    assert "from checkpoint 2" in shown and "step 3: every stage agrees" in shown and "has no weights" in shown
+    whole.write_bytes(whole.read_bytes()[:-500])
+    with pytest.raises(RecordError, match="neither a run directory nor a bundle"):
+        again(whole)
+    with pytest.raises(RecordError, match="does not exist"):
+        again(tmp_path / "nothing.zip")
+
+
+@pytest.mark.parametrize(
+    ("stage", "names"),
+    [
+        ("advantages", {"batch", "plan"}),
+        ("loss", {"logprobs_N", "advantages_N", "reference_N"}),
+        ("backward", {"loss"}),
+        ("update", {"gradients"}),
+    ],
+)
+def test_a_debugger_stops_with_the_inputs_of_the_stage_in_scope(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, stage: str, names: set[str]
+) -> None:
+    scopes: list[dict[str, Any]] = []
+    monkeypatch.setattr(sys, "breakpointhook", lambda: scopes.append(sys._getframe(1).f_globals))
+    assert again(run, "3", stop=stage)
+    (scope,) = scopes
+    assert names | {"engine", "model", "step"} <= scope.keys() and scope["step"] == 3 == scope["engine"].version - 1
+    with pytest.raises(ConfigError, match="--break never: expected one of advantages"):
+        again(run, "3", stop="never")
+
+
+def test_what_cannot_be_read_is_said(run: RunDirectory) -> None:
+    path = run.steps.data_path(2)
+    whole = path.read_bytes()
+    for content in (whole[:-20], whole[:200] + bytes([whole[200] ^ 1]) + whole[201:]):
+        path.write_bytes(content)
+        with pytest.raises(RecordError, match=r"step-000002\.parquet cannot be read .* truncated or altered"):
+            again(run, "3")
+    path.unlink()
+    with pytest.raises(RecordError, match=r"step-000002\.parquet is missing"):
+        again(run, "2")
+    for steps in ("7", "4:3", "x"):
+        with pytest.raises(ClewError, match="--steps"):
+            again(run, steps)
+    path.write_bytes(whole)
+    said = json.loads(run.run_json.read_text())
+    run.run_json.write_text(json.dumps(said | {"clew_format": 99}))
+    with pytest.raises(RecordError, match="format 99"):
+        again(run, "2")
+
+
+@pytest.mark.parametrize("form", ["parquet", "pt"])
+def test_dumped_batches_train_another_run_alike(folder: Path, original: Path, tmp_path: Path, form: str) -> None:
+    dumped = tmp_path / "dump"
+    options = [f"root={tmp_path}", "training.steps=3", "training.schedule=constant"]
+    dumping = configure(
+        folder, *options, "debug.dump_rollout_data=true", f"debug.path={dumped}", f"debug.format={form}"
+    )
+    learn_inline(dumping, lambda step, summary: None)
+    assert sorted(path.name for path in dumped.iterdir()) == [f"step-{step:06d}.{form}" for step in range(3)]
+    replaying = configure(folder, *options, "trial=again", "debug.replay_rollout_data=true", f"debug.path={dumped}")
+    learn_from_record(replaying, lambda step, summary: None)
+    first, second = RunDirectory(dumping.run_path), RunDirectory(replaying.run_path)
+    assert [entry["digests"] for entry in first.steps.index()] == [entry["digests"] for entry in second.steps.index()]
+    more = configure(folder, *options, "training.steps=5", "trial=again", *replaying_from(dumped))
+    with pytest.raises(RecordError, match=r"has no batch of step 3 \(it has steps 0 to 2\)"):
+        learn_from_record(more, lambda step, summary: None)
+    assert checkpoint.latest_version(second.checkpoints) == 3
+
+
+def replaying_from(path: Path) -> list[str]:
+    return ["debug.replay_rollout_data=true", f"debug.path={path}"]
+
+
+def test_dump_and_replay_exclude_each_other(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"dump_rollout_data and debug\.replay_rollout_data are both set"):
+        configure(folder, "debug.dump_rollout_data=true", "debug.replay_rollout_data=true", "debug.path=x")
+    with pytest.raises(ConfigError, match=r"debug\.path is missing"):
+        configure(folder, "debug.dump_rollout_data=true")

@@ -1,0 +1,473 @@
+"""`clew show` on records that are made here: what is shown, what is not read, and what an error says."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import WordLevel
+
+from clew.errors import RecordError
+from clew.record import rows
+from clew.record.files import write_json
+from clew.record.rows import Sequence
+from clew.record.run import RunDirectory
+from clew.view.show import show
+from clew.view.tokens import token_texts
+from tests.training.sequences import make_config, make_sequence
+
+SAMPLING = {"max_new_tokens": 6, "temperature": 0.7, "stop": ["\n"]}
+METRICS = {"reward": 0.25, "sequences": 4.0, "response_length": 4.5, "lag_mean": 1.0, "lag_max": 2.0}
+
+
+def interaction(name: str, prompt: Any, completion: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "prompt": prompt,
+        "completion": completion,
+        "finish_reason": "stop",
+        "input_tokens": 3,
+        "output_tokens": 4,
+        "sampling": SAMPLING,
+        "seed": 77,
+        "started_at": 1000.5,
+        "finished_at": 1002.0,
+    }
+
+
+def sequence(name: str, completion: str = "the answer", *, reward: float = 0.0, **changes: Any) -> Sequence:
+    known: dict[str, Any] = {
+        "group_id": name.rsplit(".", 2)[0],
+        "data": {"prompt": "What is 2+2?", "answer": "4"},
+        "interactions": [interaction(name.rsplit(".", 1)[0] + ".i0", "What is 2+2?", completion)],
+        "admitted_version": 1,
+        "admitted_at": 1000.0,
+        "started_at": 1000.5,
+        "finished_at": 1002.5,
+    }
+    return dataclasses.replace(make_sequence(name, reward=reward, version=1), **(known | changes))
+
+
+def failed(name: str, error: str) -> Sequence:
+    empty: dict[str, Any] = {column: np.empty(0, dtype) for column, dtype in rows.ALIGNED.items()}
+    return sequence(name, reward=float("nan"), finish_reason="error", error=error, rewards={}, **empty)
+
+
+def group(name: str, rewards: tuple[float, ...] = (0.0, 1.0)) -> list[Sequence]:
+    return [sequence(f"{name}.e{number}.s0", reward=reward) for number, reward in enumerate(rewards)]
+
+
+def commit(run: RunDirectory, step: int, batch: list[Sequence], **summary: Any) -> None:
+    run.steps.write_data(step, rows.to_table(batch))
+    stages = {"advantages": -1.5, "logprobs": -2.0, "loss": 0.25}
+    arrays = {name: [np.where(row.loss_mask, value, 0) for row in batch] for name, value in stages.items()}
+    run.steps.write_stages(step, 0, batch, arrays)
+    known = {
+        "groups": sorted({row.group_id for row in batch}),
+        "versions": [1, 1],
+        "digests": {"data": "00d1", "gradients": ["00e1", "00e2"], "weights": "00f1"},
+        "metrics": METRICS,
+        "plan": [[[0], [1]], [[2, 3]]],
+        "environment": {"threads": 2, "packages": {"torch": "2.9"}},
+        "timings": {"rollout": 1.5, "publish": 0.5},
+        "committed_at": 2000.0,
+    }
+    run.steps.commit(step, known | summary)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    """Three steps of two groups each: g000000 .. g000005."""
+    made = RunDirectory(tmp_path / "runs" / "test" / "0")
+    made.describe(make_config("a/model"), threads=2)
+    for step in range(3):
+        batch = [*group(f"g{2 * step:06d}"), *group(f"g{2 * step + 1:06d}")]
+        commit(made, step, batch, metrics=METRICS | {"reward": 0.25 + step / 4})
+    return made
+
+
+def shown(where: RunDirectory | Path, what: str | None = None, *, width: int = 200, **options: Any) -> str:
+    output = io.StringIO()
+    console = Console(file=output, width=width, highlight=False, markup=False, emoji=False)
+    show(where if isinstance(where, Path) else where.path, what, console=console, **options)
+    return output.getvalue()
+
+
+def line(text: str, first: str) -> list[str]:
+    """The words of the one line that begins with `first`."""
+    [found] = [words for words in map(str.split, text.splitlines()) if words and words[0] == first]
+    return found
+
+
+# A run ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run(run: RunDirectory) -> None:
+    run.write_eval(0, [], {"pass@1": 0.125, "reward": 0.5, "length": 3.0, "truncated": 0.0, "episodes": 8, "failed": 1})
+    (run.checkpoints / "step-000002").mkdir()
+    text = shown(run)
+    assert line(text, "experiment")[1:] == ["test,", "trial", "0"]
+    assert line(text, "model")[1:] == ["a/model", "float32", "cpu"]
+    assert line(text, "steps")[1:] == ["3", "committed", "of", "20"]
+    assert line(text, "reward")[1:] == ["0.250", "→", "0.750"]
+    assert line(text, "checkpoints")[1:] == ["step-000002"]
+    assert "torch" in line(text, "packages") and line(text, "git")
+    assert line(text, "version")[1:] == ["0", "0.125", "0.500", "3.0", "0.000", "8", "1"]
+    assert line(text, "2") == ["2", "2", "4", "0.750", "4.5", "1.00/2", "-", "-", "-", "2.00"]
+
+
+def test_the_last_steps_or_those_asked_for(run: RunDirectory) -> None:
+    for step in range(3, 30):
+        commit(run, step, group(f"g{step + 3:06d}"))
+
+    def steps(**options: Any) -> list[int]:
+        table = shown(run, **options).partition("grad norm")[2].splitlines()[1:]
+        return [int(row.split()[0]) for row in table]
+
+    assert steps() == list(range(10, 30))
+    assert steps(steps="3:6") == [3, 4, 5]
+    assert steps(steps="-2:") == [28, 29]
+    with pytest.raises(RecordError, match=r"--steps 50:60 names no committed step: there are 30"):
+        shown(run, steps="50:60")
+    assert steps(steps="5") == [5]
+    for odd in ("a", "a:b", "1:2:3"):
+        with pytest.raises(RecordError, match="expected one step, such as 137, or FIRST:END, such as 130:140"):
+            shown(run, steps=odd)
+    with pytest.raises(RecordError, match="leave out 3, or --steps"):
+        shown(run, "3", steps="3:6")
+
+
+def test_many_evaluations_are_shortened(run: RunDirectory) -> None:
+    for version in range(0, 300, 20):
+        run.write_eval(version, [], {"pass@1": version / 1000})
+    text = shown(run)
+    versions = [int(row.split()[1]) for row in text.splitlines() if row.split()[:1] == ["version"]]
+    assert versions == [0, *range(120, 300, 20)] and "… 5 more …" in text
+
+
+def test_a_run_without_steps_or_configuration(tmp_path: Path) -> None:
+    text = shown(RunDirectory(tmp_path / "bare"))
+    assert line(text, "steps")[1:] == ["0", "committed", "of", "-"] and line(text, "model")[1:] == ["-"]
+
+
+def test_a_folder_of_runs(run: RunDirectory, tmp_path: Path) -> None:
+    RunDirectory(tmp_path / "runs" / "test" / "sft")
+    (tmp_path / "runs" / "test" / "material").mkdir()
+    for folder, prefix in ((tmp_path / "runs", "test/"), (tmp_path / "runs" / "test", "")):
+        text = shown(folder)
+        assert line(text, f"{prefix}0")[1:5] == ["3/20", "0.250", "→", "0.750"]
+        assert line(text, f"{prefix}sft")[1:3] == ["0/-", "-"] and "material" not in text
+    with pytest.raises(RecordError, match="is no run directory"):
+        shown(tmp_path / "runs" / "test" / "material")
+    with pytest.raises(RecordError, match="is no run directory"):
+        shown(tmp_path / "runs", "3")
+
+
+def test_a_record_in_the_making(run: RunDirectory) -> None:
+    """Committed, but killed before the line in the index; half-written files beside."""
+    run.steps.write_data(3, rows.to_table(group("g000006")))
+    write_json(
+        run.steps.json_path(3), json.loads(run.steps.json_path(2).read_text()) | {"step": 3, "groups": ["g000006"]}
+    )
+    (run.inbox.folder / ".g000007.parquet.77").write_text("PAR1")
+    assert line(shown(run), "3") and "consumed by step 3" in shown(run, "g000006")
+
+
+# A step ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_step(run: RunDirectory) -> None:
+    text = shown(run, "2")
+    assert "gradients  00e1 00e2" in text and "weights    00f1" in text
+    assert "micro-batches of each update: 2 1" in text
+    assert "threads 2" in text and "torch 2.9" in text and "rollout 1.500" in text and "lag_max 2" in text
+    assert line(text, "g000004") == ["g000004", "2", "1.00/1", "0", "1", "What", "is", "2+2?"]
+
+
+def test_no_such_step(run: RunDirectory, tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match=r"has no step 7: steps 0 to 2 are committed\.$"):
+        shown(run, "7")
+    run.steps.write_data(3, rows.to_table(group("g000006")))
+    with pytest.raises(RecordError, match=r"has no step 3: steps 0 to 2 are committed\. Step 3 is being made"):
+        shown(run, "3")
+    with pytest.raises(RecordError, match=r"has no step 0: no step is committed yet"):
+        shown(RunDirectory(tmp_path / "bare"), "0")
+
+
+def test_a_truncated_step_is_said_and_only_where_it_is_needed(run: RunDirectory) -> None:
+    path = run.steps.data_path(1)
+    path.write_bytes(path.read_bytes()[:-100])
+    for what in ("1", "g000002", "g000003.e0"):
+        with pytest.raises(RecordError, match=r"step-000001\.parquet cannot be read .* truncated or altered"):
+            shown(run, what)
+    assert shown(run) and shown(run, "2") and shown(run, "g000004")
+    run.steps.data_path(3).write_bytes(b"PAR1")
+    with pytest.raises(RecordError, match=r"remove it: the step is not committed"):
+        shown(run, "g000006")
+
+
+def test_pruned_steps_keep_what_was_committed(run: RunDirectory) -> None:
+    run.reject("g000000.e2", [failed("g000000.e2.s0", "ValueError: odd")])
+    run.steps.prune(before=2)
+    run.describe(make_config("a/model", record={"keep_steps": 1}))
+    assert "0.250" in shown(run)
+    output = io.StringIO()
+    with pytest.raises(RecordError, match=r"the sequences of step 0 are gone .*record\.keep_steps=1 keeps the newest"):
+        show(run.path, "0", console=Console(file=output, width=200))
+    assert "digest of weights" in output.getvalue()
+    with pytest.raises(RecordError, match=r"the sequences of step 0 are gone .*: clew show .* 0"):
+        shown(run, "g000000")
+    assert "ValueError: odd" in shown(run, "g000000.e2")
+
+
+def test_only_what_is_shown_is_read(run: RunDirectory) -> None:
+    for step in (0, 1):
+        run.steps.json_path(step).write_text("garbage")
+        run.steps.data_path(step).write_text("garbage")
+        run.steps.stage_path(step, 0).write_text("garbage")
+    assert shown(run, "2") and shown(run, "g000004") and shown(run, "g000005.e1", tokens=True)
+    with pytest.raises(RecordError, match=r"step-000001\.json is not JSON"):
+        shown(run, "1")
+
+
+# A group --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_group_that_was_trained_on(run: RunDirectory) -> None:
+    run.reject("g000002.e2", [failed("g000002.e2.s0", "ValueError: no tool\nTraceback")])
+    text = shown(run, "g000002")
+    assert line(text, "fate")[1:] == ["consumed", "by", "step", "1"]
+    assert line(text, "data.prompt")[1:] == ["What", "is", "2+2?"] and line(text, "data.answer")[1:] == ["4"]
+    assert line(text, "g000002.e1") == ["g000002.e1", "1", "4", "1", "match", "1", "stop", "1", "the", "answer"]
+    assert "error: ValueError: no tool\\nTraceback" in text
+
+
+def test_a_group_elsewhere(run: RunDirectory) -> None:
+    run.inbox.put("g000010", group("g000010"))
+    run.inbox.set_running({"g000011": 3})
+    run.reject("g000012", [dataclasses.replace(row, error="filtered: all equal") for row in group("g000012")])
+    run.reject("g000013", [failed("g000013.e0.s0", "ValueError: odd")])
+    run.steps.write_data(3, rows.to_table(group("g000014")))
+    run.write_eval(2, group("v000002.g000001", (1.0,)), {"pass@1": 1.0})
+    fates = {
+        "g000010": "waiting in the inbox",
+        "g000011": "being made, admitted at version 3",
+        "g000012": "rejected: filtered: all equal",
+        "g000013": "rejected: all 1 episodes failed",
+        "g000014": "chosen for step 3, which is not committed yet",
+        "v000002.g000001": "evaluation of version 2",
+    }
+    for name, fate in fates.items():
+        assert " ".join(line(shown(run, name), "fate")[1:]) == fate
+    assert "v000002.g000001.e0" in shown(run, "v000002.g000001.e0")
+    assert "filtered: all equal" in shown(run, "g000012.e0")
+
+
+def test_no_such_group(run: RunDirectory) -> None:
+    with pytest.raises(RecordError, match=r"no group g000099: steps 0 to 2 are committed, with groups from g000000 to"):
+        shown(run, "g000099")
+    for name in ("g000099.e1", "g2", "v2.g1.s0"):
+        with pytest.raises(RecordError, match=r"nor in rejected/|versions none are evaluated"):
+            shown(run, name)
+    with pytest.raises(RecordError, match=r"no v000002\.g000001: versions none are evaluated"):
+        shown(run, "v000002.g000001")
+    with pytest.raises(RecordError, match=r"is no step and no ID\. Expected a step such as 137"):
+        shown(run, "/etc/*")
+
+
+def test_groups_of_another_trainer(tmp_path: Path) -> None:
+    """Their names, configuration and metrics are not ours."""
+    run = RunDirectory(tmp_path / "other")
+    run.config_path.write_text("model: a-name\ndata: 7\n")
+    bare = [dataclasses.replace(row, interactions=[], data={}) for row in group("prompt-7")]
+    told = dataclasses.replace(bare[0], interactions=[{"completion": "well", "judge": {"score": 1}}])
+    commit(run, 0, [told, bare[1]], metrics={}, plan=[], environment={}, digests={"data": "0"}, timings={})
+    assert "prompt-7" in shown(run, "0") and "prompt-7.e1" in shown(run, "prompt-7")
+    assert line(shown(run), "0")[1:4] == ["1", "-", "-"]
+    text = shown(run, "prompt-7.e0")
+    assert "well" in text and 'judge={"score": 1}' in text
+    assert "no interaction is recorded" in shown(run, "prompt-7.e1")
+
+
+# An episode -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_episode(run: RunDirectory) -> None:
+    text = shown(run, "g000003.e1")
+    assert line(text, "reward")[1:] == ["1", "=", "match", "1"]
+    assert line(text, "finished")[1:] == ["+2.50", "s"] and line(text, "consumed")[1:] == ["-"]
+    assert line(text, "versions")[1:] == ["1,", "admitted", "at", "1"] and line(text, "lag")[1:] == ["0.00/0"]
+    assert 'temperature=0.7  stop=["\\n"]' in text and "seed=77" in text and "took=+1.50 s" in text
+    assert "prompt\nWhat is 2+2?\ncompletion\nthe answer\n" in text
+
+
+def test_a_conversation_is_shown_in_full_and_once(run: RunDirectory) -> None:
+    first = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
+    second = [*first, call, {"role": "tool", "content": "4"}]
+    long = "word " * 1000
+    turns = [interaction("g000050.e0.i0", first, "calls"), interaction("g000050.e0.i1", second, long)]
+    run.inbox.put("g000050", [sequence("g000050.e0.s0", interactions=turns)])
+    text = shown(run, "g000050.e0")
+    assert text.count("Be brief.") == text.count("Hi") == 1
+    assert "the 2 messages of g000050.e0.i0, and" in text and 'tool_calls: [{"name": "add"}]' in text
+    assert long in text  # neither cut nor wrapped
+    only = shown(run, "g000050.e0.i1")
+    assert "g000050.e0.s0" in only and "Be brief." in only and "calls" not in only.replace("tool_calls", "")
+
+
+def test_an_episode_that_failed(run: RunDirectory) -> None:
+    run.reject("g000002.e2", [failed("g000002.e2.s0", "ValueError: no tool\nTraceback ...")])
+    text = shown(run, "g000002.e2")
+    assert "error\nValueError: no tool\nTraceback ...\n" in text and line(text, "reward")[1:] == ["-"]
+    assert "What is 2+2?" in text
+
+
+def test_no_such_episode(run: RunDirectory) -> None:
+    run.inbox.set_running({"g000011": 3})
+    with pytest.raises(RecordError, match=r"no episode g000002\.e9\. .*: consumed by step 1; its episodes are g"):
+        shown(run, "g000002.e9")
+    with pytest.raises(RecordError, match=r"being made, admitted at version 3; it has no episode yet"):
+        shown(run, "g000011.e0")
+    for part in ("s1", "i1"):
+        with pytest.raises(RecordError, match=rf"no g000002\.e0\.{part}; there is g000002\.e0\.s0, g000002\.e0\.i0"):
+            shown(run, f"g000002.e0.{part}")
+
+
+def test_what_models_wrote_is_neither_markup_nor_commands(run: RunDirectory) -> None:
+    bad = "[red]x[/] :smile: \x1b]0;title\x07 \u202eabc \x9b2J \ud83d tab\tend\r"
+    safe = "[red]x[/] :smile: \\x1b]0;title\\x07 \\u202eabc \\x9b2J \\ud83d tab\\tend\\r"
+    row = sequence("g000050.e0.s0", bad, data={"prompt": bad, bad: bad}, finish_reason="\x1bc", rewards={bad: 1.0})
+    commit(run, 3, [row, failed("g000050.e1.s0", bad)], metrics={"reward/[/x]\x1b": 1.0})
+    odd = {"id": bad, "prompt": [{"role": bad, "content": bad, bad: bad}], "completion": bad, bad: bad}
+    run.inbox.put("g000051", [sequence("g000051.e0.s0", interactions=[odd])])
+    for what in ("3", "g000050", "g000050.e0", "g000050.e1", "g000051", "g000051.e0"):
+        text = shown(run, what)
+        text.encode()
+        assert not {char for char in text if not char.isprintable()} - {"\n"}
+        assert what == "3" or safe.replace("\\ud83d", "") in text.replace("\\ud83d", "").replace("?", "")
+
+
+# Tokens ---------------------------------------------------------------------------------------------------------------
+
+
+def a_tokenizer(run: RunDirectory, step: int, tokens: list[str]) -> None:
+    folder = run.checkpoints / f"step-{step:06d}"
+    folder.mkdir()
+    made = Tokenizer(WordLevel({token: number for number, token in enumerate(tokens)}, unk_token=tokens[0]))
+    made.decoder = decoders.Fuse()
+    made.save(str(folder / "tokenizer.json"))
+
+
+def test_tokens(run: RunDirectory) -> None:
+    a_tokenizer(run, 0, ["old"] * 1)
+    a_tokenizer(run, 10, ["?", *(f"<{number}>" for number in range(1, 100))])
+    row = rows.from_table(rows.read_table(run.steps.data_path(1)))[0]
+    for what in ("g000002.e0", "g000002.e0.s0"):
+        text = shown(run, what, tokens=True)
+        assert "".join(f"<{token}>" for token in row.input_ids) in text
+        assert line(text, "0") == ["0", str(row.input_ids[0]), f"<{row.input_ids[0]}>"]
+        generated = ["3", str(row.input_ids[3]), "-3.0000", "-2.0000", "1", "-1.5000", "0.2500"]
+        assert line(text, "3") == [*generated, f"<{row.input_ids[3]}>"]
+
+
+def test_tokens_are_coloured_by_advantage(run: RunDirectory) -> None:
+    batch = group("g000020")
+    commit(run, 3, batch)
+    signs = [np.where(row.loss_mask, sign, 0) for row, sign in zip(batch, (1.0, -1.0), strict=True)]
+    run.steps.write_stages(3, 0, batch, {"advantages": signs})
+    a_tokenizer(run, 0, ["?", *(f"<{number}>" for number in range(1, 100))])
+    for name, colour in (("g000020.e0", "0;190;0"), ("g000020.e1", "230;0;0")):
+        output = io.StringIO()
+        console = Console(file=output, width=200, force_terminal=True, color_system="truecolor", highlight=False)
+        show(run.path, name, tokens=True, console=console)
+        ids = batch[int(name[-1])].input_ids
+        assert f"\x1b[2m<{ids[0]}>" in output.getvalue() and f"\x1b[4;38;2;{colour}m<{ids[4]}>" in output.getvalue()
+
+
+def test_tokens_without_a_tokenizer_or_a_step(run: RunDirectory) -> None:
+    run.inbox.put("g000050", group("g000050"))
+    text = shown(run, "g000050.e0", tokens=True)
+    token = str(make_sequence("g000050.e0.s0").input_ids[3])
+    assert "Tokens are shown by their ids: no" in text and "no step's record has advantages" in text
+    assert line(text, "3") == ["3", token, "-3.0000", "-", "1", "-", "-", f"⟨{token}⟩"]
+    folder = run.checkpoints / "step-000001"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text("{}")
+    assert "tokenizer.json cannot be read" in shown(run, "g000050.e0", tokens=True)
+
+
+def test_tokens_of_the_ranks(run: RunDirectory) -> None:
+    """Each rank wrote its own rows."""
+    batch = group("g000020")
+    commit(run, 3, batch)
+    for rank, row in enumerate(batch):
+        advantage = np.where(row.loss_mask, float(rank + 5), 0)
+        run.steps.write_stages(3, rank, [row], {"advantages": [advantage]})
+    assert line(shown(run, "g000020.e1", tokens=True), "3")[5] == "6.0000"
+
+
+def test_advantages_that_are_no_numbers(run: RunDirectory) -> None:
+    batch = group("g000020")
+    commit(run, 3, batch)
+    for odd in (np.nan, np.inf, -np.inf):
+        run.steps.write_stages(3, 0, batch, {"advantages": [np.where(row.loss_mask, odd, 0) for row in batch]})
+        assert line(shown(run, "g000020.e1", tokens=True), "3")[5] == ("-" if np.isnan(odd) else str(odd))
+
+
+def test_tokens_of_what_has_none(run: RunDirectory) -> None:
+    for what in (None, "1", "g000002"):
+        with pytest.raises(RecordError, match="--tokens shows an episode or a sequence"):
+            shown(run, what, tokens=True)
+
+
+def test_a_character_of_several_tokens_is_shown_with_its_last() -> None:
+    letters = {"Ã": 0, "©": 1, "a": 2, "ð": 3, "Ł": 4, "ĺ": 5, "Ģ": 6}  # é is 0 1, 😀 is 3 4 5 6, as GPT-2 writes bytes
+    tokenizer = Tokenizer(WordLevel(letters, unk_token="a"))
+    tokenizer.decoder = decoders.ByteLevel()
+    assert token_texts([2, 0, 1, 2], tokenizer) == ["a", "⟨0⟩", "é", "a"]
+    assert token_texts([3, 4, 5, 6], tokenizer) == ["⟨3⟩", "⟨4⟩", "⟨5⟩", "😀"]
+    assert token_texts([2, 999, 2], tokenizer) == ["a", "⟨999⟩", "a"]  # the model's vocabulary is often larger
+    assert len(token_texts([0, 0, 0, 0, 0, 2, 999], tokenizer)) == 7
+
+
+def test_spaces_between_words_are_kept() -> None:
+    tokenizer = Tokenizer(WordLevel({"▁one": 0, "▁two": 1}, unk_token="▁one"))
+    tokenizer.decoder = decoders.Metaspace()
+    assert token_texts([0, 1, 1], tokenizer) == ["one", " two", " two"]
+
+
+# From the shell -------------------------------------------------------------------------------------------------------
+
+
+def clew(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"CLEW_PARENT_PID": str(os.getpid())} | variables
+    command = [sys.executable, "-X", "importtime", "-m", "clew", "show", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+
+
+def test_from_the_shell_complete_and_without_torch(run: RunDirectory) -> None:
+    long = "x" * 150
+    run.inbox.put("g000050", [sequence("g000050.e0.s0", long)])
+    for arguments in (["g000050"], ["g000050.e0", "--tokens"], ["1"], ["--steps", "0:2"]):
+        made = clew(str(run.path), *arguments, COLUMNS="40")
+        assert made.returncode == 0, made.stderr
+        imported = {row.rpartition("|")[2].strip() for row in made.stderr.splitlines()}
+        assert not imported & {"torch", "transformers"} and "clew.view.show" in imported
+        assert arguments != ["g000050"] or made.stdout.count("x") >= 100
+    wrong = clew(str(run.path), "99")
+    assert wrong.returncode == 1 and "clew: " in wrong.stderr and "has no step 99" in wrong.stderr
+    config = run.path.parent / "config.yaml"
+    values = {"experiment": "test", "trial": "0", "model": {"path": "m"}, "data": {"path": "d"}}
+    config.write_text(json.dumps({"root": str(run.path.parents[1]), **values}))
+    assert "3 committed" in clew(str(config)).stdout
