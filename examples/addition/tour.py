@@ -51,16 +51,16 @@ def altered_advantage(run: RunDirectory) -> None:
 
 
 def new_bug_in_the_reward(run: RunDirectory) -> None:
-    """The reward function now ignores the last digit."""
+    """The reward function now compares the lengths of answers alone."""
     text = run.config_path.read_text()
-    run.config_path.write_text(text.replace("reward.exact_match", "tour.exact_match_but_for_the_last_digit"))
-    expected = "are not what examples.addition.tour.exact_match_but_for_the_last_digit gives now"
-    assert expected in clew("replay", str(run.path), "--reward", "--step", str(STEP))
+    run.config_path.write_text(text.replace("addition.reward.exact_match", "addition.tour.equal_length"))
+    shown = clew("replay", str(run.path), "--reward", "--step", str(STEP))
+    assert "are not what examples.addition.tour.equal_length gives now" in shown
 
 
-def exact_match_but_for_the_last_digit(completion: str, data: dict) -> float:
+def equal_length(completion: str, data: dict) -> float:
     """The demo's reward, with a bug."""
-    return float(completion.strip()[:-1] == str(data["answer"])[:-1])
+    return float(len(completion) == len(data["answer"]))
 
 
 def poisoned_sequence(run: RunDirectory) -> None:
