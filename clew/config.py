@@ -136,6 +136,14 @@ class Training(Section):
     )
     betas: tuple[float, float] = Field(default=(0.9, 0.95), description="AdamW's decay rates of the two moments.")
     max_grad_norm: float = Field(default=1.0, gt=0, description="Gradients are scaled down to this global norm.")
+    on_bad_gradient: Literal["stop", "skip"] = Field(
+        default="stop", description="An update with NaN, infinity or a spike: stop the run, or leave the update out."
+    )
+    spike_factor: float | None = Field(
+        default=None,
+        gt=1,
+        description="A gradient norm so many times the recent median is a spike; null: none is.",
+    )
     micro_batch_tokens: int = Field(default=4096, ge=1, description="Tokens (padding included) computed at a time.")
 
 

@@ -49,6 +49,7 @@ def save(engine: TrainEngine, folder: Path) -> None:
         "version": engine.version,
         "updates": engine.optimizer.updates,
         "dtype": engine.config.model.dtype,
+        "recent_norms": list(engine.recent_norms),
         "weights": _said(engine.weights_digests()),
         "state": _said(digest_tensors(state.items())),
     }
@@ -89,7 +90,7 @@ def load(engine: TrainEngine, folder: Path) -> None:
     engine.model.load_state_dict(loaded.state_dict())
     torch.set_rng_state(state.pop(_RANDOM))
     engine.optimizer.load_state(state, updates=said["updates"])
-    engine.restored(said["version"])
+    engine.restored(said["version"], said["recent_norms"])
 
 
 def digests_of(engine: TrainEngine) -> dict[str, dict[str, str]]:

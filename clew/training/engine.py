@@ -10,9 +10,12 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceABC
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -42,6 +45,15 @@ Watch = Callable[[str, dict[str, Any]], None]
 
 TokenLoss = Callable[[MicroBatch, Tensor], tuple[Tensor, dict[str, Tensor]]]
 """(micro-batch, its logprobs_N) -> (loss_N, sums over the N tokens by the name of a metric)."""
+
+
+log = logging.getLogger("clew.training")
+
+RECENT_NORMS = 32
+"""Updates whose gradient norms a spike is measured by."""
+
+ENOUGH_NORMS = 8
+"""Fewer are no measure."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +97,7 @@ class _Pass:
     sums: dict[str, float] = field(default_factory=dict)
     gradients: list[Digests] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
+    skipped: int = 0
     lr: float = 0.0
 
 
@@ -121,6 +134,8 @@ class TrainEngine:
         self._reference = self._load(config.model.path).requires_grad_(False) if config.algorithm.kl_coef > 0 else None
         self.watch: Watch = _nobody
         """Called at each stage of a step: for debuggers and diagnoses."""
+        self.recent_norms: deque[float] = deque(maxlen=RECENT_NORMS)
+        """Of the gradients of the last updates that were made: what a spike is measured by."""
         self._digests: Digests | None = None
         self._timings: dict[str, float] = {}
 
@@ -252,9 +267,10 @@ class TrainEngine:
         """In the model's order."""
         return list(self.optimizer.masters)
 
-    def restored(self, version: int) -> None:
-        """Other weights have been put into the model: those of `version`."""
+    def restored(self, version: int, recent_norms: Iterable[float] = ()) -> None:
+        """Other weights have been put into the model: those of `version`, after updates with these gradient norms."""
         self.version = version
+        self.recent_norms = deque(recent_norms, maxlen=RECENT_NORMS)
         self._digests = None
 
     # Inside a step ---------------------------------------------------------------------------------------------------
@@ -262,18 +278,24 @@ class TrainEngine:
     def _updates(self, tokens: Tokens, plan: Plan, loss_of: TokenLoss) -> _Pass:
         done = _Pass(logprobs_S=np.zeros(tokens.starts[-1], np.float32), loss_S=np.zeros(tokens.starts[-1], np.float32))
         for minibatch in plan:
+            problem: str | None = None
             with self._timed("forward_backward"):
                 for micro, scores, loss_N, sums in self._backward(tokens, minibatch, loss_of):
                     done.logprobs_S[micro.where_N] = scores.logprobs_N.detach().cpu().numpy()
                     done.loss_S[micro.where_N] = loss_N.detach().cpu().numpy()
-                    self._check_loss(tokens, micro, done)
+                    problem = problem or self._bad_loss(tokens, micro, done)
                     for name, value in {"entropy": scores.entropies_N.sum(), **sums}.items():
                         done.sums[name] = done.sums.get(name, 0.0) + float(value)
             with self._timed("digest"):
                 done.gradients.append(digest_tensors(self.optimizer.gradients().items()))
             with self._timed("optimizer"):
                 done.lr = self.optimizer.lr
-                done.norms.append(self._checked_norm())
+                done.norms.append(self.optimizer.clip())
+                problem = problem or self._bad_norm(done.norms[-1])
+                if problem is not None:
+                    self._refuse(problem, done)
+                    continue
+                self.recent_norms.append(done.norms[-1])
                 self.watch("update", {"tokens": tokens, "gradients": self.optimizer.gradients()})
                 self.whole = False
                 self.optimizer.update()
@@ -328,6 +350,7 @@ class TrainEngine:
             "loss": float(done.loss_S.sum(dtype=np.float64)) / max(1, trained),
             **{name: value / max(1, trained) for name, value in done.sums.items()},
             "grad_norm": float(np.mean(done.norms)),
+            "updates_skipped": float(done.skipped),
             "lr": done.lr,
             "tokens": float(len(tokens.input_ids_S)),
             "tokens_trained": float(trained),
@@ -342,18 +365,47 @@ class TrainEngine:
             timings=self._timings,
         )
 
-    def _check_loss(self, tokens: Tokens, micro: MicroBatch, done: _Pass) -> None:
+    def _bad_loss(self, tokens: Tokens, micro: MicroBatch, done: _Pass) -> str | None:
+        """What is wrong with the losses of a micro-batch."""
         bad = ~np.isfinite(done.loss_S[micro.where_N])
-        if bad.any():
-            where = int(micro.where_N[bad][0])
-            row = int(tokens.row_of_S[where])
-            self.optimizer.forget()
+        if not bad.any():
+            return None
+        where = int(micro.where_N[bad][0])
+        row = int(tokens.row_of_S[where])
+        return (
+            f"the loss of token {where - tokens.starts[row]} of {tokens.ids[row]} is {done.loss_S[where]} (its logprob "
+            f"is {done.logprobs_S[where]:.6g}); {int(bad.sum())} of {len(bad)} tokens beside it are not finite."
+        )
+
+    def _bad_norm(self, norm: float) -> str | None:
+        """What is wrong with the norm of a gradient."""
+        if not math.isfinite(norm):
+            names = [name for name, grad in self.optimizer.gradients().items() if not bool(grad.isfinite().all())]
+            where = names[0] if names else "the sum"
+            return f"the norm of the gradient is {norm}, first in {where}, although every loss is finite."
+        factor = self.config.training.spike_factor
+        if factor is None or len(self.recent_norms) < ENOUGH_NORMS:
+            return None
+        median = statistics.median(self.recent_norms)
+        if norm <= factor * median:
+            return None
+        return (
+            f"the norm of the gradient is {norm:.4g}, over training.spike_factor={factor:g} times the median of the "
+            f"last {len(self.recent_norms)} updates, {median:.4g}."
+        )
+
+    def _refuse(self, problem: str, done: _Pass) -> None:
+        """Leave an update out. Raises TrainingError where training.on_bad_gradient says so."""
+        self.optimizer.forget()
+        said = f"step {self.version}: {problem} This update was not made."
+        where = f"`clew blame RUN --step {self.version}` says where it comes from"
+        if self.config.training.on_bad_gradient == "stop":
             raise TrainingError(
-                f"step {self.version}: the loss of token {where - tokens.starts[row]} of {tokens.ids[row]} is "
-                f"{done.loss_S[where]} (its logprob is {done.logprobs_S[where]:.6g}); {int(bad.sum())} of "
-                f"{len(bad)} tokens beside it are not finite. This update was not made. `clew blame RUN "
-                f"--step {self.version}` says where it comes from; perhaps training.lr is too high."
+                f"{said} {where}; perhaps training.lr is too high. With training.on_bad_gradient=skip the run goes on "
+                f"without such updates."
             )
+        done.skipped += 1
+        log.warning("%s %s.", said, where)
 
     def _check_weights(self) -> None:
         for name, parameter in self.model.named_parameters():
@@ -363,18 +415,6 @@ class TrainEngine:
                     f"step was not committed. training.lr is {self.config.training.lr:g}: start another trial=NAME "
                     f"with a lower one, from the last checkpoint."
                 )
-
-    def _checked_norm(self) -> float:
-        norm = self.optimizer.clip()
-        if not math.isfinite(norm):
-            names = [name for name, grad in self.optimizer.gradients().items() if not bool(grad.isfinite().all())]
-            self.optimizer.forget()
-            raise TrainingError(
-                f"step {self.version}: the norm of the gradient is {norm}, first in {names[0] if names else 'the sum'}"
-                f", although every loss is finite. This update was not made. `clew blame RUN --step {self.version}` "
-                f"says where it comes from; perhaps training.lr is too high."
-            )
-        return norm
 
     def _load(self, path: str) -> Any:
         model = load_model(path, self.config.model.dtype, self.device)

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+import clew.training.engine as engine_module
 from clew.errors import TrainingError
 from clew.inference.embedded import build_engine
 from clew.models import load_model
+from clew.record.rows import ALIGNED
 from clew.training.engine import TrainEngine
 from clew.training.weights import write_weights
 from tests.models import tiny_model, tiny_tokenizer
@@ -221,3 +223,39 @@ def test_published_weights_load_in_transformers_and_answer_the_probe(tmp_path, f
     logprobs = loaded(input_ids=torch.tensor([ref.probe_ids])).logits[0, -2].log_softmax(-1).tolist()
     assert logprobs[ref.probe_ids[-1]] == pytest.approx(ref.probe_logprob, abs=1e-5)
     assert ref.version == 1 and ref.digest == engine.weights_digest()
+
+
+@pytest.mark.parametrize("what", ["nan", "spike"])
+def test_a_bad_update_is_left_out_or_stops_the_run(model, what, caplog):
+    options = {"on_bad_gradient": "skip", "spike_factor": 3.0}
+    engine = TrainEngine(make_config(model, training=options))
+    for seed in range(engine_module.ENOUGH_NORMS):
+        engine.train_step(make_batch(seed=seed))
+    norms = list(engine.recent_norms)
+    before, updates = engine.weights_digest(), engine.optimizer.updates
+    batch = make_batch(seed=99)
+    if what == "nan":
+        batch[4].logprobs[-1] = np.nan
+    else:
+        for row in batch:  # proximal over behaviour is capped at 2: every token counts twice, and with one sign
+            row.logprobs[row.loss_mask] = -40.0
+        batch = [dataclasses.replace(row, **longer(row)) for row in batch]
+    stopping = TrainEngine(make_config(model, training=options | {"on_bad_gradient": "stop"}))
+    stopping.model.load_state_dict(engine.model.state_dict())
+    stopping.restored(engine.version, norms)
+    result = engine.train_step(batch)
+    assert result.metrics["updates_skipped"] == 1 and engine.weights_digest() == before
+    assert (
+        engine.optimizer.updates == updates and list(engine.recent_norms) == norms and engine.version == len(norms) + 1
+    )
+    said = "is nan" if what == "nan" else "over training.spike_factor=3 times the median of the last 8 updates"
+    assert said in caplog.text and "clew blame RUN --step 8" in caplog.text
+    with pytest.raises(TrainingError, match="This update was not made"):
+        stopping.train_step(batch)
+    assert stopping.weights_digest() == before
+    assert engine.train_step(make_batch(seed=100)).metrics["updates_skipped"] == 0
+
+
+def longer(row):
+    """The columns of a row whose last token is repeated."""
+    return {name: np.concatenate([getattr(row, name), np.repeat(getattr(row, name)[-1:], 60)]) for name in ALIGNED}

@@ -287,9 +287,9 @@ def test_which_steps_are_meant(run: RunDirectory, tmp_path: Path) -> None:
     assert choose_steps(run, "1") == [1] and choose_steps(run, "-1") == [2] and choose_steps(run, "0") == [0]
     assert choose_steps(run, "1:9") == [1, 2] and choose_steps(run, ":1") == [0] and choose_steps(run, "-2:") == [1, 2]
     for wrong in ("one", "1:2:3", "1-2"):
-        with pytest.raises(ConfigError, match=rf"--steps {wrong}: expected one step"):
+        with pytest.raises(RecordError, match=rf"--steps {wrong}: expected one step"):
             choose_steps(run, wrong)
-    with pytest.raises(RecordError, match=r"--steps 5:7 names no committed step: .* has 3, counted from 0"):
+    with pytest.raises(RecordError, match="--steps 5:7 names no committed step: there are 3"):
         choose_steps(run, "5:7")
     run.steps.prune(before=2)
     assert choose_steps(run, "") == [2]
