@@ -1,6 +1,6 @@
 """`make bench`: every ratio, with its limit beside it. Speed is no assertion: it ends with 0 whatever the ratios are.
 
-Each part runs in a process of its own and compares only what took turns within it. Under ten minutes on two quiet
+Each part runs in a process of its own and compares only what took turns within it. Some ten minutes on two quiet
 cores; on a busy machine the ratios mean little.
 """
 
@@ -16,6 +16,7 @@ PARTS = {
     "bench.engine": "inference: the embedded engine, and HTTP",
     "bench.step": "a synchronous step, and what recording takes of it",
     "bench.asynchrony": "asynchronous against synchronous training, and memory",
+    "bench.replay": "the time machine: size on disk, replay, commands from the shell",
 }
 
 
