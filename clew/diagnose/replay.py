@@ -117,12 +117,13 @@ def compare(
 ) -> Step:
     """A step that was trained again, stage by stage against its record."""
     tolerance, because = how_to_compare(recorded, engine)
-    found: list[Difference | None] = [*_inputs(run, step, batch)]
-    stages = run.steps.read_stages(step).arrays
+    stages = run.steps.read_stages(step)
     ids = [row.id for row in batch]
+    digests = dict(zip(ids, digest_rows(batch).tolist(), strict=True))
+    found = [differences.in_data(step, stages.digests, digests), differences.in_rewards(step, batch)]
     for name in differences.STAGES:
-        if name in stages and name in result.stages:
-            recorded_arrays = [stages[name][each] for each in ids]
+        if name in stages.arrays and name in result.stages:
+            recorded_arrays = [stages.arrays[name][each] for each in ids]
             how = EXACT if name == "advantages" else tolerance
             found.append(differences.in_stage(step, name, ids, recorded_arrays, result.stages[name], how))
     found += _tensors(run, step, result, recorded, tolerance)
@@ -152,12 +153,6 @@ def how_to_compare(recorded: dict[str, Any], engine: TrainEngine) -> tuple[Toler
     if not reasons and now["device"] == "cpu":
         return EXACT, ""
     return TOLERANCES[engine.config.model.dtype], "; ".join(reasons) or f"device {now['device']}"
-
-
-def _inputs(run: RunDirectory, step: int, batch: list[Sequence]) -> Iterator[Difference | None]:
-    found = dict(zip([row.id for row in batch], digest_rows(batch).tolist(), strict=True))
-    yield differences.in_data(step, run.steps.read_stages(step).digests, found)
-    yield differences.in_rewards(step, batch)
 
 
 def _tensors(
