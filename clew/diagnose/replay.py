@@ -83,8 +83,8 @@ def engine_at(run: RunDirectory, step: int, device: str | None = None) -> TrainE
 def _portable(config: Config, folders: dict[int, Path], device: str | None) -> Config:
     """The configuration, with paths and devices of this machine."""
     where = device or config.model.device
-    if where == "cuda" and not torch.cuda.is_available():
-        where = "cpu"
+    if device is None and where == "cuda" and not torch.cuda.is_available():
+        where = "cpu"  # how it was compared, and why, says so
     model = config.model.model_copy(update={"path": str(folders[min(folders)]), "device": where})
     return config.model_copy(update={"model": model})
 
@@ -121,8 +121,9 @@ def compare(
     ids = [row.id for row in batch]
     digests = dict(zip(ids, digest_rows(batch).tolist(), strict=True))
     found = [differences.in_data(step, stages.digests, digests), differences.in_rewards(step, batch)]
+    same_rows = digests.keys() == stages.digests.keys()  # else there is nothing to hold the stages against
     for name in differences.STAGES:
-        if name in stages.arrays and name in result.stages:
+        if same_rows and name in stages.arrays and name in result.stages:
             recorded_arrays = [stages.arrays[name][each] for each in ids]
             how = EXACT if name == "advantages" else tolerance
             found.append(differences.in_stage(step, name, ids, recorded_arrays, result.stages[name], how))

@@ -36,6 +36,11 @@ def check_stages(run: RunDirectory, step: int, stages: SequenceABC[str], only: s
                 f"Leave --stage away to train the step again, with model and checkpoint."
             )
     batch, recorded = run.steps.read_data(step), run.steps.read_stages(step)
+    if unknown := [row.id for row in batch if row.id not in recorded.digests]:
+        raise RecordError(
+            f"{run.steps.data_path(step)} has {unknown[0]}, of which {run.steps.stage_path(step, 0)} knows nothing: "
+            f"one of the two was altered."
+        )
     kept = [row.id for row in batch if only is None or only in (row.id, row.episode_id, row.group_id)]
     if not kept:
         groups = sorted({row.group_id for row in batch})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import sys
@@ -10,11 +11,12 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from clew import config as configuration
 from clew.diagnose.rerun import rerun
-from clew.errors import ClewError, ConfigError, RecordError
+from clew.errors import ClewError, ConfigError, ModelError, RecordError
 from clew.record import rows
 from clew.record.bundle import write_bundle
 from clew.record.run import RunDirectory
@@ -89,6 +91,22 @@ def test_altered_data_is_named_by_its_sequence(run: RunDirectory, capsys: pytest
     rows.write_table(path, table.set_column(place, table.schema.field("reward"), pa.array(rewards)))
     assert not again(run, "1")
     assert f"step 1, data: {table.column('id')[5].as_py()}: recorded digest" in capsys.readouterr().out
+
+
+def test_a_sequence_that_was_added_or_removed_is_named(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    batch = run.steps.read_data(1)
+    added = dataclasses.replace(batch[0], id=batch[0].episode_id + ".s1")
+    run.steps.write_data(1, rows.to_table([*batch, added]))
+    assert not again(run, "1")
+    assert f"step 1, data: {added.id}: recorded absent, here digest" in capsys.readouterr().out
+    with pytest.raises(RecordError, match=rf"has {added.id}, of which .* knows nothing"):
+        again(run, "1", stages="data,loss")
+    run.steps.write_data(1, rows.to_table(batch[:-1]))
+    assert not again(run, "1")
+    assert f"step 1, data: {batch[-1].id}: recorded digest" in capsys.readouterr().out
+    if not torch.cuda.is_available():
+        with pytest.raises(ModelError, match="torch finds no CUDA device"):
+            again(run, "1", device="cuda")
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "state.safetensors"])
