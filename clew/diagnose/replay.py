@@ -23,8 +23,8 @@ from clew import config as configuration
 from clew.config import Algorithm, Config, Training
 from clew.diagnose import differences
 from clew.diagnose.differences import EXACT, Difference, Tolerance
-from clew.errors import RecordError
-from clew.record.digest import digest_rows
+from clew.errors import ModelError, RecordError
+from clew.record.digest import digest_rows, to_hex
 from clew.record.files import read_json
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
@@ -77,7 +77,30 @@ def engine_at(run: RunDirectory, step: int, device: str | None = None) -> TrainE
     torch.set_num_threads(recorded["environment"]["threads"] if recorded else config.threads)
     engine = TrainEngine(config, model_path=str(folders[before[-1]]))
     checkpoint.load(engine, folders[before[-1]])
+    _check_belongs(run, engine, folders[before[-1]])
     return engine
+
+
+def _check_belongs(run: RunDirectory, engine: TrainEngine, folder: Path) -> None:
+    """Raise ModelError when a checkpoint is of another model than the run's, RecordError when it is not what the step
+    before it left."""
+    names = run.facts().get("parameters", engine.parameter_names)
+    if names != engine.parameter_names:
+        strange = sorted(set(names) ^ set(engine.parameter_names)) or ["their order"]
+        raise ModelError(
+            f"{folder} belongs to another model than {run.path}: {strange[0]} is in one of them alone. Put the run's "
+            f"own checkpoint there, or remove it, and replay begins at the one before."
+        )
+    step = engine.version - 1
+    tensors = run.steps.read(step)["tensors"] if run.steps.json_path(step).exists() else {}
+    if "weights" in tensors:
+        now = to_hex(engine.weights_digests().values())
+        found = differences.in_tensors(step, "update", names, tensors["weights"], now)
+        if found is not None:
+            raise RecordError(
+                f"{folder} is not what step {step} left: {found.where}: {found.recorded} recorded, {found.found} in "
+                f"the checkpoint. Remove it, and replay begins at the one before."
+            )
 
 
 def _portable(config: Config, folders: dict[int, Path], device: str | None) -> Config:

@@ -23,7 +23,9 @@ from clew.record.run import RunDirectory
 from clew.trainer.learn import learn_from_record, learn_inline
 from clew.training import checkpoint
 from clew.training.digests import digest_tensors
+from clew.training.engine import TrainEngine
 from tests.diagnose.planted import REWARD, change_stage, configure, everything, generated_at
+from tests.models import tiny_model, tiny_tokenizer
 
 
 def again(
@@ -128,8 +130,23 @@ def test_a_nudged_tensor_of_a_checkpoint_is_named(
         said = json.loads((folder / "checkpoint.json").read_text())
         said[kind][name] = f"{digest_tensors([(name, tensors[name])])[name]:016x}"
         (folder / "checkpoint.json").write_text(json.dumps(said))
-        assert not again(run, "2")
-        assert "FIRST DIFFERENCE  step 2, " in capsys.readouterr().out
+        if kind == "weights":
+            with pytest.raises(RecordError, match=rf"step-000002 is not what step 1 left: {name}: digest"):
+                again(run, "2")
+        else:  # the first of the step's two updates moves what the second one sees
+            assert not again(run, "2")
+            assert "FIRST DIFFERENCE  step 2, logprobs: " in capsys.readouterr().out
+
+
+def test_a_checkpoint_of_another_model(run: RunDirectory, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    tiny_tokenizer(other)
+    tiny_model(other, "gpt2")
+    config = configuration.load(run.config_path)
+    engine = TrainEngine(config.model_copy(update={"model": config.model.model_copy(update={"path": str(other)})}))
+    checkpoint.save(engine, run.checkpoints / "step-000000")
+    with pytest.raises(ModelError, match=r"step-000000 belongs to another model than .*: .* is in one of them alone"):
+        again(run, "1")
 
 
 def test_another_package_is_said_and_compared_within_a_tolerance(
