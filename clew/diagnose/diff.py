@@ -234,6 +234,7 @@ def _plot(left: RunDirectory, right: RunDirectory, steps: range, names: tuple[st
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import MaxNLocator
 
     series = [[run.steps.read(step)["metrics"] for step in steps] for run in (left, right)]
     metrics = [name for name in DRIFT if all(name in each for side in series for each in side)]
@@ -245,6 +246,7 @@ def _plot(left: RunDirectory, right: RunDirectory, steps: range, names: tuple[st
         axis.grid(alpha=0.3)
     axes[0, 0].legend(frameon=False, ncols=2)
     axes[-1, 0].set_xlabel("step")
+    axes[-1, 0].xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)

@@ -13,8 +13,6 @@ from clew.record.run import open_run
 from clew.training.advantages import group_advantages
 from tests.models import tiny_model, tiny_tokenizer
 
-pytest.importorskip("trl", reason="trl is not installed: pip install -e '.[bench]'")
-
 PROMPTS = [f"{i}+{i + 1}=" for i in range(8)]
 
 
