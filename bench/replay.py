@@ -18,6 +18,7 @@ from bench.ratios import show
 from bench.step import prepare
 from clew.config import load
 from clew.record import rows
+from clew.record.digest import digest_rows
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
 
@@ -128,7 +129,7 @@ def commit(run: RunDirectory, step: int, batch: list[Sequence]) -> dict[str, Any
         "committed_at": 0.0,
     }
     run.steps.write_data(step, rows.to_table(batch))
-    run.steps.write_stages(step, 0, batch, stages)
+    run.steps.write_stages(step, 0, digest_rows(batch), stages)
     run.steps.commit(step, summary)
     return summary
 

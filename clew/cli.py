@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     name="clew",
     help="Reinforcement learning for LLM agents in which every training step leaves a thread back to its cause.",
-    epilog="The examples of each command's --help use what `make demo` makes.",
+    epilog="The examples of each command's --help use what `make demo`, and the examples of those above, make.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -326,6 +326,14 @@ def field_names(section: type[BaseModel] = Config, prefix: str = "") -> list[str
     return names
 
 
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested values by their dotted names."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found.update(flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value})
+    return found
+
+
 def _explain(problem: Any, path: Path, text: str, overrides: list[str] | tuple[str, ...]) -> str:
     name = ".".join(str(part) for part in problem["loc"])
     where = _where(name, path, text, overrides)

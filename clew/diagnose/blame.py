@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +18,12 @@ from clew.errors import ConfigError, RecordError
 from clew.record.bundle import opened
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
+from clew.rollout.rewards import shortened
 from clew.training.contributions import Contribution, contributions, first_not_finite
 from clew.training.engine import Prepared, TrainEngine
+
+CUT = 400
+"""Characters of a prompt or a completion that are shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +85,8 @@ def _show(
 ) -> None:
     console = Console(width=None if sys.stdout.isatty() else 160)
     found = sorted(found, key=lambda each: (-_badness(each.worst, by), each.sequence.id))
-    norms = sorted(_badness(each.worst) for each in found)
-    print(
-        f"step {step}: {len(found)} sequences, worst first by {by}; the median gradient has norm {_median(norms):.3g}"
-    )
+    median = statistics.median_low(_badness(each.worst) for each in found)
+    print(f"step {step}: {len(found)} sequences, worst first by {by}; the median gradient has norm {median:.3g}")
     table = Table(box=None, pad_edge=False)
     for name in ("sequence", "gradient", "share", "loss", "reward", "advantage", "tokens", "lag"):
         table.add_column(name, justify="left" if name == "sequence" else "right")
@@ -108,10 +111,6 @@ def _show(
     if not math.isfinite(_badness(worst.worst)):
         where = first_not_finite(engine, prepared, worst.worst.row)
         console.print(Text(f"FIRST NOT FINITE  {where or 'everything is finite when this sequence is computed alone'}"))
-
-
-def _median(norms: list[float]) -> float:
-    return norms[len(norms) // 2]
 
 
 def _tokens(engine: TrainEngine, prepared: Prepared, each: Blamed, step: int, count: int) -> Table:
@@ -146,10 +145,7 @@ def _tokens(engine: TrainEngine, prepared: Prepared, each: Blamed, step: int, co
 def _conversation(row: Sequence) -> Text:
     shown = Text(f"{row.id}: {row.episode_id}, {row.finish_reason}, rewards {row.rewards}\n")
     for said in row.interactions:
-        shown.append(f"  prompt      {_cut(said['prompt'])}\n  completion  {_cut(said['completion'])}\n")
+        shown.append(
+            f"  prompt      {shortened(said['prompt'], CUT)}\n  completion  {shortened(said['completion'], CUT)}\n"
+        )
     return shown
-
-
-def _cut(value: object, limit: int = 400) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else f"{text[: limit // 2]} … {text[-limit // 2 :]}"

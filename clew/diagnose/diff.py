@@ -16,6 +16,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from clew.config import flat
 from clew.diagnose import differences
 from clew.diagnose.differences import EXACT, Difference, Tolerance
 from clew.errors import RecordError
@@ -75,7 +76,7 @@ def _common(left: RunDirectory, right: RunDirectory, *bundles: dict[str, Any] | 
 
 def _tolerance(left: RunDirectory, right: RunDirectory, step: int) -> tuple[Tolerance, list[str]]:
     """Bit for bit where both were computed in the same environment; otherwise what differs in it."""
-    then, now = (_flat(run.steps.read(step).get("environment", {})) for run in (left, right))
+    then, now = (flat(run.steps.read(step).get("environment", {})) for run in (left, right))
     changed = [
         f"{name}: {then.get(name, 'absent')} → {now.get(name, 'absent')}"
         for name in sorted({*then, *now})
@@ -170,7 +171,7 @@ def _explain(
     environments: list[str],
 ) -> None:
     changed = _configuration(left, right, found.step, ignore)
-    facts = [_flat({key: run.facts().get(key) for key in ("packages", "python", "git")}) for run in (left, right)]
+    facts = [flat({key: run.facts().get(key) for key in ("packages", "python", "git")}) for run in (left, right)]
     packages = [
         f"{name}: {facts[0].get(name)} → {facts[1].get(name)}"
         for name in sorted({*facts[0], *facts[1]})
@@ -195,8 +196,8 @@ def _configuration(left: RunDirectory, right: RunDirectory, step: int, ignore: l
     """The fields that differ: as the step had them, and those of the run."""
     sides = []
     for run in (left, right):
-        flat = _flat(yaml.safe_load(run.config_path.read_text())) if run.config_path.exists() else {}
-        sides.append({**flat, **_flat(run.steps.read(step).get("config", {}))})
+        of_run = flat(yaml.safe_load(run.config_path.read_text())) if run.config_path.exists() else {}
+        sides.append({**of_run, **flat(run.steps.read(step).get("config", {}))})
     return [
         f"{name}: {sides[0].get(name, 'absent')!r} → {sides[1].get(name, 'absent')!r}"
         for name in sorted({*sides[0], *sides[1]})
@@ -205,13 +206,6 @@ def _configuration(left: RunDirectory, right: RunDirectory, step: int, ignore: l
         and not any(name == each or name.endswith(f".{each}") for each in ignore)
         and not (name == "model.path" and step > 0)  # the steps before agree: it is the same model
     ]
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        flat.update(_flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value})
-    return flat
 
 
 def _drift(left: RunDirectory, right: RunDirectory, steps: range, names: tuple[str, str]) -> None:

@@ -25,7 +25,6 @@ from clew.diagnose import differences
 from clew.diagnose.differences import EXACT, Difference, Tolerance
 from clew.errors import ModelError, RecordError
 from clew.record.digest import digest_rows, to_hex
-from clew.record.files import read_json
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
 from clew.trainer.commit import environment
@@ -37,8 +36,6 @@ TOLERANCES = {
     "bfloat16": Tolerance(absolute=5e-2, relative=5e-2),
 }
 """Of logprobs, losses and the gradient's norm, where bits are not promised; by model.dtype."""
-
-NEEDS_MODEL = ("proximal_logprobs", "reference_logprobs", "logprobs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +105,8 @@ def _portable(config: Config, folders: dict[int, Path], device: str | None) -> C
     where = device or config.model.device
     if device is None and where == "cuda" and not torch.cuda.is_available():
         where = "cpu"  # how it was compared, and why, says so
-    model = config.model.model_copy(update={"path": str(folders[min(folders)]), "device": where})
+    path = str(folders.get(0, config.model.path))  # the model that the run began with, for the KL term
+    model = config.model.model_copy(update={"path": path, "device": where})
     return config.model_copy(update={"model": model})
 
 
@@ -142,7 +140,7 @@ def compare(
     tolerance, because = how_to_compare(recorded, engine)
     stages = run.steps.read_stages(step)
     ids = [row.id for row in batch]
-    digests = dict(zip(ids, digest_rows(batch).tolist(), strict=True))
+    digests = digest_rows(batch)
     found = [differences.in_data(step, stages.digests, digests), differences.in_rewards(step, batch)]
     same_rows = digests.keys() == stages.digests.keys()  # else there is nothing to hold the stages against
     for name in differences.STAGES:
@@ -200,8 +198,9 @@ def _checkpoint(run: RunDirectory, step: int, engine: TrainEngine, tolerance: To
     if not tolerance.exact:
         return None
     folder = run.checkpoints / f"step-{step + 1:06d}"
-    for kind, then in checkpoint.digests_in(folder, engine).items():
-        now = checkpoint.digests_of(engine)[kind]
+    saved = checkpoint.digests_in(folder, engine)
+    for kind, now in checkpoint.digests_of(engine).items():
+        then = saved[kind]
         for name in now:
             if then.get(name) != now[name]:
                 return Difference(
@@ -232,9 +231,3 @@ def stop_at(engine: TrainEngine, step: int, stage: str) -> Callable[[], None]:
 
     before, engine.watch = engine.watch, watch
     return undo
-
-
-def bundle_of(run: RunDirectory) -> dict[str, Any] | None:
-    """What a bundle says of itself; None for a whole run."""
-    path = run.path / "bundle.json"
-    return read_json(path) if path.exists() else None

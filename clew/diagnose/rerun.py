@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from rich.table import Table
 
 from clew import config as configuration
 from clew.diagnose.differences import Difference
-from clew.diagnose.stages import check_stages
+from clew.diagnose.stages import ALONE, check_stages
 from clew.errors import ConfigError, RecordError
 from clew.record.bundle import opened
 from clew.record.run import RunDirectory
@@ -40,13 +41,17 @@ def rerun(
         raise ConfigError(f"--break {stop}: expected one of {', '.join(BREAKS)}.")
     if only is not None and stages is None and not reward:
         raise ConfigError(f"--only {only} goes with --stage or --reward: a step is trained as a whole.")
+    ways = {"--stage": stages, "--reward": reward, "--break": stop, "key=value": overrides}
+    asked = [name for name, value in ways.items() if value]
+    if len(asked) > 1:
+        raise ConfigError(f"{' and '.join(asked)} are different ways to replay: ask for one of them.")
     with opened(target) as (run, bundle):
         first, last = _range(run, steps, bundle)
         if stages is not None:
             return _stages(run, first, last, stages.split(","), only)
         if bundle is not None and bundle["stages_only"]:
             print("this bundle has no weights: the stages that need none are compared")
-            return _stages(run, first, last, ["data", "rewards", "advantages", "loss"], only)
+            return _stages(run, first, last, ALONE, only)
         if reward:
             return _rewards(run, first, last, only)
         if overrides:
@@ -69,7 +74,7 @@ def _range(run: RunDirectory, steps: str | None, bundle: dict[str, Any] | None) 
     return first, last
 
 
-def _stages(run: RunDirectory, first: int, last: int, stages: list[str], only: str | None) -> bool:
+def _stages(run: RunDirectory, first: int, last: int, stages: Sequence[str], only: str | None) -> bool:
     found: list[Difference] = []
     for step in range(first, last + 1):
         found = check_stages(run, step, stages, only)
@@ -144,7 +149,6 @@ def _counterfactual(run: RunDirectory, first: int, last: int, overrides: list[st
         f"root={root}",
         f"experiment={recorded.experiment}",
         f"trial={_free_trial(root / recorded.experiment, recorded.trial)}",
-        f"model.path={engine.config.model.path}",
     ]
     last_words = ["debug.replay_rollout_data=true", "debug.dump_rollout_data=false", f"debug.path={run.path}"]
     config = configuration.load(run.config_path, [*ours, *overrides, *last_words])
@@ -153,7 +157,8 @@ def _counterfactual(run: RunDirectory, first: int, last: int, overrides: list[st
             _tell(done.differences)
             return False
     new = RunDirectory(config.run_path)
-    branch(run, new, engine)
+    began_with = branch(run, new, engine)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(began_with)})})
     print(f"into {new.path}, from step {first} on with {' '.join(overrides)}", flush=True)
     learn_from_record(config, lambda step, summary: None, until=last + 1)
     width = None if sys.stdout.isatty() else 200

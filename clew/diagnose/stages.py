@@ -47,12 +47,9 @@ def check_stages(run: RunDirectory, step: int, stages: SequenceABC[str], only: s
         raise RecordError(f"step {step} of {run.path} has no {only}. It consumed {_listed(groups)}.")
     found: list[Difference | None] = []
     if "data" in stages:
-        now = dict(zip([row.id for row in batch], digest_rows(batch).tolist(), strict=True))
-        found.append(
-            differences.in_data(
-                step, {n: recorded.digests[n] for n in kept if n in recorded.digests}, {n: now[n] for n in kept}
-            )
-        )
+        then = {name: digest for name, digest in recorded.digests.items() if only is None or name in kept}
+        now = {name: digest for name, digest in digest_rows(batch).items() if name in kept}
+        found.append(differences.in_data(step, then, now))
     if "rewards" in stages:
         found.append(differences.in_rewards(step, [row for row in batch if row.id in set(kept)]))
     summary = run.steps.read(step)

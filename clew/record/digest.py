@@ -7,7 +7,7 @@ the digests of its pieces, each computed with the positions that its elements ha
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceABC
 from functools import cache
 
@@ -64,8 +64,8 @@ def digest_arrays(named: Iterable[tuple[str, np.ndarray]]) -> str:
     return total(digest_array(array, name=name) for name, array in named)
 
 
-def digest_rows(batch: SequenceABC[Sequence]) -> np.ndarray:
-    """[sequences] uint64: the digest of all that training reads of each row."""
+def digest_rows(batch: SequenceABC[Sequence]) -> dict[str, int]:
+    """The digest of all that training reads of each row, by the row's ID."""
     starts = np.cumsum([0, *(len(row.input_ids) for row in batch)])
     lengths = np.diff(starts)
     position_S = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
@@ -79,12 +79,12 @@ def digest_rows(batch: SequenceABC[Sequence]) -> np.ndarray:
         bits_S = flat_S.view(f"u{flat_S.dtype.itemsize}").astype(np.uint64)
         sums = np.concatenate([[np.uint64(0)], np.cumsum((bits_S + np.uint64(1)) * mixed_S, dtype=np.uint64)])
         digests += (sums[starts[1:]] - sums[starts[:-1]]) * np.uint64(_salt(name, flat_S.dtype.str))
-    return digests
+    return dict(zip((row.id for row in batch), digests.tolist(), strict=True))
 
 
-def digest_batch(batch: SequenceABC[Sequence]) -> str:
-    """Digest of all that training reads of a batch: that of its rows' digests."""
-    return digest_arrays([("rows", digest_rows(batch))])
+def digest_batch(digests: Mapping[str, int]) -> str:
+    """Digest of all that training reads of a batch, from `digest_rows`."""
+    return digest_arrays([("rows", np.array(list(digests.values()), np.uint64))])
 
 
 def total(digests: Iterable[int]) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,6 @@ import pyarrow as pa
 
 from clew.errors import RecordError
 from clew.record import rows
-from clew.record.digest import digest_rows
 from clew.record.files import explain_disk_errors, read_json, remove_strays, write_bytes, write_json
 
 
@@ -83,7 +83,13 @@ class Steps:
 
     def read_data(self, step: int) -> list[rows.Sequence]:
         """The batch of `step`. Raises RecordError: missing, truncated, altered."""
-        return rows.from_table(self._read_table(step))
+        batch = rows.from_table(self._read_table(step))
+        name, count = Counter(row.id for row in batch).most_common(1)[0] if batch else ("", 0)
+        if count > 1:
+            raise RecordError(
+                f"{self.data_path(step)} holds {name} {count} times: it was altered. Restore it from a copy."
+            )
+        return batch
 
     def has_data(self, step: int) -> bool:
         return self.data_path(step).exists()
@@ -95,13 +101,13 @@ class Steps:
         return rows.read_table(path, "remove it: the step is not committed, and its batch is chosen again")
 
     def write_stages(
-        self, step: int, rank: int, batch: Sequence[rows.Sequence], stages: Mapping[str, Sequence[np.ndarray]]
+        self, step: int, rank: int, digests: Mapping[str, int], stages: Mapping[str, Sequence[np.ndarray]]
     ) -> None:
         """2: what `rank` computed from its rows: one list of float32, aligned with the tokens, a sequence and stage;
-        and the digest of what it read of each."""
+        and the digests of what it read of each, from `clew.record.digest.digest_rows`."""
         columns: dict[str, pa.Array] = {
-            "id": pa.array([row.id for row in batch]),
-            "digest": pa.array(digest_rows(batch)),
+            "id": pa.array(list(digests)),
+            "digest": pa.array(list(digests.values()), pa.uint64()),
         }
         for name, values in stages.items():
             offsets = np.zeros(len(values) + 1, np.int32)

@@ -19,7 +19,7 @@ import numpy as np
 
 from clew.errors import RecordError
 from clew.record import rows
-from clew.record.digest import digest_batch
+from clew.record.digest import digest_batch, digest_rows
 from clew.record.files import write_bytes
 from clew.record.inbox import group_name
 from clew.record.run import RunDirectory
@@ -100,11 +100,12 @@ class Writer:
         if not batch:
             raise RecordError(f"step {number} has no sequences; a step consumes one or more.")
         arrays = {name: _stage(name, values, batch) for name, values in (stages or {}).items()}
+        digests = digest_rows(batch)
         versions = np.concatenate([row.versions[row.loss_mask] for row in batch])
         summary = {
             "groups": sorted({row.group_id for row in batch}),
             "versions": [int(versions.min()), int(versions.max())] if versions.size else [number, number],
-            "digests": {"data": digest_batch(batch)},
+            "digests": {"data": digest_batch(digests)},
             "tensors": {},
             "metrics": _numbers("metric", metrics),
             "evaluation": None,
@@ -115,7 +116,7 @@ class Writer:
             "timings": _numbers("timing", timings),
         }
         self.run.steps.write_data(number, rows.to_table(batch))
-        self.run.steps.write_stages(number, 0, batch, arrays)
+        self.run.steps.write_stages(number, 0, digests, arrays)
         self.run.steps.commit(number, summary)
         self._count_groups(summary["groups"])
         return number

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import time
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -36,14 +37,16 @@ def _packages() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in PACKAGES if name != "clew"}
 
 
-def summarize(run: RunDirectory, batch: list[Sequence], result: StepResult, engine: TrainEngine) -> dict[str, Any]:
-    """What step-N.json holds, but for the timings."""
+def summarize(
+    run: RunDirectory, batch: list[Sequence], digests: Mapping[str, int], result: StepResult, engine: TrainEngine
+) -> dict[str, Any]:
+    """What step-N.json holds, but for the timings. digests: of the batch, from `clew.record.digest.digest_rows`."""
     evaluation = run.newest_eval()
     generated = np.concatenate([row.versions[row.loss_mask] for row in batch])
     return {
         "groups": sorted({row.group_id for row in batch}),
         "versions": [int(generated.min(initial=engine.version)), int(generated.max(initial=0))],
-        "digests": {"data": digest_batch(batch), **result.digests},
+        "digests": {"data": digest_batch(digests), **result.digests},
         "tensors": result.tensor_digests,
         "metrics": result.metrics,
         "evaluation": evaluation,

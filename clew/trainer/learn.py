@@ -15,6 +15,7 @@ import torch
 from clew.config import Config
 from clew.errors import RolloutError, TrainingError
 from clew.record.run import RunDirectory
+from clew.record.weights import WeightRef
 from clew.rollout.evaluation import is_due
 from clew.trainer.batches import ReplayedSource, dump
 from clew.trainer.interrupt import Interrupted, Interrupts
@@ -49,19 +50,7 @@ def learn(config: Config, on_step: OnStep = lambda step, summary: None) -> None:
             time.sleep(POLL_S)
 
         loader = stack.enter_context(closing(ServerLoader(run)))
-        publisher = stack.enter_context(closing(Publisher(config, run, loader)))
-        clock = Clock()
-        _train(
-            config,
-            run,
-            reporter,
-            live=LiveSource(config, run, pause, clock),
-            publish=publisher,
-            evaluated=partial(_wait_for_evaluation, config, run, pause),
-            check=interrupts.check,
-            clock=clock,
-            on_step=on_step,
-        )
+        _train_live(config, run, reporter, load=loader, pause=pause, check=interrupts.check, on_step=on_step)
 
 
 def learn_inline(config: Config, on_step: OnStep) -> None:
@@ -108,20 +97,11 @@ def learn_inline(config: Config, on_step: OnStep) -> None:
                     continue
 
         stack.callback(close)
-        publisher = Publisher(config, run, lambda ref: loop.run_until_complete(engine.load_weights(ref)))
-        stack.enter_context(closing(publisher))
-        clock = Clock()
-        _train(
-            config,
-            run,
-            reporter,
-            live=LiveSource(config, run, pause, clock),
-            publish=publisher,
-            evaluated=partial(_wait_for_evaluation, config, run, pause),
-            check=interrupts.check,
-            clock=clock,
-            on_step=on_step,
-        )
+
+        def load(ref: WeightRef) -> None:
+            loop.run_until_complete(engine.load_weights(ref))
+
+        _train_live(config, run, reporter, load=load, pause=pause, check=interrupts.check, on_step=on_step)
 
 
 def learn_from_record(config: Config, on_step: OnStep, *, until: int | None = None) -> None:
@@ -144,6 +124,33 @@ def learn_from_record(config: Config, on_step: OnStep, *, until: int | None = No
             clock=Clock(),
             on_step=on_step,
             until=until,
+        )
+
+
+def _train_live(
+    config: Config,
+    run: RunDirectory,
+    reporter: Reporter,
+    *,
+    load: Callable[[WeightRef], None],
+    pause: Callable[[], None],
+    check: Callable[[], None],
+    on_step: OnStep,
+) -> None:
+    """On what rollout makes meanwhile. load: returns when every engine serves the weights. check: raises Interrupted
+    when the trainer was asked to end. pause: the same, and lets a little time pass."""
+    clock = Clock()
+    with closing(Publisher(config, run, load)) as publisher:
+        _train(
+            config,
+            run,
+            reporter,
+            live=LiveSource(config, run, pause, clock),
+            publish=publisher,
+            evaluated=partial(_wait_for_evaluation, config, run, pause),
+            check=check,
+            clock=clock,
+            on_step=on_step,
         )
 
 

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from clew.config import Config
+from clew.record.digest import digest_rows
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
 from clew.trainer.commit import summarize
@@ -101,11 +102,12 @@ def train(
         with clock("rollout"):
             batch = (recorded if replaying else live).batch(version)
         result = engine.train_step(batch)
-        summary = summarize(run, batch, result, engine)
+        digests = digest_rows(batch)
+        summary = summarize(run, batch, digests, result, engine)
         if replaying:
             verify(run, version, summary)
             continue
         with clock("record"):
-            run.steps.write_stages(version, 0, batch, result.stages)
+            run.steps.write_stages(version, 0, digests, result.stages)
         run.steps.commit(version, {**summary, "timings": {**result.timings, **clock.take()}})
         on_step(version, run.steps.read(version))

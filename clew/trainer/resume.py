@@ -49,7 +49,9 @@ def restore(config: Config, run: RunDirectory) -> TrainEngine:
 
 
 def _refuse_changes(config: Config, run: RunDirectory, version: int, committed: int) -> None:
-    before, now = (_flat(each.model_dump(mode="json")) for each in (configuration.load(run.config_path), config))
+    before, now = (
+        configuration.flat(each.model_dump(mode="json")) for each in (configuration.load(run.config_path), config)
+    )
     changed = {name: f"{name} {before[name]!r} -> {now[name]!r}" for name in now if before[name] != now[name]}
     model = [said for name, said in changed.items() if name in ("model.path", "model.dtype")]
     if model:
@@ -66,13 +68,6 @@ def _refuse_changes(config: Config, run: RunDirectory, version: int, committed: 
             f"({version}), and the configuration changed since: {', '.join(decisive)}. Go on with the old values until "
             f"the next checkpoint (Ctrl-C writes one), or start another trial=NAME."
         )
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        flat.update(_flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value})
-    return flat
 
 
 def verify(run: RunDirectory, step: int, again: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from rich.text import Text
 from clew.errors import RecordError
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
-from clew.view.find import Found, Name, read_stages
+from clew.view.find import Found, Name
 from clew.view.text import MISSING, as_text, content_text, moment, number, pairs, visible
 from clew.view.tokens import load_tokenizer, show_tokens
 
@@ -63,14 +63,15 @@ def show_episode(console: Console, run: RunDirectory, found: Found, name: Name, 
 
 
 def _show_tokens(console: Console, run: RunDirectory, found: Found, sequences: list[Sequence]) -> None:
-    stages: dict[str, dict[str, list[float]]] = {}
+    stages: dict[str, dict[str, np.ndarray]] = {}
     if found.step is not None and found.committed:
-        stages = read_stages(run, found.step, {sequence.id for sequence in sequences})
+        stages = run.steps.read_stages(found.step).arrays
     tokenizer = load_tokenizer(run, console)
     for sequence in sequences:
         console.print()
         console.print(Text(f"{sequence.id}: {_lengths(sequence)}", style="bold"))
-        show_tokens(console, sequence, stages.get(sequence.id, {}), tokenizer)
+        own = {name: arrays[sequence.id] for name, arrays in stages.items() if sequence.id in arrays}
+        show_tokens(console, sequence, own, tokenizer)
 
 
 def _show_interactions(console: Console, interactions: list[dict[str, Any]]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -121,20 +120,6 @@ def read_batch(run: RunDirectory, step: int) -> list[Sequence]:
     table = read_step(run, step)
     place = table.schema.get_field_index("interactions")
     return rows.from_table(table.set_column(place, "interactions", pa.array(["[]"] * table.num_rows)))
-
-
-def read_stages(run: RunDirectory, step: int, ids: Collection[str]) -> dict[str, dict[str, list[float]]]:
-    """What the ranks computed from these sequences: by sequence and stage a list, aligned with the tokens."""
-    found: dict[str, dict[str, list[float]]] = {}
-    for path in sorted(run.steps.stage_path(step, 0).parent.glob("rank-*.parquet")):
-        table = rows.read_table(path)
-        for place, sequence_id in enumerate(table.column("id").to_pylist()):
-            if sequence_id in ids:
-                row = table.slice(place, 1).to_pydict()
-                found[sequence_id] = {name: list(of) for name, (of,) in row.items() if isinstance(of, list)}
-        if len(found) == len(ids):  # the other ranks have other sequences
-            break
-    return found
 
 
 class Settings:

@@ -135,8 +135,6 @@ def _show_run(console: Console, run: RunDirectory, steps: str | None) -> None:
     )
     _show_evaluations(console, run.read_evals())
     if not chosen:
-        if count:
-            raise RecordError(f"--steps {steps}: there is no such step; {committed_steps(count)}.")
         return
     console.print()
     rows = table("step", "groups", "sequences", "reward", "length", "lag", "k3", "grad norm", "loss", "seconds")

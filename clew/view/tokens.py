@@ -58,7 +58,7 @@ def token_texts(ids: list[int], tokenizer: Tokenizer | None) -> list[str]:
 
 
 def show_tokens(
-    console: Console, sequence: Sequence, stages: dict[str, list[float]], tokenizer: Tokenizer | None
+    console: Console, sequence: Sequence, stages: dict[str, np.ndarray], tokenizer: Tokenizer | None
 ) -> None:
     """The text, each token coloured, and a line a token.
 

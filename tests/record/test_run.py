@@ -83,9 +83,9 @@ def test_half_written_files_are_invisible_and_removed(run: RunDirectory) -> None
 
 def test_stages_open_as_lists(run: RunDirectory) -> None:
     batch = [a_sequence("a"), a_sequence("b")]
-    run.steps.write_stages(0, 0, batch, {"advantages": [np.ones(2, np.float32), np.zeros(3, np.float32)]})
+    run.steps.write_stages(0, 0, digest_rows(batch), {"advantages": [np.ones(2, np.float32), np.zeros(3, np.float32)]})
     table = rows.read_table(run.steps.stage_path(0, 0)).to_pydict()
-    digests = digest_rows(batch).tolist()
+    digests = list(digest_rows(batch).values())
     assert table == {"id": ["a", "b"], "digest": digests, "advantages": [[1, 1], [0, 0, 0]]}
     stages = run.steps.read_stages(0)
     assert stages.digests == dict(zip("ab", digests, strict=True))

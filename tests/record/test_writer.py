@@ -13,7 +13,7 @@ import torch
 
 from clew.errors import RecordError
 from clew.record import Writer, rows
-from clew.record.digest import digest_batch
+from clew.record.digest import digest_batch, digest_rows
 from clew.record.run import RunDirectory, open_run
 from clew.record.weights import WeightRef
 from clew.trainer.commit import summarize
@@ -59,7 +59,7 @@ def test_what_is_not_known_is_filled_in(path: Path) -> None:
     summary = run.steps.read(1)
     assert summary["groups"] == ["g000001", "mine"] and summary["versions"] == [1, 1]
     assert summary["metrics"] == {"loss": 0.5} and summary["plan"] == [] and summary["timings"] == {}
-    assert summary["digests"] == {"data": digest_batch(run.steps.read_data(1))}
+    assert summary["digests"] == {"data": digest_batch(digest_rows(run.steps.read_data(1)))}
     assert run.steps.read_stages(1).arrays == {}
 
 
@@ -112,7 +112,7 @@ def test_a_step_has_the_keys_of_clews_own(path: Path, tmp_path: Path) -> None:
     result = engine.train_step(batch)
     with Writer(path) as writer:
         writer.step(batch, stages=result.stages, metrics=result.metrics, timings=result.timings)
-        own = summarize(writer.run, batch, result, engine)
+        own = summarize(writer.run, batch, digest_rows(batch), result, engine)
     summary = open_run(path).steps.read(0)
     assert summary.keys() == own.keys() | {"clew_format", "step", "timings"}
     same = ("groups", "versions", "metrics")

@@ -19,6 +19,7 @@ from tokenizers.models import WordLevel
 
 from clew.errors import RecordError
 from clew.record import rows
+from clew.record.digest import digest_rows
 from clew.record.files import write_json
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
@@ -71,7 +72,7 @@ def commit(run: RunDirectory, step: int, batch: list[Sequence], **summary: Any) 
     run.steps.write_data(step, rows.to_table(batch))
     stages = {"advantages": -1.5, "logprobs": -2.0, "loss": 0.25}
     arrays = {name: [np.where(row.loss_mask, value, 0) for row in batch] for name, value in stages.items()}
-    run.steps.write_stages(step, 0, batch, arrays)
+    run.steps.write_stages(step, 0, digest_rows(batch), arrays)
     known = {
         "groups": sorted({row.group_id for row in batch}),
         "versions": [1, 1],
@@ -385,7 +386,7 @@ def test_tokens_are_coloured_by_advantage(run: RunDirectory) -> None:
     batch = group("g000020")
     commit(run, 3, batch)
     signs = [np.where(row.loss_mask, sign, 0) for row, sign in zip(batch, (1.0, -1.0), strict=True)]
-    run.steps.write_stages(3, 0, batch, {"advantages": signs})
+    run.steps.write_stages(3, 0, digest_rows(batch), {"advantages": signs})
     a_tokenizer(run, 0, ["?", *(f"<{number}>" for number in range(1, 100))])
     for name, colour in (("g000020.e0", "0;190;0"), ("g000020.e1", "230;0;0")):
         output = io.StringIO()
@@ -413,7 +414,7 @@ def test_tokens_of_the_ranks(run: RunDirectory) -> None:
     commit(run, 3, batch)
     for rank, row in enumerate(batch):
         advantage = np.where(row.loss_mask, float(rank + 5), 0)
-        run.steps.write_stages(3, rank, [row], {"advantages": [advantage]})
+        run.steps.write_stages(3, rank, digest_rows([row]), {"advantages": [advantage]})
     assert line(shown(run, "g000020.e1", tokens=True), "3")[5] == "6.0000"
 
 
@@ -421,7 +422,9 @@ def test_advantages_that_are_no_numbers(run: RunDirectory) -> None:
     batch = group("g000020")
     commit(run, 3, batch)
     for odd in (np.nan, np.inf, -np.inf):
-        run.steps.write_stages(3, 0, batch, {"advantages": [np.where(row.loss_mask, odd, 0) for row in batch]})
+        run.steps.write_stages(
+            3, 0, digest_rows(batch), {"advantages": [np.where(row.loss_mask, odd, 0) for row in batch]}
+        )
         assert line(shown(run, "g000020.e1", tokens=True), "3")[5] == ("-" if np.isnan(odd) else str(odd))
 
 
