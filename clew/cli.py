@@ -112,15 +112,23 @@ def sft(config: ConfigFile, overrides: Overrides = None) -> None:
 
 
 @app.command()
-def serve(config: ConfigFile, overrides: Overrides = None) -> None:
-    """Keep one inference server up, with SGLang's native HTTP interface, for the run that CONFIG names.
+def serve(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    record: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="File the episodes of the gateway's sessions there.")
+    ] = None,
+) -> None:
+    """Keep a model up, for the run that CONFIG names and for agents: SGLang's, OpenAI's and Anthropic's interfaces.
 
     Example: clew serve examples/addition/grpo.yaml trial=try
     """
     from clew.inference.server import serve as run_server
+    from clew.rollout.gateway.serving import gateway_beside
 
     _log()
-    run_server(_load(config, overrides))
+    loaded = _load(config, overrides)
+    run_server(loaded, gateway_beside(loaded, record))
 
 
 @app.command()
@@ -282,6 +290,75 @@ def bundle(
 
     path = write_bundle(open_run(run), step, stages_only=stages_only, to=to)
     print(f"{path} ({path.stat().st_size / 1e6:.2f} MB). `clew replay {path}` runs it, on any machine.")
+
+
+agent_app = typer.Typer(
+    help="Agents: any class with `async def run(self, data, **extra_kwargs)` that talks to a model provider.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+app.add_typer(agent_app, name="agent")
+
+AgentPath = Annotated[str, typer.Argument(metavar="AGENT", help="Dotted path of the class, such as my_agent.MyAgent.")]
+DataFile = Annotated[str, typer.Option("--data", metavar="FILE", help="JSON lines, Parquet, or a hub name.")]
+AgentArguments = Annotated[
+    list[str] | None, typer.Option("--arg", metavar="KEY=VALUE", help="Of the class's constructor; repeat it.")
+]
+
+
+@agent_app.command("run")
+def agent_run(
+    agent: AgentPath,
+    data: DataFile,
+    n: Annotated[int, typer.Option("--n", min=1, help="How many rows, drawn at random.")] = 1,
+    base_url: Annotated[
+        str | None, typer.Option(help="Of the served model or provider; default: OPENAI_BASE_URL.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the rows drawn and the tokens sampled.")] = 1,
+    arg: AgentArguments = None,
+) -> None:
+    """Run an agent on random rows, one at a time, and show what each token is and what the trainer would do with it.
+
+    Example: clew agent run examples.agents.calculator.Calculator --data examples/agents/sums.jsonl --n 2
+    """
+    import asyncio
+
+    from rich.console import Console
+
+    from clew.data import load_rows
+    from clew.diagnose.agent_run import base_url_of, chosen, run_agent
+    from clew.view.agent import show_ran
+
+    async def run() -> bool:
+        console, sound = Console(highlight=False, markup=False, emoji=False), True
+        rows = chosen(load_rows(data, columns=[]), n, seed)
+        key = os.environ.get("OPENAI_API_KEY", "sk-clew")
+        each = run_agent(agent, _arguments(arg), rows, base_url=base_url_of(base_url), api_key=key, seed=seed)
+        number = 0
+        async for ran, served in each:
+            number += 1
+            show_ran(
+                console,
+                title=f"row {number} of {n}",
+                data=ran.data,
+                seconds=ran.seconds,
+                returned=ran.returned,
+                sequences=ran.episode.sequences if ran.episode is not None else [],
+                warnings=ran.warnings,
+                tokenizer=served.tokenizer if served is not None else None,
+            )
+            sound &= ran.episode is None or ran.episode.error is None
+        return sound
+
+    if not asyncio.run(run()):
+        raise SystemExit(1)
+
+
+def _arguments(given: list[str] | None) -> dict[str, object]:
+    import yaml
+
+    pairs = [each.partition("=") for each in given or ()]
+    return {name: yaml.safe_load(value) for name, _, value in pairs}
 
 
 @app.command()

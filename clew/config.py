@@ -53,7 +53,19 @@ class Rollout(Section):
     workflow: str = Field(
         default="clew.rollout.workflows.SingleTurn", description="Dotted path of the workflow's class."
     )
-    workflow_kwargs: dict[str, Any] = Field(default_factory=dict, description="Arguments of its constructor.")
+    agent: str | None = Field(
+        default=None, description="In the place of a workflow: dotted path of an agent's class, with `async def run`."
+    )
+    workflow_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="Arguments of the constructor of workflow or agent."
+    )
+    max_turns: int | None = Field(default=None, ge=1, description="Requests that an agent may make; null: any number.")
+    max_episode_tokens: int | None = Field(
+        default=None, ge=1, description="Generated tokens after which an agent's requests are refused; null: no limit."
+    )
+    sequences: Literal["concat", "individual"] = Field(
+        default="concat", description="concat: turns that extend one another are one sequence; individual: one a turn."
+    )
     reward: str | None = Field(
         default=None, description="Dotted path of the reward function, (completion, data) -> number(s)."
     )
@@ -76,6 +88,14 @@ class Rollout(Section):
     )
     episode_timeout_s: float = Field(
         default=600.0, gt=0, description="Seconds after which an episode is cancelled: an error."
+    )
+
+
+class Reward(Section):
+    """What becomes of rewards before they are trained on."""
+
+    turn_discount: float = Field(
+        default=1.0, gt=0, le=1, description="A turn's return: its reward plus this, times the turns' after it."
     )
 
 
@@ -238,6 +258,7 @@ class Config(Section):
     model: Model
     data: Data
     rollout: Rollout = Rollout()
+    reward: Reward = Reward()
     sampling: Sampling = Sampling()
     inference: Inference = Inference()
     training: Training = Training()
@@ -250,6 +271,15 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Config:
+        rollout = self.rollout
+        if rollout.agent is not None and rollout.workflow != Rollout.model_fields["workflow"].default:
+            raise ValueError(
+                f"rollout.agent ({rollout.agent}) and rollout.workflow ({rollout.workflow}) are both set: an episode "
+                f"is one or the other. Unset one"
+            )
+        for name in ("max_turns", "max_episode_tokens"):
+            if rollout.agent is None and getattr(rollout, name) is not None:
+                raise ValueError(f"rollout.{name} limits an agent's requests, and rollout.agent is not set. Unset it")
         if self.algorithm.minibatches > self.rollout.batch_groups:
             raise ValueError(
                 f"algorithm.minibatches ({self.algorithm.minibatches}) is above rollout.batch_groups "

@@ -91,12 +91,14 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """The tokenizer beside a model; its pad token falls back to its end token. Raises ModelError."""
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     path = os.path.expanduser(path)  # noqa: PTH111 - as above
     _check_folder(path, "tokenizer_config.json", "tokenizer", _SAVE_TOKENIZER)
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(path)
+        # AutoTokenizer takes the class of the architecture, which splits text its own way whatever the file says.
+        cls = PreTrainedTokenizerFast if _is_all_in_its_file(path) else AutoTokenizer
+        tokenizer: Any = cls.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise ModelError(f"cannot load a tokenizer from {path}: {error}") from error
     if tokenizer.vocab_size < 2:
@@ -118,6 +120,15 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 
 _SAVE_TOKENIZER = "Save the model's tokenizer there with save_pretrained, or point model.path elsewhere."
+
+
+def _is_all_in_its_file(path: str) -> bool:
+    """Whether a folder's tokenizer.json is the whole tokenizer: its configuration names no class of an architecture."""
+    folder = Path(path)
+    if not (folder / "tokenizer.json").is_file():
+        return False
+    named = json.loads((folder / "tokenizer_config.json").read_text()).get("tokenizer_class")
+    return named in ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
 def _is_named(path: str, token: str | None) -> bool:

@@ -25,6 +25,8 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
+ASGI = Callable[[Message, Receive, Send], Awaitable[None]]
+
 PAUSE_LEASE_S = 60.0
 """How long a pause lasts when the caller names no lease_s."""
 
@@ -41,13 +43,16 @@ ADMINISTRATIVE = (
 class Application:
     """ASGI."""
 
-    def __init__(self, engine: LocalEngine, model_path: str, token: str = "") -> None:
-        """token: asked for by the administrative endpoints, as `Authorization: Bearer TOKEN`; empty: none is."""
+    def __init__(self, engine: LocalEngine, model_path: str, token: str = "", beside: ASGI | None = None) -> None:
+        """token: asked for by the administrative endpoints, as `Authorization: Bearer TOKEN`; empty: none is.
+        beside: answers everything that is not SGLang's."""
         self.engine = engine
         self.token = token
         self.model_path = model_path
         self.ready = False
         self._admin = _admin(self)
+        self._admin_paths = {getattr(route, "path", "") for route in self._admin.routes}
+        self._beside = beside or self._admin
         self._count = 0
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -56,8 +61,10 @@ class Application:
         elif scope["type"] == "http" and scope["path"] in ADMINISTRATIVE and not self._may_administrate(scope):
             message = f"{scope['path']} wants the header `Authorization: Bearer TOKEN`; servers.json has the token."
             await _respond(send, 401, {"error": {"message": message}})
-        else:
+        elif scope["type"] != "http" or scope["path"] in self._admin_paths:
             await self._admin(scope, receive, send)
+        else:
+            await self._beside(scope, receive, send)
 
     def _may_administrate(self, scope: Message) -> bool:
         given = dict(scope["headers"]).get(b"authorization", b"")

@@ -10,15 +10,16 @@ import os
 import secrets
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Protocol
 
 import uvicorn
 import uvloop
 
 from clew.config import SERVERS_VARIABLE, Config
 from clew.errors import EngineError
-from clew.inference.app import Application
+from clew.inference.app import ASGI, Application
 from clew.inference.local import LocalEngine, load_engine
 from clew.record.run import RunDirectory, Server
 from clew.waits import Reporter, waiting
@@ -33,18 +34,40 @@ LOOK_S = 0.5
 """How often the server looks whether the run lists it."""
 
 
-def serve(config: Config) -> None:
-    """Serve until SIGTERM or SIGINT. Raises EngineError when the port is taken, ModelError, RecordError."""
+class Beside(Protocol):
+    """A further application on the server's port and event loop, in front of the same engine."""
+
+    app: ASGI
+
+    def launched(self, address: str) -> None:
+        """The server answers from now on."""
+        ...
+
+    async def run(self) -> None:
+        """Whatever is to be done meanwhile; cancelled at the end, after which everything is to be closed."""
+        ...
+
+
+def serve(config: Config, beside: Callable[[LocalEngine, str], Beside] | None = None) -> None:
+    """Serve until SIGTERM or SIGINT. Raises EngineError when the port is taken, ModelError, RecordError.
+
+    beside: made of the engine and the administrative token, empty on a loopback address."""
     run = RunDirectory(config.run_path)
     with run.hold("server"), Reporter(run.status, NAME) as reporter, _bind(config.inference.listen) as listener:
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(_serve(config, run, listener, reporter))
+                runner.run(_serve(config, run, listener, reporter, beside))
         finally:
             run.remove_server(NAME)
 
 
-async def _serve(config: Config, run: RunDirectory, listener: socket.socket, reporter: Reporter) -> None:
+async def _serve(
+    config: Config,
+    run: RunDirectory,
+    listener: socket.socket,
+    reporter: Reporter,
+    make_beside: Callable[[LocalEngine, str], Beside] | None,
+) -> None:
     host, port = listener.getsockname()[:2]
     address = f"{socket.gethostname() if host == '0.0.0.0' else host}:{port}"
     token = "" if ipaddress.ip_address(host).is_loopback else secrets.token_urlsafe(16)
@@ -53,7 +76,8 @@ async def _serve(config: Config, run: RunDirectory, listener: socket.socket, rep
     reporter.set(doing=f"loading {config.model.path}", address=address)
     run.register_server(entry)
     engine = load_engine(config, gather_s=GATHER_S)
-    application = Application(engine, config.model.path, token)
+    beside = make_beside(engine, token) if make_beside is not None else None
+    application = Application(engine, config.model.path, token, beside.app if beside is not None else None)
     listening = asyncio.Event()
 
     settings = uvicorn.Config(
@@ -70,21 +94,29 @@ async def _serve(config: Config, run: RunDirectory, listener: socket.socket, rep
     )
     server = _Server(settings, listening)
     loop = asyncio.get_running_loop()
-    keeper = loop.create_task(_keep_listed(run, entry, application, reporter, listening))
+    keeper = loop.create_task(_keep_listed(run, entry, application, reporter, listening, beside))
     keeper.add_done_callback(lambda _: setattr(server, "should_exit", True))
-    beside = [loop.create_task(_end_on_signal(server, engine)), loop.create_task(_describe(application, reporter))]
+    tasks = [loop.create_task(_end_on_signal(server, engine)), loop.create_task(_describe(application, reporter))]
+    if beside is not None:
+        tasks.append(loop.create_task(beside.run()))
     try:
         await server.serve(sockets=[listener])
         if keeper.done():
             keeper.result()  # raises what it met
     finally:
-        for task in [keeper, *beside]:
+        for task in [keeper, *tasks]:
             task.cancel()
+        await asyncio.gather(keeper, *tasks, return_exceptions=True)
         await engine.close()
 
 
 async def _keep_listed(
-    run: RunDirectory, entry: Server, application: Application, reporter: Reporter, listening: asyncio.Event
+    run: RunDirectory,
+    entry: Server,
+    application: Application,
+    reporter: Reporter,
+    listening: asyncio.Event,
+    beside: Beside | None,
 ) -> None:
     """Whenever the run does not list this server as ready (it starts, or the trainer took it out for being late): list
     it, then load the newest weights, then serve. In this order, see `RunDirectory.register_server`: a trainer that
@@ -102,6 +134,8 @@ async def _keep_listed(
             reporter.set(doing="serving", version=engine.core.version)
             reporter.write()
             print(f"LLM inference server launched at: {SERVERS_VARIABLE}={entry.address}", flush=True)
+            if beside is not None:
+                beside.launched(entry.address)
         await asyncio.sleep(LOOK_S)
     raise EngineError(f"{engine.failure}. The traceback is above; a server that is started again begins afresh.")
 

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceABC
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -41,6 +41,10 @@ class Interaction:
     """What `input_ids` render, where the workflow told: for people."""
     started_at: float
     finished_at: float
+    matched: int | str | None = None
+    """The stop id or stop string that ended it."""
+    details: dict[str, Any] = field(default_factory=dict)
+    """Further things for the record, such as the name of the model that a client asked for."""
 
     @classmethod
     def of(cls, completion: Completion, **known: Any) -> Interaction:
@@ -50,6 +54,7 @@ class Interaction:
             logprobs=completion.logprobs,
             versions=completion.versions,
             finish_reason=completion.finish_reason,
+            matched=completion.matched,
             **known,
         )
 
@@ -72,19 +77,20 @@ class Interaction:
             "seed": self.params.seed,
             "started_at": self.started_at,
             "finished_at": self.finished_at,
+            **self.details,
         }
 
 
-def assemble(interactions: SequenceABC[Interaction]) -> list[list[Interaction]]:
-    """The interactions of each sequence, in the order of their indices.
+def assemble(interactions: SequenceABC[Interaction], *, individual: bool = False) -> list[list[Interaction]]:
+    """The interactions of each sequence, in the order of their indices. individual: each is a sequence of its own.
 
-    An interaction extends the longest earlier sequence whose exact tokens its input begins with; without one it starts
-    a new sequence. So each output belongs to exactly one sequence, also when interactions ran side by side.
+    Otherwise an interaction extends the longest earlier sequence whose exact tokens its input begins with; without one
+    it starts a new sequence. So each output belongs to exactly one sequence, also when interactions ran side by side.
     """
     sequences: list[list[Interaction]] = []
     for interaction in sorted(interactions, key=lambda each: each.index):
         extended: list[Interaction] | None = None
-        for sequence in sequences:
+        for sequence in sequences if not individual else ():
             tokens = sequence[-1].all_ids
             begins_with = interaction.input_ids[: len(tokens)] == tokens
             if begins_with and (extended is None or len(tokens) > len(extended[-1].all_ids)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import math
 import time
 import traceback
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import numpy as np
 from clew.errors import ClewError, ConfigError, EpisodeError
 from clew.record.rows import ALIGNED, Sequence
 from clew.rollout.capture import aligned, assemble
+from clew.rollout.returns import turn_returns
 from clew.rollout.rewards import Reward, by_name, checked, total
 from clew.rollout.session import Resources, Session
 
@@ -33,15 +35,13 @@ class Episode:
     id: str
     sequences: list[Sequence]
     """At least one; a single one without tokens when the episode failed."""
+    reward: float
+    """Of the episode as a whole, undiscounted; NaN when it failed."""
 
     @property
     def error(self) -> str | None:
         """Why it failed: one line, often with a traceback below it."""
         return self.sequences[0].error
-
-    @property
-    def reward(self) -> float:
-        return self.sequences[0].reward
 
     @property
     def tokens(self) -> int:
@@ -59,9 +59,11 @@ async def run_episode(
     admitted_version: int,
     admitted_at: float,
     timeout_s: float | None,
+    warnings: list[str] | None = None,
 ) -> Episode:
     """Run the workflow on its own copy of `data` and record what it did.
 
+    warnings: filled with what the owner of the code should know.
     timeout_s: None has no limit. Whatever the user's code raises, SystemExit too, is an episode that failed; a
     ConfigError passes, because no further episode would fare better.
     """
@@ -82,6 +84,8 @@ async def run_episode(
             raise  # rollout is ending; any other cancellation is one that the user's code let out
         error = f"{type(failure).__name__}: {failure}\n{''.join(traceback.format_exception(failure))}"
 
+    if warnings is not None:
+        warnings += session.warnings
     known: dict[str, Any] = {
         "group_id": group_id,
         "episode_id": episode_id,
@@ -92,20 +96,39 @@ async def run_episode(
         "finished_at": time.time(),
     }
     if reward is None:
-        return Episode(id=episode_id, sequences=[_failed(episode_id, error or "", session, known)])
-    sequences = [
+        failed = _failed(episode_id, error or "", session, known)
+        return Episode(id=episode_id, sequences=[failed], reward=failed.reward)
+    whole = total(reward) + math.fsum(session.turn_rewards.values())
+    return Episode(id=episode_id, sequences=sequences_of(session, reward, known), reward=whole)
+
+
+def sequences_of(session: Session, reward: Reward, known: dict[str, Any]) -> list[Sequence]:
+    """The rows of an episode's interactions, each with its return as reward.
+
+    known: the columns that do not follow from the interactions."""
+    chains = assemble(session.interactions, individual=session.resources.individual)
+    returns = turn_returns(chains, total(reward), session.turn_rewards, session.resources.turn_discount)
+    for interaction in session.interactions:
+        if interaction.id in session.turn_rewards:
+            interaction.details["reward"] = session.turn_rewards[interaction.id]
+
+    def named(value: float) -> dict[str, float]:
+        if math.isnan(value):
+            return {}
+        return by_name(reward if value == total(reward) else value)
+
+    return [
         Sequence(
-            id=f"{episode_id}.s{number}",
-            reward=total(reward),
-            rewards=by_name(reward),
-            finish_reason=interactions[-1].finish_reason,
-            interactions=[interaction.as_dict() for interaction in interactions],
-            **aligned(interactions),
+            id=f"{session.episode_id}.s{number}",
+            reward=returns[chain[0].id],
+            rewards=named(returns[chain[0].id]),
+            finish_reason=chain[-1].finish_reason,
+            interactions=[interaction.as_dict() for interaction in chain],
+            **aligned(chain),
             **known,
         )
-        for number, interactions in enumerate(assemble(session.interactions))
+        for number, chain in enumerate(chains)
     ]
-    return Episode(id=episode_id, sequences=sequences)
 
 
 async def _reward_of(workflow: Workflow, session: Session, data: dict[str, Any], timeout_s: float | None) -> Reward:
@@ -124,7 +147,7 @@ async def _reward_of(workflow: Workflow, session: Session, data: dict[str, Any],
     reward = checked(returned, name)
     if not session.interactions:
         raise EpisodeError(
-            f"{name} returned {returned!r} without a call of engine.generate, so there is nothing to train on."
+            f"{name} returned {returned!r} without a response of the model, so there is nothing to train on."
         )
     return reward
 

@@ -13,6 +13,8 @@ from clew.data import load_rows
 from clew.inference.protocol import Engine
 from clew.models import load_tokenizer
 from clew.record.run import RunDirectory
+from clew.rollout.gateway.sessions import Limits
+from clew.rollout.gateway.thread import GatewayThread
 from clew.rollout.runner import RolloutRunner
 from clew.rollout.servers import ServerPool
 from clew.waits import Reporter
@@ -31,16 +33,25 @@ def rollout(config: Config) -> None:
         asyncio.run(_roll_out(config, run, reporter))
 
 
-def inline_runner(config: Config, run: RunDirectory, engine: Engine) -> RolloutRunner:
+def inline_runner(
+    config: Config, run: RunDirectory, engine: Engine, gateway: GatewayThread | None = None
+) -> RolloutRunner:
     """Rollout in the trainer's process: the trainer calls `advance` while it waits, and `close` at the end."""
-    return _runner(config, run, engine, None)
+    return _runner(config, run, engine, None, gateway)
+
+
+def gateway_for(config: Config) -> GatewayThread | None:
+    """Where the configured agent reaches the model; None for a workflow, which is handed its engine."""
+    if config.rollout.agent is None:
+        return None
+    return GatewayThread(Limits(turns=config.rollout.max_turns, tokens=config.rollout.max_episode_tokens))
 
 
 async def _roll_out(config: Config, run: RunDirectory, reporter: Reporter) -> None:
     asked_to_end = _end_on_signals()
     reporter.set(doing="loading the data and the tokenizer")
-    pool = ServerPool(run)
-    runner = _runner(config, run, pool, reporter)
+    pool, gateway = ServerPool(run), gateway_for(config)
+    runner = _runner(config, run, pool, reporter, gateway)
     try:
         await runner.run()
     except asyncio.CancelledError:
@@ -49,14 +60,20 @@ async def _roll_out(config: Config, run: RunDirectory, reporter: Reporter) -> No
         raise SystemExit(128 + asked_to_end[0]) from None
     finally:
         await runner.close()
-        await pool.close()
+        if gateway is None:
+            await pool.close()
+        else:
+            await gateway.call(pool.close())
+            gateway.stop()
 
 
-def _runner(config: Config, run: RunDirectory, engine: Engine, reporter: Reporter | None) -> RolloutRunner:
+def _runner(
+    config: Config, run: RunDirectory, engine: Engine, reporter: Reporter | None, gateway: GatewayThread | None
+) -> RolloutRunner:
     data = config.data
     rows = load_rows(data.path, split=data.split, limit=data.limit, columns=[data.prompt])
     eval_rows = load_rows(config.eval.path, columns=[data.prompt]) if config.eval.path is not None else []
-    return RolloutRunner(config, run, engine, load_tokenizer(config.model.path), rows, eval_rows, reporter)
+    return RolloutRunner(config, run, engine, load_tokenizer(config.model.path), rows, eval_rows, reporter, gateway)
 
 
 def _end_on_signals() -> list[int]:

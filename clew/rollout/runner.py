@@ -29,6 +29,7 @@ from clew.inference.protocol import Engine
 from clew.record.inbox import group_name, group_number
 from clew.record.run import RunDirectory
 from clew.rollout.admission import may_start
+from clew.rollout.agents import AgentWorkflow, agent_workflow
 from clew.rollout.episode import Episode, run_episode
 from clew.rollout.evaluation import group_id as eval_group_id
 from clew.rollout.evaluation import is_due, summarize
@@ -41,6 +42,8 @@ from clew.waits import Reporter, waiting
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from clew.rollout.gateway.thread import GatewayThread
 
 log = logging.getLogger("clew.rollout")
 
@@ -77,8 +80,11 @@ class RolloutRunner:
         rows: list[dict[str, Any]],
         eval_rows: list[dict[str, Any]],
         reporter: Reporter | None = None,
+        gateway: GatewayThread | None = None,
     ) -> None:
-        """Raises ConfigError and DataError for what can never form a batch."""
+        """gateway: where rollout.agent reaches the engine, which is then used on the gateway's loop alone.
+
+        Raises ConfigError and DataError for what can never form a batch."""
         refuse_impossible(config, len(rows))
         self._config = config
         self._run = run
@@ -86,7 +92,7 @@ class RolloutRunner:
         self._eval_rows = eval_rows
         self._reporter = reporter
         self._inline = config.launch.mode == "inline"
-        self._workflow = load_workflow(config)
+        self._workflow = load_workflow(config) if gateway is None else agent_workflow(config, gateway)
         self._reward = load_reward(config)
         self._resources = resources(config, engine, tokenizer, self._reward)
 
@@ -150,6 +156,8 @@ class RolloutRunner:
         if self._tasks:
             ended, _ = await asyncio.wait(self._tasks, timeout=CLOSE_S)
             await asyncio.gather(*ended, return_exceptions=True)
+        if isinstance(self._workflow, AgentWorkflow):
+            await self._workflow.close()
         if isinstance(self._reward, RewardPool):  # last: a call whose worker died would be a failed episode
             self._reward.close()
 
@@ -261,7 +269,7 @@ class RolloutRunner:
             self._reject(name, episodes, reason)
             return
         if self._config.rollout.drop_equal_rewards:
-            equal = len({episode.reward for episode in scored}) == 1
+            equal = len({sequence.reward for episode in scored for sequence in episode.sequences}) == 1
             self._equal.add(scored[0].reward if equal else None)
             if equal:
                 self._reject(name, episodes, f"filtered: all rewards equal ({scored[0].reward:g})")

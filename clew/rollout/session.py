@@ -34,6 +34,9 @@ class Resources:
     seed: int
     prompt_column: str
     reward: Callable[[str, dict[str, Any]], Awaitable[Reward]] | None
+    turn_discount: float = 1.0
+    individual: bool = False
+    """A sequence an interaction, instead of one for those that extend one another."""
 
     def at_temperature(self, temperature: float) -> Resources:
         """The same, for an evaluation."""
@@ -44,38 +47,57 @@ class Session:
     """The `engine` of `async def run_episode(self, engine, data)`."""
 
     def __init__(self, resources: Resources, episode_id: str) -> None:
+        self.resources = resources
         self.episode_id = episode_id
         self.interactions: list[Interaction] = []
         """Those that are complete."""
-        self._resources = resources
+        self.turn_rewards: dict[str, float] = {}
+        """By interaction ID: rewards of single turns, besides the episode's."""
+        self.warnings: list[str] = []
+        """What the owner of the workflow or agent should know."""
         self._requests = 0
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer."""
-        return self._resources.tokenizer
+        return self.resources.tokenizer
 
     @property
     def prompt_column(self) -> str:
         """Name of the column of `data` that holds the prompt."""
-        return self._resources.prompt_column
+        return self.resources.prompt_column
+
+    def reserve(self) -> int:
+        """The index of the next interaction, which is then taken."""
+        self._requests += 1
+        return self._requests - 1
+
+    def interaction_id(self, index: int) -> str:
+        """The ID of this episode's n-th interaction."""
+        return f"{self.episode_id}.i{index}"
 
     async def generate(
-        self, input_ids: list[int], *, prompt: str | list[dict[str, Any]] | None = None, **overrides: Any
+        self,
+        input_ids: list[int],
+        *,
+        prompt: str | list[dict[str, Any]] | None = None,
+        index: int | None = None,
+        **overrides: Any,
     ) -> Interaction:
         """Have the model complete `input_ids`, sampled as the configuration says.
 
         prompt: the text or messages that `input_ids` render, for the record.
+        index: from `reserve`, where the request's place in the episode was settled before; None takes the next.
         overrides: fields of SamplingParams, for this request.
         Raises EngineError: the prompt does not fit into the context, or the parameters contradict one another.
         """
-        index = self._requests
-        self._requests += 1
-        request_id = f"{self.episode_id}.i{index}"
-        params = self._params(overrides, derive_seed(self._resources.seed, request_id))
+        if index is None:
+            index = self.reserve()
+        request_id = self.interaction_id(index)
+        params = self._params(overrides, derive_seed(self.resources.seed, request_id))
         started_at = time.time()
         completion = await generate_through_aborts(
-            self._resources.engine, list(input_ids), params, request_id=request_id
+            self.resources.engine, list(input_ids), params, request_id=request_id
         )
         interaction = Interaction.of(
             completion,
@@ -94,12 +116,12 @@ class Session:
     async def reward(self, completion: str, data: dict[str, Any]) -> Reward:
         """What the function rollout.reward gives this text. Raises EpisodeError: it raised, hung, or returned no
         finite number; ConfigError when there is none."""
-        if self._resources.reward is None:
+        if self.resources.reward is None:
             raise ConfigError(
                 "the workflow asks for a reward, and rollout.reward is not set. Name a function "
                 "(completion, data) -> number by its dotted path: rollout.reward=my_module.my_reward."
             )
-        return await self._resources.reward(completion, data)
+        return await self.resources.reward(completion, data)
 
     def _params(self, overrides: dict[str, Any], seed: int) -> SamplingParams:
         for name in overrides:
@@ -112,7 +134,7 @@ class Session:
                 overrides[name] = tuple(overrides[name])
             elif isinstance(overrides.get(name), str):
                 overrides[name] = (overrides[name],)
-        return replace(self._resources.sampling, **{"seed": seed, **overrides})
+        return replace(self.resources.sampling, **{"seed": seed, **overrides})
 
 
 def derive_seed(seed: int, name: str) -> int:
@@ -142,4 +164,6 @@ def resources(
         seed=config.seed,
         prompt_column=config.data.prompt,
         reward=reward,
+        turn_discount=config.reward.turn_discount,
+        individual=config.rollout.sequences == "individual",
     )

@@ -57,7 +57,7 @@ def learn_inline(config: Config, on_step: OnStep) -> None:
     """Train with rollout and inference in this process, all user code on this thread, without time limits: so
     `breakpoint()` works in the agent, the reward and the loss. Repeats bit for bit with rollout.max_lag=0."""
     from clew.inference.local import load_engine
-    from clew.rollout.process import inline_runner
+    from clew.rollout.process import gateway_for, inline_runner
 
     torch.set_num_threads(config.threads)
     run = RunDirectory(config.run_path)
@@ -70,7 +70,8 @@ def learn_inline(config: Config, on_step: OnStep) -> None:
         newest = run.newest_weights()
         if newest is not None and newest.exists():  # an evaluation of that version may not be complete
             loop.run_until_complete(engine.load_weights(newest))
-        runner = inline_runner(config, run, engine)
+        gateway = gateway_for(config)
+        runner = inline_runner(config, run, engine, gateway)
         interrupts = Interrupts()
 
         def pause() -> None:
@@ -92,14 +93,18 @@ def learn_inline(config: Config, on_step: OnStep) -> None:
                 task.cancel()
             while True:
                 try:
-                    return loop.run_until_complete(runner.close())
+                    loop.run_until_complete(runner.close())
+                    break
                 except KeyboardInterrupt:  # of before: asyncio raises it once more in all that awaited what it ended
                     continue
+            if gateway is not None:
+                gateway.stop()
 
         stack.callback(close)
 
         def load(ref: WeightRef) -> None:
-            loop.run_until_complete(engine.load_weights(ref))
+            loading = engine.load_weights(ref)
+            loop.run_until_complete(loading if gateway is None else gateway.call(loading))
 
         _train_live(config, run, reporter, load=load, pause=pause, check=interrupts.check, on_step=on_step)
 

@@ -45,7 +45,7 @@ def test_contributions_add_up_to_the_step(run: RunDirectory) -> None:
 def test_a_poisoned_sequence_comes_first(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     batch = run.steps.read_data(3)
     row = batch[1]
-    length = 60  # a loop of one token, which grows more likely or less likely with one voice
+    length = 150  # a loop of one token, which grows more likely or less likely with one voice
     poisoned = dataclasses.replace(
         row,
         **{

@@ -234,7 +234,7 @@ def test_a_reward_that_exits_is_a_failed_episode(tmp_path, name):
 
 def test_a_workflow_that_never_asks_the_model(tmp_path):
     config = config_for(tmp_path, rollout={"workflow": f"{CODE}.Silent"})
-    with pytest.raises(RolloutError, match=r"without a call of engine.generate"):
+    with pytest.raises(RolloutError, match=r"without a response of the model"):
         drive(tmp_path, config, Scripted(), range(5))
 
 

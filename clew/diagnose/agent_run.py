@@ -1,0 +1,156 @@
+"""`clew agent run`: an agent on single rows, in this process, before it is trained."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+
+from clew.errors import ConfigError, EngineError
+from clew.inference.client import HTTPEngine
+from clew.inference.protocol import SamplingParams
+from clew.models import load_tokenizer
+from clew.rollout.agents import AgentWorkflow, SharedClient, extra_kwargs_of, load_agent
+from clew.rollout.episode import Episode, run_episode
+from clew.rollout.gateway.sessions import Limits
+from clew.rollout.gateway.thread import GatewayThread
+from clew.rollout.rewards import checked
+from clew.rollout.session import Resources
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MAX_NEW_TOKENS = 512
+"""Where the agent names no limit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """A model that token ids can be sent to."""
+
+    address: str
+    tokenizer: PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ran:
+    """One run of the agent."""
+
+    data: dict[str, Any]
+    seconds: float
+    episode: Episode | None
+    """None with a provider, which tells no tokens."""
+    returned: str
+    """What the agent returned or raised, in words."""
+    warnings: list[str]
+
+
+async def find_server(base_url: str) -> Served | None:
+    """What listens there: `clew serve` or SGLang; None where it is a provider without token ids.
+    Raises EngineError when nothing answers."""
+    root = base_url.rstrip("/").removesuffix("/v1")
+    try:
+        async with aiohttp.ClientSession() as client, client.get(f"{root}/get_model_info") as response:
+            if response.status != 200:
+                return None
+            info = await response.json()
+    except aiohttp.ClientError as error:
+        raise EngineError(
+            f"nothing answers at {base_url} ({error}). Start `clew serve CONFIG` in another terminal, and set "
+            f"OPENAI_BASE_URL as it says, or name --base-url."
+        ) from None
+    return Served(address=root.partition("://")[2], tokenizer=load_tokenizer(info["tokenizer_path"]))
+
+
+def chosen(rows: list[dict[str, Any]], n: int, seed: int) -> list[dict[str, Any]]:
+    """n rows at random, each another as long as there are enough."""
+    draw = random.Random(seed)
+    return draw.sample(rows, n) if n <= len(rows) else [draw.choice(rows) for _ in range(n)]
+
+
+async def run_agent(
+    path: str, arguments: dict[str, Any], rows: list[dict[str, Any]], *, base_url: str, api_key: str, seed: int
+) -> AsyncIterator[tuple[Ran, Served | None]]:
+    """Run the agent on each row, one after the other. Its code runs on this event loop, so that a debugger works.
+
+    Raises ConfigError: no such agent; EngineError: nothing answers at base_url."""
+    agent = load_agent(path, arguments)
+    served = await find_server(base_url)
+    if served is None:
+        client = SharedClient()
+        try:
+            for row in rows:
+                yield await _with_provider(agent, row, base_url, api_key, client), None
+        finally:
+            await client.really_close()
+        return
+    engine, gateway = HTTPEngine(served.address), GatewayThread(Limits())
+    workflow = AgentWorkflow(agent, gateway)
+    shared = Resources(
+        engine=engine,
+        tokenizer=served.tokenizer,
+        sampling=SamplingParams(max_new_tokens=MAX_NEW_TOKENS),
+        seed=seed,
+        prompt_column="prompt",
+        reward=None,
+    )
+    try:
+        for number, row in enumerate(rows):
+            yield await _with_capture(workflow, shared, f"g{number:06d}", row), served
+    finally:
+        await workflow.close()
+        await gateway.call(engine.close())
+        gateway.stop()
+
+
+async def _with_capture(workflow: AgentWorkflow, shared: Resources, group_id: str, row: dict[str, Any]) -> Ran:
+    began, before = time.monotonic(), asyncio.all_tasks()
+    warnings: list[str] = []
+    episode = await run_episode(
+        workflow,
+        shared,
+        episode_id=f"{group_id}.e0",
+        group_id=group_id,
+        data=row,
+        admitted_version=0,
+        admitted_at=time.time(),
+        timeout_s=None,
+        warnings=warnings,
+    )
+    await asyncio.sleep(0)  # what ends by itself, ends
+    left = [task for task in asyncio.all_tasks() - before if not task.done()]
+    if left:
+        names = ", ".join(sorted({getattr(task.get_coro(), "__qualname__", "?") for task in left}))
+        warnings.append(f"{len(left)} tasks are left behind: {names}")
+    returned = episode.error.splitlines()[0] if episode.error else f"{episode.reward:g}"
+    return Ran(data=row, seconds=time.monotonic() - began, episode=episode, returned=returned, warnings=warnings)
+
+
+async def _with_provider(agent: Any, row: dict[str, Any], base_url: str, api_key: str, client: SharedClient) -> Ran:
+    began = time.monotonic()
+    arguments = extra_kwargs_of(agent.run, {"base_url": base_url, "api_key": api_key, "http_client": client})
+    try:
+        if asyncio.iscoroutinefunction(agent.run):
+            value = await agent.run(dict(row), **arguments)
+        else:
+            value = await asyncio.to_thread(agent.run, dict(row), **arguments)
+        returned = str(checked(value, "the agent's run"))
+    except Exception as error:  # the user's code
+        returned = f"{type(error).__name__}: {error}"
+    return Ran(data=row, seconds=time.monotonic() - began, episode=None, returned=returned, warnings=[])
+
+
+def base_url_of(named: str | None) -> str:
+    """Raises ConfigError where neither an option nor the environment names one."""
+    found = named or os.environ.get("OPENAI_BASE_URL")
+    if not found:
+        raise ConfigError(
+            "where is the model? Start `clew serve CONFIG`, and set OPENAI_BASE_URL as it prints, or name --base-url."
+        )
+    return found

@@ -1,0 +1,143 @@
+"""Agents: any class with `async def run(self, data, **extra_kwargs)` that talks to a model provider.
+
+extra_kwargs has base_url and api_key, for a client of OpenAI's or Anthropic's interface, and http_client, an
+httpx2.AsyncClient for the official ones (AsyncOpenAI(http_client=...)); an agent that names only some of them gets
+those. `run` returns a number, or a dict from interaction ID (a response's `id`) to number. A plain `def run` is run in
+a thread. One instance serves all episodes, side by side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import re
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx2
+
+from clew.config import Config
+from clew.errors import ConfigError, EpisodeError
+from clew.rollout import dotted
+from clew.rollout.gateway.sessions import AgentSession
+from clew.rollout.gateway.thread import GatewayThread
+from clew.rollout.rewards import Reward, by_name, checked
+from clew.rollout.session import Session
+
+log = logging.getLogger("clew.rollout")
+
+EXTRA_KWARGS = ("base_url", "api_key", "http_client")
+
+MAX_THREADS = 4096
+"""Plain `def run`s that run side by side, each in a thread."""
+
+
+class SharedClient(httpx2.AsyncClient):
+    """One connection pool for all episodes: an agent that closes its client does not close the others'."""
+
+    def __init__(self) -> None:
+        super().__init__(timeout=None, limits=httpx2.Limits(max_connections=None, max_keepalive_connections=1024))
+
+    async def aclose(self) -> None:
+        """Nothing: see `really_close`."""
+
+    async def __aexit__(self, *exception: object) -> None:
+        """Nothing."""
+
+    async def really_close(self) -> None:
+        """Close the connections."""
+        await super().aclose()
+
+
+def load_agent(path: str, arguments: dict[str, Any]) -> Any:
+    """An instance of the agent's class. Raises ConfigError."""
+    cls = dotted.load(path, "rollout.agent")
+    run = getattr(cls, "run", None)
+    if not isinstance(cls, type) or not callable(run):
+        raise ConfigError(
+            f"rollout.agent={path} is no agent; expected a class with `async def run(self, data, **extra_kwargs)`."
+        )
+    dotted.check_arguments(cls, arguments, "rollout.workflow_kwargs")
+    try:
+        inspect.signature(run).bind(None, {}, **extra_kwargs_of(run, dict.fromkeys(EXTRA_KWARGS)))
+    except TypeError as error:
+        raise ConfigError(
+            f"rollout.agent={path}: run cannot be called as run(data, base_url=, api_key=, http_client=): {error}."
+        ) from None
+    return cls(**arguments)
+
+
+def extra_kwargs_of(run: Any, offered: dict[str, Any]) -> dict[str, Any]:
+    """Those that `run` takes."""
+    parameters = inspect.signature(run).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return offered
+    names = {parameter.name for parameter in parameters}
+    return {name: value for name, value in offered.items() if name in names}
+
+
+class AgentWorkflow:
+    """An agent in the place of a workflow: it reaches the model through the gateway."""
+
+    def __init__(self, agent: Any, gateway: GatewayThread) -> None:
+        self.agent = agent
+        self.gateway = gateway
+        self.name = f"{type(agent).__module__}.{type(agent).__qualname__}.run"
+        self._told: set[str] = set()
+        self._client = SharedClient()
+        self._threads = ThreadPoolExecutor(max_workers=MAX_THREADS, thread_name_prefix="agent")
+
+    async def run_episode(self, engine: Session, data: dict[str, Any]) -> Reward:
+        """Run the agent in a session of its own."""
+        key, session = self.gateway.open(engine)
+        offered = {"base_url": self.gateway.base_url, "api_key": key, "http_client": self._client}
+        arguments = extra_kwargs_of(self.agent.run, offered)
+        try:
+            if inspect.iscoroutinefunction(self.agent.run):
+                returned = await self.agent.run(data, **arguments)
+            else:
+                loop = asyncio.get_running_loop()
+                returned = await loop.run_in_executor(self._threads, lambda: self.agent.run(data, **arguments))
+        finally:
+            await asyncio.shield(self.gateway.close(key))
+            engine.warnings += session.warnings
+            self._tell(engine)
+        return self._rewards(returned, session)
+
+    def _tell(self, engine: Session) -> None:
+        """Log a warning of each kind once: hundreds of episodes would say the same."""
+        for warning in engine.warnings:
+            kind = re.sub(r"\S*\d\S*", "N", warning)
+            if kind not in self._told:
+                self._told.add(kind)
+                log.warning("%s: %s (and whatever is like it from here on)", engine.episode_id, warning)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.really_close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _rewards(self, returned: Any, session: AgentSession) -> Reward:
+        """The episode's number; what single interactions got goes to the session. Raises EpisodeError."""
+        own = session.session.turn_rewards
+        own.update(session.rewards)
+        if isinstance(returned, dict):
+            known = {interaction.id for interaction in session.session.interactions}
+            for id in returned:
+                if id not in known:
+                    raise EpisodeError(
+                        f"{self.name} returned a reward for {id!r}, which is no interaction of this episode; it has "
+                        f"{', '.join(sorted(known)) or 'none'}. The id of a response names it."
+                    )
+            own.update(by_name(checked(returned, self.name)) if returned else {})
+            returned = None
+        if returned is None and own:
+            return 0.0
+        return checked(returned, self.name)
+
+
+def agent_workflow(config: Config, gateway: GatewayThread) -> AgentWorkflow:
+    """What the configuration names. Raises ConfigError."""
+    assert config.rollout.agent is not None
+    return AgentWorkflow(load_agent(config.rollout.agent, config.rollout.workflow_kwargs), gateway)

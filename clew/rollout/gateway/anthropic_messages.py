@@ -1,0 +1,333 @@
+"""POST /v1/messages and /v1/messages/count_tokens. https://docs.anthropic.com/en/api/messages"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+import orjson
+from pydantic import BeforeValidator, Field
+
+from clew.rollout.gateway.chat import Ask, Message, Refusal, Reply, pieces
+from clew.rollout.gateway.strict import LARGEST, Strict, read
+
+KEEP_ALIVE: bytes = b'event: ping\ndata: {"type":"ping"}\n\n'
+
+ERRORS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+"""Types of errors by HTTP status; others are invalid_request_error below 500 and api_error from there."""
+
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class _Hints(Strict):
+    """Change nothing about what comes out; accepted. So are a part's cache_control and the signature of thinking."""
+
+    cache_control: Any = None
+    inference_geo: Any = None
+    metadata: Any = None
+    service_tier: Any = None
+    speed: Any = None
+    user_profile_id: Any = None
+    workspace_id: Any = None
+
+
+class _Text(Strict):
+    type: Literal["text"]
+    text: str
+    citations: list[Any] = Field(default_factory=list, max_length=0)
+    cache_control: Any = None
+
+
+def _as_blocks(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+_Texts = Annotated[list[_Text], BeforeValidator(_as_blocks, json_schema_input_type=str | list[_Text])]
+
+
+class _Thinking(Strict):
+    type: Literal["thinking"]
+    thinking: str
+    signature: str = ""
+
+
+class _Direct(Strict):
+    type: Literal["direct"]
+
+
+class _ToolUse(Strict):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+    caller: _Direct | None = None
+    cache_control: Any = None
+
+
+class _ToolResult(Strict):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: _Texts = Field(default_factory=list)
+    is_error: bool = Field(default=False, description="The template gets it as is_error of the tool's message.")
+    cache_control: Any = None
+
+
+_UserBlocks = list[Annotated[_Text | _ToolResult, Field(discriminator="type")]]
+_AssistantBlocks = list[Annotated[_Text | _Thinking | _ToolUse, Field(discriminator="type")]]
+
+
+class _System(Strict):
+    role: Literal["system"]
+    content: _Texts
+
+
+class _User(Strict):
+    role: Literal["user"]
+    content: Annotated[_UserBlocks, BeforeValidator(_as_blocks, json_schema_input_type=str | _UserBlocks)]
+
+
+class _Assistant(Strict):
+    role: Literal["assistant"]
+    content: Annotated[_AssistantBlocks, BeforeValidator(_as_blocks, json_schema_input_type=str | _AssistantBlocks)]
+
+
+class _Tool(Strict):
+    type: Literal["custom"] = "custom"
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: Literal[False] = Field(default=False, description="The engine cannot hold arguments to a schema.")
+    cache_control: Any = None
+    eager_input_streaming: Any = None
+
+
+class _ToolChoice(Strict):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class _ThinkingConfig(Strict):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = Field(default=None, ge=1, description="An aim; max_tokens is the limit.")
+    display: Literal["summarized"] | None = Field(default=None, description="Thinking is shown in full.")
+
+
+class _OutputConfig(Strict):
+    effort: Literal["high"] | None = Field(default=None, description="high is what a request without effort gets.")
+
+
+class CountRequest(_Hints):
+    """The body of /v1/messages/count_tokens."""
+
+    model: str
+    messages: list[Annotated[_System | _User | _Assistant, Field(discriminator="role")]] = Field(min_length=1)
+    system: _Texts = Field(default_factory=list)
+    tools: list[_Tool] = Field(default_factory=list)
+    tool_choice: _ToolChoice = _ToolChoice(type="auto")
+    thinking: _ThinkingConfig | None = None
+    output_config: _OutputConfig | None = None
+
+
+class Request(CountRequest):
+    """The body of /v1/messages."""
+
+    max_tokens: int = Field(ge=1, le=LARGEST)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=0, le=LARGEST)
+    stop_sequences: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
+    stream: bool = False
+
+
+def parse(body: dict[str, Any]) -> Ask:
+    """See the protocol."""
+    request = read(Request, body)
+    sampling: dict[str, Any] = {"max_new_tokens": request.max_tokens}
+    for name in ("temperature", "top_p", "top_k"):
+        if (value := getattr(request, name)) is not None:
+            sampling[name] = value
+    if request.stop_sequences:
+        sampling["stop"] = tuple(request.stop_sequences)
+    return _ask(request, sampling=sampling, stream=request.stream)
+
+
+def parse_count(body: dict[str, Any]) -> Ask:
+    """A request of /v1/messages/count_tokens, whose answer is {"input_tokens": n}. Raises Refusal, as parse does."""
+    return _ask(read(CountRequest, body))
+
+
+def _ask(request: CountRequest, **more: Any) -> Ask:
+    choice = request.tool_choice
+    names = [tool.name for tool in request.tools]
+    if choice.type == "any" and not names:
+        raise Refusal(400, "tool_choice: any wants a tool, and there are none in tools.", param="tool_choice")
+    if choice.type == "tool" and choice.name not in names:
+        raise Refusal(400, f"tool_choice names {choice.name!r}, which is not among the tools.", param="tool_choice")
+    if request.messages[-1].role == "assistant":
+        message = "messages: the last is the assistant's, and the model takes no prefill; end with a user message."
+        raise Refusal(400, message, param="messages")
+    return Ask(
+        model=request.model,
+        messages=_messages(request),
+        tools=[_tool(tool) for tool in request.tools],
+        tool_choice={"any": "required", "tool": choice.name or ""}.get(choice.type, choice.type),
+        parallel_tool_calls=not choice.disable_parallel_tool_use,
+        template={} if request.thinking is None else {"enable_thinking": request.thinking.type != "disabled"},
+        **more,
+    )
+
+
+def _tool(tool: _Tool) -> dict[str, Any]:
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+    return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
+
+
+def _messages(request: CountRequest) -> list[Message]:
+    messages: list[Message] = []
+    names: dict[str, str] = {}
+    if system := _joined(request.system):
+        messages.append({"role": "system", "content": system})
+    for message in request.messages:
+        if isinstance(message, _System):
+            messages.append({"role": "system", "content": _joined(message.content)})
+        elif isinstance(message, _User):
+            messages += _of_user(message, names)
+        else:
+            messages.append(_of_assistant(message))
+            names.update((block.id, block.name) for block in message.content if isinstance(block, _ToolUse))
+    return messages
+
+
+def _joined(blocks: Sequence[Strict]) -> str:
+    return "".join(block.text for block in blocks if isinstance(block, _Text))
+
+
+def _of_user(message: _User, names: dict[str, str]) -> list[Message]:
+    """A message for each tool's result, then the user's words.
+
+    names: of the tools, by the ID of the call."""
+    results: list[Message] = []
+    for block in message.content:
+        if isinstance(block, _ToolResult):
+            result: Message = {"role": "tool", "tool_call_id": block.tool_use_id, "content": _joined(block.content)}
+            if block.tool_use_id in names:
+                result["name"] = names[block.tool_use_id]
+            if block.is_error:
+                result["is_error"] = True
+            results.append(result)
+    said = _joined(message.content)
+    return [*results, {"role": "user", "content": said}] if said or not results else results
+
+
+def _of_assistant(message: _Assistant) -> Message:
+    made: Message = {"role": "assistant", "content": _joined(message.content)}
+    if reasoning := "".join(block.thinking for block in message.content if isinstance(block, _Thinking)):
+        made["reasoning_content"] = reasoning
+    calls = [block for block in message.content if isinstance(block, _ToolUse)]
+    if calls:
+        made["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.input}}
+            for call in calls
+        ]
+    return made
+
+
+def respond(ask: Ask, replies: Sequence[Reply]) -> dict[str, Any]:
+    """See the protocol."""
+    [reply] = replies
+    stopped = reply.finish_reason == "stop" and reply.stop_string is not None
+    return {
+        "id": reply.id,
+        "type": "message",
+        "role": "assistant",
+        "model": ask.model,
+        "content": _blocks(reply),
+        "stop_reason": "stop_sequence" if stopped else STOP_REASONS[reply.finish_reason],
+        "stop_sequence": reply.stop_string if stopped else None,
+        "stop_details": None,
+        "usage": {
+            "input_tokens": reply.input_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 0,
+            "output_tokens": reply.output_tokens,
+        },
+    }
+
+
+def _blocks(reply: Reply) -> list[dict[str, Any]]:
+    blocks: list[dict[str, Any]] = []
+    if reply.reasoning:  # clients keep only signed thinking; whose it is serves as the signature
+        blocks.append({"type": "thinking", "thinking": reply.reasoning, "signature": reply.id})
+    if reply.content:
+        blocks.append({"type": "text", "text": reply.content})
+    for call in reply.tool_calls:
+        blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)})
+    return blocks
+
+
+async def events(ask: Ask, id: str, replies: Awaitable[Sequence[Reply]]) -> AsyncIterator[bytes]:
+    """See the protocol. Nothing before the replies: the first event says how many tokens the request had."""
+    message = respond(ask, await replies)
+    usage, content = message["usage"], message["content"]
+    ending = {name: message[name] for name in ("stop_reason", "stop_sequence", "stop_details")}
+    begun = {**message, **dict.fromkeys(ending), "content": [], "usage": {**usage, "output_tokens": 0}}
+    yield _event({"type": "message_start", "message": begun})
+    for index, block in enumerate(content):
+        start, deltas = _in_parts(block)
+        yield _event({"type": "content_block_start", "index": index, "content_block": start})
+        if index == 0:
+            yield KEEP_ALIVE  # the provider sends one here, too
+        for delta in deltas:
+            yield _event({"type": "content_block_delta", "index": index, "delta": delta})
+        yield _event({"type": "content_block_stop", "index": index})
+    yield _event({"type": "message_delta", "delta": ending, "usage": usage})
+    yield _event({"type": "message_stop"})
+
+
+def _in_parts(block: dict[str, Any]) -> tuple[dict[str, Any], Iterator[dict[str, Any]]]:
+    """A block as it begins, and what is added to it."""
+    if block["type"] == "text":
+        return {**block, "text": ""}, ({"type": "text_delta", "text": piece} for piece in pieces(block["text"]))
+    if block["type"] == "thinking":
+        return {**block, "thinking": "", "signature": ""}, _thinking_deltas(block)
+    texts = ["", *pieces(json.dumps(block["input"], ensure_ascii=False))]
+    return {**block, "input": {}}, ({"type": "input_json_delta", "partial_json": text} for text in texts)
+
+
+def _thinking_deltas(block: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for piece in pieces(block["thinking"]):
+        yield {"type": "thinking_delta", "thinking": piece}
+    yield {"type": "signature_delta", "signature": block["signature"]}
+
+
+def _event(content: dict[str, Any]) -> bytes:
+    return b"event: " + content["type"].encode() + b"\ndata: " + orjson.dumps(content) + b"\n\n"
+
+
+def refuse(refusal: Refusal) -> dict[str, Any]:
+    """See the protocol."""
+    kind = ERRORS.get(refusal.status, "api_error" if refusal.status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": str(refusal)}}
+
+
+def refuse_in_stream(refusal: Refusal) -> bytes:
+    """See the protocol."""
+    return _event(refuse(refusal))
+
+
+def models(names: Sequence[str]) -> dict[str, Any]:
+    """The answer of GET /v1/models."""
+    known = {"type": "model", "created_at": "1970-01-01T00:00:00Z", "lifecycle": "active"}
+    data = [{**known, "id": name, "display_name": name} for name in names]
+    return {"data": data, "has_more": False, "first_id": names[0], "last_id": names[-1]}

@@ -1,0 +1,315 @@
+"""The gateway's HTTP application: whose request it is, which dialect it speaks, and how its answer travels.
+
+::
+
+    agent ──► /v1/chat/completions, /v1/completions, /v1/responses   (OpenAI)      ──► session of the API key ──► engine
+              /v1/messages, /v1/messages/count_tokens                (Anthropic)
+              /rl/start_session, /rl/set_reward, /rl/end_session     (for an agent that runs elsewhere)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import orjson
+from fastapi import FastAPI
+from fastapi import Request as HTTPRequest
+from pydantic import BaseModel, ConfigDict, ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response, StreamingResponse
+
+from clew.rollout.gateway import anthropic_messages, openai_chat, openai_completions, openai_responses
+from clew.rollout.gateway.chat import Ask, Dialect, Refusal, Reply
+from clew.rollout.gateway.sessions import AgentSession, Request, message_of
+
+log = logging.getLogger("clew.gateway")
+
+MAX_BODY = 32 * 2**20
+"""Bytes."""
+
+KEEP_ALIVE_S = 5.0
+"""How long a stream is silent, at most; an error before that still has its HTTP status."""
+
+GONE = Response(status_code=499)
+"""Nobody reads it: the client has closed the connection."""
+
+
+class Sessions(Protocol):
+    """Who is behind a key."""
+
+    @property
+    def models(self) -> Sequence[str] | None:
+        """The names that are served, the first its own; None: every name is."""
+        ...
+
+    def find(self, key: str) -> AgentSession:
+        """Raises Refusal: unknown, or ended."""
+        ...
+
+    def start(self, key: str) -> tuple[AgentSession, str]:
+        """A new session and its key, for the caller with `key`. Raises Refusal where sessions are opened otherwise."""
+        ...
+
+    async def end(self, key: str) -> None:
+        """End a session by its client's own wish."""
+        ...
+
+
+class StartSession(BaseModel):
+    """The body of /rl/start_session."""
+
+    model_config = ConfigDict(extra="forbid")
+    data: dict[str, Any] | None = None
+
+
+class SetReward(BaseModel):
+    """The body of /rl/set_reward."""
+
+    model_config = ConfigDict(extra="forbid")
+    reward: float
+    interaction_id: str | None = None
+
+
+def application(sessions: Sessions) -> FastAPI:
+    """ASGI. All routes run on one event loop, the gateway's."""
+    app = FastAPI(title="Clew gateway", docs_url=None, redoc_url=None)
+
+    def serve(path: str, dialect: Dialect, body: type[BaseModel], handle: Callable[..., Awaitable[Response]]) -> None:
+        async def route(http: HTTPRequest) -> Response:
+            try:
+                return await handle(sessions, dialect, http)
+            except Refusal as refusal:
+                return _json(dialect.refuse(refusal), refusal.status)
+            except ClientDisconnect:
+                return GONE
+            except Exception as error:
+                log.exception("a defect of the gateway, at %s", path)
+                return _json(dialect.refuse(Refusal(500, f"{type(error).__name__}: {error}")), 500)
+
+        schema = body.model_json_schema(ref_template=f"#/components/schemas/{path[1:].replace('/', '_')}_{{model}}")
+        for name, definition in schema.pop("$defs", {}).items():
+            definitions[f"{path[1:].replace('/', '_')}_{name}"] = definition
+        app.add_api_route(
+            path,
+            route,
+            methods=["POST"],
+            openapi_extra={"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}},
+            responses={code: {"description": what} for code, what in STATUSES.items()},
+        )
+
+    definitions: dict[str, Any] = {}
+    serve("/v1/chat/completions", openai_chat, openai_chat.Request, _complete)
+    serve("/v1/completions", openai_completions, openai_completions.Request, _complete)
+    serve("/v1/responses", openai_responses, openai_responses.Request, _complete)
+    serve("/v1/messages", anthropic_messages, anthropic_messages.Request, _complete)
+    serve("/v1/messages/count_tokens", anthropic_messages, anthropic_messages.CountRequest, _count_tokens)
+    serve("/rl/start_session", openai_chat, StartSession, _start_session)
+    serve("/rl/set_reward", openai_chat, SetReward, _set_reward)
+    serve("/rl/end_session", openai_chat, StartSession, _end_session)
+
+    @app.get("/v1/models")
+    async def models(http: HTTPRequest) -> Response:
+        names = sessions.models or ["any"]
+        if "anthropic-version" in http.headers:
+            return _json(anthropic_messages.models(names))
+        data = [{"id": name, "object": "model", "created": 0, "owned_by": "clew"} for name in names]
+        return _json({"object": "list", "data": data})
+
+    @app.exception_handler(HTTPException)
+    async def refuse(http: HTTPRequest, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        what = Refusal(error.status_code, f"{http.method} {http.url.path}: {error.detail}")
+        return _json(_dialect_of(http.url.path).refuse(what), error.status_code)
+
+    document = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        whole = document()
+        whole.setdefault("components", {}).setdefault("schemas", {}).update(definitions)
+        return whole
+
+    app.openapi = openapi
+    return app
+
+
+STATUSES: dict[int | str, Any] = {
+    400: "not as the dialect has it, or cannot be honoured",
+    401: "unknown key",
+    404: "unknown model, response or interaction",
+    413: "too large",
+    503: "the engine is away",
+}
+"""Of errors, in every dialect."""
+
+
+def _dialect_of(path: str) -> Dialect:
+    return anthropic_messages if path.startswith("/v1/messages") else openai_chat
+
+
+async def _complete(sessions: Sessions, dialect: Dialect, http: HTTPRequest) -> Response:
+    raw = await _read(http)
+    session = sessions.find(_key(http))
+    ask = dialect.parse(_object(raw))
+    if sessions.models is not None and ask.model not in sessions.models:
+        known = ", ".join(sessions.models)
+        raise Refusal(404, f"no model {ask.model!r} here; served: {known}.", param="model", code="model_not_found")
+    ask = _with_earlier(session, ask)
+    fingerprint = hashlib.sha256(http.url.path.encode() + b"\n" + raw).digest()
+    request = session.submit(ask, fingerprint, retry=_is_retry(http))
+    gone = asyncio.ensure_future(_disconnected(http))
+    try:
+        limit = KEEP_ALIVE_S if ask.stream else None
+        await asyncio.wait({request.replies, gone}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        gone.cancel()
+    if gone.done() and not gone.cancelled() and not request.replies.done():
+        request.abandoned = True
+        return GONE
+    if request.replies.done():
+        _raise_failure(request)
+    if ask.stream:
+        return StreamingResponse(_stream(dialect, ask, request), media_type="text/event-stream", headers=STREAMED)
+    return _json(dialect.respond(ask, request.replies.result()))
+
+
+STREAMED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+def _with_earlier(session: AgentSession, ask: Ask) -> Ask:
+    """OpenAI's previous_response_id: the messages go on from an earlier response's; its instructions are not kept."""
+    previous = ask.extras.get("previous_response_id")
+    if not previous:
+        return ask
+    turn = session.turn(previous)
+    earlier = turn.ask.messages[1 if turn.ask.extras.get("instructions") else 0 :]
+    instructions = ask.messages[: 1 if ask.extras.get("instructions") else 0]
+    messages = [*instructions, *earlier, message_of(turn.reply), *ask.messages[len(instructions) :]]
+    return replace(ask, messages=messages)
+
+
+async def _stream(dialect: Dialect, ask: Ask, request: Request) -> AsyncIterator[bytes]:
+    """The dialect's events, and signs of life until the replies are there."""
+    seen = False
+    stream = dialect.events(ask, request.id, _shielded(request))
+    try:
+        while not request.replies.done():
+            upcoming = asyncio.ensure_future(anext(stream))
+            while not upcoming.done():
+                await asyncio.wait({upcoming}, timeout=KEEP_ALIVE_S)
+                if not upcoming.done():
+                    yield dialect.KEEP_ALIVE
+            yield upcoming.result()
+        async for event in stream:
+            yield event
+            seen = True
+    except Refusal as refusal:
+        yield dialect.refuse_in_stream(refusal)
+    finally:
+        request.abandoned = request.abandoned or not seen
+
+
+async def _shielded(request: Request) -> list[Reply]:
+    """The replies; to stop waiting for them does not stop them."""
+    await asyncio.wait({request.replies})
+    _raise_failure(request)
+    return request.replies.result()
+
+
+def _raise_failure(request: Request) -> None:
+    if request.replies.cancelled():
+        raise Refusal(400, "the session has ended.", code="session_ended")
+    if (error := request.replies.exception()) is not None:
+        raise error
+
+
+async def _count_tokens(sessions: Sessions, dialect: Dialect, http: HTTPRequest) -> Response:
+    raw = await _read(http)
+    session = sessions.find(_key(http))
+    return _json({"input_tokens": session.count_tokens(anthropic_messages.parse_count(_object(raw)))})
+
+
+async def _start_session(sessions: Sessions, dialect: Dialect, http: HTTPRequest) -> Response:
+    body = _checked(StartSession, await _read(http))
+    session, key = sessions.start(_key(http))
+    session.data = body.data or {}
+    return _json({"session_id": session.id, "api_key": key})
+
+
+async def _set_reward(sessions: Sessions, dialect: Dialect, http: HTTPRequest) -> Response:
+    body = _checked(SetReward, await _read(http))
+    if not math.isfinite(body.reward):
+        raise Refusal(400, f"reward: expected a finite number, found {body.reward}.", param="reward")
+    session = sessions.find(_key(http))
+    session.set_reward(body.reward, body.interaction_id)
+    return _json({"session_id": session.id, "rewards": session.rewards})
+
+
+async def _end_session(sessions: Sessions, dialect: Dialect, http: HTTPRequest) -> Response:
+    _checked(StartSession, await _read(http) or b"{}")
+    session = sessions.find(_key(http))
+    await sessions.end(_key(http))
+    return _json({"session_id": session.id, "interactions": len(session.session.interactions)})
+
+
+def _checked(model: type[Any], raw: bytes) -> Any:
+    try:
+        return model.model_validate(_object(raw or b"{}"))
+    except ValidationError as error:
+        first = error.errors()[0]
+        param = ".".join(str(part) for part in first["loc"])
+        raise Refusal(400, f"{param}: {first['msg']}.", param=param) from None
+
+
+def _key(http: HTTPRequest) -> str:
+    """OpenAI's clients send it as a bearer token, Anthropic's as x-api-key."""
+    given = http.headers.get("authorization", "")
+    scheme, _, token = given.partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else http.headers.get("x-api-key", "")
+
+
+def _is_retry(http: HTTPRequest) -> bool:
+    """The official clients say so."""
+    count = http.headers.get("x-stainless-retry-count", "0")
+    return count.isdigit() and int(count) > 0
+
+
+async def _read(http: HTTPRequest) -> bytes:
+    """Raises Refusal for a body that is too large, before all of it is read."""
+    size, parts = 0, []
+    async for part in http.stream():
+        size += len(part)
+        if size > MAX_BODY:
+            raise Refusal(413, f"the body is larger than {MAX_BODY >> 20} MiB.")
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _object(raw: bytes) -> dict[str, Any]:
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise Refusal(400, f"the body is not JSON: {error}.") from None
+    if not isinstance(body, dict):
+        raise Refusal(400, f"the body is {type(body).__name__}, expected a JSON object.")
+    return body
+
+
+async def _disconnected(http: HTTPRequest) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _json(content: Any, status: int = 200) -> Response:
+    try:
+        body = orjson.dumps(content)
+    except TypeError:  # a whole number beyond 64 bits, in the arguments of a tool
+        body = json.dumps(content).encode()
+    return Response(body, status, media_type="application/json")

@@ -1,0 +1,324 @@
+"""POST /v1/responses. https://platform.openai.com/docs/api-reference/responses"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import time
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+import orjson
+from pydantic import BeforeValidator, Field
+
+from clew.rollout.gateway.chat import Ask, Refusal, Reply, Token, pieces
+from clew.rollout.gateway.openai_chat import notes_on_effort, refuse
+from clew.rollout.gateway.responses_input import Items, messages_of
+from clew.rollout.gateway.strict import LARGEST, Strict, read
+
+__all__ = ["KEEP_ALIVE", "Request", "events", "parse", "refuse", "refuse_in_stream", "respond"]
+
+KEEP_ALIVE: bytes = b": waiting for the model\n\n"
+
+LOGPROBS = "message.output_text.logprobs"
+ENCRYPTED = "reasoning.encrypted_content"
+
+
+class _Hints(Strict):
+    """Change nothing about what comes out; accepted, and those that are echoed are echoed. So are the id, status and
+    phase of items."""
+
+    metadata: dict[str, str] = Field(default_factory=dict)
+    max_tool_calls: int | None = Field(default=None, description="Of the provider's own tools, of which there are none")
+    prompt_cache_key: str | None = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: Any = None
+    safety_identifier: str | None = None
+    service_tier: Any = None
+    store: bool = True
+    user: str | None = None
+
+
+class _Tool(Strict):
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool = Field(default=False, description="Frameworks set it unasked. The response says false: not enforced.")
+
+
+class _ToolChoice(Strict):
+    type: Literal["auto", "none", "required", "function"]
+    name: str | None = None
+
+
+def _as_choice(choice: Any) -> Any:
+    return {"type": choice} if isinstance(choice, str) else choice
+
+
+_Choice = Annotated[
+    _ToolChoice,
+    BeforeValidator(_as_choice, json_schema_input_type=Literal["auto", "none", "required"] | _ToolChoice),
+]
+
+
+class _Format(Strict):
+    type: Literal["text"]
+
+
+class _TextConfig(Strict):
+    format: _Format = _Format(type="text")
+    verbosity: Literal["low", "medium", "high"] = Field(default="medium", description="A hint.")
+
+
+class _ReasoningConfig(Strict):
+    effort: str | None = Field(default=None, description="none turns thinking off.")
+    summary: Literal["auto"] | None = Field(default=None, description="Reasoning is given in full.")
+    generate_summary: Literal["auto"] | None = None
+    context: Literal["auto"] | None = None
+    mode: Literal["standard"] | None = None
+
+
+class _StreamOptions(Strict):
+    include_obfuscation: Literal[False] = False
+
+
+class Request(_Hints):
+    """The body."""
+
+    model: str
+    input: Items
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    tools: list[_Tool] = Field(default_factory=list)
+    tool_choice: _Choice = _ToolChoice(type="auto")
+    parallel_tool_calls: bool = True
+    max_output_tokens: int | None = Field(default=None, ge=1, le=LARGEST)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_logprobs: int = Field(default=0, ge=0, le=20)
+    include: list[str] = Field(
+        default_factory=list, description=f"{LOGPROBS} and {ENCRYPTED}; others ask for what there is never any of."
+    )
+    text: _TextConfig = _TextConfig()
+    reasoning: _ReasoningConfig = _ReasoningConfig()
+    stream: bool = False
+    stream_options: _StreamOptions | None = None
+    truncation: Literal["disabled"] = "disabled"
+    background: Literal[False] = False
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, description="As vLLM takes them.")
+
+
+def parse(body: dict[str, Any]) -> Ask:
+    """See the protocol. Where `previous_response_id` is in extras, messages are what comes after that response.
+
+    Extras also hold `instructions`: where there are any, the first message is theirs, ahead of all earlier ones, and
+    takes the place of earlier instructions."""
+    request = read(Request, body)
+    choice = request.tool_choice
+    names = [tool.name for tool in request.tools]
+    instructions = [{"role": "system", "content": request.instructions}] if request.instructions else []
+    if choice.type == "required" and not names:
+        raise Refusal(400, "tool_choice: required wants a tool, and there are none in tools.", param="tool_choice")
+    if choice.type == "function" and choice.name not in names:
+        raise Refusal(400, f"tool_choice names {choice.name!r}, which is not among the tools.", param="tool_choice")
+    thinking = {"enable_thinking": False} if request.reasoning.effort == "none" else {}
+    asked = {
+        "max_new_tokens": request.max_output_tokens,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+    }
+    return Ask(
+        model=request.model,
+        notes=notes_on_effort(request.reasoning.effort),
+        messages=[*instructions, *messages_of(request.input)],
+        tools=[
+            {"type": "function", "function": tool.model_dump(exclude_none=True, exclude={"type", "strict"})}
+            for tool in request.tools
+        ],
+        tool_choice=choice.name or "" if choice.type == "function" else choice.type,
+        parallel_tool_calls=request.parallel_tool_calls,
+        sampling={name: value for name, value in asked.items() if value is not None},
+        logprobs=request.top_logprobs if request.top_logprobs or LOGPROBS in request.include else None,
+        stream=request.stream,
+        template={**request.chat_template_kwargs, **thinking},
+        extras={
+            "previous_response_id": request.previous_response_id,
+            "instructions": request.instructions or None,
+            "encrypted": ENCRYPTED in request.include,
+            "echo": _echo(request),
+        },
+    )
+
+
+def _echo(request: Request) -> dict[str, Any]:
+    """What a response repeats of its request."""
+    choice = request.tool_choice
+    return {
+        "background": False,
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "max_tool_calls": request.max_tool_calls,
+        "model": request.model,
+        "parallel_tool_calls": request.parallel_tool_calls,
+        "previous_response_id": request.previous_response_id,
+        "prompt_cache_key": request.prompt_cache_key,
+        "reasoning": {"effort": request.reasoning.effort, "summary": request.reasoning.summary},
+        "safety_identifier": request.safety_identifier,
+        "service_tier": "default",
+        "store": request.store,
+        "temperature": 1.0 if request.temperature is None else request.temperature,
+        "text": request.text.model_dump(),
+        "tool_choice": choice.model_dump() if choice.type == "function" else choice.type,
+        "tools": [{**tool.model_dump(), "strict": False} for tool in request.tools],
+        "top_logprobs": request.top_logprobs,
+        "top_p": 1.0 if request.top_p is None else request.top_p,
+        "truncation": "disabled",
+        "user": request.user,
+        "metadata": request.metadata,
+    }
+
+
+def respond(ask: Ask, replies: Sequence[Reply]) -> dict[str, Any]:
+    """See the protocol."""
+    [reply] = replies
+    return _finished(ask, _begun(ask, reply.id, int(reply.created_at)), reply)
+
+
+def _begun(ask: Ask, id: str, created_at: int) -> dict[str, Any]:
+    return {
+        "id": id,
+        "object": "response",
+        "created_at": created_at,
+        "status": "in_progress",
+        "completed_at": None,
+        "error": None,
+        "incomplete_details": None,
+        "output": [],
+        "usage": None,
+        **ask.extras["echo"],
+    }
+
+
+def _finished(ask: Ask, begun: dict[str, Any], reply: Reply) -> dict[str, Any]:
+    cut = reply.finish_reason == "length"
+    return {
+        **begun,
+        "status": "incomplete" if cut else "completed",
+        "completed_at": None if cut else max(begun["created_at"], int(reply.interaction.finished_at)),
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "output": _output(ask, reply),
+        "usage": {
+            "input_tokens": reply.input_tokens,
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": reply.output_tokens,
+            "output_tokens_details": {"reasoning_tokens": reply.reasoning_tokens},
+            "total_tokens": reply.input_tokens + reply.output_tokens,
+        },
+    }
+
+
+def _output(ask: Ask, reply: Reply) -> list[dict[str, Any]]:
+    """The items. Their ids are made of the response's."""
+    items: list[dict[str, Any]] = []
+    if reply.reasoning:
+        content = [{"type": "reasoning_text", "text": reply.reasoning}]
+        item = {"id": f"rs_{reply.id}", "type": "reasoning", "summary": [], "content": content, "status": "completed"}
+        if ask.extras["encrypted"]:  # nothing is secret here; some clients send back nothing else
+            item["encrypted_content"] = base64.b64encode(reply.reasoning.encode()).decode()
+        items.append(item)
+    if reply.content or not (reply.reasoning or reply.tool_calls):
+        logprobs = [_logprob(token) for token in reply.tokens] if ask.logprobs is not None else []
+        content = [{"type": "output_text", "text": reply.content, "annotations": [], "logprobs": logprobs}]
+        items.append(
+            {
+                "id": f"msg_{reply.id}",
+                "type": "message",
+                "role": "assistant",
+                "content": content,
+                "status": "completed",
+            }
+        )
+    if reply.finish_reason == "length" and not reply.tool_calls:
+        items[-1]["status"] = "incomplete"
+    for number, call in enumerate(reply.tool_calls):
+        items.append(
+            {
+                "id": f"fc_{reply.id}.{number}",
+                "type": "function_call",
+                "call_id": call.id,
+                "name": call.name,
+                "arguments": call.arguments,
+                "status": "completed",
+            }
+        )
+    return items
+
+
+def _logprob(token: Token) -> dict[str, Any]:
+    return {"token": token.text, "logprob": token.logprob, "bytes": list(token.text.encode()), "top_logprobs": []}
+
+
+async def events(ask: Ask, id: str, replies: Awaitable[Sequence[Reply]]) -> AsyncIterator[bytes]:
+    """See the protocol: created and in_progress, then, when the reply is there, each item in small parts."""
+    numbers = itertools.count()
+
+    def event(kind: str, **fields: Any) -> bytes:
+        return _event({"type": kind, "sequence_number": next(numbers), **fields})
+
+    begun = _begun(ask, id, int(time.time()))
+    yield event("response.created", response=begun)
+    yield event("response.in_progress", response=begun)
+    [reply] = await replies
+    response = _finished(ask, begun, reply)
+    for index, item in enumerate(response["output"]):
+        empty = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+        opened = {**item, "status": "in_progress", **empty}
+        yield event("response.output_item.added", output_index=index, item=opened)
+        for kind, fields in _in_parts(item, reply):
+            yield event(kind, output_index=index, item_id=item["id"], **fields)
+        yield event("response.output_item.done", output_index=index, item=item)
+    yield event(f"response.{response['status']}", response=response)
+
+
+def _in_parts(item: dict[str, Any], reply: Reply) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The kinds and fields of the events between an item's first and last."""
+    if item["type"] == "function_call":
+        for piece in pieces(item["arguments"]):
+            yield "response.function_call_arguments.delta", {"delta": piece}
+        yield "response.function_call_arguments.done", {"arguments": item["arguments"]}
+        return
+    [part] = item["content"]
+    name = f"response.{part['type']}"
+    emptied = {**part, "text": ""} | ({"logprobs": []} if "logprobs" in part else {})
+    yield "response.content_part.added", {"content_index": 0, "part": emptied}
+    for text, logprobs in _deltas(part, reply):
+        yield f"{name}.delta", {"content_index": 0, "delta": text, **logprobs}
+    logprobs = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
+    yield f"{name}.done", {"content_index": 0, "text": part["text"], **logprobs}
+    yield "response.content_part.done", {"content_index": 0, "part": part}
+
+
+def _deltas(part: dict[str, Any], reply: Reply) -> Iterator[tuple[str, dict[str, Any]]]:
+    """A text in small parts: a word each, or a token where there are logprobs, if the tokens are no more than it."""
+    if not part.get("logprobs"):
+        for piece in pieces(part["text"]):
+            yield piece, {"logprobs": []} if "logprobs" in part else {}
+    elif "".join(token.text for token in reply.tokens) == part["text"]:
+        for token, logprob in zip(reply.tokens, part["logprobs"], strict=True):
+            yield token.text, {"logprobs": [logprob]}
+    else:
+        yield part["text"], {"logprobs": part["logprobs"]}
+
+
+def _event(content: dict[str, Any]) -> bytes:
+    return b"event: " + content["type"].encode() + b"\ndata: " + orjson.dumps(content) + b"\n\n"
+
+
+def refuse_in_stream(refusal: Refusal) -> bytes:
+    """See the protocol. The fields are there twice: as documented, and under `error`, as the provider sends them and
+    as its clients look for them."""
+    error = refuse(refusal)["error"]
+    sequence_number = 2  # a reply that fails does so after the two events that need none
+    said = {name: error[name] for name in ("code", "message", "param")}
+    return _event({"type": "error", "sequence_number": sequence_number, **said, "error": error})

@@ -1,0 +1,148 @@
+"""The input of /v1/responses, and the messages that its items stand for."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag
+
+from clew.rollout.gateway.chat import Message, Refusal
+from clew.rollout.gateway.strict import Strict, arguments_of
+
+
+class _Text(Strict):
+    type: Literal["input_text", "output_text"]
+    text: str
+    annotations: list[Any] = Field(default_factory=list, max_length=0)
+    logprobs: Any = None
+    prompt_cache_breakpoint: Any = None
+
+
+def _as_texts(content: Any) -> Any:
+    return [{"type": "input_text", "text": content}] if isinstance(content, str) else content
+
+
+_Texts = Annotated[list[_Text], BeforeValidator(_as_texts, json_schema_input_type=str | list[_Text])]
+
+
+class _Item(Strict):
+    id: str | None = None
+    status: str | None = None
+
+
+class _Message(_Item):
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: _Texts
+    phase: str | None = None
+
+
+class _Thought(Strict):
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+class _Reasoning(_Item):
+    type: Literal["reasoning"]
+    content: list[_Thought] = Field(default_factory=list)
+    summary: list[_Thought] = Field(default_factory=list)
+    encrypted_content: str | None = Field(default=None, description="As an earlier response had it.")
+
+
+class _Direct(Strict):
+    type: Literal["direct"]
+
+
+class _FunctionCall(_Item):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    caller: _Direct | None = None
+
+
+class _FunctionCallOutput(_Item):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: _Texts
+    name: str | None = None
+    caller: _Direct | None = None
+
+
+def _kind(item: Any) -> Any:
+    return item.get("type") or "message" if isinstance(item, dict) else None
+
+
+Item = Annotated[
+    Annotated[_Message, Tag("message")]
+    | Annotated[_Reasoning, Tag("reasoning")]
+    | Annotated[_FunctionCall, Tag("function_call")]
+    | Annotated[_FunctionCallOutput, Tag("function_call_output")],
+    Discriminator(_kind),
+]
+
+
+def _as_items(content: Any) -> Any:
+    return [{"role": "user", "content": content}] if isinstance(content, str) else content
+
+
+Items = Annotated[list[Item], Field(min_length=1), BeforeValidator(_as_items, json_schema_input_type=str | list[Item])]
+"""The field `input`."""
+
+
+def messages_of(items: Sequence[Item]) -> list[Message]:
+    """The items between two of the client's are the assistant's, and become one message, or as many as there were
+    replies: a reply has its reasoning first, then one text, then its calls."""
+    messages: list[Message] = []
+    names: dict[str, str] = {}
+    said: Message | None = None
+    for item in items:
+        if isinstance(item, _FunctionCallOutput):
+            result: Message = {"role": "tool", "tool_call_id": item.call_id, "content": _joined(item.output)}
+            if name := item.name or names.get(item.call_id):
+                result["name"] = name
+            messages.append(result)
+            said = None
+        elif isinstance(item, _Message) and item.role != "assistant":
+            role = "system" if item.role == "developer" else item.role
+            messages.append({"role": role, "content": _joined(item.content)})
+            said = None
+        else:
+            begins = isinstance(item, _Reasoning) or (isinstance(item, _Message) and said and said["content"])
+            if said is None or (begins and said != _SILENT):
+                messages.append(said := dict(_SILENT))
+            _add(said, item)
+            if isinstance(item, _FunctionCall):
+                names[item.call_id] = item.name
+    return messages
+
+
+_SILENT: Message = {"role": "assistant", "content": ""}
+
+
+def _add(said: Message, item: _Message | _Reasoning | _FunctionCall) -> None:
+    """Put an item into the assistant's message."""
+    if isinstance(item, _Message):
+        said["content"] = _joined(item.content)
+    elif isinstance(item, _FunctionCall):
+        function = {"name": item.name, "arguments": arguments_of(item.arguments)}
+        said.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
+    elif reasoning := _reasoning_of(item):
+        said["reasoning_content"] = reasoning
+
+
+def _joined(texts: Sequence[_Text]) -> str:
+    return "".join(part.text for part in texts)
+
+
+def _reasoning_of(item: _Reasoning) -> str:
+    """In full where the client has it in full."""
+    if item.content or not item.encrypted_content:
+        return "".join(thought.text for thought in item.content or item.summary)
+    try:
+        return base64.b64decode(item.encrypted_content, validate=True).decode()
+    except ValueError:
+        message = f"input: the encrypted_content of reasoning {item.id!r} is not from here and cannot be read."
+        raise Refusal(400, message, param="input") from None

@@ -1,0 +1,69 @@
+"""The gateway beside an inference server, in one process: `clew serve`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from clew.config import Config
+from clew.models import load_tokenizer
+from clew.rollout.gateway.app import application
+from clew.rollout.gateway.paths import AnyBase
+from clew.rollout.gateway.served import ServedSessions
+from clew.rollout.session import resources
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ANY_KEY = "sk-clew"
+"""On a loopback address any will do."""
+
+
+class ServedGateway:
+    """What `clew.inference.server.serve` has beside itself."""
+
+    def __init__(self, sessions: ServedSessions, tokenizer: PreTrainedTokenizerBase, token: str) -> None:
+        self.app = AnyBase(application(sessions))
+        self._sessions = sessions
+        self._chat = tokenizer.chat_template is not None
+        self._token = token
+
+    def launched(self, address: str) -> None:
+        """Print how to reach it, in lines that can be pasted."""
+        key = "$(curl -s -XPOST -H 'Authorization: Bearer TOKEN' http://{address}/rl/start_session | jq -r .api_key)"
+        key = ANY_KEY if not self._token else key
+        model = self._sessions.models[0] if self._sessions.models else "any"
+        path, asked = ("chat/completions", {"messages": [{"role": "user", "content": "Hello"}]})
+        if not self._chat:
+            path, asked = "completions", {"prompt": "Hello"}
+        body = json.dumps({"model": model, **asked, "max_tokens": 16})
+        print(
+            f"OpenAI     http://{address}/v1    Anthropic  http://{address}\n"
+            f"export OPENAI_BASE_URL=http://{address}/v1 OPENAI_API_KEY={key}\n"
+            f"export ANTHROPIC_BASE_URL=http://{address} ANTHROPIC_API_KEY={key}\n"
+            f"curl http://{address}/v1/{path} -H 'Authorization: Bearer {key}' -H 'Content-Type: application/json' "
+            f"-d '{body}'",
+            flush=True,
+        )
+
+    async def run(self) -> None:
+        """End sessions that nobody uses, and all of them at the end."""
+        try:
+            await self._sessions.end_idle()
+        finally:
+            await self._sessions.close()
+
+
+def gateway_beside(config: Config, record: Path | None) -> Callable[[Any, str], ServedGateway]:
+    """Made by the server once it has its engine."""
+
+    def make(engine: Any, token: str) -> ServedGateway:
+        tokenizer = load_tokenizer(config.model.path)
+        names = dict.fromkeys([config.model.path, Path(config.model.path).name])
+        shared = resources(config, engine, tokenizer, None)
+        sessions = ServedSessions(shared, list(names), token=token, record=record)
+        return ServedGateway(sessions, tokenizer, token)
+
+    return make

@@ -1,0 +1,280 @@
+"""Sessions: whose request it is, what it extends, and what became of it.
+
+Each episode has a session and an API key of its own, so that a client needs to say nothing but the key. A session ends
+with its episode, by an explicit call, or at a limit; a request after that gets an error that says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from clew.errors import EngineError, EpisodeError
+from clew.inference.protocol import EngineUnreachable, RequestTooLong
+from clew.rollout.capture import Interaction
+from clew.rollout.gateway.chat import Ask, Message, Refusal, Reply, Token, ToolCall
+from clew.rollout.gateway.tools import CALL_CLOSES, CALL_OPENS, Parsed, parse_output
+from clew.rollout.gateway.turns import Prompt, Turn, Turns
+from clew.rollout.session import Session
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a session may use up; None: no limit."""
+
+    turns: int | None = None
+    """Requests to the model."""
+    tokens: int | None = None
+    """Generated tokens."""
+
+
+@dataclass(kw_only=True, eq=False)
+class Request:
+    """A request, from its arrival on; a retry of it is answered with the same replies."""
+
+    id: str
+    """Of its first interaction: the response's id."""
+    fingerprint: bytes
+    replies: asyncio.Task[list[Reply]]
+    abandoned: bool = False
+    """The client had gone before it had the reply, and no retry has come for it yet."""
+
+
+class AgentSession:
+    """One episode's conversations with the model. Use it on the gateway's event loop."""
+
+    def __init__(self, session: Session, limits: Limits) -> None:
+        self.session = session
+        self.rewards: dict[str, float] = {}
+        """By interaction ID, as `set_reward` gave them."""
+        self.warnings: list[str] = []
+        """What its owner should know, once each."""
+        self.ended: str | None = None
+        """Why no further request is answered."""
+        self.data: dict[str, Any] = {}
+        """The row that its client named, where no data set has one."""
+        self.last_used = time.monotonic()
+        self._limits = limits
+        self._turns = Turns(session.tokenizer)
+        self._requests: list[Request] = []
+
+    @property
+    def id(self) -> str:
+        """The episode's."""
+        return self.session.episode_id
+
+    def submit(self, ask: Ask, fingerprint: bytes, *, retry: bool) -> Request:
+        """Begin to answer a request, or find the one that it is a retry of.
+
+        fingerprint: equal for a request and its retries. retry: the client says that it is one.
+        Raises Refusal: the session has ended; messages or parameters that cannot be honoured.
+        """
+        self.last_used = time.monotonic()
+        for earlier in reversed(self._requests):  # two equal requests side by side are two: neither was abandoned
+            if earlier.fingerprint == fingerprint and (retry or earlier.abandoned):
+                earlier.abandoned = False
+                return earlier
+        self._refuse_beyond_limits()
+        ask, begin = self._constrained(ask)
+        prompt = self._turns.prompt(ask, begin)
+        self._advise(ask, prompt)
+        indices = [self.session.reserve() for _ in range(ask.n)]
+        answer = asyncio.get_running_loop().create_task(self._answer(ask, prompt, begin, indices))
+        request = Request(id=self.session.interaction_id(indices[0]), fingerprint=fingerprint, replies=answer)
+        self._requests.append(request)
+        answer.add_done_callback(lambda done: self._forget_failure(request, done))
+        return request
+
+    def count_tokens(self, ask: Ask) -> int:
+        """How many tokens the request would hand to the model."""
+        return len(self._turns.prompt(ask).input_ids)
+
+    def turn(self, id: str) -> Turn:
+        """The turn with the reply of that ID. Raises Refusal when there is none."""
+        turn = self._turns.find(id)
+        if turn is None:
+            raise Refusal(404, f"there is no response {id!r} in this session.", code="previous_response_not_found")
+        return turn
+
+    def set_reward(self, reward: float, id: str | None = None) -> None:
+        """Reward one interaction; None: the last. Raises Refusal when there is none of that ID."""
+        known = [interaction.id for interaction in self.session.interactions]
+        if not known or (id is not None and id not in known):
+            raise Refusal(404, f"no interaction {id or ''} in session {self.id}; it has {', '.join(known) or 'none'}.")
+        self.rewards[id or known[-1]] = reward
+
+    def end(self, why: str) -> None:
+        """Answer nothing more, and forget what the client did not wait for: it had no part in the episode."""
+        self.ended = self.ended or why
+        for request in self._requests:
+            request.replies.cancel()
+            if request.abandoned and request.replies.done() and not request.replies.cancelled():
+                unseen = {reply.id for reply in request.replies.result()}
+                self.session.interactions[:] = [each for each in self.session.interactions if each.id not in unseen]
+
+    def warn(self, warning: str) -> None:
+        """For the session's owner, once."""
+        if warning not in self.warnings:
+            self.warnings.append(warning)
+
+    # One request -----------------------------------------------------------------------------------------------------
+
+    def _forget_failure(self, request: Request, done: asyncio.Task[list[Reply]]) -> None:
+        if done.cancelled() or done.exception() is not None:  # a retry is a new attempt
+            self._requests.remove(request)
+
+    def _refuse_beyond_limits(self) -> None:
+        turns = len(self._requests)
+        tokens = sum(len(interaction.output_ids) for interaction in self.session.interactions)
+        if self.ended is None and self._limits.turns is not None and turns >= self._limits.turns:
+            self.ended = f"it had its {self._limits.turns} requests (rollout.max_turns)"
+        if self.ended is None and self._limits.tokens is not None and tokens >= self._limits.tokens:
+            self.ended = f"it had its {self._limits.tokens} generated tokens (rollout.max_episode_tokens)"
+        if self.ended is not None:
+            raise Refusal(400, f"session {self.id} has ended: {self.ended}.", code="session_ended")
+
+    def _constrained(self, ask: Ask) -> tuple[Ask, str]:
+        """What the request asks of the form of the reply, as words to begin with and strings to stop at."""
+        if ask.logprobs:
+            raise Refusal(
+                400, "the engine gives the logprob of the sampled token alone; ask for no others.", param="top_logprobs"
+            )
+        ask = self._with_known_variables(ask)
+        forced = ask.tool_choice not in ("auto", "none")
+        if not ask.tools or not (forced or not ask.parallel_tool_calls):
+            return ask, ""
+        if CALL_OPENS not in str(self.session.tokenizer.chat_template):
+            param = "tool_choice" if forced else "parallel_tool_calls"
+            raise Refusal(
+                400, f"the model's chat template has no {CALL_OPENS}, so its tool calls cannot be forced.", param=param
+            )
+        if not ask.parallel_tool_calls:
+            ask = replace(ask, sampling={**ask.sampling, "stop": (*ask.sampling.get("stop", ()), CALL_CLOSES)})
+        if ask.tool_choice == "required":
+            return ask, f'{CALL_OPENS}\n{{"name": "'
+        return ask, f'{CALL_OPENS}\n{{"name": {json.dumps(ask.tool_choice)}, "arguments": ' if forced else ""
+
+    def _with_known_variables(self, ask: Ask) -> Ask:
+        """Without enable_thinking=False where the template knows no thinking: there is nothing to turn off."""
+        unknown = [name for name in ask.template if name not in str(self.session.tokenizer.chat_template)]
+        for name in unknown:
+            if ask.template[name] is not False:
+                raise Refusal(400, f"the model's chat template knows no {name}.", param=name)
+        return replace(ask, template={name: value for name, value in ask.template.items() if name not in unknown})
+
+    def _advise(self, ask: Ask, prompt: Prompt) -> None:
+        if prompt.rewritten is not None:
+            interaction = prompt.rewritten.reply.interaction
+            missing = " (the client sends no reasoning back)" if prompt.rewritten.reply.reasoning else ""
+            self.warn(
+                f"the chat template does not keep {interaction.id} as the model wrote it{missing}: a new sequence "
+                f"starts, and {len(interaction.all_ids)} tokens are computed once more in training"
+            )
+        for note in ask.notes:
+            self.warn(note)
+        if "seed" in ask.sampling:
+            self.warn(f"the client sets seed={ask.sampling['seed']}: the episodes of a group then draw alike")
+
+    async def _answer(self, ask: Ask, prompt: Prompt, begin: str, indices: list[int]) -> list[Reply]:
+        try:
+            replies = await asyncio.gather(*(self._one(ask, prompt, begin, index) for index in indices))
+        except RequestTooLong as error:
+            raise Refusal(400, str(error), param="messages", code="context_length_exceeded") from None
+        except EpisodeError as error:
+            raise Refusal(400, str(error)) from None
+        except EngineError as error:
+            raise Refusal(503 if isinstance(error, EngineUnreachable) else 400, str(error)) from None
+        for reply in replies:
+            raw = self._decode(reply.interaction.output_ids, special=True)
+            self._turns.add(Turn(ask=ask, rendered=prompt.rendered, reply=reply, raw=raw))
+        return replies
+
+    async def _one(self, ask: Ask, prompt: Prompt, begin: str, index: int) -> Reply:
+        sampling = dict(ask.sampling)
+        if "seed" in sampling:
+            sampling["seed"] += index
+        interaction = await self.session.generate(
+            prompt.input_ids, prompt=ask.text if ask.text is not None else ask.messages, index=index, **sampling
+        )
+        interaction.details["model"] = ask.model
+        before = prompt.extends or prompt.rewritten
+        if before is not None:
+            interaction.details["follows"] = before.reply.id
+        return self._reply(ask, prompt, begin, interaction)
+
+    def _reply(self, ask: Ask, prompt: Prompt, begin: str, interaction: Interaction) -> Reply:
+        text = begin + interaction.text
+        stop_string = None
+        if isinstance(interaction.matched, str) and interaction.matched != CALL_CLOSES:
+            stop_string = interaction.matched
+            text = text[: text.rindex(stop_string)] if stop_string in text else text
+        tools = ask.tools if ask.tool_choice != "none" and ask.text is None else []
+        if ask.text is not None:
+            parsed = Parsed(content=text)
+        else:
+            raw = begin + self._decode(interaction.output_ids, special=True)
+            before = prompt.rendered.removesuffix(begin) if begin else prompt.rendered
+            parsed = parse_output(self.session.tokenizer, text, raw, before, tools)
+        if parsed.unparsed is not None:
+            self.warn(f"{interaction.id} has a tool call that cannot be read, which stays text: {parsed.unparsed!r}")
+        if interaction.finish_reason == "length":
+            self.warn(f"{interaction.id} was cut short after {len(interaction.output_ids)} tokens")
+        calls = [
+            ToolCall(id=f"call_{interaction.id}_{number}".replace(".", "_"), name=name, arguments=json.dumps(arguments))
+            for number, (name, arguments) in enumerate(parsed.calls)
+        ]
+        reply = Reply(
+            interaction=interaction,
+            content=parsed.content,
+            reasoning=parsed.reasoning,
+            tool_calls=calls,
+            finish_reason="tool_calls" if calls else "length" if interaction.finish_reason == "length" else "stop",
+            reasoning_tokens=self._turns.count(parsed.reasoning) if parsed.reasoning else 0,
+            stop_string=stop_string,
+            tokens=self._tokens(interaction, parsed.content) if ask.logprobs is not None else (),
+        )
+        interaction.details["reply"] = message_of(reply)
+        return reply
+
+    def _tokens(self, interaction: Interaction, content: str) -> list[Token]:
+        """Those that the content is made of."""
+        special = set(self.session.tokenizer.all_special_ids)
+        pairs = zip(interaction.output_ids, interaction.logprobs, strict=True)
+        tokens = [Token(text=self._decode([id]), logprob=logprob) for id, logprob in pairs if id not in special]
+        begin = "".join(token.text for token in tokens).rfind(content)
+        places = itertools.accumulate((len(token.text) for token in tokens), initial=0)
+        spans = list(itertools.pairwise(places))
+        return [
+            token
+            for token, (first, end) in zip(tokens, spans, strict=True)
+            if begin < 0 or (end > begin and first < begin + len(content))
+        ]
+
+    def _decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        return str(
+            self.session.tokenizer.decode(
+                list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False
+            )
+        )
+
+
+def message_of(reply: Reply) -> Message:
+    """A reply as a message of the conversation that goes on from it."""
+    message: Message = {"role": "assistant", "content": reply.content}
+    if reply.reasoning:
+        message["reasoning_content"] = reply.reasoning
+    if reply.tool_calls:
+        message["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.loads(call.arguments)},
+            }
+            for call in reply.tool_calls
+        ]
+    return message

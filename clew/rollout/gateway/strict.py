@@ -1,0 +1,80 @@
+"""Reading a request's body so that nothing in it is ignored: an unknown field is refused, and named."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+
+from clew.rollout.gateway.chat import Refusal
+
+LARGEST = 2**31 - 1
+"""Of the counts that a client may send."""
+
+NOT_SERVED = {
+    "image": "the model takes no images",
+    "input_image": "the model takes no images",
+    "json_schema": "the engine cannot hold its output to a schema",
+    "json_object": "the engine cannot hold its output to JSON",
+}
+"""Why not, by what a `type` field says; of other types it is said which ones are served."""
+
+
+class Strict(BaseModel):
+    """A JSON object with no other fields than its own. A null asks for nothing, like a field that is not there."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        return {name: one for name, one in value.items() if one is not None} if isinstance(value, dict) else value
+
+
+S = TypeVar("S", bound=Strict)
+
+
+def read(model: type[S], body: dict[str, Any]) -> S:
+    """Raises Refusal, which names the first field that is unknown or wrong."""
+    try:
+        return model.model_validate(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+    param = _path(body, first["loc"])
+    why = first["msg"]
+    kind = first.get("ctx", {}).get("tag") or (first["input"] if first["loc"][-1:] == ("type",) else None)
+    if first["type"] == "extra_forbidden":
+        raise Refusal(400, f"{param}: no such field is served here.", param=param, code="unknown_parameter")
+    if isinstance(kind, str):
+        served = first.get("ctx", {}).get("expected_tags") or first.get("ctx", {}).get("expected")
+        why = NOT_SERVED.get(kind) or f"{kind!r} is not served here, only {served}"
+    elif first["type"] != "missing":
+        why += f", found {str(first['input'])[:200]!r}"
+    raise Refusal(400, f"{param}: {why}.", param=param)
+
+
+def _path(body: Any, location: tuple[int | str, ...]) -> str:
+    """Where in the body an error is, without the names of the union members that pydantic tried on the way."""
+    path: list[str] = []
+    value: Any = body
+    for place, part in enumerate(location):
+        last = place == len(location) - 1
+        known: dict[Any, Any] = {}
+        if isinstance(value, dict | list):
+            known = value if isinstance(value, dict) else dict(enumerate(value))
+        if part in known and (last or known.get("type") != part):
+            value = known[part]
+        elif not last:
+            continue
+        path.append(str(part))
+    return ".".join(path)
+
+
+def arguments_of(text: str) -> dict[str, Any] | str:
+    """A tool call's, as chat templates take them: an object; a text that is none stays as it is."""
+    try:
+        arguments = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return arguments if isinstance(arguments, dict) else text

@@ -1,0 +1,122 @@
+"""The gateway in a thread with an event loop of its own: an agent that blocks its own loop is slow, and no deadlock."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+import threading
+from collections import OrderedDict
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import uvicorn
+import uvloop
+
+from clew.rollout.gateway.app import application
+from clew.rollout.gateway.chat import Refusal
+from clew.rollout.gateway.paths import AnyBase
+from clew.rollout.gateway.sessions import AgentSession, Limits
+from clew.rollout.session import Session
+
+T = TypeVar("T")
+
+REMEMBERED = 16384
+"""Keys of ended sessions, for a clear answer to who still uses one."""
+
+
+class EpisodeSessions:
+    """A key an episode, from its start to its end. Every model name is served."""
+
+    models: None = None
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, AgentSession] = {}
+        self._ended: OrderedDict[str, str] = OrderedDict()
+
+    def open(self, session: Session, limits: Limits) -> tuple[str, AgentSession]:
+        """A session and its key."""
+        key = f"sk-{session.episode_id}-{secrets.token_urlsafe(12)}"
+        self._sessions[key] = AgentSession(session, limits)
+        return key, self._sessions[key]
+
+    def find(self, key: str) -> AgentSession:
+        """See the protocol."""
+        if key in self._sessions:
+            return self._sessions[key]
+        if key in self._ended:
+            raise Refusal(401, f"session {self._ended[key]} has ended: its episode is over.", code="session_ended")
+        shown = f"{key[:12]}…" if len(key) > 12 else key
+        raise Refusal(401, f"no session has the API key {shown!r}; an agent is given its own.", code="invalid_api_key")
+
+    def start(self, key: str) -> tuple[AgentSession, str]:
+        """See the protocol."""
+        raise Refusal(400, "in training each episode has its session, with the API key that its agent was given.")
+
+    async def end(self, key: str) -> None:
+        """See the protocol: requests are refused from now on. What came so far counts when the episode ends."""
+        self.find(key).end("its client ended it")
+
+    def close(self, key: str) -> None:
+        """Forget a session whose episode is over."""
+        session = self._sessions.pop(key)
+        session.end("its episode is over")
+        self._ended[key] = session.id
+        if len(self._ended) > REMEMBERED:
+            self._ended.popitem(last=False)
+
+
+class GatewayThread:
+    """Serves on a free port of this machine until `stop`."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.sessions = EpisodeSessions()
+        self.loop = uvloop.new_event_loop()
+        """Where everything of the gateway happens, and the engine that its sessions use."""
+        self._limits = limits
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
+        self.base_url = f"http://127.0.0.1:{self._listener.getsockname()[1]}/v1"
+        settings = uvicorn.Config(
+            AnyBase(application(self.sessions)),
+            loop="none",
+            http="httptools",
+            lifespan="off",
+            log_level="warning",
+            access_log=False,
+            ws="none",
+            timeout_graceful_shutdown=1,
+            timeout_keep_alive=3600,
+        )
+        self._server = uvicorn.Server(settings)
+        self._thread = threading.Thread(target=self._serve, name="gateway", daemon=True)
+        self._thread.start()
+
+    def open(self, session: Session) -> tuple[str, AgentSession]:
+        """A session for an episode, and its API key. Use the session on `loop` alone, until it is closed."""
+        return self.sessions.open(session, self._limits)
+
+    async def close(self, key: str) -> None:
+        """End an episode's session; from any event loop."""
+
+        async def close() -> None:
+            self.sessions.close(key)
+
+        await self.call(close())
+
+    async def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work` on the gateway's loop, and wait for it on the caller's."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._server.should_exit = True
+        self._thread.join()
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_until_complete(self._server.serve(sockets=[self._listener]))
+        left = asyncio.all_tasks(self.loop)
+        for task in left:
+            task.cancel()
+        self.loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        self.loop.close()

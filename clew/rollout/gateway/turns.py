@@ -1,0 +1,190 @@
+"""Token capture: which tokens a request's messages stand for, and whether they extend an earlier turn's.
+
+::
+
+    turn 0   rendered ............|output|
+    turn 1   rendered ............ output as the template writes it .|tail.....|          messages, as text
+             input_ids of turn 0  |exact output ids                  |ids(tail)|          tokens
+
+A request extends a turn when its messages go on from that turn's, the message after them stands for what the model
+wrote, and the template still renders all of it. Then its tokens are that turn's exact tokens, and only the tail is
+tokenized: nothing that the model wrote is decoded and tokenized again. Otherwise a new sequence starts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError
+
+from clew.rollout.gateway.chat import Ask, Message, Refusal, Reply
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+_WORDS: list[Message] = [{"role": "assistant", "content": word} for word in ("clew0", "clew1")]
+"""Two messages whose last characters differ: what their renderings end with alike follows the words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """A request that was answered."""
+
+    ask: Ask
+    rendered: str
+    """The text that the template made of the request, up to where the model began."""
+    reply: Reply
+    raw: str
+    """What the model wrote, special tokens included."""
+
+    @property
+    def all_ids(self) -> list[int]:
+        return self.reply.interaction.all_ids
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """What a request asks the model to continue."""
+
+    input_ids: list[int]
+    rendered: str
+    extends: Turn | None = None
+    rewritten: Turn | None = None
+    """A turn that the messages go on from, and whose tokens the template does not keep: a new sequence starts."""
+
+
+class Turns:
+    """The turns of one session, and the template that renders them."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._turns: list[Turn] = []
+
+    def add(self, turn: Turn) -> None:
+        self._turns.append(turn)
+
+    def find(self, id: str) -> Turn | None:
+        """The turn with the reply of that ID."""
+        return next((turn for turn in self._turns if turn.reply.id == id), None)
+
+    def prompt(self, ask: Ask, begin: str = "") -> Prompt:
+        """The tokens of a request. Raises Refusal when the template does not take its messages.
+
+        begin: words put into the model's mouth; they count as the prompt's."""
+        if ask.text is not None:
+            return Prompt(input_ids=self._encode(ask.text, special=True), rendered=ask.text)
+        rendered = self._render(ask, ask.messages) + begin
+        rewritten: Turn | None = None
+        for turn in sorted(self._turns, key=lambda turn: -len(turn.ask.messages)):
+            place = len(turn.ask.messages)
+            if turn.ask.text is not None or place >= len(ask.messages):
+                continue
+            if not stands_for(ask.messages[place], turn.reply):
+                continue
+            tail_ids = self._tail_ids(ask, rendered, turn)
+            if tail_ids is not None:
+                return Prompt(input_ids=turn.all_ids + tail_ids, rendered=rendered, extends=turn)
+            if rewritten is None and ask.messages[:place] == turn.ask.messages:
+                rewritten = turn
+        return Prompt(input_ids=self._encode(rendered), rendered=rendered, rewritten=rewritten)
+
+    def _tail_ids(self, ask: Ask, rendered: str, turn: Turn) -> list[int] | None:
+        """The tokens after the turn's own; None when the rendered text does not hold the turn as it was."""
+        if not rendered.startswith(turn.rendered):
+            return None
+        last_id = turn.all_ids[-1]
+        if rendered.startswith(turn.rendered + turn.raw):
+            return self._encode_after(last_id, rendered[len(turn.rendered) + len(turn.raw) :])
+        # The template writes it otherwise: trimmed, or the JSON of a tool's arguments spaced in its own way.
+        tail = self._after_words(ask, len(turn.ask.messages))
+        if tail is None or not rendered.endswith(tail):
+            return None
+        kept = rendered[len(turn.rendered) : len(rendered) - len(tail)]
+        words = [turn.reply.content, turn.reply.reasoning, *(call.name for call in turn.reply.tool_calls)]
+        if not all(word.strip() in kept for word in words):
+            return None
+        if last_id in self._special_ids:  # the model ended its turn itself, perhaps with another token
+            tail = tail.removeprefix(self._end_of_turn)
+        return self._encode_after(last_id, tail)
+
+    def _after_words(self, ask: Ask, place: int) -> str | None:
+        """What the template writes after the words of the message at `place`, an assistant's."""
+        before, after = ask.messages[:place], ask.messages[place + 1 :]
+        try:
+            texts = [self._render(ask, [*before, message, *after]) for message in _WORDS]
+        except Refusal:  # a tool's result may not follow a message without a call
+            return None
+        return common_suffix(texts)
+
+    @cached_property
+    def _special_ids(self) -> set[int]:
+        return set(self._tokenizer.all_special_ids)
+
+    @cached_property
+    def _end_of_turn(self) -> str:
+        """The special token that the template writes after an assistant's words; "" when it writes none there."""
+        user = {"role": "user", "content": "clew"}
+        asks = [Ask(model="", messages=[user, message]) for message in _WORDS]
+        ids = self._encode(common_suffix([self._render(ask, ask.messages, generation=False) for ask in asks]))
+        special = ids and ids[0] in self._special_ids
+        return str(self._tokenizer.decode(ids[:1], skip_special_tokens=False)) if special else ""
+
+    def _encode_after(self, last_id: int, text: str) -> list[int]:
+        """The tokens of a text that follows a token. (Some tokenizers put a space before a text's first word.)"""
+        last = self._tokenizer.decode([last_id], skip_special_tokens=False)
+        together = self._encode(f"{last}{text}")
+        return together[1:] if together[:1] == [last_id] else self._encode(text)
+
+    def count(self, text: str) -> int:
+        """Its tokens."""
+        return len(self._encode(text))
+
+    def _render(self, ask: Ask, messages: Sequence[Message], *, generation: bool = True) -> str:
+        if self._tokenizer.chat_template is None:
+            raise Refusal(400, "the model's tokenizer has no chat template; /v1/completions takes plain text.")
+        try:
+            text = self._tokenizer.apply_chat_template(
+                list(messages),
+                tools=(ask.tools or None) if ask.tool_choice != "none" else None,  # pyright: ignore[reportArgumentType]
+                add_generation_prompt=generation,
+                tokenize=False,
+                **ask.template,
+            )
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            raise Refusal(400, f"the chat template does not take these messages: {error}", param="messages") from None
+        return str(text)
+
+    def _encode(self, text: str, *, special: bool = False) -> list[int]:
+        encoded: Any = self._tokenizer(text, add_special_tokens=special)
+        return list(encoded["input_ids"])
+
+
+def stands_for(message: Message, reply: Reply) -> bool:
+    """Whether a message of the client's is what the model said: the same words, the same tools with the same arguments
+    as JSON. A client may leave the reasoning out; whether the template would have kept it shows in the text."""
+    if message.get("role") != "assistant":
+        return False
+    if (message.get("content") or "").strip() != reply.content.strip():
+        return False
+    reasoning = message.get("reasoning_content")
+    if reasoning and reasoning.strip() != reply.reasoning.strip():
+        return False
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    if len(calls) != len(reply.tool_calls):
+        return False
+    return all(
+        call["name"] == wrote.name and call["arguments"] == json.loads(wrote.arguments)
+        for call, wrote in zip(calls, reply.tool_calls, strict=True)
+    )
+
+
+def common_suffix(texts: Sequence[str]) -> str:
+    """The longest text that all of them end with."""
+    alike = itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(*map(reversed, texts), strict=False))
+    return "".join(letters[0] for letters in alike)[::-1]

@@ -1,0 +1,55 @@
+"""What an agent did in one run, and what the trainer would make of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from clew.record.rows import Sequence
+from clew.view.text import as_text, visible
+from clew.view.tokens import Tokenizer, token_texts
+
+
+def show_ran(
+    console: Console,
+    *,
+    title: str,
+    data: dict[str, Any],
+    seconds: float,
+    returned: str,
+    sequences: list[Sequence],
+    warnings: list[str],
+    tokenizer: Tokenizer | None,
+) -> None:
+    """The conversation with its tokens coloured by who wrote them; reward, time, warnings."""
+    console.print(Text(f"{title}: ", style="bold").append(visible(as_text(data), keep=""), style="dim"))
+    trained = sum(int(sequence.loss_mask.sum()) for sequence in sequences)
+    for sequence in sequences:
+        if not len(sequence.input_ids):
+            continue
+        turns = len(sequence.interactions)
+        size = f"{len(sequence.input_ids)} tokens, {int(sequence.loss_mask.sum())} of them generated"
+        console.print(Text(f"  {sequence.id}: {turns} {'turn' if turns == 1 else 'turns'}, {size}", style="bold"))
+        flow = Text()
+        texts = token_texts(sequence.input_ids.tolist(), tokenizer)
+        for text, generated in zip(texts, sequence.loss_mask.tolist(), strict=True):
+            flow.append(visible(text), "green underline" if generated else "dim")
+        console.print(flow, soft_wrap=True)
+    console.print(Text(f"  returned {visible(returned)} after {seconds:.2f} s", style="bold"))
+    for warning in warnings:
+        console.print(Text(f"  warning: {visible(warning)}", style="yellow"), soft_wrap=True)
+    if not sequences:
+        console.print(Text("  a provider tells no tokens: nothing of this could be trained on", style="dim"))
+    elif sequences[0].error is not None:
+        console.print(Text("  the trainer would put this episode into rejected/", style="red"))
+    else:
+        count = len(sequences)
+        rewards = ", ".join(dict.fromkeys(f"{sequence.reward:g}" for sequence in sequences))
+        console.print(
+            Text(
+                f"  the trainer would make {count} {'sequence' if count == 1 else 'sequences'} of it, train on "
+                f"{trained} tokens, and compare the reward {rewards} with those of the other episodes of the prompt"
+            )
+        )

@@ -1,0 +1,70 @@
+"""An engine that says what a script tells it, token by token in its own way; sessions on it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+
+from clew.inference.protocol import Completion, SamplingParams
+from clew.record.weights import WeightRef
+from clew.rollout.session import Resources, Session
+from tests.gateway.chatml import odd_ids
+
+Script = Callable[[str], str]
+"""From the text of the prompt to what the model says; it ends its turn itself when that ends with <|im_end|>."""
+
+
+class Spoken:
+    """An engine without a model."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, script: Script, delay_s: float = 0.0) -> None:
+        self.tokenizer, self.script, self.delay_s = tokenizer, script, delay_s
+        self.requests: list[list[int]] = []
+        self.params: list[SamplingParams] = []
+        self.failure: Exception | None = None
+
+    async def generate(self, input_ids: list[int], params: SamplingParams, *, request_id: str = "") -> Completion:
+        self.requests.append(list(input_ids))
+        self.params.append(params)
+        await asyncio.sleep(self.delay_s)
+        if self.failure is not None:
+            raise self.failure
+        text = self.script(str(self.tokenizer.decode(input_ids, skip_special_tokens=False)))
+        matched: int | str | None = None
+        for stop in params.stop:
+            if stop in text:
+                text, matched = text[: text.index(stop) + len(stop)], stop
+        ids = odd_ids(self.tokenizer, text)
+        if len(ids) > params.max_new_tokens:
+            ids, matched = ids[: params.max_new_tokens], None
+        ended = bool(ids) and ids[-1] == self.tokenizer.eos_token_id
+        return Completion(
+            output_ids=ids,
+            logprobs=[-0.25] * len(ids),
+            versions=[3] * len(ids),
+            finish_reason="stop" if ended or matched else "length",
+            matched=matched if matched is not None else ids[-1] if ended else None,
+        )
+
+    async def load_weights(self, ref: WeightRef) -> None: ...
+
+    async def abort(self, request_id: str | None = None) -> None: ...
+
+    async def version(self) -> int:
+        return 3
+
+
+def session_on(engine: Any, episode_id: str = "g000000.e0", **sampling: Any) -> Session:
+    """A session of an episode."""
+    resources = Resources(
+        engine=engine,
+        tokenizer=engine.tokenizer,
+        sampling=SamplingParams(max_new_tokens=200, **sampling),
+        seed=1,
+        prompt_column="prompt",
+        reward=None,
+    )
+    return Session(resources, episode_id)

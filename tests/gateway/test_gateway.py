@@ -1,0 +1,365 @@
+"""The gateway over real sockets, with the real clients."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from pydantic import TypeAdapter
+
+from clew.inference.protocol import EngineUnreachable, RequestTooLong
+from clew.rollout.capture import assemble
+from clew.rollout.gateway.sessions import AgentSession, Limits
+from clew.rollout.gateway.thread import GatewayThread
+from tests.gateway.chatml import chatml_tokenizer
+from tests.gateway.spoken import Spoken, session_on
+
+USER: Any = {"role": "user", "content": "What is the answer?"}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
+ADD: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+class Running:
+    """A gateway, its engine, and one episode's session."""
+
+    def __init__(self, folder: Path, limits: Limits) -> None:
+        self.engine = Spoken(chatml_tokenizer(folder), lambda prompt: "the answer is right<|im_end|>")
+        self.gateway = GatewayThread(limits)
+        self.key, self.session = self.open("g000000.e0")
+
+    def open(self, episode_id: str) -> tuple[str, AgentSession]:
+        return self.gateway.open(session_on(self.engine, episode_id))
+
+    def client(self, key: str | None = None, **options: Any) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=self.gateway.base_url, api_key=key or self.key, **options)
+
+    async def post(self, path: str, raw: bytes | io.BytesIO, key: str | None = None, **headers: str) -> tuple[int, Any]:
+        given = {"Authorization": f"Bearer {key or self.key}", **headers}
+        url = self.gateway.base_url + path
+        async with aiohttp.ClientSession() as client, client.post(url, data=raw, headers=given) as response:
+            return response.status, await response.json()
+
+    def recorded(self) -> list[str]:
+        return [each.id for each in self.session.session.interactions]
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[Running]:
+    made = Running(tmp_path, Limits())
+    yield made
+    made.gateway.stop()
+
+
+def test_chat_completions_are_what_the_openai_package_expects(running: Running) -> None:
+    async def both() -> None:
+        async with running.client() as client:
+            whole = await client.chat.completions.create(model="gpt-5", messages=[USER], logprobs=True)
+            TypeAdapter(ChatCompletion).validate_python(whole.model_dump(), strict=True)
+            assert (whole.id, whole.model, whole.choices[0].message.content) == (
+                "g000000.e0.i0",
+                "gpt-5",
+                "the answer is right",
+            )
+            tokens = (whole.choices[0].logprobs or pytest.fail("no logprobs")).content or []
+            assert "".join(token.token for token in tokens) == "the answer is right"
+            assert whole.usage and whole.usage.completion_tokens == len("the answer is right") + 1
+            chunks = []
+            options: Any = {"include_usage": True}
+            stream = await client.chat.completions.create(
+                model="x", messages=[USER], stream=True, stream_options=options
+            )
+            async for chunk in stream:
+                TypeAdapter(ChatCompletionChunk).validate_python(chunk.model_dump(), strict=True)
+                chunks.append(chunk)
+            said = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
+            assert "".join(said) == "the answer is right" and len(said) == 6
+            assert chunks[0].choices[0].delta.role == "assistant"
+            assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]][-2:] == [None, "stop"]
+            assert chunks[-1].usage and not chunks[-1].choices
+            assert {chunk.id for chunk in chunks} == {"g000000.e0.i1"}
+
+    asyncio.run(both())
+    assert [each.details["model"] for each in running.session.session.interactions] == ["gpt-5", "x"]
+
+
+def test_tools_over_a_stream_and_back(running: Running) -> None:
+    running.engine.script = lambda prompt: CALL if "tool_response" not in prompt else "hello<|im_end|>"
+
+    async def both() -> str | None:
+        async with running.client() as client:
+            async with client.chat.completions.stream(model="x", messages=[USER], tools=[ADD]) as stream:
+                first = await stream.get_final_completion()
+            message = first.choices[0].message
+            assert first.choices[0].finish_reason == "tool_calls" and message.tool_calls
+            call = message.tool_calls[0]
+            assert (call.function.name, call.function.arguments) == ("add", '{"a": 1}')
+            result: Any = {"role": "tool", "tool_call_id": call.id, "content": "2"}
+            back: Any = message.model_dump(exclude_none=True, exclude={"parsed"})
+            back["tool_calls"] = [
+                {name: each[name] for name in ("id", "type", "function")} for each in back["tool_calls"]
+            ]
+            for each in back["tool_calls"]:
+                each["function"].pop("parsed_arguments", None)
+            second = await client.chat.completions.create(model="x", messages=[USER, back, result], tools=[ADD])
+            return second.choices[0].message.content
+
+    assert asyncio.run(both()) == "hello"
+    assert len(assemble(running.session.session.interactions)) == 1
+
+
+def test_several_choices_are_interactions_of_their_own(running: Running) -> None:
+    async def ask() -> ChatCompletion:
+        async with running.client() as client:
+            return await client.chat.completions.create(model="x", messages=[USER], n=3)
+
+    answer = asyncio.run(ask())
+    assert answer.id == "g000000.e0.i0"
+    assert running.recorded() == ["g000000.e0.i0", "g000000.e0.i1", "g000000.e0.i2"]
+    assert len({params.seed for params in running.engine.params}) == 3
+
+
+def test_plain_completions_and_models(running: Running) -> None:
+    async def ask() -> tuple[Any, Any, list[str]]:
+        async with running.client() as client:
+            whole = await client.completions.create(model="x", prompt="hello", max_tokens=5, stop=["is"])
+            stream = await client.completions.create(model="x", prompt="hello", max_tokens=30, stream=True)
+            return whole, [chunk async for chunk in stream], [model.id async for model in client.models.list()]
+
+    whole, chunks, models = asyncio.run(ask())
+    assert (whole.choices[0].text, whole.choices[0].finish_reason) == ("the a", "length")
+    assert "".join(chunk.choices[0].text for chunk in chunks) == "the answer is right"
+    assert models == ["any"]
+
+
+def test_a_stop_string_is_no_part_of_the_content_but_of_the_tokens(running: Running) -> None:
+    async def ask() -> ChatCompletion:
+        async with running.client() as client:
+            return await client.chat.completions.create(model="x", messages=[USER], stop=[" is"])
+
+    answer = asyncio.run(ask())
+    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("the answer", "stop")
+    assert running.session.session.interactions[0].text == "the answer is"
+
+
+@pytest.mark.parametrize("said_by", ["header", "closed connection"])
+def test_a_retry_is_served_once_and_recorded_once(running: Running, said_by: str) -> None:
+    running.engine.delay_s = 0.3
+
+    async def ask() -> ChatCompletion:
+        if said_by == "header":
+            async with running.client(timeout=0.2, max_retries=3) as client:
+                return await client.chat.completions.create(model="x", messages=[USER])
+        async with running.client(max_retries=0) as client:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(client.chat.completions.create(model="x", messages=[USER]), 0.1)
+            await asyncio.sleep(0.1)
+            return await client.chat.completions.create(model="x", messages=[USER])
+
+    assert asyncio.run(ask()).id == "g000000.e0.i0"
+    assert running.recorded() == ["g000000.e0.i0"] and len(running.engine.requests) == 1
+
+
+def test_two_equal_requests_side_by_side_are_two_interactions(running: Running) -> None:
+    running.engine.delay_s = 0.1
+
+    async def ask() -> set[str]:
+        async with running.client() as client:
+            both = [client.chat.completions.create(model="x", messages=[USER]) for _ in range(2)]
+            return {each.id for each in await asyncio.gather(*both)}
+
+    assert len(asyncio.run(ask())) == 2
+
+
+def test_what_its_client_did_not_wait_for_is_not_recorded(running: Running) -> None:
+    running.engine.delay_s = 0.2
+
+    async def ask() -> None:
+        async with running.client(max_retries=0) as client:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(client.chat.completions.create(model="x", messages=[USER]), 0.1)
+            await asyncio.sleep(0.2)
+            await client.chat.completions.create(model="x", messages=[USER, USER])
+        await running.gateway.close(running.key)
+
+    asyncio.run(ask())
+    assert running.recorded() == ["g000000.e0.i1"]
+
+
+def test_keys_sessions_and_limits(tmp_path: Path) -> None:
+    running = Running(tmp_path, Limits(turns=2, tokens=1000))
+
+    async def ask() -> None:
+        async with running.client() as client:
+            for _ in range(2):
+                await client.chat.completions.create(model="x", messages=[USER])
+            with pytest.raises(openai.BadRequestError, match=r"has ended: it had its 2 requests") as refused:
+                await client.chat.completions.create(model="x", messages=[USER])
+            assert refused.value.code == "session_ended"
+        async with running.client("sk-nobody") as client:
+            with pytest.raises(openai.AuthenticationError, match="no session has the API key 'sk-nobody'"):
+                await client.chat.completions.create(model="x", messages=[USER])
+        await running.gateway.close(running.key)
+        async with running.client() as client:
+            with pytest.raises(openai.AuthenticationError, match=r"g000000\.e0 has ended: its episode is over"):
+                await client.chat.completions.create(model="x", messages=[USER])
+
+    asyncio.run(ask())
+    running.gateway.stop()
+
+
+def test_rewards_by_call(running: Running) -> None:
+    async def ask() -> list[tuple[int, Any]]:
+        async with running.client() as client:
+            first = await client.chat.completions.create(model="x", messages=[USER])
+        said = []
+        for body in (
+            b'{"reward": 0.5}',
+            b'{"reward": 1, "interaction_id": "%s"}' % first.id.encode(),
+            b'{"reward": 1, "interaction_id": "no"}',
+            b'{"reward": "high"}',
+            b'{"reward": 1e999}',
+        ):
+            said.append(await running.post("/../rl/set_reward", body))
+        said.append(await running.post("/../rl/end_session", b""))
+        said.append(await running.post("/chat/completions", b'{"model": "x", "messages": []}'))
+        return said
+
+    said = asyncio.run(ask())
+    assert [status for status, _ in said] == [200, 200, 404, 400, 400, 200, 400]
+    assert running.session.rewards == {"g000000.e0.i0": 1.0}
+
+
+BAD = [
+    (b"{", "not JSON"),
+    (b"[1]", "expected a JSON object"),
+    (b'{"model": "x", "messages": []}', "messages"),
+    (b'{"messages": [{"role": "user", "content": "a"}]}', "model"),
+    (b'{"model": "x", "messages": [{"role": "robot", "content": "a"}]}', "messages.0.role"),
+    (b'{"model": "x", "messages": [{"role": "user", "content": "a"}], "frobnicate": 1}', "frobnicate"),
+    (b'{"model": "x", "messages": [{"role": "user", "content": "a"}], "temperature": -1}', "temperature"),
+    (b'{"model": "x", "messages": [{"role": "user", "content": "a"}], "frequency_penalty": 1}', "frequency_penalty"),
+    (b'{"model": "x", "messages": [{"role": "user", "content": "a"}], "logprobs": true, "top_logprobs": 3}', "logprob"),
+    (
+        b'{"model": "x", "messages": [{"role": "user", "content": "a"}], "response_format": {"type": "json_object"}}',
+        "response_format",
+    ),
+    (
+        b'{"model": "x", "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}',
+        "takes text alone",
+    ),
+    (b'{"model": "x", "messages": [{"role": "user", "content": "\\ud800"}]}', ""),
+]
+
+
+@pytest.mark.parametrize(("raw", "named"), BAD)
+def test_what_cannot_be_honoured_is_refused_by_name(running: Running, raw: bytes, named: str) -> None:
+    status, body = asyncio.run(running.post("/chat/completions", raw))
+    assert status == 400 and body["error"]["type"] == "invalid_request_error"
+    assert named in body["error"]["message"]
+
+
+def test_a_body_of_100_mb(running: Running) -> None:
+    raw = b'{"model": "x", "messages": [{"role": "user", "content": "' + b"a" * 100_000_000 + b'"}]}'
+
+    async def post() -> int:
+        try:
+            return (await running.post("/chat/completions", io.BytesIO(raw)))[0]
+        except aiohttp.ClientConnectionError:  # it had its answer before it had sent everything
+            return 413
+
+    assert asyncio.run(post()) == 413
+    assert asyncio.run(running.post("/chat/completions", b'{"model": "x", "messages": [{"role": "user"}]}'))[0] == 200
+
+
+def test_an_engine_that_is_away_or_refuses(running: Running) -> None:
+    async def ask(stream: bool) -> Exception:
+        async with running.client(max_retries=0) as client:
+            with pytest.raises(openai.APIError) as raised:
+                await client.chat.completions.create(model="x", messages=[USER], stream=stream)  # pyright: ignore
+            return raised.value
+
+    running.engine.failure = RequestTooLong("the prompt has 9 tokens, and the context 8.")
+    for stream in (False, True):
+        refused = asyncio.run(ask(stream))
+        assert isinstance(refused, openai.BadRequestError) and refused.code == "context_length_exceeded"
+    running.engine.failure = EngineUnreachable("here", "killed")
+
+    async def comes_back() -> str | None:
+        async with running.client() as client:
+            answer = asyncio.ensure_future(client.chat.completions.create(model="x", messages=[USER]))
+            await asyncio.sleep(0.4)
+            running.engine.failure = None
+            return (await answer).choices[0].message.content
+
+    assert asyncio.run(comes_back()) == "the answer is right"
+    assert len(running.recorded()) == 1
+
+
+def test_a_defect_is_an_error_in_the_dialects_form(running: Running) -> None:
+    running.engine.failure = ZeroDivisionError("planted")
+    status, body = asyncio.run(
+        running.post("/chat/completions", b'{"model": "x", "messages": [{"role": "user", "content": "a"}]}')
+    )
+    assert status == 500 and "planted" in body["error"]["message"]
+
+
+def test_unknown_paths_and_methods(running: Running) -> None:
+    async def ask() -> list[int]:
+        async with aiohttp.ClientSession() as client:
+            root = running.gateway.base_url
+            return [
+                (await client.get(root + "/nowhere")).status,
+                (await client.get(root + "/chat/completions")).status,
+                (await client.get(root.removesuffix("/v1") + "/openapi.json")).status,
+            ]
+
+    assert asyncio.run(ask()) == [404, 405, 200]
+
+
+def test_clients_that_leave_in_mid_stream_or_before_cost_nobody_else(running: Running) -> None:
+    running.engine.delay_s = 0.05
+
+    async def ask() -> int:
+        async with running.client(max_retries=0) as client:
+            for number in range(10):
+                stream = await client.chat.completions.create(
+                    model="x", messages=[{"role": "user", "content": str(number)}], stream=True
+                )
+                async for _ in stream:
+                    break
+                await stream.close()
+            return len((await client.chat.completions.create(model="x", messages=[USER])).choices)
+
+    assert asyncio.run(ask()) == 1
+    assert len(running.recorded()) == 11
+
+
+def test_many_sessions_at_once_lose_nothing(running: Running) -> None:
+    keys = [running.open(f"g{number:06d}.e0") for number in range(1, 257)]
+
+    async def one(client: aiohttp.ClientSession, key: str) -> int:
+        messages: list[Any] = [USER]
+        for _ in range(3):
+            async with client.post(
+                running.gateway.base_url + "/chat/completions",
+                json={"model": "x", "messages": messages},
+                headers={"Authorization": f"Bearer {key}"},
+            ) as response:
+                message = (await response.json())["choices"][0]["message"]
+            messages += [{"role": "assistant", "content": message["content"]}, USER]
+        return len(messages)
+
+    async def all_of_them() -> list[int]:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
+            return await asyncio.gather(*(one(client, key) for key, _ in keys))
+
+    assert asyncio.run(all_of_them()) == [7] * 256
+    for _, session in keys:
+        assert len(assemble(session.session.interactions)) == 1 and len(session.session.interactions) == 3

@@ -1,0 +1,164 @@
+"""Agents in the place of a workflow: through the gateway, into the record."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clew.config import Config
+from clew.errors import ConfigError
+from clew.record.rows import Sequence, from_table, read_table
+from clew.record.run import RunDirectory
+from clew.rollout.process import gateway_for
+from clew.rollout.returns import turn_returns
+from clew.rollout.runner import RolloutRunner
+from tests.gateway.chatml import chatml_tokenizer
+from tests.gateway.spoken import Spoken
+from tests.rollout.scripted import ROWS, config_for
+from tests.rollout.user_agents import LEFT
+
+
+async def rolled_out(tmp_path: Path, agent: str, **rollout: Any) -> tuple[list[Sequence], RunDirectory]:
+    """The rows of the first batch, or of what was rejected."""
+    section = {"agent": f"tests.rollout.user_agents.{agent}", "reward": None, "max_failed_share": 1.0, **rollout}
+    config: Config = config_for(tmp_path, rollout=section, launch={"mode": "local"})
+    tokenizer = chatml_tokenizer(tmp_path / "tokenizer")
+    engine = Spoken(tokenizer, lambda prompt: "hello<|im_end|>")
+    run = RunDirectory(config.run_path)
+    run.inbox.publish(0)
+    gateway = gateway_for(config)
+    assert gateway is not None
+    runner = RolloutRunner(config, run, engine, tokenizer, ROWS, [], gateway=gateway)
+    try:
+        await asyncio.wait_for(runner.advance(), 20)
+        while not (run.inbox.names() or list(run.rejected.glob("*.parquet"))):
+            await asyncio.wait_for(runner.advance(), 20)
+    finally:
+        await runner.close()
+        gateway.stop()
+    tables = list(run.inbox.scan().values()) or [read_table(path) for path in run.rejected.glob("*.parquet")]
+    return [row for table in tables for row in from_table(table)], run
+
+
+@pytest.mark.parametrize(
+    ("give", "reward"), [("number", 0.5), ("bool", 1.0), ("numpy", 0.25), ("by id", 2.0), ("leave", 1.0)]
+)
+def test_what_an_agent_may_return(tmp_path: Path, give: str, reward: float) -> None:
+    rows, _ = asyncio.run(rolled_out(tmp_path, "Once", workflow_kwargs={"give": give}))
+    assert {row.reward for row in rows} == {reward} and all(row.error is None for row in rows)
+    assert all(row.data["prompt"].endswith("=") for row in rows), "each episode has its own copy"
+    assert all(row.interactions[0]["model"] == "policy" for row in rows)
+    assert all(row.loss_mask.sum() == len("hello") + 1 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("give", "said"),
+    [
+        ("none", "returned None"),
+        ("text", "returned 'good'"),
+        ("array", "ndarray"),
+        ("nan", "nan"),
+        ("raise", "RuntimeError: planted"),
+        ("by unknown id", "'i7', which is no interaction of this episode; it has g"),
+    ],
+)
+def test_what_an_agent_may_not_return_is_a_failed_episode_that_says_so(tmp_path: Path, give: str, said: str) -> None:
+    rows, _ = asyncio.run(rolled_out(tmp_path, "Once", workflow_kwargs={"give": give}))
+    assert all(said in (row.error or "") for row in rows)
+
+
+def test_an_agent_that_never_returns(tmp_path: Path) -> None:
+    rows, _ = asyncio.run(rolled_out(tmp_path, "Once", workflow_kwargs={"give": "never"}, episode_timeout_s=0.5))
+    assert all("cancelled after 0.5 s" in (row.error or "") and "1 responses" in (row.error or "") for row in rows)
+
+
+@pytest.mark.parametrize("agent", ["Plain", "Blocking"])
+def test_agents_that_block(tmp_path: Path, agent: str) -> None:
+    rows, _ = asyncio.run(rolled_out(tmp_path, agent))
+    assert {row.reward for row in rows} == {1.0}
+
+
+def test_a_task_that_is_left_behind_is_refused_later(tmp_path: Path) -> None:
+    LEFT.clear()
+
+    async def both() -> list[Any]:
+        gone = asyncio.ensure_future(rolled_out(tmp_path, "Once", workflow_kwargs={"give": "leave"}))
+        await gone
+        return await asyncio.gather(*LEFT, return_exceptions=True)
+
+    said = asyncio.run(both())
+    assert said and all(isinstance(each, Exception) for each in said)
+
+
+def test_rewards_of_turns_become_returns(tmp_path: Path) -> None:
+    rows, _ = asyncio.run(rolled_out(tmp_path, "Turns", sequences="individual"))
+    assert len(rows) == 2 * 3 * len({row.group_id for row in rows})
+    assert {row.reward for row in rows} == {1.0}, "each turn is worth what came after it, undiscounted"
+    joined, _ = asyncio.run(rolled_out(tmp_path / "joined", "Turns"))
+    assert all(row.reward == 1.0 and len(row.interactions) == 3 for row in joined)
+    assert [each["reward"] for each in joined[0].interactions] == [0.0, 0.0, 1.0]
+
+
+def test_a_limit_of_turns_is_said_on_the_record(tmp_path: Path) -> None:
+    rows, _ = asyncio.run(rolled_out(tmp_path, "Turns", max_turns=2))
+    assert all("it had its 2 requests" in (row.error or "") for row in rows)
+    assert all(len(row.interactions) == 2 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "said"),
+    [
+        ({"agent": "tests.rollout.user_agents.asked"}, "is no agent"),
+        ({"agent": "tests.rollout.user_agents.Missing"}, "no 'Missing'"),
+        ({"agent": "tests.rollout.user_agents.Once", "workflow_kwargs": {"gve": 1}}, "Did you mean 'give'"),
+    ],
+)
+def test_what_is_no_agent(tmp_path: Path, rollout: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        asyncio.run(rolled_out(tmp_path, rollout.pop("agent").removeprefix("tests.rollout.user_agents."), **rollout))
+
+
+@pytest.mark.parametrize("rollout", [{"agent": "a.B", "workflow": "c.D"}, {"max_turns": 3}, {"max_episode_tokens": 3}])
+def test_contradictory_configuration(tmp_path: Path, rollout: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="Unset"):
+        config_for(tmp_path, rollout=rollout)
+
+
+class Said:
+    """As much of an interaction as returns need."""
+
+    def __init__(self, id: str, index: int, follows: str | None = None) -> None:
+        self.id, self.index, self.details = id, index, {} if follows is None else {"follows": follows}
+
+
+def test_returns_walk_the_turn_tree_from_its_leaves() -> None:
+    a, b, c, d = Said("a", 0), Said("b", 1), Said("c", 2), Said("d", 3, follows="a")
+    chains: Any = [[a, b, c], [d]]
+    assert turn_returns(chains, 1.0, {}, 1.0) == {"a": 1.0, "b": 1.0, "c": 1.0, "d": 1.0}
+    # c = 1; b = 0.5 + 0.5 * 1; d = 2 + 1; a = 0.5 * (1 + 3) / 2
+    assert turn_returns(chains, 1.0, {"b": 0.5, "d": 2.0}, 0.5) == {"c": 1.0, "b": 1.0, "d": 3.0, "a": 1.0}
+
+
+def test_an_agent_trains_inline_and_its_record_replays(tmp_path: Path) -> None:
+    from clew.diagnose.rerun import rerun
+    from clew.trainer.learn import learn_inline
+    from tests.models import tiny_model, tiny_tokenizer
+
+    tiny_model(tmp_path / "model", context=64)
+    tiny_tokenizer(tmp_path / "model")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    config = config_for(
+        tmp_path,
+        data={"path": str(rows)},
+        rollout={"agent": "tests.rollout.user_agents.Blocking", "reward": None},
+        training={"steps": 2},
+    )
+    learn_inline(config, lambda step, summary: None)
+    run = RunDirectory(config.run_path)
+    assert run.steps.count() == 2
+    assert rerun(run.path, None, stages=None, only=None, stop=None, reward=False, device=None, overrides=[])

@@ -1,0 +1,84 @@
+"""Agents of all kinds; they know nothing of Clew but what `run` is given."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.request
+from typing import Any
+
+import numpy as np
+from openai import AsyncOpenAI, OpenAI
+
+LEFT: list[asyncio.Task[None]] = []
+
+
+def asked(data: dict[str, Any]) -> list[Any]:
+    return [{"role": "user", "content": data["prompt"]}]
+
+
+class Once:
+    """Asks once; `give` says what it returns."""
+
+    def __init__(self, give: str = "number") -> None:
+        self.give = give
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> Any:
+        async with AsyncOpenAI(**extra_kwargs) as client:
+            answer = await client.chat.completions.create(model="policy", messages=asked(data))
+            data["prompt"] = "changed: its own copy"
+            if self.give == "raise":
+                raise RuntimeError("planted")
+            if self.give == "never":
+                await asyncio.sleep(1000)
+            if self.give == "leave":
+                LEFT.append(asyncio.create_task(self.later(AsyncOpenAI(**extra_kwargs, max_retries=0))))
+        returned: dict[str, Any] = {
+            "number": 0.5,
+            "bool": True,
+            "numpy": np.float32(0.25),
+            "by id": {answer.id: 2},
+            "by unknown id": {"i7": 2},
+            "none": None,
+            "text": "good",
+            "array": np.zeros(3),
+            "nan": float("nan"),
+            "leave": 1,
+        }
+        return returned[self.give]
+
+    async def later(self, client: AsyncOpenAI) -> None:
+        await asyncio.sleep(0.2)
+        await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "too late"}])
+
+
+class Plain:
+    """A plain `def run`, with the synchronous client; it takes just what it needs."""
+
+    def run(self, data: dict[str, Any], base_url: str, api_key: str) -> float:
+        with OpenAI(base_url=base_url, api_key=api_key) as client:
+            client.chat.completions.create(model="policy", messages=asked(data))
+        return 1.0
+
+
+class Blocking:
+    """Blocks its event loop with a synchronous request: slow, but no deadlock."""
+
+    async def run(self, data: dict[str, Any], base_url: str, api_key: str, http_client: Any) -> float:
+        body = json.dumps({"model": "x", "messages": asked(data)}).encode()
+        request = urllib.request.Request(f"{base_url}/chat/completions", body, {"Authorization": f"Bearer {api_key}"})
+        with urllib.request.urlopen(request) as response:  # noqa: ASYNC210 - the fault that it has
+            return float(len(json.load(response)["choices"]))
+
+
+class Turns:
+    """Several turns, a reward for each, and one for the episode by a call."""
+
+    async def run(self, data: dict[str, Any], base_url: str, api_key: str, http_client: Any) -> dict[str, float]:
+        client = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client)
+        messages, rewards = asked(data), {}
+        for turn in range(3):
+            answer = await client.chat.completions.create(model="policy", messages=messages)
+            rewards[answer.id] = float(turn == 2)
+            messages += [{"role": "assistant", "content": answer.choices[0].message.content}, *asked(data)]
+        return rewards
