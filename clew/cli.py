@@ -132,15 +132,29 @@ def serve(
 
 
 @app.command()
-def rollout(config: ConfigFile, overrides: Overrides = None) -> None:
-    """Make episodes for the run that CONFIG names, on the server that is up for it.
+def rollout(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Without a trainer: make so many batches, into --out.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="A run directory for them.")] = None,
+) -> None:
+    """Make episodes for the run that CONFIG names, on the server that is up for it; or batches without a trainer.
 
     Example: clew rollout examples/addition/grpo.yaml trial=try
     """
+    from clew.rollout.alone import roll_out
     from clew.rollout.process import rollout as run_rollout
 
+    if (steps is None) != (out is None):
+        raise typer.BadParameter("--steps and --out go together: so many batches, into that directory")
     _log()
-    run_rollout(_load(config, overrides))
+    if steps is None or out is None:
+        run_rollout(_load(config, overrides))
+    else:
+        roll_out(_load(config, overrides), steps, out)
+        print(f"{out} has {steps} batches: `clew show {out} 0`; debug.replay_rollout_data trains on them.")
 
 
 @app.command()
@@ -345,7 +359,7 @@ def agent_run(
                 returned=ran.returned,
                 sequences=ran.episode.sequences if ran.episode is not None else [],
                 warnings=ran.warnings,
-                tokenizer=served.tokenizer if served is not None else None,
+                tokenizer=getattr(served.tokenizer, "backend_tokenizer", None) if served is not None else None,
             )
             sound &= ran.episode is None or ran.episode.error is None
         return sound

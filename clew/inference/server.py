@@ -37,7 +37,10 @@ LOOK_S = 0.5
 class Beside(Protocol):
     """A further application on the server's port and event loop, in front of the same engine."""
 
-    app: ASGI
+    @property
+    def app(self) -> ASGI:
+        """What it answers with."""
+        ...
 
     def launched(self, address: str) -> None:
         """The server answers from now on."""

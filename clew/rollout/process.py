@@ -6,7 +6,8 @@ import asyncio
 import os
 import signal
 import threading
-from contextlib import ExitStack
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
 
 from clew.config import Config
 from clew.data import load_rows
@@ -48,16 +49,26 @@ def gateway_for(config: Config) -> GatewayThread | None:
 
 
 async def _roll_out(config: Config, run: RunDirectory, reporter: Reporter) -> None:
-    asked_to_end = _end_on_signals()
+    asked_to_end = end_on_signals()
     reporter.set(doing="loading the data and the tokenizer")
-    pool, gateway = ServerPool(run), gateway_for(config)
-    runner = _runner(config, run, pool, reporter, gateway)
     try:
-        await runner.run()
+        async with runner_on_servers(config, run, run, reporter) as runner:
+            await runner.run()
     except asyncio.CancelledError:
         if not asked_to_end:
             raise
         raise SystemExit(128 + asked_to_end[0]) from None
+
+
+@asynccontextmanager
+async def runner_on_servers(
+    config: Config, run: RunDirectory, served: RunDirectory, reporter: Reporter
+) -> AsyncIterator[RolloutRunner]:
+    """A runner on the inference servers of the run directory `served`, closed with everything that it needs."""
+    pool, gateway = ServerPool(served), gateway_for(config)
+    runner = _runner(config, run, pool, reporter, gateway)
+    try:
+        yield runner
     finally:
         await runner.close()
         if gateway is None:
@@ -76,7 +87,7 @@ def _runner(
     return RolloutRunner(config, run, engine, load_tokenizer(config.model.path), rows, eval_rows, reporter, gateway)
 
 
-def _end_on_signals() -> list[int]:
+def end_on_signals() -> list[int]:
     """Cancel the present task on SIGTERM or SIGINT, and note which it was. When the event loop does not get to it, a
     thread ends the process; its reward workers die with it."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()

@@ -43,19 +43,8 @@ def save_padded(
 
     stages: what was computed from it, by name: one array a sequence, aligned with its tokens.
     """
-    lengths = np.array([len(row.input_ids) for row in sequences], np.int64)
-    real_BT = np.arange(lengths.max(initial=0)) < lengths[:, None]
-
-    def pad(values: Iterable[np.ndarray], dtype: type, fill: float = 0) -> Tensor:
-        padded_BT = np.full(real_BT.shape, fill, dtype)
-        padded_BT[real_BT] = np.concatenate([np.empty(0, dtype), *values])
-        return torch.from_numpy(padded_BT)
-
-    content: dict[str, Any] = {"clew_format": rows.FORMAT, "attention_mask": torch.from_numpy(real_BT)}
-    for name, dtype in rows.ALIGNED.items():
-        content[name] = pad([getattr(row, name) for row in sequences], dtype, UNTRAINED.get(name, 0))
-    content["input_ids"] = content["input_ids"].long()  # as embeddings and gather want them
-    content["rewards"] = torch.tensor([row.reward for row in sequences], dtype=torch.float64)
+    content: dict[str, Any] = {"clew_format": rows.FORMAT, **padded(sequences)}
+    real_BT = content["attention_mask"].numpy()
     for name in NUMBERS:
         values = [getattr(row, name) for row in sequences]
         dtype = torch.int32 if name == "admitted_version" else torch.float64
@@ -64,10 +53,29 @@ def save_padded(
         content[name] = [getattr(row, name) for row in sequences]
     for name, column in JSON.items():
         content[name] = [rows.ENCODER.encode(getattr(row, column)) for row in sequences]
-    content["stages"] = {name: pad(values, np.float32) for name, values in (stages or {}).items()}
+    content["stages"] = {name: _pad(real_BT, values, np.float32) for name, values in (stages or {}).items()}
     file = io.BytesIO()
     torch.save(content, file)
     write_bytes(path, file.getbuffer())
+
+
+def padded(sequences: SequenceABC[Sequence]) -> dict[str, Tensor]:
+    """A batch as tensors [B, T], padded on the right: input_ids (int64), attention_mask, loss_mask (bool), logprobs,
+    temperatures (float32), versions, turn_ids (int32); and rewards [B] (float64)."""
+    lengths = np.array([len(row.input_ids) for row in sequences], np.int64)
+    real_BT = np.arange(lengths.max(initial=0)) < lengths[:, None]
+    content = {"attention_mask": torch.from_numpy(real_BT)}
+    for name, dtype in rows.ALIGNED.items():
+        content[name] = _pad(real_BT, [getattr(row, name) for row in sequences], dtype, UNTRAINED.get(name, 0))
+    content["input_ids"] = content["input_ids"].long()  # as embeddings and gather want them
+    content["rewards"] = torch.tensor([row.reward for row in sequences], dtype=torch.float64)
+    return content
+
+
+def _pad(real_BT: np.ndarray, values: Iterable[np.ndarray], dtype: type, fill: float = 0) -> Tensor:
+    padded_BT = np.full(real_BT.shape, fill, dtype)
+    padded_BT[real_BT] = np.concatenate([np.empty(0, dtype), *values])
+    return torch.from_numpy(padded_BT)
 
 
 def load_padded(path: Path, *, group_size: int | None = None, first_group: int = 0) -> list[Sequence]:

@@ -51,5 +51,6 @@ def show_ran(
             Text(
                 f"  the trainer would make {count} {'sequence' if count == 1 else 'sequences'} of it, train on "
                 f"{trained} tokens, and compare the reward {rewards} with those of the other episodes of the prompt"
-            )
+            ),
+            soft_wrap=True,
         )

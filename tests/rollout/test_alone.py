@@ -1,0 +1,83 @@
+"""Rollout without a trainer: from the command line against a real server, and from Python."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import clew
+from clew.record.run import RunDirectory
+from clew.trainer.learn import learn_from_record
+from tests.models import tiny_model, tiny_tokenizer
+from tests.rollout.scripted import ROWS, config_for
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tiny_model(tmp_path / "model", context=64)
+    tiny_tokenizer(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "made_by", [{"reward": "tests.rollout.user_code.exact"}, {"agent": "tests.rollout.user_agents.Turns"}]
+)
+def test_a_batch_from_python_has_the_rows_and_tensors_of_training(folder: Path, made_by: dict[str, str]) -> None:
+    batch = clew.rollout_batch(
+        ROWS[:3], model=str(folder / "model"), n_samples=2, sampling={"max_new_tokens": 4}, **made_by
+    )
+    assert not batch.failed and [row.id for row in batch.rows][:2] == ["g000000.e0.s0", "g000000.e1.s0"]
+    tensors = batch.to_tensors()
+    assert {"input_ids", "attention_mask", "loss_mask", "logprobs", "versions", "rewards"} <= tensors.keys()
+    longest = max(len(row.input_ids) for row in batch.rows)
+    assert tensors["input_ids"].shape == (len(batch.rows), longest) and tensors["rewards"].dtype == torch.float64
+    for place, row in enumerate(batch.rows):
+        real = tensors["attention_mask"][place]
+        assert tensors["input_ids"][place][real].tolist() == row.input_ids.tolist()
+        assert tensors["logprobs"][place][real].tolist() == row.logprobs.tolist()
+        assert row.loss_mask.any() and bool((tensors["loss_mask"][place].sum() == row.loss_mask.sum()).item())
+
+
+def test_a_failed_episode_is_in_the_batch_with_its_error(folder: Path) -> None:
+    batch = clew.rollout_batch(
+        ROWS[:2],
+        model=str(folder / "model"),
+        agent="tests.rollout.user_agents.Once",
+        workflow_kwargs={"give": "raise"},
+        sampling={"max_new_tokens": 4},
+    )
+    assert not batch.rows and all("planted" in (row.error or "") for row in batch.failed)
+
+
+def test_rollout_alone_makes_a_record_that_trains(folder: Path) -> None:
+    config = config_for(folder, data={"path": str(folder / "rows.jsonl")}, launch={"mode": "local"})
+    yaml, out = folder / "config.yaml", folder / "out"
+    yaml.write_text(json.dumps(config.model_dump(mode="json", exclude_unset=True)))
+    command = [sys.executable, "-m", "clew"]
+    with subprocess.Popen([*command, "serve", str(yaml)], stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None and "launched at" in server.stdout.readline()
+        told = [server.stdout.readline() for _ in range(4)]
+        assert told[1].startswith("export OPENAI_BASE_URL=http://127.0.0.1:") and told[3].startswith("curl ")
+        answered = subprocess.run(told[3], shell=True, capture_output=True, text=True, check=True)
+        assert json.loads(answered.stdout)["object"] == "chat.completion"
+        alone = [*command, "rollout", str(yaml), "--steps", "3", "--out", str(out)]
+        subprocess.run(alone, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        server.terminate()
+    run = RunDirectory(out)
+    assert run.steps.count() == 3 and not run.inbox.names()
+    assert len(run.steps.read_data(0)) == 6
+    replayed = config_for(
+        folder,
+        training={"steps": 3},
+        rollout={"reward": None},
+        debug={"replay_rollout_data": True, "path": str(out)},
+    ).model_copy(update={"trial": "replayed"})
+    learn_from_record(replayed, lambda step, summary: None)
+    assert RunDirectory(replayed.run_path).steps.count() == 3
