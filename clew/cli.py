@@ -368,6 +368,34 @@ def agent_run(
         raise SystemExit(1)
 
 
+@agent_app.command("replay")
+def agent_replay(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
+    episode: Annotated[str, typer.Option(metavar="ID", help="Such as g000123.e2; also one that failed.")],
+    agent: Annotated[str | None, typer.Option(help="Another agent's dotted path than the run's.")] = None,
+    continue_live: Annotated[
+        bool, typer.Option("--continue-live", help="Go on with the served model at the first request that differs.")
+    ] = False,
+    base_url: Annotated[str | None, typer.Option(help="Of that model; default: OPENAI_BASE_URL.")] = None,
+) -> None:
+    """Run the agent's present code against the recorded responses of an episode; no model is needed.
+
+    Example: clew agent replay runs/calculator/grpo --episode g000003.e1
+    """
+    from clew.diagnose.agent_replay import replay_agent
+    from clew.diagnose.agent_run import base_url_of
+    from clew.record.run import open_run
+    from clew.view.agent import show_replay
+    from clew.view.find import Name, find_episode
+
+    opened, name = open_run(run), Name.parse(episode)
+    url = base_url_of(base_url) if continue_live else None
+    replayed = replay_agent(opened, find_episode(opened, name), agent=agent, base_url=url)
+    show_replay(replayed)
+    if not replayed.same:
+        raise SystemExit(1)
+
+
 def _arguments(given: list[str] | None) -> dict[str, object]:
     import yaml
 

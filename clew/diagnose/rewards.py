@@ -11,7 +11,7 @@ import numpy as np
 
 from clew.config import Config
 from clew.errors import ConfigError, EpisodeError
-from clew.inference.protocol import Completion, SamplingParams
+from clew.inference.protocol import SamplingParams
 from clew.models import load_tokenizer
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
@@ -50,7 +50,12 @@ class RecordedSession(Session):
         self._answers = answers
 
     async def generate(
-        self, input_ids: list[int], *, prompt: str | list[dict[str, Any]] | None = None, **overrides: Any
+        self,
+        input_ids: list[int],
+        *,
+        prompt: str | list[dict[str, Any]] | None = None,
+        index: int | None = None,
+        **overrides: Any,
     ) -> Interaction:
         index = len(self.interactions)
         if index >= len(self._answers):
@@ -77,6 +82,11 @@ def rewards_again(
 async def _rewards_again(
     run: RunDirectory, config: Config, steps: Iterable[int], only: str | None
 ) -> list[Disagreement]:
+    if config.rollout.agent is not None:
+        raise ConfigError(
+            f"the episodes were made by the agent {config.rollout.agent}, which gives its own rewards: "
+            f"`clew agent replay {run.path} --episode ID` runs it again on the recorded answers."
+        )
     workflow, reward = load_workflow(config), load_reward(config)
     folders = checkpoint.saved(run.checkpoints)
     tokenizer = load_tokenizer(str(folders[0]) if folders else config.model.path)
@@ -118,20 +128,21 @@ def interactions_of(sequences: list[Sequence]) -> list[Interaction]:
 
 def _interaction(row: Sequence, said: dict[str, Any]) -> Interaction:
     first, last = said["input_tokens"], said["input_tokens"] + said["output_tokens"]
+    tokens = said.get("tokens") or {
+        "input_ids": row.input_ids[:first].tolist(),
+        "output_ids": row.input_ids[first:last].tolist(),
+        "logprobs": row.logprobs[first:last].tolist(),
+        "versions": row.versions[first:last].tolist(),
+    }
     sampling: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in said["sampling"].items()
     }
-    completion = Completion(
-        output_ids=row.input_ids[first:last].tolist(),
-        logprobs=row.logprobs[first:last].tolist(),
-        versions=row.versions[first:last].tolist(),
+    return Interaction(
+        **tokens,
         finish_reason=said["finish_reason"],
-    )
-    return Interaction.of(
-        completion,
+        matched=said.get("matched"),
         id=said["id"],
         index=said["turn"],
-        input_ids=row.input_ids[:first].tolist(),
         text=said["completion"],
         params=SamplingParams(**sampling, seed=said["seed"]),
         prompt=said["prompt"],

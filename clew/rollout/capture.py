@@ -18,6 +18,8 @@ import numpy as np
 
 from clew.inference.protocol import Completion, SamplingParams
 
+TOKENS = ("input_ids", "output_ids", "logprobs", "versions")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Interaction:
@@ -71,6 +73,7 @@ class Interaction:
             "prompt": self.prompt,
             "completion": self.text,
             "finish_reason": self.finish_reason,
+            "matched": self.matched,
             "input_tokens": len(self.input_ids),
             "output_tokens": len(self.output_ids),
             "sampling": sampling,

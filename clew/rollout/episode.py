@@ -14,7 +14,7 @@ import numpy as np
 
 from clew.errors import ClewError, ConfigError, EpisodeError
 from clew.record.rows import ALIGNED, Sequence
-from clew.rollout.capture import aligned, assemble
+from clew.rollout.capture import TOKENS, Interaction, aligned, assemble
 from clew.rollout.returns import turn_returns
 from clew.rollout.rewards import Reward, by_name, checked, total
 from clew.rollout.session import Resources, Session
@@ -158,7 +158,13 @@ def _failed(episode_id: str, error: str, session: Session, known: dict[str, Any]
         reward=float("nan"),
         finish_reason="error",
         error=error,
-        interactions=[interaction.as_dict() for interaction in session.interactions],
+        interactions=[with_tokens(interaction) for interaction in session.interactions],
         **{name: np.empty(0, dtype) for name, dtype in ALIGNED.items()},
         **known,
     )
+
+
+def with_tokens(interaction: Interaction) -> dict[str, Any]:
+    """An interaction of a failed episode: its tokens are in no sequence, and `clew agent replay` answers with them."""
+    tokens = {name: getattr(interaction, name) for name in TOKENS}
+    return {**interaction.as_dict(), "tokens": tokens}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.text import Text
@@ -54,3 +54,32 @@ def show_ran(
             ),
             soft_wrap=True,
         )
+
+
+class Replayed(Protocol):
+    """What is shown of a replay."""
+
+    answered: int
+    recorded: int
+    live: int
+    difference: list[str]
+    reward: float | None
+    error: str | None
+    recorded_reward: float | None
+    recorded_error: str | None
+
+
+def show_replay(replay: Replayed) -> None:
+    """How far the agent went as it did then, and how it ended."""
+    console = Console(highlight=False, markup=False, emoji=False)
+    live = f", {replay.live} by the served model" if replay.live else ""
+    console.print(f"{replay.answered} of {replay.recorded} recorded responses were asked for again{live}")
+    colours = {"+": "green", "-": "red", "@": "dim"}
+    for line in replay.difference:
+        console.print(Text(visible(line), style=colours.get(line[:1], "bold")), soft_wrap=True)
+    for when, reward, error in (
+        ("then", replay.recorded_reward, replay.recorded_error),
+        ("now", replay.reward, replay.error),
+    ):
+        said = f"reward {reward:g}" if reward is not None else visible((error or "").split("\n")[0])
+        console.print(Text(f"{when}: {said}"), soft_wrap=True)

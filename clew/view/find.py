@@ -102,6 +102,17 @@ def find_group(run: RunDirectory, name: Name) -> Found:
     )
 
 
+def find_episode(run: RunDirectory, name: Name) -> list[Sequence]:
+    """The rows of an episode. Raises RecordError when there is none."""
+    found = find_group(run, name)
+    episodes = found.episodes()
+    if name.episode not in episodes:
+        raise RecordError(
+            f"{run.path} has no episode {name.episode or name.group}; expected one of {', '.join(episodes)}."
+        )
+    return episodes[name.episode]
+
+
 def read_step(run: RunDirectory, step: int) -> pa.Table:
     """The batch of a committed step. Raises RecordError: truncated, altered, not kept."""
     path = run.steps.data_path(step)

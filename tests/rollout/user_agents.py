@@ -71,6 +71,17 @@ class Blocking:
             return float(len(json.load(response)["choices"]))
 
 
+class Rude:
+    """Begins as Turns does, and then says something else."""
+
+    async def run(self, data: dict[str, Any], base_url: str, api_key: str, http_client: Any) -> float:
+        client = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client, max_retries=0)
+        answer = await client.chat.completions.create(model="policy", messages=asked(data))
+        more = [{"role": "assistant", "content": answer.choices[0].message.content}, {"role": "user", "content": "No!"}]
+        await client.chat.completions.create(model="policy", messages=[*asked(data), *more])
+        return 1.0
+
+
 class Turns:
     """Several turns, a reward for each, and one for the episode by a call."""
 
