@@ -368,6 +368,69 @@ def agent_run(
         raise SystemExit(1)
 
 
+@agent_app.command("stress")
+def agent_stress(
+    agent: AgentPath,
+    data: DataFile,
+    batch: Annotated[int, typer.Option(min=1, help="Prompts in a batch, as in rollout.batch_groups.")] = 256,
+    group: Annotated[int, typer.Option(min=1, help="Episodes a prompt, as in rollout.n_samples.")] = 8,
+    dp: Annotated[int, typer.Option(min=1, help="Rollout processes that share a batch; this is one of them.")] = 4,
+    base_url: Annotated[
+        str | None, typer.Option(help="Of a served model; without it a stand-in answers, and no model is needed.")
+    ] = None,
+    latency: Annotated[float, typer.Option(min=0, help="Seconds that an answer of the stand-in takes.")] = 1.0,
+    tokens: Annotated[int, typer.Option(min=1, help="Of a synthetic answer, at most.")] = 64,
+    recorded: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Let the stand-in answer with what a model said in this run.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Folder or hub name whose tokenizer and chat template the stand-in takes.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds an episode may take.")] = 600.0,
+    json_to: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON.")] = None,
+    html_to: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write it as a page.")] = None,
+    arg: AgentArguments = None,
+) -> None:
+    """Run hundreds of an agent's episodes at once, as training will, and judge whether it is fit for that, and why not.
+
+    Example: clew agent stress examples.agents.calculator.Calculator --data runs/calculator/material/prompts.jsonl
+    --batch 8 --dp 1 --latency 0.2
+    """
+    import json
+
+    from rich.console import Console
+
+    from clew.data import load_rows
+    from clew.diagnose.stress.asked import ask
+    from clew.diagnose.stress.on_gateway import stressed
+    from clew.diagnose.stress.page import page
+    from clew.diagnose.stress.terminal import rendered
+    from clew.record.files import write_bytes
+    from clew.rollout.agents import load_agent
+
+    loaded, rows = load_agent(agent, _arguments(arg)), load_rows(data)
+    engine, tokenizer = ask(base_url, latency_s=latency, tokens=tokens, recorded=recorded, model=model)
+
+    report = stressed(
+        loaded,
+        rows,
+        engine=engine,
+        tokenizer=tokenizer,
+        batch=batch,
+        group=group,
+        dp=dp,
+        timeout_s=timeout,
+        say=lambda wave: print(wave, file=sys.stderr, flush=True),
+    )
+    Console(highlight=False, markup=False, emoji=False).print(rendered(report))
+    if json_to is not None:
+        write_bytes(json_to, json.dumps(report.as_dict(), indent=1).encode())
+    if html_to is not None:
+        write_bytes(html_to, page(report).encode())
+    if not report.fit:
+        raise SystemExit(1)
+
+
 @agent_app.command("replay")
 def agent_replay(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],

@@ -40,6 +40,10 @@ class EpisodeSessions:
         self._sessions[key] = AgentSession(session, limits)
         return key, self._sessions[key]
 
+    def count(self) -> int:
+        """How many are open."""
+        return len(self._sessions)
+
     def find(self, key: str) -> AgentSession:
         """See the protocol."""
         if key in self._sessions:
@@ -94,6 +98,10 @@ class GatewayThread:
     def open(self, session: Session) -> tuple[str, AgentSession]:
         """A session for an episode, and its API key. Use the session on `loop` alone, until it is closed."""
         return self.sessions.open(session, self._limits)
+
+    def count(self) -> int:
+        """Sessions that are open."""
+        return self.sessions.count()
 
     async def close(self, key: str) -> None:
         """End an episode's session; from any event loop."""

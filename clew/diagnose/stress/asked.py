@@ -1,0 +1,51 @@
+"""Who answers in a stress: a served model, or a stand-in."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from clew.diagnose.agent_run import find_server
+from clew.diagnose.stress.standin import StandIn, byte_tokenizer
+from clew.errors import EngineError, RecordError
+from clew.inference.client import HTTPEngine
+from clew.models import load_tokenizer
+from clew.record.run import open_run
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+RECORDED = 4096
+"""Answers that are taken from a run, at most."""
+
+
+def ask(
+    base_url: str | None, *, latency_s: float, tokens: int, recorded: Path | None, model: str | None
+) -> tuple[Any, PreTrainedTokenizerBase]:
+    """The engine, and the tokenizer that goes with it. Raises EngineError, ModelError, RecordError."""
+    if base_url is not None:
+        served = asyncio.run(find_server(base_url))
+        if served is None:
+            raise EngineError(
+                f"{base_url} takes no token ids (it has no /get_model_info). The stress needs `clew serve` or SGLang, "
+                f"or no --base-url at all: a stand-in answers then."
+            )
+        return HTTPEngine(served.address), served.tokenizer
+    tokenizer = load_tokenizer(model) if model is not None else byte_tokenizer()
+    texts = _answers(recorded) if recorded is not None else []
+    return StandIn(tokenizer, latency_s=latency_s, tokens=tokens, texts=texts), tokenizer
+
+
+def _answers(path: Path) -> list[str]:
+    """What the model said in a run: the raw text of its completions."""
+    run = open_run(path)
+    found: list[str] = []
+    for step in range(run.steps.count()):
+        if run.steps.has_data(step):
+            found += [str(said["completion"]) for row in run.steps.read_data(step) for said in row.interactions]
+        if len(found) >= RECORDED:
+            return found[:RECORDED]
+    if not found:
+        raise RecordError(f"{path} has no recorded completions. Name a run that has committed a step.")
+    return found

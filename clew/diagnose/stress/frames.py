@@ -1,0 +1,142 @@
+"""Whose code a stack is in: the user's, a library's, or Clew's own."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import traceback
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import clew
+
+_CLEW = str(Path(clew.__file__).parent)
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_LOOP = ("asyncio/base_events.py", "asyncio/events.py", "asyncio/runners.py")
+_RUNS = ("_run_once", "run_forever", "run_until_complete", "_run", "run")
+
+Line = tuple[CodeType, int]
+"""A function, and a line number of its file."""
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """A line of somebody's code, and what it had called."""
+
+    where: str
+    """file:line function; of the user's code, where there is any on the stack."""
+    within: str = ""
+    """The innermost call in an installed library, or else in Python's own."""
+    user: bool = True
+    """False: none of the user's code was on the stack."""
+
+    def __str__(self) -> str:
+        return f"{self.where}, in {self.within}" if self.within else self.where
+
+
+class Code:
+    """Tells the user's code from libraries'."""
+
+    def __init__(self, agent: object) -> None:
+        """agent: its own package counts as the user's code wherever it is installed."""
+        package = type(agent).__module__.partition(".")[0]
+        file = getattr(sys.modules.get(package), "__file__", None)
+        self._own = str(Path(file).parent) if file and Path(file).name == "__init__.py" else file
+        self.is_user = cache(self._is_user)
+
+    def _is_user(self, file: str) -> bool:
+        """Whether a file of source code is the user's."""
+        if file.startswith(("<", _CLEW)):
+            return False
+        if self._own and file.startswith(self._own):
+            return True
+        return "site-packages" not in file and not file.startswith(_LIBRARIES)
+
+    def place(self, stack: Iterable[Line]) -> Place | None:
+        """stack: innermost first. None when there is nothing but Clew on it."""
+        lines = [line for line in stack if not is_clew(line[0].co_filename)]
+        if not lines:
+            return None
+        number = next((i for i, line in enumerate(lines) if self.is_user(line[0].co_filename)), None)
+        if number is None:
+            return Place(_told(lines[0]), user=False)
+        called = lines[:number]
+        library = next((line for line in called if "site-packages" in line[0].co_filename), None)
+        within = library or (called[0] if called else None)
+        return Place(_told(lines[number]), _told(within) if within else "")
+
+
+def is_clew(file: str) -> bool:
+    """Whether a file of source code is Clew's."""
+    return file.startswith(_CLEW)
+
+
+def is_loop(file: str) -> bool:
+    """Whether a file of source code is asyncio's event loop."""
+    return file.endswith(_LOOP)
+
+
+def stack_of_thread(thread_id: int) -> list[Line]:
+    """What a thread does now, innermost first, down to its event loop or its beginning."""
+    return list(_lines(sys._current_frames().get(thread_id)))
+
+
+def _lines(frame: FrameType | None) -> Iterator[Line]:
+    while frame is not None:
+        code = frame.f_code
+        if is_loop(code.co_filename) and code.co_name in _RUNS:
+            return
+        yield code, frame.f_lineno
+        frame = frame.f_back
+
+
+def stack_of_error(error: BaseException) -> list[Line]:
+    """Where an error was raised, innermost first."""
+    return [(frame.f_code, number) for frame, number in traceback.walk_tb(error.__traceback__)][::-1]
+
+
+def stack_of_coroutine(awaited: Any) -> list[Line]:
+    """Where a suspended coroutine waits, innermost first; into the tasks that it awaits, and the first of a gather."""
+    lines: list[Line] = []
+    while awaited is not None and len(lines) < 100:
+        code, frame, inner = _suspended(awaited)
+        if code is not None and frame is not None:
+            lines.append((code, frame.f_lineno))
+        if hasattr(awaited, "get_coro"):
+            inner = awaited.get_coro()
+        elif getattr(awaited, "_children", None):  # of asyncio.gather
+            inner = next((child for child in awaited._children if not child.done()), None)
+        awaited = inner
+    return lines[::-1]
+
+
+def _suspended(awaited: Any) -> tuple[CodeType | None, FrameType | None, Any]:
+    """The code, the frame and what it awaits, of a coroutine, a generator or an asynchronous generator."""
+    for prefix, awaits in (("cr", "cr_await"), ("gi", "gi_yieldfrom"), ("ag", "ag_await")):
+        if hasattr(awaited, f"{prefix}_frame"):
+            inner = getattr(awaited, awaits)
+            frame = getattr(awaited, f"{prefix}_frame")
+            if inner is None and frame is not None:
+                inner = frame.f_locals.get("clew_drives")  # see steps.driven
+            return getattr(awaited, f"{prefix}_code"), frame, inner
+    return None, None, None
+
+
+def shown_path(name: str) -> str:
+    """A file of source code, as short as it can be told."""
+    file = Path(name)
+    for folder in (Path.cwd(), *map(Path, _LIBRARIES)):
+        if file.is_relative_to(folder):
+            file = file.relative_to(folder)
+            break
+    parts = file.parts
+    return str(Path(*parts[parts.index("site-packages") + 1 :])) if "site-packages" in parts else str(file)
+
+
+def _told(line: Line) -> str:
+    code, number = line
+    return f"{shown_path(code.co_filename)}:{number} {code.co_qualname}"

@@ -1,0 +1,74 @@
+"""What the agent's episodes asked the model: taken down where the engine is called, whichever engine it is."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from clew.inference.protocol import Completion, Engine, SamplingParams
+from clew.record.weights import WeightRef
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One request to the model and its answer."""
+
+    episode: str
+    asked: str
+    """The whole prompt."""
+    answered: str
+    came: float
+    """time.monotonic()"""
+    done: float
+
+
+class Requests:
+    """Those since the last look. May be written in one thread and read in another."""
+
+    def __init__(self) -> None:
+        self._requests: list[Request] = []
+
+    def note(self, request: Request) -> None:
+        self._requests.append(request)
+
+    def take(self) -> list[Request]:
+        """All so far, in the order in which they came; they are forgotten here."""
+        taken, self._requests = self._requests, []
+        return sorted(taken, key=lambda request: request.came)
+
+
+class Noted:
+    """An engine whose requests are noted. Their IDs are `<episode>.i<number>`, as a gateway's session gives them."""
+
+    def __init__(self, engine: Engine, tokenizer: PreTrainedTokenizerBase, requests: Requests) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._requests = requests
+
+    async def generate(self, input_ids: list[int], params: SamplingParams, *, request_id: str = "") -> Completion:
+        came = time.monotonic()
+        completion = await self._engine.generate(input_ids, params, request_id=request_id)
+        done = time.monotonic()
+        self._requests.note(
+            Request(
+                episode=request_id.rpartition(".i")[0],
+                asked=str(self._tokenizer.decode(input_ids)),
+                answered=str(self._tokenizer.decode(completion.output_ids, skip_special_tokens=True)),
+                came=came,
+                done=done,
+            )
+        )
+        return completion
+
+    async def load_weights(self, ref: WeightRef) -> None:
+        await self._engine.load_weights(ref)
+
+    async def abort(self, request_id: str | None = None) -> None:
+        await self._engine.abort(request_id)
+
+    async def version(self) -> int:
+        return await self._engine.version()

@@ -1,0 +1,329 @@
+"""The stress itself: waves of episodes, and what is judged by each.
+
+::
+
+    warm        1 episode            imports and first uses; nothing is judged
+    alone       a few, one by one    what an episode takes, asks and is told without company
+    narrow      width / 4 at once    ─┐ throughput: does it grow with the width?
+    crowd       width at once        ─┤ what blocks the loop; do answers cross over?
+    again       the same             ─┘ the same seeds: the same results?
+    watched     a few at once: after each step, which of the objects that outlive an episode has changed
+    traced      a few at once, three times: what memory the user's code holds
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import re
+import time
+import tracemalloc
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clew.diagnose.stress import growth, repeat, serial, shared, watch
+from clew.diagnose.stress.frames import Code
+from clew.diagnose.stress.report import Report, WaveReport, failures, wave_report
+from clew.diagnose.stress.requests import Request, Requests
+from clew.diagnose.stress.serial import Crowd, Waits
+from clew.diagnose.stress.steps import Episode, OpenEpisode, Stepped, run_episode, task_factory
+from clew.diagnose.stress.verdict import Verdict
+from clew.diagnose.stress.watch import LoopWatch, Watched
+
+ALONE = 3
+"""Episodes that run alone, one after another."""
+
+WATCHED = 8
+"""Episodes at once in the wave that is watched after each step ..."""
+
+TRACED = 4
+"""... and in those whose memory is traced, which slows them down several times."""
+
+FAILED_SHARE = 0.1
+"""More failed episodes than this speak against the agent."""
+
+
+@dataclass(kw_only=True)
+class Wave:
+    """Episodes that ran, and what was seen meanwhile."""
+
+    name: str
+    width: int
+    episodes: list[Episode]
+    requests: list[Request]
+    seconds: float
+    cpu_s: float
+    wanted_s: float
+    """Time for which the process computed, or could have if it had got a processor; of all threads together."""
+    waits: Mapping[Any, float]
+    watched: Watched
+
+    @property
+    def mean_s(self) -> float:
+        return sum(episode.seconds for episode in self.episodes) / len(self.episodes)
+
+    @property
+    def crowd(self) -> Crowd:
+        """As `serial` judges it."""
+        return Crowd(
+            width=self.width,
+            seconds=self.seconds,
+            episodes=len(self.episodes),
+            mean_s=self.mean_s,
+            waits={place: seconds / len(self.episodes) for place, seconds in self.waits.items()},
+            busy_share=max(self.watched.late_share, self.wanted_s / self.seconds),
+        )
+
+    @property
+    def told(self) -> dict[str, repeat.Told]:
+        """As `repeat` compares it: of the episodes that did not fail."""
+        return {
+            episode.id: repeat.Told(
+                requests=[request for request in self.requests if request.episode == episode.id], reward=episode.reward
+            )
+            for episode in self.episodes
+            if episode.error is None
+        }
+
+    def report(self, alone_s: float) -> WaveReport:
+        return wave_report(self.name, self.width, self.episodes, self.requests, self.seconds, self.cpu_s, alone_s)
+
+
+async def stress(
+    agent: Any,
+    rows: Sequence[dict[str, Any]],
+    *,
+    open_episode: OpenEpisode,
+    requests: Requests,
+    batch: int,
+    group: int,
+    dp: int = 1,
+    timeout_s: float | None = None,
+    sessions: Callable[[], int] | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> Report:
+    """Run the agent as one rollout process of `dp` would: batch / dp prompts at once, each `group` times.
+
+    open_episode: opens a session of the gateway for an episode's ID; the same ID comes again in later waves, and is to
+    get the same seeds. requests: where the gateway's engine notes its requests (`Noted`). timeout_s: of an episode.
+    sessions: how many the gateway holds open. say: told what runs now. To be called in the process's main event loop;
+    the gateway's must be another thread's.
+    """
+    prompts = -(-batch // dp)
+    jobs = [(f"g{number:06d}.e{copy}", rows[number % len(rows)]) for copy in range(group) for number in range(prompts)]
+    width = len(jobs)
+    code = Code(agent)
+    gc.collect()
+    gc.freeze()  # a full collection of what was there before would hold up the loop
+    loop = asyncio.get_running_loop()
+    factory = loop.get_task_factory()
+    sampler = growth.Sampler(code, sessions)
+    samples: list[growth.Sample] = []
+    try:
+        async with LoopWatch(code) as loop_watch:
+            stage = _Stage(agent, code, open_episode, requests, timeout_s, loop_watch, say)
+            warm = await stage.wave("warm", jobs[:1], 1)
+            alone = await stage.wave("alone", jobs[:ALONE], 1)
+            waves = [warm, alone]
+            for name, at_once in (("narrow", max(1, width // 4)), ("crowd", width), ("again", width)):
+                waves.append(await stage.wave(name, jobs[:at_once], at_once))
+                samples.append(await sampler.sample(stage.episodes))
+            state = shared.State(agent, code)
+            waves.append(await stage.wave("watched", jobs[:WATCHED], WATCHED, state.stepped))
+        tracemalloc.start(growth.DEPTH)
+        for _ in range(3):
+            waves.append(await stage.wave("traced", jobs[:TRACED], TRACED))
+            samples.append(await sampler.sample(stage.episodes))
+    finally:
+        tracemalloc.stop()
+        loop.set_task_factory(factory)
+        gc.unfreeze()
+        for task in sampler.left_tasks():
+            task.cancel()
+    _, _, narrow, crowd, again, *_ = waves
+    verdicts, notes = _judge(warm, alone, narrow, crowd, again)
+    matters = any(verdict.kind in ("shared", "differs") for verdict in verdicts)
+    verdicts += shared.verdicts(state.changes, matters=matters) + growth.verdicts(samples)
+    return Report(
+        agent=f"{type(agent).__module__}.{type(agent).__qualname__}",
+        batch=batch,
+        group=group,
+        dp=dp,
+        width=width,
+        waves=[wave.report(alone.mean_s) for wave in waves[1:5]],
+        failures=failures(episode for wave in waves for episode in wave.episodes),
+        growth=samples,
+        verdicts=sorted(verdicts, key=lambda verdict: not verdict.certain),
+        notes=notes,
+    )
+
+
+class _Stage:
+    """Runs waves of episodes of one agent."""
+
+    def __init__(
+        self,
+        agent: Any,
+        code: Code,
+        open_episode: OpenEpisode,
+        requests: Requests,
+        timeout_s: float | None,
+        loop_watch: LoopWatch,
+        say: Callable[[str], None],
+    ) -> None:
+        self.episodes = 0
+        """So far."""
+        self._agent, self._code = agent, code
+        self._open_episode, self._requests = open_episode, requests
+        self._timeout_s = timeout_s
+        self._loop_watch = loop_watch
+        self._say = say
+        self._running: set[Episode] = set()
+
+    async def wave(
+        self, name: str, jobs: Sequence[tuple[str, dict[str, Any]]], at_once: int, stepped: Stepped | None = None
+    ) -> Wave:
+        """Run the episodes, at most so many at once; ends when the last has ended."""
+        self._say(f"{name}: {len(jobs)} episodes, {min(at_once, len(jobs))} at once")
+        asyncio.get_running_loop().set_task_factory(task_factory(stepped))
+        episodes = [Episode(id=id, data=data) for id, data in jobs]
+        room = asyncio.Semaphore(at_once)
+        self._requests.take()
+        self._loop_watch.take()
+        began, computed, denied = time.monotonic(), time.process_time(), _denied_s()
+        async with Waits(self._running, self._code) as waits:
+            await asyncio.gather(*(self._run(episode, room, stepped) for episode in episodes))
+        seconds, cpu_s = time.monotonic() - began, time.process_time() - computed
+        self.episodes += len(episodes)
+        requests = self._requests.take()
+        asked = {request.episode for request in requests}
+        for episode in episodes:
+            if episode.error is None and episode.id not in asked:
+                episode.error = "it made no request to the model with the API key that it was given"
+        return Wave(
+            name=name,
+            width=at_once,
+            episodes=episodes,
+            requests=requests,
+            seconds=seconds,
+            cpu_s=cpu_s,
+            wanted_s=cpu_s + max(0.0, _denied_s() - denied),
+            waits=waits.seconds,
+            watched=self._loop_watch.take(),
+        )
+
+    async def _run(self, episode: Episode, room: asyncio.Semaphore, stepped: Stepped | None) -> None:
+        async with room:
+            self._running.add(episode)
+            try:
+                await run_episode(
+                    self._agent,
+                    episode,
+                    self._open_episode,
+                    timeout_s=self._timeout_s,
+                    stepped=stepped,
+                    code=self._code,
+                )
+            finally:
+                self._running.discard(episode)
+
+
+def _denied_s() -> float:
+    """Seconds for which this process's threads were ready to run and had no processor."""
+    delays = 0
+    for file in Path("/proc/self/task").glob("*/schedstat"):  # on Linux
+        with suppress(OSError):  # the thread may have ended
+            delays += int(file.read_text().split()[1])
+    return delays / 1e9
+
+
+def _judge(warm: Wave, alone: Wave, narrow: Wave, crowd: Wave, again: Wave) -> tuple[list[Verdict], list[str]]:
+    """What the waves at full speed tell, and what they cannot."""
+    notes: list[str] = []
+    verdicts = watch.verdicts(crowd.watched + again.watched)
+    quicker = min(crowd, again, key=lambda wave: wave.seconds).crowd
+    waits = serial.verdict(alone.crowd, narrow.crowd, quicker)
+    if waits is not None:
+        verdicts.append(waits)
+    elif quicker.width == narrow.width:
+        notes.append("with so few episodes at once, nothing can be said about what runs one at a time")
+    elif serial.saturates(alone.crowd, narrow.crowd, quicker) and not verdicts:
+        notes.append(
+            f"throughput did not grow with the width, and why is not known: at {quicker.width} at once the event loop "
+            f"or the processor was busy for {min(quicker.busy_share, 1):.0%} of the time. Ask again with a longer "
+            f"latency of the stand-in."
+        )
+    verdicts += _strangers(alone, crowd, again) + _crossing(crowd, again) + _differing(warm, alone, crowd, again)
+    failed = [sum(e.error is not None for e in wave.episodes) for wave in (alone, crowd, again)]
+    if failed[1] + failed[2] > FAILED_SHARE * (len(crowd.episodes) + len(again.episodes)) or failed[0]:
+        commonest = failures([*alone.episodes, *crowd.episodes, *again.episodes])[0]
+        what = (
+            f"{failed[1] + failed[2]} of {len(crowd.episodes) + len(again.episodes)} episodes failed at {crowd.width} "
+            f"at once, {failed[0]} of {len(alone.episodes)} alone"
+        )
+        verdicts.append(Verdict(kind="fails", what=what, where=commonest.at, evidence=[commonest.error]))
+    return verdicts, notes
+
+
+def _strangers(*waves: Wave) -> list[Verdict]:
+    """Episodes that were refused because they came with the API key of another, as the gateway's message names it."""
+    episodes = [episode for wave in waves for episode in wave.episodes]
+    names = {episode.id for episode in episodes}
+    found = [
+        episode
+        for episode in episodes
+        if episode.error and (names - {episode.id}).intersection(re.findall(r"session (\S+) has ended", episode.error))
+    ]
+    if not found:
+        return []
+    return [
+        Verdict(
+            kind="shared",
+            what=f"{len(found)} of {len(episodes)} episodes used the API key of another, whose session had ended",
+            where=found[0].at,
+            evidence=[
+                f"{found[0].id}: {found[0].error}",
+                "make the client anew in each run, with the base_url and api_key that it is given",
+            ],
+        )
+    ]
+
+
+def _crossing(*waves: Wave) -> list[Verdict]:
+    found = [crossing for wave in waves for crossing in shared.crossings(wave.requests)]
+    if not found:
+        return []
+    evidence = [f"{each.asker} asked with {each.text!r}, which {each.owner} had been told" for each in found[:4]]
+    return [
+        Verdict(kind="shared", what=f"answers cross over, between {len(found)} pairs of episodes", evidence=evidence)
+    ]
+
+
+def _differing(warm: Wave, alone: Wave, crowd: Wave, again: Wave) -> list[Verdict]:
+    """What an episode does depends on chance, or on the company it is in."""
+    by_chance_alone = repeat.differences(warm.told, alone.told)
+    by_chance = repeat.differences(crowd.told, again.told) or by_chance_alone
+    if by_chance:
+        repeats_alone = warm.told and not by_chance_alone
+        hint = ["alone, an episode repeats: look at what they share"] if repeats_alone else []
+        return [
+            Verdict(
+                kind="differs",
+                what=f"{len(by_chance)} of {len(crowd.episodes)} episodes differ when they are run again with the same "
+                f"seeds and answers",
+                evidence=[f"{each.episode}: {each.what}" for each in by_chance[:4]] + hint,
+            )
+        ]
+    by_company = repeat.differences(alone.told, crowd.told)
+    if by_company:
+        return [
+            Verdict(
+                kind="shared",
+                what="an episode does something else when others run before or beside it",
+                evidence=[f"{each.episode}, alone and in a crowd: {each.what}" for each in by_company[:4]],
+            )
+        ]
+    return []

@@ -1,0 +1,264 @@
+"""State that episodes share: answers that cross over, and objects that several of them change.
+
+A fact needs two episodes that overlap in time: one writes a value, and the other replaces it while the first still
+runs; or both change one list, and what they ask or get differs for it. What may be meant so (a counter, a log, a cache,
+a pool that hands the same things out again) is a suspicion.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import FunctionType, ModuleType
+from typing import Any, Literal
+
+from clew.diagnose.stress.frames import Code
+from clew.diagnose.stress.requests import Request
+from clew.diagnose.stress.steps import Episode
+from clew.diagnose.stress.verdict import Verdict
+
+MARK = 24
+"""Characters of an answer by which it is known again; a shorter answer is known whole ..."""
+
+LEAST_MARK = 8
+"""... if it has at least so many."""
+
+DEPTH = 3
+"""How deep objects within objects are looked at, and ..."""
+
+WIDTH = 256
+"""... how many entries of each."""
+
+MANY = 4096
+"""A dictionary with more entries is a table, and left alone."""
+
+_PLAIN = (str, int, float, bool, bytes, type(None))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Crossing:
+    """One episode's prompt holds what the model had told another."""
+
+    asker: str
+    owner: str
+    text: str
+
+
+def crossings(requests: Sequence[Request]) -> list[Crossing]:
+    """One for each pair of episodes. Text that several were told, or that the prompt already held, is no mark."""
+    owners: dict[str, tuple[str, float] | None] = {}
+    for request in requests:
+        answer = request.answered.strip()
+        size = min(MARK, len(answer))
+        for mark in {answer[i : i + size] for i in range(len(answer) - size + 1)} if size >= LEAST_MARK else ():
+            other = owners.get(mark, (request.episode, 0.0))
+            known = other is None or other[0] != request.episode or mark in request.asked
+            owners[mark] = None if known else (request.episode, request.done)
+    sizes = {len(mark) for mark in owners}
+    found: dict[tuple[str, str], Crossing] = {}
+    for request in requests:
+        for size in sizes:
+            for start in range(len(request.asked) - size + 1):
+                owner = owners.get(request.asked[start : start + size])
+                if owner and owner[0] != request.episode and owner[1] <= request.came:
+                    text = request.asked[start : start + size]
+                    pair = (request.episode, owner[0])
+                    found.setdefault(pair, Crossing(asker=pair[0], owner=pair[1], text=text))
+    return list(found.values())
+
+
+Kind = Literal["set", "added", "removed", "changed"]
+"""set: a value replaced another; added, removed: a key or attribute, or an element of a set; changed: a list."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One change of an object that outlives the episode, made in a step of this episode."""
+
+    name: str
+    """Of the object: agent, agent.messages, module.CACHE."""
+    key: str
+    """Of a dictionary's entry or an object's attribute."""
+    kind: Kind
+    value: str
+    """The type of what is there now, and its value when it is plain."""
+    number: float | None
+    """The value, where it is a number."""
+    known: bool
+    """What was put into a list had been in it before: a pool, perhaps."""
+    episode: Episode
+
+
+class State:
+    """What outlives an episode: the agent's attributes, its classes', its modules' globals. Told after each step."""
+
+    def __init__(self, agent: object, code: Code) -> None:
+        self._code = code
+        self._roots = list(_roots(agent, code))
+        self._lock = threading.Lock()
+        self._seen: dict[str, set[int]] = defaultdict(set)
+        self._before = self._now()
+        self.changes: list[Change] = []
+
+    def stepped(self, episode: Episode) -> None:
+        """What is different now was changed by this episode."""
+        with self._lock:
+            now = self._now()
+            for name in now.keys() & self._before.keys():
+                self._compare(name, self._before[name], now[name], episode)
+            self._before = now
+
+    def _compare(self, name: str, before: Any, now: Any, episode: Episode) -> None:
+        def note(key: str, kind: Kind, value: Any, known: bool = False) -> None:
+            number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+            told = repr(value)[:80] if isinstance(value, _PLAIN) else type(value).__qualname__
+            self.changes.append(
+                Change(name=name, key=key, kind=kind, value=told, number=number, known=known, episode=episode)
+            )
+
+        if isinstance(now, dict) and isinstance(before, dict):
+            for key in now.keys() - before.keys():
+                note(repr(key), "added", now[key])
+            for key in before.keys() - now.keys():
+                note(repr(key), "removed", None)
+            for key in now.keys() & before.keys():
+                if not _same(before[key], now[key]):
+                    note(repr(key), "set", now[key])
+        elif isinstance(now, tuple) and isinstance(before, tuple):
+            if now[0] != before[0] or len(now[1]) != len(before[1]) or any(map(_differ, now[1], before[1])):
+                last = now[1][-1] if now[1] else None
+                held = {id(each) for each in before[1]}
+                known = now[0] < before[0] or id(last) in self._seen[name] | held
+                self._seen[name] |= held
+                note("", "changed", last, known)
+        elif isinstance(now, frozenset) and now != before:
+            note("", "added", None)
+
+    def _now(self) -> dict[str, Any]:
+        """Name to what it holds, shallow: a dictionary; a list as (length, last elements); a set."""
+        held: dict[str, Any] = {}
+        for name, values in self._roots:
+            self._look(name, values, held, 0, set())
+        return held
+
+    def _look(self, name: str, value: Any, held: dict[str, Any], depth: int, above: set[int]) -> None:
+        if depth > DEPTH or id(value) in above:
+            return
+        above = above | {id(value)}
+        if isinstance(value, (list, deque)):
+            last = tuple(value)[-8:] if isinstance(value, deque) else tuple(value[-8:])
+            held[name] = (len(value), last)
+        elif isinstance(value, set):
+            held[name] = frozenset(map(id, list(value)))
+        elif depth == 0 or isinstance(value, dict) or self._is_users_object(value):
+            if isinstance(value, dict) and len(value) > MANY:
+                return
+            entries = dict(value if depth == 0 or isinstance(value, dict) else vars(value))
+            if depth == 0:
+                entries = {key: each for key, each in entries.items() if _is_data(key, each)}
+            held[name] = entries
+            for key, each in list(entries.items())[:WIDTH]:
+                if not isinstance(each, _PLAIN):
+                    inner = f"{name}.{key}" if depth == 0 or not isinstance(value, dict) else f"{name}[{key!r}]"
+                    self._look(inner, each, held, depth + 1, above)
+
+    def _is_users_object(self, value: Any) -> bool:
+        if isinstance(value, (type, ModuleType, FunctionType)) or not hasattr(value, "__dict__"):
+            return False
+        file = getattr(sys.modules.get(type(value).__module__), "__file__", None)
+        return bool(file and self._code.is_user(file))
+
+
+def _roots(agent: object, code: Code) -> Iterator[tuple[str, Any]]:
+    """Named dictionaries of attributes: the agent's, its classes', the globals of the user's modules and classes."""
+    if hasattr(agent, "__dict__"):
+        yield "agent", agent.__dict__
+    own = sys.modules[type(agent).__module__]
+    package = own.__name__.rpartition(".")[0]
+    for name, module in list(sys.modules.items()):
+        if not isinstance(module, ModuleType):
+            continue
+        file = vars(module).get("__file__")
+        beside = bool(package) and name.startswith(package + ".")
+        imported = any(each is module for each in vars(own).values())
+        if file and code.is_user(file) and (module is own or beside or imported):
+            yield name, vars(module)
+            for each in list(vars(module).values()):
+                if isinstance(each, type) and each.__module__ == name:
+                    yield f"{name}.{each.__qualname__}", each.__dict__
+
+
+def _is_data(key: Any, value: Any) -> bool:
+    dunder = isinstance(key, str) and key.startswith("__")
+    return not dunder and not isinstance(value, (type, ModuleType, FunctionType, property, classmethod, staticmethod))
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is type(b) and isinstance(a, _PLAIN) and a == b)
+
+
+def _differ(a: Any, b: Any) -> bool:
+    return not _same(a, b)
+
+
+def verdicts(changes: Sequence[Change], *, matters: bool) -> list[Verdict]:
+    """By the object: facts and suspicions. matters: what episodes do was seen to depend on one another."""
+    by_place: dict[tuple[str, str], list[Change]] = defaultdict(list)
+    for change in changes:
+        by_place[change.name, change.key].append(change)
+    several_rows = any(change.episode.data != changes[0].episode.data for change in changes)
+    facts: dict[str, Verdict] = {}
+    suspicions: dict[str, Verdict] = {}
+    for (name, key), made in by_place.items():
+        pair = _overlapping(made)
+        if pair is None:
+            continue
+        full = f"{name}[{key}]" if key and not key.startswith("'") else f"{name}.{key[1:-1]}" if key else name
+        suspicion = _suspicion(made, several_rows, matters)
+        episodes = sorted({change.episode.id for change in made})
+        verdict = Verdict(
+            kind="shared",
+            what=f"{full} is changed by episodes that run at the same time"
+            + (f", {suspicion}" if suspicion else "; each sees the other's"),
+            where=full,
+            evidence=[
+                f"{pair[0].episode.id} left {pair[0].value} there, and {pair[1].episode.id} "
+                f"{'changed it' if pair[1].kind == 'changed' else 'put ' + pair[1].value + ' in its place'} "
+                f"while {pair[0].episode.id} still ran",
+                f"changed by {len(episodes)} episodes: {', '.join(episodes[:6])}{', …' if len(episodes) > 6 else ''}",
+            ],
+            certain=not suspicion,
+        )
+        (suspicions if suspicion else facts)[name if suspicion else full] = verdict
+    return [*facts.values(), *(each for name, each in suspicions.items() if name not in facts)]
+
+
+def _overlapping(made: Sequence[Change]) -> tuple[Change, Change] | None:
+    """Two successive changes by different episodes of which the first still ran at the second."""
+    for a, b in itertools.pairwise(made):
+        if a.episode is not b.episode and b.episode.started < a.episode.finished:
+            return a, b
+    return None
+
+
+def _suspicion(made: Sequence[Change], several_rows: bool, matters: bool) -> str:
+    """Why it may be meant so; empty when it may not. several_rows: the episodes are of different prompts."""
+    numbers = [change.number for change in made if change.number is not None]
+    steps = [b - a for a, b in itertools.pairwise(numbers)]
+    if len(numbers) == len(made) and (
+        made[0].kind == "changed" or isinstance(numbers[0], float) or all(abs(step) == 1 for step in steps)
+    ):
+        return "perhaps a counter or a statistic"
+    if all(change.kind in ("added", "removed") for change in made):
+        return "perhaps a cache"
+    if made[0].key and several_rows and all(change.episode.data == made[0].episode.data for change in made):
+        return "perhaps a cache that was filled twice"
+    if all(change.kind == "changed" and change.known for change in made[len(made) // 4 :]):
+        return "perhaps a pool"
+    if all(change.kind == "changed" for change in made) and not matters:
+        return "perhaps a log"
+    return ""

@@ -1,0 +1,123 @@
+"""An engine without a model, so that an agent can be asked without one."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+from clew.inference.protocol import Completion, SamplingParams
+from clew.record.weights import WeightRef
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}{{ '\\n' }}{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    "<|im_end|>{{ '\\n' }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant{{ '\\n' }}{% endif %}"
+)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerBase:
+    """A token a byte, and a chat template: for a stand-in that stands for no particular model."""
+    from tokenizers import Tokenizer, decoders, pre_tokenizers
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<|im_end|>", "<|im_start|>"]
+    tokens = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(WordLevel({token: number for number, token in enumerate(tokens)}, unk_token="<|im_end|>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False), pre_tokenizers.Split("", "isolated")]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=special[0], pad_token=special[0], additional_special_tokens=special[1:]
+    )
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+class StandIn:
+    """Answers after a set time, with recorded texts or synthetic ones.
+
+    An answer follows from (seed, episode, prompt, how often this episode has asked it), and from nothing else: requests
+    of one episode that run side by side may come in any order, and each still gets its own answer. Synthetic answers
+    are random printable tokens, so that no two episodes are told the same.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        latency_s: float = 1.0,
+        token_s: float = 0.0,
+        tokens: int = 64,
+        texts: Sequence[str] = (),
+        limit: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        """latency_s + token_s x tokens: how long an answer takes. tokens: of a synthetic answer, at most; at least half
+        as many. texts: recorded answers, to choose from. limit: requests at once; the rest queue; None: no limit."""
+        self._tokenizer = tokenizer
+        self._latency_s, self._token_s = latency_s, token_s
+        self._tokens = tokens
+        self._texts = [list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]  # type: ignore
+        self._seed = seed
+        self._room = asyncio.Semaphore(limit) if limit else nullcontext()
+        self._asked: dict[str, Counter[str]] = {}
+        self._printable: dict[int, bool] = {}
+
+    async def generate(self, input_ids: list[int], params: SamplingParams, *, request_id: str = "") -> Completion:
+        output = self._answer(input_ids, *request_id.rsplit(".i", 1))
+        cut = len(output) > params.max_new_tokens
+        output = output[: params.max_new_tokens]
+        async with self._room:
+            await asyncio.sleep(self._latency_s + self._token_s * len(output))
+        return Completion(
+            output_ids=output,
+            logprobs=[-1.0] * len(output),
+            versions=[0] * len(output),
+            finish_reason="length" if cut else "stop",
+            matched=None if cut else output[-1],
+        )
+
+    async def load_weights(self, ref: WeightRef) -> None:
+        """It has none."""
+
+    async def abort(self, request_id: str | None = None) -> None:
+        """Its answers are short."""
+
+    async def version(self) -> int:
+        return 0
+
+    def _answer(self, input_ids: list[int], episode: str = "", number: str = "0") -> list[int]:
+        if number == "0":
+            self._asked[episode] = Counter()  # an episode that is run again is told the same again
+        asked = hashlib.sha256(f"{self._seed}/{episode}/{input_ids}".encode()).hexdigest()
+        before = self._asked.setdefault(episode, Counter())
+        draw = random.Random(f"{asked}/{before[asked]}")
+        before[asked] += 1
+        end = self._tokenizer.eos_token_id
+        assert isinstance(end, int)
+        if self._texts:
+            return [*draw.choice(self._texts), end]
+        output: list[int] = []
+        for _ in range(draw.randint((self._tokens + 1) // 2, self._tokens) - 1):
+            token = draw.randrange(len(self._tokenizer))
+            while not self._is_printable(token):
+                token = draw.randrange(len(self._tokenizer))
+            output.append(token)
+        return [*output, end]
+
+    def _is_printable(self, token: int) -> bool:
+        if token not in self._printable:
+            text = str(self._tokenizer.decode([token], skip_special_tokens=True))
+            self._printable[token] = text.isascii() and text.strip().isalnum()
+        return self._printable[token]

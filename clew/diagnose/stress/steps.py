@@ -1,0 +1,181 @@
+"""An agent's episode, run as rollout runs it, and known step by step: a step is what it does between two awaits.
+
+The tasks that an episode starts belong to it. A plain `run` has a thread of its own and no steps; there each return
+from a call in the user's code counts as one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import copy
+import inspect
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable, Coroutine, Generator
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from clew.diagnose.stress.frames import Code, stack_of_error
+from clew.rollout.agents import extra_kwargs_of
+from clew.rollout.rewards import checked
+
+OpenEpisode = Callable[[str], AbstractAsyncContextManager[tuple[str, str, Any]]]
+"""Of an episode's ID: a session of the gateway, as (base_url, api_key, http_client)."""
+
+
+@dataclass(eq=False)
+class Episode:
+    """One episode while it runs, and what is left of it."""
+
+    id: str
+    data: dict[str, Any]
+    started: float = 0.0
+    """time.monotonic()"""
+    finished: float = 0.0
+    code_s: float = 0.0
+    """Seconds in the agent's own code and its libraries', without waiting."""
+    reward: Any = None
+    error: str | None = None
+    """Type and message."""
+    at: str = ""
+    """Where the error was raised."""
+    coroutine: Coroutine | None = None
+    """Of an `async def run`, while it runs."""
+    thread_id: int | None = None
+    """Of a plain `run`, while it runs."""
+
+    @property
+    def seconds(self) -> float:
+        return self.finished - self.started
+
+
+_current: contextvars.ContextVar[Episode | None] = contextvars.ContextVar("clew_episode", default=None)
+
+Stepped = Callable[[Episode], None]
+"""Called after each step of an episode."""
+
+
+async def run_episode(
+    agent: Any,
+    episode: Episode,
+    open_episode: OpenEpisode,
+    *,
+    timeout_s: float | None,
+    stepped: Stepped | None,
+    code: Code,
+) -> None:
+    """Run the agent on its own copy of the row. Whatever it raises is kept, as the episode's error."""
+    data = copy.deepcopy(episode.data)
+    episode.started = time.monotonic()
+    limit = asyncio.timeout(timeout_s)
+    try:
+        async with limit, open_episode(episode.id) as (base_url, api_key, http_client):
+            offered = {"base_url": base_url, "api_key": api_key, "http_client": http_client}
+            given = extra_kwargs_of(agent.run, offered)
+            if inspect.iscoroutinefunction(agent.run):
+                token = _current.set(episode)
+                try:
+                    episode.coroutine = coroutine = agent.run(data, **given)
+                    returned = await driven(coroutine, episode, stepped)
+                finally:
+                    _current.reset(token)
+            else:
+                returned = await _in_thread(lambda: agent.run(data, **given), episode, stepped, code.is_user)
+        episode.reward = checked(returned, f"{type(agent).__qualname__}.run")
+    except (Exception, SystemExit, asyncio.CancelledError) as failure:
+        # The user's code: whatever it raises is an episode that failed.
+        task = asyncio.current_task()
+        if isinstance(failure, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise
+        episode.error = f"{type(failure).__name__}: {failure}".strip()
+        episode.at = str(code.place(stack_of_error(failure)) or "")
+        if limit.expired():
+            episode.error = f"did not end within {timeout_s:g} s"
+    finally:
+        episode.finished = time.monotonic()
+        episode.coroutine = episode.thread_id = None
+
+
+@types.coroutine
+def driven(clew_drives: Coroutine, episode: Episode, stepped: Stepped | None) -> Generator[Any, Any, Any]:
+    """Await a coroutine, step by step. (Its name is how `frames` finds it.)"""
+    advance: Callable[[], Any] = lambda: clew_drives.send(None)  # noqa: E731
+    while True:
+        began = time.perf_counter()
+        try:
+            awaited = advance()
+        except StopIteration as end:
+            return end.value
+        finally:
+            episode.code_s += time.perf_counter() - began
+            if stepped is not None:
+                stepped(episode)
+        try:
+            yield awaited
+            advance = lambda: clew_drives.send(None)  # noqa: E731
+        except GeneratorExit:
+            clew_drives.close()
+            raise
+        except BaseException as thrown:
+            failure = thrown
+            advance = lambda: clew_drives.throw(failure)  # noqa: E731, B023
+
+
+def task_factory(stepped: Stepped | None) -> Callable[..., asyncio.Task]:
+    """For loop.set_task_factory: tasks that an episode starts are known as its own."""
+
+    def make(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task:
+        episode = _current.get()
+        if episode is None or not inspect.iscoroutine(coroutine):
+            return asyncio.Task(coroutine, loop=loop, **options)
+
+        async def of_episode(inner: Coroutine) -> Any:
+            return await driven(inner, episode, stepped)
+
+        task = asyncio.Task(of_episode(coroutine), loop=loop, **options)
+        task.add_done_callback(lambda _: coroutine.close())  # one that was cancelled before it began
+        return task
+
+    return make
+
+
+async def _in_thread(
+    call: Callable[[], Any], episode: Episode, stepped: Stepped | None, user_code: Callable[[str], bool]
+) -> Any:
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def settle(result: Any, failure: BaseException | None) -> None:
+        if future.done():
+            return  # its time was over
+        if failure is None:
+            future.set_result(result)
+        else:
+            future.set_exception(failure)
+
+    def profile(frame: types.FrameType, event: str, argument: Any) -> None:
+        if stepped is not None and event in ("return", "c_return") and user_code(frame.f_code.co_filename):
+            stepped(episode)
+
+    def work() -> None:
+        episode.thread_id = threading.get_ident()
+        if stepped is not None:
+            sys.setprofile(profile)
+        result, failure = None, None
+        try:
+            result = call()
+        except BaseException as raised:
+            failure = RuntimeError("StopIteration") if isinstance(raised, StopIteration) else raised
+        sys.setprofile(None)
+        episode.code_s = time.thread_time()
+        episode.thread_id = None
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    context = contextvars.copy_context()
+    threading.Thread(target=context.run, args=(work,), name=f"episode {episode.id}", daemon=True).start()
+    return await future

@@ -1,0 +1,220 @@
+"""Agents with one fault each."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import tempfile
+import threading
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx2
+import openai
+
+
+class Agent:
+    """Asks once, over the client that it is given."""
+
+    async def run(self, data: dict, base_url: str, api_key: str, http_client: httpx2.AsyncClient) -> float:
+        return float(len(await self.ask(data["prompt"], base_url, api_key, http_client)))
+
+    async def ask(self, prompt: Any, base_url: str, api_key: str, http_client: httpx2.AsyncClient) -> str:
+        response = await http_client.post(
+            f"{base_url}/chat/completions",
+            json={"model": "policy", "messages": prompt if isinstance(prompt, list) else [_user(prompt)]},
+            headers={"Authorization": f"Bearer {api_key}"},
+        )
+        return str(response.raise_for_status().json()["choices"][0]["message"]["content"])
+
+
+def _user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+class Sleeps(Agent):
+    async def run(self, data: dict, **given: Any) -> float:
+        time.sleep(0.03)  # noqa: ASYNC251
+        return await super().run(data, **given)
+
+
+class CallsUrllib:
+    async def run(self, data: dict, base_url: str, api_key: str, **_: Any) -> float:
+        request = urllib.request.Request(
+            f"{base_url}/chat/completions",
+            json.dumps({"model": "policy", "messages": [_user(data["prompt"])]}).encode(),
+            {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request) as response:  # noqa: ASYNC210
+            return float(len(json.load(response)["choices"][0]["message"]["content"]))
+
+
+class Computes(Agent):
+    async def run(self, data: dict, **given: Any) -> float:
+        reward = await super().run(data, **given)
+        until = time.thread_time() + 0.065
+        while time.thread_time() < until:
+            reward = reward * 1.0
+        return reward
+
+
+LOCK = asyncio.Lock()
+
+
+class GlobalLock(Agent):
+    async def run(self, data: dict, **given: Any) -> float:
+        async with LOCK:
+            await asyncio.sleep(0.03)
+        return await super().run(data, **given)
+
+
+class ClassSemaphore(Agent):
+    browser = asyncio.Semaphore(1)
+
+    async def run(self, data: dict, **given: Any) -> float:
+        async with self.browser:
+            return await super().run(data, **given)
+
+
+class SmallPool(Agent):
+    """Its connections are shared, and one in number."""
+
+    def __init__(self) -> None:
+        self.client = httpx2.AsyncClient(limits=httpx2.Limits(max_connections=1), verify=False, timeout=30)
+
+    async def run(self, data: dict, base_url: str, api_key: str, **_: Any) -> float:
+        return await super().run(data, base_url=base_url, api_key=api_key, http_client=self.client)
+
+
+class OneWorker(Agent):
+    workers = ThreadPoolExecutor(1)
+
+    async def run(self, data: dict, **given: Any) -> float:
+        await asyncio.get_running_loop().run_in_executor(self.workers, time.sleep, 0.03)
+        return await super().run(data, **given)
+
+
+class PlainLock:
+    """A plain `run`: threads wait for one another."""
+
+    lock = threading.Lock()
+
+    def run(self, data: dict, base_url: str, api_key: str, **_: Any) -> float:
+        with self.lock:
+            client = openai.OpenAI(base_url=base_url, api_key=api_key, http_client=httpx2.Client(verify=False))
+            with client:
+                reply = client.chat.completions.create(model="policy", messages=[_user(data["prompt"])])  # type: ignore
+        return float(len(reply.choices[0].message.content or ""))
+
+
+class KeepsPrompt(Agent):
+    """What it works on is an attribute, and one instance serves all."""
+
+    async def run(self, data: dict, **given: Any) -> float:
+        self.prompt = data["prompt"]
+        first = await self.ask(self.prompt, **given)
+        return float(len(await self.ask(self.prompt + " Are you sure?", **given))) + len(first)
+
+
+HISTORY: list[dict[str, str]] = []
+
+
+class SharedHistory(Agent):
+    async def run(self, data: dict, **given: Any) -> float:
+        HISTORY[:] = [*HISTORY[-3:], _user(data["prompt"])]
+        said = await self.ask(list(HISTORY), **given)
+        HISTORY.append({"role": "assistant", "content": said})
+        return float(len(await self.ask([*HISTORY, _user("And now?")], **given)))
+
+
+class OneClient(Agent):
+    """The first episode's key serves all later ones."""
+
+    client: openai.AsyncOpenAI | None = None
+
+    async def run(self, data: dict, base_url: str, api_key: str, **_: Any) -> float:
+        if self.client is None:
+            client = httpx2.AsyncClient(verify=False)
+            self.client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0, http_client=client)
+        reply = await self.client.chat.completions.create(
+            model="policy", messages=[{"role": "user", "content": data["prompt"]}]
+        )
+        return float(len(reply.choices[0].message.content or ""))
+
+
+class PlainState:
+    """A plain `run` that keeps what it works on in the instance."""
+
+    def run(self, data: dict, base_url: str, api_key: str, **_: Any) -> float:
+        self.task = data["prompt"]
+        with httpx2.Client(verify=False) as client:
+            body = {"model": "policy", "messages": [_user(self.task)]}
+            headers = {"Authorization": f"Bearer {api_key}"}
+            said = client.post(f"{base_url}/chat/completions", json=body, headers=headers, timeout=30).json()
+        return float(len(self.task)) + len(said["choices"])
+
+
+class LeaksTasks(Agent):
+    left: list[asyncio.Task] = []  # noqa: RUF012
+
+    async def run(self, data: dict, **given: Any) -> float:
+        asyncio.get_running_loop().create_task(self.poll())
+        return await super().run(data, **given)
+
+    async def poll(self) -> None:
+        await asyncio.sleep(3600)
+
+
+class LeaksThreads(Agent):
+    end = threading.Event()
+
+    async def run(self, data: dict, **given: Any) -> float:
+        threading.Thread(target=self.end.wait, daemon=True).start()
+        return await super().run(data, **given)
+
+
+class LeaksFiles(Agent):
+    open: list[Any] = []  # noqa: RUF012
+
+    async def run(self, data: dict, **given: Any) -> float:
+        self.open.append(tempfile.TemporaryFile())  # noqa: SIM115
+        return await super().run(data, **given)
+
+
+class LeaksMemory(Agent):
+    seen: list[bytes] = []  # noqa: RUF012
+
+    async def run(self, data: dict, **given: Any) -> float:
+        reward = await super().run(data, **given)
+        self.seen.append(bytes(20_000))
+        return reward
+
+
+class Random(Agent):
+    async def run(self, data: dict, **given: Any) -> float:
+        return await super().run({"prompt": f"{data['prompt']} (hint {random.random()})"}, **given)
+
+
+class FailsInCompany(Agent):
+    """A resource that only so many can have."""
+
+    running = 0
+
+    async def run(self, data: dict, **given: Any) -> float:
+        type(self).running += 1
+        try:
+            if self.running > 4:
+                raise ConnectionError(f"no room for episode {self.running}")
+            return await super().run(data, **given)
+        finally:
+            type(self).running -= 1
+
+
+class Markup:
+    """Raises what must be escaped."""
+
+    async def run(self, data: dict, **_: Any) -> float:
+        raise ValueError("<script>[bold]alert(1)</script>")

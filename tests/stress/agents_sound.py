@@ -1,0 +1,124 @@
+"""Agents without a fault, on real clients."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections import OrderedDict
+from typing import Any
+
+import aiohttp
+import httpx2
+import openai
+import requests
+
+
+def _said(body: Any) -> str:
+    return str(body["choices"][0]["message"]["content"])
+
+
+class OpenAIAgent:
+    """Two turns with the openai package."""
+
+    async def run(self, data: dict, base_url: str, api_key: str, http_client: httpx2.AsyncClient) -> float:
+        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client)
+        messages: list[Any] = [{"role": "user", "content": data["prompt"]}]
+        for _ in range(2):
+            reply = await client.chat.completions.create(model="policy", messages=messages)
+            messages += [reply.choices[0].message.to_dict(), {"role": "user", "content": "And now?"}]
+        return float(len(messages[-2]["content"]))
+
+
+class HttpxAgent:
+    """The client that is given, and a tool that takes its time."""
+
+    async def run(self, data: dict, base_url: str, api_key: str, http_client: httpx2.AsyncClient) -> float:
+        text = data["prompt"]
+        for _ in range(2):
+            response = await http_client.post(
+                f"{base_url}/chat/completions",
+                json={"model": "policy", "messages": [{"role": "user", "content": text}]},
+                headers={"Authorization": f"Bearer {api_key}"},
+            )
+            text = _said(response.raise_for_status().json())
+            await asyncio.sleep(0.02)
+        return float(len(text))
+
+
+class AiohttpAgent:
+    """A session of aiohttp's an episode; what it does to itself is guarded by a lock of the episode's own."""
+
+    async def run(self, data: dict, base_url: str, api_key: str, **_: Any) -> float:
+        lock, total = asyncio.Lock(), 0.0
+        headers = {"Authorization": f"Bearer {api_key}"}
+        async with aiohttp.ClientSession(headers=headers) as session:
+
+            async def ask(text: str) -> None:
+                nonlocal total
+                body = {"model": "policy", "messages": [{"role": "user", "content": text}]}
+                async with session.post(f"{base_url}/chat/completions", json=body) as response:
+                    said = _said(await response.json())
+                async with lock:
+                    await asyncio.sleep(0.005)
+                    total += len(said)
+
+            await asyncio.gather(ask(data["prompt"]), ask("Once more: " + data["prompt"]))
+        return total
+
+
+class GatherAgent(HttpxAgent):
+    """Asks for several answers side by side and goes on with the best."""
+
+    async def run(self, data: dict, base_url: str, api_key: str, http_client: httpx2.AsyncClient) -> float:
+        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client)
+
+        async def ask(text: str) -> str:
+            reply = await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": text}])
+            return reply.choices[0].message.content or ""
+
+        answers = await asyncio.gather(*(ask(f"{data['prompt']} ({way})") for way in ("short", "long")))
+        return float(len(await ask(max(answers))))
+
+
+class CachingAgent:
+    """A bounded cache, a counter, and a client of its own that is made once: shared on purpose."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.parsed: OrderedDict[str, list[str]] = OrderedDict()
+        self.client: aiohttp.ClientSession | None = None
+
+    async def run(self, data: dict, base_url: str, api_key: str, http_client: httpx2.AsyncClient) -> float:
+        self.calls += 1
+        words = self.parsed.get(data["prompt"])
+        if words is None:
+            await asyncio.sleep(0.005)
+            words = self.parsed[data["prompt"]] = sorted(data["prompt"].split())
+            while len(self.parsed) > 3:
+                self.parsed.popitem(last=False)
+        _normal(data["prompt"])
+        response = await http_client.post(
+            f"{base_url}/chat/completions",
+            json={"model": "policy", "messages": [{"role": "user", "content": " ".join(words)}]},
+            headers={"Authorization": f"Bearer {api_key}"},
+        )
+        return float(len(_said(response.json())))
+
+
+@functools.lru_cache(maxsize=4)
+def _normal(text: str) -> str:
+    return text.lower()
+
+
+class PlainAgent:
+    """A plain function, with a blocking client, in its own thread."""
+
+    def run(self, data: dict, base_url: str, api_key: str, **_: Any) -> float:
+        text: str = data["prompt"]
+        with requests.Session() as session:
+            session.headers["Authorization"] = f"Bearer {api_key}"
+            for _turn in range(2):
+                body: Any = {"model": "policy", "messages": [{"role": "user", "content": text}]}
+                response = session.post(f"{base_url}/chat/completions", json=body, timeout=30)
+                text = _said(response.json())
+        return float(len(text))

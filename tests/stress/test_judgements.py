@@ -1,0 +1,230 @@
+"""The parts of the stress that judge, with numbers made by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from clew.diagnose.stress import growth, repeat, serial, shared, watch
+from clew.diagnose.stress.frames import Code, Place
+from clew.diagnose.stress.growth import Sample, grows
+from clew.diagnose.stress.repeat import Told
+from clew.diagnose.stress.requests import Noted, Request, Requests
+from clew.diagnose.stress.serial import Crowd
+from clew.diagnose.stress.shared import Change
+from clew.diagnose.stress.standin import StandIn
+from clew.diagnose.stress.steps import Episode
+from clew.inference.protocol import Completion, SamplingParams
+from tests.models import tiny_tokenizer
+
+PARAMS = SamplingParams(max_new_tokens=40)
+
+
+def request(episode: str, asked: str, answered: str, came: float = 0.0, done: float = 1.0) -> Request:
+    return Request(episode=episode, asked=asked, answered=answered, came=came, done=done)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def test_the_stand_in_tells_an_episode_the_same_again_and_no_two_the_same(tokenizer: Any) -> None:
+    engine = StandIn(tokenizer, latency_s=0, tokens=40)
+
+    async def ask(name: str, ids: list[int]) -> Completion:
+        return await engine.generate(ids, PARAMS, request_id=name)
+
+    async def ask_all() -> list[list[int]]:
+        names = [("a.i0", [7]), ("a.i1", [7]), ("a.i2", [8]), ("b.i0", [7])]
+        return [(await ask(*each)).output_ids for each in names]
+
+    first, second = asyncio.run(ask_all()), asyncio.run(ask_all())
+    assert first == second
+    assert len({tuple(ids) for ids in first}) == 4
+    assert all(ids[-1] == tokenizer.eos_token_id and 20 <= len(ids) <= 40 for ids in first)
+
+
+def test_recorded_texts_latency_limit_and_notes(tokenizer: Any) -> None:
+    requests = Requests()
+    texts = ("one", "two")
+    engine = Noted(StandIn(tokenizer, latency_s=0.02, token_s=0.005, texts=texts, limit=1), tokenizer, requests)
+
+    async def ask() -> None:
+        await asyncio.gather(*(engine.generate([9, 9], PARAMS, request_id=f"e{i}.i0") for i in range(8)))
+
+    began = time.monotonic()
+    asyncio.run(ask())
+    noted = requests.take()
+    assert time.monotonic() - began >= 8 * 0.04
+    assert {each.answered for each in noted} == set(texts)
+    assert sorted(each.episode for each in noted) == [f"e{i}" for i in range(8)]
+    assert all(each.done - each.came >= 0.04 for each in noted)
+    assert requests.take() == []
+    short = asyncio.run(engine.generate([9], SamplingParams(max_new_tokens=2), request_id="x.i0"))
+    assert (len(short.output_ids), short.finish_reason) == (2, "length")
+
+
+@pytest.mark.parametrize(
+    ("counts", "slope"),
+    [
+        ([5, 15, 25, 35], 1.0),
+        ([5, 6, 7, 8], 0.1),
+        ([0, 10, 10, 10], None),  # warms up
+        ([0, 10, 15, 16], None),  # levels off
+        ([3, 0, 4, 1], None),  # noise
+        ([0, 10], None),  # too few to tell
+    ],
+)
+def test_steady_growth(counts: list[int], slope: float | None) -> None:
+    samples = [Sample(episodes=10 * i, counts={"tasks": count}) for i, count in enumerate(counts)]
+    found = grows(samples, "tasks")
+    assert found == (pytest.approx(slope) if slope is not None else None)
+    assert len(growth.verdicts(samples)) == (slope is not None)
+
+
+def test_concurrency_of_intervals() -> None:
+    intervals = [(0.0, 2.0), (1.0, 3.0), (5.0, 6.0)]
+    assert serial.concurrency(intervals) == [(0.0, 1), (1.0, 2), (2.0, 1), (3.0, 0), (5.0, 1), (6.0, 0)]
+    assert serial.union(intervals) == 4.0
+
+
+def crowd(width: int, seconds: float, mean_s: float, at_the_lock: float, busy: float = 0.1) -> Crowd:
+    waits = {Place("lock"): at_the_lock, Place("model"): 1.0}
+    return Crowd(width=width, seconds=seconds, episodes=width, mean_s=mean_s, waits=waits, busy_share=busy)
+
+
+def test_a_lock_is_where_the_additional_time_is_spent() -> None:
+    alone, narrow = crowd(1, 1.0, 1.0, 0.0), crowd(4, 4.0, 2.5, 1.5)
+    found = serial.verdict(alone, narrow, crowd(16, 16.0, 8.5, 7.5))
+    assert found is not None
+    assert (found.kind, found.where) == ("serial", "lock")
+    assert "throughput stops at 1 " in found.what
+    assert serial.verdict(alone, crowd(4, 1.0, 1.0, 0.0), crowd(16, 1.1, 1.05, 0.0)) is None
+    assert serial.verdict(alone, narrow, crowd(16, 16.0, 8.5, 7.5, busy=0.9)) is None  # the processor's doing
+
+
+def test_crossings() -> None:
+    secret, common = "kx82 hfj3 92jf lq0p vn4k 1k2j", "the answer is forty-two, I think"
+    requests = [
+        request("a", "What?", secret + common, 0, 1),
+        request("b", "What?", common, 0, 1),
+        request("b", f"{common} What? {secret[3:]}", "", 2, 3),
+        request("a", f"{secret} What?", "", 2, 3),
+    ]
+    assert [(each.asker, each.owner) for each in shared.crossings(requests)] == [("b", "a")]
+    quoting = [request("a", secret, secret, 0, 1), request("b", secret, "", 2, 3)]
+    assert shared.crossings(quoting) == []
+
+
+class Holder:
+    def __init__(self) -> None:
+        self.task = "none"
+        self.cache: dict[str, str] = {}
+        self.count = 0
+        self.history: list[str] = []
+
+
+def episodes() -> tuple[Episode, Episode]:
+    first, second = (Episode(id=id, data={"prompt": id}) for id in "ab")
+    first.finished = second.finished = 10.0
+    return first, second
+
+
+def changes_of(agent: Any, steps: list[tuple[Episode, Any]]) -> list[Change]:
+    state = shared.State(agent, Code(agent))
+    for episode, change in steps:
+        change(agent)
+        state.stepped(episode)
+    return state.changes
+
+
+def test_facts_and_suspicions_about_shared_state() -> None:
+    first, second = episodes()
+    agent = Holder()
+    changes = changes_of(
+        agent,
+        [
+            (first, lambda a: setattr(a, "task", "one")),
+            (second, lambda a: setattr(a, "task", "two")),
+            (first, lambda a: a.cache.update(x="1")),
+            (second, lambda a: a.cache.update(y="2")),
+            (first, lambda a: setattr(a, "count", 1)),
+            (second, lambda a: setattr(a, "count", 2)),
+            (first, lambda a: a.history.append("one")),
+            (second, lambda a: a.history.append("two")),
+        ],
+    )
+    found = {verdict.where: verdict for verdict in shared.verdicts(changes, matters=False)}
+    assert {where: verdict.certain for where, verdict in found.items()} == {
+        "agent.task": True,
+        "agent.count": False,
+        "agent.history": False,
+    }
+    assert "a left 'one' there, and b put 'two' in its place while a still ran" in found["agent.task"].evidence
+    certain = {verdict.where for verdict in shared.verdicts(changes, matters=True) if verdict.certain}
+    assert certain == {"agent.task", "agent.history"}
+
+
+def test_episodes_one_after_another_may_use_the_same_attribute() -> None:
+    first, second = episodes()
+    second.started = 11.0
+    steps = [(first, lambda a: setattr(a, "task", "one")), (second, lambda a: setattr(a, "task", "two"))]
+    assert shared.verdicts(changes_of(Holder(), steps), matters=True) == []
+
+
+def test_a_difference_is_the_agents_only_if_the_model_said_the_same() -> None:
+    base = Told(requests=[request("a", "p", "x"), request("a", "p x", "y")], reward=1.0)
+    swapped = Told(requests=base.requests[::-1], reward=1.0)
+    other = Told(requests=[request("a", "p", "x"), request("a", "p z", "y")], reward=1.0)
+    model = Told(requests=[request("a", "p", "w"), request("a", "p w", "y")], reward=0.0)
+    rewarded = Told(requests=base.requests, reward=0.5)
+
+    def differs(told: Told) -> list[str]:
+        return [each.what for each in repeat.differences({"a": base}, {"a": told})]
+
+    assert differs(base) == differs(swapped) == differs(model) == []
+    assert differs(other) == ["request 1 differs: 'p x', then 'p z'"]
+    assert differs(rewarded) == ["the reward is 1.0, then 0.5"]
+
+
+def test_a_loop_is_not_blamed_for_threads_that_have_the_interpreter() -> None:
+    end = threading.Event()
+
+    def burn() -> None:
+        while not end.is_set():
+            sum(range(1000))
+
+    async def idle() -> watch.Watched:
+        async with watch.LoopWatch(Code(Holder())) as loop_watch:
+            threads = [threading.Thread(target=burn) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for _ in range(20):
+                await asyncio.sleep(0.01)
+            end.set()
+            for thread in threads:
+                await asyncio.to_thread(thread.join)
+            return loop_watch.take()
+
+    assert watch.verdicts(asyncio.run(idle())) == []
+
+
+def test_a_block_is_timed_and_placed() -> None:
+    async def block() -> watch.Watched:
+        async with watch.LoopWatch(Code(Holder())) as loop_watch:
+            await asyncio.sleep(0.02)
+            for _ in range(2):
+                time.sleep(0.1)  # noqa: ASYNC251
+                await asyncio.sleep(0.02)
+            return loop_watch.take()
+
+    watched = asyncio.run(block())
+    (verdict,) = watch.verdicts(watched)
+    assert "test_judgements.py" in verdict.where
+    assert verdict.evidence[0].startswith("2 times")
+    assert sum(each.seconds for each in watched.blocks) == pytest.approx(0.2, abs=0.06)

@@ -1,0 +1,129 @@
+"""Each fault is found in the agent that has it, and none in a sound one."""
+
+from __future__ import annotations
+
+import gc
+import io
+import json
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from clew.diagnose.stress import on_gateway
+from clew.diagnose.stress.page import page
+from clew.diagnose.stress.report import Report
+from clew.diagnose.stress.standin import StandIn, byte_tokenizer
+from clew.diagnose.stress.terminal import rendered
+from tests.stress import agents_faulty, agents_sound
+
+LATENCY_S = 0.03
+ROWS = [{"prompt": f"What is {word} and {word}?"} for word in ("one", "two", "three", "four", "five", "six")]
+
+
+def stressed(cls: type) -> Report:
+    tokenizer = byte_tokenizer()
+    engine = StandIn(tokenizer, latency_s=LATENCY_S)
+    report = on_gateway.stressed(cls(), ROWS, engine=engine, tokenizer=tokenizer, batch=8, group=2, dp=2, timeout_s=20)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # of the clients that some of the agents keep
+        gc.collect()
+    return report
+
+
+FAULTS = {
+    agents_faulty.Sleeps: ("blocks", "Sleeps.run"),
+    agents_faulty.CallsUrllib: ("blocks", "CallsUrllib.run"),
+    agents_faulty.Computes: ("blocks", "Computes.run"),
+    agents_faulty.GlobalLock: ("serial", "GlobalLock.run, in asyncio/locks.py"),
+    agents_faulty.ClassSemaphore: ("serial", "ClassSemaphore.run, in asyncio/locks.py"),
+    agents_faulty.SmallPool: ("serial", "Agent.ask"),
+    agents_faulty.OneWorker: ("serial", "OneWorker.run"),
+    agents_faulty.PlainLock: ("serial", "PlainLock.run"),
+    agents_faulty.KeepsPrompt: ("shared", "agent.prompt"),
+    agents_faulty.SharedHistory: ("shared", "agents_faulty.HISTORY"),
+    agents_faulty.OneClient: ("shared", "OneClient.run"),
+    agents_faulty.PlainState: ("shared", "agent.task"),
+    agents_faulty.LeaksTasks: ("growth", "LeaksTasks.poll"),
+    agents_faulty.LeaksThreads: ("growth", "Thread-"),
+    agents_faulty.LeaksFiles: ("growth", "(deleted)"),
+    agents_faulty.LeaksMemory: ("growth", "agents_faulty.py"),
+    agents_faulty.Random: ("differs", ""),
+    agents_faulty.FailsInCompany: ("fails", "FailsInCompany.run"),
+}
+SOUND = [
+    agents_sound.OpenAIAgent,
+    agents_sound.HttpxAgent,
+    agents_sound.AiohttpAgent,
+    agents_sound.GatherAgent,
+    agents_sound.CachingAgent,
+    agents_sound.PlainAgent,
+]
+
+
+@pytest.fixture
+def closing() -> Iterator[None]:
+    """What the leaks keep open is closed."""
+    agents_faulty.LeaksThreads.end.clear()
+    yield
+    agents_faulty.LeaksThreads.end.set()
+    for each in agents_faulty.LeaksFiles.open:
+        each.close()
+
+
+QUICK = (
+    agents_faulty.Sleeps,
+    agents_faulty.GlobalLock,
+    agents_faulty.SharedHistory,
+    agents_faulty.LeaksTasks,
+    agents_faulty.Random,
+    agents_faulty.FailsInCompany,
+    agents_sound.OpenAIAgent,
+    agents_sound.PlainAgent,
+)
+"""One of each kind; the others belong to `make slow`."""
+
+
+def each(agents: Iterable[type]) -> list[Any]:
+    return [
+        pytest.param(agent, id=agent.__name__, marks=() if agent in QUICK else pytest.mark.slow) for agent in agents
+    ]
+
+
+@pytest.mark.parametrize("agent", each(FAULTS))
+def test_a_fault_is_found(agent: type, closing: None) -> None:
+    kind, where = FAULTS[agent]
+    report = stressed(agent)
+    found = [(verdict.kind, verdict.where) for verdict in report.verdicts if verdict.certain]
+    assert any(each[0] == kind and where in each[1] for each in found), report.verdicts
+    assert {"serial", "blocks"}.isdisjoint({each[0] for each in found} - {kind}), report.verdicts
+    assert not report.fit
+
+
+@pytest.mark.parametrize("agent", each(SOUND))
+def test_a_sound_agent_gets_no_verdict(agent: type) -> None:
+    report = stressed(agent)
+    assert report.fit, report.verdicts
+    assert not report.failures
+    latency = report.measured.latency
+    assert latency["episode"].p50 >= latency["model"].p50 >= 0.9 * LATENCY_S
+
+
+def test_the_report_in_its_three_forms() -> None:
+    report = stressed(agents_faulty.Markup)
+    assert report.width == 8
+    assert [wave.width for wave in report.waves] == [1, 2, 8, 8]
+    as_json = json.loads(json.dumps(report.as_dict(), allow_nan=False))
+    assert as_json["fit"] is False
+    assert as_json["failures"][0]["count"] > 8
+    html = page(report)
+    assert "<script>" not in html
+    assert "&lt;script&gt;" in html
+    assert "data:image/png;base64," in html
+    console = Console(record=True, width=160, file=io.StringIO())
+    console.print(rendered(report))
+    shown = console.export_text()
+    assert "not fit for training" in shown
+    assert "episodes failed: ValueError: <script>[bold]" in shown
