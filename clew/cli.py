@@ -308,6 +308,8 @@ def bundle(
 
 agent_app = typer.Typer(
     help="Agents: any class with `async def run(self, data, **extra_kwargs)` that talks to a model provider.",
+    epilog="The examples use what `python -m examples.agents.make --out runs/calculator/material` makes; "
+    "docs/agents.md has the rest.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -333,7 +335,7 @@ def agent_run(
 ) -> None:
     """Run an agent on random rows, one at a time, and show what each token is and what the trainer would do with it.
 
-    Example: clew agent run examples.agents.calculator.Calculator --data examples/agents/sums.jsonl --n 2
+    Example: clew agent run examples.agents.calculator.Calculator --data runs/calculator/material/held_out.jsonl --n 2
     """
     import asyncio
 
@@ -391,10 +393,9 @@ def agent_stress(
     html_to: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write it as a page.")] = None,
     arg: AgentArguments = None,
 ) -> None:
-    """Run hundreds of an agent's episodes at once, as training will, and judge whether it is fit for that, and why not.
+    """Run an agent's episodes by the hundred, as training will, and say whether it is fit for that, and why not.
 
-    Example: clew agent stress examples.agents.calculator.Calculator --data runs/calculator/material/prompts.jsonl
-    --batch 8 --dp 1 --latency 0.2
+    Example: clew agent stress examples.agents.calculator.Calculator --data runs/calculator/material/held_out.jsonl
     """
     import json
 
@@ -443,7 +444,7 @@ def agent_replay(
 ) -> None:
     """Run the agent's present code against the recorded responses of an episode; no model is needed.
 
-    Example: clew agent replay runs/calculator/grpo --episode g000003.e1
+    Example: clew agent replay runs/calculator/grpo --episode g000000.e1
     """
     from clew.diagnose.agent_replay import replay_agent
     from clew.diagnose.agent_run import base_url_of

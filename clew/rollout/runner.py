@@ -38,7 +38,7 @@ from clew.rollout.filters import EqualRewards
 from clew.rollout.reward_pool import RewardPool
 from clew.rollout.session import Resources, resources
 from clew.rollout.setup import load_reward, load_workflow, refuse_impossible
-from clew.waits import Reporter, waiting
+from clew.waits import Reporter, current_waits, waiting
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -121,7 +121,9 @@ class RolloutRunner:
             str(run.rejected),
         )
         self._equal = EqualRewards(config.rollout.batch_groups, len(rows))
-        self._counts = {"groups_finished": 0, "groups_rejected": 0, "episodes": 0, "episodes_failed": 0}
+        self._counts = dict.fromkeys(
+            ("groups_finished", "groups_rejected", "episodes", "episodes_failed", "episodes_running"), 0
+        )
         self._generated: deque[tuple[float, int]] = deque()
         """When an episode finished, and its generated tokens; of the last seconds."""
 
@@ -244,6 +246,7 @@ class RolloutRunner:
         admitted_at = time.time()
 
         async def episode(number: int) -> Episode:
+            self._counts["episodes_running"] += 1
             finished = await run_episode(
                 self._workflow,
                 resources,
@@ -254,6 +257,7 @@ class RolloutRunner:
                 admitted_at=admitted_at,
                 timeout_s=None if self._inline else self._config.rollout.episode_timeout_s,
             )
+            self._counts["episodes_running"] -= 1
             self._counts["episodes"] += 1
             self._counts["episodes_failed"] += finished.error is not None
             self._generated.append((time.monotonic(), finished.tokens))
@@ -343,8 +347,20 @@ class RolloutRunner:
         return (
             f"admission {admission}: {self._waiting} waiting, {len(self._running)} running, "
             f"lag limit {rollout.max_lag} at version {self._version}; "
-            f"{self._counts['groups_rejected']} rejected so far"
+            f"{self._counts['groups_rejected']} rejected so far{self._where_episodes_are()}"
         )
+
+    def _where_episodes_are(self) -> str:
+        """Whose turn it is in the episodes that run: the model's, the reward's, or else the user's own code's."""
+        running = self._counts["episodes_running"]
+        waits = [wait.what for wait in current_waits()]
+        model = sum(what.startswith("completion ") for what in waits)
+        reward = sum(what.startswith(("reward ", "a free reward", "a reward worker")) for what in waits)
+        if not running:
+            return ""
+        own = max(0, running - model - reward)
+        code = "the agent or its tools" if self._config.rollout.agent is not None else "the workflow's own code"
+        return f"; {running} episodes: {model} requests with the model, {reward} with the reward, {own} in {code}"
 
     async def _something_changes(self) -> None:
         """Return when a group or an evaluation is finished, or the inbox has changed."""

@@ -24,6 +24,11 @@ def refuse_impossible(config: Config, n_rows: int) -> None:
             "rollout.n_samples is 1: rewards are compared within a group, and a single episode has "
             "nothing to be compared with. Use at least 2."
         )
+    if rollout.drop_equal_rewards and config.sampling.temperature == 0 and rollout.agent is None:
+        raise ConfigError(
+            "rollout.drop_equal_rewards rejects groups whose rewards are all equal, and at sampling.temperature=0 all "
+            "episodes of a group are alike: no batch can be formed. Sample with a temperature above 0."
+        )
     if n_rows < rollout.batch_groups:
         raise DataError(
             f"rollout.batch_groups is {rollout.batch_groups}, and {config.data.path} has {n_rows} rows: a "

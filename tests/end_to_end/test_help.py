@@ -12,18 +12,19 @@ from pathlib import Path
 
 import pytest
 
-from clew.cli import app
+from clew.cli import agent_app, app
 from tests.end_to_end.project import ROOT
 
 COMMANDS = {info.name or info.callback.__name__: info.callback for info in app.registered_commands if info.callback}
+COMMANDS |= {f"agent {info.name}": info.callback for info in agent_app.registered_commands if info.callback}
 
 
-def variables() -> dict[str, str]:
-    return os.environ | {"COLUMNS": "120", "CLEW_PARENT_PID": str(os.getpid())}
+def variables(**more: str) -> dict[str, str]:
+    return os.environ | {"COLUMNS": "120", "CLEW_PARENT_PID": str(os.getpid())} | more
 
 
-def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(arguments, cwd=cwd, capture_output=True, text=True, timeout=120, env=variables())
+def run(*arguments: str, cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(arguments, cwd=cwd, capture_output=True, text=True, timeout=120, env=variables(**more))
 
 
 def command_of(example: str, *more: str) -> list[str]:
@@ -57,7 +58,20 @@ def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
     assert "typer" in imported and "clew.cli" in imported
     heavy = {"torch", "transformers", "numpy", "pyarrow", "pydantic", "omegaconf", "yaml", "aiohttp", "rich.console"}
     assert not imported & heavy
-    for name in ("train", "sft", "serve", "rollout", "learn", "status", "show", "replay", "diff", "blame", "doctor"):
+    for name in (
+        "train",
+        "sft",
+        "serve",
+        "rollout",
+        "learn",
+        "status",
+        "show",
+        "replay",
+        "diff",
+        "blame",
+        "doctor",
+        "agent",
+    ):
         assert re.search(rf"^\s+{name}\s+\w", shown.stdout, re.MULTILINE), shown.stdout
 
 
@@ -117,3 +131,25 @@ def test_each_example_works_when_pasted(checkout: Path) -> None:
         for process in processes.values():
             process.kill()
             process.wait()
+
+
+def test_each_example_of_agents_works_when_pasted(checkout: Path) -> None:
+    made = run(sys.executable, "-m", "examples.agents.make", "--out", "runs/calculator/material", cwd=checkout)
+    assert made.returncode == 0, made.stderr
+    untrained = "model.path=runs/calculator/material/base"
+    small = ["rollout.batch_groups=2", "rollout.n_samples=2", "training.steps=1", "eval.path=null"]
+    trained = run(*command_of(f"clew train examples/agents/grpo.yaml {untrained}", *small), cwd=checkout)
+    assert "trained 1 steps" in trained.stdout, trained.stdout + trained.stderr
+    assert "recorded responses were asked for again" in paste(checkout, "agent replay")
+
+    crowd = paste(checkout, "agent stress", "--batch", "4", "--dp", "1", "--latency", "0.2")
+    assert crowd.rstrip().endswith("fit for training")
+
+    serve = command_of(f"clew serve examples/agents/grpo.yaml trial=served {untrained}")
+    with subprocess.Popen(serve, cwd=checkout, stdout=subprocess.PIPE, text=True, env=variables()) as server:
+        assert server.stdout is not None
+        told = next(line for line in server.stdout if line.startswith("export OPENAI_BASE_URL="))
+        exported = dict(word.split("=", 1) for word in told.split()[1:])
+        shown = run(*command_of(examples()["agent run"]), cwd=checkout, **exported)
+        server.terminate()
+    assert shown.returncode == 0 and shown.stdout.count("the trainer would make 1 sequence of it") == 2, shown

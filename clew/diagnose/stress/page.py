@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from html import escape
 from typing import Any
 
+from clew.diagnose.stress.growth import QUANTITIES
 from clew.diagnose.stress.report import PARTS, Report, growth_shown
 
 _STYLE = """
@@ -96,9 +97,11 @@ def _plots(report: Report) -> str:
     latency.set(title=f"seconds an episode, {report.measured.width} at once")
     latency.legend()
     for quantity, points in growth_shown(report.growth).items():
-        first = max(abs(points[0][1]), 1.0)
-        growth.plot([x for x, _ in points], [value / first for _, value in points], "o-", label=quantity)
-    growth.set(title="left behind, as multiples of the first wave's", xlabel="episodes so far")
+        episodes, values = zip(*points, strict=True)
+        unit = QUANTITIES[quantity][0] * (episodes[-1] - episodes[0])
+        growth.plot(episodes, [(value - values[0]) / unit for value in values], "o-", label=quantity)
+    growth.axhline(1, color="gray", linestyle="dotted", label="named, if it goes on")
+    growth.set(title="growth since the first wave", xlabel="episodes so far")
     growth.legend()
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=100)

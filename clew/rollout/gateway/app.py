@@ -27,7 +27,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 
 from clew.rollout.gateway import anthropic_messages, openai_chat, openai_completions, openai_responses
-from clew.rollout.gateway.chat import Ask, Dialect, Refusal, Reply
+from clew.rollout.gateway.chat import Ask, Dialect, Message, Refusal, Reply
 from clew.rollout.gateway.sessions import AgentSession, Request, message_of
 
 log = logging.getLogger("clew.gateway")
@@ -184,7 +184,9 @@ STREAMED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 def _with_earlier(session: AgentSession, ask: Ask) -> Ask:
-    """OpenAI's previous_response_id: the messages go on from an earlier response's; its instructions are not kept."""
+    """What OpenAI's Responses API has a client name instead of send: reasoning, by its item's ID; and, as
+    previous_response_id, all messages up to that response, but for its instructions."""
+    ask = replace(ask, messages=[_with_reasoning(session, message) for message in ask.messages])
     previous = ask.extras.get("previous_response_id")
     if not previous:
         return ask
@@ -193,6 +195,14 @@ def _with_earlier(session: AgentSession, ask: Ask) -> Ask:
     instructions = ask.messages[: 1 if ask.extras.get("instructions") else 0]
     messages = [*instructions, *earlier, message_of(turn.reply), *ask.messages[len(instructions) :]]
     return replace(ask, messages=messages)
+
+
+def _with_reasoning(session: AgentSession, message: Message) -> Message:
+    if "reasoning_id" not in message:
+        return message
+    known = {name: value for name, value in message.items() if name != "reasoning_id"}
+    turn = session.turn(message["reasoning_id"].removeprefix(openai_responses.REASONING_ID))
+    return {**known, "reasoning_content": turn.reply.reasoning}
 
 
 async def _stream(dialect: Dialect, ask: Ask, request: Request) -> AsyncIterator[bytes]:

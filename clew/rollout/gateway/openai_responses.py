@@ -23,6 +23,9 @@ KEEP_ALIVE: bytes = b": waiting for the model\n\n"
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"
 
+REASONING_ID = "rs_"
+"""Before the response's ID it makes the ID of its reasoning."""
+
 
 class _Hints(Strict):
     """Change nothing about what comes out; accepted, and those that are echoed are echoed. So are the id, status and
@@ -223,7 +226,13 @@ def _output(ask: Ask, reply: Reply) -> list[dict[str, Any]]:
     items: list[dict[str, Any]] = []
     if reply.reasoning:
         content = [{"type": "reasoning_text", "text": reply.reasoning}]
-        item = {"id": f"rs_{reply.id}", "type": "reasoning", "summary": [], "content": content, "status": "completed"}
+        item = {
+            "id": f"{REASONING_ID}{reply.id}",
+            "type": "reasoning",
+            "summary": [],
+            "content": content,
+            "status": "completed",
+        }
         if ask.extras["encrypted"]:  # nothing is secret here; some clients send back nothing else
             item["encrypted_content"] = base64.b64encode(reply.reasoning.encode()).decode()
         items.append(item)

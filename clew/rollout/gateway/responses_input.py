@@ -94,7 +94,8 @@ Items = Annotated[list[Item], Field(min_length=1), BeforeValidator(_as_items, js
 
 def messages_of(items: Sequence[Item]) -> list[Message]:
     """The items between two of the client's are the assistant's, and become one message, or as many as there were
-    replies: a reply has its reasoning first, then one text, then its calls."""
+    replies: a reply has its reasoning first, then one text, then its calls. Where reasoning is sent back by nothing but
+    its ID, the message has it as reasoning_id."""
     messages: list[Message] = []
     names: dict[str, str] = {}
     said: Message | None = None
@@ -131,6 +132,8 @@ def _add(said: Message, item: _Message | _Reasoning | _FunctionCall) -> None:
         said.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
     elif reasoning := _reasoning_of(item):
         said["reasoning_content"] = reasoning
+    elif item.id is not None:
+        said["reasoning_id"] = item.id
 
 
 def _joined(texts: Sequence[_Text]) -> str:
