@@ -118,17 +118,27 @@ def serve(
     record: Annotated[
         Path | None, typer.Option(metavar="DIR", help="File the episodes of the gateway's sessions there.")
     ] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", help="No model of its own: the gateway alone, in front of vLLM, SGLang, a provider."
+        ),
+    ] = None,
 ) -> None:
     """Keep a model up, for the run that CONFIG names and for agents: SGLang's, OpenAI's and Anthropic's interfaces.
 
     Example: clew serve examples/addition/grpo.yaml trial=try
     """
     from clew.inference.server import serve as run_server
+    from clew.rollout.gateway.front import serve_in_front
     from clew.rollout.gateway.serving import gateway_beside
 
     _log()
     loaded = _load(config, overrides)
-    run_server(loaded, gateway_beside(loaded, record))
+    if engine is not None:
+        serve_in_front(loaded, engine, record)
+    else:
+        run_server(loaded, gateway_beside(loaded, record))
 
 
 @app.command()
@@ -351,7 +361,7 @@ def agent_run(
         key = os.environ.get("OPENAI_API_KEY", "sk-clew")
         each = run_agent(agent, _arguments(arg), rows, base_url=base_url_of(base_url), api_key=key, seed=seed)
         number = 0
-        async for ran, served in each:
+        async for ran, tokenizer in each:
             number += 1
             show_ran(
                 console,
@@ -361,7 +371,7 @@ def agent_run(
                 returned=ran.returned,
                 sequences=ran.episode.sequences if ran.episode is not None else [],
                 warnings=ran.warnings,
-                tokenizer=getattr(served.tokenizer, "backend_tokenizer", None) if served is not None else None,
+                tokenizer=getattr(tokenizer, "backend_tokenizer", None),
             )
             sound &= ran.episode is None or ran.episode.error is None
         return sound

@@ -18,6 +18,7 @@ MAY_IMPORT = {
         "clew.inference.protocol",
         "clew.inference.resubmit",
         "clew.inference.client",
+        "clew.inference.found",
     },
     "training": {"clew.record", "clew.data", "clew.models"},
     "trainer": {"clew.record", "clew.rollout", "clew.inference", "clew.training", "clew.models", "clew.data"},

@@ -15,10 +15,9 @@ from typing import Any
 
 from clew import config as configuration
 from clew.config import Config
-from clew.diagnose.agent_run import find_server
 from clew.diagnose.rewards import interactions_of
-from clew.errors import ConfigError, EpisodeError, RecordError
-from clew.inference.client import HTTPEngine
+from clew.errors import ConfigError, EngineError, EpisodeError, RecordError
+from clew.inference.found import find_engine
 from clew.models import load_tokenizer
 from clew.record.rows import Sequence as Row
 from clew.record.run import RunDirectory
@@ -140,10 +139,12 @@ async def _replay(
 ) -> Replay:
     folders = checkpoint.saved(run.checkpoints)
     tokenizer = load_tokenizer(str(folders[0]) if folders else config.model.path)
-    served = await find_server(base_url) if base_url is not None else None
-    engine: Any = HTTPEngine(served.address) if served is not None else None
+    found = await find_engine(base_url) if base_url is not None else None
+    if base_url is not None and found is None:
+        raise EngineError(f"{base_url} takes no token ids, so the gateway cannot go on with it. Use `clew serve`.")
+    engine: Any = found.engine if found is not None else None
     shared = resources(config, engine, tokenizer, None)
-    session = RecordedModel(shared, answers, rows[0].episode_id, live=served is not None)
+    session = RecordedModel(shared, answers, rows[0].episode_id, live=found is not None)
     gateway = GatewayThread(Limits(turns=config.rollout.max_turns, tokens=config.rollout.max_episode_tokens))
     workflow, replay = AgentWorkflow(agent, gateway), session.replay
     replay.recorded_error = rows[0].error

@@ -10,10 +10,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import aiohttp
-
-from clew.errors import ConfigError, EngineError
-from clew.inference.client import HTTPEngine
+from clew.errors import ConfigError
+from clew.inference.found import find_engine
 from clew.inference.protocol import SamplingParams
 from clew.models import load_tokenizer
 from clew.rollout.agents import AgentWorkflow, SharedClient, extra_kwargs_of, load_agent
@@ -31,14 +29,6 @@ MAX_NEW_TOKENS = 512
 
 
 @dataclass(frozen=True, kw_only=True)
-class Served:
-    """A model that token ids can be sent to."""
-
-    address: str
-    tokenizer: PreTrainedTokenizerBase
-
-
-@dataclass(frozen=True, kw_only=True)
 class Ran:
     """One run of the agent."""
 
@@ -51,23 +41,6 @@ class Ran:
     warnings: list[str]
 
 
-async def find_server(base_url: str) -> Served | None:
-    """What listens there: `clew serve` or SGLang; None where it is a provider without token ids.
-    Raises EngineError when nothing answers."""
-    root = base_url.rstrip("/").removesuffix("/v1")
-    try:
-        async with aiohttp.ClientSession() as client, client.get(f"{root}/get_model_info") as response:
-            if response.status != 200:
-                return None
-            info = await response.json()
-    except aiohttp.ClientError as error:
-        raise EngineError(
-            f"nothing answers at {base_url} ({error}). Start `clew serve CONFIG` in another terminal, and set "
-            f"OPENAI_BASE_URL as it says, or name --base-url."
-        ) from None
-    return Served(address=root.partition("://")[2], tokenizer=load_tokenizer(info["tokenizer_path"]))
-
-
 def chosen(rows: list[dict[str, Any]], n: int, seed: int) -> list[dict[str, Any]]:
     """n rows at random, each another as long as there are enough."""
     draw = random.Random(seed)
@@ -76,13 +49,13 @@ def chosen(rows: list[dict[str, Any]], n: int, seed: int) -> list[dict[str, Any]
 
 async def run_agent(
     path: str, arguments: dict[str, Any], rows: list[dict[str, Any]], *, base_url: str, api_key: str, seed: int
-) -> AsyncIterator[tuple[Ran, Served | None]]:
+) -> AsyncIterator[tuple[Ran, PreTrainedTokenizerBase | None]]:
     """Run the agent on each row, one after the other. Its code runs on this event loop, so that a debugger works.
 
     Raises ConfigError: no such agent; EngineError: nothing answers at base_url."""
     agent = load_agent(path, arguments)
-    served = await find_server(base_url)
-    if served is None:
+    found = await find_engine(base_url, api_key)
+    if found is None:
         client = SharedClient()
         try:
             for row in rows:
@@ -90,11 +63,11 @@ async def run_agent(
         finally:
             await client.really_close()
         return
-    engine, gateway = HTTPEngine(served.address), GatewayThread(Limits())
+    tokenizer, gateway = load_tokenizer(found.model), GatewayThread(Limits())
     workflow = AgentWorkflow(agent, gateway)
     shared = Resources(
-        engine=engine,
-        tokenizer=served.tokenizer,
+        engine=found.engine,
+        tokenizer=tokenizer,
         sampling=SamplingParams(max_new_tokens=MAX_NEW_TOKENS),
         seed=seed,
         prompt_column="prompt",
@@ -102,10 +75,10 @@ async def run_agent(
     )
     try:
         for number, row in enumerate(rows):
-            yield await _with_capture(workflow, shared, f"g{number:06d}", row), served
+            yield await _with_capture(workflow, shared, f"g{number:06d}", row), tokenizer
     finally:
         await workflow.close()
-        await gateway.call(engine.close())
+        await gateway.call(found.engine.close())
         gateway.stop()
 
 

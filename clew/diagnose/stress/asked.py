@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clew.diagnose.agent_run import find_server
 from clew.diagnose.stress.standin import StandIn, byte_tokenizer
 from clew.errors import EngineError, RecordError
-from clew.inference.client import HTTPEngine
+from clew.inference.found import find_engine
 from clew.models import load_tokenizer
 from clew.record.run import open_run
 
@@ -25,13 +25,13 @@ def ask(
 ) -> tuple[Any, PreTrainedTokenizerBase]:
     """The engine, and the tokenizer that goes with it. Raises EngineError, ModelError, RecordError."""
     if base_url is not None:
-        served = asyncio.run(find_server(base_url))
-        if served is None:
+        found = asyncio.run(find_engine(base_url, os.environ.get("OPENAI_API_KEY", "")))
+        if found is None:
             raise EngineError(
-                f"{base_url} takes no token ids (it has no /get_model_info). The stress needs `clew serve` or SGLang, "
-                f"or no --base-url at all: a stand-in answers then."
+                f"{base_url} takes no token ids (it is neither `clew serve` nor SGLang nor vLLM). The stress needs one "
+                f"of these, or no --base-url at all: a stand-in answers then."
             )
-        return HTTPEngine(served.address), served.tokenizer
+        return found.engine, load_tokenizer(found.model)
     tokenizer = load_tokenizer(model) if model is not None else byte_tokenizer()
     texts = _answers(recorded) if recorded is not None else []
     return StandIn(tokenizer, latency_s=latency_s, tokens=tokens, texts=texts), tokenizer

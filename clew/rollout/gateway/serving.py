@@ -60,10 +60,15 @@ def gateway_beside(config: Config, record: Path | None) -> Callable[[Any, str], 
     """Made by the server once it has its engine."""
 
     def make(engine: Any, token: str) -> ServedGateway:
-        tokenizer = load_tokenizer(config.model.path)
-        names = dict.fromkeys([config.model.path, Path(config.model.path).name])
-        shared = resources(config, engine, tokenizer, None)
-        sessions = ServedSessions(shared, list(names), token=token, record=record)
-        return ServedGateway(sessions, tokenizer, token)
+        return gateway_on(config, engine, config.model.path, record, token)
 
     return make
+
+
+def gateway_on(config: Config, engine: Any, model: str, record: Path | None, token: str = "") -> ServedGateway:
+    """In front of an engine of this event loop. model: folder or hub name, of which the tokenizer is loaded."""
+    tokenizer = load_tokenizer(model)
+    shared = resources(config, engine, tokenizer, None)
+    names = dict.fromkeys([model, Path(model).name])
+    sessions = ServedSessions(shared, list(names), token=token, record=record)
+    return ServedGateway(sessions, tokenizer, token)

@@ -1,0 +1,48 @@
+"""What listens at an address: who takes token ids, and who is a provider that does not. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import aiohttp
+
+from clew.errors import EngineError
+from clew.inference.client import HTTPEngine
+from clew.inference.vllm import VLLMEngine
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundEngine:
+    """A server that takes token ids."""
+
+    kind: str
+    """In words."""
+    engine: HTTPEngine
+    model: str
+    """Folder or hub name; its tokenizer is the model's."""
+
+
+async def find_engine(base_url: str, api_key: str = "") -> FoundEngine | None:
+    """`clew serve` or SGLang (/get_model_info), or vLLM (as /v1/models says); None for a provider, which takes no
+    token ids. Raises EngineError when nothing answers."""
+    root = base_url.rstrip("/").removesuffix("/v1")
+    address = root.partition("://")[2]
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        async with aiohttp.ClientSession(headers=headers) as client:
+            async with client.get(f"{root}/get_model_info") as response:
+                if response.status == 200:
+                    model = str((await response.json())["tokenizer_path"])
+                    return FoundEngine(kind="clew serve or SGLang", engine=HTTPEngine(address, api_key), model=model)
+            async with client.get(f"{root}/v1/models") as response:
+                listed = (await response.json())["data"] if response.status == 200 else []
+    except (aiohttp.ClientError, ValueError, KeyError) as error:
+        raise EngineError(
+            f"nothing that serves a model answers at {base_url} ({type(error).__name__}: {error}). Start `clew serve "
+            f"CONFIG` in another terminal, and use the base URL that it prints."
+        ) from None
+    for model in listed:
+        if model.get("owned_by") == "vllm":
+            engine = VLLMEngine(address, model["id"], api_key)
+            return FoundEngine(kind="vLLM", engine=engine, model=model.get("root") or model["id"])
+    return None

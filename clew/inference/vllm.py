@@ -1,0 +1,70 @@
+"""`protocol.Engine` over vLLM's OpenAI server: token ids in, token ids out, through /v1/completions.
+
+The behaviour logprobs are those of the distribution after temperature only when the server runs with
+``--logprobs-mode processed_logprobs``; vLLM's default gives those before it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from clew.errors import EngineError
+from clew.inference.client import HTTPEngine
+from clew.inference.protocol import Completion, SamplingParams
+from clew.record.weights import WeightRef
+
+
+class VLLMEngine(HTTPEngine):
+    """One server. Its weights are loaded by others: their version is 0."""
+
+    def __init__(self, address: str, model: str, api_key: str = "") -> None:
+        """model: the name under which the server serves it. api_key: its --api-key."""
+        super().__init__(address, api_key)
+        self.model = model
+
+    async def generate(self, input_ids: list[int], params: SamplingParams, *, request_id: str = "") -> Completion:
+        """See the protocol."""
+        body = {
+            "model": self.model,
+            "prompt": input_ids,
+            "max_tokens": params.max_new_tokens,
+            "min_tokens": params.min_new_tokens,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k or -1,
+            "min_p": params.min_p,
+            "seed": params.seed,
+            "stop": list(params.stop),
+            "include_stop_str_in_output": True,
+            "stop_token_ids": list(params.stop_token_ids or ()),
+            "ignore_eos": params.stop_token_ids is not None,
+            "return_token_ids": True,
+            "logprobs": 0,
+        }
+        choice = (await self._post("/v1/completions", body))["choices"][0]
+        ids = choice.get("token_ids")
+        if ids is None:
+            raise EngineError(f"{self.address} returned no token_ids: this vLLM is older than return_token_ids.")
+        reason = choice["finish_reason"]
+        if reason not in ("stop", "length", "abort"):
+            raise EngineError(f"{self.address} ended a completion with finish_reason {reason!r}.")
+        matched: Any = choice.get("stop_reason")
+        return Completion(
+            output_ids=ids,
+            logprobs=choice["logprobs"]["token_logprobs"],
+            versions=[0] * len(ids),
+            finish_reason=reason,
+            matched=matched if matched is not None else ids[-1] if reason == "stop" and ids else None,
+        )
+
+    async def version(self) -> int:
+        """See the protocol."""
+        await self._request("GET", "/v1/models", None)
+        return 0
+
+    async def load_weights(self, ref: WeightRef) -> None:
+        """Not through this interface."""
+        raise EngineError("vLLM's weights are not loaded through its OpenAI server; serve them with `clew serve`.")
+
+    async def abort(self, request_id: str | None = None) -> None:
+        """Nothing: a request ends when its connection closes."""

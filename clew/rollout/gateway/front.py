@@ -1,0 +1,136 @@
+"""`clew serve --engine URL`: the gateway in front of a server that is up already.
+
+Before vLLM, SGLang or another `clew serve` it captures tokens. A provider takes no token ids: its requests are passed
+on as they are, and nothing of them can be trained on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import uvicorn
+import uvloop
+from starlette.requests import Request
+from starlette.responses import JSONResponse, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from clew.config import Config
+from clew.errors import EngineError
+from clew.inference.found import find_engine
+from clew.rollout.gateway.serving import ServedGateway, gateway_on
+
+DROPPED = frozenset(("host", "connection", "content-length", "transfer-encoding", "content-encoding", "keep-alive"))
+"""Headers that belong to one connection."""
+
+
+class PassedOn:
+    """ASGI: every request goes to the provider, with the provider's key, and comes back as it comes."""
+
+    def __init__(self, url: str, api_key: str) -> None:
+        self._root = url.rstrip("/").removesuffix("/v1")
+        self._api_key = api_key
+        self._client = httpx2.AsyncClient(timeout=None)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert scope["type"] == "http"
+        came = Request(scope, receive)
+        headers = {name: value for name, value in came.headers.items() if name not in DROPPED}
+        if self._api_key:
+            headers |= {"authorization": f"Bearer {self._api_key}", "x-api-key": self._api_key}
+        request = self._client.build_request(
+            came.method,
+            self._root + came.url.path,
+            params=dict(came.query_params),
+            headers=headers,
+            content=await came.body(),
+        )
+        try:
+            answer = await self._client.send(request, stream=True)
+        except httpx2.HTTPError as error:
+            message = f"the provider at {self._root} cannot be reached: {error}"
+            await JSONResponse({"error": {"message": message, "type": "server_error"}}, 502)(scope, receive, send)
+            return
+        try:
+            back = {name: value for name, value in answer.headers.items() if name not in DROPPED}
+            await StreamingResponse(answer.aiter_bytes(), answer.status_code, back)(scope, receive, send)
+        finally:
+            await answer.aclose()
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.aclose()
+
+
+def serve_in_front(config: Config, url: str, record: Path | None) -> None:
+    """Serve until SIGTERM or SIGINT. Raises EngineError when nothing answers at `url`, ModelError."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(config, url, record))
+
+
+async def _serve(config: Config, url: str, record: Path | None) -> None:
+    api_key = os.environ.get("OPENAI_API_KEY", "")
+    found = await find_engine(url, api_key)
+    if found is None and record is not None:
+        raise EngineError(f"{url} takes no token ids, so there is nothing to record. Leave --record out.")
+    gateway: ServedGateway | None = None
+    provider = PassedOn(url, api_key)
+    if found is not None:
+        gateway = gateway_on(config, found.engine, found.model, record)
+    listener = _listen(config.inference.listen)
+    address = "{}:{}".format(*listener.getsockname()[:2])
+    settings = uvicorn.Config(
+        gateway.app if gateway is not None else provider,  # pyright: ignore[reportArgumentType]
+        lifespan="off",
+        log_level="warning",
+        access_log=False,
+        ws="none",
+        timeout_graceful_shutdown=1,
+    )
+    keeping: list[asyncio.Task[None]] = []
+    if gateway is not None and found is not None:
+        print(f"in front of {found.kind} at {url}, with the tokenizer of {found.model}", flush=True)
+        gateway.launched(address)
+        keeping.append(asyncio.ensure_future(gateway.run()))
+    else:
+        print(
+            f"in front of the provider at {url}: requests are passed on as they are. It takes no token ids, so no "
+            f"tokens are captured, and nothing of this can be trained on.\nexport OPENAI_BASE_URL=http://{address}/v1",
+            flush=True,
+        )
+    server = _Server(settings)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, lambda: setattr(server, "should_exit", True))
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        for task in keeping:
+            task.cancel()
+        await asyncio.gather(*keeping, return_exceptions=True)
+        await provider.close()
+        if found is not None:
+            await found.engine.close()
+
+
+class _Server(uvicorn.Server):
+    """Without uvicorn's own handling of signals, which raises them again, past all clean-up."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _listen(address: str) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    try:
+        return socket.create_server((host, int(port)), backlog=4096)
+    except (OSError, ValueError) as error:
+        raise EngineError(
+            f"cannot listen on {address}: {error}. inference.listen takes host:port; port 0 takes a free one."
+        ) from None
