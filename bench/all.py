@@ -16,6 +16,7 @@ PARTS = {
     "bench.engine": "inference: the embedded engine, and HTTP",
     "bench.step": "a synchronous step, and what recording takes of it",
     "bench.asynchrony": "asynchronous against synchronous training, and memory",
+    "bench.gateway": "agents: the gateway's requests a second, latency, and a crowd",
     "bench.replay": "the time machine: size on disk, replay, commands from the shell",
 }
 

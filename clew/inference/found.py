@@ -43,6 +43,6 @@ async def find_engine(base_url: str, api_key: str = "") -> FoundEngine | None:
         ) from None
     for model in listed:
         if model.get("owned_by") == "vllm":
-            engine = VLLMEngine(address, model["id"], api_key)
+            engine = VLLMEngine(address, model["id"], model["max_model_len"], api_key)
             return FoundEngine(kind="vLLM", engine=engine, model=model.get("root") or model["id"])
     return None

@@ -10,25 +10,31 @@ from typing import Any
 
 from clew.errors import EngineError
 from clew.inference.client import HTTPEngine
-from clew.inference.protocol import Completion, SamplingParams
+from clew.inference.protocol import Completion, RequestTooLong, SamplingParams
 from clew.record.weights import WeightRef
 
 
 class VLLMEngine(HTTPEngine):
     """One server. Its weights are loaded by others: their version is 0."""
 
-    def __init__(self, address: str, model: str, api_key: str = "") -> None:
-        """model: the name under which the server serves it. api_key: its --api-key."""
+    def __init__(self, address: str, model: str, context: int, api_key: str = "") -> None:
+        """model: the name under which the server serves it. context: its max_model_len. api_key: its --api-key."""
         super().__init__(address, api_key)
         self.model = model
+        self.context = context
 
     async def generate(self, input_ids: list[int], params: SamplingParams, *, request_id: str = "") -> Completion:
-        """See the protocol."""
+        """See the protocol. vLLM itself refuses more tokens than fit, where the protocol ends with length."""
+        room = self.context - len(input_ids)
+        if room < 1:
+            raise RequestTooLong(
+                f"the prompt has {len(input_ids)} tokens, and {self.address} a context of {self.context}."
+            )
         body = {
             "model": self.model,
             "prompt": input_ids,
-            "max_tokens": params.max_new_tokens,
-            "min_tokens": params.min_new_tokens,
+            "max_tokens": min(params.max_new_tokens, room),
+            "min_tokens": min(params.min_new_tokens, room),
             "temperature": params.temperature,
             "top_p": params.top_p,
             "top_k": params.top_k or -1,

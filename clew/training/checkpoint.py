@@ -4,7 +4,7 @@
 
     step-000130/
       model.safetensors, config.json, tokenizer files     as save_pretrained writes them; transformers reads them
-      state.safetensors                                   optimizer moments, float32 masters, random state
+      trainer/state.safetensors                           optimizer moments, float32 masters, random state
       checkpoint.json                                     version, updates, digests
 """
 
@@ -30,6 +30,8 @@ from clew.training.folders import remove_folder, save_model, save_tokenizer, wri
 
 FORMAT = 1
 """Version of checkpoint.json. A reader refuses a newer one."""
+STATE = "trainer/state.safetensors"
+"""In a folder of its own: vLLM loads every *.safetensors that lies beside a model."""
 _RANDOM = "random.torch"
 
 
@@ -58,7 +60,8 @@ def save(engine: TrainEngine, folder: Path) -> None:
     with written_aside(folder) as aside:
         save_model(engine.model, aside)
         save_tokenizer(engine.tokenizer, aside)
-        save_file({name: tensor.contiguous() for name, tensor in state.items()}, aside / "state.safetensors")
+        (aside / STATE).parent.mkdir()
+        save_file({name: tensor.contiguous() for name, tensor in state.items()}, aside / STATE)
         write_json(aside / "checkpoint.json", said)
 
 
@@ -146,7 +149,7 @@ def point_latest(checkpoints: Path, folder: Path) -> None:
 
 def _read(folder: Path, dtype: Any, device: torch.device) -> tuple[Any, dict[str, Tensor]]:
     try:
-        return load_model(str(folder), dtype, device), load_file(folder / "state.safetensors")
+        return load_model(str(folder), dtype, device), load_file(folder / STATE)
     except (ModelError, SafetensorError, OSError) as error:
         raise _altered(folder, str(error)) from error
 

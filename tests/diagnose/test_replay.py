@@ -119,7 +119,7 @@ def test_a_sequence_that_was_added_or_removed_is_named(run: RunDirectory, capsys
             again(run, "1", device="cuda")
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "state.safetensors"])
+@pytest.mark.parametrize("file", ["model.safetensors", "trainer/state.safetensors"])
 @pytest.mark.parametrize("concealed", [False, True])
 def test_a_nudged_tensor_of_a_checkpoint_is_named(
     run: RunDirectory, capsys: pytest.CaptureFixture[str], file: str, concealed: bool

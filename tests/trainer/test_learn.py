@@ -64,7 +64,7 @@ def keep_checkpoints(run: RunDirectory, *versions: int) -> None:
 def test_two_runs_are_equal_bit_for_bit(folder: Path, first: RunDirectory) -> None:
     second = learn(configure(folder, "second"))
     assert first.steps.index_path.read_bytes() == second.steps.index_path.read_bytes()
-    for name in ("model.safetensors", "state.safetensors"):
+    for name in ("model.safetensors", "trainer/state.safetensors"):
         last = Path("checkpoints") / "step-000005" / name
         assert (first.path / last).read_bytes() == (second.path / last).read_bytes()
     times = ("admitted_at", "started_at", "finished_at", "consumed_at", "interactions")

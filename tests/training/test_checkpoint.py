@@ -60,7 +60,7 @@ def test_transformers_reads_it(tmp_path):
     assert tokenizer.decode(tokenizer("1+1=")["input_ids"]) == "1+1="
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "state.safetensors"])
+@pytest.mark.parametrize("name", ["model.safetensors", "trainer/state.safetensors"])
 @pytest.mark.parametrize("how", ["flip a bit", "truncate", "remove"])
 def test_an_altered_file_is_found_and_the_engine_untouched(tmp_path, name, how):
     engine = make_engine(tmp_path / "model")
