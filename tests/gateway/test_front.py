@@ -37,14 +37,21 @@ def serving(*arguments: str, **variables: str) -> Iterator[tuple[str, list[str]]
         server.wait(10)
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> Path:
-    tiny_model(tmp_path / "model", context=128)
-    tiny_tokenizer(tmp_path / "model")
-    path = tmp_path / "config.yaml"
-    values = {"experiment": "e", "root": str(tmp_path / "runs"), "data": {"path": "none"}}
-    path.write_text(json.dumps({**values, "model": {"path": str(tmp_path / "model")}}))
-    return path
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("served")
+    tiny_model(folder / "model", context=128)
+    tiny_tokenizer(folder / "model")
+    values = {"experiment": "e", "root": str(folder / "runs"), "data": {"path": "none"}}
+    (folder / "config.yaml").write_text(json.dumps({**values, "model": {"path": str(folder / "model")}}))
+    return folder / "config.yaml"
+
+
+@pytest.fixture(scope="module")
+def behind(config: Path) -> Iterator[str]:
+    """The base URL of a server that is up."""
+    with serving(str(config), "trial=behind") as (url, _):
+        yield url
 
 
 async def talk(url: str, model: str) -> list[str]:
@@ -78,31 +85,29 @@ def test_a_served_model_records_the_sessions_of_any_key(config: Path, tmp_path: 
     assert [each["id"] for each in row.interactions] == ids[:2] and row.loss_mask.sum() > 5
 
 
-def test_in_front_of_a_server_that_takes_token_ids(config: Path, tmp_path: Path) -> None:
+def test_in_front_of_a_server_that_takes_token_ids(config: Path, behind: str, tmp_path: Path) -> None:
     record = tmp_path / "record"
-    with (
-        serving(str(config)) as (behind, _),
-        serving(str(config), "--engine", behind, "--record", str(record)) as (url, lines),
-    ):
+    with serving(str(config), "--engine", behind, "--record", str(record)) as (url, lines):
         assert lines[0].startswith(f"in front of clew serve or SGLang at {behind}")
         assert asyncio.run(talk(url, "model")) == ["g000000.e0.i0", "g000000.e0.i1", "g000001.e0.i0"]
     assert RunDirectory(record).inbox.names() == {"g000000", "g000001"}
 
 
-def test_in_front_of_a_provider_requests_are_passed_on_and_nothing_is_captured(config: Path, tmp_path: Path) -> None:
-    with serving(str(config)) as (behind, _):
-        # /get_model_info is what tells `clew serve` from a provider: one level deeper there is none
-        provider = behind.removesuffix("/v1") + "/nowhere"
-        with serving(str(config), "--engine", provider, OPENAI_API_KEY="sk-theirs") as (url, lines):
-            assert lines[0].startswith("in front of the provider") and "no tokens are captured" in lines[0]
+def test_in_front_of_a_provider_requests_are_passed_on_and_nothing_is_captured(config: Path, behind: str) -> None:
+    # /get_model_info is what tells `clew serve` from a provider: one level deeper there is none
+    provider = behind.removesuffix("/v1") + "/nowhere"
+    with serving(str(config), "--engine", provider, OPENAI_API_KEY="sk-theirs") as (url, lines):
+        assert lines[0].startswith("in front of the provider") and "no tokens are captured" in lines[0]
 
-            async def ask() -> None:
-                async with openai.AsyncOpenAI(base_url=url, api_key="sk-mine", max_retries=0) as client:
-                    await client.models.list()
+        async def ask() -> None:
+            async with openai.AsyncOpenAI(base_url=url, api_key="sk-mine", max_retries=0) as client:
+                await client.models.list()
 
-            with pytest.raises(openai.NotFoundError):
-                asyncio.run(ask())
-    failed = subprocess.run(
-        [sys.executable, "-m", "clew", "serve", str(config), "--engine", behind], capture_output=True, text=True
-    )
+        with pytest.raises(openai.NotFoundError):
+            asyncio.run(ask())
+
+
+def test_in_front_of_nothing(config: Path) -> None:
+    command = [sys.executable, "-m", "clew", "serve", str(config), "--engine", "http://127.0.0.1:9/v1"]
+    failed = subprocess.run(command, capture_output=True, text=True)
     assert failed.returncode == 1 and "nothing that serves a model answers at" in failed.stderr
