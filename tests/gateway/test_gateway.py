@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import io
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ class Running:
     def client(self, key: str | None = None, **options: Any) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(base_url=self.gateway.base_url, api_key=key or self.key, **options)
 
-    async def post(self, path: str, raw: bytes | io.BytesIO, key: str | None = None, **headers: str) -> tuple[int, Any]:
+    async def post(self, path: str, raw: bytes, key: str | None = None, **headers: str) -> tuple[int, Any]:
         given = {"Authorization": f"Bearer {key or self.key}", **headers}
         url = self.gateway.base_url + path
         async with aiohttp.ClientSession() as client, client.post(url, data=raw, headers=given) as response:
@@ -266,15 +266,28 @@ def test_what_cannot_be_honoured_is_refused_by_name(running: Running, raw: bytes
 
 
 def test_a_body_of_100_mb(running: Running) -> None:
-    raw = b'{"model": "x", "messages": [{"role": "user", "content": "' + b"a" * 100_000_000 + b'"}]}'
+    port = int(running.gateway.base_url.rpartition(":")[2].partition("/")[0])
+    size = 100_000_000
 
-    async def post() -> int:
+    async def send() -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
         try:
-            return (await running.post("/chat/completions", io.BytesIO(raw)))[0]
-        except aiohttp.ClientConnectionError:  # it had its answer before it had sent everything
-            return 413
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {size}\r\n\r\n"
+            writer.write(head.encode())
+            answer = asyncio.ensure_future(reader.readline())
+            for _ in range(size // 1_000_000):
+                if answer.done():
+                    break
+                writer.write(b"a" * 1_000_000)
+                with contextlib.suppress(ConnectionError):
+                    await writer.drain()
+            return await answer
+        finally:
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
 
-    assert asyncio.run(post()) == 413
+    assert b" 413 " in asyncio.run(send())
     assert asyncio.run(running.post("/chat/completions", b'{"model": "x", "messages": [{"role": "user"}]}'))[0] == 200
 
 
