@@ -129,15 +129,16 @@ def serve(
 
     Example: clew serve examples/addition/grpo.yaml trial=try
     """
-    from clew.inference.server import serve as run_server
-    from clew.rollout.gateway.front import serve_in_front
-    from clew.rollout.gateway.serving import gateway_beside
-
     _log()
     loaded = _load(config, overrides)
     if engine is not None:
+        from clew.rollout.gateway.front import serve_in_front
+
         serve_in_front(loaded, engine, record)
     else:
+        from clew.inference.server import serve as run_server
+        from clew.rollout.gateway.serving import gateway_beside
+
         run_server(loaded, gateway_beside(loaded, record))
 
 
@@ -496,7 +497,10 @@ def config(
     elif config is None:
         raise typer.BadParameter("name a CONFIG file, or ask for --schema")
     else:
-        print(configuration.dump(_load(config, overrides)), end="")
+        loaded = _load(config, overrides)
+        if chosen := configuration.preset_of(loaded):
+            print(f"# algorithm.preset={loaded.algorithm.preset} sets, where nothing else does: {chosen}")
+        print(configuration.dump(loaded), end="")
 
 
 @app.command()

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import difflib
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from clew.algorithms import ADVANTAGES, LOSSES, PRESET_FIELDS, PRESETS, Preset, preset_options
 from clew.errors import ConfigError
 from clew.processes import cores
 
@@ -168,17 +170,86 @@ class Training(Section):
 
 
 class Algorithm(Section):
-    """GRPO with the decoupled objective of AReaL (arXiv 2505.24298)."""
+    """By default GRPO with the decoupled objective of AReaL (arXiv 2505.24298). docs/algorithms.md has the formulas."""
 
+    preset: Preset | None = Field(
+        default=None, description="Sets the options of a paper's algorithm that are not set here; null: none."
+    )
     minibatches: int = Field(
         default=1, ge=1, description="Optimizer updates in a step, each on its share of the groups."
     )
-    clip_low: float = Field(default=0.2, gt=0, lt=1, description="The ratio is clipped below at 1 - clip_low.")
+    advantages: str = Field(
+        default="group",
+        description="group (GRPO), batch (REINFORCE++, arXiv 2501.03262), mean (Dr. GRPO, arXiv 2503.20783), "
+        "leave_one_out (RLOO, arXiv 2402.14740), none, or a function's dotted path, (sequences) -> a number for each.",
+    )
+    overlong_penalty: int | None = Field(
+        default=None,
+        ge=1,
+        description="Last tokens before a response's limit, over which up to 1 is taken off the reward "
+        "(DAPO, arXiv 2503.14476, equation 13); null: no penalty.",
+    )
+    overlong_filter: bool = Field(
+        default=False, description="Sequences that were cut off at a limit have no part in the loss (arXiv 2503.14476)."
+    )
+    loss: str = Field(
+        default="clip",
+        description="clip (PPO, arXiv 1707.06347), cispo (MiniMax-M1, arXiv 2506.13585), or the dotted path of a "
+        "function of named tensors.",
+    )
+    ratio: Literal["token", "sequence"] = Field(
+        default="token",
+        description="Current over proximal probability: of each token, or the geometric mean over its sequence "
+        "(GSPO, arXiv 2507.18071).",
+    )
+    clip_low: float = Field(default=0.2, gt=0, le=1, description="The ratio is clipped below at 1 - clip_low.")
     clip_high: float = Field(default=0.2, gt=0, description="The ratio is clipped above at 1 + clip_high.")
+    dual_clip: float | None = Field(
+        default=None,
+        gt=1,
+        description="Where the advantage is negative, the ratio counts at most so much (arXiv 1912.09729); null: any.",
+    )
+    importance: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = Field(
+        default="token_truncate",
+        description="Proximal over behaviour probability, of a token or a whole sequence: truncated to importance_cap, "
+        "or 0 outside [1/cap, cap] (IcePop, MIS).",
+    )
     importance_cap: float = Field(
         default=2.0, gt=0, description="Proximal over behaviour probability, truncated to this."
     )
-    kl_coef: float = Field(default=0.0, ge=0, description="Weight of the KL divergence (k3) to the run's first model.")
+    kl_coef: float = Field(default=0.0, ge=0, description="Weight of the KL divergence to the run's first model.")
+    kl_estimator: Literal["k1", "k2", "k3"] = Field(
+        default="k3", description="How the divergence is estimated (Schulman, joschu.net/blog/kl-approx.html)."
+    )
+    kl_in: Literal["loss", "reward"] = Field(
+        default="loss", description="Added to each token's loss, or its sum over a sequence subtracted from the reward."
+    )
+    loss_mean: Literal["token", "sequence", "constant"] = Field(
+        default="token",
+        description="Over all tokens of a mini-batch (DAPO); within sequences, then over them (GRPO); or the sum over "
+        "a sequence by loss_constant, then over sequences (Dr. GRPO).",
+    )
+    loss_constant: int | None = Field(
+        default=None, ge=1, description="Tokens that loss_mean=constant divides by; null: sampling.max_new_tokens."
+    )
+
+    @model_validator(mode="after")
+    def _options_agree(self) -> Algorithm:
+        for field, built_in in (("advantages", ADVANTAGES), ("loss", LOSSES)):
+            value = getattr(self, field)
+            if value not in built_in and "." not in value:
+                raise ValueError(
+                    f"algorithm.{field} is {value!r}; expected {', '.join(built_in)} or a dotted path such as "
+                    f"my_module.{value or 'name'}. Did you mean {_nearest(value, list(built_in))!r}?"
+                )
+        if self.loss == "cispo" and self.dual_clip is not None:
+            raise ValueError("algorithm.dual_clip bounds the clipped objective, and algorithm.loss is cispo. Unset it")
+        if self.importance.endswith("mask") and self.importance_cap <= 1:
+            raise ValueError(
+                f"algorithm.importance_cap ({self.importance_cap:g}) with algorithm.importance={self.importance} would "
+                f"mask every token: the weights that are kept lie between 1/cap and cap. Use more than 1"
+            )
+        return self
 
 
 class Eval(Section):
@@ -269,6 +340,18 @@ class Config(Section):
     debug: Debug = Debug()
     launch: Launch = Launch()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _resolve_algorithm(cls, values: Any) -> Any:
+        """Set what the preset sets and the user does not, and the constant that a length is divided by."""
+        for name, value in _chosen(values).items():
+            section, field = name.split(".")
+            values = {**values, section: {field: value, **_section(values, section)}}
+        algorithm = _section(values, "algorithm")
+        if algorithm.get("loss_mean") == "constant" and algorithm.get("loss_constant") is None:
+            values = {**values, "algorithm": {**algorithm, "loss_constant": _limit(values)}}
+        return values
+
     @model_validator(mode="after")
     def _fields_agree(self) -> Config:
         rollout = self.rollout
@@ -317,6 +400,8 @@ def load(path: Path | str, overrides: list[str] | tuple[str, ...] = ()) -> Confi
         raise ConfigError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}).") from None
     try:
         merged = OmegaConf.create(text)
+        if any(override.startswith("algorithm.preset=") for override in overrides):
+            _forget_preset(merged)
         for override in overrides:
             if "=" not in override:
                 raise ConfigError(f"override {override!r}: expected key=value, for example training.steps=100.")
@@ -330,6 +415,41 @@ def load(path: Path | str, overrides: list[str] | tuple[str, ...] = ()) -> Confi
         return Config.model_validate(values)
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(problem, path, text, overrides) for problem in error.errors())) from None
+
+
+def _section(values: Any, name: str) -> dict[str, Any]:
+    """A section as it stands before it is checked; empty where it is missing, or no mapping."""
+    section = values.get(name) if isinstance(values, Mapping) else None
+    return dict(section) if isinstance(section, Mapping) else {}
+
+
+def _limit(values: Any) -> int:
+    """sampling.max_new_tokens; its default also where what stands there will be refused."""
+    limit = _section(values, "sampling").get("max_new_tokens")
+    return limit if isinstance(limit, int) else Sampling.model_fields["max_new_tokens"].default
+
+
+def _chosen(values: Any) -> dict[str, Any]:
+    """What the preset sets, by the dotted names of the fields."""
+    preset = _section(values, "algorithm").get("preset")
+    return preset_options(preset, max_new_tokens=_limit(values)) if preset in PRESETS else {}
+
+
+def _forget_preset(values: Any) -> None:
+    """Before another preset is chosen on the command line: fields of the file that merely say what its own preset, or
+    the default, says (as those of a run's config.yaml do) give way to it."""
+    said = _chosen(values)
+    for name in PRESET_FIELDS:
+        section, field = name.split(".")
+        default = {"algorithm": Algorithm, "rollout": Rollout}[section].model_fields[field].default
+        if _section(values, section).get(field, ...) == said.get(name, default):
+            del values[section][field]
+
+
+def preset_of(config: Config) -> str:
+    """What the preset sets, for people; empty without one."""
+    chosen = _chosen(config.model_dump())
+    return ", ".join(f"{name}={str(value).lower()}" for name, value in chosen.items())
 
 
 def dump(config: Config) -> str:

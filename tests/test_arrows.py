@@ -7,20 +7,21 @@ import pytest
 
 CLEW = Path(__file__).parent.parent / "clew"
 
-EVERYWHERE = {"clew", "clew.errors", "clew.config", "clew.waits", "clew.processes"}
+EVERYWHERE = {"clew", "clew.errors", "clew.config", "clew.algorithms", "clew.waits", "clew.processes"}
 MAY_IMPORT = {
     "record": set(),
     "inference": {"clew.record", "clew.models"},
     "rollout": {
         "clew.record",
         "clew.data",
+        "clew.dotted",
         "clew.models",
         "clew.inference.protocol",
         "clew.inference.resubmit",
         "clew.inference.client",
         "clew.inference.found",
     },
-    "training": {"clew.record", "clew.data", "clew.models"},
+    "training": {"clew.record", "clew.data", "clew.dotted", "clew.models"},
     "trainer": {"clew.record", "clew.rollout", "clew.inference", "clew.training", "clew.models", "clew.data"},
     "launch": {"clew.record"},
     "view": {"clew.record"},
@@ -59,6 +60,6 @@ def test_every_room_is_listed() -> None:
     assert rooms == set(MAY_IMPORT)
 
 
-@pytest.mark.parametrize("module", ["errors", "config", "waits", "processes"])
+@pytest.mark.parametrize("module", ["errors", "config", "algorithms", "waits", "processes", "dotted"])
 def test_what_all_may_import_imports_no_room_and_no_torch(module: str) -> None:
     assert imports(CLEW / f"{module}.py") <= EVERYWHERE

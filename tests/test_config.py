@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clew import config
+from clew.algorithms import PRESETS, preset_options
 from clew.errors import ConfigError
 
 GOOD = """\
@@ -69,6 +70,11 @@ def test_what_is_dumped_loads_to_the_same(good: Path, tmp_path: Path) -> None:
         ),
         ("", ["algorithm.minibatches=32"], "algorithm.minibatches (32) is above rollout.batch_groups (16)"),
         ("", ["sampling.min_new_tokens=300"], "sampling.min_new_tokens (300) is above sampling.max_new_tokens (256)"),
+        ("", ["algorithm.preset=gpro"], "algorithm.preset: Input should be 'grpo', 'dr_grpo'"),
+        ("", ["algorithm.loss=cipso"], "algorithm.loss is 'cipso'; expected clip, cispo or a dotted path such as my_"),
+        ("", ["algorithm.advantages=groop"], "Did you mean 'group'?"),
+        ("", ["algorithm.loss=cispo", "algorithm.dual_clip=3"], "algorithm.loss is cispo. Unset it"),
+        ("", ["algorithm.importance=token_mask", "algorithm.importance_cap=1"], "would mask every token"),
         ("", ["training.lr"], "override 'training.lr': expected key=value"),
         ("data: [\n", [], "good.yaml"),
         ("", ["root=${nowhere}"], "nowhere"),
@@ -79,6 +85,52 @@ def test_a_field_that_cannot_be_meant_stops_at_once(good: Path, addition: str, o
     with pytest.raises(ConfigError) as caught:
         config.load(good, overrides)
     assert said in str(caught.value)
+
+
+def test_a_preset_sets_what_nothing_else_sets(good: Path, tmp_path: Path) -> None:
+    good.write_text(GOOD + "algorithm: {preset: dapo, clip_high: 0.5}\nsampling: {max_new_tokens: 1000}\n")
+    loaded = config.load(good)
+    algorithm = loaded.algorithm
+    assert (algorithm.clip_low, algorithm.clip_high, algorithm.overlong_penalty) == (0.2, 0.5, 200)
+    assert loaded.rollout.drop_equal_rewards
+    said = config.preset_of(loaded)
+    assert "algorithm.clip_high=0.28" in said and "rollout.drop_equal_rewards=true" in said
+    resolved = tmp_path / "resolved.yaml"
+    resolved.write_text(config.dump(loaded))
+    assert config.load(resolved) == loaded
+    other = config.load(resolved, ["algorithm.preset=dr_grpo", "algorithm.loss_constant=7"]).algorithm
+    assert (other.advantages, other.loss_mean, other.loss_constant, other.overlong_penalty) == (
+        "mean",
+        "constant",
+        7,
+        None,
+    )
+    assert other.clip_high == 0.5 and not config.load(resolved, ["algorithm.preset=gspo"]).rollout.drop_equal_rewards
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_sets_fields_that_there_are(good: Path, preset: str) -> None:
+    loaded = config.flat(config.load(good, [f"algorithm.preset={preset}"]).model_dump())
+    options = preset_options(preset)
+    assert options.keys() <= set(config.field_names()) and options == {name: loaded[name] for name in options}
+
+
+def test_a_record_from_before_these_options_means_what_it_meant() -> None:
+    before = {"minibatches": 2, "clip_low": 0.2, "clip_high": 0.28, "importance_cap": 2.0, "kl_coef": 0.1}
+    algorithm = config.Algorithm(**before)
+    assert (algorithm.advantages, algorithm.loss, algorithm.ratio, algorithm.loss_mean) == (
+        "group",
+        "clip",
+        "token",
+        "token",
+    )
+    assert (algorithm.importance, algorithm.kl_estimator, algorithm.kl_in) == ("token_truncate", "k3", "loss")
+
+
+def test_a_constant_length_is_that_of_a_response(good: Path) -> None:
+    assert config.load(good, ["algorithm.loss_mean=constant"]).algorithm.loss_constant == 256
+    longer = config.load(good, ["algorithm.preset=dr_grpo", "sampling.max_new_tokens=99"])
+    assert longer.algorithm.loss_constant == 99
 
 
 def test_a_missing_file_and_a_missing_field(tmp_path: Path) -> None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from clew.algorithms import LOSSES
 from clew.record import rows
 from clew.record.digest import from_hex
 
@@ -114,6 +115,18 @@ def in_stage(
     if first is not None and tokens > 1:
         return Difference(**{**vars(first), "more": f"{tokens} tokens of {sequences} sequences differ"})
     return first
+
+
+def suspect(loss: Difference | None, name: str) -> Difference | None:
+    """A difference in the loss although all that it was computed from agrees: what a loss of the user's own (`name`,
+    of algorithm.loss) may have done."""
+    if loss is None or name in LOSSES:
+        return loss
+    why = (
+        f"its inputs agree: either {name} was changed since, or it is not deterministic; "
+        f"torch.use_deterministic_algorithms(True) finds operations that are not"
+    )
+    return replace(loss, more=f"{loss.more}; {why}" if loss.more else why)
 
 
 def in_rewards(step: int, batch: Sequence[rows.Sequence]) -> Difference | None:

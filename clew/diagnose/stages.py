@@ -56,12 +56,10 @@ def check_stages(run: RunDirectory, step: int, stages: SequenceABC[str], only: s
     for stage, compute, tolerance in (("advantages", _advantages, EXACT), ("loss", _loss, LOSS)):
         if stage in stages:
             again = compute(batch, recorded, summary)
-            then = recorded.arrays[stage]
-            found.append(
-                differences.in_stage(
-                    step, stage, kept, [then[name] for name in kept], [again[name] for name in kept], tolerance
-                )
-            )
+            then, now = ([side[name] for name in kept] for side in (recorded.arrays[stage], again))
+            found.append(differences.in_stage(step, stage, kept, then, now, tolerance))
+            if stage == "loss":  # computed from what was recorded: its inputs are the same
+                found[-1] = differences.suspect(found[-1], summary["config"]["algorithm"].get("loss", "clip"))
     return [each for each in found if each is not None]
 
 
@@ -70,9 +68,11 @@ def _listed(names: list[str]) -> str:
 
 
 def _advantages(batch: list[Sequence], recorded: Stages, summary: dict[str, Any]) -> dict[str, np.ndarray]:
-    from clew.training.advantages import group_advantages
+    from clew.training.advantages import advantages_function
 
-    each = group_advantages(batch)
+    reference = recorded.arrays.get("reference_logprobs")
+    compute = advantages_function(Algorithm(**summary["config"].get("algorithm", {})))
+    each = compute(batch, None if reference is None else [reference[row.id] for row in batch])
     return {row.id: np.where(row.loss_mask, each[i], np.float32(0)) for i, row in enumerate(batch)}
 
 
@@ -80,7 +80,8 @@ def _loss(batch: list[Sequence], recorded: Stages, summary: dict[str, Any]) -> d
     """From the recorded logprobs and advantages."""
     import torch
 
-    from clew.training.losses import loss_options, policy_loss
+    from clew.training.batching import loss_weights
+    from clew.training.losses import loss_function
 
     if "algorithm" not in summary["config"] or "logprobs" not in recorded.arrays:
         raise RecordError(
@@ -88,6 +89,7 @@ def _loss(batch: list[Sequence], recorded: Stages, summary: dict[str, Any]) -> d
             f"not Clew's. --stage data,rewards can."
         )
     mask_S = np.concatenate([row.loss_mask for row in batch])
+    rows_S = np.repeat(np.arange(len(batch)), [len(row.input_ids) for row in batch])
 
     def tensor(arrays: list[np.ndarray]) -> torch.Tensor:
         return torch.from_numpy(np.concatenate(arrays)[mask_S])
@@ -101,9 +103,12 @@ def _loss(batch: list[Sequence], recorded: Stages, summary: dict[str, Any]) -> d
         "behaviour_N": tensor([row.logprobs for row in batch]),
         "advantages_N": stage("advantages"),
         "reference_N": stage("reference_logprobs"),
+        "rows_N": torch.from_numpy(rows_S[mask_S]),
     }
-    loss = policy_loss(**inputs, **loss_options(Algorithm(**summary["config"]["algorithm"])))
+    algorithm = Algorithm(**summary["config"]["algorithm"])
     loss_S = np.zeros(len(mask_S), np.float32)
-    loss_S[mask_S] = loss.per_token_N.numpy()
+    loss_S[mask_S] = loss_function(algorithm)(**inputs).per_token_N.numpy()
+    if (weights := loss_weights(batch, summary["plan"], algorithm)) is not None:
+        loss_S *= weights[rows_S]
     pieces = np.split(loss_S, np.cumsum([len(row.input_ids) for row in batch])[:-1])
     return dict(zip([row.id for row in batch], pieces, strict=True))

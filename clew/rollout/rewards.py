@@ -10,8 +10,8 @@ import math
 import numbers
 from typing import Any
 
+from clew import dotted
 from clew.errors import ConfigError, EpisodeError
-from clew.rollout import dotted
 
 Reward = float | dict[str, float]
 """What a reward function or a workflow gives an episode; the total of named numbers is their sum."""

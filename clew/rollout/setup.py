@@ -7,9 +7,9 @@ import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from clew import dotted
 from clew.config import Config
 from clew.errors import ConfigError, DataError, EpisodeError
-from clew.rollout import dotted
 from clew.rollout.episode import Workflow
 from clew.rollout.reward_pool import RewardPool
 from clew.rollout.rewards import Reward, RewardFunction

@@ -1,15 +1,30 @@
-"""Advantages: how much better an episode was than the others of its group. NumPy only: replay needs no torch for it."""
+"""Advantages: how much better an episode was than others. NumPy only: replay needs no torch for it.
+
+Statistics are over episodes: one of several sequences counts once. docs/algorithms.md has the formulas.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
+from dataclasses import replace
 
 import numpy as np
 
+from clew.algorithms import ADVANTAGES
+from clew.config import Algorithm
+from clew.errors import TrainingError
 from clew.record.rows import Sequence
+from clew.training.custom import CustomAdvantages
 
 EPSILON = 1e-6
 """Added to a group's standard deviation; it keeps equal rewards from dividing by zero."""
+
+Rewards = SequenceABC[SequenceABC[float]]
+"""Of each episode, the rewards of its sequences."""
+
+Compute = Callable[[SequenceABC[Sequence], SequenceABC[np.ndarray] | None], np.ndarray]
+"""(sequences of a step, [T] reference logprobs of each or None) -> [sequences] float32."""
 
 
 def normalise(rewards_E: np.ndarray) -> np.ndarray:
@@ -20,7 +35,7 @@ def normalise(rewards_E: np.ndarray) -> np.ndarray:
     return normalise_sequences([[reward] for reward in rewards_E.tolist()])
 
 
-def normalise_sequences(rewards_ES: SequenceABC[SequenceABC[float]]) -> np.ndarray:
+def normalise_sequences(rewards_ES: Rewards) -> np.ndarray:
     """The same for episodes of several sequences, each with a reward of its own: [sequences], episode by episode.
 
     Mean and variance are over episodes: one of several sequences counts once, as the mean over its sequences.
@@ -34,18 +49,120 @@ def normalise_sequences(rewards_ES: SequenceABC[SequenceABC[float]]) -> np.ndarr
     )
 
 
-def group_advantages(sequences: SequenceABC[Sequence]) -> np.ndarray:
-    """[sequences] float32: the advantage of each sequence within its group.
+def centre(rewards_ES: Rewards) -> np.ndarray:
+    """[sequences]: reward - mean over the episodes. Dr. GRPO, arXiv 2503.20783."""
+    mean = np.mean([np.mean(rewards_S) for rewards_S in rewards_ES])
+    return np.concatenate(rewards_ES) - mean
 
-    Statistics are over episodes: an episode with several sequences counts once.
+
+def leave_one_out(rewards_ES: Rewards) -> np.ndarray:
+    """[sequences]: reward - mean over the other episodes. RLOO, arXiv 2402.14740."""
+    means_E = np.array([np.mean(rewards_S) for rewards_S in rewards_ES])
+    others_E = (means_E.sum() - means_E) / (len(rewards_ES) - 1)
+    return np.concatenate([np.array(rewards_S) - other for rewards_S, other in zip(rewards_ES, others_E, strict=True)])
+
+
+METHODS: dict[str, Callable[[Rewards], np.ndarray]] = {
+    "group": normalise_sequences,
+    "batch": normalise_sequences,
+    "mean": centre,
+    "leave_one_out": leave_one_out,
+    "none": lambda rewards_ES: np.concatenate(rewards_ES),
+}
+"""What algorithm.advantages names: from the rewards of one group (batch: of all groups together)."""
+
+
+def group_advantages(sequences: SequenceABC[Sequence], method: str = "group") -> np.ndarray:
+    """[sequences] float32: the advantage of each sequence within its group, or the batch.
+
+    Statistics are over episodes: an episode with several sequences counts once. Raises TrainingError when there is
+    nothing to compare an episode with.
     """
     groups: dict[str, dict[str, list[int]]] = {}
     for place, sequence in enumerate(sequences):
-        groups.setdefault(sequence.group_id, {}).setdefault(sequence.episode_id, []).append(place)
+        group = "the batch" if method == "batch" else sequence.group_id
+        groups.setdefault(group, {}).setdefault(sequence.episode_id, []).append(place)
     advantages = np.empty(len(sequences), np.float32)
-    for episodes in groups.values():
+    for group, episodes in groups.items():
+        if len(episodes) < 2 and method != "none":
+            raise TrainingError(
+                f"{group} has one scored episode, {next(iter(episodes))}: algorithm.advantages={method} compares "
+                f"episodes and needs two or more. Use a larger rollout.n_samples, or algorithm.advantages=none."
+            )
         places = [place for episode in episodes.values() for place in episode]
-        advantages[places] = normalise_sequences(
+        advantages[places] = METHODS[method](
             [[sequences[place].reward for place in episode] for episode in episodes.values()]
         )
     return advantages
+
+
+def advantages_function(algorithm: Algorithm) -> Compute:
+    """What algorithm.advantages names, after what the options take off the reward.
+
+    Raises ConfigError where a dotted path names no function that can be called so.
+    """
+    method = algorithm.advantages
+    custom = None if method in ADVANTAGES else CustomAdvantages(method)
+
+    def compute(sequences: SequenceABC[Sequence], reference: SequenceABC[np.ndarray] | None) -> np.ndarray:
+        shaped = shaped_rewards(sequences, algorithm, reference)
+        return group_advantages(shaped, method) if custom is None else custom(shaped)
+
+    return compute
+
+
+# What is taken off a reward ------------------------------------------------------------------------------------------
+
+
+def shaped_rewards(
+    sequences: SequenceABC[Sequence], algorithm: Algorithm, reference: SequenceABC[np.ndarray] | None
+) -> SequenceABC[Sequence]:
+    """The sequences with the rewards that are trained on: less a KL divergence, less what is overlong.
+
+    reference: [T] logprobs of the model that the run began with, of each sequence.
+    """
+    if algorithm.overlong_penalty is not None:
+        sequences = [
+            replace(each, reward=each.reward - overlong(each, algorithm.overlong_penalty)) for each in sequences
+        ]
+    if algorithm.kl_in == "reward" and algorithm.kl_coef > 0:
+        assert reference is not None, "a KL divergence needs the reference's logprobs"
+        sequences = [
+            replace(each, reward=each.reward - algorithm.kl_coef * divergence(each, logprobs, algorithm.kl_estimator))
+            for each, logprobs in zip(sequences, reference, strict=True)
+        ]
+    return sequences
+
+
+def overlong(sequence: Sequence, cache: int) -> float:
+    """0 to 1, of the longest response: 0 up to `cache` tokens before its limit, then rising to 1 at the limit.
+
+    DAPO, arXiv 2503.14476, equation 13 (there with a minus). A response is one interaction, its limit the
+    max_new_tokens that it was sampled with. Raises TrainingError when the record does not say that.
+    """
+    found = []
+    for interaction in sequence.interactions:
+        length, limit = interaction.get("output_tokens"), interaction.get("sampling", {}).get("max_new_tokens")
+        if length is None or limit is None:
+            raise TrainingError(
+                f"algorithm.overlong_penalty needs each response's length and limit, and the record of {sequence.id} "
+                f"has no output_tokens or no max_new_tokens for an interaction: another trainer wrote it. Unset it."
+            )
+        found.append(min(1.0, max(0.0, (length - (limit - cache)) / cache)))
+    if not found and sequence.loss_mask.any():
+        raise TrainingError(
+            f"algorithm.overlong_penalty needs each response's length and limit, and the record of {sequence.id} has "
+            f"no interactions. Unset it."
+        )
+    return max(found, default=0.0)
+
+
+def divergence(sequence: Sequence, reference_T: np.ndarray, estimator: str) -> float:
+    """KL(behaviour || reference), summed over the trained tokens of a sequence: k1, k2 or k3 of each, as in
+    `clew.training.losses`. The papers take k1 (arXiv 2203.02155, 2402.14740, 2501.03262)."""
+    log_ratio_N = (sequence.logprobs.astype(np.float64) - reference_T)[sequence.loss_mask]
+    if estimator == "k1":
+        return float(log_ratio_N.sum())
+    if estimator == "k2":
+        return float((log_ratio_N**2 / 2).sum())
+    return float((np.exp(-log_ratio_N) + log_ratio_N - 1).sum())

@@ -1,9 +1,15 @@
-"""Which sequences are computed together: mini-batches (an optimizer update each) of micro-batches (a forward each)."""
+"""Which sequences are computed together: mini-batches (an optimizer update each) of micro-batches (a forward each);
+and how much each of their tokens counts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+
+import numpy as np
+
+from clew.config import Algorithm
+from clew.record import rows as record
 
 Plan = list[list[list[int]]]
 """plan[mini-batch][micro-batch] lists rows of the batch. It is JSON as it stands and goes into the record."""
@@ -56,3 +62,30 @@ def padding_share(lengths: Sequence[int], plan: Plan) -> float:
     """Of all tokens computed, the share that is padding."""
     computed = sum(len(rows) * max(lengths[row] for row in rows) for minibatch in plan for rows in minibatch)
     return 1 - sum(lengths) / computed if computed else 0.0
+
+
+def loss_weights(batch: Sequence[record.Sequence], plan: Plan, algorithm: Algorithm) -> np.ndarray | None:
+    """[rows] float32: what the losses of a row's tokens are multiplied with, so that their mean over all tokens of a
+    mini-batch is the mean that algorithm.loss_mean asks for. None: 1, for all.
+
+    Rows without trained tokens, and those that algorithm.overlong_filter leaves out, count in no denominator.
+    """
+    if algorithm.loss_mean == "token" and not algorithm.overlong_filter:
+        return None
+    trained = np.array([row.loss_mask.sum() for row in batch])
+    cut_off = np.array([row.finish_reason == "length" for row in batch])
+    kept = (trained > 0) & ~(cut_off & algorithm.overlong_filter)
+    weights = np.zeros(len(batch), np.float32)
+    for minibatch in plan:
+        everyone = np.array([row for rows in minibatch for row in rows])
+        those = everyone[kept[everyone]]
+        if not len(those):
+            continue
+        lengths = {
+            "token": trained[those].sum() / len(those),  # the mean length: each token counts alike
+            "sequence": trained[those],
+            "constant": algorithm.loss_constant,
+        }[algorithm.loss_mean]
+        assert lengths is not None, "Config sets algorithm.loss_constant"
+        weights[those] = trained[everyone].sum() / (len(those) * lengths)
+    return weights

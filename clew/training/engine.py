@@ -2,10 +2,10 @@
 
 ::
 
-    batch ──► plan ──► advantages ──► logprobs at the start (proximal; reference) ──► for each mini-batch:
-                                                                                        for each micro-batch:
-                                                                                          score, loss, backward
-                                                                                        clip, AdamW, round
+    batch ──► plan ──► reference ──► advantages ──► logprobs at the start (proximal) ──► for each mini-batch:
+                                                                                           for each micro-batch:
+                                                                                             score, loss, backward
+                                                                                           clip, AdamW, round
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from clew.algorithms import LOSSES
 from clew.config import Algorithm, Config, Training
 from clew.errors import ModelError, TrainingError
 from clew.models import check_vocabulary, load_model, load_tokenizer, pick_device
 from clew.record.digest import to_hex, total
 from clew.record.rows import Sequence
-from clew.training.advantages import group_advantages
+from clew.training.advantages import advantages_function
 from clew.training.attention import use_short_attention
-from clew.training.batching import Plan, pack, padding_share, plan_step
+from clew.training.batching import Plan, loss_weights, pack, padding_share, plan_step
 from clew.training.digests import Digests, digest_tensors
-from clew.training.losses import loss_options, policy_loss, supervised_loss
+from clew.training.losses import loss_function, supervised_loss
 from clew.training.metrics import gap_metrics, lag_metrics, rollout_metrics
 from clew.training.optimizer import Optimizer
 from clew.training.scoring import Scores, score
@@ -63,7 +64,8 @@ class StepResult:
     metrics: dict[str, float]
     stages: dict[str, list[np.ndarray]]
     """By name, one float32 array a sequence, aligned with its tokens, 0 where a token is not trained on:
-    advantages, proximal_logprobs, logprobs (current, as the loss saw them), reference_logprobs (with KL), loss."""
+    advantages, proximal_logprobs, logprobs (current, as the loss saw them), reference_logprobs (with KL), loss (what
+    the token contributes to the mean over all tokens: weighted as algorithm.loss_mean asks)."""
     plan: Plan
     digests: dict[str, Any]
     """gradients: one for each update, before clipping; weights: after the step. See `clew.record.digest`."""
@@ -109,12 +111,13 @@ class TrainEngine:
     """
 
     def __init__(self, config: Config, *, model_path: str | None = None, device: torch.device | None = None) -> None:
-        """Load the model. Raises ModelError.
+        """Load the model. Raises ModelError; ConfigError for a loss or advantages that cannot be loaded.
 
         model_path: other weights to begin with than config.model.path (which the KL term refers to in any case).
         device: None takes config.model.device.
         """
         self.config = config
+        self._advantages, self._loss = advantages_function(config.algorithm), loss_function(config.algorithm)
         self.device = device or pick_device(config.model.device)
         path = model_path or config.model.path
         self.tokenizer = load_tokenizer(path)
@@ -142,6 +145,7 @@ class TrainEngine:
     def configure(self, training: Training, algorithm: Algorithm) -> None:
         """Go on with other settings of optimizer and algorithm (a KL term needs the reference from the start)."""
         self.config = self.config.model_copy(update={"training": training, "algorithm": algorithm})
+        self._advantages, self._loss = advantages_function(algorithm), loss_function(algorithm)
         self.optimizer.configure(training, total_updates=training.steps * algorithm.minibatches)
 
     @property
@@ -195,12 +199,14 @@ class TrainEngine:
             minibatches=algorithm.minibatches,
             budget=self.config.training.micro_batch_tokens,
         )
-        self.watch("advantages", {"batch": sequences, "tokens": tokens, "plan": plan})
-        with self._timed("advantages"):
-            each = group_advantages(sequences)
-            advantages_S = np.where(tokens.loss_mask_S, each[tokens.row_of_S], np.float32(0))
         with self._timed("reference"):
             reference_S = self._score_all(self._reference, tokens, plan) if self._reference is not None else None
+        self.watch("advantages", {"batch": sequences, "tokens": tokens, "plan": plan})
+        with self._timed("advantages"):
+            each = self._advantages(sequences, None if reference_S is None else tokens.split(reference_S))
+            advantages_S = np.where(tokens.loss_mask_S, each[tokens.row_of_S], np.float32(0))
+            weights = loss_weights(sequences, plan, algorithm)
+            weights_S = None if weights is None else weights[tokens.row_of_S]
         with self._timed("logprobs"):
             # With a single update the logprobs at the start of the step are those that the loss computes anyway.
             proximal_S = self._score_all(self.model, tokens, plan) if len(plan) > 1 else None
@@ -216,11 +222,12 @@ class TrainEngine:
                 "behaviour_N": here(behaviour_S),
                 "advantages_N": here(advantages_S),
                 "reference_N": None if reference_S is None else here(reference_S),
+                "rows_N": micro.rows_N,
             }
             self.watch("loss", {"batch": sequences, "tokens": tokens, "micro": micro, **inputs})
-            loss = policy_loss(**inputs, **loss_options(algorithm))
+            loss = self._loss(**inputs)
             self.watch("backward", {"batch": sequences, "tokens": tokens, "micro": micro, "loss": loss, **inputs})
-            return loss.per_token_N, loss.sums
+            return loss.per_token_N if weights_S is None else loss.per_token_N * here(weights_S), loss.sums
 
         return Prepared(
             tokens=tokens,
@@ -375,6 +382,11 @@ class TrainEngine:
         return (
             f"the loss of token {where - tokens.starts[row]} of {tokens.ids[row]} is {done.loss_S[where]} (its logprob "
             f"is {done.logprobs_S[where]:.6g}); {int(bad.sum())} of {len(bad)} tokens beside it are not finite."
+            + (
+                f" It is what algorithm.loss={loss} returned."
+                if (loss := self.config.algorithm.loss) not in LOSSES
+                else ""
+            )
         )
 
     def _bad_norm(self, norm: float) -> str | None:

@@ -1,17 +1,25 @@
 """Losses of single tokens, as pure functions on named tensors. The caller takes the mean over tokens.
 
-All tensors have one entry a trained token ([N]; any common shape will do) and hold natural logarithms.
+All tensors have one entry a trained token ([N]; any common shape will do without options of whole sequences) and hold
+natural logarithms. docs/algorithms.md has the formulas, and where implementations differ.
 """
 
 from __future__ import annotations
 
+import difflib
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from clew.algorithms import LOSSES
 from clew.config import Algorithm
+from clew.errors import ConfigError, TrainingError
+from clew.training.custom import UserFunction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,49 +42,182 @@ def policy_loss(
     clip_high: float,
     importance_cap: float,
     reference_N: Tensor | None = None,
+    rows_N: Tensor | None = None,
     kl_coef: float = 0.0,
+    kl_estimator: str = "k3",
+    loss: str = "clip",
+    ratio: str = "token",
+    dual_clip: float | None = None,
+    importance: str = "token_truncate",
 ) -> PolicyLoss:
-    """The decoupled clipped objective of AReaL (arXiv 2505.24298, equation 5), with a KL term.
+    """The decoupled clipped objective of AReaL (arXiv 2505.24298, equation 5), with a KL term; and its relatives.
 
-    loss = -weight x min(ratio x A, clip(ratio, 1 - clip_low, 1 + clip_high) x A) + kl_coef x k3(current, reference)
+    clip:  -weight x min(ratio x A, clip(ratio, 1 - clip_low, 1 + clip_high) x A) + kl_coef x KL(current, reference)
+    cispo: -weight x constant(clip(ratio, ...)) x A x log current + ...   (MiniMax-M1, arXiv 2506.13585, equation 4)
 
-    ratio = current / proximal: how far this step has moved the policy, which the clip bounds.
-    weight = min(proximal / behaviour, importance_cap): how much likelier the token was when the step began than when
-    it was sampled; a constant. Where proximal equals behaviour (no lag) it is 1 and this is GRPO (arXiv 2402.03300).
+    ratio = current / proximal: how far this step has moved the policy, which the clip bounds; of the token, or its
+    geometric mean over the token's sequence (GSPO, arXiv 2507.18071, equation 7).
+    weight = proximal / behaviour: how much likelier the token, or its whole sequence, was when the step began than when
+    it was sampled; a constant, truncated or masked. Where proximal equals behaviour (no lag) it is 1, and clip is GRPO
+    (arXiv 2402.03300).
+    dual_clip: where A < 0, the objective is at least dual_clip x A (arXiv 1912.09729).
 
     logprobs_N: current; the only one through which a gradient flows.
     proximal_N: at the start of the step.   behaviour_N: of the weights that sampled the token.
     reference_N: of the model that the run began with; None: no KL term.
+    rows_N: int64, which sequence a token belongs to, from 0; needed by options of whole sequences.
     """
-    ratio_N = torch.exp(logprobs_N - proximal_N)
+    log_ratio_N = logprobs_N - proximal_N
+    ratio_N = torch.exp(log_ratio_N if ratio == "token" else sequence_means(log_ratio_N, rows_N))
     clipped_N = ratio_N.clamp(1 - clip_low, 1 + clip_high)
-    weight_N = torch.exp(proximal_N - behaviour_N).clamp(max=importance_cap)
-    loss_N = -weight_N * torch.minimum(ratio_N * advantages_N, clipped_N * advantages_N)
+    weight_N = importance_weights(proximal_N - behaviour_N, rows_N, importance=importance, cap=importance_cap)
+    if loss == "cispo":
+        objective_N = clipped_N.detach() * advantages_N * logprobs_N
+    else:
+        objective_N = torch.minimum(ratio_N * advantages_N, clipped_N * advantages_N)
+    if dual_clip is not None:
+        bounded_N = torch.maximum(objective_N, dual_clip * advantages_N)
+        objective_N = torch.where(advantages_N < 0, bounded_N, objective_N)
+    loss_N = -weight_N * objective_N
     with torch.no_grad():
+        masked = importance.endswith("mask")
         sums = {
             "clip_share": (clipped_N * advantages_N < ratio_N * advantages_N).sum(),
             "importance_weight": weight_N.sum(),
-            "importance_capped_share": (weight_N >= importance_cap).sum(),
+            "importance_capped_share": (weight_N == 0 if masked else weight_N >= importance_cap).sum(),
         }
     if reference_N is not None:
-        kl_N = k3(logprobs_N, reference_N)
-        loss_N = loss_N + kl_coef * kl_N
+        kl_N = KL_ESTIMATORS[kl_estimator](logprobs_N, reference_N)
+        if kl_coef:
+            loss_N = loss_N + kl_coef * kl_N
         sums["kl"] = kl_N.detach().sum()
     return PolicyLoss(per_token_N=loss_N, sums=sums)
 
 
+def importance_weights(log_weight_N: Tensor, rows_N: Tensor | None, *, importance: str, cap: float) -> Tensor:
+    """Proximal over behaviour probability of each token, or of its whole sequence (the product over its tokens):
+    truncated to `cap` (TIS), or 0 where it is outside [1/cap, cap] (IcePop, arXiv 2510.18855; MIS)."""
+    level, _, kind = importance.partition("_")
+    weight_N = torch.exp(log_weight_N if level == "token" else sequence_sums(log_weight_N, rows_N))
+    if kind == "truncate":
+        return weight_N.clamp(max=cap)
+    return weight_N.masked_fill((weight_N < 1 / cap) | (weight_N > cap), 0.0)
+
+
+def sequence_sums(values_N: Tensor, rows_N: Tensor | None) -> Tensor:
+    """[N]: for each token the sum over the tokens of its sequence. rows_N: int64, the sequences, from 0."""
+    assert rows_N is not None, "an option of whole sequences needs rows_N"
+    count = int(rows_N.max()) + 1 if len(rows_N) else 0
+    return values_N.new_zeros(count).index_add(0, rows_N, values_N).index_select(0, rows_N)
+
+
+def sequence_means(values_N: Tensor, rows_N: Tensor | None) -> Tensor:
+    """[N]: for each token the mean over the tokens of its sequence."""
+    return sequence_sums(values_N, rows_N) / sequence_sums(torch.ones_like(values_N), rows_N)
+
+
 def loss_options(algorithm: Algorithm) -> dict[str, Any]:
-    """What the configuration says of `policy_loss`."""
-    return {name: getattr(algorithm, name) for name in ("clip_low", "clip_high", "importance_cap", "kl_coef")}
+    """What the configuration says of `policy_loss`. A KL divergence in the reward has no coefficient in the loss."""
+    names = ("clip_low", "clip_high", "importance_cap", "kl_estimator", "ratio", "dual_clip", "importance")
+    options = {name: getattr(algorithm, name) for name in names}
+    return options | {"loss": algorithm.loss, "kl_coef": algorithm.kl_coef if algorithm.kl_in == "loss" else 0.0}
+
+
+def loss_function(algorithm: Algorithm) -> Callable[..., PolicyLoss]:
+    """What algorithm.loss names, its options bound: call it with the named tensors of `policy_loss`.
+
+    Raises ConfigError where a dotted path names no function that can be called so.
+    """
+    options = loss_options(algorithm)
+    return partial(policy_loss if algorithm.loss in LOSSES else CustomLoss(options.pop("loss")), **options)
+
+
+class CustomLoss:
+    """A function, by a dotted path, of any of `policy_loss`'s arguments but `loss`, by their names; it returns a
+    PolicyLoss, or (loss_N, metrics): a dict of [N] tensors or numbers, recorded as their mean over all tokens.
+
+    It is called once a micro-batch, which holds whole sequences, and must not depend on which: the loss of a token may
+    follow from its own sequence alone. NaN is found by the engine, for any loss.
+    """
+
+    def __init__(self, path: str) -> None:
+        """Raises ConfigError: no such function, or one that wants an argument that there is not."""
+        self._function = UserFunction(path, "algorithm.loss")
+        offered = [name for name in inspect.signature(policy_loss).parameters if name != "loss"]
+        wanted = self._function.parameters.values()
+        missing = [p.name for p in wanted if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+        if strange := [name for name in missing if name not in offered]:
+            near = difflib.get_close_matches(strange[0], offered, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"{self._function.name} wants {strange[0]!r}; there are {', '.join(offered)}.{hint}")
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in wanted)
+        self._takes = set(offered) if takes_any else set(offered) & {p.name for p in wanted}
+
+    def __call__(self, **inputs: Any) -> PolicyLoss:
+        """Raises TrainingError for what cannot be a loss."""
+        name, logprobs_N = self._function.name, inputs["logprobs_N"]
+        tensors = {key: value for key, value in inputs.items() if isinstance(value, Tensor)}
+        before = {key: value._version for key, value in tensors.items()}
+        returned = self._function(**{key: value for key, value in inputs.items() if key in self._takes})
+        changed = [key for key, value in tensors.items() if value._version != before[key]]
+        if changed:
+            raise TrainingError(f"{name} changed its input in place ({', '.join(changed)}). Make a new tensor instead.")
+        pair = isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping)
+        loss_N = returned[0] if pair else returned.per_token_N if isinstance(returned, PolicyLoss) else None
+        if not isinstance(loss_N, Tensor):
+            raise TrainingError(
+                f"{name} returned {type(returned).__name__}; expected (loss_N, metrics): the loss of each token, and a "
+                f"dict, which may be empty."
+            )
+        if loss_N.shape != logprobs_N.shape:
+            raise TrainingError(
+                f"{name} returned a loss of shape {list(loss_N.shape)}; expected {list(logprobs_N.shape)}: one of each "
+                f"token. Clew takes the mean (algorithm.loss_mean)."
+            )
+        if logprobs_N.requires_grad and not loss_N.requires_grad:
+            raise TrainingError(
+                f"{name} returned a loss without a gradient: it does not depend on logprobs_N, or was detached."
+            )
+        if isinstance(returned, PolicyLoss):
+            return returned
+        return PolicyLoss(
+            per_token_N=loss_N, sums={f"loss/{key}": self._sum(key, returned[1][key], loss_N) for key in returned[1]}
+        )
+
+    def _sum(self, key: str, value: Any, loss_N: Tensor) -> Tensor:
+        """A metric's sum over the tokens; a single number counts for each of them."""
+        try:
+            each = torch.as_tensor(value, dtype=torch.float32).detach()
+            return each.expand(loss_N.shape).sum()
+        except (TypeError, ValueError, RuntimeError):
+            raise TrainingError(
+                f"{self._function.name} returned the metric {key!r} as {type(value).__name__} "
+                f"{list(value.shape) if isinstance(value, Tensor) else value!r}; expected a number, or "
+                f"{list(loss_N.shape)} numbers, one a token."
+            ) from None
+
+
+def k1(logprobs_N: Tensor, other_N: Tensor) -> Tensor:
+    """KL(p || q) of each token, estimated from a sample of p: log(p/q). Its own gradient is 0 on average, so in a loss
+    it does nothing; it belongs in the reward. Schulman, http://joschu.net/blog/kl-approx.html
+
+    logprobs_N: log p.   other_N: log q.
+    """
+    return logprobs_N - other_N
+
+
+def k2(logprobs_N: Tensor, other_N: Tensor) -> Tensor:
+    """The same by log(p/q)^2 / 2: biased, but its gradient on samples of p is that of KL(p || q)."""
+    return 0.5 * (logprobs_N - other_N) ** 2
 
 
 def k3(logprobs_N: Tensor, other_N: Tensor) -> Tensor:
-    """KL(p || q) of each token, estimated from a sample of p: q/p - log(q/p) - 1. Never negative; zero where p = q.
-
-    logprobs_N: log p.   other_N: log q.   Schulman, http://joschu.net/blog/kl-approx.html
-    """
+    """The same by q/p - log(q/p) - 1: unbiased, never negative, zero where p = q."""
     log_ratio_N = other_N - logprobs_N
     return torch.exp(log_ratio_N) - log_ratio_N - 1
+
+
+KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
 
 
 def supervised_loss(logprobs_N: Tensor) -> Tensor:

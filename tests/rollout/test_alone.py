@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "made_by", [{"reward": "tests.rollout.user_code.exact"}, {"agent": "tests.rollout.user_agents.Turns"}]
 )
-def test_a_batch_from_python_has_the_rows_and_tensors_of_training(folder: Path, made_by: dict[str, str]) -> None:
+def test_a_batch_from_python_has_the_rows_and_tensors_of_training(folder: Path, made_by: dict[str, Any]) -> None:
     batch = clew.rollout_batch(
         ROWS[:3], model=str(folder / "model"), n_samples=2, sampling={"max_new_tokens": 4}, **made_by
     )

@@ -1,12 +1,16 @@
-"""Group-normalised advantages, worked out by hand."""
+"""Advantages and what is taken off rewards, worked out by hand."""
 
+import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 
-from clew.training.advantages import group_advantages, normalise
-from tests.training.sequences import make_sequence
+from clew.errors import ConfigError, TrainingError
+from clew.record.rows import Sequence
+from clew.training.advantages import advantages_function, group_advantages, normalise, overlong
+from tests.training.sequences import make_config, make_sequence
 
 
 def test_two_rewards_are_as_far_from_the_mean_as_from_each_other():
@@ -37,6 +41,128 @@ def test_statistics_are_over_episodes_and_within_a_group():
     assert advantages == pytest.approx([half, half, -half, -half, half], rel=1e-5)
 
 
-def test_a_group_of_one_is_a_mistake_of_the_caller():
-    with pytest.raises(AssertionError, match="two or more"):
-        group_advantages([make_sequence("g0.e0.s0")])
+@pytest.mark.parametrize("method", ["group", "mean", "leave_one_out", "batch"])
+def test_a_group_of_one_has_nothing_to_be_compared_with(method: str):
+    one = "the batch" if method == "batch" else "g0"
+    with pytest.raises(TrainingError, match=rf"{one} has one scored episode, g0.e0: algorithm.advantages={method}"):
+        group_advantages([make_sequence("g0.e0.s0")], method)
+    assert group_advantages([make_sequence("g0.e0.s0", reward=3.0)], "none") == [3.0]
+
+
+ROWS = [
+    make_sequence("g0.e0.s0", reward=4.0),
+    make_sequence("g0.e0.s1", reward=2.0),  # an episode of two sequences: 3
+    make_sequence("g0.e1.s0", reward=0.0),
+    make_sequence("g0.e2.s0", reward=6.0),
+    make_sequence("g1.e0.s0", reward=1.0),
+    make_sequence("g1.e1.s0", reward=5.0),
+]
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        ("mean", [4 - 3, 2 - 3, 0 - 3, 6 - 3, 1 - 3, 5 - 3]),
+        ("leave_one_out", [4 - 3, 2 - 3, 0 - 4.5, 6 - 1.5, 1 - 5, 5 - 1]),
+        ("none", [4, 2, 0, 6, 1, 5]),
+        # five episodes, mean 3; squares (1 + 1) / 2, 9, 9, 4, 4: 27 / 4
+        ("batch", [x / math.sqrt(27 / 4) for x in (1, -1, -3, 3, -2, 2)]),
+        # 1, 9, 9: 19 / 2 | mean 3; 4, 4: 8
+        ("group", [x / math.sqrt(19 / 2) for x in (1, -1, -3, 3)] + [-2 / math.sqrt(8), 2 / math.sqrt(8)]),
+    ],
+)
+def test_each_kind_by_hand(method: str, expected: list[float]):
+    found = group_advantages(ROWS, method)
+    assert found.dtype == np.float32 and found == pytest.approx(expected, rel=1e-5)
+
+
+def of(**options: Any) -> Any:
+    return advantages_function(make_config("unused", algorithm=options).algorithm)
+
+
+def response(name: str, *turns: tuple[int, int], **columns: Any) -> Sequence:
+    """turns: tokens of the response, and the limit it was sampled with."""
+    interactions = [{"output_tokens": length, "sampling": {"max_new_tokens": limit}} for length, limit in turns]
+    return dataclasses.replace(make_sequence(name, **columns), interactions=interactions)
+
+
+def test_the_overlong_penalty_by_hand():
+    """DAPO, equation 13, with a limit of 100 and a cache of 20."""
+    lengths = {10: 0, 80: 0, 81: 0.05, 90: 0.5, 99: 0.95, 100: 1}
+    assert [overlong(response("g0.e0.s0", (length, 100)), 20) for length in lengths] == pytest.approx(
+        list(lengths.values())
+    )
+    assert overlong(response("g0.e0.s0", (95, 100), (10, 15), (3, 100)), 20) == pytest.approx(0.75)  # each its own
+    rows = [response("g0.e0.s0", (100, 100), reward=1.0), response("g0.e1.s0", (9, 100), reward=1.0)]
+    assert of(advantages="none", overlong_penalty=20)(rows, None).tolist() == [0, 1]
+    assert of(advantages="mean", overlong_penalty=20)(rows, None).tolist() == [-0.5, 0.5]
+    with pytest.raises(TrainingError, match=r"the record of g0\.e0\.s0 has no interactions"):
+        of(overlong_penalty=20)([make_sequence("g0.e0.s0")], None)
+
+
+@pytest.mark.parametrize(("estimator", "token"), [("k1", 0.5), ("k2", 0.125), ("k3", math.exp(-0.5) + 0.5 - 1)])
+def test_a_divergence_in_the_reward_by_hand(estimator: str, token: float):
+    """Behaviour logprobs of -3 against the reference's -3.5, over 4 tokens."""
+    rows = [make_sequence("g0.e0.s0", reward=1.0), make_sequence("g0.e1.s0", reward=1.0)]
+    reference = [np.where(row.loss_mask, np.float32(-3 - i / 2), np.float32(0)) for i, row in enumerate(rows, 1)]
+    compute = of(advantages="none", kl_in="reward", kl_coef=0.1, kl_estimator=estimator)
+    assert compute(rows, reference)[0] == pytest.approx(1 - 0.1 * 4 * token, rel=1e-6)
+    in_the_loss = of(advantages="none", kl_coef=0.1, kl_estimator=estimator)
+    assert in_the_loss(rows, reference).tolist() == [1, 1]
+
+
+# The user's own ------------------------------------------------------------------------------------------------------
+
+
+def ranks(sequences: list[Sequence]) -> list[int]:
+    return [sorted(each.reward for each in sequences).index(each.reward) for each in sequences]
+
+
+def too_few(sequences: list[Sequence]) -> list[float]:
+    return [1.0]
+
+
+def words(sequences: list[Sequence]) -> str:
+    return "better"
+
+
+def not_a_number(sequences: list[Sequence]) -> list[float]:
+    return [math.nan for _ in sequences]
+
+
+def meddling(sequences: list[Sequence]) -> list[float]:
+    sequences[1].logprobs[-1] = 0
+    return [0.0, 1.0]
+
+
+def raising(sequences: list[Sequence]) -> list[float]:
+    return [sequences[9].reward]
+
+
+def two(sequences: list[Sequence], more: int) -> list[float]:
+    return []
+
+
+def test_advantages_of_the_users_own_get_the_reward_that_is_trained_on():
+    rows = [response("g0.e0.s0", (100, 100), reward=1.0), response("g0.e1.s0", (9, 100), reward=0.5)]
+    name = "tests.training.test_advantages.ranks"
+    assert of(advantages=name)(rows, None).tolist() == [1, 0]
+    assert of(advantages=name, overlong_penalty=20)(rows, None).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "said"),
+    [
+        ("too_few", TrainingError, r"returned numbers of shape \[1\]; expected 2 numbers, one for each sequence"),
+        ("words", TrainingError, "returned str; expected 2 numbers"),
+        ("not_a_number", TrainingError, r"returned nan for g0\.e0\.s0 \(its reward is 1\), and for 1 others"),
+        ("meddling", TrainingError, "changed its input"),
+        ("raising", TrainingError, r"raised IndexError in .*test_advantages.py:\d+: list index out of range"),
+        ("two", ConfigError, r"takes \(sequences, more\); expected one parameter"),
+        ("nobody", ConfigError, "has no 'nobody'"),
+    ],
+)
+def test_what_cannot_be_advantages_is_told(name: str, error: type[Exception], said: str):
+    rows = [make_sequence("g0.e0.s0", reward=1.0), make_sequence("g0.e1.s0", reward=0.5)]
+    with pytest.raises(error, match=said):
+        of(advantages=f"tests.training.test_advantages.{name}")(rows, None)

@@ -83,6 +83,86 @@ def test_micro_batches_do_not_change_the_gradient(model):
     assert len(norms) == len(losses) == 1
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"preset": "gspo"},
+        {"preset": "dr_grpo", "importance": "sequence_mask", "importance_cap": 50},
+        {"loss_mean": "sequence", "overlong_filter": True},
+    ],
+)
+def test_options_of_whole_sequences_do_not_depend_on_micro_batches(model, options):
+    batch = make_batch()
+    batch = [*batch[:4], dataclasses.replace(batch[4], finish_reason="length"), *batch[5:]]
+    found = []
+    for budget in (20, 10_000):
+        training = {"micro_batch_tokens": budget, "warmup_steps": 0}
+        config = make_config(model, training=training, algorithm={"minibatches": 2, **options})
+        engine = TrainEngine(config)
+        metrics = engine.train_step(on_policy(engine, batch)).metrics
+        found.append([metrics[name] for name in ("loss", "grad_norm", "importance_weight")])
+    assert found[0] == pytest.approx(found[1], rel=1e-4, abs=1e-7) and found[0][1] > 0
+
+
+def test_the_mean_within_sequences_equals_a_plain_one(model):
+    """loss_mean=sequence on policy: the mean over sequences of minus the advantage; one has no tokens."""
+    engine = TrainEngine(make_config(model, algorithm={"loss_mean": "sequence"}))
+    batch = [*on_policy(engine, make_batch()), make_sequence("g0.e0.s1", response=0)]
+    result = engine.train_step(batch)
+    advantages = [
+        values[row.loss_mask][0]
+        for row, values in zip(batch, result.stages["advantages"], strict=True)
+        if row.loss_mask.any()
+    ]
+    assert result.metrics["loss"] == pytest.approx(-np.mean(advantages), abs=1e-5)
+    totals = [-values.sum() for values in result.stages["loss"]]
+    assert totals[:-1] == pytest.approx(
+        np.array(advantages) * result.metrics["tokens_trained"] / 12, rel=1e-4, abs=1e-5
+    )
+
+
+def test_a_sequence_that_was_cut_off_has_no_part_in_the_loss(model):
+    config = make_config(model, algorithm={"overlong_filter": True, "advantages": "none"})
+    batch = make_batch()
+    cut = [dataclasses.replace(batch[0], finish_reason="length"), *batch[1:]]
+    without, filtered = TrainEngine(config).train_step(batch[1:]), TrainEngine(config).train_step(cut)
+    assert filtered.metrics["grad_norm"] == pytest.approx(without.metrics["grad_norm"], rel=1e-5)
+    assert filtered.metrics["loss"] == pytest.approx(without.metrics["loss"], rel=1e-5)
+    assert not filtered.stages["loss"][0].any() and filtered.stages["advantages"][0].any()
+
+
+def test_a_divergence_in_the_reward_lowers_the_advantage_of_what_the_first_model_finds_unlikely(model):
+    config = make_config(
+        model, algorithm={"kl_coef": 0.5, "kl_in": "reward", "kl_estimator": "k1", "advantages": "none"}
+    )
+    engine = TrainEngine(config)
+    batch = on_policy(engine, make_batch())
+    result = engine.train_step(batch)
+    assert [values.sum() for values in result.stages["advantages"]] == pytest.approx(
+        [row.reward * row.loss_mask.sum() for row in batch], abs=1e-3
+    )
+    batch = on_policy(engine, batch)
+    result = engine.train_step(batch)
+    for row, advantages, reference in zip(
+        batch, result.stages["advantages"], result.stages["reference_logprobs"], strict=True
+    ):
+        mask = row.loss_mask
+        assert advantages[mask] == pytest.approx(row.reward - 0.5 * (row.logprobs - reference)[mask].sum(), rel=1e-4)
+    assert result.metrics["kl"] != 0
+
+
+def not_finite(logprobs_N, advantages_N):
+    return logprobs_N * advantages_N / 0.0, {}
+
+
+def test_a_loss_of_the_users_own_that_is_not_finite_is_named(model):
+    engine = TrainEngine(make_config(model, algorithm={"loss": "tests.training.test_engine.not_finite"}))
+    before = engine.weights_digest()
+    with pytest.raises(TrainingError, match=r"is (nan|-?inf) .*is what algorithm.loss=tests\..*not_finite returned"):
+        engine.train_step(make_batch())
+    assert engine.weights_digest() == before
+
+
 def test_proximal_logprobs_have_the_bits_of_the_loss_s_own(model):
     """In the first mini-batch nothing has changed yet, so the extra forward must agree exactly."""
     engine = TrainEngine(make_config(model, algorithm={"minibatches": 2}))

@@ -1,16 +1,22 @@
 """The losses, on numbers worked out by hand, against TRL's, and their gradients."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from clew.algorithms import PRESETS
+from clew.config import Config
+from clew.errors import ConfigError, TrainingError
 from clew.models import load_model
-from clew.training.losses import k3, policy_loss, supervised_loss
+from clew.training.batching import loss_weights
+from clew.training.losses import PolicyLoss, k1, k2, k3, loss_function, policy_loss, supervised_loss
 from clew.training.scoring import score
 from tests.models import tiny_model, tiny_tokenizer
+from tests.training.sequences import make_config, make_sequence
 
 LN = math.log
 OPTIONS: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.3, "importance_cap": 2.0}
@@ -102,72 +108,365 @@ def test_supervised_loss_is_cross_entropy():
     torch.testing.assert_close(supervised_loss(logprobs).mean(), expected)
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_equals_the_loss_of_trl(tmp_path):
-    """GRPOTrainer on the same batch: asymmetric clip, k3, token mean; and its gradient."""
+def test_one_ratio_a_sequence_by_hand():
+    """GSPO: the geometric mean of the tokens' ratios; each token gets the sequence's gradient."""
+    rows = torch.tensor([0, 0, 1])
+    old = logs(0.5, 0.5, 0.5)
+    current = logs(0.5 * 1.21, 0.5, 0.25).requires_grad_()
+    advantages = torch.tensor([1.0, 1.0, -2.0], dtype=torch.float64)
+    inputs: dict[str, Any] = {"logprobs_N": current, "proximal_N": old, "behaviour_N": old, "advantages_N": advantages}
+    wide: dict[str, Any] = OPTIONS | {"clip_low": 0.9}
+    loss = policy_loss(**inputs, **wide, rows_N=rows, ratio="sequence").per_token_N
+    assert loss.tolist() == pytest.approx([-1.1, -1.1, 2 * 0.5])
+    (loss.sum() / 3).backward()
+    assert current.grad is not None
+    assert current.grad.tolist() == pytest.approx([-1.1 / 3, -1.1 / 3, 2 * 0.5 / 3])  # tokens with a ratio of 1, too
+    clipped = policy_loss(**inputs, **OPTIONS, rows_N=rows, ratio="sequence").per_token_N
+    assert clipped.tolist() == pytest.approx([-1.1, -1.1, 2 * 0.8])
+
+
+def test_cispo_by_hand():
+    """No gradient is lost to the clip: the clipped ratio is a constant beside the logprob."""
+    current = logs(0.6, 0.1, 0.5).requires_grad_()
+    old = logs(0.3, 0.4, 0.5)  # ratios 2, 1/4, 1
+    behaviour = logs(0.3, 0.8, 0.5)  # weights 1, 1/2, 1
+    advantages = torch.tensor([2.0, 1.0, -1.0], dtype=torch.float64)
+    loss = policy_loss(
+        logprobs_N=current, proximal_N=old, behaviour_N=behaviour, advantages_N=advantages, loss="cispo", **OPTIONS
+    ).per_token_N
+    assert loss.tolist() == pytest.approx([-1.3 * 2 * LN(0.6), -0.5 * 0.8 * LN(0.1), LN(0.5)])
+    loss.sum().backward()
+    assert current.grad is not None and current.grad.tolist() == pytest.approx([-2.6, -0.4, 1.0])
+
+
+def test_dual_clip_by_hand():
+    """A ratio of 5, a negative advantage: clip lets it be; dual clip holds the loss at 3 x |A|, without gradient."""
+    current, old = logs(0.5, 0.5, 0.12).requires_grad_(), logs(0.1, 0.1, 0.1)
+    advantages = torch.tensor([-2.0, 2.0, -2.0], dtype=torch.float64)
+    inputs: dict[str, Any] = {"logprobs_N": current, "proximal_N": old, "behaviour_N": old, "advantages_N": advantages}
+    assert policy_loss(**inputs, **OPTIONS).per_token_N.tolist() == pytest.approx([10, -2.6, 2.4])
+    loss = policy_loss(**inputs, **OPTIONS, dual_clip=3.0).per_token_N
+    assert loss.tolist() == pytest.approx([6, -2.6, 2.4])
+    loss.sum().backward()
+    assert current.grad is not None and current.grad.tolist() == pytest.approx([0, 0, 2.4])
+
+
+@pytest.mark.parametrize(
+    ("importance", "weights", "capped"),
+    [
+        ("token_truncate", [0.4, 1.5, 2, 1], 1),
+        ("token_mask", [0, 1.5, 0, 1], 2),  # outside [1/2, 2]
+        ("sequence_truncate", [0.6, 0.6, 2, 2], 2),  # 0.4 x 1.5, 3 x 1
+        ("sequence_mask", [0.6, 0.6, 0, 0], 2),
+    ],
+)
+def test_importance_weights_by_hand(importance: str, weights: list[float], capped: int):
+    behaviour = logs(0.5, 0.4, 0.2, 0.3)
+    proximal = logs(0.2, 0.6, 0.6, 0.3)
+    loss = policy_loss(
+        logprobs_N=proximal,
+        proximal_N=proximal,
+        behaviour_N=behaviour,
+        advantages_N=torch.ones(4, dtype=torch.float64),
+        rows_N=torch.tensor([0, 0, 1, 1]),
+        importance=importance,
+        **OPTIONS,
+    )
+    assert loss.per_token_N.tolist() == pytest.approx([-weight for weight in weights])
+    assert float(loss.sums["importance_capped_share"]) == capped
+    assert float(loss.sums["importance_weight"]) == pytest.approx(sum(weights))
+
+
+def test_a_mask_does_not_hide_nan():
+    nan = torch.tensor([math.nan])
+    inputs = {"logprobs_N": nan, "proximal_N": nan, "behaviour_N": nan, "advantages_N": nan}
+    assert policy_loss(**inputs, **OPTIONS, importance="token_mask").per_token_N.isnan().all()
+
+
+def test_k1_and_k2_by_hand():
+    current = logs(0.5).requires_grad_()
+    assert k1(current, logs(0.25)).tolist() == pytest.approx([LN(2)])
+    assert k2(current, logs(0.25)).tolist() == pytest.approx([LN(2) ** 2 / 2])
+    for estimator, gradient in (("k1", 1), ("k2", LN(2)), ("k3", 1 - 0.5)):
+        advantage = torch.zeros(1, dtype=torch.float64)
+        one = current.detach()
+        loss = policy_loss(
+            logprobs_N=current,
+            proximal_N=one,
+            behaviour_N=one,
+            advantages_N=advantage,
+            reference_N=logs(0.25),
+            kl_coef=0.5,
+            kl_estimator=estimator,
+            **OPTIONS,
+        ).per_token_N
+        (grad,) = torch.autograd.grad(loss.sum(), current)
+        assert float(grad) == pytest.approx(0.5 * gradient)
+
+
+# The user's own ------------------------------------------------------------------------------------------------------
+
+
+def plain(logprobs_N: Tensor, advantages_N: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    return -logprobs_N * advantages_N, {"sign": advantages_N.sign(), "half": 0.5}
+
+
+def relative(*, clip_high: float, **everything: Any) -> PolicyLoss:
+    return policy_loss(clip_high=2 * clip_high, **everything)
+
+
+def scalar(logprobs_N: Tensor, **_: Any) -> Any:
+    return logprobs_N.mean(), {}
+
+
+def bare(logprobs_N: Tensor) -> Any:
+    return logprobs_N
+
+
+def detached(logprobs_N: Tensor, advantages_N: Tensor) -> Any:
+    return logprobs_N.detach() * advantages_N, {}
+
+
+def mutating(logprobs_N: Tensor, advantages_N: Tensor) -> Any:
+    return logprobs_N * advantages_N.mul_(2), {}
+
+
+def raising(logprobs_N: Tensor) -> Any:
+    raise KeyError("what")
+
+
+def odd_metric(logprobs_N: Tensor) -> Any:
+    return logprobs_N, {"odd": torch.ones(7)}
+
+
+def misnamed(logprob_N: Tensor) -> Any:
+    return logprob_N, {}
+
+
+def custom(name: str) -> Any:
+    config = make_config("unused", algorithm={"loss": f"tests.training.test_losses.{name}"})
+    return loss_function(config.algorithm)
+
+
+def inputs_of(*probabilities: float) -> dict[str, Tensor]:
+    current, advantages = logs(*probabilities), torch.tensor([1.0, -2.0, 0.0], dtype=torch.float64)
+    return {
+        "logprobs_N": current.requires_grad_(),
+        "proximal_N": current.detach().clone(),
+        "behaviour_N": current.detach().clone(),
+        "advantages_N": advantages,
+        "rows_N": torch.tensor([0, 0, 1]),
+    }
+
+
+def test_a_loss_of_the_users_own():
+    loss = custom("plain")(**inputs_of(0.5, 0.25, 0.1))
+    assert loss.per_token_N.tolist() == pytest.approx([-LN(0.5), 2 * LN(0.25), 0])
+    assert {name: float(value) for name, value in loss.sums.items()} == {"loss/sign": 0, "loss/half": 1.5}
+    theirs = custom("relative")(**inputs_of(0.5, 0.25, 0.1))
+    assert theirs.per_token_N.tolist() == [-1, 2, 0] and "clip_share" in theirs.sums
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "said"),
+    [
+        ("scalar", TrainingError, r"returned a loss of shape \[\]; expected \[3\]: one of each token"),
+        ("bare", TrainingError, r"returned Tensor; expected \(loss_N, metrics\)"),
+        ("detached", TrainingError, "returned a loss without a gradient"),
+        ("mutating", TrainingError, r"changed its input in place \(advantages_N\)"),
+        ("raising", TrainingError, r"raising raised KeyError in .*test_losses.py:\d+: 'what'"),
+        ("odd_metric", TrainingError, r"metric 'odd' as Tensor \[7\]; expected a number, or \[3\] numbers"),
+        ("misnamed", ConfigError, r"wants 'logprob_N'; there are logprobs_N, .* Did you mean 'logprobs_N'"),
+        ("nothing", ConfigError, "has no 'nothing'"),
+        ("LN.x", ConfigError, "there is no module|is a module, not a package"),
+        ("OPTIONS", ConfigError, "expected a function"),
+    ],
+)
+def test_what_cannot_be_a_loss_is_told(name: str, error: type[Exception], said: str):
+    with pytest.raises(error, match=said):
+        custom(name)(**inputs_of(0.5, 0.25, 0.1))
+
+
+# TRL -----------------------------------------------------------------------------------------------------------------
+
+
+def trl_trainer(folder: Path, kind: str, **arguments: Any) -> Any:
     trl = pytest.importorskip("trl")
     from datasets import Dataset
 
-    tiny_tokenizer(tmp_path)
-    tiny_model(tmp_path, scale=0.1)
-    args = trl.GRPOConfig(
-        output_dir=str(tmp_path / "out"),
-        loss_type="bnpo",
-        beta=0.07,
-        epsilon=0.2,
-        epsilon_high=0.3,
-        num_generations=2,
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=1,
-        bf16=False,
-        use_cpu=True,
-        report_to=[],
-        use_bias_correction_kl=False,  # its k3 is weighted by the ratio otherwise
-    )
-    trainer = trl.GRPOTrainer(
-        model=str(tmp_path),
-        args=args,
+    trainer = getattr(trl, f"{kind}Trainer")(
+        model=str(folder),
+        args=getattr(trl, f"{kind}Config")(
+            output_dir=str(folder / "out"),
+            num_generations=2,
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=1,
+            bf16=False,
+            use_cpu=True,
+            report_to=[],
+            max_completion_length=16,
+            **arguments,
+        ),
         reward_funcs=lambda **_: [0.0],
         train_dataset=Dataset.from_list([{"prompt": "1+1="}]),
     )
     trainer.current_gradient_accumulation_steps = 1
     trainer.model.eval()
-    torch.manual_seed(0)
-    prompts, completions = torch.randint(6, 90, (4, 5)), torch.randint(6, 90, (4, 7))
-    mask = torch.arange(7) < torch.tensor([7, 3, 5, 1])[:, None]
-    old, reference = -3 * torch.rand(4, 7) - 1, -3 * torch.rand(4, 7) - 1
-    advantages = torch.tensor([1.0, -1.0, 0.5, 2.0])
-    theirs = trainer._compute_loss(
-        trainer.model,
-        {
-            "prompt_ids": prompts,
-            "prompt_mask": torch.ones_like(prompts),
-            "completion_ids": completions,
-            "completion_mask": mask.long(),
-            "advantages": advantages,
-            "old_per_token_logps": old,
-            "ref_per_token_logps": reference,
-            "num_items_in_batch": mask.sum(),
-        },
-    )
-    theirs.backward()
-    their_gradient = trainer.model.get_input_embeddings().weight.grad
+    return trainer
 
-    model = load_model(str(tmp_path), "float32", torch.device("cpu"))
-    rows, columns = mask.nonzero(as_tuple=True)
-    scores = score(model, torch.cat([prompts, completions], 1), rows, columns + 5, torch.ones(len(rows)))
-    loss = policy_loss(
-        logprobs_N=scores.logprobs_N,
-        proximal_N=old[mask],
-        behaviour_N=old[mask],
-        advantages_N=advantages[rows],
-        clip_low=0.2,
-        clip_high=0.3,
-        importance_cap=2.0,
-        reference_N=reference[mask],
-        kl_coef=0.07,
-    )
-    ours = loss.per_token_N.mean()
-    ours.backward()
-    torch.testing.assert_close(ours, theirs)
-    torch.testing.assert_close(model.get_input_embeddings().weight.grad, their_gradient)
+
+class Case:
+    """Four sequences of 7, 3, 5 and 1 trained tokens, under random logprobs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        tiny_tokenizer(folder)
+        tiny_model(folder, scale=0.1)
+        torch.manual_seed(0)
+        self.prompts, self.completions = torch.randint(6, 90, (4, 5)), torch.randint(6, 90, (4, 7))
+        self.mask = torch.arange(7) < torch.tensor([7, 3, 5, 1])[:, None]
+        self.rows, self.columns = self.mask.nonzero(as_tuple=True)
+        self.advantages = torch.tensor([1.0, -1.0, 0.5, 2.0])
+        self.reference = self.current().detach() + 0.5 * torch.randn(4, 7)
+        self.old = self.current().detach() + 0.5 * torch.randn(4, 7)
+
+    def current(self, model: Any = None) -> Tensor:
+        """[4, 7] logprobs under the weights; 0 where masked."""
+        model = model if model is not None else load_model(str(self.folder), "float32", torch.device("cpu"))
+        input_ids = torch.cat([self.prompts, self.completions], 1)
+        scores = score(model, input_ids, self.rows, self.columns + 5, torch.ones(len(self.rows)))
+        return torch.zeros(4, 7).index_put((self.rows, self.columns), scores.logprobs_N)
+
+    def theirs(self, trainer: Any, **more: Any) -> tuple[Tensor, Tensor]:
+        """Loss, and gradient of the embedding."""
+        loss = trainer._compute_loss(
+            trainer.model,
+            {
+                "prompt_ids": self.prompts,
+                "prompt_mask": torch.ones_like(self.prompts),
+                "completion_ids": self.completions,
+                "completion_mask": self.mask.long(),
+                "advantages": self.advantages,
+                "old_per_token_logps": self.old,
+                "ref_per_token_logps": self.reference,
+                "num_items_in_batch": self.mask.sum(),
+                **more,
+            },
+        )
+        loss.backward()
+        return loss.detach(), trainer.model.get_input_embeddings().weight.grad
+
+    def ours(self, options: dict[str, Any], behaviour: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        algorithm = make_config(self.folder, sampling={"max_new_tokens": 16}, algorithm=options).algorithm
+        model: Any = load_model(str(self.folder), "float32", torch.device("cpu"))
+        loss_N = loss_function(algorithm)(
+            logprobs_N=self.current(model)[self.mask],
+            proximal_N=self.old[self.mask],
+            behaviour_N=(self.old if behaviour is None else behaviour)[self.mask],
+            advantages_N=self.advantages[self.rows],
+            reference_N=self.reference[self.mask] if algorithm.kl_coef else None,
+            rows_N=self.rows,
+        ).per_token_N
+        batch = [make_sequence(f"g0.e{i}.s0", response=int(self.mask[i].sum())) for i in range(4)]
+        weights = loss_weights(batch, [[[0, 2], [3, 1]]], algorithm)
+        loss = (loss_N if weights is None else loss_N * torch.from_numpy(weights)[self.rows]).mean()
+        loss.backward()
+        gradient = model.get_input_embeddings().weight.grad
+        assert gradient is not None and gradient.abs().max() > 1e-4
+        return loss.detach(), gradient
+
+
+CLIP = {"epsilon": 0.2, "epsilon_high": 0.3}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [
+        ({"loss_type": "bnpo", **CLIP}, {"clip_high": 0.3}),
+        ({"loss_type": "bnpo", "beta": 0.07, **CLIP}, {"clip_high": 0.3, "kl_coef": 0.07}),
+        ({"loss_type": "grpo", "beta": 0.04}, {"preset": "grpo"}),
+        ({"loss_type": "dr_grpo"}, {"preset": "dr_grpo"}),
+        ({"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28}, {"preset": "dapo"}),
+        ({"loss_type": "cispo", "epsilon_high": 5.0}, {"preset": "cispo"}),
+        (
+            {"loss_type": "cispo", "epsilon_high": 1.1, "beta": 0.05},
+            {"preset": "cispo", "clip_high": 0.1, "kl_coef": 0.05},
+        ),
+        (
+            {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4},
+            {"preset": "gspo"},
+        ),
+        (
+            {"loss_type": "grpo", "importance_sampling_level": "sequence", "beta": 0.1, **CLIP},
+            {"ratio": "sequence", "loss_mean": "sequence", "clip_high": 0.3, "kl_coef": 0.1},
+        ),
+        ({"loss_type": "dapo", "delta": 1.4, **CLIP}, {"clip_high": 0.3, "dual_clip": 1.4}),
+    ],
+)
+def test_equals_the_loss_of_trl_and_its_gradient(tmp_path: Path, arguments: dict[str, Any], options: dict[str, Any]):
+    case = Case(tmp_path)
+    # use_bias_correction_kl: its k3 is weighted by the ratio otherwise
+    trainer = trl_trainer(tmp_path, "GRPO", **{"beta": 0.0, "use_bias_correction_kl": False, **arguments})
+    for ours, theirs in zip(case.ours(options), case.theirs(trainer), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("importance", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+def test_importance_weights_equal_trl_s(tmp_path: Path, importance: str):
+    """TIS and MIS. TRL computes the weights between generation and loss, as here: nan_to_num and logging left away."""
+    case = Case(tmp_path)
+    behaviour = case.old + (0.2 if importance.startswith("sequence") else 0.4) * torch.randn(4, 7)
+    log_weight = (case.old - behaviour) * case.mask
+    weight = torch.exp(log_weight.sum(-1, keepdim=True) if importance.startswith("sequence") else log_weight)
+    outside = (weight < 1 / 1.5) | (weight > 1.5)
+    assert outside.any() and not outside.all()
+    weight = weight.clamp(max=1.5) if importance.endswith("truncate") else weight.masked_fill(outside, 0.0)
+    trainer = trl_trainer(tmp_path, "GRPO", loss_type="dapo", beta=0.0)
+    trainer.use_vllm = trainer.vllm_importance_sampling_correction = True
+    found = case.ours({"importance": importance, "importance_cap": 1.5}, behaviour)
+    for ours, theirs in zip(found, case.theirs(trainer, importance_sampling_ratio=weight), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_rloo_has_the_gradient_of_trl(tmp_path: Path):
+    """On policy, where TRL's ratio of whole sequences and the sum over tokens have one gradient."""
+    case = Case(tmp_path)
+    case.old = case.current().detach()
+    trainer = trl_trainer(tmp_path, "RLOO", beta=0.0)
+    _, theirs = case.theirs(trainer, old_logps=case.old.sum(1))
+    _, ours = case.ours({"preset": "rloo"})
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_means_by_hand():
+    """Tokens 4, 2 | 3 and 1, in two mini-batches; what the losses of a token are multiplied with."""
+    names = [f"g0.e{i}.s0" for i in range(5)]
+    batch = [make_sequence(name, response=length) for name, length in zip(names, (4, 2, 3, 0, 1), strict=True)]
+    plan = [[[0], [1]], [[2, 3], [4]]]
+
+    def weights(**options: Any) -> list[float] | None:
+        sections: dict[str, Any] = {"experiment": "x", "model": {"path": "x"}, "data": {"path": "x"}}
+        algorithm = Config.model_validate(sections | {"algorithm": options}).algorithm
+        found = loss_weights(batch, plan, algorithm)
+        return None if found is None else found.tolist()
+
+    assert weights() is None
+    # times 1/6 and 1/4 (the mean over tokens): 1/2 x 1/4, 1/2 x 1/2 | 1/2 x 1/3, 1/2 x 1
+    assert weights(loss_mean="sequence") == pytest.approx([6 / 8, 6 / 4, 4 / 6, 0, 4 / 2])
+    assert weights(loss_mean="constant", loss_constant=10) == pytest.approx([6 / 20, 6 / 20, 4 / 20, 0, 4 / 20])
+    object.__setattr__(batch[0], "finish_reason", "length")
+    assert weights(overlong_filter=True) == pytest.approx([0, 6 / 2, 1, 0, 1])
+    assert weights(overlong_filter=True, loss_mean="sequence") == pytest.approx([0, 6 / 2, 4 / 6, 0, 4 / 2])
+    object.__setattr__(batch[1], "finish_reason", "length")
+    assert weights(overlong_filter=True, loss_mean="constant") == pytest.approx([0, 0, 4 / 512, 0, 4 / 512])
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_computes_a_loss(preset: str):
+    inputs = inputs_of(0.5, 0.25, 0.1)
+    algorithm = make_config("unused", algorithm={"preset": preset}).algorithm
+    loss = loss_function(algorithm)(**inputs, reference_N=inputs["proximal_N"])
+    assert loss.per_token_N.isfinite().all() and loss.per_token_N.requires_grad

@@ -1,0 +1,84 @@
+"""A user's own loss or advantages: loaded, called, and its mistakes told. Without torch.
+
+What such a function does wrong is a TrainingError that says what was found; what it raises, with file and line.
+"""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Sequence as SequenceABC
+from typing import Any
+
+import numpy as np
+
+from clew import dotted
+from clew.errors import ConfigError, TrainingError
+from clew.record.digest import digest_rows
+from clew.record.rows import Sequence
+
+
+class UserFunction:
+    """A function that the configuration names."""
+
+    def __init__(self, path: str, field: str) -> None:
+        """field: where the path was configured. Raises ConfigError: no such function."""
+        self.name = f"{field}={path}"
+        self._function = dotted.load(path, field)
+        if inspect.isclass(self._function) or not callable(self._function):
+            raise ConfigError(f"{self.name} is {type(self._function).__name__} {path!r}; expected a function.")
+        try:
+            self.parameters = inspect.signature(self._function).parameters
+        except ValueError:  # it is written in C
+            raise ConfigError(
+                f"{self.name} does not say which arguments it takes; write a function around it."
+            ) from None
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Raises TrainingError for whatever the function raises."""
+        try:
+            return self._function(*arguments, **named)
+        except Exception as error:
+            frames = traceback.extract_tb(error.__traceback__)
+            at = next((each for each in reversed(frames) if "site-packages" not in each.filename), frames[-1])
+            raise TrainingError(
+                f"{self.name} raised {type(error).__name__} in {at.filename}:{at.lineno}: {error}"
+            ) from error
+
+
+class CustomAdvantages:
+    """`def mine(sequences: list[Sequence]) -> list[float]`, by a dotted path: a number for each sequence of a step.
+
+    `reward` of a sequence is what is trained on: after penalties.
+    """
+
+    def __init__(self, path: str) -> None:
+        """Raises ConfigError: no such function, or one of other parameters."""
+        self._function = UserFunction(path, "algorithm.advantages")
+        required = [each for each in self._function.parameters.values() if each.default is each.empty]
+        if len([each for each in required if each.kind is not each.VAR_KEYWORD]) != 1:
+            raise ConfigError(
+                f"algorithm.advantages={path} takes ({', '.join(self._function.parameters)}); expected one parameter, "
+                f"the sequences of a step, as in def {path.rpartition('.')[2]}(sequences): ..."
+            )
+
+    def __call__(self, sequences: SequenceABC[Sequence]) -> np.ndarray:
+        """[sequences] float32. Raises TrainingError."""
+        name, before = self._function.name, digest_rows(sequences)
+        returned = self._function(list(sequences))
+        if digest_rows(sequences) != before:
+            raise TrainingError(f"{name} changed its input: the sequences that are trained on. Copy what it changes.")
+        try:
+            advantages = np.asarray(returned, np.float32)
+        except (TypeError, ValueError):
+            advantages = None
+        if advantages is None or advantages.shape != (len(sequences),):
+            found = type(returned).__name__ if advantages is None else f"numbers of shape {list(advantages.shape)}"
+            raise TrainingError(f"{name} returned {found}; expected {len(sequences)} numbers, one for each sequence.")
+        bad = np.flatnonzero(~np.isfinite(advantages))
+        if len(bad):
+            raise TrainingError(
+                f"{name} returned {advantages[bad[0]]} for {sequences[bad[0]].id} (its reward is "
+                f"{sequences[bad[0]].reward:g}), and for {len(bad) - 1} others no finite number either."
+            )
+        return advantages

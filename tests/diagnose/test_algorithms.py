@@ -1,0 +1,129 @@
+"""Runs with the options of the field's algorithms, and with a user's own: recorded, resumed, replayed and blamed."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from clew import config as configuration
+from clew.algorithms import PRESETS
+from clew.config import Config
+from clew.diagnose.replay import engine_at
+from clew.diagnose.rerun import rerun
+from clew.record.run import RunDirectory
+from clew.trainer.learn import learn_inline
+from clew.training.contributions import contributions
+from tests.diagnose.planted import REWARD, change_stage, configure, generated_at
+
+EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "my_algorithm" / "train.yaml"
+
+
+@pytest.fixture(autouse=True)
+def rewards(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "planted_rewards.py").write_text(REWARD)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def train(config: Config) -> RunDirectory:
+    learn_inline(config, lambda step, summary: None)
+    return RunDirectory(config.run_path)
+
+
+def replays(run: RunDirectory, steps: str | None = None, stages: str | None = None) -> bool:
+    nothing: dict[str, Any] = {"only": None, "stop": None, "reward": False, "device": None}
+    return rerun(run.path, steps, overrides=[], stages=stages, **nothing)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *([f"algorithm.preset={preset}"] for preset in PRESETS),
+        ["algorithm.importance=sequence_mask", "algorithm.dual_clip=3", "algorithm.kl_estimator=k2"],
+    ],
+    ids=[*PRESETS, "others"],
+)
+def test_each_algorithm_trains_and_replays(
+    folder: Path, tmp_path: Path, options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = train(configure(folder, f"root={tmp_path}", "training.steps=3", *options))
+    assert replays(run) and "compared bit for bit" in capsys.readouterr().out
+    assert replays(run, stages="data,rewards,advantages,loss")
+    position = generated_at(run, 2, 1)
+    name = change_stage(run, 2, "loss", 1, position, 0.01)
+    assert not replays(run, "2", stages="advantages,loss")
+    assert f"step 2, loss: {name}, token {position}" in capsys.readouterr().out
+    engine = engine_at(run, 2)
+    assert engine.version == 2
+    parts = list(contributions(engine, engine.prepare(run.steps.read_data(2))))
+    for update in {part.update for part in parts}:
+        assert sum(part.share for part in parts if part.update == update) == pytest.approx(1, abs=1e-3)
+    total = sum(float(part.losses_N.sum()) for part in parts) / sum(len(part.losses_N) for part in parts)
+    assert total == pytest.approx(run.steps.read(2)["metrics"]["loss"], abs=1e-4)
+
+
+def example(folder: Path, tmp_path: Path, *overrides: str) -> Config:
+    return configuration.load(
+        EXAMPLE,
+        [
+            f"root={tmp_path}",
+            f"model.path={folder}/model",
+            f"data.path={folder}/prompts.jsonl",
+            "rollout.reward=planted_rewards.digits",
+            "rollout.batch_groups=3",
+            "rollout.n_samples=3",
+            "training.steps=4",
+            "training.lr=1e-3",
+            "checkpoint.every_steps=2",
+            "launch.mode=inline",
+            "launch.threads=1",
+            *overrides,
+        ],
+    )
+
+
+def test_the_example_trains_records_resumes_and_replays(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = train(example(folder, tmp_path))
+    metrics = run.steps.read(3)["metrics"]
+    assert 0 <= metrics["loss/tapered"] <= 1 and np.isfinite(metrics["loss"])
+    for step in range(4):
+        batch, stages = run.steps.read_data(step), run.steps.read_stages(step).arrays
+        each = np.array([stages["advantages"][row.id][row.loss_mask][0] for row in batch])
+        assert each.mean() == pytest.approx(0, abs=1e-5) and each.std() == pytest.approx(1, abs=1e-3)
+    assert replays(run) and replays(run, stages="advantages,loss")
+    assert "compared bit for bit" in capsys.readouterr().out
+    copy = run.path.parent / "resumed"
+    shutil.copytree(run.path, copy)
+    for late in ("step-000002", "step-000004"):
+        shutil.rmtree(copy / "checkpoints" / late)
+    resumed = train(example(folder, tmp_path, "trial=resumed"))
+    assert resumed.steps.index() == run.steps.index()
+
+
+CHANCE = """
+import random
+
+def loss(logprobs_N, advantages_N):
+    return -logprobs_N * advantages_N * (1 + 0.1 * random.random()), {}
+"""
+
+
+def test_a_loss_that_is_not_deterministic_is_suspected(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "by_chance.py").write_text(CHANCE)
+    run = train(example(folder, tmp_path, "algorithm.loss=by_chance.loss", "training.steps=1"))
+    for stages in (None, "loss"):
+        assert not replays(run, "0", stages)
+        shown = capsys.readouterr().out
+        assert "FIRST DIFFERENCE  step 0, loss: " in shown
+        assert "its inputs agree: either by_chance.loss was changed since, or it is not deterministic" in shown
+        assert "torch.use_deterministic_algorithms" in shown
+    sys.modules.pop("by_chance")
