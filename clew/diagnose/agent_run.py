@@ -14,7 +14,7 @@ from clew.errors import ConfigError
 from clew.inference.found import find_engine
 from clew.inference.protocol import SamplingParams
 from clew.models import load_tokenizer
-from clew.rollout.agents import AgentWorkflow, SharedClient, extra_kwargs_of, load_agent
+from clew.rollout.agents import AgentWorkflow, SharedClient, extra_kwargs_of, load_agent, run_of
 from clew.rollout.episode import Episode, run_episode
 from clew.rollout.gateway.sessions import Limits
 from clew.rollout.gateway.thread import GatewayThread
@@ -109,10 +109,7 @@ async def _with_provider(agent: Any, row: dict[str, Any], base_url: str, api_key
     began = time.monotonic()
     arguments = extra_kwargs_of(agent.run, {"base_url": base_url, "api_key": api_key, "http_client": client})
     try:
-        if asyncio.iscoroutinefunction(agent.run):
-            value = await agent.run(dict(row), **arguments)
-        else:
-            value = await asyncio.to_thread(agent.run, dict(row), **arguments)
+        value = await run_of(agent, dict(row), arguments)
         returned = str(checked(value, "the agent's run"))
     except Exception as error:  # the user's code
         returned = f"{type(error).__name__}: {error}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -48,7 +49,8 @@ class Application:
         beside: answers everything that is not SGLang's."""
         self.engine = engine
         self.token = token
-        self.model_path = model_path
+        folder = Path(model_path).expanduser()
+        self.model_path = str(folder.resolve()) if folder.is_dir() else model_path
         self.ready = False
         self._admin = _admin(self)
         self._admin_paths = {getattr(route, "path", "") for route in self._admin.routes}

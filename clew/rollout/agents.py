@@ -9,17 +9,21 @@ a thread. One instance serves all episodes, side by side.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import contextvars
+import functools
 import inspect
 import logging
 import re
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import httpx2
 
+from clew import dotted
 from clew.config import Config
 from clew.errors import ConfigError, EpisodeError
-from clew.rollout import dotted
 from clew.rollout.gateway.sessions import AgentSession
 from clew.rollout.gateway.thread import GatewayThread
 from clew.rollout.rewards import Reward, by_name, checked
@@ -29,8 +33,8 @@ log = logging.getLogger("clew.rollout")
 
 EXTRA_KWARGS = ("base_url", "api_key", "http_client")
 
-MAX_THREADS = 4096
-"""Plain `def run`s that run side by side, each in a thread."""
+CANCEL_S = 10.0
+"""How long an agent whose time is over may take to end."""
 
 
 class SharedClient(httpx2.AsyncClient):
@@ -77,6 +81,40 @@ def extra_kwargs_of(run: Any, offered: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in offered.items() if name in names}
 
 
+async def run_of(agent: Any, data: dict[str, Any], arguments: dict[str, Any]) -> Any:
+    """`agent.run`, in a thread if it is a plain function. A decorator may hide that it is none: then what it returns
+    is awaited here."""
+    if inspect.iscoroutinefunction(agent.run):
+        return await agent.run(data, **arguments)
+    returned = await _in_thread(functools.partial(agent.run, data, **arguments))
+    return await returned if inspect.isawaitable(returned) else returned
+
+
+async def _in_thread(call: Callable[[], Any]) -> Any:
+    """What `call` returns. Its thread is a daemon, unlike a pool's: one that never ends does not keep the process
+    alive."""
+    loop, context = asyncio.get_running_loop(), contextvars.copy_context()
+    done: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
+
+    def settle(outcome: tuple[Any, BaseException | None]) -> None:
+        if not done.done():
+            done.set_result(outcome)
+
+    def work() -> None:
+        try:
+            outcome = context.run(call), None
+        except BaseException as error:
+            outcome = None, error
+        with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody waits
+            loop.call_soon_threadsafe(settle, outcome)
+
+    threading.Thread(target=work, name="agent", daemon=True).start()
+    returned, error = await done
+    if error is not None:
+        raise error
+    return returned
+
+
 class AgentWorkflow:
     """An agent in the place of a workflow: it reaches the model through the gateway."""
 
@@ -86,7 +124,6 @@ class AgentWorkflow:
         self.name = f"{type(agent).__module__}.{type(agent).__qualname__}.run"
         self._told: set[str] = set()
         self._client = SharedClient()
-        self._threads = ThreadPoolExecutor(max_workers=MAX_THREADS, thread_name_prefix="agent")
 
     async def run_episode(self, engine: Session, data: dict[str, Any]) -> Reward:
         """Run the agent in a session of its own."""
@@ -94,16 +131,39 @@ class AgentWorkflow:
         offered = {"base_url": self.gateway.base_url, "api_key": key, "http_client": self._client}
         arguments = extra_kwargs_of(self.agent.run, offered)
         try:
-            if inspect.iscoroutinefunction(self.agent.run):
-                returned = await self.agent.run(data, **arguments)
-            else:
-                loop = asyncio.get_running_loop()
-                returned = await loop.run_in_executor(self._threads, lambda: self.agent.run(data, **arguments))
+            returned = await self._ended(run_of(self.agent, data, arguments))
         finally:
             await asyncio.shield(self.gateway.close(key))
             engine.warnings += session.warnings
             self._tell(engine)
         return self._rewards(returned, session)
+
+    async def _ended(self, run: Coroutine[Any, Any, Any]) -> Any:
+        """What the agent returns. One that catches its own cancellation is stopped where it stands: the process could
+        never end."""
+
+        async def outcome() -> tuple[Any, BaseException | None]:
+            try:
+                return await run, None
+            except (Exception, SystemExit) as error:  # out of a task, SystemExit would end the event loop
+                return None, error
+
+        task = asyncio.ensure_future(outcome())
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            task.cancel()
+            await asyncio.wait({task}, timeout=CANCEL_S)
+            if not task.done():
+                log.warning("%s, cancelled %g s ago, goes on; stopped. Let CancelledError out.", self.name, CANCEL_S)
+                with contextlib.suppress(RuntimeError):  # it may be deaf to GeneratorExit, too
+                    run.close()
+                task.cancel()
+            raise
+        returned, error = task.result()
+        if error is not None:
+            raise error
+        return returned
 
     def _tell(self, engine: Session) -> None:
         """Log a warning of each kind once: hundreds of episodes would say the same."""
@@ -116,7 +176,6 @@ class AgentWorkflow:
     async def close(self) -> None:
         """Close the connections."""
         await self._client.really_close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _rewards(self, returned: Any, session: AgentSession) -> Reward:
         """The episode's number; what single interactions got goes to the session. Raises EpisodeError."""

@@ -25,6 +25,8 @@ def show_ran(
 ) -> None:
     """The conversation with its tokens coloured by who wrote them; reward, time, warnings."""
     console.print(Text(f"{title}: ", style="bold").append(visible(as_text(data), keep=""), style="dim"))
+    if sequences and sequences[0].error is not None:
+        _show_failed(console, sequences[0])
     trained = sum(int(sequence.loss_mask.sum()) for sequence in sequences)
     for sequence in sequences:
         if not len(sequence.input_ids):
@@ -54,6 +56,17 @@ def show_ran(
             ),
             soft_wrap=True,
         )
+
+
+def _show_failed(console: Console, sequence: Sequence) -> None:
+    """How far it came, and what it raised, with the traceback."""
+    for interaction in sequence.interactions:
+        prompt = interaction.get("prompt")
+        asked = prompt[-1].get("content") if isinstance(prompt, list) and prompt else prompt
+        console.print(Text(f"  {interaction.get('id')}: {visible(as_text(asked))}", style="dim"), soft_wrap=True)
+        said = Text(f"  {visible(as_text(interaction.get('completion')))}", style="green underline")
+        console.print(said, soft_wrap=True)
+    console.print(Text(visible(sequence.error or ""), style="red"), soft_wrap=True)
 
 
 class Replayed(Protocol):

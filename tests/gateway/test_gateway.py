@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from pydantic import TypeAdapter
 
 from clew.inference.protocol import EngineUnreachable, RequestTooLong
 from clew.rollout.capture import assemble
+from clew.rollout.gateway import app
 from clew.rollout.gateway.sessions import AgentSession, Limits
 from clew.rollout.gateway.thread import GatewayThread
 from tests.gateway.chatml import chatml_tokenizer
@@ -177,6 +179,20 @@ def test_two_equal_requests_side_by_side_are_two_interactions(running: Running) 
     assert len(asyncio.run(ask())) == 2
 
 
+def test_equal_requests_that_failed_together_stay_two_when_they_are_retried(running: Running) -> None:
+    running.engine.failure, running.engine.delay_s = ZeroDivisionError("planted"), 0.1
+
+    async def ask() -> set[str]:
+        async with running.client(max_retries=3) as client:
+            both = [asyncio.ensure_future(client.chat.completions.create(model="x", messages=[USER])) for _ in range(2)]
+            await asyncio.sleep(0.3)  # less than the client waits before it asks again
+            running.engine.failure = None
+            return {each.id for each in await asyncio.gather(*both)}
+
+    assert len(asyncio.run(ask())) == 2
+    assert len(running.recorded()) == 2
+
+
 def test_what_its_client_did_not_wait_for_is_not_recorded(running: Running) -> None:
     running.engine.delay_s = 0.2
 
@@ -321,6 +337,70 @@ def test_a_defect_is_an_error_in_the_dialects_form(running: Running) -> None:
         running.post("/chat/completions", b'{"model": "x", "messages": [{"role": "user", "content": "a"}]}')
     )
     assert status == 500 and "planted" in body["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", "/responses", "/messages"])
+def test_a_defect_in_a_stream_is_told_in_the_stream(
+    running: Running, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "KEEP_ALIVE_S", 0.02)
+    running.engine.failure, running.engine.delay_s = ZeroDivisionError("planted"), 0.1
+    body = {"model": "x", "stream": True, "max_tokens": 9, "messages": [USER]}
+    if path == "/responses":
+        body = {"model": "x", "stream": True, "input": "hello"}
+
+    async def ask() -> str:
+        given = {"Authorization": f"Bearer {running.key}"}
+        url = running.gateway.base_url + path
+        async with aiohttp.ClientSession() as client, client.post(url, json=body, headers=given) as response:
+            assert response.status == 200
+            return await response.text()
+
+    assert "ZeroDivisionError: planted" in asyncio.run(ask()).strip().splitlines()[-1]
+
+
+HALF_A_PAIR = '<tool_call>\n{"name": "add", "arguments": {"a": "\\ud83d"}}\n</tool_call><|im_end|>'
+ENDLESS = '<tool_call>\n{"name": "add", "arguments": {"a": ' + "[" * 5000 + "<|im_end|>"
+
+
+@pytest.mark.parametrize("said", [HALF_A_PAIR, ENDLESS])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "end"), [("chat/completions", "finish_"), ("messages", "stop_"), ("responses", "id")])
+def test_arguments_that_utf_8_or_json_cannot_hold(
+    running: Running, said: str, stream: bool, path: str, end: str
+) -> None:
+    running.engine.script = lambda prompt: said
+    tools: dict[str, Any] = {
+        "chat/completions": ADD,
+        "messages": {"name": "add", "input_schema": {"type": "object"}},
+        "responses": {"type": "function", "name": "add", "parameters": {"type": "object"}},
+    }
+    body: dict[str, Any] = {"model": "x", "tools": [tools[path]], "stream": stream}
+    body |= {"input": "hello"} if path == "responses" else {"messages": [USER], "max_tokens": 9000}
+
+    async def ask() -> tuple[int, str]:
+        given = {"Authorization": f"Bearer {running.key}"}
+        url = f"{running.gateway.base_url}/{path}"
+        async with aiohttp.ClientSession() as client, client.post(url, json=body, headers=given) as response:
+            return response.status, await response.text()
+
+    status, text = asyncio.run(ask())
+    assert status == 200 and "add" in text and end in text
+
+
+@pytest.mark.parametrize("arguments", ["[" * 100_000, '{"a": "\\ud83d"}'])
+def test_a_client_sends_such_arguments_back(running: Running, arguments: str) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    said = {"role": "assistant", "content": None, "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "1", "content": "2"}
+    body = json.dumps({"model": "x", "messages": [USER, said, result]}).encode()
+    assert asyncio.run(running.post("/chat/completions", body))[0] == 200
+
+
+def test_a_tool_that_must_be_called_and_is_not_there(running: Running) -> None:
+    body = json.dumps({"model": "x", "messages": [USER], "tool_choice": "required"}).encode()
+    status, answer = asyncio.run(running.post("/chat/completions", body))
+    assert status == 400 and answer["error"]["param"] == "tool_choice"
 
 
 def test_unknown_paths_and_methods(running: Running) -> None:

@@ -13,13 +13,14 @@ from clew.config import Config
 from clew.errors import ConfigError
 from clew.record.rows import Sequence, from_table, read_table
 from clew.record.run import RunDirectory
+from clew.rollout import agents
 from clew.rollout.process import gateway_for
 from clew.rollout.returns import turn_returns
 from clew.rollout.runner import RolloutRunner
 from tests.gateway.chatml import chatml_tokenizer
 from tests.gateway.spoken import Spoken
 from tests.rollout.scripted import ROWS, config_for
-from tests.rollout.user_agents import LEFT
+from tests.rollout.user_agents import HELD, LEFT
 
 
 async def rolled_out(tmp_path: Path, agent: str, **rollout: Any) -> tuple[list[Sequence], RunDirectory]:
@@ -75,7 +76,22 @@ def test_an_agent_that_never_returns(tmp_path: Path) -> None:
     assert all("cancelled after 0.5 s" in (row.error or "") and "1 responses" in (row.error or "") for row in rows)
 
 
-@pytest.mark.parametrize("agent", ["Plain", "Blocking"])
+def test_a_plain_function_that_never_returns_keeps_no_process_alive(tmp_path: Path) -> None:
+    rows, _ = asyncio.run(rolled_out(tmp_path, "PlainNever", episode_timeout_s=0.5))
+    HELD.set()
+    assert all("cancelled after 0.5 s" in (row.error or "") for row in rows)
+
+
+def test_an_agent_that_catches_its_cancellation_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(agents, "CANCEL_S", 0.1)
+    rows, _ = asyncio.run(rolled_out(tmp_path, "Stubborn", episode_timeout_s=0.5))
+    assert all("cancelled after 0.5 s" in (row.error or "") for row in rows)
+    assert "Let CancelledError out" in caplog.text
+
+
+@pytest.mark.parametrize("agent", ["Plain", "Blocking", "Decorated"])
 def test_agents_that_block(tmp_path: Path, agent: str) -> None:
     rows, _ = asyncio.run(rolled_out(tmp_path, agent))
     assert {row.reward for row in rows} == {1.0}

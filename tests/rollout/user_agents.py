@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import threading
 import urllib.request
 from typing import Any
 
@@ -11,6 +13,7 @@ import numpy as np
 from openai import AsyncOpenAI, OpenAI
 
 LEFT: list[asyncio.Task[None]] = []
+HELD = threading.Event()
 
 
 def asked(data: dict[str, Any]) -> list[Any]:
@@ -50,6 +53,38 @@ class Once:
     async def later(self, client: AsyncOpenAI) -> None:
         await asyncio.sleep(0.2)
         await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "too late"}])
+
+
+def decorated(run: Any) -> Any:
+    """As those of tracing packages often are: a plain function around an asynchronous one."""
+    return lambda *given, **named: run(*given, **named)
+
+
+class Decorated:
+    @decorated
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+        async with AsyncOpenAI(**extra_kwargs) as client:
+            await client.chat.completions.create(model="policy", messages=asked(data))
+        return 1.0
+
+
+class Stubborn:
+    """Catches its own cancellation, and goes on for ever."""
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+        await AsyncOpenAI(**extra_kwargs).chat.completions.create(model="policy", messages=asked(data))
+        while True:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(1000)
+
+
+class PlainNever:
+    """A plain `def run` that outlasts its episode."""
+
+    def run(self, data: dict[str, Any], base_url: str, api_key: str) -> float:
+        assert threading.current_thread().daemon, "it would keep the process from ending"
+        HELD.wait(20)
+        return 1.0
 
 
 class Plain:

@@ -77,14 +77,16 @@ async def run_episode(
             offered = {"base_url": base_url, "api_key": api_key, "http_client": http_client}
             given = extra_kwargs_of(agent.run, offered)
             if inspect.iscoroutinefunction(agent.run):
-                token = _current.set(episode)
-                try:
-                    episode.coroutine = coroutine = agent.run(data, **given)
-                    returned = await driven(coroutine, episode, stepped)
-                finally:
-                    _current.reset(token)
+                returned: Any = agent.run(data, **given)
             else:
                 returned = await _in_thread(lambda: agent.run(data, **given), episode, stepped, code.is_user)
+            if inspect.iscoroutine(returned):  # of a plain function, too: a decorator around an asynchronous one
+                token = _current.set(episode)
+                try:
+                    episode.coroutine = returned
+                    returned = await driven(returned, episode, stepped)
+                finally:
+                    _current.reset(token)
         episode.reward = checked(returned, f"{type(agent).__qualname__}.run")
     except (Exception, SystemExit, asyncio.CancelledError) as failure:
         # The user's code: whatever it raises is an episode that failed.

@@ -6,10 +6,9 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-import orjson
 from pydantic import BeforeValidator, Field
 
-from clew.rollout.gateway.chat import Ask, Message, Refusal, Reply, pieces
+from clew.rollout.gateway.chat import Ask, Message, Refusal, Reply, encoded, is_utf8, pieces
 from clew.rollout.gateway.strict import LARGEST, Strict, read
 
 KEEP_ALIVE: bytes = b'event: ping\ndata: {"type":"ping"}\n\n'
@@ -301,8 +300,14 @@ def _in_parts(block: dict[str, Any]) -> tuple[dict[str, Any], Iterator[dict[str,
         return {**block, "text": ""}, ({"type": "text_delta", "text": piece} for piece in pieces(block["text"]))
     if block["type"] == "thinking":
         return {**block, "thinking": "", "signature": ""}, _thinking_deltas(block)
-    texts = ["", *pieces(json.dumps(block["input"], ensure_ascii=False))]
+    texts = ["", *pieces(_json_of(block["input"]))]
     return {**block, "input": {}}, ({"type": "input_json_delta", "partial_json": text} for text in texts)
+
+
+def _json_of(input: dict[str, Any]) -> str:
+    """JSON as the provider writes it; in ASCII where the model wrote half a surrogate pair, which no UTF-8 holds."""
+    text = json.dumps(input, ensure_ascii=False)
+    return text if is_utf8(text) else json.dumps(input)
 
 
 def _thinking_deltas(block: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -312,7 +317,7 @@ def _thinking_deltas(block: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _event(content: dict[str, Any]) -> bytes:
-    return b"event: " + content["type"].encode() + b"\ndata: " + orjson.dumps(content) + b"\n\n"
+    return b"event: " + content["type"].encode() + b"\ndata: " + encoded(content) + b"\n\n"
 
 
 def refuse(refusal: Refusal) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -27,7 +26,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 
 from clew.rollout.gateway import anthropic_messages, openai_chat, openai_completions, openai_responses
-from clew.rollout.gateway.chat import Ask, Dialect, Message, Refusal, Reply
+from clew.rollout.gateway.chat import Ask, Dialect, Message, Refusal, Reply, encoded
 from clew.rollout.gateway.sessions import AgentSession, Request, message_of
 
 log = logging.getLogger("clew.gateway")
@@ -222,6 +221,9 @@ async def _stream(dialect: Dialect, ask: Ask, request: Request) -> AsyncIterator
             seen = True
     except Refusal as refusal:
         yield dialect.refuse_in_stream(refusal)
+    except Exception as error:
+        log.exception("a defect of the gateway, in a stream")
+        yield dialect.refuse_in_stream(Refusal(500, f"{type(error).__name__}: {error}"))
     finally:
         request.abandoned = request.abandoned or not seen
 
@@ -235,7 +237,7 @@ async def _shielded(request: Request) -> list[Reply]:
 
 def _raise_failure(request: Request) -> None:
     if request.replies.cancelled():
-        raise Refusal(400, "the session has ended.", code="session_ended")
+        raise Refusal(400, f"session {request.id.rpartition('.i')[0]} has ended.", code="session_ended")
     if (error := request.replies.exception()) is not None:
         raise error
 
@@ -288,7 +290,7 @@ def _key(http: HTTPRequest) -> str:
 def _is_retry(http: HTTPRequest) -> bool:
     """The official clients say so."""
     count = http.headers.get("x-stainless-retry-count", "0")
-    return count.isdigit() and int(count) > 0
+    return count.isdecimal() and int(count) > 0
 
 
 async def _read(http: HTTPRequest) -> bytes:
@@ -318,8 +320,4 @@ async def _disconnected(http: HTTPRequest) -> None:
 
 
 def _json(content: Any, status: int = 200) -> Response:
-    try:
-        body = orjson.dumps(content)
-    except TypeError:  # a whole number beyond 64 bits, in the arguments of a tool
-        body = json.dumps(content).encode()
-    return Response(body, status, media_type="application/json")
+    return Response(encoded(content), status, media_type="application/json")

@@ -8,9 +8,12 @@ its provider's JSON; everything else (sessions, tokens, the engine) knows nothin
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
+
+import orjson
 
 from clew.errors import ClewError
 from clew.rollout.capture import Interaction
@@ -145,6 +148,23 @@ class Dialect(Protocol):
     def refuse_in_stream(self, refusal: Refusal) -> bytes:
         """The event of an error in a stream that has begun."""
         ...
+
+
+def encoded(content: Any) -> bytes:
+    """JSON."""
+    try:
+        return orjson.dumps(content)
+    except TypeError:  # in a tool's name or arguments: a number beyond 64 bits, half a surrogate pair
+        return json.dumps(content).encode()
+
+
+def is_utf8(text: str) -> bool:
+    """Not where a model escaped half a surrogate pair in JSON."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def pieces(text: str) -> list[str]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from typing import Any, Literal, TypeVar
 
-import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from clew.rollout.gateway.chat import Ask, Message, Refusal, Reply, Token, ToolCall, pieces
+from clew.rollout.gateway.chat import Ask, Message, Refusal, Reply, Token, ToolCall, encoded, pieces
+from clew.rollout.gateway.strict import arguments_of
 
 KEEP_ALIVE = b": waiting for the model\n\n"
 DONE = b"data: [DONE]\n\n"
@@ -153,6 +152,8 @@ def parse(body: dict[str, Any]) -> Ask:
     tool_choice = choice if isinstance(choice, str) else choice.function.name
     if not isinstance(choice, str) and tool_choice not in [tool["function"]["name"] for tool in tools]:
         raise Refusal(400, f"tool_choice names {tool_choice!r}, which is not among the tools.", param="tool_choice")
+    if choice == "required" and not tools:
+        raise Refusal(400, "tool_choice: required wants a tool, and there are none in tools.", param="tool_choice")
     sampling = sampling_of(request)
     if (limit := request.max_completion_tokens or request.max_tokens) is not None:
         sampling["max_new_tokens"] = limit
@@ -219,7 +220,11 @@ def message_of(message: _Message, place: int) -> Message:
             made[name] = getattr(message, name)
     if message.tool_calls:
         made["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": _arguments(call)}}
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": arguments_of(call.function.arguments)},
+            }
             for call in message.tool_calls
         ]
     return made
@@ -233,15 +238,6 @@ def _text_of(content: str | list[_Part], place: int) -> str:
             param = f"messages.{place}.content"
             raise Refusal(400, f"{param}: the model takes text alone, found a part of type {part.type!r}.", param=param)
     return "".join(part.text or part.refusal or "" for part in content)
-
-
-def _arguments(call: _Call) -> Any:
-    """A template takes an object; a text that is none stays as it is."""
-    try:
-        arguments = json.loads(call.function.arguments)
-    except ValueError:
-        return call.function.arguments
-    return arguments if isinstance(arguments, dict) else call.function.arguments
 
 
 def respond(ask: Ask, replies: Sequence[Reply]) -> dict[str, Any]:
@@ -329,7 +325,7 @@ async def events(ask: Ask, id: str, replies: Awaitable[Sequence[Reply]]) -> Asyn
 
 def event(content: dict[str, Any]) -> bytes:
     """A server-sent event."""
-    return b"data: " + orjson.dumps(content) + b"\n\n"
+    return b"data: " + encoded(content) + b"\n\n"
 
 
 def refuse(refusal: Refusal) -> dict[str, Any]:

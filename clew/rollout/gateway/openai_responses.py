@@ -8,10 +8,9 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-import orjson
 from pydantic import BeforeValidator, Field
 
-from clew.rollout.gateway.chat import Ask, Refusal, Reply, Token, pieces
+from clew.rollout.gateway.chat import Ask, Refusal, Reply, Token, encoded, pieces
 from clew.rollout.gateway.openai_chat import notes_on_effort, refuse
 from clew.rollout.gateway.responses_input import Items, messages_of
 from clew.rollout.gateway.strict import LARGEST, Strict, read
@@ -321,7 +320,7 @@ def _deltas(part: dict[str, Any], reply: Reply) -> Iterator[tuple[str, dict[str,
 
 
 def _event(content: dict[str, Any]) -> bytes:
-    return b"event: " + content["type"].encode() + b"\ndata: " + orjson.dumps(content) + b"\n\n"
+    return b"event: " + content["type"].encode() + b"\ndata: " + encoded(content) + b"\n\n"
 
 
 def refuse_in_stream(refusal: Refusal) -> bytes:

@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import json
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -62,6 +63,8 @@ class AgentSession:
         self._limits = limits
         self._turns = Turns(session.tokenizer)
         self._requests: list[Request] = []
+        self._failed: Counter[bytes] = Counter()
+        """Requests that were answered with an error, by fingerprint: as many retries of them are new attempts."""
 
     @property
     def id(self) -> str:
@@ -75,6 +78,9 @@ class AgentSession:
         Raises Refusal: the session has ended; messages or parameters that cannot be honoured.
         """
         self.last_used = time.monotonic()
+        if retry and self._failed[fingerprint] > 0:
+            retry = False
+            self._failed[fingerprint] -= 1
         for earlier in reversed(self._requests):  # two equal requests side by side are two: neither was abandoned
             if earlier.fingerprint == fingerprint and (retry or earlier.abandoned):
                 earlier.abandoned = False
@@ -127,6 +133,7 @@ class AgentSession:
     def _forget_failure(self, request: Request, done: asyncio.Task[list[Reply]]) -> None:
         if done.cancelled() or done.exception() is not None:  # a retry is a new attempt
             self._requests.remove(request)
+            self._failed[request.fingerprint] += 1
 
     def _refuse_beyond_limits(self) -> None:
         turns = len(self._requests)

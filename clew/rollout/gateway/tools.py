@@ -96,7 +96,7 @@ def _llama(content: str) -> Parsed:
     while place < len(body):
         try:
             _, end = decoder.raw_decode(body, place)
-        except ValueError:
+        except (ValueError, RecursionError):
             return Parsed(content=content, unparsed=body if '"name"' in body else None)
         call = _call_of(body[place:end], "parameters")
         if call is None:
@@ -122,6 +122,6 @@ def _call_of(text: str, arguments: str) -> tuple[str, dict[str, Any]] | None:
 def _json_object(text: str) -> dict[str, Any] | None:
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):  # a model may write brackets without end
         return None
     return value if isinstance(value, dict) else None

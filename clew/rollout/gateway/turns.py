@@ -156,12 +156,14 @@ class Turns:
                 tokenize=False,
                 **ask.template,
             )
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
             raise Refusal(400, f"the chat template does not take these messages: {error}", param="messages") from None
         return str(text)
 
     def _encode(self, text: str, *, special: bool = False) -> list[int]:
-        encoded: Any = self._tokenizer(text, add_special_tokens=special)
+        # In a tool's arguments JSON may escape half a surrogate pair, which no tokenizer takes.
+        valid = text if text.isascii() else text.encode(errors="surrogatepass").decode(errors="replace")
+        encoded: Any = self._tokenizer(valid, add_special_tokens=special)
         return list(encoded["input_ids"])
 
 
