@@ -111,3 +111,22 @@ def test_in_front_of_nothing(config: Path) -> None:
     command = [sys.executable, "-m", "clew", "serve", str(config), "--engine", "http://127.0.0.1:9/v1"]
     failed = subprocess.run(command, capture_output=True, text=True)
     assert failed.returncode == 1 and "nothing that serves a model answers at" in failed.stderr
+
+
+def test_beyond_this_machine_a_session_wants_a_key(config: Path, behind: str) -> None:
+    with serving(str(config), "--engine", behind, "inference.listen=0.0.0.0:0") as (url, lines):
+        key = lines[-1].split("OPENAI_API_KEY=")[1].strip()
+        here = url.replace("0.0.0.0", "127.0.0.1")
+
+        async def ask(key: str) -> str:
+            async with openai.AsyncOpenAI(base_url=here, api_key=key, max_retries=0) as client:
+                said = await client.completions.create(model="model", prompt="a", max_tokens=2)
+                return said.id
+
+        assert asyncio.run(ask(key)) == "g000000.e0.i0"
+        with pytest.raises(openai.AuthenticationError, match="unknown API key; POST /rl/start_session"):
+            asyncio.run(ask("sk-clew"))
+    provider = behind.removesuffix("/v1") + "/nowhere"
+    command = [sys.executable, "-m", "clew", "serve", str(config), "--engine", provider, "inference.listen=0.0.0.0:0"]
+    refused = subprocess.run(command, capture_output=True, text=True)
+    assert refused.returncode == 1 and "would lend your key" in refused.stderr

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import os
+import secrets
 import signal
 import socket
 from collections.abc import Iterator
@@ -82,7 +84,13 @@ async def _serve(config: Config, url: str, record: Path | None) -> None:
     gateway: ServedGateway | None = None
     provider = PassedOn(url, api_key)
     if found is not None:
-        gateway = gateway_on(config, found.engine, found.model, record)
+        token = "" if _is_loopback(config.inference.listen) else secrets.token_urlsafe(16)
+        gateway = gateway_on(config, found.engine, found.model, record, token)
+    elif not _is_loopback(config.inference.listen):
+        raise EngineError(
+            f"inference.listen={config.inference.listen} would lend your key for {url} to whoever comes. "
+            f"Listen on 127.0.0.1."
+        )
     listener = _listen(config.inference.listen)
     address = "{}:{}".format(*listener.getsockname()[:2])
     settings = uvicorn.Config(
@@ -124,6 +132,11 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def _is_loopback(address: str) -> bool:
+    host = address.rpartition(":")[0]
+    return host == "localhost" or (host.replace(".", "").isdigit() and ipaddress.ip_address(host).is_loopback)
 
 
 def _listen(address: str) -> socket.socket:

@@ -32,8 +32,7 @@ class ServedGateway:
 
     def launched(self, address: str) -> None:
         """Print how to reach it, in lines that can be pasted."""
-        key = "$(curl -s -XPOST -H 'Authorization: Bearer TOKEN' http://{address}/rl/start_session | jq -r .api_key)"
-        key = ANY_KEY if not self._token else key
+        key = ANY_KEY if not self._token else self._sessions.start(self._token)[1]
         model = self._sessions.models[0] if self._sessions.models else "any"
         path, asked = ("chat/completions", {"messages": [{"role": "user", "content": "Hello"}]})
         if not self._chat:
