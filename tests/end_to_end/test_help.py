@@ -93,6 +93,7 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_each_example_works_when_pasted(checkout: Path) -> None:
     runs = checkout / "runs" / "addition"
     assert "max_lag: 2" in paste(checkout, "config")
@@ -133,6 +134,7 @@ def test_each_example_works_when_pasted(checkout: Path) -> None:
             process.wait()
 
 
+@pytest.mark.slow
 def test_each_example_of_agents_works_when_pasted(checkout: Path) -> None:
     made = run(sys.executable, "-m", "examples.agents.make", "--out", "runs/calculator/material", cwd=checkout)
     assert made.returncode == 0, made.stderr
