@@ -138,6 +138,7 @@ def test_a_server_that_is_killed_too_often_ends_the_run(project: Project) -> Non
     assert ended.code == 1 and "the server was killed by signal 9" in ended.error and "at step 0 of 3" in ended.error
 
 
+@pytest.mark.slow
 def test_processes_started_alone_find_one_another_and_survive_each_other(project: Project) -> None:
     project.code(USER_CODE + GATED)
     project.set(rollout={"reward": "mine.slow"}, training={"steps": 30})
