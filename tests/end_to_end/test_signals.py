@@ -12,6 +12,7 @@ import time
 from typing import Any
 
 import psutil
+import pytest
 
 from tests.end_to_end.project import USER_CODE, Project
 
