@@ -352,6 +352,7 @@ def agent_run(
 
     from rich.console import Console
 
+    from clew.config import provider
     from clew.data import load_rows
     from clew.diagnose.agent_run import base_url_of, chosen, run_agent
     from clew.view.agent import show_ran
@@ -359,7 +360,7 @@ def agent_run(
     async def run() -> bool:
         console, sound = Console(highlight=False, markup=False, emoji=False), True
         rows = chosen(load_rows(data, columns=[]), n, seed)
-        key = os.environ.get("OPENAI_API_KEY", "sk-clew")
+        key = provider()[1] or "sk-clew"
         each = run_agent(agent, _arguments(arg), rows, base_url=base_url_of(base_url), api_key=key, seed=seed)
         number = 0
         async for ran, tokenizer in each:

@@ -465,6 +465,11 @@ def server_addresses() -> list[str]:
     return [address.strip() for address in os.environ.get(SERVERS_VARIABLE, "").split(",") if address.strip()]
 
 
+def provider() -> tuple[str, str]:
+    """The base URL and the API key that OPENAI_BASE_URL and OPENAI_API_KEY name; empty where they do not."""
+    return os.environ.get("OPENAI_BASE_URL", ""), os.environ.get("OPENAI_API_KEY", "")
+
+
 def field_names(section: type[BaseModel] = Config, prefix: str = "") -> list[str]:
     """Dotted names of all fields."""
     names: list[str] = []

@@ -139,7 +139,7 @@ async def _replay(
 ) -> Replay:
     folders = checkpoint.saved(run.checkpoints)
     tokenizer = load_tokenizer(str(folders[0]) if folders else config.model.path)
-    found = await find_engine(base_url) if base_url is not None else None
+    found = await find_engine(base_url, configuration.provider()[1]) if base_url is not None else None
     if base_url is not None and found is None:
         raise EngineError(f"{base_url} takes no token ids, so the gateway cannot go on with it. Use `clew serve`.")
     engine: Any = found.engine if found is not None else None

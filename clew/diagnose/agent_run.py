@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from clew.config import provider
 from clew.errors import ConfigError
 from clew.inference.found import find_engine
 from clew.inference.protocol import SamplingParams
@@ -84,7 +84,6 @@ async def run_agent(
 
 async def _with_capture(workflow: AgentWorkflow, shared: Resources, group_id: str, row: dict[str, Any]) -> Ran:
     began, before = time.monotonic(), asyncio.all_tasks()
-    warnings: list[str] = []
     episode = await run_episode(
         workflow,
         shared,
@@ -94,9 +93,9 @@ async def _with_capture(workflow: AgentWorkflow, shared: Resources, group_id: st
         admitted_version=0,
         admitted_at=time.time(),
         timeout_s=None,
-        warnings=warnings,
     )
     await asyncio.sleep(0)  # what ends by itself, ends
+    warnings = [*episode.warnings]
     left = [task for task in asyncio.all_tasks() - before if not task.done()]
     if left:
         names = ", ".join(sorted({getattr(task.get_coro(), "__qualname__", "?") for task in left}))
@@ -118,7 +117,7 @@ async def _with_provider(agent: Any, row: dict[str, Any], base_url: str, api_key
 
 def base_url_of(named: str | None) -> str:
     """Raises ConfigError where neither an option nor the environment names one."""
-    found = named or os.environ.get("OPENAI_BASE_URL")
+    found = named or provider()[0]
     if not found:
         raise ConfigError(
             "where is the model? Start `clew serve CONFIG`, and set OPENAI_BASE_URL as it prints, or name --base-url."

@@ -24,7 +24,6 @@ import httpx2
 from clew import dotted
 from clew.config import Config
 from clew.errors import ConfigError, EpisodeError
-from clew.rollout.gateway.sessions import AgentSession
 from clew.rollout.gateway.thread import GatewayThread
 from clew.rollout.rewards import Reward, by_name, checked
 from clew.rollout.session import Session
@@ -127,16 +126,15 @@ class AgentWorkflow:
 
     async def run_episode(self, engine: Session, data: dict[str, Any]) -> Reward:
         """Run the agent in a session of its own."""
-        key, session = self.gateway.open(engine)
+        key, _ = self.gateway.open(engine)
         offered = {"base_url": self.gateway.base_url, "api_key": key, "http_client": self._client}
         arguments = extra_kwargs_of(self.agent.run, offered)
         try:
             returned = await self._ended(run_of(self.agent, data, arguments))
         finally:
             await asyncio.shield(self.gateway.close(key))
-            engine.warnings += session.warnings
             self._tell(engine)
-        return self._rewards(returned, session)
+        return self._rewards(returned, engine)
 
     async def _ended(self, run: Coroutine[Any, Any, Any]) -> Any:
         """What the agent returns. One that catches its own cancellation is stopped where it stands: the process could
@@ -177,12 +175,11 @@ class AgentWorkflow:
         """Close the connections."""
         await self._client.really_close()
 
-    def _rewards(self, returned: Any, session: AgentSession) -> Reward:
+    def _rewards(self, returned: Any, session: Session) -> Reward:
         """The episode's number; what single interactions got goes to the session. Raises EpisodeError."""
-        own = session.session.turn_rewards
-        own.update(session.rewards)
+        own = session.turn_rewards
         if isinstance(returned, dict):
-            known = {interaction.id for interaction in session.session.interactions}
+            known = {interaction.id for interaction in session.interactions}
             for id in returned:
                 if id not in known:
                     raise EpisodeError(

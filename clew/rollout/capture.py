@@ -19,6 +19,7 @@ import numpy as np
 from clew.inference.protocol import Completion, SamplingParams
 
 TOKENS = ("input_ids", "output_ids", "logprobs", "versions")
+"""The fields of an interaction that a sequence's columns hold."""
 
 
 @dataclass(frozen=True, kw_only=True)

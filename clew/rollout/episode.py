@@ -37,6 +37,8 @@ class Episode:
     """At least one; a single one without tokens when the episode failed."""
     reward: float
     """Of the episode as a whole, undiscounted; NaN when it failed."""
+    warnings: list[str]
+    """What the owner of the code should know."""
 
     @property
     def error(self) -> str | None:
@@ -59,11 +61,9 @@ async def run_episode(
     admitted_version: int,
     admitted_at: float,
     timeout_s: float | None,
-    warnings: list[str] | None = None,
 ) -> Episode:
     """Run the workflow on its own copy of `data` and record what it did.
 
-    warnings: filled with what the owner of the code should know.
     timeout_s: None has no limit. Whatever the user's code raises, SystemExit too, is an episode that failed; a
     ConfigError passes, because no further episode would fare better.
     """
@@ -84,8 +84,6 @@ async def run_episode(
             raise  # rollout is ending; any other cancellation is one that the user's code let out
         error = f"{type(failure).__name__}: {failure}\n{''.join(traceback.format_exception(failure))}"
 
-    if warnings is not None:
-        warnings += session.warnings
     known: dict[str, Any] = {
         "group_id": group_id,
         "episode_id": episode_id,
@@ -97,9 +95,10 @@ async def run_episode(
     }
     if reward is None:
         failed = _failed(episode_id, error or "", session, known)
-        return Episode(id=episode_id, sequences=[failed], reward=failed.reward)
+        return Episode(id=episode_id, sequences=[failed], reward=failed.reward, warnings=session.warnings)
     whole = total(reward) + math.fsum(session.turn_rewards.values())
-    return Episode(id=episode_id, sequences=sequences_of(session, reward, known), reward=whole)
+    sequences = sequences_of(session, reward, known)
+    return Episode(id=episode_id, sequences=sequences, reward=whole, warnings=session.warnings)
 
 
 def sequences_of(session: Session, reward: Reward, known: dict[str, Any]) -> list[Sequence]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clew.diagnose.stress.standin import StandIn, byte_tokenizer
+from clew.config import provider
 from clew.errors import EngineError, RecordError
 from clew.inference.found import find_engine
 from clew.models import load_tokenizer
@@ -25,7 +25,7 @@ def ask(
 ) -> tuple[Any, PreTrainedTokenizerBase]:
     """The engine, and the tokenizer that goes with it. Raises EngineError, ModelError, RecordError."""
     if base_url is not None:
-        found = asyncio.run(find_engine(base_url, os.environ.get("OPENAI_API_KEY", "")))
+        found = asyncio.run(find_engine(base_url, provider()[1]))
         if found is None:
             raise EngineError(
                 f"{base_url} takes no token ids (it is neither `clew serve` nor SGLang nor vLLM). The stress needs one "

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+from clew.diagnose.agent_run import MAX_NEW_TOKENS
 from clew.diagnose.stress.report import Report
 from clew.diagnose.stress.requests import Noted, Requests
 from clew.diagnose.stress.run import stress
@@ -18,9 +19,6 @@ from clew.rollout.session import Resources, Session
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-MAX_NEW_TOKENS = 512
-"""Where the agent names no limit."""
 
 
 def stressed(
@@ -67,7 +65,7 @@ def stressed(
                 group=group,
                 dp=dp,
                 timeout_s=timeout_s,
-                sessions=gateway.count,
+                sessions=gateway.sessions.count,
                 say=say,
             )
         finally:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
-import os
 import secrets
 import signal
 import socket
@@ -23,9 +22,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from clew.config import Config
+from clew.config import Config, provider
 from clew.errors import EngineError
 from clew.inference.found import find_engine
+from clew.models import load_tokenizer
 from clew.rollout.gateway.serving import ServedGateway, gateway_on
 
 DROPPED = frozenset(("host", "connection", "content-length", "transfer-encoding", "content-encoding", "keep-alive"))
@@ -77,15 +77,15 @@ def serve_in_front(config: Config, url: str, record: Path | None) -> None:
 
 
 async def _serve(config: Config, url: str, record: Path | None) -> None:
-    api_key = os.environ.get("OPENAI_API_KEY", "")
+    _, api_key = provider()
     found = await find_engine(url, api_key)
     if found is None and record is not None:
         raise EngineError(f"{url} takes no token ids, so there is nothing to record. Leave --record out.")
     gateway: ServedGateway | None = None
-    provider = PassedOn(url, api_key)
+    passed_on = PassedOn(url, api_key)
     if found is not None:
         token = "" if _is_loopback(config.inference.listen) else secrets.token_urlsafe(16)
-        gateway = gateway_on(config, found.engine, found.model, record, token)
+        gateway = gateway_on(config, found.engine, load_tokenizer(found.model), found.model, record, token)
     elif not _is_loopback(config.inference.listen):
         raise EngineError(
             f"inference.listen={config.inference.listen} would lend your key for {url} to whoever comes. "
@@ -94,7 +94,7 @@ async def _serve(config: Config, url: str, record: Path | None) -> None:
     listener = _listen(config.inference.listen)
     address = "{}:{}".format(*listener.getsockname()[:2])
     settings = uvicorn.Config(
-        gateway.app if gateway is not None else provider,  # pyright: ignore[reportArgumentType]
+        gateway.app if gateway is not None else passed_on,  # pyright: ignore[reportArgumentType]
         lifespan="off",
         log_level="warning",
         access_log=False,
@@ -121,7 +121,7 @@ async def _serve(config: Config, url: str, record: Path | None) -> None:
         for task in keeping:
             task.cancel()
         await asyncio.gather(*keeping, return_exceptions=True)
-        await provider.close()
+        await passed_on.close()
         if found is not None:
             await found.engine.close()
 

@@ -30,7 +30,6 @@ class ServedSessions:
         self._token = token
         self._run = RunDirectory(record) if record is not None else None
         self._sessions: dict[str, AgentSession] = {}
-        self._started: dict[str, float] = {}
         settled = self._run.inbox.names() if self._run is not None else set()
         self._count = 1 + max((int(name[1:]) for name in settled), default=-1)
 
@@ -46,7 +45,7 @@ class ServedSessions:
     def start(self, key: str) -> tuple[AgentSession, str]:
         """See the protocol."""
         if self._token and not secrets.compare_digest(key.encode(), self._token.encode()):
-            raise Refusal(401, "/rl/start_session wants the server's token as bearer; servers.json has it.")
+            raise Refusal(401, "/rl/start_session wants the server's token as bearer; `clew serve` printed it.")
         new = f"sk-clew-{secrets.token_urlsafe(12)}"
         self._open(new)
         return self._sessions[new], new
@@ -74,21 +73,18 @@ class ServedSessions:
         episode_id = f"{group_name(self._count)}.e0"
         self._count += 1
         self._sessions[key] = AgentSession(Session(self._resources, episode_id), Limits())
-        self._started[episode_id] = time.time()
 
     def _file(self, session: AgentSession) -> None:
         """As a group of one episode; its reward is NaN where nobody gave one."""
-        started_at = self._started.pop(session.id)
         if self._run is None or not session.session.interactions:
             return
-        session.session.turn_rewards.update(session.rewards)
         group_id = session.id.partition(".")[0]
         known = {
             "group_id": group_id,
             "episode_id": session.id,
             "data": session.data,
-            "admitted_at": started_at,
-            "started_at": started_at,
+            "admitted_at": session.started_at,
+            "started_at": session.started_at,
             "finished_at": time.time(),
         }
         reward = 0.0 if session.rewards else float("nan")

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clew.config import Config
-from clew.models import load_tokenizer
 from clew.rollout.gateway.app import application
 from clew.rollout.gateway.paths import AnyBase
 from clew.rollout.gateway.served import ServedSessions
@@ -46,6 +45,12 @@ class ServedGateway:
             f"-d '{body}'",
             flush=True,
         )
+        if self._token:
+            print(
+                f"This key is one session's. For another: curl -X POST http://{address}/rl/start_session "
+                f"-H 'Authorization: Bearer {self._token}'",
+                flush=True,
+            )
 
     async def run(self) -> None:
         """End sessions that nobody uses, and all of them at the end."""
@@ -59,14 +64,16 @@ def gateway_beside(config: Config, record: Path | None) -> Callable[[Any, str], 
     """Made by the server once it has its engine."""
 
     def make(engine: Any, token: str) -> ServedGateway:
-        return gateway_on(config, engine, config.model.path, record, token)
+        return gateway_on(config, engine, engine.core.tokenizer, config.model.path, record, token)
 
     return make
 
 
-def gateway_on(config: Config, engine: Any, model: str, record: Path | None, token: str = "") -> ServedGateway:
-    """In front of an engine of this event loop. model: folder or hub name, of which the tokenizer is loaded."""
-    tokenizer = load_tokenizer(model)
+def gateway_on(
+    config: Config, engine: Any, tokenizer: PreTrainedTokenizerBase, model: str, record: Path | None, token: str
+) -> ServedGateway:
+    """In front of an engine of this event loop. model: its folder or hub name. token: of who may open sessions; empty
+    where any key will do."""
     shared = resources(config, engine, tokenizer, None)
     names = dict.fromkeys([model, Path(model).name])
     sessions = ServedSessions(shared, list(names), token=token, record=record)

@@ -51,14 +51,11 @@ class AgentSession:
 
     def __init__(self, session: Session, limits: Limits) -> None:
         self.session = session
-        self.rewards: dict[str, float] = {}
-        """By interaction ID, as `set_reward` gave them."""
-        self.warnings: list[str] = []
-        """What its owner should know, once each."""
         self.ended: str | None = None
         """Why no further request is answered."""
         self.data: dict[str, Any] = {}
         """The row that its client named, where no data set has one."""
+        self.started_at = time.time()
         self.last_used = time.monotonic()
         self._limits = limits
         self._turns = Turns(session.tokenizer)
@@ -70,6 +67,16 @@ class AgentSession:
     def id(self) -> str:
         """The episode's."""
         return self.session.episode_id
+
+    @property
+    def rewards(self) -> dict[str, float]:
+        """By interaction ID."""
+        return self.session.turn_rewards
+
+    @property
+    def warnings(self) -> list[str]:
+        """What its owner should know, once each."""
+        return self.session.warnings
 
     def submit(self, ask: Ask, fingerprint: bytes, *, retry: bool) -> Request:
         """Begin to answer a request, or find the one that it is a retry of.

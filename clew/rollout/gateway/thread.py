@@ -99,10 +99,6 @@ class GatewayThread:
         """A session for an episode, and its API key. Use the session on `loop` alone, until it is closed."""
         return self.sessions.open(session, self._limits)
 
-    def count(self) -> int:
-        """Sessions that are open."""
-        return self.sessions.count()
-
     async def close(self, key: str) -> None:
         """End an episode's session; from any event loop."""
 
