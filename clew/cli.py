@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -39,6 +40,7 @@ INTERRUPTED = 130
 
 def main() -> None:
     """Entry point. A ClewError exits with 1 and its message; anything else is a defect: 70 and a traceback."""
+    from clew.launch.ranks import tell
     from clew.processes import die_with_parent
 
     die_with_parent()
@@ -49,14 +51,16 @@ def main() -> None:
     try:
         app()
     except ClewError as error:
-        print(f"clew: {error}", file=sys.stderr)
+        if not tell(error):
+            print(f"clew: {error}", file=sys.stderr)
         raise SystemExit(1) from None
     except (KeyboardInterrupt, SystemExit) as ended:
         if isinstance(ended, KeyboardInterrupt) or ended.code == INTERRUPTED:  # Typer makes one of the other
             print("clew: interrupted; nothing recorded is lost. The same command goes on from here.", file=sys.stderr)
             raise SystemExit(INTERRUPTED) from None
         raise
-    except Exception:
+    except Exception as error:
+        tell(error)
         traceback.print_exc()
         print(
             "clew: this is a defect of Clew, not of your configuration. The run directory is intact.", file=sys.stderr
@@ -82,7 +86,7 @@ def train(config: ConfigFile, overrides: Overrides = None) -> None:
 
             _log()
             print(f"training on the batches in {loaded.debug.path}; no rollout, no inference.", flush=True)
-            learn_from_record(loaded, progress.refresh)
+            _on_ranks(loaded, lambda: learn_from_record(loaded, progress.refresh))
         elif inline:
             from clew.trainer.learn import learn_inline
 
@@ -108,7 +112,8 @@ def sft(config: ConfigFile, overrides: Overrides = None) -> None:
     from clew.training.sft import sft as run_sft
 
     _log()
-    run_sft(_load(config, overrides))
+    loaded = _load(config, overrides)
+    _on_ranks(loaded, lambda: run_sft(loaded))
 
 
 @app.command()
@@ -177,7 +182,8 @@ def learn(config: ConfigFile, overrides: Overrides = None) -> None:
     from clew.trainer.learn import learn as run_trainer
 
     _log()
-    run_trainer(_load(config, overrides))
+    loaded = _load(config, overrides)
+    _on_ranks(loaded, lambda: run_trainer(loaded))
 
 
 @app.command()
@@ -553,6 +559,18 @@ def doctor() -> None:
 
     if not examine():
         raise SystemExit(1)
+
+
+def _on_ranks(config: Config, work: Callable[[], None]) -> None:
+    """Do this in each of launch.ranks processes, of which this may be one."""
+    from clew.launch.ranks import check_world, place
+    from clew.record.run import RunDirectory
+
+    check_world(config.launch.ranks)
+    if config.launch.ranks == 1 or "RANK" in os.environ:
+        work()
+    else:
+        place(config.launch.ranks, sys.argv[1:], RunDirectory(config.run_path).logs)
 
 
 def _load(config: Path, overrides: list[str] | None) -> Config:

@@ -31,7 +31,7 @@ class Model(Section):
     """The policy, and where it computes."""
 
     path: str = Field(description="Folder (as save_pretrained writes it) or hub name of a causal language model.")
-    dtype: Literal["float32", "bfloat16"] = Field(
+    dtype: Literal["float32", "bfloat16", "float64"] = Field(
         default="float32", description="Type of the weights, here and in inference."
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
@@ -166,7 +166,15 @@ class Training(Section):
         gt=1,
         description="A gradient norm so many times the recent median is a spike; null: none is.",
     )
-    micro_batch_tokens: int = Field(default=4096, ge=1, description="Tokens (padding included) computed at a time.")
+    micro_batch_tokens: int = Field(
+        default=4096, ge=1, description="Tokens (padding included) that a rank computes at a time."
+    )
+    activation_checkpointing: bool = Field(
+        default=False, description="Compute each block again in the backward pass, which saves memory and costs time."
+    )
+    deterministic: bool = Field(
+        default=False, description="On CUDA, kernels that give the same bits each time; the CPU's always do."
+    )
 
 
 class Algorithm(Section):
@@ -311,12 +319,24 @@ class Launch(Section):
         default="local",
         description="local: a process each; inline: one process, user code on its main thread, no time limits.",
     )
+    ranks: int = Field(
+        default=1, ge=1, description="Processes that train together, each with a slice of the model (FSDP2)."
+    )
     restarts: int = Field(default=3, ge=0, description="Times that a dead server or rollout process is started again.")
     threads: int | None = Field(
         default=None,
         ge=1,
-        description="Threads of torch in each process; null: one a core, or half of that side by side.",
+        description="Threads of torch in each process; null: one a core, half of that side by side, shared by ranks.",
     )
+
+    @model_validator(mode="after")
+    def _ranks_are_processes(self) -> Launch:
+        if self.mode == "inline" and self.ranks > 1:
+            raise ValueError(
+                f"launch.ranks is {self.ranks} and launch.mode is inline, which is one process. Use launch.mode=local, "
+                f"or launch.ranks=1"
+            )
+        return self
 
 
 class Config(Section):
@@ -383,6 +403,11 @@ class Config(Section):
             return self.launch.threads
         side_by_side = self.launch.mode == "local" and self.rollout.max_lag > 0
         return max(1, cores() // 2) if side_by_side else cores()
+
+    @property
+    def rank_threads(self) -> int:
+        """Threads of torch in each trainer rank: the ranks share what `threads` says."""
+        return self.launch.threads or max(1, self.threads // self.launch.ranks)
 
 
 def load(path: Path | str, overrides: list[str] | tuple[str, ...] = ()) -> Config:

@@ -11,7 +11,8 @@
     ├── EpisodeError       one episode failed: workflow, agent or reward; it becomes part of the record
     ├── RolloutError       too many episodes failed, or no batch can ever be formed
     ├── TrainingError      the trainer met a number that it cannot go on with
-    └── LaunchError        a process died, a port is in use
+    ├── LaunchError        a process died, a port is in use
+    └── Interrupted        somebody asked the process to end before its work is done
 
 A message says what was found, where, what was expected and what to do. The command line prints it without a
 traceback and exits with 1. A programmer's mistake is an ``assert``.
@@ -56,3 +57,7 @@ class TrainingError(ClewError):
 
 class LaunchError(ClewError):
     """A process could not be started, or died."""
+
+
+class Interrupted(ClewError):
+    """Somebody asked the trainer to end before its last step."""

@@ -31,7 +31,7 @@ def pick_device(device: Literal["auto", "cpu", "cuda"]) -> torch.device:
     return torch.device(device)
 
 
-def load_model(path: str, dtype: Literal["float32", "bfloat16"], device: torch.device) -> PreTrainedModel:
+def load_model(path: str, dtype: Literal["float32", "bfloat16", "float64"], device: torch.device) -> PreTrainedModel:
     """A causal language model in eval mode, from a folder or the hub. Raises ModelError, also when the folder lacks
     some of its weights, which would be random."""
     import torch

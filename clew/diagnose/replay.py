@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from clew import config as configuration
@@ -27,11 +28,12 @@ from clew.errors import ModelError, RecordError
 from clew.record.digest import digest_rows, to_hex
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
-from clew.trainer.commit import environment
+from clew.trainer.commit import environment, repeats
 from clew.training import checkpoint
 from clew.training.engine import StepResult, TrainEngine
 
 TOLERANCES = {
+    "float64": Tolerance(absolute=1e-6, relative=1e-6),
     "float32": Tolerance(absolute=1e-3, relative=1e-3),
     "bfloat16": Tolerance(absolute=5e-2, relative=5e-2),
 }
@@ -148,7 +150,8 @@ def compare(
         if same_rows and name in stages.arrays and name in result.stages:
             recorded_arrays = [stages.arrays[name][each] for each in ids]
             how = EXACT if name == "advantages" and not _from_logprobs(algorithm) else tolerance
-            found.append(differences.in_stage(step, name, ids, recorded_arrays, result.stages[name], how))
+            here = [values.astype(np.float32, copy=False) for values in result.stages[name]]  # as they are kept
+            found.append(differences.in_stage(step, name, ids, recorded_arrays, here, how))
             if name == "loss" and not any(found[:-1]):
                 found[-1] = differences.suspect(found[-1], algorithm.loss)
     found += _tensors(run, step, result, recorded, tolerance)
@@ -180,7 +183,7 @@ def how_to_compare(recorded: dict[str, Any], engine: TrainEngine) -> tuple[Toler
         for name in flat_now
         if flat_then.get(name) != flat_now[name]
     ]
-    if not reasons and now["device"] == "cpu":
+    if repeats(then, now):
         return EXACT, ""
     return TOLERANCES[engine.config.model.dtype], "; ".join(reasons) or f"device {now['device']}"
 

@@ -31,19 +31,19 @@ _WITHIN_BLOCK = _mix(np.arange(_BLOCK, dtype=np.uint64))
 
 
 def digest_array(array: np.ndarray, *, name: str = "", start: int = 0) -> int:
-    """Digest of one array, or of the piece of it that begins at flat position `start` (a multiple of 65,536 unless
-    the piece is the last).
+    """Digest of one array, or of the piece of it that begins at flat position `start`.
 
     name: goes into the digest, so that two arrays that changed places differ.
     Every bit counts: 0.0 and -0.0 differ, and so do two NaNs with different payloads.
     """
-    assert start % _BLOCK == 0
     flat = np.ascontiguousarray(array).reshape(-1)
     bits = flat.view(f"u{flat.dtype.itemsize}")
     total = 0
-    for first in range(0, bits.size, _BLOCK):
-        block = bits[first : first + _BLOCK].astype(np.uint64)
-        within = int(np.add.reduce((block + np.uint64(1)) * _WITHIN_BLOCK[: block.size], dtype=np.uint64))
+    offset = start % _BLOCK
+    for first in range(-offset, bits.size, _BLOCK):
+        block = bits[max(first, 0) : first + _BLOCK].astype(np.uint64)
+        places = _WITHIN_BLOCK[max(-first, 0) :][: block.size]
+        within = int(np.add.reduce((block + np.uint64(1)) * places, dtype=np.uint64))
         total += within * _of_block((start + first) // _BLOCK)
     return total * _salt(name, flat.dtype.str) & _MASK
 

@@ -103,8 +103,8 @@ class Steps:
     def write_stages(
         self, step: int, rank: int, digests: Mapping[str, int], stages: Mapping[str, Sequence[np.ndarray]]
     ) -> None:
-        """2: what `rank` computed from its rows: one list of float32, aligned with the tokens, a sequence and stage;
-        and the digests of what it read of each, from `clew.record.digest.digest_rows`."""
+        """2: what `rank` computed from its rows: one list, kept as float32, aligned with the tokens, a sequence and
+        stage; and the digests of what it read of each, from `clew.record.digest.digest_rows`."""
         columns: dict[str, pa.Array] = {
             "id": pa.array(list(digests)),
             "digest": pa.array(list(digests.values()), pa.uint64()),
@@ -112,7 +112,8 @@ class Steps:
         for name, values in stages.items():
             offsets = np.zeros(len(values) + 1, np.int32)
             np.cumsum([len(value) for value in values], out=offsets[1:])
-            columns[name] = pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(values), pa.float32()))
+            flat = np.concatenate([np.empty(0, np.float32), *values]).astype(np.float32, copy=False)
+            columns[name] = pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat))
         path = self.stage_path(step, rank)
         path.parent.mkdir(exist_ok=True)
         rows.write_table(path, pa.table(columns, metadata={"clew_format": str(rows.FORMAT)}))
@@ -183,10 +184,12 @@ class Steps:
         return set(self._read_table(step).column("group_id").to_pylist())
 
     def repair(self) -> None:
-        """Complete the index and remove half-written files, after a kill. Only the trainer calls it."""
+        """Complete the index and remove half-written files, and stages of a step that was not committed (it may be
+        made by other ranks now), after a kill. Only the trainer calls it."""
         for folder in (self.folder, *self.folder.glob("step-*/")):
             remove_strays(folder, "*")
         entries = self.index()
+        shutil.rmtree(self.stage_path(len(entries), 0).parent, ignore_errors=True)
         whole = "".join(self._index_line(entry["step"], entry) for entry in entries)
         if not self.index_path.exists() or self.index_path.read_text() != whole:
             write_bytes(self.index_path, whole.encode())

@@ -15,6 +15,7 @@ from clew.record.digest import digest_batch
 from clew.record.rows import Sequence
 from clew.record.run import PACKAGES, RunDirectory
 from clew.training.engine import StepResult, TrainEngine
+from clew.training.ranks import Ranks
 
 CONFIGURED = ("training", "algorithm")
 """The sections that decide what a step computes from its batch. A run may change them when it starts again."""
@@ -22,19 +23,39 @@ CONFIGURED = ("training", "algorithm")
 
 def environment(engine: TrainEngine) -> dict[str, Any]:
     """What must be the same for a step to repeat bit for bit."""
+    cuda = engine.device.type == "cuda"
     return {
-        "ranks": 1,
+        "ranks": engine.ranks.size,
         "threads": torch.get_num_threads(),
-        "device": engine.device.type,
+        "device": torch.cuda.get_device_name() if cuda else engine.device.type,
+        **({"deterministic": torch.are_deterministic_algorithms_enabled()} if cuda else {}),
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "packages": dict(_packages()),
     }
+
+
+def repeats(then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether a step made in one environment is promised bit for bit in the other: the same on the CPU, and on CUDA
+    with training.deterministic."""
+    return then == now and (now["device"] == "cpu" or now["deterministic"])
 
 
 @cache
 def _packages() -> dict[str, str]:
     """Looked up once: it takes milliseconds."""
     return {name: importlib.metadata.version(name) for name in PACKAGES if name != "clew"}
+
+
+def write_stages(run: RunDirectory, step: int, digests: Mapping[str, int], result: StepResult, ranks: Ranks) -> None:
+    """Write what this rank computed from its rows. digests: of all rows, in their order."""
+    own = sorted(row for minibatch in result.plan for rows in minibatch[ranks.rank :: ranks.size] for row in rows)
+    ids = list(digests)
+    run.steps.write_stages(
+        step,
+        ranks.rank,
+        {ids[row]: digests[ids[row]] for row in own},
+        {name: [values[row] for row in own] for name, values in result.stages.items()},
+    )
 
 
 def summarize(

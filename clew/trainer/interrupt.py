@@ -6,22 +6,22 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from clew.errors import ClewError
+from clew.errors import Interrupted
 
 PATIENCE_S = 5.0
 """Seconds in which the process should come to a place where it can end; after that it is cut short where it is."""
 
 
-class Interrupted(ClewError):
-    """Somebody asked the trainer to end before its last step."""
-
-
 class Interrupts:
     """Holds SIGINT and SIGTERM back until `check` is called, for `PATIENCE_S` or until a second signal; then they are a
-    KeyboardInterrupt: in the user's code that does not return, or in a long step. Of the main thread."""
+    KeyboardInterrupt: in the user's code that does not return, or in a long step. Of the main thread.
 
-    def __init__(self) -> None:
+    Ranks that follow rank 0 never call `check`: it tells them when to end, and has twice the time for that.
+    """
+
+    def __init__(self, *, leads: bool = True) -> None:
         self._asked = False
+        self._patience_s = PATIENCE_S if leads else 2 * PATIENCE_S
         self._wake: Callable[[], object] = _nothing
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._ask)
@@ -46,7 +46,7 @@ class Interrupts:
             raise KeyboardInterrupt
         self._asked = True
         signal.signal(signal.SIGALRM, self._insist)  # only now: before, it is the user's code's to use
-        signal.setitimer(signal.ITIMER_REAL, PATIENCE_S)
+        signal.setitimer(signal.ITIMER_REAL, self._patience_s)
         self._wake()
 
     def _insist(self, number: int, frame: object) -> None:

@@ -5,27 +5,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 
 from clew.config import Config
-from clew.errors import RolloutError, TrainingError
+from clew.errors import Interrupted, RolloutError, TrainingError
 from clew.record.run import RunDirectory
 from clew.record.weights import WeightRef
 from clew.rollout.evaluation import is_due
 from clew.trainer.batches import ReplayedSource, dump
-from clew.trainer.interrupt import Interrupted, Interrupts
+from clew.trainer.interrupt import Interrupts
 from clew.trainer.loop import Clock, Source, train
 from clew.trainer.publisher import Publisher, ServerLoader
 from clew.trainer.report import Tensorboard, draw_learning_curve
 from clew.trainer.resume import restore
-from clew.trainer.sources import LiveSource, RecordedSource
+from clew.trainer.sources import LiveSource, RecordedSource, SharedSource
 from clew.training import checkpoint
-from clew.training.engine import TrainEngine
+from clew.training.engine import GradientError, TrainEngine, make_deterministic
+from clew.training.ranks import ALONE, Ranks, rank_here
 from clew.waits import Reporter, waiting
 
 log = logging.getLogger("clew.trainer")
@@ -38,19 +39,13 @@ OnStep = Callable[[int, dict[str, Any]], None]
 def learn(config: Config, on_step: OnStep = lambda step, summary: None) -> None:
     """Train, in this process; rollout and inference are processes of their own. Raises ClewError when the run ends
     before its last step."""
-    torch.set_num_threads(config.threads)
-    run = RunDirectory(config.run_path)
-    with ExitStack() as stack:
-        stack.enter_context(run.hold("trainer"))
-        reporter = stack.enter_context(Reporter(run.status, "trainer"))
-        interrupts = Interrupts()
+    with _rank_of(config) as (ranks, run, reporter, interrupts), closing(ServerLoader(run)) as loader:
 
         def pause() -> None:
             interrupts.check()
             time.sleep(POLL_S)
 
-        loader = stack.enter_context(closing(ServerLoader(run)))
-        _train_live(config, run, reporter, load=loader, pause=pause, check=interrupts.check, on_step=on_step)
+        _train_live(config, run, ranks, reporter, load=loader, pause=pause, check=interrupts.check, on_step=on_step)
 
 
 def learn_inline(config: Config, on_step: OnStep) -> None:
@@ -107,21 +102,17 @@ def learn_inline(config: Config, on_step: OnStep) -> None:
             loading = engine.load_weights(ref)
             loop.run_until_complete(loading if gateway is None else gateway.call(loading))
 
-        _train_live(config, run, reporter, load=load, pause=pause, check=interrupts.check, on_step=on_step)
+        _train_live(config, run, ALONE, reporter, load=load, pause=pause, check=interrupts.check, on_step=on_step)
 
 
 def learn_from_record(config: Config, on_step: OnStep, *, until: int | None = None) -> None:
     """Train on the batches in config.debug.path, up to step `until` (default: training.steps): no rollout and no
     inference; nothing is published or evaluated. Raises ClewError, RecordError where a batch is missing."""
-    torch.set_num_threads(config.threads)
-    run = RunDirectory(config.run_path)
-    with ExitStack() as stack:
-        stack.enter_context(run.hold("trainer"))
-        reporter = stack.enter_context(Reporter(run.status, "trainer"))
-        interrupts = Interrupts()
+    with _rank_of(config) as (ranks, run, reporter, interrupts):
         _train(
             config,
             run,
+            ranks,
             reporter,
             live=ReplayedSource(config, run, interrupts.check),
             publish=lambda engine: None,
@@ -133,9 +124,24 @@ def learn_from_record(config: Config, on_step: OnStep, *, until: int | None = No
         )
 
 
+@contextmanager
+def _rank_of(config: Config) -> Iterator[tuple[Ranks, RunDirectory, Reporter, Interrupts]]:
+    """Be one of the run's trainer ranks."""
+    torch.set_num_threads(config.rank_threads)
+    run = RunDirectory(config.run_path)
+    with ExitStack() as stack:
+        rank = rank_here()
+        name = "trainer" if rank == 0 else f"trainer-{rank}"
+        stack.enter_context(run.hold(name))
+        reporter = stack.enter_context(Reporter(run.status, name))
+        interrupts = Interrupts(leads=rank == 0)
+        yield stack.enter_context(Ranks.joined()), run, reporter, interrupts
+
+
 def _train_live(
     config: Config,
     run: RunDirectory,
+    ranks: Ranks,
     reporter: Reporter,
     *,
     load: Callable[[WeightRef], None],
@@ -150,6 +156,7 @@ def _train_live(
         _train(
             config,
             run,
+            ranks,
             reporter,
             live=LiveSource(config, run, pause, clock),
             publish=publisher,
@@ -176,6 +183,7 @@ def _wait_for_evaluation(config: Config, run: RunDirectory, pause: Callable[[], 
 def _train(
     config: Config,
     run: RunDirectory,
+    ranks: Ranks,
     reporter: Reporter,
     *,
     live: Source,
@@ -188,19 +196,26 @@ def _train(
 ) -> None:
     """check: raises Interrupted when the trainer was asked to end."""
     reporter.set(doing="loading the model")
-    engine = restore(config, run)
-    run.describe(
-        config,
-        threads=torch.get_num_threads(),
-        device=engine.device.type,
-        topology={"ranks": 1},
-        parameters=engine.parameter_names,
-    )
-    tensorboard = Tensorboard(run, first_step=run.steps.count())
+    make_deterministic(config.training)
+
+    def published(engine: TrainEngine) -> None:
+        reporter.set(version=engine.version)
+        publish(engine)
+
+    engine = restore(config, run, ranks)
+    if ranks.leads:
+        run.describe(
+            config,
+            threads=torch.get_num_threads(),
+            device=engine.device.type,
+            topology={"ranks": ranks.size},
+            parameters=engine.parameter_names,
+        )
+    tensorboard = Tensorboard(run, first_step=run.steps.count()) if ranks.leads else None
 
     def stepped(step: int, summary: dict[str, Any]) -> None:
-        reporter.set(doing="training", version=step + 1)
-        tensorboard.add(step, summary)
+        if tensorboard is not None:
+            tensorboard.add(step, summary)
         if config.debug.dump_rollout_data:
             dump(config, run, step)
         if config.record.keep_steps is not None:
@@ -214,17 +229,18 @@ def _train(
             config,
             run,
             engine,
-            live=live,
-            recorded=RecordedSource(run, check),
-            publish=publish,
-            evaluated=evaluated,
+            live=SharedSource(live, run, ranks),
+            recorded=SharedSource(RecordedSource(run, check), run, ranks),
+            publish=published,
+            evaluated=lambda version: ranks.agree(f"the evaluation of version {version}", partial(evaluated, version)),
             on_step=stepped,
             clock=clock,
             until=config.training.steps if until is None else until,
         )
     except (Interrupted, TrainingError) as error:
         folder = run.checkpoints / f"step-{engine.version:06d}"
-        if engine.whole and engine.version == run.steps.count() and not folder.exists():
+        together = ranks.size == 1 or not isinstance(error, TrainingError) or isinstance(error, GradientError)
+        if together and engine.whole and engine.version == run.steps.count() and not folder.exists():
             checkpoint.save(engine, folder)  # so that it can go on with another configuration
         if isinstance(error, TrainingError):
             raise
@@ -233,5 +249,6 @@ def _train(
             f"same command again to go on."
         ) from None
     finally:
-        tensorboard.close()
-        draw_learning_curve(run)
+        if tensorboard is not None:
+            tensorboard.close()
+            draw_learning_curve(run)

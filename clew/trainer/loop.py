@@ -10,6 +10,9 @@ recorded batches.
 consumes  batches of groups, one a step
 produces  committed steps, published versions, checkpoints
 waits     for a batch and for evaluations (rollout unblocks them), for servers to load weights (they do)
+
+Every rank of the trainer runs it. Rank 0 alone talks to rollout and inference, and commits; the others follow it from
+one batch to the next.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from clew.config import Config
 from clew.record.digest import digest_rows
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
-from clew.trainer.commit import summarize
+from clew.trainer.commit import summarize, write_stages
 from clew.trainer.resume import verify
 from clew.training import checkpoint
 from clew.training.engine import TrainEngine
@@ -80,7 +83,7 @@ def train(
     until the last of them. publish: hands the weights to inference, returns when they serve. evaluated: returns when
     the evaluation of that version, if one is due, is complete. on_step: told of each step that this call committed.
     """
-    committed = run.steps.count()
+    committed, ranks = run.steps.count(), engine.ranks
     while True:
         version = engine.version  # also the number of the step that these weights will make
         replaying = version < committed
@@ -89,12 +92,14 @@ def train(
                 evaluated(version - 1)  # by one version all of it: so before the next one is published
             with clock("publish"):
                 publish(engine)
-            with clock("record"):
-                run.inbox.remove(run.steps.read(version - 1)["groups"] if version else ())
+            if ranks.leads:
+                with clock("record"):
+                    run.inbox.remove(run.steps.read(version - 1)["groups"] if version else ())
         if checkpoint.is_due(version, config):
             with clock("checkpoint"):
                 checkpoint.save(engine, run.checkpoints / f"step-{version:06d}")
-                checkpoint.prune(run.checkpoints, config.checkpoint.keep)
+                if ranks.leads:
+                    checkpoint.prune(run.checkpoints, config.checkpoint.keep)
         if version >= until:
             evaluated(version)
             return
@@ -108,6 +113,8 @@ def train(
             verify(run, version, summary)
             continue
         with clock("record"):
-            run.steps.write_stages(version, 0, digests, result.stages)
-        run.steps.commit(version, {**summary, "timings": {**result.timings, **clock.take()}})
-        on_step(version, run.steps.read(version))
+            write_stages(run, version, digests, result, ranks)
+            ranks.meet()  # what is committed is there from all of them
+        if ranks.leads:
+            run.steps.commit(version, {**summary, "timings": {**result.timings, **clock.take()}})
+            on_step(version, run.steps.read(version))

@@ -28,6 +28,8 @@ class Publisher:
 
     1. the weights are written, 2. announced, 3. loaded by the servers that are registered, 4. published to rollout,
     5. their predecessors are removed.
+
+    Of several ranks each calls it, for its slice of the weights; the rest is rank 0's.
     """
 
     def __init__(self, config: Config, run: RunDirectory, load: Callable[[WeightRef], None]) -> None:
@@ -35,16 +37,28 @@ class Publisher:
         self._run = run
         self._load = load
         self._folder = run.path / "weights"
+        self._leads = False
         self._outside = config.inference.weights is not None
         if config.inference.weights is not None:
             name = hashlib.blake2b(str(run.path.resolve()).encode(), digest_size=6).hexdigest()
             self._folder = Path(config.inference.weights) / f"clew-{name}"
 
     def __call__(self, engine: TrainEngine) -> None:
+        digest = engine.weights_digest()  # every rank has its part in it
+
+        def written() -> bool:
+            ref = self._run.newest_weights()
+            return ref is not None and (ref.version, ref.digest) == (engine.version, digest) and ref.exists()
+
         ref = self._run.newest_weights()
-        if ref is None or (ref.version, ref.digest) != (engine.version, engine.weights_digest()) or not ref.exists():
+        if not engine.ranks.agree(f"whether version {engine.version} is written already", written):
             ref = write_weights(engine, self._folder / f"version-{engine.version:06d}", engine.version)
-            self._run.announce_weights(ref)
+            if engine.ranks.leads:
+                self._run.announce_weights(ref)
+        if not engine.ranks.leads:
+            return
+        self._leads = True
+        assert ref is not None
         self._load(ref)
         self._run.inbox.publish(ref.version)
         for folder in self._folder.iterdir():
@@ -53,7 +67,7 @@ class Publisher:
 
     def close(self) -> None:
         """Leave no weights outside the run directory; the checkpoint has them."""
-        if self._outside:
+        if self._outside and self._leads:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 

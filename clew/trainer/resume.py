@@ -10,8 +10,10 @@ from clew import config as configuration
 from clew.config import Config
 from clew.errors import ConfigError, RecordError, TrainingError
 from clew.record.run import RunDirectory
+from clew.trainer.commit import repeats
 from clew.training import checkpoint
 from clew.training.engine import TrainEngine
+from clew.training.ranks import Ranks
 
 log = logging.getLogger("clew.trainer")
 
@@ -19,14 +21,16 @@ TOLERANCE = 1e-3
 """Relative, on loss and gradient norm, where bits are not promised."""
 
 
-def restore(config: Config, run: RunDirectory) -> TrainEngine:
+def restore(config: Config, run: RunDirectory, ranks: Ranks) -> TrainEngine:
     """The engine at the nearest checkpoint, or at the model that the run begins with.
 
     Raises ConfigError: another model, or another training of steps that must be trained again; RecordError: no run of
     `clew train`.
     """
-    run.clean_after_trainer()
-    checkpoint.clean(run.checkpoints)
+    if ranks.leads:
+        run.clean_after_trainer()
+        checkpoint.clean(run.checkpoints)
+    ranks.meet()
     saved = checkpoint.saved(run.checkpoints)
     version, committed = checkpoint.latest_version(run.checkpoints), run.steps.count()
     if version > committed:
@@ -40,9 +44,9 @@ def restore(config: Config, run: RunDirectory) -> TrainEngine:
         )
     if run.newest_weights() is not None:
         _refuse_changes(config, run, version, committed)
-    if committed > version:
+    if committed > version and ranks.leads:
         log.info("resuming: checkpoint %d, then steps %d to %d from the record", version, version, committed - 1)
-    engine = TrainEngine(config)
+    engine = TrainEngine(config, ranks=ranks)
     if saved:
         checkpoint.load(engine, saved[-1])
     return engine
@@ -78,7 +82,7 @@ def verify(run: RunDirectory, step: int, again: dict[str, Any]) -> None:
     """
     recorded = run.steps.read(step)
     then, now = recorded["environment"], again["environment"]
-    exact = then == now and now["device"] == "cpu"
+    exact = repeats(then, now)
     for stage in ("data", "gradients", "weights") if exact else ("data",):
         if recorded["digests"][stage] != again["digests"][stage]:
             raise TrainingError(

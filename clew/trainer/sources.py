@@ -11,8 +11,27 @@ from clew.config import Config
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
 from clew.rollout.admission import Choice, choose_batch
-from clew.trainer.loop import Clock
+from clew.trainer.loop import Clock, Source
+from clew.training.ranks import Ranks
 from clew.waits import waiting
+
+
+class SharedSource:
+    """What another source hands out to rank 0, on every rank: the others read it from steps/ when it is there."""
+
+    def __init__(self, source: Source, run: RunDirectory, ranks: Ranks) -> None:
+        self._source = source
+        self._run = run
+        self._ranks = ranks
+
+    def batch(self, step: int) -> list[Sequence]:
+        batch: list[Sequence] = []
+
+        def wait() -> None:
+            batch.extend(self._source.batch(step))
+
+        self._ranks.agree(f"the batch of step {step}", wait)
+        return batch if self._ranks.leads else self._run.steps.read_data(step)
 
 
 class RecordedSource:

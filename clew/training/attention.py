@@ -21,10 +21,10 @@ SHORT = 128
 """Tokens up to which it is faster."""
 
 
-def use_short_attention(model: Any) -> None:
+def use_short_attention(model: Any, device: torch.device) -> None:
     """Have `model` compute its attention here, where that is faster: in float32 on the CPU."""
     plain = model.config._attn_implementation == "sdpa"
-    if plain and model.dtype == torch.float32 and model.device.type == "cpu":
+    if plain and model.dtype == torch.float32 and device.type == "cpu":
         model.set_attn_implementation(NAME)
 
 

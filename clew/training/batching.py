@@ -12,7 +12,8 @@ from clew.config import Algorithm
 from clew.record import rows as record
 
 Plan = list[list[list[int]]]
-"""plan[mini-batch][micro-batch] lists rows of the batch. It is JSON as it stands and goes into the record."""
+"""plan[mini-batch][micro-batch] lists rows of the batch. Of N ranks, rank r computes the micro-batches r, r + N, ...:
+each as many, so some may be empty. It is JSON as it stands and goes into the record."""
 
 
 ENOUGH = 2048
@@ -21,12 +22,20 @@ SHORT = 0.75
 """... that is, those below this share of its longest row, whose padding would cost more than another pass."""
 
 
-def plan_step(lengths: Sequence[int], group_ids: Sequence[str], *, minibatches: int, budget: int) -> Plan:
-    """Split a batch by groups, in their order, into mini-batches of as equal numbers of groups as possible, and each
-    of those into micro-batches of at most `budget` tokens.
+def plan_step(
+    lengths: Sequence[int],
+    group_ids: Sequence[str],
+    *,
+    minibatches: int,
+    budget: int,
+    ranks: int = 1,
+    width: int = 1,
+) -> Plan:
+    """Split a batch by groups, in their order, into mini-batches of as equal numbers of groups as possible, and deal
+    each of those.
 
     lengths: tokens of each row.   group_ids: of each row.
-    minibatches: how many; fewer where there are fewer groups.
+    minibatches: how many; fewer where there are fewer groups.   budget, ranks, width: see `deal`.
     """
     rows_of: dict[str, list[int]] = {}
     for row, group_id in enumerate(group_ids):
@@ -35,9 +44,39 @@ def plan_step(lengths: Sequence[int], group_ids: Sequence[str], *, minibatches: 
     count = min(minibatches, len(groups))
     bounds = [len(groups) * i // count for i in range(count + 1)]
     return [
-        pack(lengths, [row for group in groups[first:last] for row in group], budget=budget)
+        deal(lengths, [row for group in groups[first:last] for row in group], budget=budget, ranks=ranks, width=width)
         for first, last in pairwise(bounds)
     ]
+
+
+def deal(
+    lengths: Sequence[int], rows: Sequence[int], *, budget: int, ranks: int = 1, width: int = 1
+) -> list[list[int]]:
+    """Micro-batches of at most `budget` tokens for all ranks, one of each rank after the other.
+
+    width: the model's hidden size, which says from which length on attention costs more than the rest.
+    """
+    packed = [pack(lengths, share, budget=budget) for share in balance(lengths, rows, ranks=ranks, width=width)]
+    most = max(len(each) for each in packed)
+    return [each[place] if place < len(each) else [] for place in range(most) for each in packed]
+
+
+def balance(lengths: Sequence[int], rows: Sequence[int], *, ranks: int, width: int) -> list[list[int]]:
+    """The rows of each rank, so that all have about as much to compute: the costliest row first, each to the rank that
+    has least so far.
+
+    A row of T tokens costs T x (12 x width + T): in a layer of the usual proportions a token takes 24 x width^2
+    multiplications outside attention, and 2 x width for each of the tokens that it attends to.
+    """
+    if ranks == 1:
+        return [list(rows)]
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    costs = [0] * ranks
+    for row in sorted(rows, key=lambda row: (-lengths[row], row)):
+        least = costs.index(min(costs))
+        shares[least].append(row)
+        costs[least] += lengths[row] * (12 * width + lengths[row])
+    return shares
 
 
 def pack(lengths: Sequence[int], rows: Sequence[int], *, budget: int) -> list[list[int]]:
@@ -60,7 +99,7 @@ def pack(lengths: Sequence[int], rows: Sequence[int], *, budget: int) -> list[li
 
 def padding_share(lengths: Sequence[int], plan: Plan) -> float:
     """Of all tokens computed, the share that is padding."""
-    computed = sum(len(rows) * max(lengths[row] for row in rows) for minibatch in plan for rows in minibatch)
+    computed = sum(len(rows) * max(lengths[row] for row in rows) for minibatch in plan for rows in minibatch if rows)
     return 1 - sum(lengths) / computed if computed else 0.0
 
 

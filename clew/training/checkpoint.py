@@ -27,6 +27,7 @@ from clew.record.rows import check_format
 from clew.training.digests import Digests, digest_tensors
 from clew.training.engine import TrainEngine
 from clew.training.folders import remove_folder, save_model, save_tokenizer, written_aside
+from clew.training.sharding import collect, fill, state_of
 
 FORMAT = 1
 """Version of checkpoint.json. A reader refuses a newer one."""
@@ -41,7 +42,8 @@ def is_due(version: int, config: Config) -> bool:
 
 
 def save(engine: TrainEngine, folder: Path) -> None:
-    """Write a checkpoint; `folder` appears whole. One that is there already and is the same is left as it is.
+    """Write a checkpoint, which any number of ranks can load; `folder` appears whole. One that is there already and is
+    the same is left as it is. Every rank calls this at once; rank 0 writes.
 
     Raises RecordError when the disk is full.
     """
@@ -53,16 +55,23 @@ def save(engine: TrainEngine, folder: Path) -> None:
         "dtype": engine.config.model.dtype,
         "recent_norms": list(engine.recent_norms),
         "weights": _said(engine.weights_digests()),
-        "state": _said(digest_tensors(state.items())),
+        "state": _said(digest_tensors(state.items(), engine.ranks)),
     }
-    if (folder / "checkpoint.json").exists() and read_json(folder / "checkpoint.json") == said:
+
+    def there() -> bool:
+        return (folder / "checkpoint.json").exists() and read_json(folder / "checkpoint.json") == said
+
+    if engine.ranks.agree(f"whether {folder.name} is written already", there):
         return
-    with written_aside(folder) as aside:
-        save_model(engine.model, aside)
-        save_tokenizer(engine.tokenizer, aside)
-        (aside / STATE).parent.mkdir()
-        save_file({name: tensor.contiguous() for name, tensor in state.items()}, aside / STATE)
-        write_json(aside / "checkpoint.json", said)
+    weights, state = state_of(engine.model, engine.ranks), collect(state, engine.ranks)
+    if engine.ranks.leads:
+        with written_aside(folder) as aside:
+            save_model(engine.model, aside, weights)
+            save_tokenizer(engine.tokenizer, aside)
+            (aside / STATE).parent.mkdir()
+            save_file(state, aside / STATE)
+            write_json(aside / "checkpoint.json", said)
+    engine.ranks.meet()
 
 
 def load(engine: TrainEngine, folder: Path) -> None:
@@ -79,7 +88,7 @@ def load(engine: TrainEngine, folder: Path) -> None:
             f"{folder} was trained with model.dtype={said['dtype']}, this run has "
             f"{engine.config.model.dtype}. Set it back, or start another trial=NAME from that folder."
         )
-    loaded, state = _read(folder, engine.config.model.dtype, engine.device)
+    loaded, state = _read(folder, engine.config.model.dtype)
     _check_same_model(folder, engine.model.named_parameters(), loaded.named_parameters())
     for kind, found in (
         ("weights", digest_tensors(loaded.named_parameters())),
@@ -90,7 +99,7 @@ def load(engine: TrainEngine, folder: Path) -> None:
                 raise _altered(
                     folder, f"{name} ({kind}) has the digest {digest}; checkpoint.json says {said[kind].get(name)}"
                 )
-    engine.model.load_state_dict(loaded.state_dict())
+    fill(engine.model, loaded.state_dict())
     torch.set_rng_state(state.pop(_RANDOM))
     engine.optimizer.load_state(state, updates=said["updates"])
     engine.restored(said["version"], said["recent_norms"])
@@ -100,13 +109,13 @@ def digests_of(engine: TrainEngine) -> dict[str, dict[str, str]]:
     """The digest of each tensor that a checkpoint would hold now, but for the random state; by kind and name."""
     return {
         "weights": _said(engine.weights_digests()),
-        "state": _said(digest_tensors(engine.optimizer.state().items())),
+        "state": _said(digest_tensors(engine.optimizer.state().items(), engine.ranks)),
     }
 
 
 def digests_in(folder: Path, engine: TrainEngine) -> dict[str, dict[str, str]]:
     """The same of the files in a checkpoint. Raises RecordError: truncated."""
-    loaded, state = _read(folder, engine.config.model.dtype, torch.device("cpu"))
+    loaded, state = _read(folder, engine.config.model.dtype)
     return {
         "weights": _said(digest_tensors(loaded.named_parameters())),
         "state": _said(digest_tensors(state.items())),
@@ -147,9 +156,9 @@ def point_latest(checkpoints: Path, folder: Path) -> None:
     link.replace(checkpoints / "latest")
 
 
-def _read(folder: Path, dtype: Any, device: torch.device) -> tuple[Any, dict[str, Tensor]]:
+def _read(folder: Path, dtype: Any) -> tuple[Any, dict[str, Tensor]]:
     try:
-        return load_model(str(folder), dtype, device), load_file(folder / STATE)
+        return load_model(str(folder), dtype, torch.device("cpu")), load_file(folder / STATE)
     except (ModelError, SafetensorError, OSError) as error:
         raise _altered(folder, str(error)) from error
 

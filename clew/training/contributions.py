@@ -45,7 +45,7 @@ def contributions(engine: TrainEngine, step: Prepared) -> Iterator[Contribution]
     """
     for number, minibatch in enumerate(step.plan):
         trained = sum(step.tokens.trained_in(rows) for rows in minibatch)
-        for rows in minibatch:
+        for rows in filter(None, minibatch):
             _backward(engine, step, rows, trained)
         whole = {name: grad.clone() for name, grad in engine.optimizer.gradients().items()}
         norm = _norm(whole.values())

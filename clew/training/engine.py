@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import statistics
 import time
 from collections import deque
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceABC
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -33,12 +35,14 @@ from clew.record.digest import to_hex, total
 from clew.record.rows import Sequence
 from clew.training.advantages import advantages_function
 from clew.training.attention import use_short_attention
-from clew.training.batching import Plan, loss_weights, pack, padding_share, plan_step
+from clew.training.batching import Plan, deal, loss_weights, padding_share, plan_step
 from clew.training.digests import Digests, digest_tensors
 from clew.training.losses import loss_function, supervised_loss
 from clew.training.metrics import gap_metrics, lag_metrics, rollout_metrics
 from clew.training.optimizer import Optimizer
+from clew.training.ranks import ALONE, Ranks
 from clew.training.scoring import Scores, score
+from clew.training.sharding import checkpoint_activations, shard, slice_of
 from clew.training.tokens import MicroBatch, Tokens
 
 Watch = Callable[[str, dict[str, Any]], None]
@@ -63,7 +67,7 @@ class StepResult:
 
     metrics: dict[str, float]
     stages: dict[str, list[np.ndarray]]
-    """By name, one float32 array a sequence, aligned with its tokens, 0 where a token is not trained on:
+    """By name, one array a sequence (also of other ranks), aligned with its tokens, 0 where a token is not trained on:
     advantages, proximal_logprobs, logprobs (current, as the loss saw them), reference_logprobs (with KL), loss (what
     the token contributes to the mean over all tokens: weighted as algorithm.loss_mean asks)."""
     plan: Plan
@@ -95,6 +99,7 @@ class _Pass:
     """What the updates of one step add up to."""
 
     logprobs_S: np.ndarray
+    """Of this rank's rows, 0 elsewhere; of all when the updates are done."""
     loss_S: np.ndarray
     sums: dict[str, float] = field(default_factory=dict)
     gradients: list[Digests] = field(default_factory=list)
@@ -103,20 +108,34 @@ class _Pass:
     lr: float = 0.0
 
 
+class GradientError(TrainingError):
+    """A number in the midst of a step that is none. Every rank has met it."""
+
+
 class TrainEngine:
-    """The policy, its optimizer and the reference model, on one rank.
+    """The policy, its optimizer and the reference model; with several ranks, this rank's slice of them (FSDP2).
+
+    Every rank calls the same methods in the same order, with the same batch, and gets the same results.
 
     The model stays in eval mode: no dropout, so that logprobs here and in inference mean the same distribution, and
-    so that a step repeats bit for bit (on CPU, with the same number of threads).
+    so that a step repeats bit for bit (on CPU, with the same number of ranks and threads).
     """
 
-    def __init__(self, config: Config, *, model_path: str | None = None, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        model_path: str | None = None,
+        device: torch.device | None = None,
+        ranks: Ranks = ALONE,
+    ) -> None:
         """Load the model. Raises ModelError; ConfigError for a loss or advantages that cannot be loaded.
 
         model_path: other weights to begin with than config.model.path (which the KL term refers to in any case).
         device: None takes config.model.device.
         """
         self.config = config
+        self.ranks = ranks
         self._advantages, self._loss = advantages_function(config.algorithm), loss_function(config.algorithm)
         self.device = device or pick_device(config.model.device)
         path = model_path or config.model.path
@@ -197,7 +216,7 @@ class TrainEngine:
             tokens.lengths.tolist(),
             [sequence.group_id for sequence in sequences],
             minibatches=algorithm.minibatches,
-            budget=self.config.training.micro_batch_tokens,
+            **self._dealing,
         )
         with self._timed("reference"):
             reference_S = self._score_all(self._reference, tokens, plan) if self._reference is not None else None
@@ -246,8 +265,7 @@ class TrainEngine:
         Raises TrainingError as `train_step` does.
         """
         self._timings = dict.fromkeys(("forward_backward", "optimizer", "digest"), 0.0)
-        rows = list(range(len(tokens.ids)))
-        plan = [pack(tokens.lengths.tolist(), rows, budget=self.config.training.micro_batch_tokens)]
+        plan = [deal(tokens.lengths.tolist(), range(len(tokens.ids)), **self._dealing)]
         done = self._updates(tokens, plan, lambda _, logprobs_N: (supervised_loss(logprobs_N), {}))
         stages = {"logprobs": tokens.split(done.logprobs_S), "loss": tokens.split(done.loss_S)}
         return self._finish(tokens, plan, done, stages=stages, metrics={})
@@ -255,8 +273,7 @@ class TrainEngine:
     def score(self, sequences: SequenceABC[Sequence]) -> list[np.ndarray]:
         """The logprobs that the policy gives the trained tokens now, aligned like a stage. Changes nothing."""
         tokens = Tokens.of(sequences)
-        budget = self.config.training.micro_batch_tokens
-        plan = [pack(tokens.lengths.tolist(), range(len(sequences)), budget=budget)]
+        plan = [deal(tokens.lengths.tolist(), range(len(sequences)), **self._dealing)]
         return tokens.split(self._score_all(self.model, tokens, plan))
 
     def weights_digest(self) -> str:
@@ -266,7 +283,7 @@ class TrainEngine:
     def weights_digests(self) -> Digests:
         """The digest of each parameter."""
         if self._digests is None:
-            self._digests = digest_tensors(self.model.named_parameters())
+            self._digests = digest_tensors(self.model.named_parameters(), self.ranks)
         return self._digests
 
     @property
@@ -282,8 +299,14 @@ class TrainEngine:
 
     # Inside a step ---------------------------------------------------------------------------------------------------
 
+    @property
+    def _dealing(self) -> dict[str, int]:
+        """How `deal` makes micro-batches for this model and these ranks."""
+        width = getattr(self.model.config.get_text_config(), "hidden_size", None) or 1
+        return {"budget": self.config.training.micro_batch_tokens, "ranks": self.ranks.size, "width": width}
+
     def _updates(self, tokens: Tokens, plan: Plan, loss_of: TokenLoss) -> _Pass:
-        done = _Pass(logprobs_S=np.zeros(tokens.starts[-1], np.float32), loss_S=np.zeros(tokens.starts[-1], np.float32))
+        done = _Pass(logprobs_S=self._zeros(tokens), loss_S=self._zeros(tokens))
         for minibatch in plan:
             problem: str | None = None
             with self._timed("forward_backward"):
@@ -294,11 +317,11 @@ class TrainEngine:
                     for name, value in {"entropy": scores.entropies_N.sum(), **sums}.items():
                         done.sums[name] = done.sums.get(name, 0.0) + float(value)
             with self._timed("digest"):
-                done.gradients.append(digest_tensors(self.optimizer.gradients().items()))
+                done.gradients.append(digest_tensors(self.optimizer.gradients().items(), self.ranks))
             with self._timed("optimizer"):
                 done.lr = self.optimizer.lr
                 done.norms.append(self.optimizer.clip())
-                problem = problem or self._bad_norm(done.norms[-1])
+                problem = next(filter(None, self.ranks.gather(problem)), None) or self._bad_norm(done.norms[-1])
                 if problem is not None:
                     self._refuse(problem, done)
                     continue
@@ -307,16 +330,20 @@ class TrainEngine:
                 self.whole = False
                 self.optimizer.update()
         self._digests = None
+        done.logprobs_S, done.loss_S = self.ranks.add_up(done.logprobs_S), self.ranks.add_up(done.loss_S)
+        everyone = self.ranks.gather(done.sums)
+        done.sums = {name: sum(each.get(name, 0.0) for each in everyone) for each in everyone for name in each}
         return done
 
     def _backward(
         self, tokens: Tokens, minibatch: list[list[int]], loss_of: TokenLoss
     ) -> Iterator[tuple[MicroBatch, Scores, Tensor, dict[str, Tensor]]]:
-        """Accumulate the gradient of the mean over all trained tokens of a mini-batch."""
+        """Accumulate the gradient of the mean over all trained tokens of a mini-batch, of this rank's micro-batches."""
         trained = sum(tokens.trained_in(rows) for rows in minibatch)
-        for rows in minibatch:
-            micro = MicroBatch.of(tokens, rows, self.device)
-            if not len(micro.where_N):
+        for micro in self._own(tokens, minibatch):
+            if micro is None:
+                (self._score(self.model, self._idle).logprobs_N.sum() * 0).backward()
+                self.optimizer.gather()
                 continue
             scores = self._score(self.model, micro)
             loss_N, sums = loss_of(micro, scores.logprobs_N)
@@ -326,15 +353,39 @@ class TrainEngine:
 
     @torch.no_grad()
     def _score_all(self, model: Any, tokens: Tokens, plan: Plan) -> np.ndarray:
-        """[S] float32 logprobs of the trained tokens, in exactly the micro-batches of the loss, so that the same
-        weights give the same bits."""
-        logprobs_S = np.zeros(tokens.starts[-1], np.float32)
+        """[S] logprobs of the trained tokens, in exactly the micro-batches of the loss, so that the same weights give
+        the same bits."""
+        logprobs_S = self._zeros(tokens)
         for minibatch in plan:
-            for rows in minibatch:
-                micro = MicroBatch.of(tokens, rows, self.device)
-                if len(micro.where_N):
-                    logprobs_S[micro.where_N] = self._score(model, micro).logprobs_N.cpu().numpy()
-        return logprobs_S
+            for micro in self._own(tokens, minibatch):
+                scores = self._score(model, micro or self._idle)
+                if micro is not None:
+                    logprobs_S[micro.where_N] = scores.logprobs_N.cpu().numpy()
+        return self.ranks.add_up(logprobs_S)
+
+    def _own(self, tokens: Tokens, minibatch: list[list[int]]) -> Iterator[MicroBatch | None]:
+        """This rank's micro-batches; None where the others have one and this rank has nothing: it must compute
+        something all the same, since all gather parameters together."""
+        for rows in minibatch[self.ranks.rank :: self.ranks.size]:
+            micro = MicroBatch.of(tokens, rows, self.device) if tokens.trained_in(rows) else None
+            if micro is not None or self.ranks.size > 1:
+                yield micro
+
+    @cached_property
+    def _idle(self) -> MicroBatch:
+        """Two tokens that stand for nothing."""
+        nothing = Tokens(
+            ids=["idle"],
+            starts=np.array([0, 2]),
+            input_ids_S=np.zeros(2, np.int32),
+            loss_mask_S=np.array([False, True]),
+            temperatures_S=np.ones(2, np.float32),
+        )
+        return MicroBatch.of(nothing, [0], self.device)
+
+    def _zeros(self, tokens: Tokens) -> np.ndarray:
+        """[S] for what the model computes: float32, or as wide as the model."""
+        return np.zeros(tokens.starts[-1], np.float64 if self.model.dtype == torch.float64 else np.float32)
 
     @staticmethod
     def _score(model: Any, micro: MicroBatch) -> Scores:
@@ -392,7 +443,7 @@ class TrainEngine:
     def _bad_norm(self, norm: float) -> str | None:
         """What is wrong with the norm of a gradient."""
         if not math.isfinite(norm):
-            names = [name for name, grad in self.optimizer.gradients().items() if not bool(grad.isfinite().all())]
+            names = self._not_finite(self.optimizer.gradients().items())
             where = names[0] if names else "the sum"
             return f"the norm of the gradient is {norm}, first in {where}, although every loss is finite."
         factor = self.config.training.spike_factor
@@ -412,7 +463,7 @@ class TrainEngine:
         said = f"step {self.version}: {problem} This update was not made."
         where = f"`clew blame RUN --step {self.version}` says where it comes from"
         if self.config.training.on_bad_gradient == "stop":
-            raise TrainingError(
+            raise GradientError(
                 f"{said} {where}; perhaps training.lr is too high. With training.on_bad_gradient=skip the run goes on "
                 f"without such updates."
             )
@@ -420,17 +471,27 @@ class TrainEngine:
         log.warning("%s %s.", said, where)
 
     def _check_weights(self) -> None:
-        for name, parameter in self.model.named_parameters():
-            if not bool(parameter.isfinite().all()):
-                raise TrainingError(
-                    f"step {self.version}: after the update {name} is not finite, although every gradient was. The "
-                    f"step was not committed. training.lr is {self.config.training.lr:g}: start another trial=NAME "
-                    f"with a lower one, from the last checkpoint."
-                )
+        if names := self._not_finite(self.model.named_parameters()):
+            raise GradientError(
+                f"step {self.version}: after the update {names[0]} is not finite, although every gradient was. The "
+                f"step was not committed. training.lr is {self.config.training.lr:g}: start another trial=NAME "
+                f"with a lower one, from the last checkpoint."
+            )
+
+    def _not_finite(self, named: Iterable[tuple[str, Tensor]]) -> list[str]:
+        """The names of those tensors that have NaN or infinity on some rank."""
+        pieces = {name: slice_of(tensor.detach(), self.ranks) for name, tensor in named}
+        bad = [piece is not None and not bool(piece[0].isfinite().all()) for piece in pieces.values()]
+        counts = self.ranks.add_up(np.array(bad, np.int64))
+        return [name for name, count in zip(pieces, counts, strict=True) if count]
 
     def _load(self, path: str) -> Any:
-        model = load_model(path, self.config.model.dtype, self.device)
-        use_short_attention(model)
+        alone = self.ranks.size == 1
+        model = load_model(path, self.config.model.dtype, self.device if alone else torch.device("cpu"))
+        use_short_attention(model, self.device)
+        if self.config.training.activation_checkpointing:
+            checkpoint_activations(model)
+        shard(model, self.ranks, self.device)
         return model
 
     @contextmanager
@@ -440,6 +501,14 @@ class TrainEngine:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._timings[part] = self._timings.get(part, 0.0) + time.perf_counter() - started
+
+
+def make_deterministic(training: Training) -> None:
+    """Have CUDA's kernels give the same bits each time, where training.deterministic asks for it; call it before the
+    first of them."""
+    if training.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
+    torch.use_deterministic_algorithms(training.deterministic)
 
 
 def _nobody(stage: str, scope: dict[str, Any]) -> None: ...

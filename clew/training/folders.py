@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
+from torch import Tensor
 
 from clew.errors import ModelError
 from clew.record.files import explain_disk_errors
@@ -45,10 +46,13 @@ def remove_folder(folder: Path) -> None:
         shutil.rmtree(doomed, ignore_errors=True)
 
 
-def save_model(model: Any, folder: Path) -> None:
-    """Write weights (safetensors, in transformers' naming, a tied head once) and config.json. Raises ModelError."""
+def save_model(model: Any, folder: Path, weights: dict[str, Tensor]) -> None:
+    """Write weights (safetensors, in transformers' naming, a tied head once) and config.json. Raises ModelError.
+
+    weights: of `model`, from `clew.training.sharding.state_of`.
+    """
     try:
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, state_dict=dict(weights))
     except ValueError as error:  # transformers refuses, for example, a generation configuration that contradicts itself
         raise ModelError(f"transformers cannot save this {type(model).__name__}: {error}") from error
 

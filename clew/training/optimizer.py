@@ -1,4 +1,4 @@
-"""AdamW, its schedule and clipping, on 32-bit weights whatever type the model computes in."""
+"""AdamW, its schedule and clipping, on weights of at least 32 bits whatever type the model computes in."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from clew.config import Training
 from clew.training.schedule import learning_rate
+from clew.training.sharding import like, whole
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
@@ -17,9 +18,10 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 class Optimizer:
     """One optimizer update after another.
 
-    A float32 model's parameters are updated in place. For a bfloat16 model, float32 masters are updated and rounded
-    into it after each update, and the gradients of micro-batches are summed in the masters: the model computes with
-    exactly the weights that inference gets, and no small update is lost.
+    A float32 or float64 model's parameters are updated in place. For a bfloat16 model, float32 masters are updated and
+    rounded into it after each update, and the gradients of micro-batches are summed in the masters: the model computes
+    with exactly the weights that inference gets, and no small update is lost. Of a model that is spread over ranks,
+    each updates its slices.
     """
 
     def __init__(self, model: nn.Module, training: Training, *, total_updates: int) -> None:
@@ -29,10 +31,10 @@ class Optimizer:
         self._total = total_updates
         self._parameters = dict(model.named_parameters())
         self.masters: dict[str, Tensor] = {
-            name: parameter if parameter.dtype == torch.float32 else parameter.detach().float().requires_grad_()
+            name: parameter if parameter.dtype.itemsize >= 4 else parameter.detach().float().requires_grad_()
             for name, parameter in self._parameters.items()
         }
-        """The float32 weights, by the parameter's name."""
+        """The weights that are updated, by the parameter's name."""
         self._rounded = [name for name, master in self.masters.items() if master is not self._parameters[name]]
         matrices = [master for master in self.masters.values() if master.dim() >= 2]
         vectors = [master for master in self.masters.values() if master.dim() < 2]
@@ -73,7 +75,7 @@ class Optimizer:
     def clip(self) -> float:
         """Scale the gradients down to `max_grad_norm`; returns their norm before. If that is not finite, they stay."""
         gradients = list(self.gradients().values())
-        norm = nn.utils.get_total_norm(gradients)
+        norm = whole(nn.utils.get_total_norm(gradients))
         if math.isfinite(norm):
             nn.utils.clip_grads_with_norm_(self.masters.values(), self._training.max_grad_norm, norm)
         return float(norm)
@@ -108,11 +110,13 @@ class Optimizer:
         for name, master in self.masters.items():
             if name in self._rounded:
                 with torch.no_grad():
-                    master.copy_(state[f"{name}.master"])
+                    master.copy_(like(master, state[f"{name}.master"]))
             if f"{name}.step" in state:
                 moments: dict[str, Any] = {moment: state[f"{name}.{moment}"].clone() for moment in MOMENTS}
-                device = master.device
-                self._adamw.state[master] = {moment: value.to(device) for moment, value in moments.items()}
+                self._adamw.state[master] = {
+                    moment: value.to(master.device) if value.dim() == 0 else like(master, value)
+                    for moment, value in moments.items()
+                }
             else:
                 self._adamw.state.pop(master, None)
 

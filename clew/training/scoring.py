@@ -40,7 +40,8 @@ def score(model: Any, input_ids_BT: Tensor, rows_N: Tensor, columns_N: Tensor, t
         return (args[0].flatten(0, 1).index_select(0, predictors_N),)
 
     with model.get_output_embeddings().register_forward_pre_hook(keep_predictors):
-        logits_NV = model(input_ids=input_ids_BT, use_cache=False).logits.float()
+        logits_NV = model(input_ids=input_ids_BT, use_cache=False).logits
+    logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     assert logits_NV.shape[:-1] == predictors_N.shape, f"{type(model).__name__} changes the shape of its logits"
     logprobs_NV = torch.log_softmax(logits_NV / temperatures_N[:, None], dim=-1)
     targets_N = input_ids_BT[rows_N, columns_N]

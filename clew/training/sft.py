@@ -16,7 +16,8 @@ from clew.processes import cores
 from clew.record.run import RunDirectory
 from clew.training import checkpoint
 from clew.training.demonstrations import Demonstrations
-from clew.training.engine import StepResult, TrainEngine
+from clew.training.engine import StepResult, TrainEngine, make_deterministic
+from clew.training.ranks import Ranks, rank_here
 
 PROGRESS_S = 2.0
 """Seconds between lines of progress."""
@@ -27,16 +28,19 @@ def sft(config: Config) -> None:
 
     Raises DataError, ModelError, RecordError, TrainingError.
     """
-    console = Console(highlight=False, soft_wrap=True)
+    torch.set_num_threads(config.launch.threads or max(1, cores() // config.launch.ranks))
+    make_deterministic(config.training)
     run = RunDirectory(config.run_path)
-    with run.hold("trainer"):
+    with run.hold("trainer" if rank_here() == 0 else f"trainer-{rank_here()}"), Ranks.joined() as ranks:
+        console = Console(highlight=False, soft_wrap=True, quiet=not ranks.leads)
         if run.steps.count():
             raise RecordError(f"{run.path} holds a run of `clew train`. Choose another trial=NAME.")
-        checkpoint.clean(run.checkpoints)
-        torch.set_num_threads(config.launch.threads or cores())
-        engine = TrainEngine(config)
+        if ranks.leads:
+            checkpoint.clean(run.checkpoints)
+        engine = TrainEngine(config, ranks=ranks)
         demonstrations = Demonstrations(config, engine.tokenizer, context=engine.context)
-        run.describe(config, threads=torch.get_num_threads())
+        if ranks.leads:
+            run.describe(config, threads=torch.get_num_threads(), topology={"ranks": ranks.size})
         resume(engine, run, console)
         progress = _Progress(console, config.training.steps)
         while engine.version < config.training.steps:
@@ -45,9 +49,10 @@ def sft(config: Config) -> None:
             if checkpoint.is_due(engine.version, config):
                 folder = run.checkpoints / f"step-{engine.version:06d}"
                 checkpoint.save(engine, folder)
-                checkpoint.point_latest(run.checkpoints, folder)
-                checkpoint.prune(run.checkpoints, config.checkpoint.keep)
-    console.print(f"{engine.version} steps are trained. The model: {run.checkpoints / 'latest'}")
+                if ranks.leads:
+                    checkpoint.point_latest(run.checkpoints, folder)
+                    checkpoint.prune(run.checkpoints, config.checkpoint.keep)
+        console.print(f"{engine.version} steps are trained. The model: {run.checkpoints / 'latest'}")
 
 
 def resume(engine: TrainEngine, run: RunDirectory, console: Console) -> None:
@@ -56,7 +61,8 @@ def resume(engine: TrainEngine, run: RunDirectory, console: Console) -> None:
     if not folders:
         return
     checkpoint.load(engine, folders[-1])
-    checkpoint.point_latest(run.checkpoints, folders[-1])  # a kill may have come between the two
+    if engine.ranks.leads:
+        checkpoint.point_latest(run.checkpoints, folders[-1])  # a kill may have come between the two
     steps = engine.config.training.steps
     if engine.version > steps:
         raise RecordError(

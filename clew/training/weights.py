@@ -12,6 +12,7 @@ from clew.record.weights import WeightRef
 from clew.training.engine import TrainEngine
 from clew.training.folders import written_aside
 from clew.training.scoring import score
+from clew.training.sharding import state_of
 
 PROBE_TOKENS = 32
 """Length of the sequence that is scored after each load."""
@@ -22,14 +23,16 @@ def write_weights(engine: TrainEngine, folder: Path, version: int, probe_ids: Se
     `save_pretrained` gives some architectures (mixtures of experts, GPT-NeoX) others, of which the engine's model,
     which is the same class, knows nothing. Of tied tensors one is written.
 
-    folder: appears whole, by a rename; one that is there is replaced.
+    folder: appears whole, by a rename; one that is there is replaced. Every rank calls this at once; rank 0 writes.
     probe_ids: at least two; None takes `default_probe`.
     Raises RecordError when the disk is full.
     """
     probe = list(default_probe(engine) if probe_ids is None else probe_ids)
-    with written_aside(folder) as aside:
-        save_file(_tensors(engine.model), aside / "model.safetensors", metadata={"format": "pt"})
-        engine.model.config.save_pretrained(aside)
+    tensors = _each_once(state_of(engine.model, engine.ranks))
+    if engine.ranks.leads:
+        with written_aside(folder) as aside:
+            save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"})
+            engine.model.config.save_pretrained(aside)
     return WeightRef(
         version=version,
         path=str(folder),
@@ -39,9 +42,9 @@ def write_weights(engine: TrainEngine, folder: Path, version: int, probe_ids: Se
     )
 
 
-def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers, those that share memory once."""
-    found = {tensor.data_ptr(): (name, tensor) for name, tensor in reversed(model.state_dict().items())}
+def _each_once(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors that share memory, once."""
+    found = {tensor.data_ptr(): (name, tensor) for name, tensor in reversed(state.items())}
     return {name: tensor.contiguous() for name, tensor in reversed(found.values())}
 
 

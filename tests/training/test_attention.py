@@ -50,7 +50,7 @@ def test_short_attention_agrees_with_torchs_kernel(name: str, length: int) -> No
         return scores.logprobs_N.detach(), torch.cat([each.flatten() for each in gradient])
 
     expected = logprobs_and_gradient()
-    use_short_attention(model)
+    use_short_attention(model, model.device)
     assert model.config._attn_implementation == NAME
     for found, right in zip(logprobs_and_gradient(), expected, strict=True):
         torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)

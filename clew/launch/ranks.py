@@ -1,0 +1,151 @@
+"""Places the ranks of a trainer on this machine: the same command, once for each, as torchrun would.
+
+The first rank that fails ends all of them, and its error is the one that is told. They die with this process, however
+it dies. Under torchrun, which sets the same variables, a rank needs nothing of this.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+from clew.errors import ConfigError, LaunchError
+from clew.processes import PARENT_VARIABLE
+
+ERROR_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+"""Where a rank writes why it failed, as torch.distributed.elastic has it: torchrun shows it, and so does `place`."""
+
+POLL_S = 0.05
+
+TOGETHER_S = 0.5
+"""Within so many seconds of the first failure the others may fail for the same reason."""
+
+
+def place(ranks: int, arguments: list[str], logs: Path | None = None) -> None:
+    """Run `clew ARGUMENTS` in `ranks` processes until all are done. Raises LaunchError with the first cause where one
+    fails; the others have then been killed.
+
+    Rank 0 has this process's terminal, and is told of SIGINT and SIGTERM.
+    logs: the others write to trainer-R.log there; None: nowhere.
+    """
+    with tempfile.TemporaryDirectory(prefix="clew-ranks-") as folder:
+        errors = [Path(folder) / f"rank-{rank}.json" for rank in range(ranks)]
+        port = _free_port()
+        children: list[subprocess.Popen[bytes]] = []
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda number, _: children[0].send_signal(number) if children else None)
+        try:
+            for rank in range(ranks):
+                children.append(_start(rank, ranks, port, arguments, errors[rank], logs))
+            failed = _wait(children)
+        finally:
+            for child in children:
+                child.kill()
+                child.wait()
+        if failed:
+            raise LaunchError(_first_cause(failed, ranks, errors, logs))
+
+
+def tell(error: BaseException) -> bool:
+    """Leave word of why this rank failed, where somebody asked for that. Returns whether it was `place`, which then
+    says it."""
+    path = os.environ.get(ERROR_VARIABLE)
+    if path is None:
+        return False
+    now = time.time()
+    message = {"message": str(error), "extraInfo": {"timestamp": str(int(now)), "time": now}}
+    with suppress(OSError):
+        Path(path).write_text(json.dumps({"message": message}))
+    return "CLEW_PLACED" in os.environ
+
+
+def check_world(ranks: int) -> None:
+    """Raise ConfigError where a launcher started another number of ranks than launch.ranks."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if "RANK" in os.environ and size != ranks:
+        raise ConfigError(
+            f"{size} trainer ranks were started (WORLD_SIZE), and launch.ranks is {ranks}. Set launch.ranks={size}."
+        )
+
+
+def _start(
+    rank: int, ranks: int, port: int, arguments: list[str], error: Path, logs: Path | None
+) -> subprocess.Popen[bytes]:
+    """In a session of its own, so that Ctrl-C reaches the parent alone."""
+    environment = {
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "CLEW_PLACED": "1",
+        ERROR_VARIABLE: str(error),
+        PARENT_VARIABLE: str(os.getpid()),
+    }
+    output: IO[bytes] | int | None = None
+    if rank:
+        output = (logs / f"trainer-{rank}.log").open("ab") if logs is not None else subprocess.DEVNULL
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-m", "clew", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            env=environment,
+        )
+    finally:
+        if output is not None and not isinstance(output, int):
+            output.close()
+
+
+def _wait(children: list[subprocess.Popen[bytes]]) -> dict[int, int]:
+    """Return when all are done, or soon after one has failed: the exit codes of those that have."""
+
+    def failed() -> dict[int, int]:
+        return {rank: code for rank, child in enumerate(children) if (code := child.poll())}
+
+    while any(child.poll() is None for child in children):
+        if failed():
+            deadline = time.monotonic() + TOGETHER_S
+            while time.monotonic() < deadline and any(child.poll() is None for child in children):
+                time.sleep(POLL_S)
+            break
+        time.sleep(POLL_S)
+    return failed()
+
+
+def _first_cause(failed: dict[int, int], ranks: int, errors: list[Path], logs: Path | None) -> str:
+    """Which rank failed first, and what it said. One that lost its peers says so only after they are gone; one that was
+    killed says nothing.
+
+    failed: the exit codes of the ranks that ended by themselves.
+    """
+    where = f" (all that it wrote: {logs / 'trainer-R.log'}, R its number)" if logs is not None else ""
+    killed = [rank for rank, code in failed.items() if code < 0]
+    if killed:
+        return f"trainer rank {killed[0]} of {ranks} was killed by signal {-failed[killed[0]]}.{where}"
+    said = {rank: json.loads(errors[rank].read_text())["message"] for rank in failed if errors[rank].exists()}
+    if not said:
+        rank, code = next(iter(failed.items()))
+        return f"trainer rank {rank} of {ranks} ended with code {code}.{where}"
+    first = min(said, key=lambda rank: said[rank]["extraInfo"]["time"])
+    message = said[first]["message"]
+    everyone = len(said) == ranks and all(each["message"] == message for each in said.values())
+    return message if everyone else f"trainer rank {first} of {ranks}: {message}"
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]

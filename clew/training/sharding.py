@@ -1,0 +1,105 @@
+"""A model over several ranks: each holds a slice of every parameter, gradient and optimizer moment (FSDP2).
+
+PyTorch FSDP2: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html. Before a block computes, its
+parameters are gathered; after its backward pass the gradients are summed over the ranks, and each keeps its slice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
+
+from clew.training.ranks import Ranks
+
+
+def shard(model: Any, ranks: Ranks, device: torch.device) -> None:
+    """Spread a model's parameters over the ranks, block by block, each rank's slices on its device; without effect on
+    one rank.
+
+    Gradients are summed, not averaged: a loss is divided by the tokens of all ranks together. bfloat16 gradients are
+    summed in float32.
+    """
+    if ranks.size == 1:
+        return
+    mesh = DeviceMesh(device.type, list(range(ranks.size)))
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if model.dtype == torch.bfloat16 else None)
+    for block in blocks_of(model):
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    # Otherwise the outermost parameters would stay gathered after a forward pass without a backward one.
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # what gloo can do; on NCCL the same sum
+
+
+def blocks_of(model: Any) -> list[torch.nn.Module]:
+    """The decoder's blocks: what transformers says is not to be split."""
+    names = set(model._no_split_modules or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def checkpoint_activations(model: Any) -> None:
+    """Have each block keep its inputs alone, and compute again in the backward pass (arXiv 1604.06174)."""
+    for block in blocks_of(model):
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def slice_of(tensor: Tensor, ranks: Ranks) -> tuple[Tensor, int] | None:
+    """The part of a tensor that this rank answers for, and its flat position in the whole.
+
+    Of a tensor that every rank has as a whole that is rank 0's; None elsewhere.
+    """
+    if not isinstance(tensor, DTensor):
+        return (tensor, 0) if ranks.leads else None
+    if [type(each) for each in tensor.placements] != [Shard] or tensor.placements[0].dim != 0:  # pyright: ignore[reportAttributeAccessIssue]
+        whole = tensor.full_tensor()
+        return (whole, 0) if ranks.leads else None
+    rows = -(-tensor.shape[0] // ranks.size)
+    return tensor.to_local(), min(rows * ranks.rank, tensor.shape[0]) * math.prod(tensor.shape[1:])
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor; every rank must ask at once."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def collect(named: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
+    """All of each tensor, in the memory of rank 0's host; nothing on the others. One under several names stays one.
+    Every rank must ask at once."""
+    wholes: dict[int, Tensor] = {}
+    for tensor in named.values():
+        if id(tensor) not in wholes:
+            full = whole(tensor)
+            wholes[id(tensor)] = full.cpu().contiguous() if ranks.leads else torch.empty(0)
+    return {name: wholes[id(tensor)] for name, tensor in named.items()} if ranks.leads else {}
+
+
+def like(tensor: Tensor, full: Tensor) -> Tensor:
+    """`full` on the device of `tensor`, and spread over the ranks as it is. Every rank has `full`; nothing is sent."""
+    moved = full.to(tensor.device)
+    if not isinstance(tensor, DTensor):
+        return moved
+    return distribute_tensor(moved, tensor.device_mesh, tensor.placements, src_data_rank=None)
+
+
+def state_of(model: torch.nn.Module, ranks: Ranks) -> dict[str, Tensor]:
+    """A model's parameters and persistent buffers, as `collect` gives them."""
+    return collect(model.state_dict(keep_vars=True), ranks)
+
+
+@torch.no_grad()
+def fill(model: torch.nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Put parameters and buffers, which every rank has as wholes, into a model that may be spread."""
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        tensor.copy_(like(tensor, state[name]))

@@ -1,0 +1,47 @@
+"""A rank for tests: reads requests from its input, a line of JSON each, trains, and files what came of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from clew.training import checkpoint
+from clew.training.engine import TrainEngine
+from clew.training.ranks import Ranks
+from clew.training.sharding import state_of
+from clew.training.tokens import Tokens
+from clew.training.weights import write_weights
+from tests.training.sequences import make_batch, make_config
+
+
+def work(request: dict[str, Any], ranks: Ranks) -> None:
+    """request: model, options (of make_config), batch (of make_batch), steps, out; supervised, load, save, publish."""
+    engine = TrainEngine(make_config(Path(request["model"]), **request["options"]), ranks=ranks)
+    if "load" in request:
+        checkpoint.load(engine, Path(request["load"]))
+    said: list[dict[str, Any]] = []
+    for _ in range(request["steps"]):
+        batch = make_batch(seed=engine.version, **request["batch"])
+        done = engine.supervised_step(Tokens.of(batch)) if request.get("supervised") else engine.train_step(batch)
+        said.append({"metrics": done.metrics, "digests": done.digests, "plan": done.plan})
+    if "save" in request:
+        checkpoint.save(engine, Path(request["save"]))
+    if "publish" in request:
+        write_weights(engine, Path(request["publish"]), engine.version)
+    weights = state_of(engine.model, ranks)
+    assert ranks.gather(said[-1]["digests"])[ranks.size - 1] == said[-1]["digests"], "the ranks disagree"
+    if ranks.leads:
+        torch.save(weights, Path(request["out"]) / "weights.pt")
+        (Path(request["out"]) / "said.json").write_text(json.dumps(said))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with Ranks.joined() as joined:
+        for line in sys.stdin:
+            work(json.loads(line), joined)
+            print("done", flush=True)

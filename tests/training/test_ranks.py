@@ -1,0 +1,176 @@
+"""Several ranks train as one does: real processes over gloo, each with a slice of the model (FSDP2)."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+from clew.training.batching import deal
+from clew.training.ranks import ALONE
+from tests.models import tiny_model, tiny_tokenizer
+from tests.training.on_ranks import work
+
+
+class Group:
+    """Ranks that wait for requests; see `tests.training.on_ranks`."""
+
+    def __init__(self, ranks: int) -> None:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
+        named = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        self._children = [
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.training.on_ranks"],
+                env={**os.environ, **named, "RANK": str(rank)},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(ranks)
+        ]
+
+    def __call__(self, request: dict[str, Any]) -> None:
+        for child in self._children:
+            assert child.stdin is not None
+            child.stdin.write(json.dumps(request) + "\n")
+            child.stdin.flush()
+        for child in self._children:
+            assert child.stdout is not None
+            assert child.stdout.readline() == "done\n", "a rank failed: its error is above"
+
+    def close(self) -> None:
+        for child in self._children:
+            with child:
+                child.kill()
+
+
+@pytest.fixture(scope="module")
+def groups() -> Iterator[dict[int, Callable[[dict[str, Any]], None]]]:
+    """What trains with 1, 2 and 4 ranks."""
+    several = {ranks: Group(ranks) for ranks in (2, 4)}
+    yield {1: lambda request: work(request, ALONE), **several}
+    for group in several.values():
+        group.close()
+
+
+@pytest.fixture
+def on_ranks(groups, tmp_path):
+    """Train on so many ranks; returns what the steps said, and the weights."""
+
+    def run(ranks: int, **request: Any) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
+        out = tmp_path / f"out-{len(list(tmp_path.glob('out-*')))}"
+        out.mkdir()
+        groups[ranks]({"options": {}, "batch": {}, "steps": 3, "out": str(out), **request})
+        return json.loads((out / "said.json").read_text()), torch.load(out / "weights.pt")
+
+    return run
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    tiny_tokenizer(tmp_path / "model")
+    tiny_model(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+FULL = {
+    "algorithm": {"minibatches": 2, "kl_coef": 0.1},
+    "training": {"micro_batch_tokens": 40, "lr": 1e-3, "weight_decay": 0.01, "max_grad_norm": 0.5},
+}
+"""Reference model, several updates and micro-batches, clipping, decay."""
+
+
+@pytest.mark.parametrize(("dtype", "losses", "weights"), [("float64", 1e-9, 1e-9), ("float32", 1e-5, 1e-4)])
+def test_one_two_and_four_ranks_give_the_same_run(on_ranks, tmp_path, model, dtype, losses, weights):
+    asked = {"model": model, "options": {**FULL, "dtype": dtype}, "batch": {"groups": 5}, "steps": 10}
+    (alone, kept), *others = (on_ranks(ranks, **asked) for ranks in (1, 2, 4))
+    for said, found in others:
+        for one, several in zip(alone, said, strict=True):
+            for name, value in one["metrics"].items():
+                if name != "padding_share":
+                    assert several["metrics"][name] == pytest.approx(value, rel=losses, abs=losses), name
+        for name, tensor in kept.items():
+            assert torch.allclose(found[name], tensor, rtol=0, atol=weights), name
+    assert len({json.dumps(said[0]["plan"]) for said, _ in (others[0], others[1])}) == 2, "the ranks shared no work"
+
+
+@pytest.mark.parametrize(("family", "close"), [("gpt2", 1e-9), ("gemma2", 1e-6)])  # its norms compute in float32
+def test_other_architectures_and_supervised_steps(on_ranks, tmp_path, family, close):
+    tiny_tokenizer(tmp_path / "model")
+    tiny_model(tmp_path / "model", family)
+    asked = {"model": str(tmp_path / "model"), "options": {"dtype": "float64"}, "supervised": True}
+    (alone, kept), (said, found) = (on_ranks(ranks, **asked) for ranks in (1, 2))
+    assert said[-1]["metrics"]["loss"] == pytest.approx(alone[-1]["metrics"]["loss"], abs=close)
+    assert all(torch.allclose(found[name], tensor, rtol=0, atol=close) for name, tensor in kept.items())
+
+
+def test_bfloat16_has_its_masters_and_sums_in_float32(on_ranks, tmp_path, model):
+    asked = {"model": model, "options": {"dtype": "bfloat16"}, "save": str(tmp_path / "step-000003")}
+    (alone, _), (said, found) = (on_ranks(ranks, **asked) for ranks in (1, 2))
+    assert said[-1]["metrics"]["loss"] == pytest.approx(alone[-1]["metrics"]["loss"], abs=0.05)
+    assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
+
+
+def test_a_checkpoint_of_any_number_of_ranks_loads_into_any_other(on_ranks, tmp_path, model):
+    options = {**FULL, "dtype": "float64"}
+    for saving, loading in ((2, 1), (1, 2), (2, 4)):
+        folder = tmp_path / f"step-{saving}-{loading}"
+        straight, ahead = on_ranks(saving, model=model, options=options, steps=4)
+        on_ranks(saving, model=model, options=options, steps=2, save=str(folder))
+        said, resumed = on_ranks(loading, model=model, options=options, steps=2, load=str(folder))
+        assert said[-1]["metrics"]["loss"] == pytest.approx(straight[-1]["metrics"]["loss"], abs=1e-9)
+        assert all(torch.allclose(resumed[name], tensor, rtol=0, atol=1e-9) for name, tensor in ahead.items())
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_two_ranks_repeat_bit_for_bit_and_resume_so(on_ranks, tmp_path, model):
+    folder = tmp_path / "step-000002"
+    first, kept = on_ranks(2, model=model, options=FULL, steps=4)
+    again, _ = on_ranks(2, model=model, options=FULL, steps=2, save=str(folder))
+    resumed, found = on_ranks(2, model=model, options=FULL, steps=2, load=str(folder))
+    assert [each["digests"] for each in [*again, *resumed]] == [each["digests"] for each in first]
+    assert all(torch.equal(found[name], tensor) for name, tensor in kept.items())
+
+
+def test_published_weights_are_whole(on_ranks, tmp_path, model):
+    _, kept = on_ranks(2, model=model, publish=str(tmp_path / "published"))
+    from safetensors.torch import load_file
+
+    published = load_file(tmp_path / "published" / "model.safetensors")
+    assert all(torch.equal(kept[name], tensor) for name, tensor in published.items())
+
+
+def test_more_ranks_than_rows(on_ranks, tmp_path, model):
+    asked = {"model": model, "options": {"dtype": "float64"}, "batch": {"groups": 1, "samples": 2}}
+    (alone, _), (said, _) = (on_ranks(ranks, **asked) for ranks in (1, 4))
+    assert said[-1]["metrics"]["loss"] == pytest.approx(alone[-1]["metrics"]["loss"], abs=1e-9)
+
+
+@given(
+    st.lists(st.integers(1, 300), min_size=1, max_size=40),
+    st.integers(1, 5),
+    st.integers(1, 500),
+    st.integers(1, 64),
+)
+def test_rows_are_dealt_evenly(lengths: list[int], ranks: int, budget: int, width: int) -> None:
+    dealt = deal(lengths, range(len(lengths)), budget=budget, ranks=ranks, width=width)
+    assert sorted(row for rows in dealt for row in rows) == list(range(len(lengths)))
+    assert len(dealt) % ranks == 0
+    for rows in dealt:
+        assert len(rows) <= 1 or len(rows) * max(lengths[row] for row in rows) <= budget
+    cost = [length * (12 * width + length) for length in lengths]
+    shares = [sum(cost[row] for rows in dealt[rank::ranks] for row in rows) for rank in range(ranks)]
+    assert max(shares) - min(shares) <= max(cost), "one rank waits for the others longer than it has to"
