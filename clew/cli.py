@@ -86,7 +86,7 @@ def train(config: ConfigFile, overrides: Overrides = None) -> None:
 
             _log()
             print(f"training on the batches in {loaded.debug.path}; no rollout, no inference.", flush=True)
-            _on_ranks(loaded, lambda: learn_from_record(loaded, progress.refresh))
+            _on_ranks(loaded.launch.ranks, lambda: learn_from_record(loaded, progress.refresh), run.logs)
         elif inline:
             from clew.trainer.learn import learn_inline
 
@@ -112,8 +112,8 @@ def sft(config: ConfigFile, overrides: Overrides = None) -> None:
     from clew.training.sft import sft as run_sft
 
     _log()
-    loaded = _load(config, overrides)
-    _on_ranks(loaded, lambda: run_sft(loaded))
+    loaded, run = _open(config, overrides)
+    _on_ranks(loaded.launch.ranks, lambda: run_sft(loaded), run.logs)
 
 
 @app.command()
@@ -182,8 +182,8 @@ def learn(config: ConfigFile, overrides: Overrides = None) -> None:
     from clew.trainer.learn import learn as run_trainer
 
     _log()
-    loaded = _load(config, overrides)
-    _on_ranks(loaded, lambda: run_trainer(loaded))
+    loaded, run = _open(config, overrides)
+    _on_ranks(loaded.launch.ranks, lambda: run_trainer(loaded), run.logs)
 
 
 @app.command()
@@ -253,6 +253,7 @@ def replay(
         bool, typer.Option("--reward", help="Run workflow and reward again on the recorded answers.")
     ] = False,
     device: Annotated[str | None, typer.Option(help="Another device than the run's: cpu or cuda.")] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="Train on so many ranks, whatever the run had.")] = 1,
 ) -> None:
     """Train recorded steps again and compare every stage with the record; the first difference is named.
 
@@ -260,11 +261,21 @@ def replay(
     """
     from clew.diagnose.rerun import rerun
 
-    agree = rerun(
-        run, steps, stages=stage, only=only, stop=stop, reward=reward, device=device, overrides=overrides or []
-    )
-    if not agree:
-        raise SystemExit(1)
+    def replay_here() -> None:
+        if not rerun(
+            run,
+            steps,
+            stages=stage,
+            only=only,
+            stop=stop,
+            reward=reward,
+            device=device,
+            ranks=ranks,
+            overrides=overrides or [],
+        ):
+            raise SystemExit(1)
+
+    _on_ranks(ranks, replay_here)
 
 
 @app.command()
@@ -561,16 +572,15 @@ def doctor() -> None:
         raise SystemExit(1)
 
 
-def _on_ranks(config: Config, work: Callable[[], None]) -> None:
-    """Do this in each of launch.ranks processes, of which this may be one."""
+def _on_ranks(ranks: int, work: Callable[[], None], logs: Path | None = None) -> None:
+    """Do this in each of so many processes, of which this may be one. logs: where those but the first write."""
     from clew.launch.ranks import check_world, place
-    from clew.record.run import RunDirectory
 
-    check_world(config.launch.ranks)
-    if config.launch.ranks == 1 or "RANK" in os.environ:
+    check_world(ranks)
+    if ranks == 1 or "RANK" in os.environ:
         work()
     else:
-        place(config.launch.ranks, sys.argv[1:], RunDirectory(config.run_path).logs)
+        place(ranks, sys.argv[1:], logs)
 
 
 def _load(config: Path, overrides: list[str] | None) -> Config:

@@ -30,7 +30,8 @@ from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
 from clew.trainer.commit import environment, repeats
 from clew.training import checkpoint
-from clew.training.engine import StepResult, TrainEngine
+from clew.training.engine import StepResult, TrainEngine, make_deterministic
+from clew.training.ranks import ALONE, Ranks
 
 TOLERANCES = {
     "float64": Tolerance(absolute=1e-6, relative=1e-6),
@@ -57,11 +58,12 @@ class Step:
     """One for each stage that differs, in the order of the stages."""
 
 
-def engine_at(run: RunDirectory, step: int, device: str | None = None) -> TrainEngine:
+def engine_at(run: RunDirectory, step: int, device: str | None = None, ranks: Ranks = ALONE) -> TrainEngine:
     """An engine at the nearest checkpoint at or before `step`, configured as the run is. It needs nothing but the run
     directory: the reference model, too, is the run's first checkpoint.
 
-    device: another than the run's. Raises RecordError when there is no such checkpoint, or it was altered.
+    device: another than the run's.   ranks: those of which this process is one; the run may have had others.
+    Raises RecordError when there is no such checkpoint, or it was altered.
     """
     folders = {int(folder.name.removeprefix("step-")): folder for folder in checkpoint.saved(run.checkpoints)}
     before = [version for version in folders if version <= step]
@@ -74,7 +76,8 @@ def engine_at(run: RunDirectory, step: int, device: str | None = None) -> TrainE
     config = _portable(configuration.load(run.config_path), folders, device)
     recorded = run.steps.read(before[-1]) if before[-1] < run.steps.count() else None
     torch.set_num_threads(recorded["environment"]["threads"] if recorded else config.threads)
-    engine = TrainEngine(config, model_path=str(folders[before[-1]]))
+    make_deterministic(config.training)
+    engine = TrainEngine(config, model_path=str(folders[before[-1]]), ranks=ranks)
     checkpoint.load(engine, folders[before[-1]])
     _check_belongs(run, engine, folders[before[-1]])
     return engine

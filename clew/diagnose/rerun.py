@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -18,6 +18,9 @@ from clew.errors import ConfigError, RecordError
 from clew.record.bundle import opened
 from clew.record.run import RunDirectory
 from clew.record.steps import parse_steps
+
+if TYPE_CHECKING:
+    from clew.training.ranks import Ranks
 
 BREAKS = ("advantages", "loss", "backward", "update")
 
@@ -34,9 +37,13 @@ def rerun(
     stop: str | None,
     reward: bool,
     device: str | None,
+    ranks: int = 1,
     overrides: list[str],
 ) -> bool:
-    """True when everything agrees with the record. Raises ClewError."""
+    """True when everything agrees with the record. Raises ClewError.
+
+    ranks: how many processes train; this is one of them.
+    """
     if stop is not None and stop not in BREAKS:
         raise ConfigError(f"--break {stop}: expected one of {', '.join(BREAKS)}.")
     if only is not None and stages is None and not reward:
@@ -45,6 +52,8 @@ def rerun(
     asked = [name for name, value in ways.items() if value]
     if len(asked) > 1:
         raise ConfigError(f"{' and '.join(asked)} are different ways to replay: ask for one of them.")
+    if ranks > 1 and asked:
+        raise ConfigError(f"--ranks {ranks} trains again and compares; {asked[0]} is done by one process.")
     with opened(target) as (run, bundle):
         first, last = _range(run, steps, bundle)
         if stages is not None:
@@ -101,10 +110,19 @@ def _rewards(run: RunDirectory, first: int, last: int, only: str | None) -> bool
 
 
 def _train_again(run: RunDirectory, first: int, last: int, stop: str | None, device: str | None) -> bool:
+    from clew.training.ranks import Ranks
+
+    with Ranks.joined() as ranks:
+        return _train_again_on(ranks, run, first, last, stop, device)
+
+
+def _train_again_on(
+    ranks: Ranks, run: RunDirectory, first: int, last: int, stop: str | None, device: str | None
+) -> bool:
     from clew.diagnose.replay import engine_at, replay, stop_at
 
     began = time.perf_counter()
-    engine = engine_at(run, first, device)
+    engine = engine_at(run, first, device, ranks)
     print(f"from checkpoint {engine.version} of {run.path} ({time.perf_counter() - began:.1f} s)", flush=True)
     if stop is not None:
         stop_at(engine, first, stop)
@@ -151,6 +169,7 @@ def _counterfactual(run: RunDirectory, first: int, last: int, overrides: list[st
         f"trial={_free_trial(root / recorded.experiment, recorded.trial)}",
     ]
     last_words = ["debug.replay_rollout_data=true", "debug.dump_rollout_data=false", f"debug.path={run.path}"]
+    last_words.append("launch.ranks=1")
     config = configuration.load(run.config_path, [*ours, *overrides, *last_words])
     for done in replay(run, engine, first - 1):
         if done.differences:

@@ -40,7 +40,7 @@ def write_bundle(run: RunDirectory, step: int, *, stages_only: bool, to: Path | 
     path = to or Path(f"{run.path.parent.name}-{run.path.name}-step-{step:06d}.clew.zip")
     files = [run.config_path, run.run_json]
     for each in range(first, step + 1):
-        files += [run.steps.data_path(each), run.steps.json_path(each), run.steps.stage_path(each, 0)]
+        files += [run.steps.data_path(each), run.steps.json_path(each), *run.steps.stage_paths(each)]
     files += [file for folder in folders for file in sorted(folder.rglob("*")) if file.is_file()]
     missing = [file for file in files if not file.exists()]
     if missing:

@@ -73,6 +73,11 @@ class Steps:
     def stage_path(self, step: int, rank: int) -> Path:
         return self.folder / f"step-{step:06d}" / f"rank-{rank}.parquet"
 
+    def stage_paths(self, step: int) -> list[Path]:
+        """The stages of a step, a file for each rank that is there; at least rank 0's."""
+        folder = self.stage_path(step, 0).parent
+        return sorted(folder.glob("rank-*.parquet")) or [self.stage_path(step, 0)]
+
     @property
     def index_path(self) -> Path:
         return self.folder / "index.jsonl"
@@ -120,8 +125,7 @@ class Steps:
 
     def read_stages(self, step: int) -> Stages:
         """What the ranks computed at `step`. Raises RecordError: missing, truncated, altered."""
-        paths = sorted(self.stage_path(step, 0).parent.glob("rank-*.parquet")) or [self.stage_path(step, 0)]
-        table = pa.concat_tables([rows.read_table(path) for path in paths])
+        table = pa.concat_tables([rows.read_table(path) for path in self.stage_paths(step)])
         ids = table.column("id").to_pylist()
         names = [name for name in table.column_names if name not in ("id", "digest")]
         has_digests = "digest" in table.column_names

@@ -202,7 +202,7 @@ def _show_step(console: Console, run: RunDirectory, step: int) -> None:
                 ("step", f"{step}, committed {moment(summary.get('committed_at'))}"),
                 ("versions", "{} to {} (of the trained tokens)".format(*summary["versions"])),
                 *((f"digest of {name}", _flat(value)) for name, value in summary["digests"].items()),
-                ("plan", f"micro-batches of each update: {' '.join(str(len(update)) for update in plan) or MISSING}"),
+                ("plan", f"micro-batches of each update: {_counts(plan)}"),
                 ("environment", "  ".join(f"{name} {_flat(value)}" for name, value in environment.items())),
                 ("packages", "  ".join(f"{name} {version}" for name, version in packages.items())),
                 ("seconds", "  ".join(f"{name} {value:.3f}" for name, value in timings.items())),
@@ -285,3 +285,8 @@ def _completion(sequence: Sequence) -> str:
 def _field(value: Any) -> str:
     text = as_text(value)
     return text if len(text) <= FIELD_SHOWN else f"{text[:FIELD_SHOWN]}… ({len(text)} characters)"
+
+
+def _counts(plan: list[list[list[int]]]) -> str:
+    """How many micro-batches each update had; empty ones, of ranks that had fewer than others, do not count."""
+    return " ".join(str(sum(map(bool, update))) for update in plan) or MISSING

@@ -1,0 +1,65 @@
+"""`clew train` on several trainer ranks: killed, interrupted, failing on one alone; replayed on as many and on one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.end_to_end.project import USER_CODE, Project
+from tests.end_to_end.test_signals import interrupt
+
+pytestmark = pytest.mark.slow
+
+ENDS_IN_S = 10.0
+
+
+def start(project: Project, until_step: int) -> subprocess.Popen:
+    process = project.start("train")
+    project.until(lambda: project.run.steps.count() >= until_step, process, seconds=120)
+    return process
+
+
+def replay(project: Project, *options: str) -> str:
+    command = [sys.executable, "-m", "clew", "replay", str(project.path), *options]
+    return subprocess.run(command, cwd=project.folder, capture_output=True, text=True, timeout=120, check=True).stdout
+
+
+def test_a_killed_rank_ends_the_run_which_goes_on_and_replays_on_any_number_of_ranks(project):
+    project.set(launch={"ranks": 2}, training={"steps": 6}, checkpoint={"every_steps": 2})
+    process = start(project, until_step=2)
+    os.kill(project.status("trainer-1")["pid"], signal.SIGKILL)
+    ended = project.end(process, seconds=ENDS_IN_S)
+    assert ended.code == 1 and "trainer rank 1 of 2 was killed by signal 9" in ended.error
+    before = project.run.steps.index()
+
+    project.clew("train", seconds=120)
+    index = project.run.steps.index()
+    assert index[: len(before)] == before and len(index) == 6
+    for options, how in ((["--ranks", "2"], "bit for bit"), ([], "ranks 2 recorded, 1 here")):
+        said = replay(project, *options)
+        assert how in said and "steps 0 to 5: every stage agrees" in said
+
+
+def test_the_rank_that_failed_first_is_named(project):
+    project.code(
+        USER_CODE
+        + "import os\n"
+        + "def loss(*, logprobs_N, advantages_N):\n"
+        + "    if os.environ['RANK'] == '1':\n"
+        + "        raise ValueError('this is the cause')\n"
+        + "    return -logprobs_N * advantages_N, {}\n"
+    )
+    project.set(launch={"ranks": 2}, algorithm={"loss": "mine.loss"})
+    ended = project.clew("train", seconds=120)
+    assert ended.code == 1 and "trainer rank 1 of 2: " in ended.error and "this is the cause" in ended.error
+
+
+def test_ctrl_c_ends_all_ranks_where_they_can_go_on(project):
+    project.set(launch={"ranks": 2}, training={"steps": 500})
+    interrupt(project, start(project, until_step=1))
+    done = project.run.steps.count()
+    assert (project.path / "checkpoints" / f"step-{done:06d}").exists()
