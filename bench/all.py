@@ -17,6 +17,7 @@ PARTS = {
     "bench.step": "a synchronous step, and what recording takes of it",
     "bench.asynchrony": "asynchronous against synchronous training, and memory",
     "bench.gateway": "agents: the gateway's requests a second, latency, and a crowd",
+    "bench.ranks": "several trainer ranks",
     "bench.replay": "the time machine: size on disk, replay, commands from the shell",
 }
 

@@ -287,6 +287,6 @@ def _field(value: Any) -> str:
     return text if len(text) <= FIELD_SHOWN else f"{text[:FIELD_SHOWN]}… ({len(text)} characters)"
 
 
-def _counts(plan: list[list[list[int]]]) -> str:
+def _counts(plan: Any) -> str:
     """How many micro-batches each update had; empty ones, of ranks that had fewer than others, do not count."""
     return " ".join(str(sum(map(bool, update))) for update in plan) or MISSING

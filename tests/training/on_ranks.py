@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from clew.processes import die_with_parent
 from clew.training import checkpoint
 from clew.training.engine import TrainEngine
 from clew.training.ranks import Ranks
@@ -40,6 +41,7 @@ def work(request: dict[str, Any], ranks: Ranks) -> None:
 
 
 if __name__ == "__main__":
+    die_with_parent()
     torch.set_num_threads(1)
     with Ranks.joined() as joined:
         for line in sys.stdin:

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
+from clew.processes import PARENT_VARIABLE
 from clew.training.batching import deal
 from clew.training.ranks import ALONE
 from tests.models import tiny_model, tiny_tokenizer
@@ -34,7 +35,7 @@ class Group:
         self._children = [
             subprocess.Popen(
                 [sys.executable, "-m", "tests.training.on_ranks"],
-                env={**os.environ, **named, "RANK": str(rank)},
+                env={**os.environ, **named, "RANK": str(rank), PARENT_VARIABLE: str(os.getpid())},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
