@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-Preset = Literal["grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "gspo", "cispo"]
+Preset = Literal["grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "ppo", "gspo", "cispo"]
 
-ADVANTAGES = ("group", "batch", "mean", "leave_one_out", "none")
+ADVANTAGES = ("group", "batch", "mean", "leave_one_out", "none", "gae")
 """Built in. Anything else is the dotted path of a function."""
+
+WITHIN_GROUP = ("group", "mean", "leave_one_out")
+"""Those that compare the episodes of a group: of one alone they can say nothing."""
 
 LOSSES = ("clip", "cispo")
 """Built in. Anything else is the dotted path of a function."""
@@ -35,6 +38,19 @@ _PRESETS: dict[str, dict[str, Any]] = {
         "kl_in": "reward",
         "kl_estimator": "k1",
         "kl_coef": 0.01,
+    },
+    # arXiv 1707.06347 as InstructGPT has it, arXiv 2203.02155: a critic, the KL penalty on each token
+    "ppo": {
+        "advantages": "gae",
+        "gamma": 1.0,
+        "gae_lambda": 0.95,
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "value_clip": 0.2,
+        "loss_mean": "token",
+        "kl_in": "reward",
+        "kl_estimator": "k1",
+        "kl_coef": 0.02,
     },
     # arXiv 2507.18071: section 5.1 has the clip
     "gspo": {"advantages": "group", "ratio": "sequence", "loss_mean": "sequence", "clip_low": 3e-4, "clip_high": 4e-4},

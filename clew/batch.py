@@ -62,6 +62,7 @@ def rollout_batch(
             "model": {"path": model},
             "data": {"path": data if isinstance(data, str) else "given"},
             "rollout": {"n_samples": n_samples, **rollout},
+            "algorithm": {"advantages": "none"},  # nothing is compared
             "sampling": dict(sampling or {}),
             "inference": {"max_running": max(1, min(256, len(rows) * n_samples))},
         }

@@ -14,9 +14,12 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from clew.algorithms import ADVANTAGES, LOSSES, PRESET_FIELDS, PRESETS, Preset, preset_options
+from clew.algorithms import ADVANTAGES, LOSSES, PRESET_FIELDS, PRESETS, WITHIN_GROUP, Preset, preset_options
 from clew.errors import ConfigError
 from clew.processes import cores
+
+DPO_BETA = 0.1
+"""algorithm.kl_coef of training.objective=dpo, where nothing else sets it: the paper's beta."""
 
 SERVERS_VARIABLE = "CLEW_LLM_SERVER_ADDRS"
 
@@ -45,7 +48,12 @@ class Data(Section):
     path: str = Field(description="JSON-lines or Parquet file, or the hub name of a data set.")
     split: str = Field(default="train", description="Split of a hub data set; files have none.")
     prompt: str = Field(default="prompt", description="Column with the prompt: text, or a list of chat messages.")
-    completion: str = Field(default="completion", description="Column with the demonstration, for `clew sft`.")
+    completion: str = Field(
+        default="completion", description="Column with the demonstration, or the preferred of two completions."
+    )
+    rejected: str = Field(
+        default="rejected", description="Column with the completion that was not preferred, for dpo and reward_model."
+    )
     limit: int | None = Field(default=None, ge=1, description="Use only the first so many rows.")
 
 
@@ -146,6 +154,17 @@ class Training(Section):
     batch_size: int = Field(
         default=32, ge=1, description="Demonstrations in a step of `clew sft`; RL consumes groups instead."
     )
+    objective: Literal["sft", "dpo", "reward_model"] = Field(
+        default="sft",
+        description="What `clew sft` minimizes: cross-entropy, or of preferences DPO's loss (arXiv 2305.18290) or "
+        "Bradley and Terry's (arXiv 2203.02155, equation 1).",
+    )
+    lora_rank: int | None = Field(
+        default=None, ge=1, description="Train low-rank adapters of all linear layers (arXiv 2106.09685); null: all."
+    )
+    lora_alpha: float | None = Field(
+        default=None, gt=0, description="Adapters count lora_alpha / lora_rank; null: twice the rank, a factor of 2."
+    )
     lr: float = Field(default=1e-5, gt=0, description="Peak learning rate.")
     schedule: Literal["constant", "linear", "cosine"] = Field(
         default="constant", description="What the learning rate does after the warm-up; linear and cosine end at 0."
@@ -189,7 +208,31 @@ class Algorithm(Section):
     advantages: str = Field(
         default="group",
         description="group (GRPO), batch (REINFORCE++, arXiv 2501.03262), mean (Dr. GRPO, arXiv 2503.20783), "
-        "leave_one_out (RLOO, arXiv 2402.14740), none, or a function's dotted path, (sequences) -> a number for each.",
+        "leave_one_out (RLOO, arXiv 2402.14740), gae (PPO: of each token, with a critic), none, or a function's dotted "
+        "path, (sequences) -> a number for each.",
+    )
+    gamma: float = Field(
+        default=1.0, gt=0, le=1, description="gae: discount of a reward for each token before it (arXiv 1506.02438)."
+    )
+    gae_lambda: float = Field(
+        default=0.95,
+        ge=0,
+        le=1,
+        description="gae: 1 believes the rewards alone, 0 the critic's next value (arXiv 1506.02438, equation 16).",
+    )
+    critic: str | None = Field(
+        default=None,
+        description="gae: folder or hub name of the model that the critic begins with, such as a reward model (arXiv "
+        "2203.02155); null: model.path.",
+    )
+    critic_lr: float | None = Field(
+        default=None, gt=0, description="gae: the critic's peak learning rate; null: training.lr."
+    )
+    value_clip: float | None = Field(
+        default=0.2,
+        gt=0,
+        description="gae: a step gains nothing by moving a value further than this (PPO's code, arXiv 2005.12729); "
+        "null: any.",
     )
     overlong_penalty: int | None = Field(
         default=None,
@@ -232,6 +275,11 @@ class Algorithm(Section):
     kl_in: Literal["loss", "reward"] = Field(
         default="loss", description="Added to each token's loss, or its sum over a sequence subtracted from the reward."
     )
+    entropy_coef: float = Field(
+        default=0.0,
+        ge=0,
+        description="Weight of the entropy that is subtracted from each token's loss (arXiv 1707.06347, equation 9).",
+    )
     loss_mean: Literal["token", "sequence", "constant"] = Field(
         default="token",
         description="Over all tokens of a mini-batch (DAPO); within sequences, then over them (GRPO); or the sum over "
@@ -249,6 +297,12 @@ class Algorithm(Section):
                 raise ValueError(
                     f"algorithm.{field} is {value!r}; expected {', '.join(built_in)} or a dotted path such as "
                     f"my_module.{value or 'name'}. Did you mean {_nearest(value, list(built_in))!r}?"
+                )
+        for field in ("critic", "critic_lr"):
+            if self.advantages != "gae" and getattr(self, field) is not None:
+                raise ValueError(
+                    f"algorithm.{field} is of the critic, and algorithm.advantages={self.advantages} has none. Unset "
+                    f"it, or use algorithm.advantages=gae"
                 )
         if self.loss == "cispo" and self.dual_clip is not None:
             raise ValueError("algorithm.dual_clip bounds the clipped objective, and algorithm.loss is cispo. Unset it")
@@ -370,6 +424,8 @@ class Config(Section):
         algorithm = _section(values, "algorithm")
         if algorithm.get("loss_mean") == "constant" and algorithm.get("loss_constant") is None:
             values = {**values, "algorithm": {**algorithm, "loss_constant": _limit(values)}}
+        if _section(values, "training").get("objective") == "dpo" and "kl_coef" not in algorithm:
+            values = {**values, "algorithm": {**algorithm, "kl_coef": DPO_BETA}}
         return values
 
     @model_validator(mode="after")
@@ -380,6 +436,34 @@ class Config(Section):
                 f"rollout.agent ({rollout.agent}) and rollout.workflow ({rollout.workflow}) are both set: an episode "
                 f"is one or the other. Unset one"
             )
+        if rollout.n_samples < 2 and self.algorithm.advantages in WITHIN_GROUP:
+            raise ValueError(
+                f"rollout.n_samples is 1, and algorithm.advantages={self.algorithm.advantages} compares the episodes "
+                f"of a group: a single one has nothing to be compared with. Use at least 2, or algorithm.advantages="
+                f"batch, gae or none"
+            )
+        if rollout.n_samples < 2 and rollout.drop_equal_rewards:
+            raise ValueError(
+                "rollout.drop_equal_rewards rejects groups whose rewards are all equal, and with rollout.n_samples=1 "
+                "every group's are. Use at least 2, or unset it"
+            )
+        if self.algorithm.advantages == "gae" and self.reward.turn_discount != 1:
+            raise ValueError(
+                f"reward.turn_discount ({self.reward.turn_discount:g}) discounts whole turns, and algorithm.advantages="
+                f"gae discounts tokens. Use algorithm.gamma"
+            )
+        if self.training.objective == "dpo" and self.algorithm.kl_coef == 0:
+            raise ValueError(
+                "algorithm.kl_coef is 0, and is training.objective=dpo's beta: nothing would be learned. Use more than "
+                "0, or unset it for 0.1"
+            )
+        if self.training.objective == "reward_model" and self.training.lora_rank is not None:
+            raise ValueError(
+                "training.lora_rank freezes all but the adapters of a language model, and training.objective="
+                "reward_model has a new head to train. Unset it"
+            )
+        if self.training.lora_alpha is not None and self.training.lora_rank is None:
+            raise ValueError("training.lora_alpha scales adapters, and there are none without training.lora_rank")
         for name in ("max_turns", "max_episode_tokens"):
             if rollout.agent is None and getattr(rollout, name) is not None:
                 raise ValueError(f"rollout.{name} limits an agent's requests, and rollout.agent is not set. Unset it")

@@ -34,36 +34,77 @@ def pick_device(device: Literal["auto", "cpu", "cuda"]) -> torch.device:
 def load_model(path: str, dtype: Literal["float32", "bfloat16", "float64"], device: torch.device) -> PreTrainedModel:
     """A causal language model in eval mode, from a folder or the hub. Raises ModelError, also when the folder lacks
     some of its weights, which would be random."""
+    from transformers import AutoModelForCausalLM
+
+    return _load(AutoModelForCausalLM, path, dtype, device, "model.path")
+
+
+HEAD = "score"
+"""What transformers' sequence classifiers call the layer that makes a number of a hidden state."""
+
+
+def load_value_model(
+    path: str, dtype: Literal["float32", "bfloat16", "float64"], device: torch.device, field: str
+) -> PreTrainedModel:
+    """A model with a head of one number a token, in eval mode: what `AutoModelForSequenceClassification` reads (a
+    reward model), or a causal language model, whose new head is zero: all numbers begin at 0.
+
+    field: of the configuration, that named the path. Raises ModelError as `load_model` does.
+    """
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    model = _load(AutoModelForSequenceClassification, path, dtype, device, field, new=f"{HEAD}.weight", num_labels=1)
+    head = getattr(model, HEAD, None)
+    if not isinstance(head, torch.nn.Linear) or head.out_features != 1:
+        raise ModelError(
+            f"{type(model).__name__} in {path} ({field}) has no layer {HEAD!r} with one output, but {head}: it cannot "
+            f"give each token a value. Use another architecture."
+        )
+    return model
+
+
+def _load(
+    kind: Any, path: str, dtype: str, device: torch.device, field: str, *, new: str | None = None, **options: Any
+) -> PreTrainedModel:
+    """new: a parameter that the folder may lack; it is zero then."""
     import torch
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
     path = os.path.expanduser(path)  # noqa: PTH111 - a hub name is no path
-    _check_folder(path, "config.json", "model configuration", "Save the model there with save_pretrained.")
+    _check_folder(path, "config.json", "model configuration", "Save the model there with save_pretrained.", field)
     if Path(path).is_dir() and not [*Path(path).glob("*.safetensors"), *Path(path).glob("*.bin")]:
         raise ModelError(
-            f"{path} (model.path) holds no weights (*.safetensors); found {_listing(path)}. Save the model there with "
-            f"save_pretrained, or point model.path elsewhere."
+            f"{path} ({field}) holds no weights (*.safetensors); found {_listing(path)}. Save the model there with "
+            f"save_pretrained, or point {field} elsewhere."
         )
     transformers_logging.disable_progress_bar()
+    verbosity = transformers_logging.get_verbosity()
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), output_loading_info=True)
+        if new is not None:
+            transformers_logging.set_verbosity_error()  # it would warn of what is done on purpose
+        loaded: Any = kind.from_pretrained(path, dtype=getattr(torch, dtype), output_loading_info=True, **options)
     except SafetensorError as error:
         raise ModelError(
             f"the weights in {path} cannot be read ({error}): a file was truncated or altered. Copy or save the model "
             f"there again."
         ) from error
     except (OSError, ValueError, RuntimeError) as error:
-        raise ModelError(f"cannot load a causal language model from {path}: {error}") from error
+        what = "causal language model" if new is None else "model with a value head"
+        raise ModelError(f"cannot load a {what} from {path}: {error}") from error
+    finally:
+        transformers_logging.set_verbosity(verbosity)
     model, loading = loaded
-    missing = sorted(loading["missing_keys"])
+    missing = sorted(set(loading["missing_keys"]) - {new})
     if missing:
         raise ModelError(
             f"the weights in {path} lack {len(missing)} tensors of {type(model).__name__}: {', '.join(missing[:4])}"
             f"{', …' if len(missing) > 4 else ''}. They would be random. A folder without an output head holds a base "
             f"model: save the causal language model (AutoModelForCausalLM) there."
         )
+    if new in loading["missing_keys"]:
+        torch.nn.init.zeros_(model.get_parameter(new))
     return model.to(device).eval()
 
 
@@ -142,20 +183,19 @@ def _is_named(path: str, token: str | None) -> bool:
     )
 
 
-def _check_folder(path: str, needed: str, what: str, remedy: str) -> None:
+def _check_folder(path: str, needed: str, what: str, remedy: str, field: str = "model.path") -> None:
     """A hub name passes: transformers looks it up."""
     in_a_folder = "/" in path and Path(path).parent.is_dir()
     if not (path.startswith((".", "/", "~")) or path.count("/") > 1 or in_a_folder or Path(path).exists()):
         return
     if not Path(path).is_dir():
         raise ModelError(
-            f"there is no folder {path}. model.path takes a folder written by save_pretrained, "
+            f"there is no folder {path}. {field} takes a folder written by save_pretrained, "
             f"or a hub name such as Qwen/Qwen3-0.6B."
         )
     if not (Path(path) / needed).exists():
         raise ModelError(
-            f"{path} (model.path) holds no {needed}, so no {what} can be loaded from it; found {_listing(path)}. "
-            f"{remedy}"
+            f"{path} ({field}) holds no {needed}, so no {what} can be loaded from it; found {_listing(path)}. {remedy}"
         )
 
 

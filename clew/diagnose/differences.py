@@ -20,10 +20,13 @@ from clew.record.digest import from_hex
 STAGES = (
     "data",
     "rewards",
+    "values",
+    "returns",
     "advantages",
     "proximal_logprobs",
     "reference_logprobs",
     "logprobs",
+    "entropies",
     "loss",
     "gradients",
     "update",

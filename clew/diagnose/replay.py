@@ -112,7 +112,8 @@ def _portable(config: Config, folders: dict[int, Path], device: str | None) -> C
         where = "cpu"  # how it was compared, and why, says so
     path = str(folders.get(0, config.model.path))  # the model that the run began with, for the KL term
     model = config.model.model_copy(update={"path": path, "device": where})
-    return config.model_copy(update={"model": model})
+    critic = {"critic": str(folders[0] / checkpoint.CRITIC)} if 0 in folders and config.algorithm.critic else {}
+    return config.model_copy(update={"model": model, "algorithm": config.algorithm.model_copy(update=critic)})
 
 
 def replay(run: RunDirectory, engine: TrainEngine, last: int) -> Iterator[Step]:
@@ -173,7 +174,7 @@ def compare(
 
 def _from_logprobs(algorithm: Algorithm) -> bool:
     """Whether advantages follow from what a model computed, not from recorded rewards alone."""
-    return algorithm.kl_in == "reward" and algorithm.kl_coef > 0
+    return algorithm.advantages == "gae" or (algorithm.kl_in == "reward" and algorithm.kl_coef > 0)
 
 
 def how_to_compare(recorded: dict[str, Any], engine: TrainEngine) -> tuple[Tolerance, str]:

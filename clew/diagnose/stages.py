@@ -53,7 +53,10 @@ def check_stages(run: RunDirectory, step: int, stages: SequenceABC[str], only: s
     if "rewards" in stages:
         found.append(differences.in_rewards(step, [row for row in batch if row.id in set(kept)]))
     summary = run.steps.read(step)
-    for stage, compute, tolerance in (("advantages", _advantages, EXACT), ("loss", _loss, LOSS)):
+    values = (
+        summary["config"].get("algorithm", {}).get("advantages") == "gae"
+    )  # kept in fewer bits than a float64 model's
+    for stage, compute, tolerance in (("advantages", _advantages, LOSS if values else EXACT), ("loss", _loss, LOSS)):
         if stage in stages:
             again = compute(batch, recorded, summary)
             then, now = ([side[name] for name in kept] for side in (recorded.arrays[stage], again))
@@ -68,12 +71,14 @@ def _listed(names: list[str]) -> str:
 
 
 def _advantages(batch: list[Sequence], recorded: Stages, summary: dict[str, Any]) -> dict[str, np.ndarray]:
-    from clew.training.advantages import advantages_function
+    from clew.training.gae import advantages_function
 
-    reference = recorded.arrays.get("reference_logprobs")
+    reference, values = (
+        [recorded.arrays[name][row.id] for row in batch] if name in recorded.arrays else None
+        for name in ("reference_logprobs", "values")
+    )
     compute = advantages_function(Algorithm(**summary["config"].get("algorithm", {})))
-    each = compute(batch, None if reference is None else [reference[row.id] for row in batch])
-    return {row.id: np.where(row.loss_mask, each[i], np.float32(0)) for i, row in enumerate(batch)}
+    return dict(zip([row.id for row in batch], compute(batch, reference, values).advantages, strict=True))
 
 
 def _loss(batch: list[Sequence], recorded: Stages, summary: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -103,6 +108,7 @@ def _loss(batch: list[Sequence], recorded: Stages, summary: dict[str, Any]) -> d
         "behaviour_N": tensor([row.logprobs for row in batch]),
         "advantages_N": stage("advantages"),
         "reference_N": stage("reference_logprobs"),
+        "entropies_N": stage("entropies"),
         "rows_N": torch.from_numpy(rows_S[mask_S]),
     }
     algorithm = Algorithm(**summary["config"]["algorithm"])

@@ -19,11 +19,6 @@ from clew.waits import waiting
 def refuse_impossible(config: Config, n_rows: int) -> None:
     """Raise ConfigError or DataError when no batch can ever be formed."""
     rollout = config.rollout
-    if rollout.n_samples < 2:
-        raise ConfigError(
-            "rollout.n_samples is 1: rewards are compared within a group, and a single episode has "
-            "nothing to be compared with. Use at least 2."
-        )
     if rollout.drop_equal_rewards and config.sampling.temperature == 0 and rollout.agent is None:
         raise ConfigError(
             "rollout.drop_equal_rewards rejects groups whose rewards are all equal, and at sampling.temperature=0 all "

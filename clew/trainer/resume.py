@@ -24,9 +24,14 @@ TOLERANCE = 1e-3
 def restore(config: Config, run: RunDirectory, ranks: Ranks) -> TrainEngine:
     """The engine at the nearest checkpoint, or at the model that the run begins with.
 
-    Raises ConfigError: another model, or another training of steps that must be trained again; RecordError: no run of
-    `clew train`.
+    Raises ConfigError: an objective of `clew sft`, another model, or another training of steps that must be trained
+    again; RecordError: no run of `clew train`.
     """
+    if config.training.objective != "sft":
+        raise ConfigError(
+            f"training.objective is {config.training.objective}, which `clew sft` trains, on preferences. Unset it for "
+            f"reinforcement learning."
+        )
     if ranks.leads:
         run.clean_after_trainer()
         checkpoint.clean(run.checkpoints)

@@ -1,4 +1,4 @@
-"""Advantages: how much better an episode was than others. NumPy only: replay needs no torch for it.
+"""Advantages of whole sequences: how much better an episode was than others. NumPy only: replay needs no torch for it.
 
 Statistics are over episodes: one of several sequences counts once. docs/algorithms.md has the formulas.
 """
@@ -96,8 +96,8 @@ def group_advantages(sequences: SequenceABC[Sequence], method: str = "group") ->
     return advantages
 
 
-def advantages_function(algorithm: Algorithm) -> Compute:
-    """What algorithm.advantages names, after what the options take off the reward.
+def sequence_advantages_function(algorithm: Algorithm) -> Compute:
+    """What algorithm.advantages names, but for gae, after what the options take off the reward.
 
     Raises ConfigError where a dotted path names no function that can be called so.
     """
@@ -121,17 +121,26 @@ def shaped_rewards(
 
     reference: [T] logprobs of the model that the run began with, of each sequence.
     """
-    if algorithm.overlong_penalty is not None:
-        sequences = [
-            replace(each, reward=each.reward - overlong(each, algorithm.overlong_penalty)) for each in sequences
-        ]
+    sequences = without_overlong(sequences, algorithm)
     if algorithm.kl_in == "reward" and algorithm.kl_coef > 0:
         assert reference is not None, "a KL divergence needs the reference's logprobs"
+        summed = [
+            float(divergences(each, logprobs_T, algorithm.kl_estimator).sum())
+            for each, logprobs_T in zip(sequences, reference, strict=True)
+        ]
         sequences = [
-            replace(each, reward=each.reward - algorithm.kl_coef * divergence(each, logprobs, algorithm.kl_estimator))
-            for each, logprobs in zip(sequences, reference, strict=True)
+            replace(each, reward=each.reward - algorithm.kl_coef * kl)
+            for each, kl in zip(sequences, summed, strict=True)
         ]
     return sequences
+
+
+def without_overlong(sequences: SequenceABC[Sequence], algorithm: Algorithm) -> SequenceABC[Sequence]:
+    """The sequences with their rewards less algorithm.overlong_penalty."""
+    cache = algorithm.overlong_penalty
+    if cache is None:
+        return sequences
+    return [replace(each, reward=each.reward - overlong(each, cache)) for each in sequences]
 
 
 def overlong(sequence: Sequence, cache: int) -> float:
@@ -157,12 +166,12 @@ def overlong(sequence: Sequence, cache: int) -> float:
     return max(found, default=0.0)
 
 
-def divergence(sequence: Sequence, reference_T: np.ndarray, estimator: str) -> float:
-    """KL(behaviour || reference), summed over the trained tokens of a sequence: k1, k2 or k3 of each, as in
+def divergences(sequence: Sequence, reference_T: np.ndarray, estimator: str) -> np.ndarray:
+    """[N] float64: KL(behaviour || reference) at each trained token of a sequence: k1, k2 or k3, as in
     `clew.training.losses`. The papers take k1 (arXiv 2203.02155, 2402.14740, 2501.03262)."""
     log_ratio_N = (sequence.logprobs.astype(np.float64) - reference_T)[sequence.loss_mask]
     if estimator == "k1":
-        return float(log_ratio_N.sum())
+        return log_ratio_N
     if estimator == "k2":
-        return float((log_ratio_N**2 / 2).sum())
-    return float((np.exp(-log_ratio_N) + log_ratio_N - 1).sum())
+        return log_ratio_N**2 / 2
+    return np.exp(-log_ratio_N) + log_ratio_N - 1

@@ -4,7 +4,9 @@
 
     step-000130/
       model.safetensors, config.json, tokenizer files     as save_pretrained writes them; transformers reads them
+      adapter/                                            of these what was added by adapters, as PeftModel reads it
       trainer/state.safetensors                           optimizer moments, float32 masters, random state
+      trainer/critic/                                     the critic, as AutoModelForSequenceClassification reads it
       checkpoint.json                                     version, updates, digests
 """
 
@@ -12,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -21,18 +22,20 @@ from torch import Tensor
 
 from clew.config import Config
 from clew.errors import ModelError, RecordError
-from clew.models import load_model
+from clew.models import load_value_model
 from clew.record.files import read_json, remove_strays, write_json
 from clew.record.rows import check_format
 from clew.training.digests import Digests, digest_tensors
 from clew.training.engine import TrainEngine
 from clew.training.folders import remove_folder, save_model, save_tokenizer, written_aside
-from clew.training.sharding import collect, fill, state_of
+from clew.training.sharding import collect, like, state_of
 
 FORMAT = 1
 """Version of checkpoint.json. A reader refuses a newer one."""
 STATE = "trainer/state.safetensors"
 """In a folder of its own: vLLM loads every *.safetensors that lies beside a model."""
+CRITIC = "trainer/critic"
+ADAPTER = "adapter"
 _RANDOM = "random.torch"
 
 
@@ -47,12 +50,14 @@ def save(engine: TrainEngine, folder: Path) -> None:
 
     Raises RecordError when the disk is full.
     """
-    state = {**engine.optimizer.state(), _RANDOM: torch.get_rng_state()}
+    state = {**_state(engine), _RANDOM: torch.get_rng_state()}
     said = {
         "format": FORMAT,
         "version": engine.version,
         "updates": engine.optimizer.updates,
+        "critic_updates": engine.critic.optimizer.updates if engine.critic is not None else None,
         "dtype": engine.config.model.dtype,
+        "lora_rank": engine.config.training.lora_rank,
         "recent_norms": list(engine.recent_norms),
         "weights": _said(engine.weights_digests()),
         "state": _said(digest_tensors(state.items(), engine.ranks)),
@@ -63,12 +68,19 @@ def save(engine: TrainEngine, folder: Path) -> None:
 
     if engine.ranks.agree(f"whether {folder.name} is written already", there):
         return
-    weights, state = state_of(engine.model, engine.ranks), collect(state, engine.ranks)
+    weights, state = engine.published_state(), collect(state, engine.ranks)
+    adapters = None if engine.adapters is None else state_of(engine.model, engine.ranks)
+    critic = None if engine.critic is None else state_of(engine.critic.inner, engine.ranks)
     if engine.ranks.leads:
         with written_aside(folder) as aside:
             save_model(engine.model, aside, weights)
             save_tokenizer(engine.tokenizer, aside)
+            if engine.adapters is not None and adapters is not None:
+                engine.adapters.save(aside / ADAPTER, adapters)
             (aside / STATE).parent.mkdir()
+            if engine.critic is not None and critic is not None:
+                save_model(engine.critic.inner, aside / CRITIC, critic)
+                save_tokenizer(engine.tokenizer, aside / CRITIC)
             save_file(state, aside / STATE)
             write_json(aside / "checkpoint.json", said)
     engine.ranks.meet()
@@ -83,25 +95,39 @@ def load(engine: TrainEngine, folder: Path) -> None:
         raise RecordError(f"{folder} is no checkpoint: it holds no checkpoint.json.")
     said = read_json(folder / "checkpoint.json")
     check_format(folder / "checkpoint.json", said["format"])
-    if said["dtype"] != engine.config.model.dtype:
-        raise ModelError(
-            f"{folder} was trained with model.dtype={said['dtype']}, this run has "
-            f"{engine.config.model.dtype}. Set it back, or start another trial=NAME from that folder."
-        )
-    loaded, state = _read(folder, engine.config.model.dtype)
-    _check_same_model(folder, engine.model.named_parameters(), loaded.named_parameters())
-    for kind, found in (
-        ("weights", digest_tensors(loaded.named_parameters())),
-        ("state", digest_tensors(state.items())),
+    for field, now in (
+        ("model.dtype", engine.config.model.dtype),
+        ("training.lora_rank", engine.config.training.lora_rank),
     ):
-        for name, digest in _said(found).items():
-            if said[kind].get(name) != digest:
-                raise _altered(
-                    folder, f"{name} ({kind}) has the digest {digest}; checkpoint.json says {said[kind].get(name)}"
+        then = said.get(field.partition(".")[2])
+        if then != now:
+            raise ModelError(
+                f"{folder} was trained with {field}={then or 'null'}, this run has {now or 'null'}. Set it back, or "
+                f"start another trial=NAME from that folder."
+            )
+    weights, state = _read(folder, engine)
+    _check_same_model(folder, engine.trained_parameters(), weights.items())
+    found = {"weights": engine.frozen_digests | digest_tensors(weights.items()), "state": digest_tensors(state.items())}
+    for kind, digests in found.items():
+        for name, digest in _said(digests).items():
+            if said[kind].get(name) == digest:
+                continue
+            if name in engine.frozen_digests:
+                raise ModelError(
+                    f"{engine.config.model.path} (model.path) is not the model that the adapters in {folder} were "
+                    f"trained on: {name} has the digest {digest}, then {said[kind].get(name)}. Put it back."
                 )
-    fill(engine.model, loaded.state_dict())
+            raise _altered(
+                folder, f"{name} ({kind}) has the digest {digest}; checkpoint.json says {said[kind].get(name)}"
+            )
+    with torch.no_grad():
+        for name, parameter in engine.trained_parameters():
+            parameter.copy_(like(parameter, weights[name]))
     torch.set_rng_state(state.pop(_RANDOM))
-    engine.optimizer.load_state(state, updates=said["updates"])
+    own, critics = _by_owner(state)
+    engine.optimizer.load_state(own, updates=said["updates"])
+    if engine.critic is not None:
+        engine.critic.optimizer.load_state(critics, updates=said["critic_updates"])
     engine.restored(said["version"], said["recent_norms"])
 
 
@@ -109,15 +135,15 @@ def digests_of(engine: TrainEngine) -> dict[str, dict[str, str]]:
     """The digest of each tensor that a checkpoint would hold now, but for the random state; by kind and name."""
     return {
         "weights": _said(engine.weights_digests()),
-        "state": _said(digest_tensors(engine.optimizer.state().items(), engine.ranks)),
+        "state": _said(digest_tensors(_state(engine).items(), engine.ranks)),
     }
 
 
 def digests_in(folder: Path, engine: TrainEngine) -> dict[str, dict[str, str]]:
     """The same of the files in a checkpoint. Raises RecordError: truncated."""
-    loaded, state = _read(folder, engine.config.model.dtype)
+    weights, state = _read(folder, engine)
     return {
-        "weights": _said(digest_tensors(loaded.named_parameters())),
+        "weights": _said(engine.frozen_digests | digest_tensors(weights.items())),
         "state": _said(digest_tensors(state.items())),
     }
 
@@ -156,11 +182,39 @@ def point_latest(checkpoints: Path, folder: Path) -> None:
     link.replace(checkpoints / "latest")
 
 
-def _read(folder: Path, dtype: Any) -> tuple[Any, dict[str, Tensor]]:
+def _read(folder: Path, engine: TrainEngine) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The trained parameters, named as in the engine, and the state."""
+    cpu = torch.device("cpu")
+    if engine.critic is not None and not (folder / CRITIC).is_dir():
+        raise RecordError(
+            f"{folder} has no critic ({CRITIC}), which algorithm.advantages=gae needs: it was trained without. Start "
+            f"another trial=NAME from that folder (model.path)."
+        )
     try:
-        return load_model(str(folder), dtype, torch.device("cpu")), load_file(folder / STATE)
+        if engine.adapters is not None:
+            from clew.training.lora import read_adapters
+
+            weights = read_adapters(folder / ADAPTER)
+        else:
+            weights: dict[str, Tensor] = dict(engine.read(str(folder), cpu).named_parameters())
+        if engine.critic is not None:
+            critic = load_value_model(str(folder / CRITIC), engine.config.model.dtype, cpu, "its critic")
+            weights |= {f"critic.{name}": parameter for name, parameter in critic.named_parameters()}
+        return weights, load_file(folder / STATE)
     except (ModelError, SafetensorError, OSError) as error:
         raise _altered(folder, str(error)) from error
+
+
+def _state(engine: TrainEngine) -> dict[str, Tensor]:
+    """Of both optimizers."""
+    critic = engine.critic.optimizer.state() if engine.critic is not None else {}
+    return {**engine.optimizer.state(), **{f"critic.{name}": tensor for name, tensor in critic.items()}}
+
+
+def _by_owner(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What `_state` put together: the policy's and the critic's."""
+    critic = {name.removeprefix("critic."): tensor for name, tensor in state.items() if name.startswith("critic.")}
+    return {name: tensor for name, tensor in state.items() if not name.startswith("critic.")}, critic
 
 
 def _said(digests: Digests) -> dict[str, str]:

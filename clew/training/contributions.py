@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from clew.training.engine import Prepared, TrainEngine
-from clew.training.scoring import score
 from clew.training.tokens import MicroBatch
 
 
@@ -65,9 +64,9 @@ def _backward(engine: TrainEngine, step: Prepared, rows: list[int], trained: int
     micro = MicroBatch.of(step.tokens, rows, engine.device)
     if not len(micro.where_N):
         return micro, torch.zeros(0), torch.zeros(0)
-    scores = score(engine.model, micro.input_ids_BT, micro.rows_N, micro.columns_N, micro.temperatures_N)
+    scores = engine.score_micro(micro)
     scores.logprobs_N.retain_grad()
-    loss_N, _ = step.loss_of(micro, scores.logprobs_N)
+    loss_N, _ = step.loss_of(micro, scores)
     (loss_N.sum() / trained).backward()
     engine.optimizer.gather()
     return micro, scores.logprobs_N, loss_N.detach()

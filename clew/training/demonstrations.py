@@ -1,8 +1,7 @@
-"""Demonstrations for `clew sft`: rows of the user's data as tokens, and which of them each step takes."""
+"""Demonstrations and preferences for `clew sft`: rows of the user's data as tokens, and which ones each step takes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,14 +32,20 @@ class Demonstrations:
         context: tokens that a sequence may have.
         """
         names = config.data
-        needed = (names.prompt, names.completion)
-        rows = data.load_rows(names.path, split=names.split, limit=names.limit, columns=needed)
+        pairs = config.training.objective != "sft"
+        completions = [names.completion, names.rejected] if pairs else [names.completion]
+        rows = data.load_rows(names.path, split=names.split, limit=names.limit, columns=(names.prompt, *completions))
         self._config = config
+        self._columns = completions
+        self._last_alone = tokenizer.pad_token_id if config.training.objective == "reward_model" else None
         self._n_rows = len(rows)
         used = min(len(rows), config.training.steps * config.training.batch_size)
         in_use = sorted({data.order(len(rows), index, config.seed) for index in range(used)})
-        self._rows = dict(zip(in_use, _encode(rows, in_use, config, tokenizer), strict=True))
-        for row, demonstration in self._rows.items():
+        prompts = _tokenize_prompts([rows[row][names.prompt] for row in in_use], in_use, config, tokenizer)
+        encoded = [_encode(rows, in_use, prompts, column, config, tokenizer) for column in completions]
+        self._rows = dict(zip(in_use, zip(*encoded, strict=True), strict=True))
+        """Of each row its demonstration, or the chosen and the rejected one."""
+        for row, demonstration in ((row, each) for row, several in self._rows.items() for each in several):
             if context is not None and len(demonstration.input_ids) > context:
                 raise DataError(
                     f"{names.path}: row {row + 1} has {demonstration.prompt_tokens} tokens of prompt and "
@@ -49,35 +54,45 @@ class Demonstrations:
                 )
 
     def batch(self, step: int) -> Tokens:
-        """The batch of a step (from 0). It follows from the step's number, the seed and the data alone."""
+        """The batch of a step (from 0): the chosen, then the rejected of a pair. It follows from the step's number, the
+        seed and the data alone. For a reward model the mask has the last token alone that is no padding, which is where
+        transformers reads the score."""
         size = self._config.training.batch_size
         indices = range(step * size, (step + 1) * size)
         rows = [data.order(self._n_rows, index, self._config.seed) for index in indices]
-        chosen = [self._rows[row] for row in rows]
+        chosen = [each for row in rows for each in self._rows[row]]
         lengths = np.array([len(demonstration.input_ids) for demonstration in chosen])
         starts = np.concatenate([[0], np.cumsum(lengths)])
         column_of_S = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
         # Nothing predicts the very first token, also where the prompt is empty.
         untrained = np.array([max(1, demonstration.prompt_tokens) for demonstration in chosen])
+        input_ids_S = np.concatenate([demonstration.input_ids for demonstration in chosen])
+        loss_mask_S = column_of_S >= np.repeat(untrained, lengths)
+        if self._last_alone is not None:
+            real_S = np.where(input_ids_S != self._last_alone, np.arange(len(input_ids_S)), starts[:-1].repeat(lengths))
+            loss_mask_S = np.zeros(len(input_ids_S), np.bool_)
+            loss_mask_S[np.maximum.reduceat(real_S, starts[:-1])] = True
+        several = len(self._columns) > 1
         return Tokens(
-            ids=[f"row {row + 1}" for row in rows],
+            ids=[f"row {row + 1}" + (f" ({name})" if several else "") for row in rows for name in self._columns],
             starts=starts,
-            input_ids_S=np.concatenate([demonstration.input_ids for demonstration in chosen]),
-            loss_mask_S=column_of_S >= np.repeat(untrained, lengths),
+            input_ids_S=input_ids_S,
+            loss_mask_S=loss_mask_S,
             temperatures_S=np.ones(starts[-1], np.float32),
         )
 
 
-def _encode(rows: list[dict], in_use: list[int], config: Config, tokenizer: Any) -> Iterable[Demonstration]:
-    names = config.data
+def _encode(
+    rows: list[dict], in_use: list[int], prompts: list[list[int]], column: str, config: Config, tokenizer: Any
+) -> list[Demonstration]:
+    """The prompts, each followed by its row's completion in this column."""
     end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.pad_token_id
-    prompts = _tokenize_prompts([rows[row][names.prompt] for row in in_use], in_use, config, tokenizer)
-    completions = [
-        _text(rows[row][names.completion], f"{names.path}: row {row + 1}", names.completion) for row in in_use
-    ]
+    completions = [_text(rows[row][column], f"{config.data.path}: row {row + 1}", column) for row in in_use]
     answers = tokenizer(completions, add_special_tokens=False)["input_ids"]
-    for prompt, answer in zip(prompts, answers, strict=True):
-        yield Demonstration(input_ids=np.array([*prompt, *answer, end], np.int32), prompt_tokens=len(prompt))
+    return [
+        Demonstration(input_ids=np.array([*prompt, *answer, end], np.int32), prompt_tokens=len(prompt))
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
 
 
 def _tokenize_prompts(prompts: list[Any], rows: list[int], config: Config, tokenizer: Any) -> list[list[int]]:

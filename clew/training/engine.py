@@ -18,10 +18,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceABC
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -29,27 +29,31 @@ from torch import Tensor
 
 from clew.algorithms import LOSSES
 from clew.config import Algorithm, Config, Training
-from clew.errors import ModelError, TrainingError
-from clew.models import check_vocabulary, load_model, load_tokenizer, pick_device
+from clew.errors import ModelError
+from clew.models import check_vocabulary, load_model, load_tokenizer, load_value_model, pick_device
 from clew.record.digest import to_hex, total
 from clew.record.rows import Sequence
-from clew.training.advantages import advantages_function
-from clew.training.attention import use_short_attention
 from clew.training.batching import Plan, deal, loss_weights, padding_share, plan_step
+from clew.training.critic import Critic, ValueModel, value_metrics
 from clew.training.digests import Digests, digest_tensors
+from clew.training.gae import advantages_function
 from clew.training.losses import loss_function, supervised_loss
 from clew.training.metrics import gap_metrics, lag_metrics, rollout_metrics
-from clew.training.optimizer import Optimizer
+from clew.training.optimizer import GradientError, Optimizer
+from clew.training.preferences import deal_pairs, pair_losses
 from clew.training.ranks import ALONE, Ranks
 from clew.training.scoring import Scores, score
-from clew.training.sharding import checkpoint_activations, shard, slice_of
+from clew.training.sharding import slice_of, spread, state_of
 from clew.training.tokens import MicroBatch, Tokens
+
+if TYPE_CHECKING:
+    from clew.training.lora import Adapters
 
 Watch = Callable[[str, dict[str, Any]], None]
 """Told what a step is about to do (advantages, loss, backward, update), and with what."""
 
-TokenLoss = Callable[[MicroBatch, Tensor], tuple[Tensor, dict[str, Tensor]]]
-"""(micro-batch, its logprobs_N) -> (loss_N, sums over the N tokens by the name of a metric)."""
+TokenLoss = Callable[[MicroBatch, Scores], tuple[Tensor, dict[str, Tensor]]]
+"""(micro-batch, its scores) -> (loss_N, sums over the N tokens by the name of a metric)."""
 
 
 log = logging.getLogger("clew.training")
@@ -68,15 +72,16 @@ class StepResult:
     metrics: dict[str, float]
     stages: dict[str, list[np.ndarray]]
     """By name, one array a sequence (also of other ranks), aligned with its tokens, 0 where a token is not trained on:
-    advantages, proximal_logprobs, logprobs (current, as the loss saw them), reference_logprobs (with KL), loss (what
-    the token contributes to the mean over all tokens: weighted as algorithm.loss_mean asks)."""
+    advantages, proximal_logprobs, logprobs (current, as the loss saw them), reference_logprobs (with KL), values and
+    returns (with a critic), entropies (with a bonus for them), loss (what the token contributes to the mean over all
+    tokens: weighted as algorithm.loss_mean asks)."""
     plan: Plan
     digests: dict[str, Any]
     """gradients: one for each update, before clipping; weights: after the step. See `clew.record.digest`."""
     tensor_digests: dict[str, Any]
     """The same for each parameter, in the order of `TrainEngine.parameter_names`, as `clew.record.digest.to_hex`."""
     timings: dict[str, float]
-    """Seconds in: advantages, logprobs, reference, forward_backward, optimizer, digest."""
+    """Seconds in: advantages, logprobs, reference, critic, forward_backward, optimizer, digest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +97,9 @@ class Prepared:
     proximal_S: np.ndarray | None
     """None with a single update: they are what the loss computes."""
     reference_S: np.ndarray | None
+    values_S: np.ndarray | None
+    """None, like returns_S: there is no critic."""
+    returns_S: np.ndarray | None
 
 
 @dataclass(kw_only=True)
@@ -100,16 +108,13 @@ class _Pass:
 
     logprobs_S: np.ndarray
     """Of this rank's rows, 0 elsewhere; of all when the updates are done."""
+    entropies_S: np.ndarray
     loss_S: np.ndarray
     sums: dict[str, float] = field(default_factory=dict)
     gradients: list[Digests] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     skipped: int = 0
     lr: float = 0.0
-
-
-class GradientError(TrainingError):
-    """A number in the midst of a step that is none. Every rank has met it."""
 
 
 class TrainEngine:
@@ -131,29 +136,61 @@ class TrainEngine:
     ) -> None:
         """Load the model. Raises ModelError; ConfigError for a loss or advantages that cannot be loaded.
 
-        model_path: other weights to begin with than config.model.path (which the KL term refers to in any case).
+        model_path: other weights to begin with than config.model.path (which the KL term refers to in any case, and to
+        which adapters are added).
         device: None takes config.model.device.
         """
         self.config = config
         self.ranks = ranks
         self._advantages, self._loss = advantages_function(config.algorithm), loss_function(config.algorithm)
         self.device = device or pick_device(config.model.device)
-        path = model_path or config.model.path
+        wants_adapters = config.training.lora_rank is not None
+        path = config.model.path if wants_adapters or model_path is None else model_path
         self.tokenizer = load_tokenizer(path)
-        self.model = self._load(path)
+        self._scores_rewards = config.training.objective == "reward_model"
+        host = self.device if ranks.size == 1 else torch.device("cpu")
+        self.model = self.read(path, host)
         check_vocabulary(self.model, self.tokenizer, path)
-        if self.model.get_output_embeddings() is None:
+        vocabulary = self.model.get_input_embeddings().weight.shape[0]
+        if self._scores_rewards:
+            self.model.config.pad_token_id = self.tokenizer.pad_token_id  # what transformers finds the last token by
+        elif self.model.get_output_embeddings() is None:
             raise ModelError(
                 f"{type(self.model).__name__} in {path} has no output embedding that can be found; "
                 f"expected a causal language model."
             )
+        self.adapters: Adapters | None = None
+        """With training.lora_rank."""
+        if wants_adapters:
+            from clew.training.lora import Adapters
+
+            self.adapters = Adapters(self.model, config)
+        self._scorer = ValueModel(self.model) if self._scores_rewards else None
+        spread(self.model, config.training, ranks, self.device, root=self._scorer)
         self.version = 0
         """Steps done."""
         self.whole = True
         """The weights are those of a whole number of steps: not in the midst of one's updates."""
         total = config.training.steps * config.algorithm.minibatches
         self.optimizer = Optimizer(self.model, config.training, total_updates=total)
-        self._reference = self._load(config.model.path).requires_grad_(False) if config.algorithm.kl_coef > 0 else None
+        self._reference: Any = None
+        """With adapters the model itself, without them."""
+        if config.algorithm.kl_coef > 0 and not self._scores_rewards:
+            self._reference = self.model
+            if not wants_adapters:
+                self._reference = self.read(config.model.path, host).requires_grad_(False)
+                spread(self._reference, config.training, ranks, self.device)
+        self.critic: Critic | None = None
+        if config.algorithm.advantages == "gae":
+            self.critic = Critic(
+                config,
+                self.device,
+                ranks,
+                own=self._own,
+                idle=self._idle,
+                tokenizer=self.tokenizer,
+                vocabulary=vocabulary,
+            )
         self.watch: Watch = _nobody
         """Called at each stage of a step: for debuggers and diagnoses."""
         self.recent_norms: deque[float] = deque(maxlen=RECENT_NORMS)
@@ -162,15 +199,30 @@ class TrainEngine:
         self._timings: dict[str, float] = {}
 
     def configure(self, training: Training, algorithm: Algorithm) -> None:
-        """Go on with other settings of optimizer and algorithm (a KL term needs the reference from the start)."""
+        """Go on with other settings of optimizer and algorithm. (A KL term needs the reference, and advantages=gae the
+        critic, from the start.)"""
         self.config = self.config.model_copy(update={"training": training, "algorithm": algorithm})
         self._advantages, self._loss = advantages_function(algorithm), loss_function(algorithm)
         self.optimizer.configure(training, total_updates=training.steps * algorithm.minibatches)
+        if self.critic is not None:
+            self.critic.configure(training, algorithm)
 
     @property
     def context(self) -> int | None:
         """Tokens that a sequence may have; None: the model does not say."""
         return getattr(self.model.config, "max_position_embeddings", None)
+
+    def read(self, path: str, device: torch.device) -> Any:
+        """A model such as this one trains, from a folder or the hub, as a whole. Raises ModelError."""
+        if self._scores_rewards:
+            return load_value_model(path, self.config.model.dtype, device, "model.path")
+        return load_model(path, self.config.model.dtype, device)
+
+    def published_state(self) -> dict[str, Tensor]:
+        """The policy's parameters and persistent buffers as whoever reads weights gets them, adapters merged into them:
+        on rank 0, see `clew.training.sharding.collect`."""
+        state = state_of(self.model, self.ranks)
+        return state if self.adapters is None else self.adapters.merged(state)
 
     # The two kinds of step -------------------------------------------------------------------------------------------
 
@@ -181,7 +233,7 @@ class TrainEngine:
         """
         assert sequences, "a step needs a batch"
         self._timings = dict.fromkeys(
-            ("advantages", "logprobs", "reference", "forward_backward", "optimizer", "digest"), 0.0
+            ("advantages", "logprobs", "reference", "critic", "forward_backward", "optimizer", "digest"), 0.0
         )
         step = self.prepare(sequences)
         tokens = step.tokens
@@ -195,7 +247,10 @@ class TrainEngine:
         }
         if step.reference_S is not None:
             stages["reference_logprobs"] = step.reference_S
+        if self.config.algorithm.entropy_coef:
+            stages["entropies"] = done.entropies_S
         mask_S = tokens.loss_mask_S
+        critic_metrics = self._fit_critic(step, done, stages)
         return self._finish(
             tokens,
             step.plan,
@@ -205,6 +260,7 @@ class TrainEngine:
                 **rollout_metrics(sequences),
                 **lag_metrics(step.versions_S[mask_S], version=self.version),
                 **gap_metrics(step.behaviour_S[mask_S], proximal_S[mask_S]),
+                **critic_metrics,
             },
         )
 
@@ -219,11 +275,16 @@ class TrainEngine:
             **self._dealing,
         )
         with self._timed("reference"):
-            reference_S = self._score_all(self._reference, tokens, plan) if self._reference is not None else None
+            reference_S = self._score_reference(tokens, plan)
         self.watch("advantages", {"batch": sequences, "tokens": tokens, "plan": plan})
+        with self._timed("critic"):
+            values_S = None if self.critic is None else self.critic.values(tokens, plan)
         with self._timed("advantages"):
-            each = self._advantages(sequences, None if reference_S is None else tokens.split(reference_S))
-            advantages_S = np.where(tokens.loss_mask_S, each[tokens.row_of_S], np.float32(0))
+            reference = None if reference_S is None else tokens.split(reference_S)
+            values = None if values_S is None else tokens.split(values_S)
+            found = self._advantages(sequences, reference, values)
+            advantages_S = np.concatenate(found.advantages)
+            returns_S = None if found.returns is None else np.concatenate(found.returns)
             weights = loss_weights(sequences, plan, algorithm)
             weights_S = None if weights is None else weights[tokens.row_of_S]
         with self._timed("logprobs"):
@@ -231,16 +292,18 @@ class TrainEngine:
             proximal_S = self._score_all(self.model, tokens, plan) if len(plan) > 1 else None
         behaviour_S = np.concatenate([sequence.logprobs for sequence in sequences])
 
-        def loss_of(micro: MicroBatch, logprobs_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        def loss_of(micro: MicroBatch, scores: Scores) -> tuple[Tensor, dict[str, Tensor]]:
             def here(values_S: np.ndarray) -> Tensor:
                 return torch.from_numpy(values_S[micro.where_N]).to(self.device)
 
+            logprobs_N = scores.logprobs_N
             inputs: dict[str, Any] = {
                 "logprobs_N": logprobs_N,
                 "proximal_N": logprobs_N.detach() if proximal_S is None else here(proximal_S),
                 "behaviour_N": here(behaviour_S),
                 "advantages_N": here(advantages_S),
                 "reference_N": None if reference_S is None else here(reference_S),
+                "entropies_N": scores.entropies_N if algorithm.entropy_coef else None,
                 "rows_N": micro.rows_N,
             }
             self.watch("loss", {"batch": sequences, "tokens": tokens, "micro": micro, **inputs})
@@ -257,16 +320,27 @@ class TrainEngine:
             versions_S=np.concatenate([sequence.versions for sequence in sequences]),
             proximal_S=proximal_S,
             reference_S=reference_S,
+            values_S=values_S,
+            returns_S=returns_S,
         )
 
     def supervised_step(self, tokens: Tokens) -> StepResult:
-        """One step on demonstrations: one update on the mean cross-entropy of the tokens in the loss mask.
+        """One step on demonstrations, one update: on the mean cross-entropy of the tokens in the loss mask, or the mean
+        loss of pairs (rows 2k and 2k + 1: chosen, rejected), as training.objective says.
 
         Raises TrainingError as `train_step` does.
         """
-        self._timings = dict.fromkeys(("forward_backward", "optimizer", "digest"), 0.0)
-        plan = [deal(tokens.lengths.tolist(), range(len(tokens.ids)), **self._dealing)]
-        done = self._updates(tokens, plan, lambda _, logprobs_N: (supervised_loss(logprobs_N), {}))
+        self._timings = dict.fromkeys(("reference", "forward_backward", "optimizer", "digest"), 0.0)
+        lengths, objective = tokens.lengths.tolist(), self.config.training.objective
+        if objective == "sft":
+            plan, loss_of = [deal(lengths, range(len(lengths)), **self._dealing)], _supervised
+        else:
+            plan = [deal_pairs(lengths, **self._dealing)]
+            with self._timed("reference"):
+                reference_S = self._score_reference(tokens, plan)
+            beta = self.config.algorithm.kl_coef if objective == "dpo" else None
+            loss_of = pair_losses(tokens, plan, beta=beta, reference_S=reference_S)
+        done = self._updates(tokens, plan, loss_of)
         stages = {"logprobs": tokens.split(done.logprobs_S), "loss": tokens.split(done.loss_S)}
         return self._finish(tokens, plan, done, stages=stages, metrics={})
 
@@ -276,20 +350,36 @@ class TrainEngine:
         plan = [deal(tokens.lengths.tolist(), range(len(sequences)), **self._dealing)]
         return tokens.split(self._score_all(self.model, tokens, plan))
 
+    def score_micro(self, micro: MicroBatch) -> Scores:
+        """The policy's scores of a micro-batch, with what gradients the loss needs."""
+        return self._score(self.model, micro, entropy_gradient=self.config.algorithm.entropy_coef > 0)
+
     def weights_digest(self) -> str:
         """Digest of all parameters as the model computes with them."""
         return total(self.weights_digests().values())
 
     def weights_digests(self) -> Digests:
-        """The digest of each parameter."""
+        """The digest of each parameter, also of the critic's. Those that are not trained are looked at once."""
         if self._digests is None:
-            self._digests = digest_tensors(self.model.named_parameters(), self.ranks)
+            self._digests = self.frozen_digests | digest_tensors(self.trained_parameters(), self.ranks)
         return self._digests
+
+    @cached_property
+    def frozen_digests(self) -> Digests:
+        """The digest of each parameter that is not trained: with adapters the base model's."""
+        frozen = [(name, each) for name, each in self.model.named_parameters() if not each.requires_grad]
+        return digest_tensors(frozen, self.ranks)
+
+    def trained_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Of the policy, then of its critic, whose names begin with "critic."."""
+        yield from ((name, each) for name, each in self.model.named_parameters() if each.requires_grad)
+        if self.critic is not None:
+            yield from ((f"critic.{name}", each) for name, each in self.critic.inner.named_parameters())
 
     @property
     def parameter_names(self) -> list[str]:
-        """In the model's order."""
-        return list(self.optimizer.masters)
+        """Of the policy, then of its critic."""
+        return list(self.weights_digests())
 
     def restored(self, version: int, recent_norms: Iterable[float] = ()) -> None:
         """Other weights have been put into the model: those of `version`, after updates with these gradient norms."""
@@ -306,15 +396,16 @@ class TrainEngine:
         return {"budget": self.config.training.micro_batch_tokens, "ranks": self.ranks.size, "width": width}
 
     def _updates(self, tokens: Tokens, plan: Plan, loss_of: TokenLoss) -> _Pass:
-        done = _Pass(logprobs_S=self._zeros(tokens), loss_S=self._zeros(tokens))
+        done = _Pass(logprobs_S=self._zeros(tokens), entropies_S=self._zeros(tokens), loss_S=self._zeros(tokens))
         for minibatch in plan:
             problem: str | None = None
             with self._timed("forward_backward"):
                 for micro, scores, loss_N, sums in self._backward(tokens, minibatch, loss_of):
                     done.logprobs_S[micro.where_N] = scores.logprobs_N.detach().cpu().numpy()
+                    done.entropies_S[micro.where_N] = scores.entropies_N.detach().cpu().numpy()
                     done.loss_S[micro.where_N] = loss_N.detach().cpu().numpy()
                     problem = problem or self._bad_loss(tokens, micro, done)
-                    for name, value in {"entropy": scores.entropies_N.sum(), **sums}.items():
+                    for name, value in {"entropy": scores.entropies_N.detach().sum(), **sums}.items():
                         done.sums[name] = done.sums.get(name, 0.0) + float(value)
             with self._timed("digest"):
                 done.gradients.append(digest_tensors(self.optimizer.gradients().items(), self.ranks))
@@ -330,7 +421,8 @@ class TrainEngine:
                 self.whole = False
                 self.optimizer.update()
         self._digests = None
-        done.logprobs_S, done.loss_S = self.ranks.add_up(done.logprobs_S), self.ranks.add_up(done.loss_S)
+        for name in ("logprobs_S", "entropies_S", "loss_S"):
+            setattr(done, name, self.ranks.add_up(getattr(done, name)))
         everyone = self.ranks.gather(done.sums)
         done.sums = {name: sum(each.get(name, 0.0) for each in everyone) for each in everyone for name in each}
         return done
@@ -345,11 +437,18 @@ class TrainEngine:
                 (self._score(self.model, self._idle).logprobs_N.sum() * 0).backward()
                 self.optimizer.gather()
                 continue
-            scores = self._score(self.model, micro)
-            loss_N, sums = loss_of(micro, scores.logprobs_N)
+            scores = self.score_micro(micro)
+            loss_N, sums = loss_of(micro, scores)
             (loss_N.sum() / trained).backward()
             self.optimizer.gather()
             yield micro, scores, loss_N, sums
+
+    def _score_reference(self, tokens: Tokens, plan: Plan) -> np.ndarray | None:
+        """The same of the model that the run began with; None: nothing refers to it."""
+        if self._reference is None:
+            return None
+        with nullcontext() if self.adapters is None else self.adapters.off():
+            return self._score_all(self._reference, tokens, plan)
 
     @torch.no_grad()
     def _score_all(self, model: Any, tokens: Tokens, plan: Plan) -> np.ndarray:
@@ -387,9 +486,38 @@ class TrainEngine:
         """[S] for what the model computes: float32, or as wide as the model."""
         return np.zeros(tokens.starts[-1], np.float64 if self.model.dtype == torch.float64 else np.float32)
 
-    @staticmethod
-    def _score(model: Any, micro: MicroBatch) -> Scores:
-        return score(model, micro.input_ids_BT, micro.rows_N, micro.columns_N, micro.temperatures_N)
+    def _score(self, model: Any, micro: MicroBatch, *, entropy_gradient: bool = False) -> Scores:
+        if self._scorer is not None:
+            scores_N = self._scorer(micro.input_ids_BT, micro.rows_N, micro.columns_N)
+            return Scores(logprobs_N=scores_N, entropies_N=torch.zeros_like(scores_N))
+        return score(
+            model,
+            micro.input_ids_BT,
+            micro.rows_N,
+            micro.columns_N,
+            micro.temperatures_N,
+            entropy_gradient=entropy_gradient,
+        )
+
+    def _fit_critic(self, step: Prepared, done: _Pass, stages: dict[str, np.ndarray]) -> dict[str, float]:
+        """Train the critic, where there is one, on the step's returns; adds its stages and gradients. Returns its
+        metrics."""
+        if self.critic is None or step.values_S is None or step.returns_S is None:
+            return {}
+        stages |= {"values": step.values_S, "returns": step.returns_S}
+        with self._timed("critic"):
+            self.whole = False
+            fitted = self.critic.fit(step.tokens, step.plan, step.values_S, step.returns_S, step=self.version)
+        self._digests = None
+        for gradients, critics in zip(done.gradients, fitted.gradients, strict=True):
+            gradients |= _of_critic(critics)
+        mask_S = step.tokens.loss_mask_S
+        return {
+            **{name: value / max(1, int(mask_S.sum())) for name, value in fitted.sums.items()},
+            "critic/grad_norm": float(np.mean(fitted.norms)),
+            "critic/updates_skipped": float(fitted.skipped),
+            **value_metrics(step.values_S[mask_S], step.returns_S[mask_S]),
+        }
 
     def _finish(
         self, tokens: Tokens, plan: Plan, done: _Pass, *, stages: dict[str, list[np.ndarray]], metrics: dict[str, float]
@@ -471,7 +599,7 @@ class TrainEngine:
         log.warning("%s %s.", said, where)
 
     def _check_weights(self) -> None:
-        if names := self._not_finite(self.model.named_parameters()):
+        if names := self._not_finite(self.trained_parameters()):
             raise GradientError(
                 f"step {self.version}: after the update {names[0]} is not finite, although every gradient was. The "
                 f"step was not committed. training.lr is {self.config.training.lr:g}: start another trial=NAME "
@@ -484,15 +612,6 @@ class TrainEngine:
         bad = [piece is not None and not bool(piece[0].isfinite().all()) for piece in pieces.values()]
         counts = self.ranks.add_up(np.array(bad, np.int64))
         return [name for name, count in zip(pieces, counts, strict=True) if count]
-
-    def _load(self, path: str) -> Any:
-        alone = self.ranks.size == 1
-        model = load_model(path, self.config.model.dtype, self.device if alone else torch.device("cpu"))
-        use_short_attention(model, self.device)
-        if self.config.training.activation_checkpointing:
-            checkpoint_activations(model)
-        shard(model, self.ranks, self.device)
-        return model
 
     @contextmanager
     def _timed(self, part: str) -> Iterator[None]:
@@ -509,6 +628,14 @@ def make_deterministic(training: Training) -> None:
     if training.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
     torch.use_deterministic_algorithms(training.deterministic)
+
+
+def _supervised(micro: MicroBatch, scores: Scores) -> tuple[Tensor, dict[str, Tensor]]:
+    return supervised_loss(scores.logprobs_N), {}
+
+
+def _of_critic(digests: Digests) -> Digests:
+    return {f"critic.{name}": digest for name, digest in digests.items()}
 
 
 def _nobody(stage: str, scope: dict[str, Any]) -> None: ...

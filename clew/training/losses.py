@@ -42,6 +42,7 @@ def policy_loss(
     clip_high: float,
     importance_cap: float,
     reference_N: Tensor | None = None,
+    entropies_N: Tensor | None = None,
     rows_N: Tensor | None = None,
     kl_coef: float = 0.0,
     kl_estimator: str = "k3",
@@ -49,8 +50,10 @@ def policy_loss(
     ratio: str = "token",
     dual_clip: float | None = None,
     importance: str = "token_truncate",
+    entropy_coef: float = 0.0,
 ) -> PolicyLoss:
     """The decoupled clipped objective of AReaL (arXiv 2505.24298, equation 5), with a KL term; and its relatives.
+    An entropy bonus of entropy_coef x entropy is subtracted (arXiv 1707.06347, equation 9).
 
     clip:  -weight x min(ratio x A, clip(ratio, 1 - clip_low, 1 + clip_high) x A) + kl_coef x KL(current, reference)
     cispo: -weight x constant(clip(ratio, ...)) x A x log current + ...   (MiniMax-M1, arXiv 2506.13585, equation 4)
@@ -62,9 +65,10 @@ def policy_loss(
     (arXiv 2402.03300).
     dual_clip: where A < 0, the objective is at least dual_clip x A (arXiv 1912.09729).
 
-    logprobs_N: current; the only one through which a gradient flows.
+    logprobs_N: current; a gradient flows through them and, with an entropy_coef, through entropies_N alone.
     proximal_N: at the start of the step.   behaviour_N: of the weights that sampled the token.
     reference_N: of the model that the run began with; None: no KL term.
+    entropies_N: of the whole distribution that the token was drawn from, exact; None: no bonus.
     rows_N: int64, which sequence a token belongs to, from 0; needed by options of whole sequences.
     """
     log_ratio_N = logprobs_N - proximal_N
@@ -91,6 +95,8 @@ def policy_loss(
         if kl_coef:
             loss_N = loss_N + kl_coef * kl_N
         sums["kl"] = kl_N.detach().sum()
+    if entropies_N is not None and entropy_coef:
+        loss_N = loss_N - entropy_coef * entropies_N
     return PolicyLoss(per_token_N=loss_N, sums=sums)
 
 
@@ -118,7 +124,16 @@ def sequence_means(values_N: Tensor, rows_N: Tensor | None) -> Tensor:
 
 def loss_options(algorithm: Algorithm) -> dict[str, Any]:
     """What the configuration says of `policy_loss`. A KL divergence in the reward has no coefficient in the loss."""
-    names = ("clip_low", "clip_high", "importance_cap", "kl_estimator", "ratio", "dual_clip", "importance")
+    names = (
+        "clip_low",
+        "clip_high",
+        "importance_cap",
+        "kl_estimator",
+        "ratio",
+        "dual_clip",
+        "importance",
+        "entropy_coef",
+    )
     options = {name: getattr(algorithm, name) for name in names}
     return options | {"loss": algorithm.loss, "kl_coef": algorithm.kl_coef if algorithm.kl_in == "loss" else 0.0}
 
@@ -218,6 +233,36 @@ def k3(logprobs_N: Tensor, other_N: Tensor) -> Tensor:
 
 
 KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
+
+
+def value_loss(values_N: Tensor, old_N: Tensor, returns_N: Tensor, clip: float | None) -> Tensor:
+    """[N]: half the squared distance of a value from its return, or from where the clip holds it if that is further:
+    1/2 max((V - R)^2, (V_old + clamp(V - V_old, -clip, clip) - R)^2), as in PPO's code (arXiv 2005.12729).
+
+    values_N: current, carry the gradient.   old_N: when the step began.   clip: None: no clip.
+    """
+    squares_N = (values_N - returns_N) ** 2
+    if clip is not None:
+        held_N = old_N + (values_N - old_N).clamp(-clip, clip)
+        squares_N = torch.maximum(squares_N, (held_N - returns_N) ** 2)
+    return squares_N / 2
+
+
+def dpo_loss(
+    chosen_P: Tensor, rejected_P: Tensor, reference_chosen_P: Tensor, reference_rejected_P: Tensor, *, beta: float
+) -> Tensor:
+    """[P]: -log sigmoid(beta (log pi/pi_ref of the chosen - the same of the rejected)), DPO, arXiv 2305.18290, eq. 7.
+
+    All are logprobs of whole completions, summed over their tokens.
+    """
+    margin_P = (chosen_P - reference_chosen_P) - (rejected_P - reference_rejected_P)
+    return -torch.nn.functional.logsigmoid(beta * margin_P)
+
+
+def preference_loss(chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
+    """[P]: -log sigmoid(score of the chosen - score of the rejected): Bradley and Terry's model, by which reward models
+    are trained (InstructGPT, arXiv 2203.02155, equation 1)."""
+    return -torch.nn.functional.logsigmoid(chosen_P - rejected_P)
 
 
 def supervised_loss(logprobs_N: Tensor) -> Tensor:

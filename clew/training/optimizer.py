@@ -9,10 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from clew.config import Training
+from clew.errors import TrainingError
 from clew.training.schedule import learning_rate
 from clew.training.sharding import like, whole
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+
+
+class GradientError(TrainingError):
+    """A number in the midst of a step that is none. Every rank has met it."""
 
 
 class Optimizer:
@@ -29,7 +34,7 @@ class Optimizer:
         """Updates done."""
         self._training = training
         self._total = total_updates
-        self._parameters = dict(model.named_parameters())
+        self._parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
         self.masters: dict[str, Tensor] = {
             name: parameter if parameter.dtype.itemsize >= 4 else parameter.detach().float().requires_grad_()
             for name, parameter in self._parameters.items()

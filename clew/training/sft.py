@@ -1,4 +1,4 @@
-"""`clew sft CONFIG`: supervised fine-tuning on demonstrations, with the engine that RL uses.
+"""`clew sft CONFIG`: training on demonstrations or preferences (training.objective), with the engine that RL uses.
 
 Killed anywhere and started again, it goes on from its last checkpoint and ends in the same weights.
 """
@@ -88,7 +88,9 @@ class _Progress:
             return
         self._said_at = now
         speed = self._tokens / max(1e-9, now - self._since)
+        right = result.metrics.get("preference/accuracy")
         self._console.print(
             f"step {step:>{len(str(self._steps))}}/{self._steps}  loss {result.metrics['loss']:.4f}  "
+            f"{'' if right is None else f'accuracy {right:.1%}  '}"
             f"lr {result.metrics['lr']:.2e}  gradient {result.metrics['grad_norm']:.3f}  {speed:,.0f} tokens/s"
         )

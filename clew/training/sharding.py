@@ -18,12 +18,24 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
+from clew.config import Training
+from clew.training.attention import use_short_attention
 from clew.training.ranks import Ranks
 
 
-def shard(model: Any, ranks: Ranks, device: torch.device) -> None:
+def spread(
+    model: Any, training: Training, ranks: Ranks, device: torch.device, *, root: torch.nn.Module | None = None
+) -> None:
+    """Have a model of transformers, as it was read, compute as `training` asks, on all ranks. root: as in `shard`."""
+    use_short_attention(model, device)
+    if training.activation_checkpointing:
+        checkpoint_activations(model)
+    shard(model, ranks, device, root=root)
+
+
+def shard(model: Any, ranks: Ranks, device: torch.device, *, root: torch.nn.Module | None = None) -> None:
     """Spread a model's parameters over the ranks, block by block, each rank's slices on its device; without effect on
-    one rank.
+    one rank. root: the module that holds the model and is called in its place.
 
     Gradients are summed, not averaged: a loss is divided by the tokens of all ranks together. bfloat16 gradients are
     summed in float32.
@@ -35,8 +47,8 @@ def shard(model: Any, ranks: Ranks, device: torch.device) -> None:
     for block in blocks_of(model):
         fully_shard(block, mesh=mesh, mp_policy=policy)
     # Otherwise the outermost parameters would stay gathered after a forward pass without a backward one.
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-    for module in model.modules():
+    fully_shard(root or model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    for module in (root or model).modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # what gloo can do; on NCCL the same sum
@@ -96,10 +108,3 @@ def like(tensor: Tensor, full: Tensor) -> Tensor:
 def state_of(model: torch.nn.Module, ranks: Ranks) -> dict[str, Tensor]:
     """A model's parameters and persistent buffers, as `collect` gives them."""
     return collect(model.state_dict(keep_vars=True), ranks)
-
-
-@torch.no_grad()
-def fill(model: torch.nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Put parameters and buffers, which every rank has as wholes, into a model that may be spread."""
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        tensor.copy_(like(tensor, state[name]))

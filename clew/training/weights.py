@@ -12,7 +12,6 @@ from clew.record.weights import WeightRef
 from clew.training.engine import TrainEngine
 from clew.training.folders import written_aside
 from clew.training.scoring import score
-from clew.training.sharding import state_of
 
 PROBE_TOKENS = 32
 """Length of the sequence that is scored after each load."""
@@ -28,7 +27,7 @@ def write_weights(engine: TrainEngine, folder: Path, version: int, probe_ids: Se
     Raises RecordError when the disk is full.
     """
     probe = list(default_probe(engine) if probe_ids is None else probe_ids)
-    tensors = _each_once(state_of(engine.model, engine.ranks))
+    tensors = _each_once(engine.published_state())
     if engine.ranks.leads:
         with written_aside(folder) as aside:
             save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"})

@@ -45,8 +45,10 @@ def replays(run: RunDirectory, steps: str | None = None, stages: str | None = No
     [
         *([f"algorithm.preset={preset}"] for preset in PRESETS),
         ["algorithm.importance=sequence_mask", "algorithm.dual_clip=3", "algorithm.kl_estimator=k2"],
+        ["algorithm.entropy_coef=0.05"],
+        ["training.lora_rank=4"],
     ],
-    ids=[*PRESETS, "others"],
+    ids=[*PRESETS, "others", "entropy", "lora"],
 )
 def test_each_algorithm_trains_and_replays(
     folder: Path, tmp_path: Path, options: list[str], capsys: pytest.CaptureFixture[str]

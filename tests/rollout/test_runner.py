@@ -334,7 +334,6 @@ def test_the_process_ends_by_itself_after_the_last_step_and_says_what_it_waits_f
 
 
 @pytest.mark.parametrize(("rollout", "error", "says"), [
-    ({"n_samples": 1}, ConfigError, "rollout.n_samples is 1"),
     ({"batch_groups": 13}, DataError, "rollout.batch_groups is 13, and rows.jsonl has 12 rows"),
     ({"workflow": f"{CODE}.Fawlty"}, ConfigError, "Did you mean 'Faulty'"),
     ({"workflow": "clew.rollout.workflow.SingleTurn"}, ConfigError, "no module .*Did you mean 'workflows'"),

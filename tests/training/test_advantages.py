@@ -9,7 +9,7 @@ import pytest
 
 from clew.errors import ConfigError, TrainingError
 from clew.record.rows import Sequence
-from clew.training.advantages import advantages_function, group_advantages, normalise, overlong
+from clew.training.advantages import group_advantages, normalise, overlong, sequence_advantages_function
 from tests.training.sequences import make_config, make_sequence
 
 
@@ -77,7 +77,7 @@ def test_each_kind_by_hand(method: str, expected: list[float]):
 
 
 def of(**options: Any) -> Any:
-    return advantages_function(make_config("unused", algorithm=options).algorithm)
+    return sequence_advantages_function(make_config("unused", algorithm=options).algorithm)
 
 
 def response(name: str, *turns: tuple[int, int], **columns: Any) -> Sequence:

@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +12,22 @@ from torch import Tensor
 from clew.algorithms import PRESETS
 from clew.config import Config
 from clew.errors import ConfigError, TrainingError
-from clew.models import load_model
+from clew.models import load_model, load_value_model
 from clew.training.batching import loss_weights
-from clew.training.losses import PolicyLoss, k1, k2, k3, loss_function, policy_loss, supervised_loss
-from clew.training.scoring import score
+from clew.training.critic import ValueModel
+from clew.training.losses import (
+    PolicyLoss,
+    dpo_loss,
+    k1,
+    k2,
+    k3,
+    loss_function,
+    policy_loss,
+    preference_loss,
+    supervised_loss,
+    value_loss,
+)
+from clew.training.scoring import Scores, score
 from tests.models import tiny_model, tiny_tokenizer
 from tests.training.sequences import make_config, make_sequence
 
@@ -106,6 +119,69 @@ def test_supervised_loss_is_cross_entropy():
     logprobs = logits.log_softmax(-1)[torch.arange(5), targets]
     expected = torch.nn.functional.cross_entropy(logits, targets)
     torch.testing.assert_close(supervised_loss(logprobs).mean(), expected)
+
+
+def test_value_loss_by_hand():
+    #                     free   held above         held, but nearer   held, and further
+    values = torch.tensor([1.1, 2.0, 2.0, -1.0], requires_grad=True)
+    old = torch.tensor([1.0, 1.0, 1.0, 1.0])
+    returns = torch.tensor([2.0, 1.0, 3.0, 2.0])
+    # held at 1.2, 1.2, 0.8: of (1, 0.04), (1, 1.8^2), (9, 1.44) the larger counts
+    loss = value_loss(values, old, returns, 0.2)
+    assert loss.tolist() == pytest.approx([0.81 / 2, 1 / 2, 1.8**2 / 2, 9 / 2])
+    loss.sum().backward()
+    assert values.grad is not None and values.grad.tolist() == pytest.approx([-0.9, 1, 0, -3])
+    assert value_loss(values, old, returns, None).tolist() == pytest.approx([0.81 / 2, 1 / 2, 1 / 2, 9 / 2])
+
+
+def test_preference_losses_by_hand():
+    chosen, rejected = torch.tensor([-3.0, -8.0], requires_grad=True), torch.tensor([-4.0, -2.0])
+    # margins (-3 + 5) - (-4 + 4) = 2, (-8 + 7) - (-2 + 3) = -2; sigmoid(0.5 x 2) = 0.731059
+    loss = dpo_loss(chosen, rejected, torch.tensor([-5.0, -7.0]), torch.tensor([-4.0, -3.0]), beta=0.5)
+    assert loss.tolist() == pytest.approx([-LN(0.731059), -LN(0.268941)], rel=1e-5)
+    loss.sum().backward()
+    assert chosen.grad is not None and chosen.grad.tolist() == pytest.approx(
+        [-0.5 * 0.268941, -0.5 * 0.731059], rel=1e-5
+    )
+    assert preference_loss(torch.tensor([3.0]), torch.tensor([2.0])).tolist() == pytest.approx(
+        [-LN(0.731059)], rel=1e-5
+    )
+
+
+def test_the_entropy_bonus_by_hand():
+    one = logs(0.5)
+    inputs: dict[str, Any] = {"logprobs_N": one, "proximal_N": one, "behaviour_N": one, "advantages_N": torch.ones(1)}
+    loss = policy_loss(**inputs, entropies_N=torch.tensor([LN(2)]), entropy_coef=0.1, **OPTIONS)
+    assert loss.per_token_N.tolist() == pytest.approx([-1 - 0.1 * LN(2)])
+
+
+def test_entropies_carry_their_exact_gradient_where_it_is_asked_for(tmp_path: Path):
+    """dH/dz_i = -p_i (log p_i + H), through the temperature."""
+    logits = torch.tensor([[0.3, -1.0, 2.0], [0.0, 0.0, 0.0], [1.0, 4.0, 0.5], [9.0, 9.0, 9.0]], requires_grad=True)
+
+    class Fixed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = torch.nn.Identity()
+
+        def get_output_embeddings(self) -> torch.nn.Module:
+            return self.head
+
+        def forward(self, input_ids: Tensor, **_: Any) -> Any:
+            return SimpleNamespace(logits=self.head(logits[None]))
+
+    where: dict[str, Any] = {"rows_N": torch.zeros(3, dtype=torch.int64), "columns_N": torch.arange(1, 4)}
+    ids, temperatures = torch.tensor([[0, 1, 2, 0]]), torch.tensor([1.0, 0.5, 2.0])
+    scores = score(Fixed(), ids, **where, temperatures_N=temperatures, entropy_gradient=True)
+    (gradient,) = torch.autograd.grad(scores.entropies_N.sum(), logits)
+    with torch.no_grad():
+        logprobs = (logits[:3] / temperatures[:, None]).log_softmax(-1)
+        entropy = -(logprobs.exp() * logprobs).sum(-1, keepdim=True)
+        expected = -logprobs.exp() * (logprobs + entropy) / temperatures[:, None]
+    torch.testing.assert_close(scores.entropies_N, entropy[:, 0])
+    torch.testing.assert_close(gradient[:3], expected)
+    assert not gradient[3].any()
+    assert not score(Fixed(), ids, **where, temperatures_N=temperatures).entropies_N.requires_grad
 
 
 def test_one_ratio_a_sequence_by_hand():
@@ -330,11 +406,14 @@ class Case:
         self.reference = self.current().detach() + 0.5 * torch.randn(4, 7)
         self.old = self.current().detach() + 0.5 * torch.randn(4, 7)
 
-    def current(self, model: Any = None) -> Tensor:
+    def scores(self, model: Any) -> Scores:
+        """Of the 16 trained tokens under the weights."""
+        ids, ones_N = torch.cat([self.prompts, self.completions], 1), torch.ones(len(self.rows))
+        return score(model, ids, self.rows, self.columns + 5, ones_N, entropy_gradient=True)
+
+    def current(self) -> Tensor:
         """[4, 7] logprobs under the weights; 0 where masked."""
-        model = model if model is not None else load_model(str(self.folder), "float32", torch.device("cpu"))
-        input_ids = torch.cat([self.prompts, self.completions], 1)
-        scores = score(model, input_ids, self.rows, self.columns + 5, torch.ones(len(self.rows)))
+        scores = self.scores(load_model(str(self.folder), "float32", torch.device("cpu")))
         return torch.zeros(4, 7).index_put((self.rows, self.columns), scores.logprobs_N)
 
     def theirs(self, trainer: Any, **more: Any) -> tuple[Tensor, Tensor]:
@@ -359,12 +438,14 @@ class Case:
     def ours(self, options: dict[str, Any], behaviour: Tensor | None = None) -> tuple[Tensor, Tensor]:
         algorithm = make_config(self.folder, sampling={"max_new_tokens": 16}, algorithm=options).algorithm
         model: Any = load_model(str(self.folder), "float32", torch.device("cpu"))
+        scores = self.scores(model)
         loss_N = loss_function(algorithm)(
-            logprobs_N=self.current(model)[self.mask],
+            logprobs_N=scores.logprobs_N,
             proximal_N=self.old[self.mask],
             behaviour_N=(self.old if behaviour is None else behaviour)[self.mask],
             advantages_N=self.advantages[self.rows],
             reference_N=self.reference[self.mask] if algorithm.kl_coef else None,
+            entropies_N=scores.entropies_N if algorithm.entropy_coef else None,
             rows_N=self.rows,
         ).per_token_N
         batch = [make_sequence(f"g0.e{i}.s0", response=int(self.mask[i].sum())) for i in range(4)]
@@ -401,6 +482,7 @@ CLIP = {"epsilon": 0.2, "epsilon_high": 0.3}
             {"loss_type": "grpo", "importance_sampling_level": "sequence", "beta": 0.1, **CLIP},
             {"ratio": "sequence", "loss_mean": "sequence", "clip_high": 0.3, "kl_coef": 0.1},
         ),
+        ({"loss_type": "bnpo", "entropy_coef": 0.1, **CLIP}, {"clip_high": 0.3, "entropy_coef": 0.1}),
         ({"loss_type": "dapo", "delta": 1.4, **CLIP}, {"clip_high": 0.3, "dual_clip": 1.4}),
     ],
 )
@@ -439,6 +521,72 @@ def test_rloo_has_the_gradient_of_trl(tmp_path: Path):
     _, theirs = case.theirs(trainer, old_logps=case.old.sum(1))
     _, ours = case.ours({"preset": "rloo"})
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+def preference_trainer(case: Case, kind: str, **arguments: Any) -> Any:
+    import trl
+    from datasets import Dataset
+
+    rows = [{"prompt": "1+", "chosen": "2", "rejected": "3"}]
+    arguments |= {"output_dir": str(case.folder / "out"), "bf16": False, "use_cpu": True, "report_to": []}
+    return getattr(trl, f"{kind}Trainer")(
+        model=str(case.folder),
+        args=getattr(trl, f"{kind}Config")(per_device_train_batch_size=2, gradient_accumulation_steps=1, **arguments),
+        train_dataset=Dataset.from_list(rows),
+    )
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_dpo_equals_trl_s_loss_and_gradient(tmp_path: Path):
+    """Rows 0 and 1 are preferred to rows 2 and 3; the reference is the model before it was nudged."""
+    case = Case(tmp_path)
+    trainer = preference_trainer(case, "DPO", beta=0.3, disable_dropout=True)
+    model: Any = load_model(str(tmp_path), "float32", torch.device("cpu"))
+    sums = torch.zeros(4).index_add(0, case.rows, case.scores(model).logprobs_N.detach())
+    with torch.no_grad():
+        for each in (model, trainer.model):
+            torch.manual_seed(3)
+            for parameter in each.parameters():
+                parameter += 0.02 * torch.randn_like(parameter)
+    ids = torch.cat([case.prompts, case.completions], 1)
+    mask = torch.cat([torch.zeros(4, 5, dtype=torch.int64), case.mask.long()], 1)
+    attention = torch.cat([torch.ones(4, 5, dtype=torch.int64), case.mask.long()], 1)
+    inputs = {"input_ids": ids, "attention_mask": attention, "completion_mask": mask}
+    theirs = trainer._compute_loss(trainer.model, inputs, return_outputs=False)
+    theirs.backward()
+    now = torch.zeros(4).index_add(0, case.rows, case.scores(model).logprobs_N)
+    ours = dpo_loss(now[:2], now[2:], sums[:2], sums[2:], beta=0.3).mean()
+    ours.backward()
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    gradients = [each.get_input_embeddings().weight.grad for each in (model, trainer.model)]
+    assert gradients[0].abs().max() > 1e-3
+    torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_reward_model_s_loss_equals_trl_s_and_its_gradient(tmp_path: Path):
+    case = Case(tmp_path)
+    inner = load_value_model(str(tmp_path), "float32", torch.device("cpu"), "model.path")
+    torch.nn.init.normal_(inner.get_parameter("score.weight"))
+    tiny_tokenizer(tmp_path / "rm")
+    inner.save_pretrained(tmp_path / "rm")
+    case.folder = tmp_path / "rm"
+    trainer = preference_trainer(case, "Reward", disable_dropout=True)
+    trainer.model.eval()
+    ids = torch.cat([case.prompts, case.completions], 1)
+    attention = torch.cat([torch.ones(4, 5, dtype=torch.int64), case.mask.long()], 1)
+    padded = ids.masked_fill(attention == 0, 0)
+    theirs = trainer.compute_loss(trainer.model, {"input_ids": padded, "attention_mask": attention})
+    theirs.backward()
+    last = attention.sum(1) - 1
+    scores = ValueModel(inner)(ids, torch.arange(4), last)
+    ours = preference_loss(scores[:2], scores[2:]).mean()
+    ours.backward()
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    models: list[Any] = [inner, trainer.model]
+    gradients = [each.get_input_embeddings().weight.grad for each in models]
+    assert gradients[0].abs().max() > 1e-4
+    torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-5)
 
 
 def test_means_by_hand():

@@ -118,6 +118,36 @@ def test_other_architectures_and_supervised_steps(on_ranks, tmp_path, family, cl
     assert all(torch.allclose(found[name], tensor, rtol=0, atol=close) for name, tensor in kept.items())
 
 
+@pytest.mark.parametrize(
+    ("options", "supervised", "close"),
+    [
+        ({"algorithm": {"preset": "ppo", "minibatches": 2, "entropy_coef": 0.01}}, False, 1e-9),
+        ({"algorithm": {"kl_coef": 0.1}, "training": {"lora_rank": 4}}, False, 1e-9),
+        ({"training": {"objective": "dpo"}}, True, 1e-9),
+        ({"training": {"objective": "reward_model"}}, True, 1e-9),
+    ],
+    ids=["ppo", "lora", "dpo", "reward_model"],
+)
+def test_critics_adapters_and_preferences(on_ranks, tmp_path, model, options, supervised, close):
+    """Also over a checkpoint that another number of ranks wrote."""
+    training = {"micro_batch_tokens": 40, "lr": 1e-3, **options.pop("training", {})}
+    folder = tmp_path / "step-000002"
+    asked = {"model": model, "options": {"dtype": "float64", "training": training, **options}, "supervised": supervised}
+    asked["batch"] = {"samples": 4}
+    alone, kept = on_ranks(1, **asked, steps=4)
+    said, found = on_ranks(4, **asked, steps=4)
+    before, _ = on_ranks(2, **asked, steps=2, save=str(folder))
+    after, resumed = on_ranks(4, **asked, steps=2, load=str(folder))
+    for one, *several in zip(alone, said, [*before, *after], strict=True):
+        for other in several:
+            for name, value in one["metrics"].items():
+                if name != "padding_share":
+                    assert other["metrics"][name] == pytest.approx(value, rel=close, abs=close), name
+    for name, tensor in kept.items():
+        assert torch.allclose(found[name], tensor, rtol=0, atol=close), name
+        assert torch.allclose(resumed[name], tensor, rtol=0, atol=close), name
+
+
 def test_bfloat16_has_its_masters_and_sums_in_float32(on_ranks, tmp_path, model):
     asked = {"model": model, "options": {"dtype": "bfloat16"}, "save": str(tmp_path / "step-000003")}
     (alone, _), (said, found) = (on_ranks(ranks, **asked) for ranks in (1, 2))

@@ -1,0 +1,200 @@
+"""The critic of PPO: the expected return from each token on, by a model of its own with an optimizer of its own.
+
+Its updates depend on the policy only through what a step begins with (values, returns), so that the two are trained
+one after the other, on the same mini-batches and micro-batches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from clew.config import Algorithm, Config, Training
+from clew.errors import ModelError
+from clew.models import load_tokenizer, load_value_model
+from clew.training.batching import Plan
+from clew.training.digests import Digests, digest_tensors
+from clew.training.losses import value_loss
+from clew.training.optimizer import GradientError, Optimizer
+from clew.training.ranks import Ranks
+from clew.training.sharding import spread
+from clew.training.tokens import MicroBatch, Tokens
+
+
+class ValueModel(nn.Module):
+    """A model of `clew.models.load_value_model`, asked for the numbers of chosen tokens."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids_BT: Tensor, rows_N: Tensor, columns_N: Tensor) -> Tensor:
+        """[N] float32, or as wide as the model: the number at token input_ids_BT[rows_N, columns_N], which follows from
+        it and those before."""
+        hidden_BTD = self.model.base_model(input_ids=input_ids_BT, use_cache=False).last_hidden_state
+        head, hidden_ND = self.model.score, hidden_BTD[rows_N, columns_N]
+        wide = torch.promote_types(hidden_ND.dtype, torch.float32)
+        bias = None if head.bias is None else head.bias.to(wide)
+        return nn.functional.linear(hidden_ND.to(wide), head.weight.to(wide), bias)[:, 0]
+
+
+@dataclass(kw_only=True)
+class Fitted:
+    """What the critic's updates of one step add up to."""
+
+    sums: dict[str, float] = field(default_factory=dict)
+    """Over the trained tokens: divided by their number they are metrics."""
+    gradients: list[Digests] = field(default_factory=list)
+    """Of each update, before clipping."""
+    norms: list[float] = field(default_factory=list)
+    skipped: int = 0
+
+
+class Critic:
+    """Model and optimizer. Like the policy it stays in eval mode."""
+
+    def __init__(
+        self,
+        config: Config,
+        device: torch.device,
+        ranks: Ranks,
+        *,
+        own: Callable[[Tokens, list[list[int]]], Iterator[MicroBatch | None]],
+        idle: MicroBatch,
+        tokenizer: Any,
+        vocabulary: int,
+    ) -> None:
+        """Load it.
+
+        own: this rank's micro-batches of a mini-batch.   idle: what it computes where one is None.
+        tokenizer, vocabulary: the policy's, and how many tokens the policy has an embedding for.
+
+        Raises ModelError, also when the critic's tokens are others than the policy's.
+        """
+        path, field = (
+            (config.algorithm.critic, "algorithm.critic")
+            if config.algorithm.critic
+            else (
+                config.model.path,
+                "model.path",
+            )
+        )
+        self._device, self._ranks, self._own_micro_batches, self._idle = device, ranks, own, idle
+        host = device if ranks.size == 1 else torch.device("cpu")
+        self.inner = load_value_model(path, config.model.dtype, host, field)
+        """As transformers has it."""
+        _check_same_tokens(self.inner, path, tokenizer, vocabulary)
+        self.model = ValueModel(self.inner)
+        spread(self.inner, config.training, ranks, device, root=self.model)
+        self._training, self._algorithm = config.training, config.algorithm
+        total = config.training.steps * config.algorithm.minibatches
+        self.optimizer = Optimizer(self.inner, self._own(config.training), total_updates=total)
+
+    def configure(self, training: Training, algorithm: Algorithm) -> None:
+        """Go on with other settings."""
+        self._training, self._algorithm = training, algorithm
+        self.optimizer.configure(self._own(training), total_updates=training.steps * algorithm.minibatches)
+
+    def values(self, tokens: Tokens, plan: Plan) -> np.ndarray:
+        """[S]: the value of the state in which each trained token was chosen, in the micro-batches of `fit`."""
+        values_S = np.zeros(tokens.starts[-1], np.float64 if self.inner.dtype == torch.float64 else np.float32)
+        with torch.no_grad():
+            for minibatch in plan:
+                for micro in self._own_micro_batches(tokens, minibatch):
+                    values_N = self._values(micro or self._idle)
+                    if micro is not None:
+                        values_S[micro.where_N] = values_N.cpu().numpy()
+        return self._ranks.add_up(values_S)
+
+    def fit(self, tokens: Tokens, plan: Plan, old_S: np.ndarray, returns_S: np.ndarray, *, step: int) -> Fitted:
+        """One update a mini-batch on the mean value loss of its trained tokens.
+
+        old_S: what `values` gave.   step: for messages. Raises TrainingError for a gradient that is not finite.
+        """
+        done = Fitted()
+        for minibatch in plan:
+            trained = sum(tokens.trained_in(rows) for rows in minibatch)
+            for micro in self._own_micro_batches(tokens, minibatch):
+                values_N = self._values(micro or self._idle)
+                loss_N = values_N * 0 if micro is None else self._loss(micro, values_N, old_S, returns_S, done)
+                (loss_N.sum() / max(1, trained)).backward()
+                self.optimizer.gather()
+            done.gradients.append(digest_tensors(self.optimizer.gradients().items(), self._ranks))
+            done.norms.append(self.optimizer.clip())
+            if math.isfinite(done.norms[-1]):
+                self.optimizer.update()
+                continue
+            self.optimizer.forget()
+            if self._training.on_bad_gradient == "stop":
+                raise GradientError(
+                    f"step {step}: the norm of the critic's gradient is {done.norms[-1]}. This update was not made. "
+                    f"Perhaps algorithm.critic_lr is too high; with training.on_bad_gradient=skip the run goes on "
+                    f"without such updates."
+                )
+            done.skipped += 1
+        everyone = self._ranks.gather(done.sums)
+        done.sums = {name: sum(each.get(name, 0.0) for each in everyone) for each in everyone for name in each}
+        return done
+
+    def _loss(
+        self, micro: MicroBatch, values_N: Tensor, old_S: np.ndarray, returns_S: np.ndarray, done: Fitted
+    ) -> Tensor:
+        """[N] loss of a micro-batch; its sums are added to `done`."""
+        clip = self._algorithm.value_clip
+        old_N, returns_N = (torch.from_numpy(all_S[micro.where_N]).to(self._device) for all_S in (old_S, returns_S))
+        loss_N = value_loss(values_N, old_N, returns_N, clip)
+        clipped_N = (values_N - old_N).abs() > (clip or math.inf)
+        for name, number in (("critic/loss", loss_N.sum()), ("critic/clip_share", clipped_N.sum())):
+            done.sums[name] = done.sums.get(name, 0.0) + number.item()
+        return loss_N
+
+    def _values(self, micro: MicroBatch) -> Tensor:
+        return self.model(micro.input_ids_BT, micro.rows_N, micro.columns_N - 1)
+
+    def _own(self, training: Training) -> Training:
+        """The training section with the critic's learning rate."""
+        return training.model_copy(update={"lr": self._algorithm.critic_lr or training.lr})
+
+
+def value_metrics(values_N: np.ndarray, returns_N: np.ndarray) -> dict[str, float]:
+    """Of a step's trained tokens, before its updates. critic/explained_variance is 1 - variance(return - value) /
+    variance(return): 1 for a perfect critic, 0 for one that knows the mean; left out where all returns are equal."""
+    if not len(values_N):
+        return {}
+    means = {
+        "critic/value": float(values_N.mean(dtype=np.float64)),
+        "critic/return": float(returns_N.mean(dtype=np.float64)),
+    }
+    variance = float(returns_N.var(dtype=np.float64))
+    if not variance:
+        return means
+    return means | {"critic/explained_variance": 1 - float((returns_N - values_N).var(dtype=np.float64)) / variance}
+
+
+def _check_same_tokens(model: Any, path: str, tokenizer: Any, vocabulary: int) -> None:
+    """Raise ModelError when an id means another token to the critic than to the policy, or nothing."""
+    embedded = model.get_input_embeddings().weight.shape[0]
+    try:
+        theirs = load_tokenizer(path).get_vocab()
+    except ModelError:  # no tokenizer beside it: the sizes must tell
+        theirs = tokenizer.get_vocab() if embedded == vocabulary else {}
+    ours = tokenizer.get_vocab()
+    differing = sorted(
+        (number, token) for token, number in ours.items() if number < vocabulary and theirs.get(token) != number
+    )
+    beyond = sorted((number, token) for token, number in ours.items() if embedded <= number < vocabulary)
+    if not differing and not beyond:
+        return
+    number, token = (differing or beyond)[0]
+    found = theirs.get(token)
+    raise ModelError(
+        f"the critic in {path} has another vocabulary than the policy: {embedded} embeddings and the policy's "
+        f"{vocabulary}; {token!r} is token {number} of the policy and {'none' if found is None else found} of the "
+        f"critic. Use a critic of the policy's family, or unset algorithm.critic."
+    )

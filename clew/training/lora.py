@@ -1,0 +1,113 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685) through peft: h = W x + lora_alpha / lora_rank B A x, where A and B alone
+are trained.
+
+The model keeps its class, and the base its weights. Inference, and whoever reads a checkpoint as a model, gets W + B A
+as if it had been trained in full; beside it a checkpoint has the adapters in peft's own form. Importing this imports
+peft, which takes two seconds.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from clew.config import Config
+from clew.errors import ModelError
+
+NAME = "default"
+"""Peft's, of the one adapter that there is."""
+FILE = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+"""Of a parameter's name in a PeftModel."""
+
+
+class Adapters:
+    """Those of a model. Making them puts one on every linear layer but the output embedding and freezes all else.
+
+    B begins with zeros, so that the model computes what it did; A follows from the seed.
+    """
+
+    def __init__(self, model: Any, config: Config) -> None:
+        """Raises ModelError: no linear layer, or an architecture that peft refuses."""
+        rank, output = config.training.lora_rank, model.get_output_embeddings()
+        assert rank is not None, "adapters are wanted where training.lora_rank is set"
+        linear = {
+            name.rpartition(".")[2]
+            for name, module in model.named_modules()
+            if isinstance(module, (nn.Linear, Conv1D)) and module is not output
+        }
+        if not linear:
+            raise ModelError(
+                f"{type(model).__name__} has no linear layer that training.lora_rank could put an adapter on. Unset it."
+            )
+        self._model = model
+        self._config = LoraConfig(
+            r=rank,
+            lora_alpha=config.training.lora_alpha or 2 * rank,  # pyright: ignore[reportArgumentType] - any number will do
+            target_modules=sorted(linear),
+            task_type="CAUSAL_LM",
+            base_model_name_or_path=config.model.path,
+        )
+        with torch.random.fork_rng(), warnings.catch_warnings():
+            torch.manual_seed(config.seed)
+            warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")  # peft sets it for GPT-2
+            try:
+                inject_adapter_in_model(self._config, model)
+            except ValueError as error:  # of architectures that peft knows not to work
+                raise ModelError(
+                    f"training.lora_rank: peft puts no adapters on {type(model).__name__}: {error}"
+                ) from error
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """The block sees the base model."""
+        for _, layer in self._layers():
+            layer.enable_adapters(False)
+        try:
+            yield
+        finally:
+            for _, layer in self._layers():
+                layer.enable_adapters(True)
+
+    @torch.no_grad()
+    def merged(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The model's state (`clew.training.sharding.state_of`) as if it had no adapters, their products added to the
+        weights. Where a product is zero the weight keeps its bits."""
+        merged = {name.replace(".base_layer.", "."): tensor for name, tensor in state.items() if ".lora_" not in name}
+        for name, layer in self._layers() if state else ():
+            weight = merged[f"{name}.weight"]
+            wide = torch.promote_types(weight.dtype, torch.float32)
+            a, b = (state[f"{name}.lora_{each}.{NAME}.weight"].to(wide) for each in "AB")
+            product = layer.scaling[NAME] * (b @ a)
+            product = product.T if getattr(layer, "fan_in_fan_out", False) else product
+            merged[f"{name}.weight"] = torch.where(product == 0, weight, (weight + product).to(weight.dtype))
+        return merged
+
+    def save(self, folder: Path, state: Mapping[str, Tensor]) -> None:
+        """Write what PeftModel.from_pretrained(base model, folder) reads. state: the model's, as in `merged`."""
+        folder.mkdir(parents=True)
+        self._config.inference_mode = True
+        self._config.save_pretrained(str(folder))
+        tensors = {_PREFIX + name.replace(f".{NAME}.", "."): each for name, each in state.items() if ".lora_" in name}
+        save_file(tensors, folder / FILE, metadata={"format": "pt"})
+
+    def _layers(self) -> Iterator[tuple[str, LoraLayer]]:
+        return ((name, each) for name, each in self._model.named_modules() if isinstance(each, LoraLayer))
+
+
+def read_adapters(folder: Path) -> dict[str, Tensor]:
+    """What `Adapters.save` wrote, by the names in the model. Raises OSError, SafetensorError."""
+    tensors = load_file(folder / FILE)
+    return {
+        name.removeprefix(_PREFIX).removesuffix("weight") + f"{NAME}.weight": tensor for name, tensor in tensors.items()
+    }

@@ -1,0 +1,61 @@
+"""Training on preferences: pairs of completions of one prompt, of which the first was chosen. Rows 2k and 2k + 1 of a
+batch are a pair, and stay together in a micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from clew.training.batching import Plan, deal
+from clew.training.losses import dpo_loss, preference_loss
+from clew.training.scoring import Scores
+from clew.training.tokens import MicroBatch, Tokens
+
+
+def deal_pairs(lengths: Sequence[int], *, budget: int, ranks: int = 1, width: int = 1) -> list[list[int]]:
+    """Micro-batches of whole pairs for all ranks, see `clew.training.batching.deal`.
+
+    lengths: tokens of each row.   budget: tokens of a micro-batch; a longer pair goes alone.
+    """
+    pairs = [max(lengths[row], lengths[row + 1]) for row in range(0, len(lengths), 2)]
+    dealt = deal(pairs, range(len(pairs)), budget=max(1, budget // 2), ranks=ranks, width=width)
+    return [[row for pair in each for row in (2 * pair, 2 * pair + 1)] for each in dealt]
+
+
+def pair_losses(
+    tokens: Tokens, plan: Plan, *, beta: float | None, reference_S: np.ndarray | None
+) -> Callable[[MicroBatch, Scores], tuple[Tensor, dict[str, Tensor]]]:
+    """What computes the losses of a micro-batch: each pair's is spread over its trained tokens so that the mean over
+    all tokens is the mean over the pairs; and so are the metrics.
+
+    beta, reference_S: DPO's, and the reference's logprobs; None: the scores are a reward model's.
+    """
+    pairs = sum(len(rows) for minibatch in plan for rows in minibatch) // 2
+    share = sum(tokens.trained_in(rows) for minibatch in plan for rows in minibatch) / pairs
+
+    def loss_of(micro: MicroBatch, scores: Scores) -> tuple[Tensor, dict[str, Tensor]]:
+        ones_N = torch.ones_like(scores.logprobs_N)
+        chosen_P, rejected_P = _of_pairs(scores.logprobs_N, micro.rows_N)
+        if beta is None:
+            margins_P, loss_P = chosen_P - rejected_P, preference_loss(chosen_P, rejected_P)
+        else:
+            assert reference_S is not None, "DPO compares with a reference"
+            reference_N = torch.from_numpy(reference_S[micro.where_N]).to(ones_N.device)
+            references = _of_pairs(reference_N, micro.rows_N)
+            loss_P = dpo_loss(chosen_P, rejected_P, *references, beta=beta)
+            margins_P = beta * ((chosen_P - references[0]) - (rejected_P - references[1]))
+        trained_P = sum(_of_pairs(ones_N, micro.rows_N))
+        margins_P = margins_P.detach()
+        sums = {"preference/accuracy": (margins_P > 0).sum() * share, "preference/margin": margins_P.sum() * share}
+        return (loss_P / trained_P * share)[micro.rows_N // 2], sums
+
+    return loss_of
+
+
+def _of_pairs(numbers_N: Tensor, rows_N: Tensor) -> tuple[Tensor, Tensor]:
+    """[P] and [P]: sums over the tokens of the chosen and of the rejected."""
+    sums_R = numbers_N.new_zeros(int(rows_N.max()) + 1).index_add(0, rows_N, numbers_N)
+    return sums_R[0::2], sums_R[1::2]

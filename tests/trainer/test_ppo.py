@@ -1,0 +1,104 @@
+"""PPO in whole runs: with one episode a group it learns, goes on bit for bit, and replays from another place."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from clew import config as configuration
+from clew.config import Config
+from clew.diagnose.rerun import rerun
+from clew.record.bundle import write_bundle
+from clew.record.run import RunDirectory
+from clew.trainer.learn import learn_inline
+from tests.diagnose.planted import change_stage, generated_at
+from tests.models import tiny_model, tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ppo")
+    tiny_tokenizer(folder / "model")
+    tiny_model(folder / "model", scale=0.1)
+    (folder / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": f"{i} + 1 ="}) for i in range(64)))
+    return folder
+
+
+def configure(folder: Path, trial: str, **changes: object) -> Config:
+    (folder / "config.yaml").write_text(
+        f"experiment: ppo\nroot: {folder}/runs\nmodel: {{path: {folder}/model}}\n"
+        f"data: {{path: {folder}/prompts.jsonl}}\n"
+        "rollout: {reward: bench.rewards.digits, batch_groups: 32, n_samples: 1}\n"
+        "sampling: {max_new_tokens: 8}\n"
+        "training: {steps: 24, lr: 3e-3}\n"
+        "algorithm: {preset: ppo, minibatches: 2}\n"
+        "checkpoint: {every_steps: 10, keep: 5}\n"
+        "launch: {threads: 1, mode: inline}\n"
+    )
+    return configuration.load(folder / "config.yaml", [f"trial={trial}", *(f"{k}={v}" for k, v in changes.items())])
+
+
+def learn(config: Config) -> RunDirectory:
+    learn_inline(config, lambda step, summary: None)
+    return RunDirectory(config.run_path)
+
+
+@pytest.fixture(scope="module")
+def first(folder: Path) -> RunDirectory:
+    return learn(configure(folder, "first"))
+
+
+def replays(target: Path, steps: str | None, stages: str | None = None) -> bool:
+    nothing: dict[str, Any] = {"only": None, "stop": None, "reward": False, "device": None}
+    return rerun(target, steps, overrides=[], stages=stages, **nothing)
+
+
+def test_policy_and_critic_learn(first: RunDirectory) -> None:
+    metrics = [first.steps.read(step)["metrics"] for step in range(24)]
+    rewards = [each["reward"] for each in metrics]
+    assert np.mean(rewards[-4:]) > 2 * np.mean(rewards[:4]), rewards
+    assert metrics[0]["critic/value"] == 0
+    assert np.mean([each["critic/explained_variance"] for each in metrics[-8:]]) > 0.2
+    assert set(first.steps.read_stages(0).arrays) >= {"values", "returns", "advantages", "reference_logprobs"}
+
+
+def test_resumed_from_a_checkpoint_it_takes_the_same_steps(folder: Path, first: RunDirectory) -> None:
+    copy = folder / "runs" / "ppo" / "resumed"
+    shutil.copytree(first.path, copy)
+    for late in ("step-000020", "step-000024"):
+        shutil.rmtree(copy / "checkpoints" / late)
+    resumed = learn(configure(folder, "resumed"))
+    assert resumed.steps.index() == first.steps.index()
+    for name in ("trainer/critic/model.safetensors", "trainer/state.safetensors", "model.safetensors"):
+        last = Path("checkpoints") / "step-000024" / name
+        assert (first.path / last).read_bytes() == (resumed.path / last).read_bytes()
+
+
+def test_a_bundle_replays_without_the_models_that_the_run_began_with(
+    folder: Path, first: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    critic = first.path / "checkpoints" / "step-000010" / "trainer" / "critic"
+    run = learn(configure(folder, "critic", **{"training.steps": 2, "algorithm.critic": critic}))
+    assert run.steps.read(0)["metrics"]["critic/value"] != 0
+    bundle = write_bundle(run, 1, stages_only=False, to=tmp_path / "step.clew.zip")
+    shutil.move(critic, tmp_path / "critic")
+    try:
+        assert replays(bundle, None) and "compared bit for bit" in capsys.readouterr().out
+    finally:
+        shutil.move(tmp_path / "critic", critic)
+
+
+@pytest.mark.parametrize("stage", ["values", "returns", "advantages"])
+def test_an_altered_stage_is_named_to_the_token(
+    first: RunDirectory, tmp_path: Path, stage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDirectory(Path(shutil.copytree(first.path, tmp_path / "runs" / "ppo" / "first")))
+    position = generated_at(run, 21, 3)
+    name = change_stage(run, 21, stage, 3, position, 0.25)
+    assert not replays(run.path, "21")
+    assert f"FIRST DIFFERENCE  step 21, {stage}: {name}, token {position}: recorded" in capsys.readouterr().out
+    if stage != "advantages":  # which follow from the recorded values
+        assert replays(run.path, "21", "advantages") == (stage == "returns")

@@ -1,0 +1,134 @@
+"""Adapters: the base stays, readers of weights never notice, and peft, transformers and a resumed run read them."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from safetensors import safe_open
+
+from clew.errors import ModelError, RecordError
+from clew.inference.embedded import build_engine
+from clew.models import load_model
+from clew.training import checkpoint
+from clew.training.engine import TrainEngine
+from clew.training.weights import write_weights
+from tests.models import tiny_model, tiny_tokenizer
+from tests.training.sequences import make_batch, make_config
+
+CPU = torch.device("cpu")
+LORA = {"lora_rank": 4, "lora_alpha": 12.0}
+IDS = torch.randint(6, 90, (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+def engine_of(folder: Path, family: str = "qwen2", dtype: str = "float32", **sections: Any) -> TrainEngine:
+    if not folder.exists():
+        tiny_tokenizer(folder)
+        tiny_model(folder, family, scale=0.2)
+    sections["training"] = LORA | sections.get("training", {})
+    return TrainEngine(make_config(folder, dtype=dtype, **sections))
+
+
+def train(engine: TrainEngine, *seeds: int) -> list[dict[str, Any]]:
+    return [engine.train_step(make_batch(seed=seed)).digests for seed in seeds]
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=IDS).logits
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gpt2", "gpt_neox", "mixtral", "gemma3"])
+def test_the_adapters_alone_are_trained_and_everybody_reads_the_same_model(tmp_path: Path, family: str):
+    engine = engine_of(tmp_path / "model", family)
+    base = load_model(str(tmp_path / "model"), "float32", CPU)
+    torch.testing.assert_close(logits(engine.model), logits(base), atol=1e-4, rtol=0)  # another attention kernel
+    train(engine, 0, 1, 2)
+    trained = [name for name, _ in engine.trained_parameters()]
+    assert trained and all(".lora_" in name for name in trained)
+    for name, parameter in engine.model.named_parameters():
+        if ".lora_" not in name:
+            assert torch.equal(parameter, base.get_parameter(name.replace(".base_layer.", ".")))
+    after = logits(engine.model)
+    assert (after - logits(base)).abs().max() > 1e-2
+
+    checkpoint.save(engine, tmp_path / "step-000003")
+    torch.testing.assert_close(
+        logits(load_model(str(tmp_path / "step-000003"), "float32", CPU)), after, atol=1e-4, rtol=0
+    )
+    core = build_engine(base, engine.tokenizer)
+    core.load_weights(write_weights(engine, tmp_path / "version-000003", engine.version))
+    (row, *_) = make_batch()
+    assert core.score(row.input_ids.tolist()) == pytest.approx(float(engine.score([row])[0][-1]), abs=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_peft_reads_the_adapters(tmp_path: Path):
+    engine = engine_of(tmp_path / "model")
+    train(engine, 0, 1)
+    checkpoint.save(engine, tmp_path / "step-000002")
+    base = load_model(str(tmp_path / "model"), "float32", CPU)
+    theirs = PeftModel.from_pretrained(base, str(tmp_path / "step-000002" / "adapter"))
+    torch.testing.assert_close(logits(theirs), logits(engine.model), atol=1e-4, rtol=0)
+    with safe_open(tmp_path / "step-000002" / "trainer" / "state.safetensors", "pt") as state:
+        assert all(".lora_" in name for name in state.keys() if name != "random.torch")  # noqa: SIM118 - no mapping
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_goes_on_bit_for_bit(tmp_path: Path, dtype: str):
+    options: dict[str, Any] = {"algorithm": {"minibatches": 2, "kl_coef": 0.1}}
+    engine = engine_of(tmp_path / "model", dtype=dtype, **options)
+    train(engine, 0, 1, 2)
+    checkpoint.save(engine, tmp_path / "step-000003")
+    ahead = train(engine, 3, 4)
+    again = engine_of(tmp_path / "model", dtype=dtype, **options)
+    checkpoint.load(again, tmp_path / "step-000003")
+    assert train(again, 3, 4) == ahead
+    other = engine_of(tmp_path / "model", dtype=dtype, seed=7, **options)
+    assert other.weights_digest() != engine_of(tmp_path / "model", dtype=dtype, **options).weights_digest()
+
+
+def test_the_model_before_the_first_step_is_the_base_bit_for_bit(tmp_path: Path):
+    engine = engine_of(tmp_path / "model")
+    checkpoint.save(engine, tmp_path / "step-000000")
+    one, two = (load_model(str(tmp_path / name), "float32", CPU) for name in ("model", "step-000000"))
+    for name, parameter in one.named_parameters():
+        assert torch.equal(parameter.view(torch.int32), two.get_parameter(name).view(torch.int32))
+
+
+def test_the_reference_is_the_base(tmp_path: Path):
+    engine = engine_of(tmp_path / "model", algorithm={"kl_coef": 0.05})
+    plain = TrainEngine(make_config(tmp_path / "model"))
+    train(engine, 0, 1, 2)
+    batch = make_batch(seed=3)
+    result = engine.train_step(batch)
+    for found, expected in zip(result.stages["reference_logprobs"], plain.score(batch), strict=True):
+        assert np.array_equal(found, expected)
+    assert result.metrics["kl"] > 1e-4
+
+
+def test_what_does_not_fit_is_named(tmp_path: Path):
+    engine = engine_of(tmp_path / "model")
+    train(engine, 0)
+    folder = tmp_path / "step-000001"
+    checkpoint.save(engine, folder)
+    with pytest.raises(ModelError, match=r"was trained with training.lora_rank=4, this run has 2"):
+        checkpoint.load(engine_of(tmp_path / "model", training={"lora_rank": 2}), folder)
+    with pytest.raises(ModelError, match=r"was trained with training.lora_rank=4, this run has null"):
+        checkpoint.load(TrainEngine(make_config(tmp_path / "model")), folder)
+    tiny_tokenizer(tmp_path / "other")
+    tiny_model(tmp_path / "other", seed=9)
+    with pytest.raises(
+        ModelError, match=r"other \(model.path\) is not the model that the adapters in .* were trained on"
+    ):
+        checkpoint.load(engine_of(tmp_path / "other"), folder)
+    file = folder / "adapter" / "adapter_model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-50] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(RecordError, match=r"step-000001 was altered .*lora_.*\(weights\) has the digest"):
+        checkpoint.load(engine, folder)
+    with pytest.raises(ModelError, match="peft puts no adapters on MambaForCausalLM"):
+        engine_of(tmp_path / "mamba", "mamba")
