@@ -24,6 +24,7 @@ from clew.trainer.publisher import Publisher, ServerLoader
 from clew.trainer.report import Tensorboard, draw_learning_curve
 from clew.trainer.resume import restore
 from clew.trainer.sources import LiveSource, RecordedSource, SharedSource
+from clew.trainer.watch import EqualRewards
 from clew.training import checkpoint
 from clew.training.engine import GradientError, TrainEngine, make_deterministic
 from clew.training.ranks import ALONE, Ranks, rank_here
@@ -212,8 +213,10 @@ def _train(
             parameters=engine.parameter_names,
         )
     tensorboard = Tensorboard(run, first_step=run.steps.count()) if ranks.leads else None
+    equal_rewards = EqualRewards(config.algorithm.advantages)
 
     def stepped(step: int, summary: dict[str, Any]) -> None:
+        reporter.set(warning=equal_rewards.add(step, summary["metrics"]))
         if tensorboard is not None:
             tensorboard.add(step, summary)
         if config.debug.dump_rollout_data:

@@ -10,12 +10,16 @@ from clew.record.rows import Sequence
 
 
 def rollout_metrics(sequences: SequenceABC[Sequence]) -> dict[str, float]:
-    """What came in: rewards (of episodes), lengths (trained tokens an episode), how many were cut off."""
+    """What came in: rewards (of episodes), the share of groups in which all are equal, lengths (trained tokens an
+    episode), how many were cut off."""
     episodes = {sequence.episode_id: sequence for sequence in sequences}
     lengths = dict.fromkeys(episodes, 0)
     for sequence in sequences:
         lengths[sequence.episode_id] += int(sequence.loss_mask.sum())
     rewards = np.array([episode.reward for episode in episodes.values()])
+    by_group: dict[str, set[float]] = {}
+    for sequence in sequences:
+        by_group.setdefault(sequence.group_id, set()).add(sequence.reward)
     names = sorted({name for episode in episodes.values() for name in episode.rewards})
     by_name = {
         f"reward/{name}": float(np.mean([e.rewards[name] for e in episodes.values() if name in e.rewards]))
@@ -25,7 +29,8 @@ def rollout_metrics(sequences: SequenceABC[Sequence]) -> dict[str, float]:
         "reward": float(rewards.mean()),
         "reward_std": float(rewards.std()),
         **by_name,
-        "groups": float(len({sequence.group_id for sequence in sequences})),
+        "groups": float(len(by_group)),
+        "equal_groups_share": float(np.mean([len(rewards) == 1 for rewards in by_group.values()])),
         "episodes": float(len(episodes)),
         "sequences": float(len(sequences)),
         "response_length": float(np.mean(list(lengths.values()))),

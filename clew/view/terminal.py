@@ -50,6 +50,8 @@ def status_table(run: RunDirectory) -> Table:
         )
         for wait in waits[1:]:
             table.add_row("", "", "", *_wait_cells(wait, now))
+        if alive and status.get("warning"):
+            table.caption, table.caption_justify = f"{status['process']}: {status['warning']}", "left"
     return table
 
 

@@ -187,6 +187,7 @@ def test_metrics_by_hand(model):
         "reward_std": 0.5,
         "reward/match": 0.5,
         "groups": 1,
+        "equal_groups_share": 0,
         "episodes": 2,
         "sequences": 3,
         "response_length": 4.5,

@@ -1,0 +1,71 @@
+"""A run that has nothing to learn says so: in the log, and in `clew status`."""
+
+import io
+import json
+import logging
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from clew import config as configuration
+from clew.record.run import RunDirectory
+from clew.trainer.learn import learn_inline
+from clew.trainer.watch import WARN_STEPS, EqualRewards
+from clew.view.terminal import status_table
+from tests.models import tiny_model, tiny_tokenizer
+
+
+def always(completion: str, data: dict) -> float:
+    return 0.25
+
+
+def metrics(share: float, deviation: float) -> dict[str, float]:
+    return {"equal_groups_share": share, "reward_std": deviation, "reward": 0.5, "groups": 8}
+
+
+def test_it_counts_steps_in_a_row(caplog: pytest.LogCaptureFixture) -> None:
+    watch = EqualRewards("group")
+    alike = [watch.add(step, metrics(1.0, 0.5)) for step in range(WARN_STEPS)]
+    assert alike[:-1] == [""] * (WARN_STEPS - 1)
+    assert "nothing to learn for 4 steps (up to step 3): within each group all rewards are equal; the mean" in alike[-1]
+    assert watch.add(4, metrics(0.9, 0.5)) == "" and watch.add(5, metrics(1.0, 0.5)) == ""
+    assert len(caplog.records) == 1
+    for step in range(6, 30):
+        watch.add(step, metrics(1.0, 0.5))
+    assert len(caplog.records) == 1 + 3  # after 4, 8 and 16
+    batch = EqualRewards("gae")
+    assert not any(batch.add(step, metrics(1.0, 0.5)) for step in range(9))  # groups differ from one another
+    assert "within the batch" in [batch.add(step, metrics(1.0, 0.0)) for step in range(9)][-1]
+
+
+def test_a_run_whose_rewards_are_all_equal(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tiny_tokenizer(tmp_path / "model")
+    tiny_model(tmp_path / "model")
+    (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": f"{i} + 1 ="}) for i in range(9)))
+    (tmp_path / "config.yaml").write_text(
+        f"experiment: e\nroot: {tmp_path}/runs\nmodel: {{path: {tmp_path}/model}}\n"
+        f"data: {{path: {tmp_path}/prompts.jsonl}}\n"
+        "rollout: {reward: tests.trainer.test_watch.always, batch_groups: 2, n_samples: 2}\n"
+        "sampling: {max_new_tokens: 3}\ntraining: {steps: 5}\nlaunch: {threads: 1, mode: inline}\n"
+    )
+    config = configuration.load(tmp_path / "config.yaml")
+    seen: list[str] = []
+
+    def look(step: int, summary: object) -> None:
+        until = time.monotonic() + 10  # the trainer writes its status once a second
+        while step == 4 and time.monotonic() < until and "nothing to learn for 5 steps" not in "".join(seen):
+            terminal = io.StringIO()
+            Console(width=120, file=terminal).print(status_table(RunDirectory(config.run_path)))
+            seen.append(terminal.getvalue())
+            time.sleep(0.1)
+
+    with caplog.at_level(logging.WARNING, "clew.trainer"):
+        learn_inline(config, look)
+    (record,) = [each for each in caplog.records if "nothing to learn" in each.getMessage()]
+    assert (
+        "for 4 steps (up to step 3): within each group all rewards are equal; the mean of the last batch is 0.25"
+        in (record.getMessage())
+    )
+    assert "nothing to learn for 5 steps" in " ".join(seen[-1].split())
