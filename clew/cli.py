@@ -105,7 +105,7 @@ def train(config: ConfigFile, overrides: Overrides = None) -> None:
 
 @app.command()
 def sft(config: ConfigFile, overrides: Overrides = None) -> None:
-    """Train on demonstrations (supervised fine-tuning); resumes where it was killed.
+    """Train on demonstrations, or on preferences (training.objective); resumes where it was killed.
 
     Example: clew sft examples/addition/sft.yaml training.steps=5 trial=sft-try
     """

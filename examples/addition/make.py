@@ -40,7 +40,8 @@ def teacher(a: int, b: int, chance: random.Random) -> str:
 
 
 def make_data(out: Path, seed: int) -> float:
-    """Write demonstrations.jsonl, prompts.jsonl and held_out.jsonl; return the share of right demonstrations."""
+    """Write demonstrations.jsonl, prompts.jsonl, held_out.jsonl, and preferences.jsonl: the right answer to what the
+    teacher got wrong, and the teacher's. Return the share of right demonstrations."""
     chance = random.Random(seed)
     problems = [(a, b) for a in range(100) for b in range(100)]
     chance.shuffle(problems)
@@ -51,8 +52,10 @@ def make_data(out: Path, seed: int) -> float:
         return {"prompt": f"{digits(a, 2)}+{digits(b, 2)}=", "answer": digits(a + b, 3)}
 
     shown = [{**row(a, b), "completion": teacher(a, b, chance)} for a, b in demonstrated]
+    wrong = [row for row in shown if row["completion"] != row["answer"]]
     for name, rows in (
         ("demonstrations", shown),
+        ("preferences", [{"prompt": r["prompt"], "chosen": r["answer"], "rejected": r["completion"]} for r in wrong]),
         ("prompts", [row(a, b) for a, b in prompts]),
         ("held_out", [row(a, b) for a, b in held_out]),
     ):
