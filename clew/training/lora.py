@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,13 +86,20 @@ class Adapters:
         weights. Where a product is zero the weight keeps its bits."""
         merged = {name.replace(".base_layer.", "."): tensor for name, tensor in state.items() if ".lora_" not in name}
         for name, layer in self._layers() if state else ():
-            weight = merged[f"{name}.weight"]
-            wide = torch.promote_types(weight.dtype, torch.float32)
-            a, b = (state[f"{name}.lora_{each}.{NAME}.weight"].to(wide) for each in "AB")
-            product = layer.scaling[NAME] * (b @ a)
-            product = product.T if getattr(layer, "fan_in_fan_out", False) else product
-            merged[f"{name}.weight"] = torch.where(product == 0, weight, (weight + product).to(weight.dtype))
+            a, b = (state[f"{name}.lora_{each}.{NAME}.weight"] for each in "AB")
+            merged[f"{name}.weight"] = _sum(layer, merged[f"{name}.weight"], a, b)
         return merged
+
+    @contextmanager
+    def rounded(self) -> Iterator[None]:
+        """The block computes with the weights of `merged`, as inference does, layer by layer."""
+        for _, layer in self._layers():
+            layer.forward = partial(_as_merged, layer)
+        try:
+            yield
+        finally:
+            for _, layer in self._layers():
+                del layer.forward
 
     def save(self, folder: Path, state: Mapping[str, Tensor]) -> None:
         """Write what PeftModel.from_pretrained(base model, folder) reads. state: the model's, as in `merged`."""
@@ -101,8 +109,22 @@ class Adapters:
         tensors = {_PREFIX + name.replace(f".{NAME}.", "."): each for name, each in state.items() if ".lora_" in name}
         save_file(tensors, folder / FILE, metadata={"format": "pt"})
 
-    def _layers(self) -> Iterator[tuple[str, LoraLayer]]:
+    def _layers(self) -> Iterator[tuple[str, Any]]:
         return ((name, each) for name, each in self._model.named_modules() if isinstance(each, LoraLayer))
+
+
+def _sum(layer: Any, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Of a base's weight and its adapter's product."""
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    product = layer.scaling[NAME] * (b.to(wide) @ a.to(wide))
+    product = product.T if getattr(layer, "fan_in_fan_out", False) else product
+    return torch.where(product == 0, weight, (weight + product).to(weight.dtype))
+
+
+def _as_merged(layer: Any, x: Tensor) -> Tensor:
+    base = layer.base_layer
+    weight = _sum(layer, base.weight, layer.lora_A[NAME].weight, layer.lora_B[NAME].weight)
+    return torch.func.functional_call(base, {"weight": weight}, (x,))
 
 
 def read_adapters(folder: Path) -> dict[str, Tensor]:

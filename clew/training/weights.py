@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -55,8 +56,9 @@ def default_probe(engine: TrainEngine) -> list[int]:
 
 @torch.no_grad()
 def probe_logprob(engine: TrainEngine, probe_ids: Sequence[int]) -> float:
-    """The logprob of the last token given those before, at temperature 1."""
+    """The logprob of the last token given those before, at temperature 1, by the weights that are published."""
     ids_BT = torch.tensor([probe_ids], device=engine.device)
     row_N, column_N = torch.tensor([[0], [len(probe_ids) - 1]], device=engine.device)
     ones_N = torch.ones(1, device=engine.device)
-    return float(score(engine.model, ids_BT, row_N, column_N, ones_N).logprobs_N)
+    with nullcontext() if engine.adapters is None else engine.adapters.rounded():
+        return float(score(engine.model, ids_BT, row_N, column_N, ones_N).logprobs_N)

@@ -1,5 +1,6 @@
 """Adapters: the base stays, readers of weights never notice, and peft, transformers and a resumed run read them."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from clew.training import checkpoint
 from clew.training.engine import TrainEngine
 from clew.training.weights import write_weights
 from tests.models import tiny_model, tiny_tokenizer
-from tests.training.sequences import make_batch, make_config
+from tests.training.sequences import make_batch, make_config, make_sequence
 
 CPU = torch.device("cpu")
 LORA = {"lora_rank": 4, "lora_alpha": 12.0}
@@ -96,6 +97,24 @@ def test_the_model_before_the_first_step_is_the_base_bit_for_bit(tmp_path: Path)
     one, two = (load_model(str(tmp_path / name), "float32", CPU) for name in ("model", "step-000000"))
     for name, parameter in one.named_parameters():
         assert torch.equal(parameter.view(torch.int32), two.get_parameter(name).view(torch.int32))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gpt2"])
+def test_in_bfloat16_the_probe_is_of_the_rounded_weights(tmp_path: Path, family: str):
+    engine = engine_of(tmp_path / "model", family, dtype="bfloat16")
+    train(engine, *range(6))
+    base = load_model(str(tmp_path / "model"), "bfloat16", CPU)
+    core = build_engine(base, engine.tokenizer)
+    ref = write_weights(engine, tmp_path / "version-000006", engine.version)
+    core.load_weights(ref)
+    assert core.score(ref.probe_ids) == pytest.approx(ref.probe_logprob, abs=1e-3)
+    exact = float(engine.score([with_ids(ref.probe_ids)])[0][-1])
+    assert exact != ref.probe_logprob  # the trainer's own, whose adapters are not rounded into the weights
+
+
+def with_ids(ids: list[int]) -> Any:
+    row = make_sequence("g0.e0.s0", prompt=len(ids) - 1, response=1)
+    return dataclasses.replace(row, input_ids=np.array(ids, np.int32))
 
 
 def test_the_reference_is_the_base(tmp_path: Path):

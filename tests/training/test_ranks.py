@@ -184,6 +184,17 @@ def test_published_weights_are_whole(on_ranks, tmp_path, model):
     assert all(torch.equal(kept[name], tensor) for name, tensor in published.items())
 
 
+def test_adapters_are_published_as_one_model(on_ranks, tmp_path, model):
+    from safetensors.torch import load_file
+
+    options = {"dtype": "float64", "training": {"lora_rank": 4}}
+    for ranks in (1, 2):
+        on_ranks(ranks, model=model, options=options, publish=str(tmp_path / f"by-{ranks}"))
+    one, two = (load_file(tmp_path / f"by-{ranks}" / "model.safetensors") for ranks in (1, 2))
+    assert one.keys() == two.keys() and not any("lora" in name or "base_layer" in name for name in one)
+    assert all(torch.allclose(two[name], tensor, rtol=0, atol=1e-9) for name, tensor in one.items())
+
+
 def test_more_ranks_than_rows(on_ranks, tmp_path, model):
     asked = {"model": model, "options": {"dtype": "float64"}, "batch": {"groups": 1, "samples": 2}}
     (alone, _), (said, _) = (on_ranks(ranks, **asked) for ranks in (1, 4))
