@@ -40,8 +40,8 @@ class ValueModel(nn.Module):
         hidden_BTD = self.model.base_model(input_ids=input_ids_BT, use_cache=False).last_hidden_state
         head, hidden_ND = self.model.score, hidden_BTD[rows_N, columns_N]
         wide = torch.promote_types(hidden_ND.dtype, torch.float32)
-        bias = None if head.bias is None else head.bias.to(wide)
-        return nn.functional.linear(hidden_ND.to(wide), head.weight.to(wide), bias)[:, 0]
+        numbers_N = hidden_ND.to(wide) @ head.weight[0].to(wide)
+        return numbers_N if head.bias is None else numbers_N + head.bias.to(wide)
 
 
 @dataclass(kw_only=True)

@@ -378,8 +378,9 @@ class TrainEngine:
 
     @property
     def parameter_names(self) -> list[str]:
-        """Of the policy, then of its critic."""
-        return list(self.weights_digests())
+        """Those that are not trained, and those that are: of the policy, then of its critic."""
+        frozen = [name for name, each in self.model.named_parameters() if not each.requires_grad]
+        return [*frozen, *(name for name, _ in self.trained_parameters())]
 
     def restored(self, version: int, recent_norms: Iterable[float] = ()) -> None:
         """Other weights have been put into the model: those of `version`, after updates with these gradient norms."""

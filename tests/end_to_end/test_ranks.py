@@ -63,3 +63,11 @@ def test_ctrl_c_ends_all_ranks_where_they_can_go_on(project):
     interrupt(project, start(project, until_step=1))
     done = project.run.steps.count()
     assert (project.path / "checkpoints" / f"step-{done:06d}").exists()
+
+
+def test_a_critic_beside_adapters_trains_and_replays_on_ranks(project):
+    project.set(launch={"ranks": 2}, algorithm={"preset": "ppo", "minibatches": 2}, training={"lora_rank": 2})
+    assert project.clew("train", seconds=150).code == 0
+    for options, how in ((["--ranks", "2"], "bit for bit"), ([], "ranks 2 recorded, 1 here")):
+        said = replay(project, *options)
+        assert how in said and "steps 0 to 2: every stage agrees" in said
