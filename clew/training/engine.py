@@ -34,9 +34,9 @@ from clew.models import check_vocabulary, load_model, load_tokenizer, pick_devic
 from clew.record.digest import to_hex, total
 from clew.record.rows import Sequence
 from clew.training.advantages import advantages_function
-from clew.training.attention import use_short_attention
 from clew.training.batching import Plan, deal, loss_weights, padding_share, plan_step
 from clew.training.digests import Digests, digest_tensors
+from clew.training.isolation import keeps_rows_apart, prepare_for_packing
 from clew.training.losses import loss_function, supervised_loss
 from clew.training.metrics import gap_metrics, lag_metrics, rollout_metrics
 from clew.training.optimizer import Optimizer
@@ -147,6 +147,8 @@ class TrainEngine:
                 f"{type(self.model).__name__} in {path} has no output embedding that can be found; "
                 f"expected a causal language model."
             )
+        self.packs = keeps_rows_apart(self.model)
+        """Rows of different lengths are packed, not padded."""
         self.version = 0
         """Steps done."""
         self.whole = True
@@ -300,10 +302,11 @@ class TrainEngine:
     # Inside a step ---------------------------------------------------------------------------------------------------
 
     @property
-    def _dealing(self) -> dict[str, int]:
+    def _dealing(self) -> dict[str, Any]:
         """How `deal` makes micro-batches for this model and these ranks."""
         width = getattr(self.model.config.get_text_config(), "hidden_size", None) or 1
-        return {"budget": self.config.training.micro_batch_tokens, "ranks": self.ranks.size, "width": width}
+        budget = self.config.training.micro_batch_tokens
+        return {"budget": budget, "packed": self.packs, "ranks": self.ranks.size, "width": width}
 
     def _updates(self, tokens: Tokens, plan: Plan, loss_of: TokenLoss) -> _Pass:
         done = _Pass(logprobs_S=self._zeros(tokens), loss_S=self._zeros(tokens))
@@ -367,7 +370,7 @@ class TrainEngine:
         """This rank's micro-batches; None where the others have one and this rank has nothing: it must compute
         something all the same, since all gather parameters together."""
         for rows in minibatch[self.ranks.rank :: self.ranks.size]:
-            micro = MicroBatch.of(tokens, rows, self.device) if tokens.trained_in(rows) else None
+            micro = MicroBatch.of(tokens, rows, self.device, pack=self.packs) if tokens.trained_in(rows) else None
             if micro is not None or self.ranks.size > 1:
                 yield micro
 
@@ -389,7 +392,7 @@ class TrainEngine:
 
     @staticmethod
     def _score(model: Any, micro: MicroBatch) -> Scores:
-        return score(model, micro.input_ids_BT, micro.rows_N, micro.columns_N, micro.temperatures_N)
+        return score(model, micro.input_ids_BT, micro.rows_N, micro.columns_N, micro.temperatures_N, micro.packed)
 
     def _finish(
         self, tokens: Tokens, plan: Plan, done: _Pass, *, stages: dict[str, list[np.ndarray]], metrics: dict[str, float]
@@ -412,7 +415,7 @@ class TrainEngine:
             "lr": done.lr,
             "tokens": float(len(tokens.input_ids_S)),
             "tokens_trained": float(trained),
-            "padding_share": padding_share(tokens.lengths.tolist(), plan),
+            "padding_share": padding_share(tokens.lengths.tolist(), plan, packed=self.packs),
         }
         return StepResult(
             metrics=metrics,
@@ -488,7 +491,7 @@ class TrainEngine:
     def _load(self, path: str) -> Any:
         alone = self.ranks.size == 1
         model = load_model(path, self.config.model.dtype, self.device if alone else torch.device("cpu"))
-        use_short_attention(model, self.device)
+        prepare_for_packing(model)
         if self.config.training.activation_checkpointing:
             checkpoint_activations(model)
         shard(model, self.ranks, self.device)
