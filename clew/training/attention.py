@@ -1,14 +1,13 @@
 """The attention of transformers' models while they are trained, in rows one below the other or packed in one.
 
-It is transformers' own (`sdpa`; `eager` where an architecture knows no other, such as Gemma 2), called for rows that are
-apart, with the masks of rows that are apart. Rows of few tokens are computed here on the CPU: written out as two products
-and a softmax that is up to a fifth faster there, forward and backward together, than torch's kernel, which is made for
-many tokens. Models so small and rows so short are what a laptop trains.
+It is transformers' own (`sdpa`; `eager` where an architecture knows no other, such as Gemma 2), called for rows that
+are apart, with the masks of rows that are apart. Rows of few tokens are computed here on the CPU: written out as two
+products and a softmax that is up to a fifth faster there, forward and backward together, than torch's kernel, which is
+made for many tokens. Models so small and rows so short are what a laptop trains.
 """
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,8 +28,6 @@ NAMES = {"sdpa": "clew_sdpa", "eager": "clew_eager"}
 
 SHORT = 128
 """Tokens up to which writing it out is faster."""
-
-log = logging.getLogger("clew.training")
 
 _packed: ContextVar[Packed | None] = ContextVar("packed", default=None)
 

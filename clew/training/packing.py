@@ -20,10 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-LIKE = 0.75
-"""A row joins a bucket when it has this share of the tokens of its longest, ..."""
-FEW = 256
-"""... or the bucket fewer tokens than this: its padding then costs less than another bucket would."""
+WASTE = 2**12
+"""Pairs of tokens (query and key) that the padding of a bucket may cost: about what another bucket would."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -83,9 +81,7 @@ class Packed:
         slots = _Moved.apply(
             packed.transpose(1, 2).flatten(2)[0], self.tokens_of_slots, self.slots_of_tokens_P, None
         ).split([rows * length for rows, length in self.shapes])
-        return [
-            part.view(*shape, heads, dim).transpose(1, 2) for part, shape in zip(slots, self.shapes, strict=True)
-        ]
+        return [part.view(*shape, heads, dim).transpose(1, 2) for part, shape in zip(slots, self.shapes, strict=True)]
 
     def gather(self, buckets: list[Tensor]) -> Tensor:
         """[rows, slots a row, heads, dim] of each bucket, as attention returns it, as [1, P, heads, dim]."""
@@ -98,10 +94,13 @@ class Packed:
 def like_lengths(lengths: Sequence[int]) -> list[list[int]]:
     """Buckets of rows of like length, the longest first."""
     buckets: list[list[int]] = []
+    wasted = 0
     for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
-        longest = lengths[buckets[-1][0]] if buckets else 0
-        if not buckets or (lengths[row] < LIKE * longest and len(buckets[-1]) * longest >= FEW):
+        if buckets:
+            wasted += lengths[buckets[-1][0]] ** 2 - lengths[row] ** 2
+        if not buckets or wasted > WASTE:
             buckets.append([])
+            wasted = 0
         buckets[-1].append(row)
     return buckets
 

@@ -79,7 +79,9 @@ def score(
 
     parts = [
         checkpoint(score_chunk, *chunk, use_reentrant=False, preserve_rng_state=False)
-        for chunk in zip(*(each.chunk(chunks) for each in (projection.hidden_NH, targets_N, temperatures_N)), strict=True)
+        for chunk in zip(
+            *(each.chunk(chunks) for each in (projection.hidden_NH, targets_N, temperatures_N)), strict=True
+        )
     ]
     return Scores(
         logprobs_N=torch.cat([part.logprobs_N for part in parts]),
