@@ -13,7 +13,7 @@ from clew.training.packing import Packed
 from clew.training.scoring import score
 
 LENGTHS = (19, 12)
-"""Tokens of the rows that are tried, where the context allows."""
+"""Tokens of the rows that are tried, where the context has room for both."""
 TOLERANCE = 1e-4
 """Nats between a token's logprobs, in float32 and above."""
 SHARES = (0.1, 0.01)
@@ -29,8 +29,8 @@ def prepare_for_packing(model: Any) -> None:
     is left as it was, and a line of the log says why."""
     if model.get_output_embeddings() is None:
         return  # which TrainEngine refuses
-    context = getattr(model.config, "max_position_embeddings", None) or max(LENGTHS)
-    lengths = [min(length, context) for length in LENGTHS]
+    context = getattr(model.config, "max_position_embeddings", None) or 2 * max(LENGTHS)
+    lengths = [min(length, max(2, context // 2)) for length in LENGTHS]
     rows = [_tokens(model, length, number) for number, length in enumerate(lengths)]
     alone = torch.cat([_logprobs(model, row, [len(row)]) for row in rows])
     before = model.config._attn_implementation
