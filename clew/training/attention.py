@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache, partial
 from typing import Any
@@ -43,6 +43,11 @@ def attending_within(packed: Packed | None) -> Iterator[None]:
         _packed.reset(token)
 
 
+def repeated_within() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """For torch's checkpoint of a part of the model: its repetition in the backward pass attends as it does now."""
+    return nullcontext(), attending_within(_packed.get())
+
+
 def use_attention(model: Any) -> bool:
     """Have `model` compute its attention here. False: its architecture cannot be told to, and it is as before."""
     name = NAMES.get(model.config._attn_implementation)
@@ -69,7 +74,7 @@ def attend(
     packed = _packed.get()
     if packed is None:
         repeated = attention_mask is not None and attention_mask.numel() == 0
-        assert not repeated, "a forward pass of packed rows was repeated outside of attending_within"
+        assert not repeated, "a forward pass of packed rows is repeated, but not as repeated_within says"
         return inner(module, query, key, value, attention_mask, **kwargs)[0], None
     assert attention_mask is not None, f"{type(module).__name__} attends without a mask"
     masks = [attention_mask[..., :length, :length] if attention_mask.numel() else None for _, length in packed.shapes]

@@ -147,8 +147,6 @@ class TrainEngine:
                 f"{type(self.model).__name__} in {path} has no output embedding that can be found; "
                 f"expected a causal language model."
             )
-        self.packs = keeps_rows_apart(self.model)
-        """Rows of different lengths are packed, not padded."""
         self.version = 0
         """Steps done."""
         self.whole = True
@@ -156,6 +154,8 @@ class TrainEngine:
         total = config.training.steps * config.algorithm.minibatches
         self.optimizer = Optimizer(self.model, config.training, total_updates=total)
         self._reference = self._load(config.model.path).requires_grad_(False) if config.algorithm.kl_coef > 0 else None
+        self.packs = all(keeps_rows_apart(each) for each in (self.model, self._reference) if each is not None)
+        """Rows of different lengths are packed, not padded."""
         self.watch: Watch = _nobody
         """Called at each stage of a step: for debuggers and diagnoses."""
         self.recent_norms: deque[float] = deque(maxlen=RECENT_NORMS)

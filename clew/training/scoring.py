@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_any, tree_map
 from torch.utils.checkpoint import checkpoint
@@ -38,7 +39,7 @@ def score(
     temperatures_N: Tensor,
     packed: Packed | None = None,
     *,
-    logits: int = LOGITS,
+    logits: int | None = None,
 ) -> Scores:
     """The logprobs of the tokens at (rows_N, columns_N), given the tokens before them in their rows.
 
@@ -54,7 +55,7 @@ def score(
     columns_N: at least 1; the first token of a row is predicted by nothing.
     temperatures_N: float32; the logits are divided by them.
     packed: where the rows are in input_ids_BT [1, P]; None: one below the other.
-    logits: as LOGITS says.
+    logits: None takes LOGITS.
     """
     assert bool((columns_N > 0).all()), "the first token of a sequence cannot be trained on"
     inputs: dict[str, Any] = {"input_ids": input_ids_BT, "use_cache": False}
@@ -66,27 +67,17 @@ def score(
     predictors_N = tokens_N - 1  # the shift by one
     targets_N = input_ids_BT.flatten()[tokens_N]
     head = model.get_output_embeddings()
-    chunks = max(1, -(-len(tokens_N) * head.weight.shape[0] // logits))
+    chunks = max(1, -(-len(tokens_N) * head.weight.shape[0] // (logits or LOGITS)))
     with attending_within(packed), _Projection(head, predictors_N, all_at_once=chunks == 1) as projection:
         logits_NV = model(**inputs).logits
     if chunks == 1:
         assert logits_NV.shape[:-1] == predictors_N.shape, f"{type(model).__name__} changes the shape of its logits"
-        return _score(logits_NV, targets_N, temperatures_N)
-
-    def score_chunk(hidden_CH: Tensor, targets_C: Tensor, temperatures_C: Tensor) -> Scores:
-        logits_CV = projection.afterwards.repeat(head(hidden_CH), result=logits_NV)
-        return _score(logits_CV, targets_C, temperatures_C)
-
-    parts = [
-        checkpoint(score_chunk, *chunk, use_reentrant=False, preserve_rng_state=False)
-        for chunk in zip(
-            *(each.chunk(chunks) for each in (projection.hidden_NH, targets_N, temperatures_N)), strict=True
-        )
-    ]
-    return Scores(
-        logprobs_N=torch.cat([part.logprobs_N for part in parts]),
-        entropies_N=torch.cat([part.entropies_N for part in parts]),
-    )
+        scores = _score(logits_NV, targets_N, temperatures_N)
+    else:
+        scores = projection.score_in_chunks(chunks, logits_NV, targets_N, temperatures_N)
+    if isinstance(model, FSDPModule) and not torch.is_grad_enabled():
+        model.reshard()  # the outermost parameters, as a backward pass would
+    return scores
 
 
 def _score(logits_NV: Tensor, targets_N: Tensor, temperatures_N: Tensor) -> Scores:
@@ -104,6 +95,7 @@ class _Projection(ExitStack):
 
     def __init__(self, head: torch.nn.Module, predictors_N: Tensor, *, all_at_once: bool) -> None:
         super().__init__()
+        self.head = head
         self.hidden_NH: Tensor
         self.afterwards: _Recording
 
@@ -117,6 +109,23 @@ class _Projection(ExitStack):
 
         self.enter_context(head.register_forward_pre_hook(before))
         self.enter_context(head.register_forward_hook(after))
+
+    def score_in_chunks(self, chunks: int, logits_1V: Tensor, targets_N: Tensor, temperatures_N: Tensor) -> Scores:
+        """logits_1V: the model's, of the first hidden state."""
+
+        def score_chunk(hidden_CH: Tensor, targets_C: Tensor, temperatures_C: Tensor) -> Scores:
+            logits_CV = self.afterwards.repeat(self.head(hidden_CH), result=logits_1V)
+            return _score(logits_CV, targets_C, temperatures_C)
+
+        inputs = (each.chunk(chunks) for each in (self.hidden_NH, targets_N, temperatures_N))
+        parts = [
+            checkpoint(score_chunk, *chunk, use_reentrant=False, preserve_rng_state=False)
+            for chunk in zip(*inputs, strict=True)
+        ]
+        return Scores(
+            logprobs_N=torch.cat([part.logprobs_N for part in parts]),
+            entropies_N=torch.cat([part.entropies_N for part in parts]),
+        )
 
 
 class _Recording(TorchFunctionMode):

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
+from clew.training.attention import repeated_within
 from clew.training.ranks import Ranks
 
 
@@ -34,8 +35,8 @@ def shard(model: Any, ranks: Ranks, device: torch.device) -> None:
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if model.dtype == torch.bfloat16 else None)
     for block in blocks_of(model):
         fully_shard(block, mesh=mesh, mp_policy=policy)
-    # Otherwise the outermost parameters would stay gathered after a forward pass without a backward one.
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    # What projects logits in chunks does so after the forward pass, so the outermost parameters stay gathered.
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -51,7 +52,7 @@ def blocks_of(model: Any) -> list[torch.nn.Module]:
 def checkpoint_activations(model: Any) -> None:
     """Have each block keep its inputs alone, and compute again in the backward pass (arXiv 1604.06174)."""
     for block in blocks_of(model):
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=repeated_within)
 
 
 def slice_of(tensor: Tensor, ranks: Ranks) -> tuple[Tensor, int] | None:

@@ -27,6 +27,7 @@ from clew.training.engine import TrainEngine
 from clew.training.isolation import keeps_rows_apart, prepare_for_packing
 from clew.training.packing import WASTE, Packed, like_lengths
 from clew.training.scoring import score
+from clew.training.sharding import checkpoint_activations
 from tests.models import ATTENTION_FAMILIES, tiny_model, tiny_tokenizer
 from tests.training.sequences import make_batch, make_config, make_sequence
 
@@ -198,13 +199,24 @@ def test_a_forward_that_takes_no_positions_is_found(architecture: Any, config: A
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
 def test_a_forward_of_packed_rows_cannot_be_repeated_unawares(tmp_path: Any) -> None:
-    """Recomputed in the backward pass, as gradient checkpointing does, rows would see each other in silence."""
-    model = tiny_model(tmp_path, "llama")
+    """Repeated in the backward pass, as transformers' own checkpointing does, rows would see each other in silence."""
+    model: Any = tiny_model(tmp_path, "llama")
     prepare_for_packing(model)
     model.train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    with pytest.raises(AssertionError, match="repeated outside"):
+    with pytest.raises(AssertionError, match="is repeated"):
         logprobs_and_gradient(model, random_rows([5, 9]), packed=True)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_activations_of_packed_rows_are_computed_again(tmp_path: Any, family: str) -> None:
+    model = tiny_model(tmp_path, family)
+    prepare_for_packing(model)
+    rows = random_rows([5, 19, 9])
+    kept = logprobs_and_gradient(model, rows, packed=True)
+    checkpoint_activations(model)
+    for found, right in zip(logprobs_and_gradient(model, rows, packed=True), kept, strict=True):
+        assert torch.equal(found, right)
 
 
 def test_a_step_of_packed_rows_equals_one_of_padded_rows(tmp_path: Any) -> None:
