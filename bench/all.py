@@ -1,6 +1,6 @@
 """`make bench`: every ratio, with its limit beside it. Speed is no assertion: it ends with 0 whatever the ratios are.
 
-Each part runs in a process of its own and compares only what took turns within it. Some ten minutes on two quiet
+Each part runs in a process of its own and compares only what took turns within it. Some twelve minutes on two quiet
 cores; on a busy machine the ratios mean little.
 """
 
@@ -15,6 +15,7 @@ from pathlib import Path
 PARTS = {
     "bench.engine": "inference: the embedded engine, and HTTP",
     "bench.step": "a synchronous step, and what recording takes of it",
+    "bench.packing": "packed rows, and logits in chunks: time and memory",
     "bench.asynchrony": "asynchronous against synchronous training, and memory",
     "bench.gateway": "agents: the gateway's requests a second, latency, and a crowd",
     "bench.ranks": "several trainer ranks",

@@ -186,7 +186,9 @@ class Training(Section):
         description="A gradient norm so many times the recent median is a spike; null: none is.",
     )
     micro_batch_tokens: int = Field(
-        default=4096, ge=1, description="Tokens (padding included) that a rank computes at a time."
+        default=4096,
+        ge=1,
+        description="Tokens that a rank computes at a time; padding counts where an architecture cannot pack rows.",
     )
     activation_checkpointing: bool = Field(
         default=False, description="Compute each block again in the backward pass, which saves memory and costs time."

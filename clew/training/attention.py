@@ -1,34 +1,88 @@
-"""Causal attention for rows of few tokens on the CPU, under the name `clew_short`; longer rows take torch's kernel.
+"""The attention of transformers' models while they are trained, in rows one below the other or packed in one.
 
-Written out as two products and a softmax it is up to a fifth faster there, forward and backward together, than torch's
-kernel, which is made for many tokens. Models so small and rows so short are what a laptop trains.
+It is transformers' own (`sdpa`; `eager` where an architecture knows no other, such as Gemma 2), called for rows that
+are apart, with the masks of rows that are apart. Rows of few tokens are computed here on the CPU: written out as two
+products and a softmax that is up to a fifth faster there, forward and backward together, than torch's kernel, which is
+made for many tokens. Models so small and rows so short are what a laptop trains.
 """
 
 from __future__ import annotations
 
-from functools import cache
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import eager_mask, sdpa_mask
 
-NAME = "clew_short"
+from clew.training.packing import Packed
+
+NAMES = {"sdpa": "clew_sdpa", "eager": "clew_eager"}
+"""What transformers' attention is called when it is called from here."""
 
 SHORT = 128
-"""Tokens up to which it is faster."""
+"""Tokens up to which writing it out is faster."""
+
+_packed: ContextVar[Packed | None] = ContextVar("packed", default=None)
 
 
-def use_short_attention(model: Any, device: torch.device) -> None:
-    """Have `model` compute its attention here, where that is faster: in float32 on the CPU."""
-    plain = model.config._attn_implementation == "sdpa"
-    if plain and model.dtype == torch.float32 and device.type == "cpu":
-        model.set_attn_implementation(NAME)
+@contextmanager
+def attending_within(packed: Packed | None) -> Iterator[None]:
+    """Within the block, a forward pass takes one packed row (None: rows one below the other), with an attention_mask
+    of ones: without one, transformers would make a mask of [P, P]."""
+    token = _packed.set(packed)
+    try:
+        yield
+    finally:
+        _packed.reset(token)
+
+
+def repeated_within() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """For torch's checkpoint of a part of the model: its repetition in the backward pass attends as it does now."""
+    return nullcontext(), attending_within(_packed.get())
+
+
+def use_attention(model: Any) -> bool:
+    """Have `model` compute its attention here. False: its architecture cannot be told to, and it is as before."""
+    name = NAMES.get(model.config._attn_implementation)
+    if name is None or not model._can_set_attn_implementation():
+        return False
+    model.set_attn_implementation(name)
+    return True
 
 
 def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    inner: Callable[..., tuple[Tensor, Any]],
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of [rows, heads, T, dim] over [rows, kv_heads, T, dim]. Returns [rows, T, heads, dim].
+
+    inner: computes it for rows that are apart.
+    """
+    packed = _packed.get()
+    if packed is None:
+        repeated = attention_mask is not None and attention_mask.numel() == 0
+        assert not repeated, "a forward pass of packed rows is repeated, but not as repeated_within says"
+        return inner(module, query, key, value, attention_mask, **kwargs)[0], None
+    assert attention_mask is not None, f"{type(module).__name__} attends without a mask"
+    masks = [attention_mask[..., :length, :length] if attention_mask.numel() else None for _, length in packed.shapes]
+    parts = (packed.spread(each) for each in (query, key, value))
+    return packed.gather([inner(module, *bucket, **kwargs)[0] for bucket in zip(*parts, masks, strict=True)]), None
+
+
+def _sdpa(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -38,10 +92,11 @@ def attend(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of [rows, heads, T, dim] over [rows, kv_heads, T, dim]. Returns [rows, T, heads, dim]."""
+    """transformers' `sdpa`, or, for few tokens in float32 on the CPU, the same written out."""
     n, heads, length, dim = query.shape
     plain = attention_mask is None and not dropout and kwargs.get("position_bias") is None  # a mask: a sliding window
-    if not plain or length > SHORT or key.shape[2] != length or not getattr(module, "is_causal", True):
+    slow_here = query.dtype != torch.float32 or query.device.type != "cpu" or length > SHORT
+    if not plain or slow_here or key.shape[2] != length or not getattr(module, "is_causal", True):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
@@ -58,5 +113,22 @@ def _future(length: int) -> Tensor:
     return torch.full((length, length), float("-inf")).triu(1)
 
 
-AttentionInterface.register(NAME, attend)
-AttentionMaskInterface.register(NAME, sdpa_mask)
+def _mask(plain: Callable[..., Tensor | None], *, attention_mask: Tensor | None, **kwargs: Any) -> Tensor | None:
+    """transformers' mask; of packed rows, that of the longest row alone, in whose corner the others' are: [1, 1, T, T],
+    empty where plain causal attention will do."""
+    packed = _packed.get()
+    if packed is None:
+        return plain(attention_mask=attention_mask, **kwargs)
+    kwargs |= {"q_length": packed.longest, "kv_length": packed.longest}
+    mask = plain(attention_mask=None, **kwargs)
+    return torch.empty(1, 1, 0, 0, device=kwargs["device"]) if mask is None else mask
+
+
+def _eager(module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+    """The attention that the architecture's own file writes out, with its soft-capping, sinks and the like."""
+    return sys.modules[type(module).__module__].eager_attention_forward(module, *args, **kwargs)
+
+
+for _name, _inner, _plain in (("sdpa", _sdpa, sdpa_mask), ("eager", _eager, eager_mask)):
+    AttentionInterface.register(NAMES[_name], partial(attend, inner=_inner))
+    AttentionMaskInterface.register(NAMES[_name], partial(_mask, _plain))

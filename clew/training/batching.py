@@ -17,7 +17,7 @@ each as many, so some may be empty. It is JSON as it stands and goes into the re
 
 
 ENOUGH = 2048
-"""Tokens from which on a micro-batch is large enough to be closed before much shorter rows, ..."""
+"""Tokens from which on a padded micro-batch is large enough to be closed before much shorter rows, ..."""
 SHORT = 0.75
 """... that is, those below this share of its longest row, whose padding would cost more than another pass."""
 
@@ -28,6 +28,7 @@ def plan_step(
     *,
     minibatches: int,
     budget: int,
+    packed: bool,
     ranks: int = 1,
     width: int = 1,
 ) -> Plan:
@@ -35,7 +36,7 @@ def plan_step(
     each of those.
 
     lengths: tokens of each row.   group_ids: of each row.
-    minibatches: how many; fewer where there are fewer groups.   budget, ranks, width: see `deal`.
+    minibatches: how many; fewer where there are fewer groups.   budget, packed, ranks, width: see `deal`.
     """
     rows_of: dict[str, list[int]] = {}
     for row, group_id in enumerate(group_ids):
@@ -44,21 +45,30 @@ def plan_step(
     count = min(minibatches, len(groups))
     bounds = [len(groups) * i // count for i in range(count + 1)]
     return [
-        deal(lengths, [row for group in groups[first:last] for row in group], budget=budget, ranks=ranks, width=width)
+        deal(
+            lengths,
+            [row for group in groups[first:last] for row in group],
+            budget=budget,
+            packed=packed,
+            ranks=ranks,
+            width=width,
+        )
         for first, last in pairwise(bounds)
     ]
 
 
 def deal(
-    lengths: Sequence[int], rows: Sequence[int], *, budget: int, ranks: int = 1, width: int = 1
+    lengths: Sequence[int], rows: Sequence[int], *, budget: int, packed: bool, ranks: int = 1, width: int = 1
 ) -> list[list[int]]:
     """Micro-batches of at most `budget` tokens for all ranks, one of each rank after the other.
 
-    width: the model's hidden size, which says from which length on attention costs more than the rest.
+    packed: see `pack`.   width: the model's hidden size, which says from which length on attention costs more than the
+    rest.
     """
-    packed = [pack(lengths, share, budget=budget) for share in balance(lengths, rows, ranks=ranks, width=width)]
-    most = max(len(each) for each in packed)
-    return [each[place] if place < len(each) else [] for place in range(most) for each in packed]
+    shares = balance(lengths, rows, ranks=ranks, width=width)
+    plans = [pack(lengths, share, budget=budget, packed=packed) for share in shares]
+    most = max(len(each) for each in plans)
+    return [each[place] if place < len(each) else [] for place in range(most) for each in plans]
 
 
 def balance(lengths: Sequence[int], rows: Sequence[int], *, ranks: int, width: int) -> list[list[int]]:
@@ -79,26 +89,29 @@ def balance(lengths: Sequence[int], rows: Sequence[int], *, ranks: int, width: i
     return shares
 
 
-def pack(lengths: Sequence[int], rows: Sequence[int], *, budget: int) -> list[list[int]]:
+def pack(lengths: Sequence[int], rows: Sequence[int], *, budget: int, packed: bool) -> list[list[int]]:
     """Micro-batches of rows of like length, the longest first, so that a lack of memory shows at once.
 
-    A micro-batch takes rows x longest tokens, padding included, and at most `budget`; a longer row goes alone.
+    A micro-batch takes at most `budget` tokens; a longer row goes alone.
+    packed: rows take their own tokens; otherwise as many as the longest beside them, padding included.
     """
     micro_batches: list[list[int]] = []
     longest = taken = 0
     for row in sorted(rows, key=lambda row: (-lengths[row], row)):
-        full = taken + longest > budget
-        wasteful = taken >= ENOUGH and lengths[row] < SHORT * longest
+        full = taken + (lengths[row] if packed else longest) > budget
+        wasteful = not packed and taken >= ENOUGH and lengths[row] < SHORT * longest
         if not micro_batches or full or wasteful:
             micro_batches.append([])
             longest, taken = lengths[row], 0
         micro_batches[-1].append(row)
-        taken += longest
+        taken += lengths[row] if packed else longest
     return micro_batches
 
 
-def padding_share(lengths: Sequence[int], plan: Plan) -> float:
+def padding_share(lengths: Sequence[int], plan: Plan, *, packed: bool) -> float:
     """Of all tokens computed, the share that is padding."""
+    if packed:
+        return 0.0
     computed = sum(len(rows) * max(lengths[row] for row in rows) for minibatch in plan for rows in minibatch if rows)
     return 1 - sum(lengths) / computed if computed else 0.0
 

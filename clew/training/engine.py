@@ -37,6 +37,7 @@ from clew.training.batching import Plan, deal, loss_weights, padding_share, plan
 from clew.training.critic import Critic, ValueModel, value_metrics
 from clew.training.digests import Digests, digest_tensors
 from clew.training.gae import advantages_function
+from clew.training.isolation import keeps_rows_apart
 from clew.training.losses import loss_function, supervised_loss
 from clew.training.metrics import gap_metrics, lag_metrics, rollout_metrics
 from clew.training.optimizer import GradientError, Optimizer
@@ -191,6 +192,9 @@ class TrainEngine:
                 tokenizer=self.tokenizer,
                 vocabulary=vocabulary,
             )
+        models = [each for each in (self.model, self._reference) if each is not None]
+        self.packs = self.critic is None and not self._scores_rewards and all(map(keeps_rows_apart, models))
+        """Rows of different lengths are packed, not padded. Models of values are given padded rows."""
         self.watch: Watch = _nobody
         """Called at each stage of a step: for debuggers and diagnoses."""
         self.recent_norms: deque[float] = deque(maxlen=RECENT_NORMS)
@@ -391,10 +395,11 @@ class TrainEngine:
     # Inside a step ---------------------------------------------------------------------------------------------------
 
     @property
-    def _dealing(self) -> dict[str, int]:
+    def _dealing(self) -> dict[str, Any]:
         """How `deal` makes micro-batches for this model and these ranks."""
         width = getattr(self.model.config.get_text_config(), "hidden_size", None) or 1
-        return {"budget": self.config.training.micro_batch_tokens, "ranks": self.ranks.size, "width": width}
+        budget = self.config.training.micro_batch_tokens
+        return {"budget": budget, "packed": self.packs, "ranks": self.ranks.size, "width": width}
 
     def _updates(self, tokens: Tokens, plan: Plan, loss_of: TokenLoss) -> _Pass:
         done = _Pass(logprobs_S=self._zeros(tokens), entropies_S=self._zeros(tokens), loss_S=self._zeros(tokens))
@@ -467,7 +472,7 @@ class TrainEngine:
         """This rank's micro-batches; None where the others have one and this rank has nothing: it must compute
         something all the same, since all gather parameters together."""
         for rows in minibatch[self.ranks.rank :: self.ranks.size]:
-            micro = MicroBatch.of(tokens, rows, self.device) if tokens.trained_in(rows) else None
+            micro = MicroBatch.of(tokens, rows, self.device, pack=self.packs) if tokens.trained_in(rows) else None
             if micro is not None or self.ranks.size > 1:
                 yield micro
 
@@ -497,6 +502,7 @@ class TrainEngine:
             micro.rows_N,
             micro.columns_N,
             micro.temperatures_N,
+            micro.packed,
             entropy_gradient=entropy_gradient,
         )
 
@@ -541,7 +547,7 @@ class TrainEngine:
             "lr": done.lr,
             "tokens": float(len(tokens.input_ids_S)),
             "tokens_trained": float(trained),
-            "padding_share": padding_share(tokens.lengths.tolist(), plan),
+            "padding_share": padding_share(tokens.lengths.tolist(), plan, packed=self.packs),
         }
         return StepResult(
             metrics=metrics,

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_any, tree_map
+from torch.utils.checkpoint import checkpoint
+
+from clew.training.attention import attending_within
+from clew.training.packing import Packed
+
+LOGITS = 2**26
+"""Tokens x vocabulary up to which all logits are held for the backward pass. Where there are more, they are computed in
+chunks of at most so many, and computed once more in the backward pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """One entry for each scored token."""
+    """One entry for each scored token: float32, float64 of a model in float64."""
 
     logprobs_N: Tensor
-    """float32, nats; carries the gradient. Of a reward model: its score of what ends in the token."""
+    """nats; carries the gradient. Of a reward model: its score of what ends in the token."""
     entropies_N: Tensor
-    """float32, nats: of the distribution that the token was drawn from; carries a gradient where it was asked for."""
+    """nats: of the distribution that the token was drawn from; carries a gradient where it was asked for."""
 
 
 def score(
@@ -25,35 +37,123 @@ def score(
     rows_N: Tensor,
     columns_N: Tensor,
     temperatures_N: Tensor,
+    packed: Packed | None = None,
     *,
     entropy_gradient: bool = False,
+    logits: int | None = None,
 ) -> Scores:
-    """The logprob of token input_ids_BT[rows_N, columns_N], given the tokens before it in its row.
+    """The logprobs of the tokens at (rows_N, columns_N), given the tokens before them in their rows.
 
     Rows are padded on the right with any valid ID: a causal model's tokens see nothing to their right, so no
-    attention mask is needed (which lets attention take its fast causal path), and padding is never scored.
+    attention mask is needed (which lets attention take its fast causal path), and padding is never scored. Or they lie
+    end to end in one row, for a model that `keeps_rows_apart`.
 
-    Only the N hidden states that predict a scored token are projected to the vocabulary, and only those [N, V]
-    logits become float32. The projection is reached by a hook on the output embedding, so that what an architecture
-    does to its logits afterwards (scaling, soft-capping) is done here too.
+    Only the N hidden states that predict a scored token are projected to the vocabulary, and only their logits become
+    float32. The projection is reached by hooks on the output embedding, so that what an architecture does to its
+    logits afterwards (scaling, soft-capping) is done here too.
 
     model: a causal language model of transformers.
     columns_N: at least 1; the first token of a row is predicted by nothing.
     temperatures_N: float32; the logits are divided by them.
+    packed: where the rows are in input_ids_BT [1, P]; None: one below the other.
     entropy_gradient: whether a gradient will be asked of the entropies, which holds one more [N, V] until then.
+    logits: None takes LOGITS.
     """
     assert bool((columns_N > 0).all()), "the first token of a sequence cannot be trained on"
-    predictors_N = rows_N * input_ids_BT.shape[1] + (columns_N - 1)  # the shift by one
+    inputs: dict[str, Any] = {"input_ids": input_ids_BT, "use_cache": False}
+    if packed is None:
+        tokens_N = rows_N * input_ids_BT.shape[1] + columns_N
+    else:
+        tokens_N = packed.starts_R[rows_N] + columns_N
+        inputs |= {"position_ids": packed.positions_P[None], "attention_mask": torch.ones_like(input_ids_BT)}
+    predictors_N = tokens_N - 1  # the shift by one
+    targets_N = input_ids_BT.flatten()[tokens_N]
+    head = model.get_output_embeddings()
+    chunks = max(1, -(-len(tokens_N) * head.weight.shape[0] // (logits or LOGITS)))
+    with attending_within(packed), _Projection(head, predictors_N, all_at_once=chunks == 1) as projection:
+        logits_NV = model(**inputs).logits
+    if chunks == 1:
+        assert logits_NV.shape[:-1] == predictors_N.shape, f"{type(model).__name__} changes the shape of its logits"
+        scores = _score(logits_NV, targets_N, temperatures_N, entropy_gradient)
+    else:
+        scores = projection.score_in_chunks(chunks, logits_NV, targets_N, temperatures_N, entropy_gradient)
+    if isinstance(model, FSDPModule) and not torch.is_grad_enabled():
+        model.reshard()  # the outermost parameters, as a backward pass would
+    return scores
 
-    def keep_predictors(_: Any, args: tuple[Tensor, ...]) -> tuple[Tensor]:
-        return (args[0].flatten(0, 1).index_select(0, predictors_N),)
 
-    with model.get_output_embeddings().register_forward_pre_hook(keep_predictors):
-        logits_NV = model(input_ids=input_ids_BT, use_cache=False).logits
+def _score(logits_NV: Tensor, targets_N: Tensor, temperatures_N: Tensor, entropy_gradient: bool) -> Scores:
     logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
-    assert logits_NV.shape[:-1] == predictors_N.shape, f"{type(model).__name__} changes the shape of its logits"
     logprobs_NV = torch.log_softmax(logits_NV / temperatures_N[:, None], dim=-1)
-    targets_N = input_ids_BT[rows_N, columns_N]
+    logprobs_N = logprobs_NV.gather(1, targets_N[:, None])[:, 0]
+    # Last: without a gradient, a checkpoint stops before it when it computes the rest once more.
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         entropies_N = -(logprobs_NV.exp() * logprobs_NV).sum(-1)
-    return Scores(logprobs_N=logprobs_NV.gather(1, targets_N[:, None])[:, 0], entropies_N=entropies_N)
+    return Scores(logprobs_N=logprobs_N, entropies_N=entropies_N)
+
+
+class _Projection(ExitStack):
+    """While it is open, the output embedding is given the predicting hidden states only; or, where not all are
+    projected at once, the first of them, and what the model does to its logits is recorded."""
+
+    def __init__(self, head: torch.nn.Module, predictors_N: Tensor, *, all_at_once: bool) -> None:
+        super().__init__()
+        self.head = head
+        self.hidden_NH: Tensor
+        self.afterwards: _Recording
+
+        def before(_: Any, args: tuple[Tensor, ...]) -> tuple[Tensor]:
+            self.hidden_NH = args[0].flatten(0, 1).index_select(0, predictors_N)
+            return (self.hidden_NH if all_at_once else self.hidden_NH[:1],)
+
+        def after(_: Any, args: Any, output: Tensor) -> None:
+            if not all_at_once:
+                self.afterwards = self.enter_context(_Recording(output))
+
+        self.enter_context(head.register_forward_pre_hook(before))
+        self.enter_context(head.register_forward_hook(after))
+
+    def score_in_chunks(
+        self, chunks: int, logits_1V: Tensor, targets_N: Tensor, temperatures_N: Tensor, entropy_gradient: bool
+    ) -> Scores:
+        """logits_1V: the model's, of the first hidden state."""
+
+        def score_chunk(hidden_CH: Tensor, targets_C: Tensor, temperatures_C: Tensor) -> Scores:
+            logits_CV = self.afterwards.repeat(self.head(hidden_CH), result=logits_1V)
+            return _score(logits_CV, targets_C, temperatures_C, entropy_gradient)
+
+        inputs = (each.chunk(chunks) for each in (self.hidden_NH, targets_N, temperatures_N))
+        parts = [
+            checkpoint(score_chunk, *chunk, use_reentrant=False, preserve_rng_state=False)
+            for chunk in zip(*inputs, strict=True)
+        ]
+        return Scores(
+            logprobs_N=torch.cat([part.logprobs_N for part in parts]),
+            entropies_N=torch.cat([part.entropies_N for part in parts]),
+        )
+
+
+class _Recording(TorchFunctionMode):
+    """What is computed from one tensor, to compute it from others."""
+
+    def __init__(self, first: Tensor) -> None:
+        super().__init__()
+        self._first = first
+        self._calls: list[tuple[Any, Any, Any, Tensor]] = []
+        self._known = {id(first)}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and tree_any(lambda each: id(each) in self._known, (args, kwargs)):
+            self._calls.append((func, args, kwargs or {}, result))  # which keeps it alive: its id is its own
+            self._known.add(id(result))
+        return result
+
+    def repeat(self, other: Tensor, *, result: Tensor) -> Tensor:
+        """What `result` was computed to, had it begun with `other`."""
+        assert id(result) in self._known, "the logits are not computed from the output embedding by torch's functions"
+        values = {id(self._first): other}
+        for func, args, kwargs, found in self._calls:
+            args, kwargs = tree_map(lambda each: values.get(id(each), each), (args, kwargs))
+            values[id(found)] = func(*args, **kwargs)
+        return values[id(result)]

@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from clew.config import Training
-from clew.training.attention import use_short_attention
+from clew.training.attention import repeated_within, use_attention
+from clew.training.isolation import prepare_for_packing
 from clew.training.ranks import Ranks
 
 
@@ -27,7 +28,10 @@ def spread(
     model: Any, training: Training, ranks: Ranks, device: torch.device, *, root: torch.nn.Module | None = None
 ) -> None:
     """Have a model of transformers, as it was read, compute as `training` asks, on all ranks. root: as in `shard`."""
-    use_short_attention(model, device)
+    if model.get_output_embeddings() is None:  # a model of values
+        use_attention(model)
+    else:
+        prepare_for_packing(model)
     if training.activation_checkpointing:
         checkpoint_activations(model)
     shard(model, ranks, device, root=root)
@@ -46,8 +50,8 @@ def shard(model: Any, ranks: Ranks, device: torch.device, *, root: torch.nn.Modu
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if model.dtype == torch.bfloat16 else None)
     for block in blocks_of(model):
         fully_shard(block, mesh=mesh, mp_policy=policy)
-    # Otherwise the outermost parameters would stay gathered after a forward pass without a backward one.
-    fully_shard(root or model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    # What projects logits in chunks does so after the forward pass: until then the outermost parameters stay gathered.
+    fully_shard(root or model, mesh=mesh, mp_policy=policy, reshard_after_forward=root is not None)
     for module in (root or model).modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -63,7 +67,7 @@ def blocks_of(model: Any) -> list[torch.nn.Module]:
 def checkpoint_activations(model: Any) -> None:
     """Have each block keep its inputs alone, and compute again in the backward pass (arXiv 1604.06174)."""
     for block in blocks_of(model):
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=repeated_within)
 
 
 def slice_of(tensor: Tensor, ranks: Ranks) -> tuple[Tensor, int] | None:

@@ -1,4 +1,4 @@
-"""The tokens of a batch, laid end to end, and the padded micro-batches that are cut from them."""
+"""The tokens of a batch, laid end to end, and the micro-batches that are cut from them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from clew.record.rows import Sequence
+from clew.training.packing import Packed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,34 +61,42 @@ class Tokens:
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """Rows of tokens padded on the right to one length, and the N of their tokens that are trained on."""
+    """Rows of tokens, padded on the right to one length or packed in one row; and the N of their tokens that are
+    trained on."""
 
     input_ids_BT: Tensor
     """int64; padding is 0"""
+    packed: Packed | None
+    """Where the rows are in input_ids_BT [1, P]; None: one below the other."""
     rows_N: Tensor
-    """int64: row in input_ids_BT of each trained token."""
+    """int64: the row of each trained token, from 0."""
     columns_N: Tensor
+    """int64: its position in that row."""
     temperatures_N: Tensor
     """float32"""
     where_N: np.ndarray
     """int64: position in the batch's [S] arrays of each trained token."""
 
     @classmethod
-    def of(cls, tokens: Tokens, rows: list[int], device: torch.device) -> MicroBatch:
-        """Pad these rows."""
+    def of(cls, tokens: Tokens, rows: list[int], device: torch.device, *, pack: bool = False) -> MicroBatch:
+        """pack: whether rows of different lengths are packed; those of one length lie one below the other anyway,
+        where nothing is padding."""
         lengths = tokens.lengths[rows]
-        real_BT = np.arange(lengths.max()) < lengths[:, None]
         where = np.concatenate([np.arange(tokens.starts[row], tokens.starts[row + 1]) for row in rows])
-        input_ids_BT = np.zeros(real_BT.shape, np.int64)
-        input_ids_BT[real_BT] = tokens.input_ids_S[where]
-        trained_BT = np.zeros(real_BT.shape, np.bool_)
-        trained_BT[real_BT] = tokens.loss_mask_S[where]
-        rows_N, columns_N = trained_BT.nonzero()
-        where_N = where[tokens.loss_mask_S[where]]
+        real_BT = np.arange(lengths.max()) < lengths[:, None]
+        row, column = real_BT.nonzero()
+        trained = tokens.loss_mask_S[where]
+        packed = Packed.of(lengths.tolist(), device) if pack and not real_BT.all() else None
+        if packed is None:
+            input_ids_BT = np.zeros(real_BT.shape, np.int64)
+            input_ids_BT[real_BT] = tokens.input_ids_S[where]
+        else:
+            input_ids_BT = tokens.input_ids_S[where][None].astype(np.int64)
         return cls(
             input_ids_BT=torch.from_numpy(input_ids_BT).to(device),
-            rows_N=torch.from_numpy(rows_N).to(device),
-            columns_N=torch.from_numpy(columns_N).to(device),
-            temperatures_N=torch.from_numpy(tokens.temperatures_S[where_N]).to(device),
-            where_N=where_N,
+            packed=packed,
+            rows_N=torch.from_numpy(row[trained]).to(device),
+            columns_N=torch.from_numpy(column[trained]).to(device),
+            temperatures_N=torch.from_numpy(tokens.temperatures_S[where[trained]]).to(device),
+            where_N=where[trained],
         )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from clew.processes import die_with_parent
-from clew.training import checkpoint
+from clew.training import checkpoint, scoring
 from clew.training.engine import TrainEngine
 from clew.training.ranks import Ranks
 from clew.training.sharding import state_of
@@ -20,7 +20,8 @@ from tests.training.sequences import make_batch, make_config
 
 
 def work(request: dict[str, Any], ranks: Ranks) -> None:
-    """request: model, options (of make_config), batch (of make_batch), steps, out; supervised, load, save, publish."""
+    """request: model, options (of make_config), batch (of make_batch), steps, out; supervised, load, save, publish;
+    logits: how many are held."""
     engine = TrainEngine(make_config(Path(request["model"]), **request["options"]), ranks=ranks)
     if "load" in request:
         checkpoint.load(engine, Path(request["load"]))
@@ -40,10 +41,14 @@ def work(request: dict[str, Any], ranks: Ranks) -> None:
         (Path(request["out"]) / "said.json").write_text(json.dumps(said))
 
 
+LOGITS = scoring.LOGITS
+
 if __name__ == "__main__":
     die_with_parent()
     torch.set_num_threads(1)
     with Ranks.joined() as joined:
         for line in sys.stdin:
-            work(json.loads(line), joined)
+            asked = json.loads(line)
+            scoring.LOGITS = asked.get("logits", LOGITS)
+            work(asked, joined)
             print("done", flush=True)

@@ -16,7 +16,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from clew.training.attention import NAME, SHORT, use_short_attention
+from clew.training.attention import NAMES, SHORT, use_attention
 from clew.training.scoring import score
 
 SMALL: dict[str, Any] = {
@@ -50,7 +50,6 @@ def test_short_attention_agrees_with_torchs_kernel(name: str, length: int) -> No
         return scores.logprobs_N.detach(), torch.cat([each.flatten() for each in gradient])
 
     expected = logprobs_and_gradient()
-    use_short_attention(model, model.device)
-    assert model.config._attn_implementation == NAME
+    assert use_attention(model) and model.config._attn_implementation == NAMES["sdpa"]
     for found, right in zip(logprobs_and_gradient(), expected, strict=True):
         torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)

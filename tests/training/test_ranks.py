@@ -148,6 +148,19 @@ def test_critics_adapters_and_preferences(on_ranks, tmp_path, model, options, su
         assert torch.allclose(resumed[name], tensor, rtol=0, atol=close), name
 
 
+@pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
+def test_logits_in_chunks_and_activations_that_are_computed_again(on_ranks, tmp_path, tie):
+    """Both reach for parameters that are spread: the one after the forward pass, the other in the backward pass."""
+    tiny_tokenizer(tmp_path / "model")
+    tiny_model(tmp_path / "model", tie=tie)
+    asked = {"model": str(tmp_path / "model"), "batch": {"groups": 5}}
+    alone, kept = on_ranks(1, options={**FULL, "dtype": "float64"}, **asked)
+    saving = {**FULL, "training": {**FULL["training"], "activation_checkpointing": True}, "dtype": "float64"}
+    said, found = on_ranks(2, options=saving, logits=300, **asked)
+    assert said[-1]["metrics"]["loss"] == pytest.approx(alone[-1]["metrics"]["loss"], abs=1e-9)
+    assert all(torch.allclose(found[name], tensor, rtol=0, atol=1e-9) for name, tensor in kept.items())
+
+
 def test_bfloat16_has_its_masters_and_sums_in_float32(on_ranks, tmp_path, model):
     asked = {"model": model, "options": {"dtype": "bfloat16"}, "save": str(tmp_path / "step-000003")}
     (alone, _), (said, found) = (on_ranks(ranks, **asked) for ranks in (1, 2))
@@ -206,13 +219,15 @@ def test_more_ranks_than_rows(on_ranks, tmp_path, model):
     st.integers(1, 5),
     st.integers(1, 500),
     st.integers(1, 64),
+    st.booleans(),
 )
-def test_rows_are_dealt_evenly(lengths: list[int], ranks: int, budget: int, width: int) -> None:
-    dealt = deal(lengths, range(len(lengths)), budget=budget, ranks=ranks, width=width)
+def test_rows_are_dealt_evenly(lengths: list[int], ranks: int, budget: int, width: int, packed: bool) -> None:
+    dealt = deal(lengths, range(len(lengths)), budget=budget, packed=packed, ranks=ranks, width=width)
     assert sorted(row for rows in dealt for row in rows) == list(range(len(lengths)))
     assert len(dealt) % ranks == 0
     for rows in dealt:
-        assert len(rows) <= 1 or len(rows) * max(lengths[row] for row in rows) <= budget
+        taken = [lengths[row] for row in rows]
+        assert len(rows) <= 1 or (sum(taken) if packed else len(rows) * max(taken)) <= budget
     cost = [length * (12 * width + length) for length in lengths]
     shares = [sum(cost[row] for rows in dealt[rank::ranks] for row in rows) for rank in range(ranks)]
     assert max(shares) - min(shares) <= max(cost), "one rank waits for the others longer than it has to"

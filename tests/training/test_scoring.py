@@ -1,7 +1,12 @@
 """Scoring against a slow reference: one sequence, no padding, all logits, float64 softmax."""
 
+from typing import Any
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GPT2Config, GraniteConfig, Qwen2Config
 
 from clew.training.scoring import score
 from tests.models import ATTENTION_FAMILIES, tiny_model
@@ -46,3 +51,76 @@ def test_the_model_is_left_as_it_was(tmp_path):
     one = torch.tensor([1])
     score(model, ids, one, one, torch.ones(1))
     assert torch.equal(model(input_ids=ids).logits, before)
+
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.4,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+}
+HEADS = {
+    "tied": Qwen2Config(**SMALL, tie_word_embeddings=True),
+    "untied": Qwen2Config(**SMALL, tie_word_embeddings=False),
+    "soft-capped": Gemma2Config(**SMALL, head_dim=8, final_logit_softcapping=2.0),
+    "multiplied": CohereConfig(**SMALL, logit_scale=0.25),
+    "divided": GraniteConfig(**SMALL, logits_scaling=3.0),
+    "gpt2": GPT2Config(vocab_size=50, n_embd=32, n_layer=1, n_head=4, initializer_range=0.4),
+}
+
+
+@given(
+    head=st.sampled_from(list(HEADS)),
+    lengths=st.lists(st.integers(2, 9), min_size=1, max_size=4),
+    logits=st.integers(1, 1500),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=60, deadline=None)
+def test_logits_in_chunks_give_what_all_at_once_give(head, lengths, logits, seed):
+    """Logprobs, entropies and gradients; of less than a token's logits each token is a chunk."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(HEADS[head]).eval()
+    ids_BT = torch.randint(2, 50, (len(lengths), max(lengths)))
+    rows_N = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths) - 1)
+    columns_N = torch.cat([torch.arange(1, length) for length in lengths])
+    temperatures_N, weights_N = torch.rand(2, len(rows_N)) + 0.5
+
+    def scored(logits):
+        scores = score(model, ids_BT, rows_N, columns_N, temperatures_N, logits=logits)
+        gradient = torch.autograd.grad((weights_N * scores.logprobs_N).sum(), list(model.parameters()))
+        return scores.logprobs_N, scores.entropies_N, torch.cat([each.flatten() for each in gradient])
+
+    for found, whole in zip(scored(logits), scored(10**6), strict=True):
+        torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-4)
+
+
+def test_a_chunk_of_logits_is_all_that_is_held():
+    """Of 200 tokens' logits, those of 40 at a time: seen by whatever tensor the forward or backward pass makes."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        tokens = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result.shape[-1:] == (50,):
+                self.tokens = max(self.tokens, result.numel() // 50)
+            return result
+
+    model = AutoModelForCausalLM.from_config(HEADS["soft-capped"]).eval()
+    ids_BT = torch.randint(2, 50, (1, 201))
+    columns_N = torch.arange(1, 201)
+    found = {}
+    for logits in (2000, 10**6):
+        with Largest() as largest:
+            zeros_N = torch.zeros_like(columns_N)
+            scores = score(model, ids_BT, zeros_N, columns_N, torch.ones(200), logits=logits)
+            scores.logprobs_N.sum().backward()
+        found[logits] = largest.tokens
+    assert found == {2000: 40, 10**6: 200}

@@ -1,0 +1,81 @@
+"""Whether a model keeps packed rows apart. Found by trying: that depends on all of an architecture's code."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from clew.training.attention import NAMES, use_attention
+from clew.training.packing import Packed
+from clew.training.scoring import score
+
+LENGTHS = (19, 12)
+"""Tokens of the rows that are tried, where the context has room for both."""
+TOLERANCE = 1e-4
+"""Nats between a token's logprobs, in float32 and above."""
+SHARES = (0.1, 0.01)
+"""In lower precisions, of the difference that it makes when each row sees the one before: packed against alone, whose
+roundings differ; and beside one row against beside another, whose roundings are mostly the same."""
+
+log = logging.getLogger("clew.training")
+
+
+@torch.no_grad()
+def prepare_for_packing(model: Any) -> None:
+    """Have a model compute its attention for packed rows where that gives the logprobs of rows that are apart. Else it
+    is left as it was, and a line of the log says why."""
+    if model.get_output_embeddings() is None:
+        return  # which TrainEngine refuses
+    context = getattr(model.config, "max_position_embeddings", None) or 2 * max(LENGTHS)
+    lengths = [min(length, max(2, context // 2)) for length in LENGTHS]
+    rows = [_tokens(model, length, number) for number, length in enumerate(lengths)]
+    alone = torch.cat([_logprobs(model, row, [len(row)]) for row in rows])
+    before = model.config._attn_implementation
+    name = type(model).__name__
+    if not use_attention(model):
+        log.warning("%s computes its attention in a way of its own: its rows are padded, not packed.", name)
+        return
+    try:
+        packed = _logprobs(model, torch.cat(rows), lengths)
+        beside_another = _logprobs(model, torch.cat([_tokens(model, lengths[0], 2), rows[1]]), lengths)
+    except Exception as error:  # an architecture may raise anything at inputs that it was not made for
+        problem = f"fails on packed rows ({type(error).__name__}: {error})"
+    else:
+        second = slice(lengths[0] - 1, None)
+        differences = _largest(packed - alone), _largest(beside_another[second] - packed[second])
+        allowed = TOLERANCE, TOLERANCE
+        if model.dtype.itemsize < torch.float32.itemsize:
+            joined = _logprobs(model, torch.cat(rows), [sum(lengths)])
+            leak = _largest(torch.cat([joined[: lengths[0] - 1], joined[lengths[0] :]]) - alone)
+            allowed = SHARES[0] * leak, SHARES[1] * leak
+        if differences[0] <= allowed[0] and differences[1] <= allowed[1]:
+            return
+        problem = f"does not keep packed rows apart (their logprobs change by {max(differences):.2g})"
+    model.set_attn_implementation(before)
+    log.warning("%s %s: its rows are padded, not packed.", name, problem)
+
+
+def keeps_rows_apart(model: Any) -> bool:
+    """Whether `prepare_for_packing` found that the model's rows can be packed."""
+    return model.config._attn_implementation in NAMES.values()
+
+
+def _tokens(model: Any, length: int, number: int) -> Tensor:
+    """[T] spread over the vocabulary."""
+    vocab = model.get_output_embeddings().weight.shape[0]
+    return 7919 * (torch.arange(length, device=model.device) + 100 * number + 1) % vocab
+
+
+def _logprobs(model: Any, ids_T: Tensor, lengths: list[int]) -> Tensor:
+    """Of all tokens of rows that are packed, but their first."""
+    rows_N = torch.cat([torch.full((length - 1,), row) for row, length in enumerate(lengths)]).to(ids_T.device)
+    columns_N = torch.cat([torch.arange(1, length) for length in lengths]).to(ids_T.device)
+    packed = Packed.of(lengths, ids_T.device) if len(lengths) > 1 else None
+    return score(model, ids_T[None], rows_N, columns_N, torch.ones_like(rows_N, dtype=torch.float32), packed).logprobs_N
+
+
+def _largest(difference: Tensor) -> float:
+    return float(difference.abs().max())

@@ -1,0 +1,121 @@
+"""Rows of tokens laid end to end in one row, so that nothing outside attention computes padding.
+
+::
+
+    rows      a a a a a      packed   a a a a a b b b b c c      slots    a a a a a    c c
+              b b b b        [1, P]                              of its   b b b b .
+              c c                                                buckets
+
+Attention is computed in slots: rows of like length one below the other, padded on the right, which a causal model's
+tokens do not see. Its cost is the sum of the squares of the lengths, nearly, and no row sees another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+WASTE = 2**12
+"""Pairs of tokens (query and key) that the padding of a bucket may cost: about what another bucket would."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Packed:
+    """Where rows are in a packed row of P tokens, and where attention computes them."""
+
+    starts_R: Tensor
+    """int64: of each row, its first token."""
+    positions_P: Tensor
+    """int64: of each token within its row."""
+    shapes: list[tuple[int, int]]
+    """Rows and slots a row of each bucket; their products are the slots."""
+    tokens_of_slots: Tensor
+    """int64: the token in each slot; for padding, any."""
+    slots_of_tokens_P: Tensor
+    """int64"""
+    padding: Tensor
+    """int64: the slots that are padding."""
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device) -> Packed:
+        """Rows of these many tokens each, one after another."""
+        sizes = np.asarray(lengths, np.int64)
+        starts = np.cumsum(sizes) - sizes
+        buckets = like_lengths(lengths)
+        shapes = [(len(rows), int(sizes[rows].max())) for rows in buckets]
+        columns = [np.arange(length) for _, length in shapes]
+        tokens = np.concatenate(
+            [(starts[rows, None] + column).ravel() for rows, column in zip(buckets, columns, strict=True)]
+        )
+        real = np.concatenate(
+            [(column < sizes[rows, None]).ravel() for rows, column in zip(buckets, columns, strict=True)]
+        )
+        slots = np.empty(sizes.sum(), np.int64)
+        slots[tokens[real]] = np.flatnonzero(real)
+
+        def put(values: np.ndarray) -> Tensor:
+            return torch.from_numpy(values).to(device)
+
+        return cls(
+            starts_R=put(starts),
+            positions_P=put(np.arange(sizes.sum()) - np.repeat(starts, sizes)),
+            shapes=shapes,
+            tokens_of_slots=put(np.where(real, tokens, 0)),
+            slots_of_tokens_P=put(slots),
+            padding=put(np.flatnonzero(~real)),
+        )
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row."""
+        return max(length for _, length in self.shapes)
+
+    def spread(self, packed: Tensor) -> list[Tensor]:
+        """[1, heads, P, dim], as attention is given it, as [rows, heads, slots a row, dim] of each bucket."""
+        _, heads, _, dim = packed.shape
+        slots = _Moved.apply(
+            packed.transpose(1, 2).flatten(2)[0], self.tokens_of_slots, self.slots_of_tokens_P, None
+        ).split([rows * length for rows, length in self.shapes])
+        return [part.view(*shape, heads, dim).transpose(1, 2) for part, shape in zip(slots, self.shapes, strict=True)]
+
+    def gather(self, buckets: list[Tensor]) -> Tensor:
+        """[rows, slots a row, heads, dim] of each bucket, as attention returns it, as [1, P, heads, dim]."""
+        heads, dim = buckets[0].shape[2:]
+        slots = torch.cat([bucket.reshape(-1, heads * dim) for bucket in buckets])
+        packed = _Moved.apply(slots, self.slots_of_tokens_P, self.tokens_of_slots, self.padding)
+        return packed.view(1, -1, heads, dim)
+
+
+def like_lengths(lengths: Sequence[int]) -> list[list[int]]:
+    """Buckets of rows of like length, the longest first."""
+    buckets: list[list[int]] = []
+    wasted = 0
+    for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
+        if buckets:
+            wasted += lengths[buckets[-1][0]] ** 2 - lengths[row] ** 2
+        if not buckets or wasted > WASTE:
+            buckets.append([])
+            wasted = 0
+        buckets[-1].append(row)
+    return buckets
+
+
+class _Moved(torch.autograd.Function):
+    """values[there]. Each of the values goes to one place, or is padding or a copy made for it: so the gradient is a
+    plain selection as well, where autograd's own would be a slow sum in an order of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, there: Tensor, back: Tensor, padding: Tensor | None) -> Tensor:
+        """padding: the values that go nowhere."""
+        ctx.back, ctx.padding = back, padding
+        return values.index_select(0, there)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        found = gradient.index_select(0, ctx.back)
+        return found if ctx.padding is None else found.index_fill_(0, ctx.padding, 0), None, None, None

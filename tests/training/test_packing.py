@@ -1,0 +1,253 @@
+"""Packed rows against the same rows apart: logprobs and gradients, in every small architecture."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    FalconH1Config,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Lfm2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    RecurrentGemmaConfig,
+)
+
+from clew.training.attention import SHORT
+from clew.training.engine import TrainEngine
+from clew.training.isolation import keeps_rows_apart, prepare_for_packing
+from clew.training.packing import WASTE, Packed, like_lengths
+from clew.training.scoring import score
+from clew.training.sharding import checkpoint_activations
+from tests.models import ATTENTION_FAMILIES, tiny_model, tiny_tokenizer
+from tests.training.sequences import make_batch, make_config, make_sequence
+
+CPU = torch.device("cpu")
+SMALL: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.4,
+}
+THREE: dict[str, Any] = SMALL | {"num_hidden_layers": 3}
+PADDED = {
+    "recurrent and attention side by side": FalconH1Config(
+        **SMALL, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8, mamba_chunk_size=8
+    ),
+    "recurrent and attention in turns": RecurrentGemmaConfig(**THREE, lru_width=32),
+    "convolutions": Lfm2Config(**SMALL, layer_types=["conv", "full_attention"]),
+    "positions within attention (ALiBi)": BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4),
+}
+
+
+def packed_of(lengths: list[int]) -> Packed:
+    return Packed.of(lengths, CPU)
+
+
+def test_by_hand() -> None:
+    packed = packed_of([2, 100, 90])
+    assert packed.starts_R.tolist() == [0, 2, 102] and packed.longest == 100
+    assert packed.positions_P[:4].tolist() == [0, 1, 0, 1] and packed.positions_P[102:].tolist() == list(range(90))
+    assert packed.shapes == [(2, 100), (1, 2)]  # 100² - 90² pairs are wasted, 100² - 2² more would be too many
+    assert packed.padding.tolist() == list(range(190, 200))
+    assert packed.tokens_of_slots[:3].tolist() == [2, 3, 4] and packed.tokens_of_slots[200:].tolist() == [0, 1]
+
+
+@given(lengths=st.lists(st.integers(1, 90), min_size=1, max_size=12))
+def test_every_token_has_a_slot_and_little_is_wasted(lengths: list[int]) -> None:
+    packed = packed_of(lengths)
+    assert torch.equal(packed.tokens_of_slots[packed.slots_of_tokens_P], torch.arange(sum(lengths)))
+    slots = sum(rows * length for rows, length in packed.shapes)
+    assert sorted([*packed.slots_of_tokens_P.tolist(), *packed.padding.tolist()]) == list(range(slots))
+    buckets = like_lengths(lengths)
+    assert sorted(row for bucket in buckets for row in bucket) == list(range(len(lengths)))
+    for bucket in buckets:
+        longest = max(lengths[row] for row in bucket)
+        assert sum(longest**2 - lengths[row] ** 2 for row in bucket) <= WASTE
+
+
+@given(lengths=st.lists(st.integers(1, 70), min_size=1, max_size=8), seed=st.integers(0, 99))
+@settings(max_examples=30, deadline=None)
+def test_spreading_and_gathering_have_autograds_gradients(lengths: list[int], seed: int) -> None:
+    """Against indexing, whose gradients torch derives: what padding holds goes nowhere, and gets no gradient."""
+    packed, generator = packed_of(lengths), torch.Generator().manual_seed(seed)
+    tokens = torch.randn(1, 2, sum(lengths), 3, generator=generator, requires_grad=True)
+    factors = [torch.randn(*shape, 2, 3, generator=generator) for shape in packed.shapes]
+    parts = packed.spread(tokens)
+    found = packed.gather([part.transpose(1, 2) * factor for part, factor in zip(parts, factors, strict=True)])
+    (gradient,) = torch.autograd.grad(found.square().sum(), tokens)
+
+    slots = tokens[0].transpose(0, 1)[packed.tokens_of_slots] * torch.cat([f.flatten(0, 1) for f in factors])
+    expected = slots[packed.slots_of_tokens_P][None]
+    (right,) = torch.autograd.grad(expected.square().sum(), tokens)
+    assert torch.equal(found, expected) and torch.allclose(gradient, right)
+
+
+def logprobs_and_gradient(
+    model: Any, rows: list[torch.Tensor], *, packed: bool, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of all tokens but the first of each row."""
+    lengths = [len(row) for row in rows]
+    ids_BT = torch.cat(rows)[None] if packed else torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    rows_N = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(lengths) - 1)
+    columns_N = torch.cat([torch.arange(1, length) for length in lengths])
+    temperatures_N = torch.linspace(0.5, 1.5, len(rows_N))
+    where = packed_of(lengths) if packed else None
+    scores = score(model, ids_BT, rows_N, columns_N, temperatures_N, where, **options)
+    parameters = [each for each in model.parameters() if each.requires_grad]
+    gradient = torch.autograd.grad(scores.logprobs_N.square().mean(), parameters, allow_unused=True)
+    flat = torch.cat([each.flatten() for each in gradient if each is not None])
+    return torch.cat([scores.logprobs_N.detach(), scores.entropies_N]), flat / flat.norm()
+
+
+def random_rows(lengths: list[int]) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    return [torch.randint(2, 60, (length,)) for length in lengths]
+
+
+@pytest.mark.parametrize("lengths", [[11, 2, 24, 3, 10], [SHORT + 40, 20, SHORT + 5]], ids=["short", "long"])
+@pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("family", [*ATTENTION_FAMILIES, "gpt_neox", "qwen3_moe"])
+def test_packed_equals_padded(tmp_path: Any, family: str, tie: bool, lengths: list[int]) -> None:
+    """Rows longer than the sliding windows (of 8), shorter ones, and of one length with the window."""
+    model = tiny_model(tmp_path, family, tie=tie, scale=0.2)
+    rows = random_rows(lengths)
+    apart = logprobs_and_gradient(model, rows, packed=False)
+    prepare_for_packing(model)
+    assert keeps_rows_apart(model)
+    for found, right in zip(logprobs_and_gradient(model, rows, packed=True), apart, strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)
+
+
+def test_a_model_in_float64_is_scored_in_float64(tmp_path: Any) -> None:
+    model = tiny_model(tmp_path, "gemma3", dtype=torch.float64)
+    prepare_for_packing(model)
+    assert keeps_rows_apart(model)
+    rows = random_rows([30, 9, 17])
+    for found, right in zip(
+        *(logprobs_and_gradient(model, rows, packed=packed) for packed in (True, False)), strict=True
+    ):
+        assert found.dtype == torch.float64
+        torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-7)
+
+
+def test_a_row_has_the_same_bits_whatever_is_packed_beside_it(tmp_path: Any) -> None:
+    model = tiny_model(tmp_path, "gemma2")
+    prepare_for_packing(model)
+    first, second, other = random_rows([19, 12, 19])
+    (one, _), (two, _) = (logprobs_and_gradient(model, [row, second], packed=True) for row in (first, other))
+    assert torch.equal(one[18:29], two[18:29]) and not torch.equal(one[:18], two[:18])
+
+
+def test_positions_that_are_learnt_start_again(tmp_path: Any) -> None:
+    config = OPTConfig(
+        vocab_size=64, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, init_std=0.4
+    )
+    model = AutoModelForCausalLM.from_config(config).eval()
+    prepare_for_packing(model)
+    assert keeps_rows_apart(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("why", PADDED)
+def test_an_architecture_that_mixes_packed_rows_is_found(why: str, dtype: torch.dtype, caplog: Any) -> None:
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(PADDED[why]).to(dtype).eval()
+    before = model.config._attn_implementation
+    with caplog.at_level(logging.WARNING, "clew.training"):
+        prepare_for_packing(model)
+    assert not keeps_rows_apart(model) and model.config._attn_implementation == before
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "clew.training"]
+    assert type(model).__name__ in line and "rows are padded" in line
+
+
+class WithoutPositions(LlamaForCausalLM):
+    def forward(self, input_ids: Any = None, use_cache: bool = False) -> Any:  # pyright: ignore
+        return super().forward(input_ids=input_ids, use_cache=use_cache)
+
+
+class DeafToPositions(GPT2LMHeadModel):
+    def forward(self, position_ids: Any = None, **kwargs: Any) -> Any:  # pyright: ignore
+        return super().forward(**kwargs)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config", "words"),
+    [
+        (WithoutPositions, LlamaConfig(**SMALL), "fails on packed rows (TypeError"),
+        (DeafToPositions, GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4), "does not keep packed rows apart"),
+    ],
+)
+def test_a_forward_that_takes_no_positions_is_found(architecture: Any, config: Any, words: str, caplog: Any) -> None:
+    torch.manual_seed(0)
+    model = architecture(config).eval()
+    prepare_for_packing(model)
+    assert not keeps_rows_apart(model) and words in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
+def test_a_forward_of_packed_rows_cannot_be_repeated_unawares(tmp_path: Any) -> None:
+    """Repeated in the backward pass, as transformers' own checkpointing does, rows would see each other in silence."""
+    model: Any = tiny_model(tmp_path, "llama")
+    prepare_for_packing(model)
+    model.train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    with pytest.raises(AssertionError, match="is repeated"):
+        logprobs_and_gradient(model, random_rows([5, 9]), packed=True)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_activations_of_packed_rows_are_computed_again(tmp_path: Any, family: str) -> None:
+    model = tiny_model(tmp_path, family)
+    prepare_for_packing(model)
+    rows = random_rows([5, 19, 9])
+    kept = logprobs_and_gradient(model, rows, packed=True)
+    checkpoint_activations(model)
+    for found, right in zip(logprobs_and_gradient(model, rows, packed=True), kept, strict=True):
+        assert torch.equal(found, right)
+
+
+def test_a_step_of_packed_rows_equals_one_of_padded_rows(tmp_path: Any) -> None:
+    """And on long-tailed lengths nothing is padding, in as many micro-batches as their tokens need."""
+    tiny_tokenizer(tmp_path)
+    tiny_model(tmp_path, "gemma3", scale=0.2)
+    tail = [120, 60, 40, *range(4, 30)]
+    batch = [make_sequence(f"g{i % 4}.e{i}.s0", response=length, reward=float(i % 3)) for i, length in enumerate(tail)]
+    results = []
+    for packs in (True, False):
+        config = make_config(
+            tmp_path, training={"micro_batch_tokens": 250}, algorithm={"minibatches": 2, "kl_coef": 0.1}
+        )
+        engine = TrainEngine(config)
+        assert engine.packs
+        engine.packs = packs
+        results.append(engine.train_step(batch))
+    packed, padded = results
+    assert packed.metrics["padding_share"] == 0 < 0.05 < padded.metrics["padding_share"]
+    assert sum(map(len, packed.plan)) < sum(map(len, padded.plan))
+    for name in ("loss", "grad_norm", "kl", "entropy"):
+        assert packed.metrics[name] == pytest.approx(padded.metrics[name], rel=1e-4, abs=1e-6), name
+    first = [row for rows in packed.plan[0] for row in rows]
+    for row in first:
+        assert packed.stages["logprobs"][row] == pytest.approx(padded.stages["logprobs"][row], abs=1e-5)
+        assert (packed.stages["logprobs"][row] == packed.stages["proximal_logprobs"][row]).all()
+
+
+def test_an_engine_whose_model_cannot_pack_pads(tmp_path: Any) -> None:
+    tiny_tokenizer(tmp_path)
+    tiny_model(tmp_path, "mamba")
+    engine = TrainEngine(make_config(tmp_path))
+    metrics = engine.train_step(make_batch()).metrics
+    assert not engine.packs and metrics["padding_share"] > 0 and metrics["grad_norm"] > 0
