@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from clew.config import Algorithm, Config, Training
 from clew.errors import ModelError
 from clew.models import load_tokenizer, load_value_model
-from clew.training.batching import Plan
+from clew.training.batching import Plan, deal
 from clew.training.digests import Digests, digest_tensors
 from clew.training.losses import value_loss
 from clew.training.optimizer import GradientError, Optimizer
@@ -102,10 +102,12 @@ class Critic:
         self.optimizer.configure(self._own(training), total_updates=training.steps * algorithm.minibatches)
 
     def values(self, tokens: Tokens, plan: Plan) -> np.ndarray:
-        """[S]: the value of the state in which each trained token was chosen, in the micro-batches of `fit`."""
+        """[S]: the value of the state in which each trained token was chosen, in the micro-batches of `fit`.
+
+        plan: the policy's."""
         values_S = np.zeros(tokens.starts[-1], np.float64 if self.inner.dtype == torch.float64 else np.float32)
         with torch.no_grad():
-            for minibatch in plan:
+            for minibatch in self._padded(tokens, plan):
                 for micro in self._own_micro_batches(tokens, minibatch):
                     values_N = self._values(micro or self._idle)
                     if micro is not None:
@@ -118,7 +120,7 @@ class Critic:
         old_S: what `values` gave.   step: for messages. Raises TrainingError for a gradient that is not finite.
         """
         done = Fitted()
-        for minibatch in plan:
+        for minibatch in self._padded(tokens, plan):
             trained = sum(tokens.trained_in(rows) for rows in minibatch)
             for micro in self._own_micro_batches(tokens, minibatch):
                 values_N = self._values(micro or self._idle)
@@ -153,6 +155,22 @@ class Critic:
         for name, number in (("critic/loss", loss_N.sum()), ("critic/clip_share", clipped_N.sum())):
             done.sums[name] = done.sums.get(name, 0.0) + number.item()
         return loss_N
+
+    def _padded(self, tokens: Tokens, plan: Plan) -> Plan:
+        """The same mini-batches, in micro-batches of rows that are padded: nobody has tried whether a model with a head
+        of its own keeps packed rows apart."""
+        width = getattr(self.inner.config.get_text_config(), "hidden_size", None) or 1
+        return [
+            deal(
+                tokens.lengths.tolist(),
+                sorted(row for rows in minibatch for row in rows),
+                budget=self._training.micro_batch_tokens,
+                packed=False,
+                ranks=self._ranks.size,
+                width=width,
+            )
+            for minibatch in plan
+        ]
 
     def _values(self, micro: MicroBatch) -> Tensor:
         return self.model(micro.input_ids_BT, micro.rows_N, micro.columns_N - 1)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceABC
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -181,20 +181,20 @@ class TrainEngine:
             if not wants_adapters:
                 self._reference = self.read(config.model.path, host).requires_grad_(False)
                 spread(self._reference, config.training, ranks, self.device)
+        causal = [each for each in (self.model, self._reference) if each is not None]
+        self.packs = self._scorer is None and all(map(keeps_rows_apart, causal))
+        """Rows of different lengths are packed, not padded; models of values take padded ones."""
         self.critic: Critic | None = None
         if config.algorithm.advantages == "gae":
             self.critic = Critic(
                 config,
                 self.device,
                 ranks,
-                own=self._own,
+                own=partial(self._own, pack=False),
                 idle=self._idle,
                 tokenizer=self.tokenizer,
                 vocabulary=vocabulary,
             )
-        models = [each for each in (self.model, self._reference) if each is not None]
-        self.packs = self.critic is None and not self._scores_rewards and all(map(keeps_rows_apart, models))
-        """Rows of different lengths are packed, not padded. Models of values are given padded rows."""
         self.watch: Watch = _nobody
         """Called at each stage of a step: for debuggers and diagnoses."""
         self.recent_norms: deque[float] = deque(maxlen=RECENT_NORMS)
@@ -468,11 +468,14 @@ class TrainEngine:
                     logprobs_S[micro.where_N] = scores.logprobs_N.cpu().numpy()
         return self.ranks.add_up(logprobs_S)
 
-    def _own(self, tokens: Tokens, minibatch: list[list[int]]) -> Iterator[MicroBatch | None]:
-        """This rank's micro-batches; None where the others have one and this rank has nothing: it must compute
-        something all the same, since all gather parameters together."""
+    def _own(
+        self, tokens: Tokens, minibatch: list[list[int]], *, pack: bool | None = None
+    ) -> Iterator[MicroBatch | None]:
+        """This rank's micro-batches, packed where the policy packs; None where the others have one and this rank has
+        nothing: it must compute something all the same, since all gather parameters together."""
+        packs = self.packs if pack is None else pack
         for rows in minibatch[self.ranks.rank :: self.ranks.size]:
-            micro = MicroBatch.of(tokens, rows, self.device, pack=self.packs) if tokens.trained_in(rows) else None
+            micro = MicroBatch.of(tokens, rows, self.device, pack=packs) if tokens.trained_in(rows) else None
             if micro is not None or self.ranks.size > 1:
                 yield micro
 

@@ -28,7 +28,8 @@ def prepare_for_packing(model: Any) -> None:
     """Have a model compute its attention for packed rows where that gives the logprobs of rows that are apart. Else it
     is left as it was, and a line of the log says why."""
     if model.get_output_embeddings() is None:
-        return  # which TrainEngine refuses
+        use_attention(model)  # a model of values, whose rows are padded
+        return
     context = getattr(model.config, "max_position_embeddings", None) or 2 * max(LENGTHS)
     lengths = [min(length, max(2, context // 2)) for length in LENGTHS]
     rows = [_tokens(model, length, number) for number, length in enumerate(lengths)]

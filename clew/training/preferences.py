@@ -18,10 +18,10 @@ from clew.training.tokens import MicroBatch, Tokens
 def deal_pairs(lengths: Sequence[int], *, budget: int, packed: bool, ranks: int = 1, width: int = 1) -> list[list[int]]:
     """Micro-batches of whole pairs for all ranks, see `clew.training.batching.deal`.
 
-    lengths: tokens of each row.   budget: tokens of a micro-batch; a longer pair goes alone.   packed: see `pack`.
+    lengths: tokens of each row.   budget: tokens of a micro-batch; a longer pair goes alone.
     """
-    both = [lengths[row : row + 2] for row in range(0, len(lengths), 2)]
-    pairs = [sum(pair) if packed else 2 * max(pair) for pair in both]
+    both = [(lengths[row], lengths[row + 1]) for row in range(0, len(lengths), 2)]
+    pairs = [sum(each) if packed else 2 * max(each) for each in both]
     dealt = deal(pairs, range(len(pairs)), budget=budget, packed=packed, ranks=ranks, width=width)
     return [[row for pair in each for row in (2 * pair, 2 * pair + 1)] for each in dealt]
 

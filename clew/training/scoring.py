@@ -39,8 +39,8 @@ def score(
     temperatures_N: Tensor,
     packed: Packed | None = None,
     *,
-    entropy_gradient: bool = False,
     logits: int | None = None,
+    entropy_gradient: bool = False,
 ) -> Scores:
     """The logprobs of the tokens at (rows_N, columns_N), given the tokens before them in their rows.
 
@@ -56,8 +56,8 @@ def score(
     columns_N: at least 1; the first token of a row is predicted by nothing.
     temperatures_N: float32; the logits are divided by them.
     packed: where the rows are in input_ids_BT [1, P]; None: one below the other.
-    entropy_gradient: whether a gradient will be asked of the entropies, which holds one more [N, V] until then.
     logits: None takes LOGITS.
+    entropy_gradient: whether a gradient will be asked of the entropies, which holds one more [N, V] until then.
     """
     assert bool((columns_N > 0).all()), "the first token of a sequence cannot be trained on"
     inputs: dict[str, Any] = {"input_ids": input_ids_BT, "use_cache": False}
@@ -86,8 +86,7 @@ def _score(logits_NV: Tensor, targets_N: Tensor, temperatures_N: Tensor, entropy
     logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     logprobs_NV = torch.log_softmax(logits_NV / temperatures_N[:, None], dim=-1)
     logprobs_N = logprobs_NV.gather(1, targets_N[:, None])[:, 0]
-    # Last: without a gradient, a checkpoint stops before it when it computes the rest once more.
-    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):  # last: see `checkpoint`'s early stop
         entropies_N = -(logprobs_NV.exp() * logprobs_NV).sum(-1)
     return Scores(logprobs_N=logprobs_N, entropies_N=entropies_N)
 

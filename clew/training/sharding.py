@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from clew.config import Training
-from clew.training.attention import repeated_within, use_attention
+from clew.training.attention import repeated_within
 from clew.training.isolation import prepare_for_packing
 from clew.training.ranks import Ranks
 
@@ -28,10 +28,7 @@ def spread(
     model: Any, training: Training, ranks: Ranks, device: torch.device, *, root: torch.nn.Module | None = None
 ) -> None:
     """Have a model of transformers, as it was read, compute as `training` asks, on all ranks. root: as in `shard`."""
-    if model.get_output_embeddings() is None:  # a model of values
-        use_attention(model)
-    else:
-        prepare_for_packing(model)
+    prepare_for_packing(model)
     if training.activation_checkpointing:
         checkpoint_activations(model)
     shard(model, ranks, device, root=root)
@@ -50,7 +47,7 @@ def shard(model: Any, ranks: Ranks, device: torch.device, *, root: torch.nn.Modu
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if model.dtype == torch.bfloat16 else None)
     for block in blocks_of(model):
         fully_shard(block, mesh=mesh, mp_policy=policy)
-    # What projects logits in chunks does so after the forward pass: until then the outermost parameters stay gathered.
+    # What projects logits in chunks does so after the forward pass, so the outermost parameters stay gathered.
     fully_shard(root or model, mesh=mesh, mp_policy=policy, reshard_after_forward=root is not None)
     for module in (root or model).modules():
         if isinstance(module, FSDPModule):

@@ -162,7 +162,8 @@ def test_entropies_carry_their_exact_gradient_where_it_is_asked_for(tmp_path: Pa
     class Fixed(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.head = torch.nn.Identity()
+            self.head = torch.nn.Linear(3, 3, bias=False)
+            torch.nn.init.eye_(self.head.weight)
 
         def get_output_embeddings(self) -> torch.nn.Module:
             return self.head

@@ -56,15 +56,16 @@ def batch_of(config: Config, step: int = 0) -> Tokens:
     return Demonstrations(config, load_tokenizer(config.model.path), context=None).batch(step)
 
 
-@given(st.lists(st.integers(1, 40), min_size=2, max_size=30), st.integers(1, 200), st.integers(1, 3))
-def test_pairs_stay_together_within_the_budget(lengths: list[int], budget: int, ranks: int):
+@given(st.lists(st.integers(1, 40), min_size=2, max_size=30), st.integers(1, 200), st.integers(1, 3), st.booleans())
+def test_pairs_stay_together_within_the_budget(lengths: list[int], budget: int, ranks: int, packed: bool):
     lengths = lengths[: len(lengths) // 2 * 2]
-    dealt = deal_pairs(lengths, budget=budget, packed=False, ranks=ranks)
+    dealt = deal_pairs(lengths, budget=budget, packed=packed, ranks=ranks)
     assert len(dealt) % ranks == 0
     assert sorted(row for rows in dealt for row in rows) == list(range(len(lengths)))
     for rows in filter(None, dealt):
         assert rows[0::2] == [row - 1 for row in rows[1::2]] and all(row % 2 == 0 for row in rows[0::2])
-        assert len(rows) == 2 or len(rows) * max(lengths[row] for row in rows) <= budget
+        tokens = sum(lengths[row] for row in rows) if packed else len(rows) * max(lengths[row] for row in rows)
+        assert len(rows) == 2 or tokens <= budget
 
 
 def test_a_step_of_dpo_equals_a_plain_one(settings: dict[str, Any]):
