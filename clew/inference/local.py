@@ -20,7 +20,7 @@ from clew.config import Config
 from clew.errors import EngineError
 from clew.inference.core import Core, Finished, Request
 from clew.inference.embedded import build_engine
-from clew.inference.protocol import Completion, EngineUnreachable, SamplingParams
+from clew.inference.protocol import Completion, EngineUnreachable, OnToken, SamplingParams
 from clew.models import check_vocabulary, load_model, load_tokenizer, pick_device
 from clew.record.weights import WeightRef
 from clew.waits import waiting
@@ -52,21 +52,23 @@ class LocalEngine:
     # protocol.Engine -------------------------------------------------------------------------------------------------
 
     async def generate(
-        self,
-        input_ids: list[int],
-        params: SamplingParams,
-        *,
-        request_id: str = "",
-        on_token: Callable[[int, float], None] | None = None,
+        self, input_ids: list[int], params: SamplingParams, *, request_id: str = "", on_token: OnToken | None = None
     ) -> Completion:
-        """See the protocol. on_token: called with each token and logprob (on the engine's thread)."""
+        """See the protocol."""
         self._refuse_when_broken()
         if not request_id:
             self._unnamed += 1
             request_id = f"r{self._unnamed}"
-        request = Request(id=request_id, input_ids=input_ids, params=params, on_token=on_token)
+        loop = asyncio.get_running_loop()
+
+        def tell(token: int, logprob: float) -> None:
+            assert on_token is not None  # by way of the loop: what it raises is no failure of the engine
+            (loop.call_soon_threadsafe if self.threaded else loop.call_soon)(on_token, token, logprob)
+
+        told = None if on_token is None else tell
+        request = Request(id=request_id, input_ids=input_ids, params=params, on_token=told)
         self.core.check(input_ids, params)  # on this thread: a refusal is raised at once
-        future = asyncio.get_running_loop().create_future()
+        future = loop.create_future()
         self._futures[request] = future
         self._run(lambda: self._submit(request))
         try:

@@ -6,8 +6,8 @@ import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clew.diagnose.stress.standin import StandIn, byte_tokenizer
 from clew.config import provider
+from clew.diagnose.stress.standin import StandIn, byte_tokenizer
 from clew.errors import EngineError, RecordError
 from clew.inference.found import find_engine
 from clew.models import load_tokenizer

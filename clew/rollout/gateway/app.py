@@ -26,7 +26,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 
 from clew.rollout.gateway import anthropic_messages, openai_chat, openai_completions, openai_responses
-from clew.rollout.gateway.chat import Ask, Dialect, Message, Refusal, Reply, encoded
+from clew.rollout.gateway.chat import Ask, Dialect, Message, Refusal, encoded
 from clew.rollout.gateway.sessions import AgentSession, Request, message_of
 
 log = logging.getLogger("clew.gateway")
@@ -162,18 +162,19 @@ async def _complete(sessions: Sessions, dialect: Dialect, http: HTTPRequest) -> 
         raise Refusal(404, f"no model {ask.model!r} here; served: {known}.", param="model", code="model_not_found")
     ask = _with_earlier(session, ask)
     fingerprint = hashlib.sha256(http.url.path.encode() + b"\n" + raw).digest()
-    request = session.submit(ask, fingerprint, retry=_is_retry(http))
-    gone = asyncio.ensure_future(_disconnected(http))
+    request = await session.submit(ask, fingerprint, retry=_is_retry(http))
+    gone, begun = asyncio.ensure_future(_disconnected(http)), asyncio.ensure_future(request.speech.begun())
     try:
-        limit = KEEP_ALIVE_S if ask.stream else None
-        await asyncio.wait({request.replies, gone}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+        limit, first = (KEEP_ALIVE_S, begun) if ask.stream else (None, request.replies)
+        await asyncio.wait({request.replies, gone, first}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
     finally:
         gone.cancel()
+        begun.cancel()
     if gone.done() and not gone.cancelled() and not request.replies.done():
         request.abandoned = True
         return GONE
     if request.replies.done():
-        _raise_failure(request)
+        await request.answered()
     if ask.stream:
         return StreamingResponse(_stream(dialect, ask, request), media_type="text/event-stream", headers=STREAMED)
     return _json(dialect.respond(ask, request.replies.result()))
@@ -205,47 +206,37 @@ def _with_reasoning(session: AgentSession, message: Message) -> Message:
 
 
 async def _stream(dialect: Dialect, ask: Ask, request: Request) -> AsyncIterator[bytes]:
-    """The dialect's events, and signs of life until the replies are there."""
-    seen = False
-    stream = dialect.events(ask, request.id, _shielded(request))
+    """The dialect's events, and signs of life between them."""
+    seen, place = False, 0
+    events = dialect.events(ask, request.stream())
+    upcoming: asyncio.Future[bytes | None] | None = None
     try:
-        while not request.replies.done():
-            upcoming = asyncio.ensure_future(anext(stream))
+        while True:
+            upcoming = asyncio.ensure_future(anext(events, None))
             while not upcoming.done():
                 await asyncio.wait({upcoming}, timeout=KEEP_ALIVE_S)
                 if not upcoming.done():
                     yield dialect.KEEP_ALIVE
-            yield upcoming.result()
-        async for event in stream:
+            if (event := upcoming.result()) is None:
+                break
+            answered = request.replies.done()
             yield event
-            seen = True
+            seen, place = seen or answered, place + 1
     except Refusal as refusal:
-        yield dialect.refuse_in_stream(refusal)
+        yield dialect.refuse_in_stream(refusal, place)
     except Exception as error:
         log.exception("a defect of the gateway, in a stream")
-        yield dialect.refuse_in_stream(Refusal(500, f"{type(error).__name__}: {error}"))
+        yield dialect.refuse_in_stream(Refusal(500, f"{type(error).__name__}: {error}"), place)
     finally:
         request.abandoned = request.abandoned or not seen
-
-
-async def _shielded(request: Request) -> list[Reply]:
-    """The replies; to stop waiting for them does not stop them."""
-    await asyncio.wait({request.replies})
-    _raise_failure(request)
-    return request.replies.result()
-
-
-def _raise_failure(request: Request) -> None:
-    if request.replies.cancelled():
-        raise Refusal(400, f"session {request.id.rpartition('.i')[0]} has ended.", code="session_ended")
-    if (error := request.replies.exception()) is not None:
-        raise error
+        if upcoming is not None:
+            upcoming.cancel()
 
 
 async def _count_tokens(sessions: Sessions, dialect: Dialect, http: HTTPRequest) -> Response:
     raw = await _read(http)
     session = sessions.find(_key(http))
-    return _json({"input_tokens": session.count_tokens(anthropic_messages.parse_count(_object(raw)))})
+    return _json({"input_tokens": await session.count_tokens(anthropic_messages.parse_count(_object(raw)))})
 
 
 async def _start_session(sessions: Sessions, dialect: Dialect, http: HTTPRequest) -> Response:

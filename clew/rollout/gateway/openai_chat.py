@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from clew.rollout.gateway.chat import Ask, Message, Refusal, Reply, Token, ToolCall, encoded, pieces
+from clew.rollout.gateway.chat import Ask, Message, Refusal, Reply, Stream, Token, ToolCall, encoded, pieces
 from clew.rollout.gateway.strict import arguments_of
 
 KEEP_ALIVE = b": waiting for the model\n\n"
@@ -246,17 +246,18 @@ def respond(ask: Ask, replies: Sequence[Reply]) -> dict[str, Any]:
         {
             "index": index,
             "message": _said(reply),
-            "logprobs": logprobs_of(reply) if ask.logprobs is not None else None,
+            "logprobs": logprobs_of(reply.tokens) if ask.logprobs is not None else None,
             "finish_reason": reply.finish_reason,
             "interaction_id": reply.id,
         }
         for index, reply in enumerate(replies)
     ]
-    return {**_head(ask, replies[0], "chat.completion"), "choices": choices, "usage": usage_of(replies)}
+    head = _head(ask, replies[0].id, replies[0].created_at, "chat.completion")
+    return {**head, "choices": choices, "usage": usage_of(replies)}
 
 
-def _head(ask: Ask, first: Reply, object: str) -> dict[str, Any]:
-    return {"id": first.id, "object": object, "created": int(first.created_at), "model": ask.model}
+def _head(ask: Ask, id: str, created_at: float, object: str) -> dict[str, Any]:
+    return {"id": id, "object": object, "created": int(created_at), "model": ask.model}
 
 
 def _said(reply: Reply) -> dict[str, Any]:
@@ -274,9 +275,9 @@ def _call(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def logprobs_of(reply: Reply) -> dict[str, Any]:
-    """Of the tokens of a reply."""
-    return {"content": [_logprob(token) for token in reply.tokens], "refusal": None}
+def logprobs_of(tokens: Sequence[Token]) -> dict[str, Any]:
+    """Of tokens of a reply."""
+    return {"content": [_logprob(token) for token in tokens], "refusal": None}
 
 
 def _logprob(token: Token) -> dict[str, Any]:
@@ -289,10 +290,10 @@ def usage_of(replies: Sequence[Reply]) -> dict[str, Any]:
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-async def events(ask: Ask, id: str, replies: Awaitable[Sequence[Reply]]) -> AsyncIterator[bytes]:
-    """See the protocol: a chunk with the role, chunks of a word, a chunk with the finish reason, [DONE]."""
-    done = await replies
-    head = _head(ask, done[0], "chat.completion.chunk")
+async def events(ask: Ask, stream: Stream) -> AsyncIterator[bytes]:
+    """See the protocol: for each reply a chunk with the role, chunks of some words, a chunk with the finish reason;
+    then [DONE]."""
+    head = _head(ask, stream.ids[0], stream.created_at, "chat.completion.chunk")
 
     def chunk(choices: list[dict[str, Any]], **more: Any) -> bytes:
         if ask.extras.get("usage"):
@@ -303,18 +304,22 @@ async def events(ask: Ask, id: str, replies: Awaitable[Sequence[Reply]]) -> Asyn
         choice = {"index": index, "delta": said, "logprobs": logprobs, "finish_reason": reason}
         return chunk([choice])
 
-    for index, reply in enumerate(done):
-        yield delta(index, role="assistant", content="" if not reply.tool_calls or reply.content else None)
-        for piece in pieces(reply.reasoning):
-            yield delta(index, reasoning_content=piece)
-        if ask.logprobs is not None and reply.content:
-            yield delta(index, logprobs=logprobs_of(reply), content=reply.content)
+    begun: set[int] = set()
+    async for part in stream.deltas:
+        if part.index not in begun:
+            begun.add(part.index)
+            yield delta(part.index, role="assistant", content="")
+        if part.reasoning:
+            yield delta(part.index, reasoning_content=part.reasoning)
         else:
-            for piece in pieces(reply.content):
-                yield delta(index, content=piece)
+            yield delta(part.index, logprobs=logprobs_of(part.tokens) if part.tokens else None, content=part.content)
+    done = await stream.replies()
+    for index, reply in enumerate(done):
+        if index not in begun:
+            yield delta(index, role="assistant", content=None if reply.tool_calls else "")
         for number, call in enumerate(reply.tool_calls):
-            begun = _call(call) | {"index": number, "function": {"name": call.name, "arguments": ""}}
-            yield delta(index, tool_calls=[begun])
+            opened = _call(call) | {"index": number, "function": {"name": call.name, "arguments": ""}}
+            yield delta(index, tool_calls=[opened])
             for piece in pieces(call.arguments):
                 yield delta(index, tool_calls=[{"index": number, "function": {"arguments": piece}}])
         yield delta(index, reason=reply.finish_reason)
@@ -335,6 +340,6 @@ def refuse(refusal: Refusal) -> dict[str, Any]:
     return {"error": {"message": str(refusal), "type": kind, "param": refusal.param, "code": refusal.code}}
 
 
-def refuse_in_stream(refusal: Refusal) -> bytes:
+def refuse_in_stream(refusal: Refusal, place: int) -> bytes:
     """See the protocol."""
     return event(refuse(refusal))

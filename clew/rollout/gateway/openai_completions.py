@@ -3,12 +3,13 @@ https://platform.openai.com/docs/api-reference/completions"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Sequence
+import itertools
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from pydantic import Field
 
-from clew.rollout.gateway.chat import Ask, Refusal, Reply, pieces
+from clew.rollout.gateway.chat import Ask, Refusal, Reply, Stream, Token
 from clew.rollout.gateway.openai_chat import (
     DONE,
     KEEP_ALIVE,
@@ -62,38 +63,46 @@ def parse(body: dict[str, Any]) -> Ask:
 
 def respond(ask: Ask, replies: Sequence[Reply]) -> dict[str, Any]:
     """See the protocol."""
-    choices = [_choice(ask, index, reply, reply.content) for index, reply in enumerate(replies)]
-    return {**_head(ask, replies[0]), "choices": choices, "usage": usage_of(replies)}
+    choices = [
+        _choice(ask, index, reply.id, reply.content, reply.tokens, finish_reason=_reason(reply))
+        for index, reply in enumerate(replies)
+    ]
+    return {**_head(ask, replies[0].id, replies[0].created_at), "choices": choices, "usage": usage_of(replies)}
 
 
-def _head(ask: Ask, first: Reply) -> dict[str, Any]:
-    return {"id": first.id, "object": "text_completion", "created": int(first.created_at), "model": ask.model}
+def _head(ask: Ask, id: str, created_at: float) -> dict[str, Any]:
+    return {"id": id, "object": "text_completion", "created": int(created_at), "model": ask.model}
 
 
-def _choice(ask: Ask, index: int, reply: Reply, text: str) -> dict[str, Any]:
+def _reason(reply: Reply) -> str:
+    return "length" if reply.finish_reason == "length" else "stop"
+
+
+def _choice(
+    ask: Ask, index: int, id: str, text: str, tokens: Sequence[Token] = (), *, finish_reason: str | None
+) -> dict[str, Any]:
     logprobs = None
     if ask.logprobs is not None:
-        starts = [sum(len(token.text) for token in reply.tokens[:place]) for place in range(len(reply.tokens))]
+        ends = list(itertools.accumulate(len(token.text) for token in tokens))
         logprobs = {
-            "tokens": [token.text for token in reply.tokens],
-            "token_logprobs": [token.logprob for token in reply.tokens],
-            "text_offset": starts,
+            "tokens": [token.text for token in tokens],
+            "token_logprobs": [token.logprob for token in tokens],
+            "text_offset": [0, *ends][: len(tokens)],
             "top_logprobs": None,
         }
-    reason = "length" if reply.finish_reason == "length" else "stop"
-    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason, "interaction_id": reply.id}
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason, "interaction_id": id}
 
 
-async def events(ask: Ask, id: str, replies: Awaitable[Sequence[Reply]]) -> AsyncIterator[bytes]:
-    """See the protocol."""
-    done = await replies
+async def events(ask: Ask, stream: Stream) -> AsyncIterator[bytes]:
+    """See the protocol: chunks of some words, then for each reply one with the finish reason."""
+    head = _head(ask, stream.ids[0], stream.created_at)
     usage = {"usage": None} if ask.extras.get("usage") else {}
+    async for part in stream.deltas:
+        choice = _choice(ask, part.index, stream.ids[part.index], part.content, part.tokens, finish_reason=None)
+        yield event({**head, "choices": [choice], **usage})
+    done = await stream.replies()
     for index, reply in enumerate(done):
-        parts = [reply.content] if ask.logprobs is not None else pieces(reply.content) or [""]
-        for piece in parts[:-1]:
-            going_on = _choice(ask, index, reply, piece) | {"finish_reason": None}
-            yield event({**_head(ask, done[0]), "choices": [going_on], **usage})
-        yield event({**_head(ask, done[0]), "choices": [_choice(ask, index, reply, parts[-1])], **usage})
+        yield event({**head, "choices": [_choice(ask, index, reply.id, "", finish_reason=_reason(reply))], **usage})
     if usage:
-        yield event({**_head(ask, done[0]), "choices": [], "usage": usage_of(done)})
+        yield event({**head, "choices": [], "usage": usage_of(done)})
     yield DONE
