@@ -373,6 +373,15 @@ def refuse_in_stream(refusal: Refusal, place: int) -> bytes:
 
 def models(names: Sequence[str]) -> dict[str, Any]:
     """The answer of GET /v1/models."""
-    known = {"type": "model", "created_at": "1970-01-01T00:00:00Z", "lifecycle": "active"}
-    data = [{**known, "id": name, "display_name": name} for name in names]
-    return {"data": data, "has_more": False, "first_id": names[0], "last_id": names[-1]}
+    return {"data": [model(name) for name in names], "has_more": False, "first_id": names[0], "last_id": names[-1]}
+
+
+def model(name: str) -> dict[str, Any]:
+    """The answer of GET /v1/models/NAME."""
+    return {
+        "type": "model",
+        "id": name,
+        "display_name": name,
+        "created_at": "1970-01-01T00:00:00Z",
+        "lifecycle": "active",
+    }

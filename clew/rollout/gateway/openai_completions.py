@@ -5,22 +5,22 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from clew.rollout.gateway.chat import Ask, Refusal, Reply, Stream, Token
 from clew.rollout.gateway.openai_chat import (
     DONE,
     KEEP_ALIVE,
     Sampling,
-    check,
     event,
     refuse,
     refuse_in_stream,
     sampling_of,
     usage_of,
 )
+from clew.rollout.gateway.strict import LARGEST, read
 
 __all__ = ["KEEP_ALIVE", "Request", "events", "parse", "refuse", "refuse_in_stream", "respond"]
 
@@ -28,36 +28,36 @@ DEFAULT_MAX_TOKENS = 16
 """OpenAI's."""
 
 
+def _as_texts(prompt: Any) -> Any:
+    return [prompt] if isinstance(prompt, str) else prompt
+
+
 class Request(Sampling):
     """The body."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
-    max_tokens: int | None = Field(default=None, ge=1)
+    prompt: Annotated[list[str], BeforeValidator(_as_texts, json_schema_input_type=str | list[str])] = Field(
+        min_length=1, max_length=1, description="One text. /generate takes token ids."
+    )
+    max_tokens: int = Field(default=DEFAULT_MAX_TOKENS, ge=1, le=LARGEST)
     logprobs: int | None = Field(default=None, ge=0, le=5)
-    echo: bool | None = None
+    echo: Literal[False] = False
     best_of: int | None = None
-    suffix: str | None = None
+    suffix: Literal[""] = ""
 
 
 def parse(body: dict[str, Any]) -> Ask:
     """See the protocol."""
-    request = check(Request, body)
-    prompt = request.prompt[0] if isinstance(request.prompt, list) and len(request.prompt) == 1 else request.prompt
-    if not isinstance(prompt, str):
-        raise Refusal(400, "prompt: expected one text. /generate takes token ids.", param="prompt")
-    for name in ("echo", "suffix"):
-        if getattr(request, name):
-            raise Refusal(400, f"{name} is not supported.", param=name)
+    request = read(Request, body)
     if request.best_of not in (None, 1, request.n):
         raise Refusal(400, "best_of is not supported; take the best of n yourself.", param="best_of")
     return Ask(
         model=request.model,
-        text=prompt,
-        sampling={"max_new_tokens": request.max_tokens or DEFAULT_MAX_TOKENS, **sampling_of(request)},
-        n=request.n or 1,
+        text=request.prompt[0],
+        sampling={"max_new_tokens": request.max_tokens, **sampling_of(request)},
+        n=request.n,
         logprobs=request.logprobs,
-        stream=bool(request.stream),
-        extras={"usage": bool(request.stream_options and request.stream_options.include_usage)},
+        stream=request.stream,
+        extras={"usage": request.stream_options.include_usage},
     )
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from clew.rollout.gateway.chat import Ask, Delta, Refusal, Reply, Stream, Token, encoded, pieces
-from clew.rollout.gateway.openai_chat import notes_on_effort, refuse
+from clew.rollout.gateway.openai_chat import notes_on_strict, refuse, variables_of_effort
 from clew.rollout.gateway.responses_input import Items, messages_of
 from clew.rollout.gateway.strict import LARGEST, Strict, read
 
@@ -123,7 +123,6 @@ def parse(body: dict[str, Any]) -> Ask:
         raise Refusal(400, "tool_choice: required wants a tool, and there are none in tools.", param="tool_choice")
     if choice.type == "function" and choice.name not in names:
         raise Refusal(400, f"tool_choice names {choice.name!r}, which is not among the tools.", param="tool_choice")
-    thinking = {"enable_thinking": False} if request.reasoning.effort == "none" else {}
     asked = {
         "max_new_tokens": request.max_output_tokens,
         "temperature": request.temperature,
@@ -131,7 +130,7 @@ def parse(body: dict[str, Any]) -> Ask:
     }
     return Ask(
         model=request.model,
-        notes=notes_on_effort(request.reasoning.effort),
+        notes=notes_on_strict([tool.name for tool in request.tools if tool.strict]),
         messages=[*instructions, *messages_of(request.input)],
         tools=[
             {"type": "function", "function": tool.model_dump(exclude_none=True, exclude={"type", "strict"})}
@@ -142,7 +141,7 @@ def parse(body: dict[str, Any]) -> Ask:
         sampling={name: value for name, value in asked.items() if value is not None},
         logprobs=request.top_logprobs if request.top_logprobs or LOGPROBS in request.include else None,
         stream=request.stream,
-        template={**request.chat_template_kwargs, **thinking},
+        template={**request.chat_template_kwargs, **variables_of_effort(request.reasoning.effort)},
         extras={
             "previous_response_id": request.previous_response_id,
             "instructions": request.instructions or None,

@@ -217,10 +217,14 @@ class AgentSession:
         return ask, f'{CALL_OPENS}\n{{"name": {json.dumps(ask.tool_choice)}, "arguments": ' if forced else ""
 
     def _with_known_variables(self, ask: Ask) -> Ask:
-        """Without enable_thinking=False where the template knows no thinking: there is nothing to turn off."""
-        unknown = [name for name in ask.template if name not in str(self.session.tokenizer.chat_template)]
+        """Without enable_thinking=False where the template knows no thinking: there is nothing to turn off. Nor with an
+        effort, which frameworks ask of some names of models of their own accord."""
+        unknown = [name for name in ask.template if name not in self._turns.variables]
         for name in unknown:
-            if ask.template[name] is not False:
+            value = ask.template[name]
+            if name == "reasoning_effort":
+                self.warn(f"the client asks for reasoning effort {value!r}, a setting that the model does not have")
+            elif value is not False:
                 raise Refusal(400, f"the model's chat template knows no {name}.", param=name)
         return replace(ask, template={name: value for name, value in ask.template.items() if name not in unknown})
 

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
+from jinja2 import Environment, TemplateError, meta
 
 from clew.rollout.gateway.chat import Ask, Message, Refusal, Reply
 
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 _WORDS: list[Message] = [{"role": "assistant", "content": word} for word in ("clew0", "clew1")]
 """Two messages whose last characters differ: what their renderings end with alike follows the words."""
 
+
+_GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
+"""Tags that transformers adds to Jinja's, around what the model writes."""
 
 LOOKED_AT = 16
 """Characters a token of the context, of a prompt that may be too long."""
@@ -162,6 +166,16 @@ class Turns:
         last = self._tokenizer.decode([last_id], skip_special_tokens=False)
         together = self._encode(f"{last}{text}")
         return together[1:] if together[:1] == [last_id] else self._encode(text)
+
+    @cached_property
+    def variables(self) -> set[str]:
+        """What the chat template asks for, besides what it sets itself."""
+        template = self._tokenizer.chat_template or ""
+        texts = template.values() if isinstance(template, dict) else [template]
+        language = Environment(extensions=["jinja2.ext.loopcontrols"])
+        return set().union(
+            *(meta.find_undeclared_variables(language.parse(_GENERATION.sub("", text))) for text in texts)
+        )
 
     def count(self, text: str) -> int:
         """Its tokens."""
