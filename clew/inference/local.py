@@ -249,6 +249,13 @@ def _settle(future: asyncio.Future[Any], result: Any, error: EngineError | None)
         future.set_result(result)
 
 
+def _at_once(config: Config) -> int:
+    """Sequences that the engine computes side by side. Who shares a batch shows in the last bits of a logprob, and an
+    agent's requests come over sockets, in whatever order: a run of one that is to repeat has batches of one."""
+    repeats = config.launch.mode == "inline" and config.rollout.agent is not None and config.rollout.max_lag == 0
+    return 1 if repeats else config.inference.max_running
+
+
 def load_engine(config: Config, *, gather_s: float = 0.0) -> LocalEngine:
     """The embedded engine (or the slow reference, for models that need it) on the configuration's model. A thread of
     its own on CUDA, where the loop can talk to clients meanwhile. Raises ModelError."""
@@ -257,8 +264,6 @@ def load_engine(config: Config, *, gather_s: float = 0.0) -> LocalEngine:
     tokenizer = load_tokenizer(config.model.path)
     model = load_model(config.model.path, config.model.dtype, device)
     check_vocabulary(model, tokenizer, config.model.path)
-    core = build_engine(
-        model, tokenizer, max_running=config.inference.max_running, cache_gib=config.inference.cache_gib
-    )
+    core = build_engine(model, tokenizer, max_running=_at_once(config), cache_gib=config.inference.cache_gib)
     threaded = device.type == "cuda" and config.launch.mode != "inline"
     return LocalEngine(core, threaded=threaded, gather_s=gather_s)
