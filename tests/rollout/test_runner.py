@@ -387,6 +387,28 @@ def test_a_filter_that_rejects_everything_stops_the_run(tmp_path):
         drive(tmp_path, config, Scripted(), [0])
 
 
+def test_a_filter_that_rejects_everything_is_what_the_wait_says(tmp_path):
+    rollout = {"drop_equal_rewards": True, "batch_groups": 2, "reward": f"{CODE}.patient"}
+    config = config_for(tmp_path, rollout=rollout, **LOCAL)
+    run, engine, seen = RunDirectory(config.run_path), Scripted(turns=5), []
+
+    async def scenario():
+        runner = runner_for(tmp_path, config, engine)
+        publish(run, engine, 0)
+        work = asyncio.ensure_future(runner.run())
+        while not work.done():
+            await asyncio.sleep(0)
+            seen.extend((wait.what, wait.numbers_now()) for wait in current_waits() if "group" in wait.what)
+        await runner.close()
+        return work.exception()
+
+    assert isinstance(asyncio.run(scenario()), RolloutError)
+    first = next(number for number, (what, _) in enumerate(seen) if what == "a group that the filter does not reject")
+    assert first > 0 and "the filter rejects everything" not in seen[0][1]
+    assert "the filter rejects everything: rollout.drop_equal_rewards rejected the last " in seen[-1][1]
+    assert "groups all 1)" in seen[-1][1] and "A higher sampling.temperature, more rollout.n_samples" in seen[-1][1]
+
+
 # Evaluation ----------------------------------------------------------------------------------------------------------
 
 
