@@ -166,13 +166,16 @@ async def _complete(sessions: Sessions, dialect: Dialect, http: HTTPRequest) -> 
     ask = _with_earlier(session, ask)
     fingerprint = hashlib.sha256(http.url.path.encode() + b"\n" + raw).digest()
     request = await session.submit(ask, fingerprint, retry=_is_retry(http))
-    gone, begun = asyncio.ensure_future(_disconnected(http)), asyncio.ensure_future(request.speech.begun())
+    gone = asyncio.ensure_future(_disconnected(http))
+    watched: set[asyncio.Future[Any]] = {gone}
+    if ask.stream:
+        watched.add(asyncio.ensure_future(request.speech.begun()))
     try:
-        limit, first = (KEEP_ALIVE_S, begun) if ask.stream else (None, request.replies)
-        await asyncio.wait({request.replies, gone, first}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+        limit = KEEP_ALIVE_S if ask.stream else None
+        await asyncio.wait({request.replies, *watched}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        gone.cancel()
-        begun.cancel()
+        for each in watched:
+            each.cancel()
     if gone.done() and not gone.cancelled() and not request.replies.done():
         request.abandoned = True
         return GONE

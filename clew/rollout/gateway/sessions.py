@@ -136,6 +136,7 @@ class AgentSession:
         )
         self._requests.append(request)
         answer.add_done_callback(lambda done: self._forget_failure(request, done))
+        answer.add_done_callback(lambda _: speech.end())  # also when it was cancelled before it began
         return request
 
     async def count_tokens(self, ask: Ask) -> int:
@@ -251,8 +252,6 @@ class AgentSession:
             raise Refusal(400, str(error)) from None
         except EngineError as error:
             raise Refusal(503 if isinstance(error, EngineUnreachable) else 400, str(error)) from None
-        finally:
-            speech.end()
         for reply in replies:
             raw = self._decode(reply.interaction.output_ids)
             self._turns.add(Turn(ask=ask, rendered=prompt.rendered, reply=reply, raw=raw))
