@@ -130,6 +130,19 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
         )
 
 
+def context_of(path: str) -> int | None:
+    """How many tokens the model takes that a folder or hub name holds; None where its configuration does not say."""
+    from transformers import AutoConfig
+
+    if not path:  # transformers would look here
+        return None
+    try:
+        config: Any = AutoConfig.from_pretrained(os.path.expanduser(path))  # noqa: PTH111 - as above
+    except (OSError, ValueError):
+        return None
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """The tokenizer beside a model; its pad token falls back to its end token. Raises ModelError."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast

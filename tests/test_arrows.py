@@ -10,11 +10,12 @@ CLEW = Path(__file__).parent.parent / "clew"
 EVERYWHERE = {"clew", "clew.errors", "clew.config", "clew.algorithms", "clew.waits", "clew.processes"}
 MAY_IMPORT = {
     "record": set(),
-    "inference": {"clew.record", "clew.models"},
+    "inference": {"clew.record", "clew.models", "clew.listening"},
     "rollout": {
         "clew.record",
         "clew.data",
         "clew.dotted",
+        "clew.listening",
         "clew.models",
         "clew.inference.protocol",
         "clew.inference.resubmit",
@@ -60,6 +61,6 @@ def test_every_room_is_listed() -> None:
     assert rooms == set(MAY_IMPORT)
 
 
-@pytest.mark.parametrize("module", ["errors", "config", "algorithms", "waits", "processes", "dotted"])
+@pytest.mark.parametrize("module", ["errors", "config", "algorithms", "waits", "processes", "dotted", "listening"])
 def test_what_all_may_import_imports_no_room_and_no_torch(module: str) -> None:
     assert imports(CLEW / f"{module}.py") <= EVERYWHERE

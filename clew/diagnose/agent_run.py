@@ -13,7 +13,7 @@ from clew.config import provider
 from clew.errors import ConfigError
 from clew.inference.found import find_engine
 from clew.inference.protocol import SamplingParams
-from clew.models import load_tokenizer
+from clew.models import context_of, load_tokenizer
 from clew.rollout.agents import AgentWorkflow, SharedClient, extra_kwargs_of, load_agent, run_of
 from clew.rollout.episode import Episode, run_episode
 from clew.rollout.gateway.sessions import Limits
@@ -72,6 +72,7 @@ async def run_agent(
         seed=seed,
         prompt_column="prompt",
         reward=None,
+        context=context_of(found.model),
     )
     try:
         for number, row in enumerate(rows):

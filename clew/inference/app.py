@@ -127,8 +127,8 @@ class Application:
         return self.engine.core.tokenizer(text)["input_ids"]
 
     async def _stream(self, call: Call, asks: list[tuple[Ask, list[int]]], receive: Receive, send: Send) -> None:
-        """Server-sent events, each with the whole output so far, as SGLang does."""
-        loop = asyncio.get_running_loop()
+        """Server-sent events, each with the whole output so far, as SGLang does, or with what is new; the last with the
+        whole."""
         events: asyncio.Queue[bytes | None] = asyncio.Queue()
 
         async def one(index: int, ask: Ask, ids: list[int]) -> None:
@@ -139,7 +139,7 @@ class Application:
             def put(completion: Completion, ended: bool) -> None:
                 shown = self._answer(call, ask, ids, completion)
                 if not ended:
-                    shown["meta_info"]["finish_reason"] = None
+                    shown["meta_info"] |= {"finish_reason": None, "completion_tokens": len(output)}
                 if not call.single:
                     shown["index"] = index
                 events.put_nowait(b"data: " + orjson.dumps(shown) + b"\n\n")
@@ -147,12 +147,18 @@ class Application:
             def on_token(token: int, logprob: float) -> None:
                 output.append(token)
                 logprobs.append(logprob)
-                partial = Completion(
-                    output_ids=output[:], logprobs=logprobs[:], versions=[version] * len(output), finish_reason="length"
+                shown = slice(-1 if call.deltas else 0, None)
+                put(
+                    Completion(
+                        output_ids=output[shown],
+                        logprobs=logprobs[shown],
+                        versions=[version] * len(output[shown]),
+                        finish_reason="length",
+                    ),
+                    ended=False,
                 )
-                loop.call_soon_threadsafe(put, partial, False)
 
-            put(await self.engine.generate(ids, ask.params, request_id=ask.rid, on_token=on_token), True)
+            put(await self.engine.generate(ids, ask.params, request_id=ask.rid, on_token=on_token), ended=True)
 
         for _, ids in asks:
             self.engine.core.check(ids, asks[0][0].params)  # refusals come before the first event
@@ -170,7 +176,8 @@ class Application:
             while (event := await events.get()) is not None:
                 await send({"type": "http.response.body", "body": event, "more_body": True})
             if not work.cancelled() and (error := work.exception()):
-                message = orjson.dumps({"error": {"message": str(error)}})
+                status = 400 if self.engine.failure is None else 503
+                message = orjson.dumps({"error": {"message": str(error), "code": status}})
                 await send({"type": "http.response.body", "body": b"data: " + message + b"\n\n", "more_body": True})
             await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
         finally:

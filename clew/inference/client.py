@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from typing import Any, NoReturn
 
 import aiohttp
 import orjson
 
 from clew.errors import EngineError
-from clew.inference.protocol import Completion, EngineUnreachable, FinishReason, RequestTooLong, SamplingParams
+from clew.inference.protocol import Completion, EngineUnreachable, OnToken, RequestTooLong, SamplingParams
 from clew.record.weights import WeightRef
 
 
@@ -24,17 +27,46 @@ class HTTPEngine:
         self._url = f"http://{address}"
         self._session: aiohttp.ClientSession | None = None
 
-    async def generate(self, input_ids: list[int], params: SamplingParams, *, request_id: str = "") -> Completion:
+    async def generate(
+        self, input_ids: list[int], params: SamplingParams, *, request_id: str = "", on_token: OnToken | None = None
+    ) -> Completion:
         """See the protocol. Raises EngineUnreachable when the server is away or not ready."""
         body: dict[str, Any] = {
             "input_ids": input_ids,
             "sampling_params": sampling_fields(params),
             "return_logprob": True,
-            "clew": {"continues": params.continues, "exact_stop": True, "text": False},
+            "clew": {"continues": params.continues, "exact_stop": True, "text": False, "deltas": True},
         }
         if request_id:
             body["rid"] = request_id
-        return completion_of(await self._post("/generate", body))
+        if on_token is None:
+            return completion_of(await self._post("/generate", body))
+        return await self._streamed("/generate", body, _new_of, on_token)
+
+    async def _streamed(
+        self, path: str, body: dict[str, Any], new_of: Callable[[Any, int], Completion | None], on_token: OnToken
+    ) -> Completion:
+        """A completion, as it comes. Where the server goes away in its midst, what came is an aborted one.
+
+        new_of: of an event, and the number of tokens before it: its new tokens, aborted unless it is the last."""
+        whole = Completion(output_ids=[], logprobs=[], versions=[], finish_reason="abort")
+        try:
+            async for event in self._events(path, {**body, "stream": True}):
+                if (new := new_of(event, len(whole.output_ids))) is None:
+                    continue
+                whole = Completion(
+                    output_ids=whole.output_ids + new.output_ids,
+                    logprobs=whole.logprobs + new.logprobs,
+                    versions=whole.versions + new.versions,
+                    finish_reason=new.finish_reason,
+                    matched=new.matched,
+                )
+                for token, logprob in zip(new.output_ids, new.logprobs, strict=True):
+                    on_token(token, logprob)
+        except EngineUnreachable:
+            if not whole.output_ids:
+                raise
+        return whole
 
     async def load_weights(self, ref: WeightRef) -> None:
         """See the protocol."""
@@ -78,6 +110,27 @@ class HTTPEngine:
         return await self._request("POST", path, orjson.dumps(body))
 
     async def _request(self, method: str, path: str, body: bytes | None) -> Any:
+        async with self._answered(method, path, body) as response:
+            content = await response.read()
+        return orjson.loads(content) if content[:1] in (b"{", b"[") else {}
+
+    async def _events(self, path: str, body: dict[str, Any]) -> AsyncIterator[Any]:
+        """The data of server-sent events. Raises as any request does, and for an error that is sent as an event."""
+        line = b""
+        async with self._answered("POST", path, orjson.dumps(body)) as response:
+            async for part in response.content.iter_any():
+                *lines, line = (line + part).split(b"\n")
+                for data in (each[6:].strip() for each in lines if each.startswith(b"data: ")):
+                    if data == b"[DONE]":
+                        continue
+                    event = orjson.loads(data)
+                    if error := event.get("error"):
+                        self._refuse(path, int(error.get("code") or 400), data)
+                    yield event
+
+    @contextlib.asynccontextmanager
+    async def _answered(self, method: str, path: str, body: bytes | None) -> AsyncIterator[aiohttp.ClientResponse]:
+        """A response with status 200, as it begins. Raises EngineUnreachable, EngineError with the server's words."""
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=600),
@@ -86,15 +139,17 @@ class HTTPEngine:
             )
         try:
             async with self._session.request(method, self._url + path, data=body) as response:
-                content = await response.read()
+                if response.status != 200:
+                    self._refuse(path, response.status, await response.read())
+                yield response
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
             raise EngineUnreachable(self.address, str(error) or type(error).__name__) from error
-        if response.status == 503:
+
+    def _refuse(self, path: str, status: int, content: bytes) -> NoReturn:
+        if status == 503:
             raise EngineUnreachable(self.address, _message(content))
-        if response.status != 200:
-            refusal = RequestTooLong if b'"RequestTooLong"' in content else EngineError
-            raise refusal(f"inference server {self.address} refused {path} ({response.status}): {_message(content)}")
-        return orjson.loads(content) if content[:1] in (b"{", b"[") else {}
+        refusal = RequestTooLong if b'"RequestTooLong"' in content else EngineError
+        raise refusal(f"inference server {self.address} refused {path} ({status}): {_message(content)}")
 
 
 def sampling_fields(params: SamplingParams) -> dict[str, Any]:
@@ -118,7 +173,8 @@ def sampling_fields(params: SamplingParams) -> dict[str, Any]:
 
 
 def completion_of(answer: dict[str, Any]) -> Completion:
-    """A response of `/generate`. Raises EngineError when it lacks logprobs."""
+    """A response of `/generate`; in a stream, one that goes on counts as aborted. Raises EngineError when it lacks
+    logprobs."""
     meta = answer["meta_info"]
     if "output_token_logprobs" not in meta:
         raise EngineError("the inference server returned no logprobs, so its tokens cannot be trained on.")
@@ -128,13 +184,22 @@ def completion_of(answer: dict[str, Any]) -> Completion:
     for span in spans:
         version = str(span["version"])
         versions += [int(version) if version.isdigit() else 0] * (span["end"] - span["start"])
-    reason: FinishReason = meta["finish_reason"]["type"]
+    ended: dict[str, Any] = meta["finish_reason"] or {"type": "abort"}
     return Completion(
         output_ids=[pair[1] for pair in pairs],
         logprobs=[pair[0] for pair in pairs],
         versions=versions,
-        finish_reason=reason,
-        matched=meta["finish_reason"].get("matched"),
+        finish_reason=ended["type"],
+        matched=ended.get("matched"),
+    )
+
+
+def _new_of(event: dict[str, Any], before: int) -> Completion:
+    """An event has what is new, or all so far, but always says how many tokens there are by now."""
+    part = completion_of(event)
+    known = len(part.output_ids) - (event["meta_info"]["completion_tokens"] - before)
+    return replace(
+        part, output_ids=part.output_ids[known:], logprobs=part.logprobs[known:], versions=part.versions[known:]
     )
 
 

@@ -7,7 +7,7 @@ An engine is synchronous and single-threaded here: `submit`, `step` until there 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from clew.errors import EngineError
-from clew.inference.protocol import Completion, FinishReason, RequestTooLong, SamplingParams
+from clew.inference.protocol import Completion, FinishReason, OnToken, RequestTooLong, SamplingParams
 from clew.inference.weights import copy_weights
 from clew.record.weights import WeightRef
 
@@ -30,8 +30,8 @@ class Request:
     id: str
     input_ids: list[int]
     params: SamplingParams
-    on_token: Callable[[int, float], None] | None = None
-    """Called with each token and its logprob (streaming)."""
+    on_token: OnToken | None = None
+    """Called on the engine's thread."""
     stop_ids: tuple[int, ...] = field(init=False, default=())
     limit: int = field(init=False, default=0)
     """Length of prompt and output together at which it ends."""

@@ -20,7 +20,7 @@ from clew.config import Config
 from clew.errors import EngineError
 from clew.inference.core import Core, Finished, Request
 from clew.inference.embedded import build_engine
-from clew.inference.protocol import Completion, EngineUnreachable, SamplingParams
+from clew.inference.protocol import Completion, EngineUnreachable, OnToken, SamplingParams
 from clew.models import check_vocabulary, load_model, load_tokenizer, pick_device
 from clew.record.weights import WeightRef
 from clew.waits import waiting
@@ -52,21 +52,23 @@ class LocalEngine:
     # protocol.Engine -------------------------------------------------------------------------------------------------
 
     async def generate(
-        self,
-        input_ids: list[int],
-        params: SamplingParams,
-        *,
-        request_id: str = "",
-        on_token: Callable[[int, float], None] | None = None,
+        self, input_ids: list[int], params: SamplingParams, *, request_id: str = "", on_token: OnToken | None = None
     ) -> Completion:
-        """See the protocol. on_token: called with each token and logprob (on the engine's thread)."""
+        """See the protocol."""
         self._refuse_when_broken()
         if not request_id:
             self._unnamed += 1
             request_id = f"r{self._unnamed}"
-        request = Request(id=request_id, input_ids=input_ids, params=params, on_token=on_token)
+        loop = asyncio.get_running_loop()
+
+        def tell(token: int, logprob: float) -> None:
+            assert on_token is not None  # by way of the loop: what it raises is no failure of the engine
+            (loop.call_soon_threadsafe if self.threaded else loop.call_soon)(on_token, token, logprob)
+
+        told = None if on_token is None else tell
+        request = Request(id=request_id, input_ids=input_ids, params=params, on_token=told)
         self.core.check(input_ids, params)  # on this thread: a refusal is raised at once
-        future = asyncio.get_running_loop().create_future()
+        future = loop.create_future()
         self._futures[request] = future
         self._run(lambda: self._submit(request))
         try:
@@ -247,6 +249,13 @@ def _settle(future: asyncio.Future[Any], result: Any, error: EngineError | None)
         future.set_result(result)
 
 
+def _at_once(config: Config) -> int:
+    """Sequences that the engine computes side by side. Who shares a batch shows in the last bits of a logprob, and an
+    agent's requests come over sockets, in whatever order: a run of one that is to repeat has batches of one."""
+    repeats = config.launch.mode == "inline" and config.rollout.agent is not None and config.rollout.max_lag == 0
+    return 1 if repeats else config.inference.max_running
+
+
 def load_engine(config: Config, *, gather_s: float = 0.0) -> LocalEngine:
     """The embedded engine (or the slow reference, for models that need it) on the configuration's model. A thread of
     its own on CUDA, where the loop can talk to clients meanwhile. Raises ModelError."""
@@ -255,8 +264,6 @@ def load_engine(config: Config, *, gather_s: float = 0.0) -> LocalEngine:
     tokenizer = load_tokenizer(config.model.path)
     model = load_model(config.model.path, config.model.dtype, device)
     check_vocabulary(model, tokenizer, config.model.path)
-    core = build_engine(
-        model, tokenizer, max_running=config.inference.max_running, cache_gib=config.inference.cache_gib
-    )
+    core = build_engine(model, tokenizer, max_running=_at_once(config), cache_gib=config.inference.cache_gib)
     threaded = device.type == "cuda" and config.launch.mode != "inline"
     return LocalEngine(core, threaded=threaded, gather_s=gather_s)

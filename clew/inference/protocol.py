@@ -6,6 +6,7 @@ One protocol serves the embedded engine in this process, `clew serve` over HTTP,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -14,6 +15,10 @@ from clew.record.weights import WeightRef
 
 FinishReason = Literal["stop", "length", "abort"]
 """stop: a stop id or stop string; length: `max_new_tokens` or the context is full; abort: cut short, resubmit."""
+
+
+OnToken = Callable[[int, float], None]
+"""Is told a token and its logprob while those after it are still being generated."""
 
 
 class EngineUnreachable(EngineError):
@@ -76,10 +81,16 @@ class Completion:
 class Engine(Protocol):
     """An inference engine, as rollout and the weight publisher see it."""
 
-    async def generate(self, input_ids: list[int], params: SamplingParams, *, request_id: str = "") -> Completion:
+    async def generate(
+        self, input_ids: list[int], params: SamplingParams, *, request_id: str = "", on_token: OnToken | None = None
+    ) -> Completion:
         """Complete one sequence. An abort (weights are being loaded, or somebody asked) returns the tokens so far
         with finish_reason "abort"; `generate_through_aborts` resubmits them.
-        Raises EngineError: unreachable, contradictory parameters; RequestTooLong: longer than the context."""
+
+        on_token: called on the caller's event loop with the first tokens of what is returned, in order: with all of
+        them, or with fewer where the engine has no stream.
+        Raises EngineError: unreachable (then on_token was told nothing), contradictory parameters; RequestTooLong:
+        longer than the context."""
         ...
 
     async def load_weights(self, ref: WeightRef) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from clew.inference.protocol import Completion, Engine, EngineUnreachable, SamplingParams
+from clew.inference.protocol import Completion, Engine, EngineUnreachable, OnToken, SamplingParams
 from clew.waits import waiting
 
 RETRY_S = 0.25
@@ -17,10 +17,16 @@ RETRY_S = 0.25
 
 
 async def generate_through_aborts(
-    engine: Engine, input_ids: list[int], params: SamplingParams, *, request_id: str = ""
+    engine: Engine,
+    input_ids: list[int],
+    params: SamplingParams,
+    *,
+    request_id: str = "",
+    on_token: OnToken | None = None,
 ) -> Completion:
     """`engine.generate`, resubmitted with the tokens so far after each abort, until it ends by itself.
 
+    on_token: as the engine's, for what is returned as a whole.
     Waits, by name, for a server that is away or not ready. Raises EngineError when the request itself is refused.
     """
     output_ids: list[int] = []
@@ -34,7 +40,17 @@ async def generate_through_aborts(
             min_new_tokens=max(0, params.min_new_tokens - done),
             continues=params.continues + done,
         )
-        part = await _generate_when_reachable(engine, input_ids + output_ids, rest, request_id)
+        told = 0
+
+        def tell(token: int, logprob: float) -> None:
+            nonlocal told
+            told += 1
+            assert on_token is not None
+            on_token(token, logprob)
+
+        part = await _generate_when_reachable(
+            engine, input_ids + output_ids, rest, request_id, None if on_token is None else tell
+        )
         output_ids += part.output_ids
         logprobs += part.logprobs
         versions += part.versions
@@ -43,17 +59,20 @@ async def generate_through_aborts(
             return Completion(
                 output_ids=output_ids, logprobs=logprobs, versions=versions, finish_reason=reason, matched=part.matched
             )
+        if on_token is not None:  # what follows them is told after them
+            for token, logprob in zip(part.output_ids[told:], part.logprobs[told:], strict=True):
+                on_token(token, logprob)
         if not part.output_ids:
             await asyncio.sleep(0.02)  # the engine is about to load: not a wait of its own, but no spinning either
 
 
 async def _generate_when_reachable(
-    engine: Engine, input_ids: list[int], params: SamplingParams, request_id: str
+    engine: Engine, input_ids: list[int], params: SamplingParams, request_id: str, on_token: OnToken | None
 ) -> Completion:
     while True:
         try:
             with waiting(f"completion {request_id}".strip(), unblocks="the inference engine"):
-                return await engine.generate(input_ids, params, request_id=request_id)
+                return await engine.generate(input_ids, params, request_id=request_id, on_token=on_token)
         except EngineUnreachable as error:
             await _until_reachable(engine, error)
 

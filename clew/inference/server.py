@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import ipaddress
 import os
 import secrets
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
-import uvicorn
 import uvloop
 
 from clew.config import SERVERS_VARIABLE, Config
 from clew.errors import EngineError
 from clew.inference.app import ASGI, Application
 from clew.inference.local import LocalEngine, load_engine
+from clew.listening import Listener
 from clew.record.run import RunDirectory, Server
 from clew.waits import Reporter, waiting
 
@@ -82,20 +81,7 @@ async def _serve(
     beside = make_beside(engine, token) if make_beside is not None else None
     application = Application(engine, config.model.path, token, beside.app if beside is not None else None)
     listening = asyncio.Event()
-
-    settings = uvicorn.Config(
-        application,
-        loop="none",
-        http="httptools",
-        lifespan="off",
-        log_level="warning",
-        access_log=False,
-        proxy_headers=False,
-        ws="none",
-        timeout_graceful_shutdown=1,
-        timeout_keep_alive=3600,
-    )
-    server = _Server(settings, listening)
+    server = _Server(application, listening)
     loop = asyncio.get_running_loop()
     keeper = loop.create_task(_keep_listed(run, entry, application, reporter, listening, beside))
     keeper.add_done_callback(lambda _: setattr(server, "should_exit", True))
@@ -159,24 +145,19 @@ async def _load_newest(engine: LocalEngine, run: RunDirectory, reporter: Reporte
                 raise
 
 
-class _Server(uvicorn.Server):
-    """Says when it listens. Signals end it in `_end_on_signal`: uvicorn's own handler would raise them again,
-    past all clean-up."""
+class _Server(Listener):
+    """Says when it listens. Signals end it in `_end_on_signal`."""
 
-    def __init__(self, settings: uvicorn.Config, listening: asyncio.Event) -> None:
-        super().__init__(settings)
+    def __init__(self, application: Application, listening: asyncio.Event) -> None:
+        super().__init__(application)
         self._listening = listening
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._listening.set()
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
-
-async def _end_on_signal(server: uvicorn.Server, engine: LocalEngine) -> None:
+async def _end_on_signal(server: Listener, engine: LocalEngine) -> None:
     """Give everybody their tokens so far, then end."""
     loop, asked = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

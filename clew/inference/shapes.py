@@ -1,7 +1,8 @@
 """SGLang's native HTTP shapes: what a client may ask of `/generate`, and what it gets back.
 
 What Clew adds travels in one field, `clew`, which SGLang ignores: ``continues`` (see SamplingParams), ``exact_stop``
-(stop_token_ids replace the model's end tokens instead of adding to them) and ``text: false`` (leave out the text).
+(stop_token_ids replace the model's end tokens instead of adding to them), ``text: false`` (leave out the text) and
+``deltas`` (an event of a stream has the tokens that are new; otherwise, as with SGLang, all so far).
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ class Call:
     single: bool
     """The answer is one object instead of a list."""
     stream: bool
+    deltas: bool
     return_logprob: bool
     with_text: bool
 
@@ -86,6 +88,7 @@ def parse_call(body: Any, default_stop_ids: tuple[int, ...]) -> Call:
         asks=asks,
         single=not batch and not several,
         stream=bool(body.get("stream")),
+        deltas=bool(clew.get("deltas")),
         return_logprob=bool(body.get("return_logprob")),
         with_text=clew.get("text", True),
     )

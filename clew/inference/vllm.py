@@ -6,11 +6,12 @@ The behaviour logprobs are those of the distribution after temperature only when
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from clew.errors import EngineError
 from clew.inference.client import HTTPEngine
-from clew.inference.protocol import Completion, RequestTooLong, SamplingParams
+from clew.inference.protocol import Completion, OnToken, RequestTooLong, SamplingParams
 from clew.record.weights import WeightRef
 
 
@@ -23,7 +24,9 @@ class VLLMEngine(HTTPEngine):
         self.model = model
         self.context = context
 
-    async def generate(self, input_ids: list[int], params: SamplingParams, *, request_id: str = "") -> Completion:
+    async def generate(
+        self, input_ids: list[int], params: SamplingParams, *, request_id: str = "", on_token: OnToken | None = None
+    ) -> Completion:
         """See the protocol. vLLM itself refuses more tokens than fit, where the protocol ends with length."""
         room = self.context - len(input_ids)
         if room < 1:
@@ -47,20 +50,32 @@ class VLLMEngine(HTTPEngine):
             "return_token_ids": True,
             "logprobs": 0,
         }
-        choice = (await self._post("/v1/completions", body))["choices"][0]
+        if on_token is None:
+            completion = self._new_of(await self._post("/v1/completions", body), 0)
+            assert completion is not None
+        else:
+            completion = await self._streamed("/v1/completions", body, self._new_of, on_token)
+        if completion.finish_reason == "stop" and completion.matched is None and completion.output_ids:
+            return replace(completion, matched=completion.output_ids[-1])  # an end token goes unnamed
+        return completion
+
+    def _new_of(self, answer: dict[str, Any], before: int) -> Completion | None:
+        """Of a response, or an event of a stream, which has the tokens that are new."""
+        if not answer["choices"]:  # an event with the usage
+            return None
+        choice = answer["choices"][0]
         ids = choice.get("token_ids")
         if ids is None:
             raise EngineError(f"{self.address} returned no token_ids: this vLLM is older than return_token_ids.")
-        reason = choice["finish_reason"]
+        reason = choice["finish_reason"] or "abort"
         if reason not in ("stop", "length", "abort"):
             raise EngineError(f"{self.address} ended a completion with finish_reason {reason!r}.")
-        matched: Any = choice.get("stop_reason")
         return Completion(
             output_ids=ids,
-            logprobs=choice["logprobs"]["token_logprobs"],
+            logprobs=choice["logprobs"]["token_logprobs"] if ids else [],
             versions=[0] * len(ids),
             finish_reason=reason,
-            matched=matched if matched is not None else ids[-1] if reason == "stop" and ids else None,
+            matched=choice.get("stop_reason"),
         )
 
     async def version(self) -> int:

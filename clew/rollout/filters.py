@@ -18,6 +18,7 @@ class EqualRewards:
     """Watches `rollout.drop_equal_rewards`, which may reject for ever."""
 
     def __init__(self, batch_groups: int, n_rows: int) -> None:
+        self._batch = batch_groups
         self._warn_at = WARN_BATCHES * batch_groups
         self._stop_at = max(STOP_BATCHES * batch_groups, n_rows)
         self._in_a_row: Counter[float] = Counter()
@@ -33,6 +34,12 @@ class EqualRewards:
             log.warning("%s", self._message(count))
         if count == self._stop_at:
             raise RolloutError(self._message(count))
+
+    @property
+    def rejects_everything(self) -> str | None:
+        """What to know and do when the last groups, a batch of them at least, were all rejected."""
+        count = self._in_a_row.total()
+        return self._message(count) if count >= self._batch else None
 
     def _message(self, count: int) -> str:
         which = ", ".join(f"{number} groups all {reward:g}" for reward, number in self._in_a_row.most_common(3))

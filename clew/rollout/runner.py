@@ -334,6 +334,8 @@ class RolloutRunner:
         """What the loop waits for, and who unblocks it."""
         if self._version is None:
             return "the first weights", "the trainer"
+        if self._running and self._equal.rejects_everything:
+            return "a group that the filter does not reject", "other rewards"
         if self._running:
             return "running groups", "the workflow"
         if self._evaluating:
@@ -344,8 +346,10 @@ class RolloutRunner:
         rollout = self._config.rollout
         free = (rollout.max_lag + 1) * rollout.batch_groups - self._waiting - len(self._running)
         admission = "closed" if free <= 0 else "open"
+        rejecting = self._equal.rejects_everything
         return (
-            f"admission {admission}: {self._waiting} waiting, {len(self._running)} running, "
+            (f"the filter rejects everything: {rejecting} " if rejecting else "")
+            + f"admission {admission}: {self._waiting} waiting, {len(self._running)} running, "
             f"lag limit {rollout.max_lag} at version {self._version}; "
             f"{self._counts['groups_rejected']} rejected so far{self._where_episodes_are()}"
         )

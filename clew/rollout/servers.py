@@ -8,7 +8,7 @@ import time
 
 from clew.config import server_addresses
 from clew.inference.client import HTTPEngine
-from clew.inference.protocol import Completion, EngineUnreachable, SamplingParams
+from clew.inference.protocol import Completion, EngineUnreachable, OnToken, SamplingParams
 from clew.record.run import RunDirectory, Server
 from clew.record.weights import WeightRef
 from clew.waits import waiting
@@ -38,13 +38,16 @@ class ServerPool:
         self._avoided: dict[tuple[str, int], float] = {}
         """Address and pid of servers that could not be reached, and until when they are left alone."""
 
-    async def generate(self, input_ids: list[int], params: SamplingParams, *, request_id: str = "") -> Completion:
+    async def generate(
+        self, input_ids: list[int], params: SamplingParams, *, request_id: str = "", on_token: OnToken | None = None
+    ) -> Completion:
         """See `Engine.generate`; never unreachable: it waits."""
         while True:
             server = await self._ready_server()
             self._load[server.address] = self._load.get(server.address, 0) + 1
             try:
-                return await self._engine(server).generate(input_ids, params, request_id=request_id)
+                engine = self._engine(server)
+                return await engine.generate(input_ids, params, request_id=request_id, on_token=on_token)
             except EngineUnreachable as error:
                 log.warning("request %s goes to another server: %s", request_id, error)
                 self._avoided[server.address, server.pid] = time.monotonic() + AVOID_S

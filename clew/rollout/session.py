@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from clew.config import Config, Sampling
 from clew.errors import ConfigError, EpisodeError
-from clew.inference.protocol import Engine, SamplingParams
+from clew.inference.protocol import Engine, OnToken, SamplingParams
 from clew.inference.resubmit import generate_through_aborts
+from clew.models import context_of
 from clew.rollout.capture import Interaction
 from clew.rollout.rewards import Reward
 
@@ -35,6 +36,8 @@ class Resources:
     prompt_column: str
     reward: Callable[[str, dict[str, Any]], Awaitable[Reward]] | None
     turn_discount: float = 1.0
+    context: int | None = None
+    """Of the model, in tokens, where it is known."""
     individual: bool = False
     """A sequence an interaction, instead of one for those that extend one another."""
 
@@ -82,12 +85,14 @@ class Session:
         *,
         prompt: str | list[dict[str, Any]] | None = None,
         index: int | None = None,
+        on_token: OnToken | None = None,
         **overrides: Any,
     ) -> Interaction:
         """Have the model complete `input_ids`, sampled as the configuration says.
 
         prompt: the text or messages that `input_ids` render, for the record.
         index: from `reserve`, where the request's place in the episode was settled before; None takes the next.
+        on_token: told the first tokens as they come; all that the engine's stream has.
         overrides: fields of SamplingParams, for this request.
         Raises EngineError: the prompt does not fit into the context, or the parameters contradict one another.
         """
@@ -97,14 +102,14 @@ class Session:
         params = self._params(overrides, derive_seed(self.resources.seed, request_id))
         started_at = time.time()
         completion = await generate_through_aborts(
-            self.resources.engine, list(input_ids), params, request_id=request_id
+            self.resources.engine, list(input_ids), params, request_id=request_id, on_token=on_token
         )
         interaction = Interaction.of(
             completion,
             id=request_id,
             index=index,
             input_ids=list(input_ids),
-            text=str(self.tokenizer.decode(completion.output_ids, skip_special_tokens=True)),
+            text=plain_text(self.tokenizer, completion.output_ids),
             params=params,
             prompt=prompt,
             started_at=started_at,
@@ -137,6 +142,11 @@ class Session:
         return replace(self.resources.sampling, **{"seed": seed, **overrides})
 
 
+def plain_text(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    """Tokens as the model wrote them, without special ones."""
+    return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
 def derive_seed(seed: int, name: str) -> int:
     """A seed that follows from the run's and the ID of a thing, in 63 bits; the same on every machine."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big") >> 1
@@ -165,5 +175,6 @@ def resources(
         prompt_column=config.data.prompt,
         reward=reward,
         turn_discount=config.reward.turn_discount,
+        context=context_of(tokenizer.name_or_path),
         individual=config.rollout.sequences == "individual",
     )

@@ -7,7 +7,8 @@ import httpx2
 
 from clew.inference.protocol import SamplingParams
 from clew.rollout.capture import Interaction
-from clew.rollout.gateway.chat import Ask, Dialect, Refusal, Reply, ToolCall
+from clew.rollout.gateway.chat import Ask, Dialect, Refusal, Reply, Stream, ToolCall
+from clew.rollout.gateway.speech import deltas_of
 
 ID = "g000007.e1.i0"
 
@@ -75,16 +76,24 @@ class Served:
         return [answer]
 
     async def _stream(self, ask: Ask):
+        async def deltas():
+            if isinstance(self._answers[0], Reply):
+                for delta in deltas_of(self._answers[0]):
+                    yield delta
+
+        stream = Stream(ids=[ID], created_at=1e9, input_tokens=3, deltas=deltas(), replies=self._reply)
+        place = len(self.events)
         try:
-            async for chunk in self._dialect.events(ask, ID, self._reply()):
+            async for chunk in self._dialect.events(ask, stream):
                 yield self._noted(chunk)
         except Refusal as refusal:
-            yield self._noted(self._dialect.refuse_in_stream(refusal))
+            yield self._noted(self._dialect.refuse_in_stream(refusal, len(self.events) - place))
             yield self._dialect.KEEP_ALIVE
 
     def _noted(self, chunk: bytes) -> bytes:
-        name, data = chunk.decode().removesuffix("\n\n").split("\n")
-        self.events.append((name.removeprefix("event: "), json.loads(data.removeprefix("data: "))))
+        for event in chunk.decode().removesuffix("\n\n").split("\n\n"):
+            name, data = event.split("\n")
+            self.events.append((name.removeprefix("event: "), json.loads(data.removeprefix("data: "))))
         return chunk
 
     def names(self) -> list[str]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from clew.inference.protocol import Completion, SamplingParams
+from clew.inference.protocol import Completion, OnToken, SamplingParams
 from clew.record.weights import WeightRef
 from clew.rollout.session import Resources, Session
 from tests.gateway.chatml import odd_ids
@@ -22,11 +22,15 @@ class Spoken:
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, script: Script, delay_s: float = 0.0) -> None:
         self.tokenizer, self.script, self.delay_s = tokenizer, script, delay_s
+        self.speaks: Callable[[int], Awaitable[None]] | None = None
+        """Called before the n-th token is told; None: no stream."""
         self.requests: list[list[int]] = []
         self.params: list[SamplingParams] = []
         self.failure: Exception | None = None
 
-    async def generate(self, input_ids: list[int], params: SamplingParams, *, request_id: str = "") -> Completion:
+    async def generate(
+        self, input_ids: list[int], params: SamplingParams, *, request_id: str = "", on_token: OnToken | None = None
+    ) -> Completion:
         self.requests.append(list(input_ids))
         self.params.append(params)
         await asyncio.sleep(self.delay_s)
@@ -40,6 +44,10 @@ class Spoken:
         ids = odd_ids(self.tokenizer, text)
         if len(ids) > params.max_new_tokens:
             ids, matched = ids[: params.max_new_tokens], None
+        for number, token in enumerate(ids if self.speaks and on_token else ()):
+            assert self.speaks and on_token
+            await self.speaks(number)
+            on_token(token, -0.25)
         ended = bool(ids) and ids[-1] == self.tokenizer.eos_token_id
         return Completion(
             output_ids=ids,

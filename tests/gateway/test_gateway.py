@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import anthropic
 import openai
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -456,3 +457,56 @@ def test_many_sessions_at_once_lose_nothing(running: Running) -> None:
     assert asyncio.run(all_of_them()) == [7] * 256
     for _, session in keys:
         assert len(assemble(session.session.interactions)) == 1 and len(session.session.interactions) == 3
+
+
+def test_an_effort_reaches_the_template_that_knows_it_and_else_a_warning_says_so(running: Running) -> None:
+    tokenizer = running.engine.tokenizer
+    knows = "{% generation %}{% endgeneration %}effort: {{ reasoning_effort }} " + str(tokenizer.chat_template)
+
+    async def ask() -> None:
+        async with running.client() as client:
+            for template in (tokenizer.chat_template, "{# reasoning_effort #}" + str(tokenizer.chat_template), knows):
+                tokenizer.chat_template = template
+                session = session_on(running.engine, "g000001.e0")
+                key, _ = running.gateway.open(session)
+                await client.with_options(api_key=key).chat.completions.create(
+                    model="x", messages=[USER], reasoning_effort="low"
+                )
+                warned.append("reasoning effort 'low'" in str(session.warnings))
+
+    warned: list[bool] = []
+    asyncio.run(ask())
+    assert warned == [True, True, False]
+    prompts = [tokenizer.decode(ids) for ids in running.engine.requests]
+    assert ["effort: low" in prompt for prompt in prompts] == [False, False, True]
+
+
+def test_a_strict_tool_is_served_with_a_warning(running: Running) -> None:
+    strict: Any = {"type": "function", "function": {**ADD["function"], "strict": True}}
+
+    async def ask() -> None:
+        async with running.client() as client:
+            await client.chat.completions.create(model="x", messages=[USER], tools=[ADD])
+            assert running.session.warnings == []
+            await client.chat.completions.create(model="x", messages=[USER], tools=[strict])
+
+    asyncio.run(ask())
+    [warning] = running.session.warnings
+    assert warning.startswith("the client sets strict for add: the engine cannot hold arguments to a schema")
+
+
+def test_a_model_by_its_name(running: Running) -> None:
+    async def ask() -> None:
+        async with running.client() as client:
+            assert (await client.models.retrieve("Qwen/Qwen3-0.6B")).id == "Qwen/Qwen3-0.6B"
+        url = running.gateway.base_url.removesuffix("/v1")
+        async with anthropic.AsyncAnthropic(base_url=url, api_key=running.key) as other:
+            assert (await other.models.retrieve("claude")).type == "model"
+        running.gateway.sessions.models = ["mine", "folder/mine"]  # pyright: ignore[reportAttributeAccessIssue]
+        async with running.client(max_retries=0) as client:
+            assert (await client.models.retrieve("folder/mine")).owned_by == "clew"
+            with pytest.raises(openai.NotFoundError, match="no model 'gpt-5' here; served: mine, folder/mine") as error:
+                await client.models.retrieve("gpt-5")
+            assert error.value.code == "model_not_found"
+
+    asyncio.run(ask())

@@ -261,6 +261,6 @@ def test_errors_arrive_as_the_clients_own(status, error):
 
 
 def test_an_error_in_a_stream_is_an_event_of_it():
-    name, data = openai_responses.refuse_in_stream(Refusal(503, "the engine is away")).decode().split("\n")[:2]
+    name, data = openai_responses.refuse_in_stream(Refusal(503, "the engine is away"), 7).decode().split("\n")[:2]
     event = STREAM_EVENT.validate_json(data.removeprefix("data: "), strict=True)
-    assert (name, event.type, event.sequence_number) == ("event: error", "error", 2)
+    assert (name, event.type, event.sequence_number) == ("event: error", "error", 7)

@@ -35,7 +35,8 @@ class Talk:
 
     async def ask(self, messages: list[Message], **body: Any) -> Reply:
         ask = openai_chat.parse({"model": "any", "messages": messages, **body})
-        return (await self.session.submit(ask, repr((messages, body)).encode(), retry=False).replies)[0]
+        request = await self.session.submit(ask, repr((messages, body)).encode(), retry=False)
+        return (await request.replies)[0]
 
     def sequences(self) -> list[list[str]]:
         """IDs of the interactions of each sequence."""

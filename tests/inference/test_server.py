@@ -134,6 +134,16 @@ def test_equals_the_engine_in_this_process(server: ServerProcess, folder: Path) 
         assert (one.finish_reason, one.matched) == (other.finish_reason, other.matched)
 
 
+def test_a_stream_tells_the_same_tokens(server: ServerProcess) -> None:
+    told: list[tuple[int, float]] = []
+    params = SamplingParams(max_new_tokens=20, seed=4, stop_token_ids=())
+    plain = with_engine(server, lambda engine: engine.generate(PROMPT, params))
+    streamed = with_engine(
+        server, lambda engine: engine.generate(PROMPT, params, on_token=lambda *token: told.append(token))
+    )
+    assert streamed == plain and told == list(zip(plain.output_ids, plain.logprobs, strict=True))
+
+
 def test_speaks_sglangs_shapes(server: ServerProcess) -> None:
     sampling = {"max_new_tokens": 5, "ignore_eos": True, "sampling_seed": 3, "temperature": 1, "top_k": -1}
     status, one = post(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from clew.config import Config
-from clew.inference.protocol import Completion, SamplingParams
+from clew.inference.protocol import Completion, OnToken, SamplingParams
 from clew.record.run import RunDirectory
 from clew.record.weights import WeightRef
 from clew.rollout.runner import RolloutRunner
@@ -26,7 +26,9 @@ class Scripted:
         self.turns, self.delay_s, self.abort_every = turns, delay_s, abort_every
         self.requests: list[tuple[str, list[int], SamplingParams]] = []
 
-    async def generate(self, input_ids: list[int], params: SamplingParams, *, request_id: str = "") -> Completion:
+    async def generate(
+        self, input_ids: list[int], params: SamplingParams, *, request_id: str = "", on_token: OnToken | None = None
+    ) -> Completion:
         self.requests.append((request_id, list(input_ids), params))
         number = len(self.requests)
         for _ in range(self.turns):

@@ -386,6 +386,28 @@ def test_a_filter_that_rejects_everything_stops_the_run(tmp_path):
         drive(tmp_path, config, Scripted(), [0])
 
 
+def test_a_filter_that_rejects_everything_is_what_the_wait_says(tmp_path):
+    rollout = {"drop_equal_rewards": True, "batch_groups": 2, "reward": f"{CODE}.patient"}
+    config = config_for(tmp_path, rollout=rollout, **LOCAL)
+    run, engine, seen = RunDirectory(config.run_path), Scripted(turns=5), []
+
+    async def scenario():
+        runner = runner_for(tmp_path, config, engine)
+        publish(run, engine, 0)
+        work = asyncio.ensure_future(runner.run())
+        while not work.done():
+            await asyncio.sleep(0)
+            seen.extend((wait.what, wait.numbers_now()) for wait in current_waits() if "group" in wait.what)
+        await runner.close()
+        return work.exception()
+
+    assert isinstance(asyncio.run(scenario()), RolloutError)
+    first = next(number for number, (what, _) in enumerate(seen) if what == "a group that the filter does not reject")
+    assert first > 0 and "the filter rejects everything" not in seen[0][1]
+    assert "the filter rejects everything: rollout.drop_equal_rewards rejected the last " in seen[-1][1]
+    assert "groups all 1)" in seen[-1][1] and "A higher sampling.temperature, more rollout.n_samples" in seen[-1][1]
+
+
 # Evaluation ----------------------------------------------------------------------------------------------------------
 
 
@@ -443,9 +465,9 @@ def test_a_failed_episode_does_not_end_an_evaluation(tmp_path):
 
 def test_an_evaluation_by_two_versions_is_an_error(tmp_path):
     class Moves(Scripted):
-        async def generate(self, input_ids, params, *, request_id=""):
+        async def generate(self, input_ids, params, **known):
             self.now = 1
-            return await super().generate(input_ids, params, request_id=request_id)
+            return await super().generate(input_ids, params, **known)
 
     config = config_for(tmp_path, eval={"path": "eval.jsonl"})
     with pytest.raises(RolloutError, match="the evaluation of version 0 has tokens by version 1"):
@@ -455,10 +477,10 @@ def test_an_evaluation_by_two_versions_is_an_error(tmp_path):
 @pytest.mark.parametrize("discount", [1.0, 0.5])
 def test_a_retry_that_does_not_fit_is_not_made_and_the_episode_is_kept(tmp_path, discount):
     class Short(Scripted):
-        async def generate(self, input_ids, params, *, request_id=""):
+        async def generate(self, input_ids, params, **known):
             if len(input_ids) > 30:
                 raise RequestTooLong("the prompt has more than 30 tokens")
-            return await super().generate(input_ids, params, request_id=request_id)
+            return await super().generate(input_ids, params, **known)
 
     retries = {"max_turns": 9, "discount": discount}
     config = config_for(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
+import signal
 import tempfile
 import threading
 import time
@@ -218,3 +220,38 @@ class Markup:
 
     async def run(self, data: dict, **_: Any) -> float:
         raise ValueError("<script>[bold]alert(1)</script>")
+
+
+class HoldsLock(Agent):
+    """A lock of threads, held across an await: the second episode that wants it stops the loop for good."""
+
+    lock = threading.Lock()
+
+    async def run(self, data: dict, **given: Any) -> float:
+        with self.lock:
+            return await super().run(data, **given)
+
+
+class ChangesFolder(Agent):
+    async def run(self, data: dict, **given: Any) -> float:
+        os.chdir(tempfile.gettempdir())
+        return await super().run(data, **given)
+
+
+class SetsVariable(Agent):
+    async def run(self, data: dict, **given: Any) -> float:
+        os.environ["AGENT_QUESTION"] = str(random.random())
+        return await super().run({**data, "prompt": data["prompt"]}, **given)
+
+
+class SetsVariableOnce(Agent):
+    async def run(self, data: dict, **given: Any) -> float:
+        os.environ["AGENT_HOME"] = "/somewhere"
+        return await super().run(data, **given)
+
+
+class HandlesSignals(Agent):
+    async def run(self, data: dict, **given: Any) -> float:
+        signal.signal(signal.SIGUSR1, lambda number, frame: None)
+        os.umask(0o077)
+        return await super().run(data, **given)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import gc
 import io
 import json
+import os
+import signal
 import warnings
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,10 +26,12 @@ LATENCY_S = 0.03
 ROWS = [{"prompt": f"What is {word} and {word}?"} for word in ("one", "two", "three", "four", "five", "six")]
 
 
-def stressed(cls: type) -> Report:
+def stressed(cls: type, stuck_s: float = 30.0) -> Report:
     tokenizer = byte_tokenizer()
     engine = StandIn(tokenizer, latency_s=LATENCY_S)
-    report = on_gateway.stressed(cls(), ROWS, engine=engine, tokenizer=tokenizer, batch=8, group=2, dp=2, timeout_s=20)
+    report = on_gateway.stressed(
+        cls(), ROWS, engine=engine, tokenizer=tokenizer, batch=8, group=2, dp=2, timeout_s=20, stuck_s=stuck_s
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)  # of the clients that some of the agents keep
         gc.collect()
@@ -46,6 +51,9 @@ FAULTS = {
     agents_faulty.SharedHistory: ("shared", "agents_faulty.HISTORY"),
     agents_faulty.OneClient: ("shared", "OneClient.run"),
     agents_faulty.PlainState: ("shared", "agent.task"),
+    agents_faulty.ChangesFolder: ("shared", "ChangesFolder.run"),
+    agents_faulty.SetsVariable: ("shared", "SetsVariable.run"),
+    agents_faulty.HandlesSignals: ("shared", "HandlesSignals.run"),
     agents_faulty.LeaksTasks: ("growth", "LeaksTasks.poll"),
     agents_faulty.LeaksThreads: ("growth", "Thread-"),
     agents_faulty.LeaksFiles: ("growth", "(deleted)"),
@@ -77,6 +85,7 @@ QUICK = (
     agents_faulty.Sleeps,
     agents_faulty.GlobalLock,
     agents_faulty.SharedHistory,
+    agents_faulty.HandlesSignals,
     agents_faulty.LeaksTasks,
     agents_faulty.Random,
     agents_faulty.FailsInCompany,
@@ -127,3 +136,35 @@ def test_the_report_in_its_three_forms() -> None:
     shown = console.export_text()
     assert "not fit for training" in shown
     assert "episodes failed: ValueError: <script>[bold]" in shown
+
+
+def test_a_loop_that_stands_still_for_good_is_interrupted_and_explained() -> None:
+    before = signal.getsignal(signal.SIGUSR2)
+    report = stressed(agents_faulty.HoldsLock, stuck_s=1.0)
+    [verdict] = report.verdicts
+    assert verdict.kind == "blocks" and not report.fit
+    assert verdict.where.endswith("HoldsLock.run")
+    assert verdict.evidence[0].startswith("it stands at ") and "HoldsLock.run" in verdict.evidence[0]
+    assert any("1 episodes wait at" in line and "Agent.ask" in line for line in verdict.evidence)
+    assert report.notes == ["all after the wave 'narrow', in which the event loop stood still"]
+    assert [(each.error, each.count) for each in report.failures] == [
+        ("it was stopped: the event loop had stood still", 2)
+    ]
+    assert not agents_faulty.HoldsLock.lock.locked() and signal.getsignal(signal.SIGUSR2) is before
+    assert "data:image/png;base64," in page(report)
+    console = Console(record=True, width=160, file=io.StringIO())
+    console.print(rendered(report))
+    assert "not fit for training" in console.export_text()
+
+
+def test_what_an_episode_does_to_the_process_is_found_and_undone() -> None:
+    before = Path.cwd(), dict(os.environ), signal.getsignal(signal.SIGUSR1)
+    report = stressed(agents_faulty.HandlesSignals)
+    found = {verdict.what.partition(" is changed")[0]: verdict for verdict in report.verdicts}
+    assert {"the handler of SIGUSR1", "the umask"} <= set(found)
+    assert all("agents_faulty.py" in found[name].where for name in found)
+    once = stressed(agents_faulty.SetsVariableOnce)
+    assert once.fit
+    [perhaps] = once.verdicts
+    assert perhaps.what.startswith("os.environ['AGENT_HOME'] is changed") and "perhaps once for all" in perhaps.what
+    assert before == (Path.cwd(), dict(os.environ), signal.getsignal(signal.SIGUSR1))

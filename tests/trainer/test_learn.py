@@ -74,6 +74,18 @@ def test_two_runs_are_equal_bit_for_bit(folder: Path, first: RunDirectory) -> No
         assert first.steps.stage_path(step, 0).read_bytes() == second.steps.stage_path(step, 0).read_bytes()
 
 
+def test_two_runs_of_an_agent_are_equal_bit_for_bit(folder: Path) -> None:
+    """Its requests come over sockets, each time in another order."""
+    agent = {"rollout.agent": "tests.trainer.agents.AtItsOwnPace", "rollout.reward": "null", "training.steps": 3}
+    one, other = (learn(configure(folder, f"agent-{number}", **agent)) for number in range(2))
+    assert one.steps.index_path.read_bytes() == other.steps.index_path.read_bytes()
+    started = [
+        [each["started_at"] for row in run.steps.read_data(0) for each in row.interactions] for run in (one, other)
+    ]
+    orders = [sorted(range(len(times)), key=times.__getitem__) for times in started]
+    assert orders[0] != orders[1] and len(orders[0]) == 18
+
+
 def test_another_seed_gives_another_run(folder: Path, first: RunDirectory) -> None:
     other = learn(configure(folder, "other-seed", seed=2, **{"training.steps": 1}))
     assert other.steps.index()[0] != first.steps.index()[0]

@@ -63,11 +63,11 @@ class Code:
             return None
         number = next((i for i, line in enumerate(lines) if self.is_user(line[0].co_filename)), None)
         if number is None:
-            return Place(_told(lines[0]), user=False)
+            return Place(told(lines[0]), user=False)
         called = lines[:number]
         library = next((line for line in called if "site-packages" in line[0].co_filename), None)
         within = library or (called[0] if called else None)
-        return Place(_told(lines[number]), _told(within) if within else "")
+        return Place(told(lines[number]), told(within) if within else "")
 
 
 def is_clew(file: str) -> bool:
@@ -82,10 +82,11 @@ def is_loop(file: str) -> bool:
 
 def stack_of_thread(thread_id: int) -> list[Line]:
     """What a thread does now, innermost first, down to its event loop or its beginning."""
-    return list(_lines(sys._current_frames().get(thread_id)))
+    return list(lines_of(sys._current_frames().get(thread_id)))
 
 
-def _lines(frame: FrameType | None) -> Iterator[Line]:
+def lines_of(frame: FrameType | None) -> Iterator[Line]:
+    """The stack above a frame, innermost first, down to its event loop or its beginning."""
     while frame is not None:
         code = frame.f_code
         if is_loop(code.co_filename) and code.co_name in _RUNS:
@@ -137,6 +138,7 @@ def shown_path(name: str) -> str:
     return str(Path(*parts[parts.index("site-packages") + 1 :])) if "site-packages" in parts else str(file)
 
 
-def _told(line: Line) -> str:
+def told(line: Line) -> str:
+    """file:line function"""
     code, number = line
     return f"{shown_path(code.co_filename)}:{number} {code.co_qualname}"

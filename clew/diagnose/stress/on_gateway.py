@@ -11,6 +11,7 @@ from clew.diagnose.agent_run import MAX_NEW_TOKENS
 from clew.diagnose.stress.report import Report
 from clew.diagnose.stress.requests import Noted, Requests
 from clew.diagnose.stress.run import stress
+from clew.diagnose.stress.stuck import STUCK_S
 from clew.inference.protocol import Engine, SamplingParams
 from clew.rollout.agents import SharedClient
 from clew.rollout.gateway.sessions import Limits
@@ -31,6 +32,7 @@ def stressed(
     group: int,
     dp: int = 1,
     timeout_s: float | None = None,
+    stuck_s: float = STUCK_S,
     say: Callable[[str], None] = lambda _: None,
 ) -> Report:
     """See `clew.diagnose.stress.run.stress`. The agent's code runs on this thread's event loop."""
@@ -65,6 +67,7 @@ def stressed(
                 group=group,
                 dp=dp,
                 timeout_s=timeout_s,
+                stuck_s=stuck_s,
                 sessions=gateway.sessions.count,
                 say=say,
             )

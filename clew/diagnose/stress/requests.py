@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from clew.inference.protocol import Completion, Engine, SamplingParams
+from clew.inference.protocol import Completion, Engine, OnToken, SamplingParams
 from clew.record.weights import WeightRef
 
 if TYPE_CHECKING:
@@ -49,9 +49,11 @@ class Noted:
         self._tokenizer = tokenizer
         self._requests = requests
 
-    async def generate(self, input_ids: list[int], params: SamplingParams, *, request_id: str = "") -> Completion:
+    async def generate(
+        self, input_ids: list[int], params: SamplingParams, *, request_id: str = "", on_token: OnToken | None = None
+    ) -> Completion:
         came = time.monotonic()
-        completion = await self._engine.generate(input_ids, params, request_id=request_id)
+        completion = await self._engine.generate(input_ids, params, request_id=request_id, on_token=on_token)
         done = time.monotonic()
         self._requests.note(
             Request(

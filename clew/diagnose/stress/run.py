@@ -24,12 +24,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clew.diagnose.stress import growth, repeat, serial, shared, watch
+from clew.diagnose.stress import growth, process, repeat, serial, shared, watch
 from clew.diagnose.stress.frames import Code
 from clew.diagnose.stress.report import Report, WaveReport, failures, wave_report
 from clew.diagnose.stress.requests import Request, Requests
 from clew.diagnose.stress.serial import Crowd, Waits
 from clew.diagnose.stress.steps import Episode, OpenEpisode, Stepped, run_episode, task_factory
+from clew.diagnose.stress.stuck import STUCK_S, StuckWatch
 from clew.diagnose.stress.verdict import Verdict
 from clew.diagnose.stress.watch import LoopWatch, Watched
 
@@ -41,6 +42,9 @@ WATCHED = 8
 
 TRACED = 4
 """... and in those whose memory is traced, which slows them down several times."""
+
+CANCEL_S = 10.0
+"""How long episodes that are stopped may take to end."""
 
 FAILED_SHARE = 0.1
 """More failed episodes than this speak against the agent."""
@@ -88,7 +92,7 @@ class Wave:
             if episode.error is None
         }
 
-    def report(self, alone_s: float) -> WaveReport:
+    def report(self, alone_s: float | None) -> WaveReport:
         return wave_report(self.name, self.width, self.episodes, self.requests, self.seconds, self.cpu_s, alone_s)
 
 
@@ -102,6 +106,7 @@ async def stress(
     group: int,
     dp: int = 1,
     timeout_s: float | None = None,
+    stuck_s: float = STUCK_S,
     sessions: Callable[[], int] | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Report:
@@ -109,8 +114,8 @@ async def stress(
 
     open_episode: opens a session of the gateway for an episode's ID; the same ID comes again in later waves, and is to
     get the same seeds. requests: where the gateway's engine notes its requests (`Noted`). timeout_s: of an episode.
-    sessions: how many the gateway holds open. say: told what runs now. To be called in the process's main event loop;
-    the gateway's must be another thread's.
+    stuck_s: how long the loop may stand still. sessions: how many the gateway holds open. say: told what runs now. To
+    be called in the process's main event loop; the gateway's must be another thread's.
     """
     prompts = -(-batch // dp)
     jobs = [(f"g{number:06d}.e{copy}", rows[number % len(rows)]) for copy in range(group) for number in range(prompts)]
@@ -122,43 +127,71 @@ async def stress(
     factory = loop.get_task_factory()
     sampler = growth.Sampler(code, sessions)
     samples: list[growth.Sample] = []
+    running: set[Episode] = set()
+    waves: list[Wave] = []
+    changes: list[shared.Change] = []
+
+    def report(verdicts: Sequence[Verdict], notes: list[str], alone_s: float | None = None) -> Report:
+        return Report(
+            agent=f"{type(agent).__module__}.{type(agent).__qualname__}",
+            batch=batch,
+            group=group,
+            dp=dp,
+            width=width,
+            waves=[wave.report(alone_s) for wave in waves[1:5] or waves],
+            failures=failures(episode for wave in waves for episode in wave.episodes),
+            growth=samples,
+            verdicts=sorted(verdicts, key=lambda verdict: not verdict.certain),
+            notes=notes,
+        )
+
+    stuck, process_state = StuckWatch(code, running, stuck_s), process.ProcessState(code)
     try:
-        async with LoopWatch(code) as loop_watch:
-            stage = _Stage(agent, code, open_episode, requests, timeout_s, loop_watch, say)
-            warm = await stage.wave("warm", jobs[:1], 1)
-            alone = await stage.wave("alone", jobs[:ALONE], 1)
-            waves = [warm, alone]
-            for name, at_once in (("narrow", max(1, width // 4)), ("crowd", width), ("again", width)):
-                waves.append(await stage.wave(name, jobs[:at_once], at_once))
+        async with stuck, process_state:
+            async with LoopWatch(code) as loop_watch:
+                stage = _Stage(agent, code, open_episode, requests, timeout_s, loop_watch, stuck, running, say)
+                waves.append(await stage.wave("warm", jobs[:1], 1, process_state.stepped))
+                waves.append(await stage.wave("alone", jobs[:ALONE], 1))
+                for name, at_once in (("narrow", max(1, width // 4)), ("crowd", width), ("again", width)):
+                    waves.append(await stage.wave(name, jobs[:at_once], at_once))
+                    samples.append(await sampler.sample(stage.episodes))
+                process_state.look()
+                state = shared.State(agent, code)
+
+                def stepped(episode: Episode) -> None:
+                    state.stepped(episode)
+                    process_state.stepped(episode)
+
+                waves.append(await stage.wave("watched", jobs[:WATCHED], WATCHED, stepped))
+                changes = state.changes
+            tracemalloc.start(growth.DEPTH)
+            for _ in range(3):
+                waves.append(await stage.wave("traced", jobs[:TRACED], TRACED))
                 samples.append(await sampler.sample(stage.episodes))
-            state = shared.State(agent, code)
-            waves.append(await stage.wave("watched", jobs[:WATCHED], WATCHED, state.stepped))
-        tracemalloc.start(growth.DEPTH)
-        for _ in range(3):
-            waves.append(await stage.wave("traced", jobs[:TRACED], TRACED))
-            samples.append(await sampler.sample(stage.episodes))
+    except StoodStill as end:
+        waves.append(end.wave)
+        assert stuck.verdict is not None
+        return report([stuck.verdict], [f"all after the wave {end.wave.name!r}, in which the event loop stood still"])
     finally:
         tracemalloc.stop()
         loop.set_task_factory(factory)
         gc.unfreeze()
         for task in sampler.left_tasks():
             task.cancel()
-    _, _, narrow, crowd, again, *_ = waves
+    warm, alone, narrow, crowd, again, *_ = waves
     verdicts, notes = _judge(warm, alone, narrow, crowd, again)
     matters = any(verdict.kind in ("shared", "differs") for verdict in verdicts)
-    verdicts += shared.verdicts(state.changes, matters=matters) + growth.verdicts(samples)
-    return Report(
-        agent=f"{type(agent).__module__}.{type(agent).__qualname__}",
-        batch=batch,
-        group=group,
-        dp=dp,
-        width=width,
-        waves=[wave.report(alone.mean_s) for wave in waves[1:5]],
-        failures=failures(episode for wave in waves for episode in wave.episodes),
-        growth=samples,
-        verdicts=sorted(verdicts, key=lambda verdict: not verdict.certain),
-        notes=notes,
-    )
+    verdicts += shared.verdicts(changes, matters=matters) + growth.verdicts(samples)
+    verdicts += process.verdicts(process_state.changes)
+    return report(verdicts, notes, alone.mean_s)
+
+
+class StoodStill(Exception):
+    """A wave came to no end by itself."""
+
+    def __init__(self, wave: Wave) -> None:
+        super().__init__(wave.name)
+        self.wave = wave
 
 
 class _Stage:
@@ -172,6 +205,8 @@ class _Stage:
         requests: Requests,
         timeout_s: float | None,
         loop_watch: LoopWatch,
+        stuck: StuckWatch,
+        running: set[Episode],
         say: Callable[[str], None],
     ) -> None:
         self.episodes = 0
@@ -181,12 +216,13 @@ class _Stage:
         self._timeout_s = timeout_s
         self._loop_watch = loop_watch
         self._say = say
-        self._running: set[Episode] = set()
+        self._stuck = stuck
+        self._running = running
 
     async def wave(
         self, name: str, jobs: Sequence[tuple[str, dict[str, Any]]], at_once: int, stepped: Stepped | None = None
     ) -> Wave:
-        """Run the episodes, at most so many at once; ends when the last has ended."""
+        """Run the episodes, at most so many at once; ends when the last has ended. Raises StoodStill."""
         self._say(f"{name}: {len(jobs)} episodes, {min(at_once, len(jobs))} at once")
         asyncio.get_running_loop().set_task_factory(task_factory(stepped))
         episodes = [Episode(id=id, data=data) for id, data in jobs]
@@ -195,7 +231,7 @@ class _Stage:
         self._loop_watch.take()
         began, computed, denied = time.monotonic(), time.process_time(), _denied_s()
         async with Waits(self._running, self._code) as waits:
-            await asyncio.gather(*(self._run(episode, room, stepped) for episode in episodes))
+            await self._until_ended([asyncio.ensure_future(self._run(each, room, stepped)) for each in episodes])
         seconds, cpu_s = time.monotonic() - began, time.process_time() - computed
         self.episodes += len(episodes)
         requests = self._requests.take()
@@ -203,7 +239,7 @@ class _Stage:
         for episode in episodes:
             if episode.error is None and episode.id not in asked:
                 episode.error = "it made no request to the model with the API key that it was given"
-        return Wave(
+        wave = Wave(
             name=name,
             width=at_once,
             episodes=episodes,
@@ -214,6 +250,26 @@ class _Stage:
             waits=waits.seconds,
             watched=self._loop_watch.take(),
         )
+        if self._stuck.verdict is None:
+            return wave
+        wave.episodes = [episode for episode in episodes if episode.started]
+        raise StoodStill(wave)
+
+    async def _until_ended(self, tasks: Sequence[asyncio.Task[None]]) -> None:
+        """Or until the event loop stood still; what runs then is cancelled."""
+        still = asyncio.ensure_future(self._stuck.happened.wait())
+        left: set[asyncio.Task[Any]] = set(tasks)
+        while left and not still.done():
+            _, waiting = await asyncio.wait({*left, still}, return_when=asyncio.FIRST_COMPLETED)
+            left = waiting - {still}
+        still.cancel()
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left, timeout=CANCEL_S)
+        for task in tasks:
+            if task.done() and not task.cancelled():
+                task.result()
 
     async def _run(self, episode: Episode, room: asyncio.Semaphore, stepped: Stepped | None) -> None:
         async with room:
@@ -227,6 +283,9 @@ class _Stage:
                     stepped=stepped,
                     code=self._code,
                 )
+            except asyncio.CancelledError:
+                episode.error = "it was stopped: the event loop had stood still"
+                raise
             finally:
                 self._running.discard(episode)
 

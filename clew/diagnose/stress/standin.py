@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-from clew.inference.protocol import Completion, SamplingParams
+from clew.inference.protocol import Completion, OnToken, SamplingParams
 from clew.record.weights import WeightRef
 
 if TYPE_CHECKING:
@@ -74,15 +74,24 @@ class StandIn:
         self._asked: dict[str, Counter[str]] = {}
         self._printable: dict[int, bool] = {}
 
-    async def generate(self, input_ids: list[int], params: SamplingParams, *, request_id: str = "") -> Completion:
+    async def generate(
+        self, input_ids: list[int], params: SamplingParams, *, request_id: str = "", on_token: OnToken | None = None
+    ) -> Completion:
         output = self._answer(input_ids, *request_id.rsplit(".i", 1))
         cut = len(output) > params.max_new_tokens
         output = output[: params.max_new_tokens]
+        logprobs = [-1.0] * len(output)
         async with self._room:
-            await asyncio.sleep(self._latency_s + self._token_s * len(output))
+            if on_token is None:
+                await asyncio.sleep(self._latency_s + self._token_s * len(output))
+            else:
+                await asyncio.sleep(self._latency_s)
+                for token, logprob in zip(output, logprobs, strict=True):
+                    await asyncio.sleep(self._token_s)
+                    on_token(token, logprob)
         return Completion(
             output_ids=output,
-            logprobs=[-1.0] * len(output),
+            logprobs=logprobs,
             versions=[0] * len(output),
             finish_reason="length" if cut else "stop",
             matched=None if cut else output[-1],

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from clew.rollout.gateway.chat import Ask, Message, Refusal, Reply, encoded, is_utf8, pieces
+from clew.rollout.gateway.chat import Ask, Message, Refusal, Reply, Stream, encoded, is_utf8, pieces
 from clew.rollout.gateway.strict import LARGEST, Strict, read
 
 KEEP_ALIVE: bytes = b'event: ping\ndata: {"type":"ping"}\n\n'
@@ -245,23 +245,41 @@ def _of_assistant(message: _Assistant) -> Message:
 def respond(ask: Ask, replies: Sequence[Reply]) -> dict[str, Any]:
     """See the protocol."""
     [reply] = replies
-    stopped = reply.finish_reason == "stop" and reply.stop_string is not None
     return {
-        "id": reply.id,
+        **_begun(ask, reply.id, reply.input_tokens),
+        "content": _blocks(reply),
+        **_ending(reply),
+        "usage": _usage(reply.input_tokens, reply.output_tokens),
+    }
+
+
+def _begun(ask: Ask, id: str, input_tokens: int) -> dict[str, Any]:
+    """A message without words."""
+    return {
+        "id": id,
         "type": "message",
         "role": "assistant",
         "model": ask.model,
-        "content": _blocks(reply),
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "stop_details": None,
+        "usage": _usage(input_tokens, 0),
+    }
+
+
+def _ending(reply: Reply) -> dict[str, Any]:
+    stopped = reply.finish_reason == "stop" and reply.stop_string is not None
+    return {
         "stop_reason": "stop_sequence" if stopped else STOP_REASONS[reply.finish_reason],
         "stop_sequence": reply.stop_string if stopped else None,
         "stop_details": None,
-        "usage": {
-            "input_tokens": reply.input_tokens,
-            "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": 0,
-            "output_tokens": reply.output_tokens,
-        },
     }
+
+
+def _usage(input_tokens: int, output_tokens: int) -> dict[str, Any]:
+    cached = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
+    return {"input_tokens": input_tokens, **cached, "output_tokens": output_tokens}
 
 
 def _blocks(reply: Reply) -> list[dict[str, Any]]:
@@ -275,45 +293,67 @@ def _blocks(reply: Reply) -> list[dict[str, Any]]:
     return blocks
 
 
-async def events(ask: Ask, id: str, replies: Awaitable[Sequence[Reply]]) -> AsyncIterator[bytes]:
-    """See the protocol. Nothing before the replies: the first event says how many tokens the request had."""
-    message = respond(ask, await replies)
-    usage, content = message["usage"], message["content"]
-    ending = {name: message[name] for name in ("stop_reason", "stop_sequence", "stop_details")}
-    begun = {**message, **dict.fromkeys(ending), "content": [], "usage": {**usage, "output_tokens": 0}}
-    yield _event({"type": "message_start", "message": begun})
-    for index, block in enumerate(content):
-        start, deltas = _in_parts(block)
-        yield _event({"type": "content_block_start", "index": index, "content_block": start})
-        if index == 0:
-            yield KEEP_ALIVE  # the provider sends one here, too
-        for delta in deltas:
-            yield _event({"type": "content_block_delta", "index": index, "delta": delta})
-        yield _event({"type": "content_block_stop", "index": index})
-    yield _event({"type": "message_delta", "delta": ending, "usage": usage})
+EMPTY: dict[str, dict[str, Any]] = {
+    "thinking": {"type": "thinking", "thinking": "", "signature": ""},
+    "text": {"type": "text", "text": ""},
+}
+"""Blocks as they begin."""
+
+
+async def events(ask: Ask, stream: Stream) -> AsyncIterator[bytes]:
+    """See the protocol: a block for the thinking, one for the text, and one for each call of a tool."""
+    [id] = stream.ids
+    start = _event({"type": "message_start", "message": _begun(ask, id, stream.input_tokens)})
+    started, index, open = False, -1, ""
+    async for part in stream.deltas:
+        if not started:
+            started = True
+            yield start
+        kind, words = ("thinking", part.reasoning) if part.reasoning else ("text", part.content)
+        if kind != open:
+            for event in _closing(index, open, id):
+                yield event
+            index, open = index + 1, kind
+            yield _opening(index, EMPTY[kind])
+        yield _delta(index, {"type": f"{kind}_delta", kind: words})
+    [reply] = await stream.replies()
+    if not started:
+        yield start
+    for event in _closing(index, open, id):
+        yield event
+    for block in _blocks(reply)[index + 1 :]:
+        index += 1
+        yield _opening(index, {**block, "input": {}})
+        for text in ["", *pieces(_json_of(block["input"]))]:
+            yield _delta(index, {"type": "input_json_delta", "partial_json": text})
+        for event in _closing(index, "tool_use", id):
+            yield event
+    usage = _usage(reply.input_tokens, reply.output_tokens)
+    yield _event({"type": "message_delta", "delta": _ending(reply), "usage": usage})
     yield _event({"type": "message_stop"})
 
 
-def _in_parts(block: dict[str, Any]) -> tuple[dict[str, Any], Iterator[dict[str, Any]]]:
-    """A block as it begins, and what is added to it."""
-    if block["type"] == "text":
-        return {**block, "text": ""}, ({"type": "text_delta", "text": piece} for piece in pieces(block["text"]))
-    if block["type"] == "thinking":
-        return {**block, "thinking": "", "signature": ""}, _thinking_deltas(block)
-    texts = ["", *pieces(_json_of(block["input"]))]
-    return {**block, "input": {}}, ({"type": "input_json_delta", "partial_json": text} for text in texts)
+def _opening(index: int, block: dict[str, Any]) -> bytes:
+    opened = _event({"type": "content_block_start", "index": index, "content_block": block})
+    return opened + KEEP_ALIVE if index == 0 else opened  # the provider sends one there, too
+
+
+def _delta(index: int, delta: dict[str, Any]) -> bytes:
+    return _event({"type": "content_block_delta", "index": index, "delta": delta})
+
+
+def _closing(index: int, kind: str, id: str) -> Iterator[bytes]:
+    """The end of a block, if one is open."""
+    if kind == "thinking":
+        yield _delta(index, {"type": "signature_delta", "signature": id})
+    if kind:
+        yield _event({"type": "content_block_stop", "index": index})
 
 
 def _json_of(input: dict[str, Any]) -> str:
     """JSON as the provider writes it; in ASCII where the model wrote half a surrogate pair, which no UTF-8 holds."""
     text = json.dumps(input, ensure_ascii=False)
     return text if is_utf8(text) else json.dumps(input)
-
-
-def _thinking_deltas(block: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    for piece in pieces(block["thinking"]):
-        yield {"type": "thinking_delta", "thinking": piece}
-    yield {"type": "signature_delta", "signature": block["signature"]}
 
 
 def _event(content: dict[str, Any]) -> bytes:
@@ -326,13 +366,22 @@ def refuse(refusal: Refusal) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": str(refusal)}}
 
 
-def refuse_in_stream(refusal: Refusal) -> bytes:
+def refuse_in_stream(refusal: Refusal, place: int) -> bytes:
     """See the protocol."""
     return _event(refuse(refusal))
 
 
 def models(names: Sequence[str]) -> dict[str, Any]:
     """The answer of GET /v1/models."""
-    known = {"type": "model", "created_at": "1970-01-01T00:00:00Z", "lifecycle": "active"}
-    data = [{**known, "id": name, "display_name": name} for name in names]
-    return {"data": data, "has_more": False, "first_id": names[0], "last_id": names[-1]}
+    return {"data": [model(name) for name in names], "has_more": False, "first_id": names[0], "last_id": names[-1]}
+
+
+def model(name: str) -> dict[str, Any]:
+    """The answer of GET /v1/models/NAME."""
+    return {
+        "type": "model",
+        "id": name,
+        "display_name": name,
+        "created_at": "1970-01-01T00:00:00Z",
+        "lifecycle": "active",
+    }

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -20,14 +19,14 @@ from typing import Any, Protocol
 import orjson
 from fastapi import FastAPI
 from fastapi import Request as HTTPRequest
-from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 
 from clew.rollout.gateway import anthropic_messages, openai_chat, openai_completions, openai_responses
-from clew.rollout.gateway.chat import Ask, Dialect, Message, Refusal, Reply, encoded
+from clew.rollout.gateway.chat import Ask, Dialect, Message, Refusal, encoded
 from clew.rollout.gateway.sessions import AgentSession, Request, message_of
+from clew.rollout.gateway.strict import Strict, read
 
 log = logging.getLogger("clew.gateway")
 
@@ -62,17 +61,15 @@ class Sessions(Protocol):
         ...
 
 
-class StartSession(BaseModel):
+class StartSession(Strict):
     """The body of /rl/start_session."""
 
-    model_config = ConfigDict(extra="forbid")
     data: dict[str, Any] | None = None
 
 
-class SetReward(BaseModel):
+class SetReward(Strict):
     """The body of /rl/set_reward."""
 
-    model_config = ConfigDict(extra="forbid")
     reward: float
     interaction_id: str | None = None
 
@@ -81,7 +78,7 @@ def application(sessions: Sessions) -> FastAPI:
     """ASGI. All routes run on one event loop, the gateway's."""
     app = FastAPI(title="Clew gateway", docs_url=None, redoc_url=None)
 
-    def serve(path: str, dialect: Dialect, body: type[BaseModel], handle: Callable[..., Awaitable[Response]]) -> None:
+    def serve(path: str, dialect: Dialect, body: type[Strict], handle: Callable[..., Awaitable[Response]]) -> None:
         async def route(http: HTTPRequest) -> Response:
             try:
                 return await handle(sessions, dialect, http)
@@ -119,8 +116,16 @@ def application(sessions: Sessions) -> FastAPI:
         names = sessions.models or ["any"]
         if "anthropic-version" in http.headers:
             return _json(anthropic_messages.models(names))
-        data = [{"id": name, "object": "model", "created": 0, "owned_by": "clew"} for name in names]
-        return _json({"object": "list", "data": data})
+        return _json({"object": "list", "data": [openai_chat.model(name) for name in names]})
+
+    @app.get("/v1/models/{name:path}", responses={404: {"description": STATUSES[404]}})
+    async def model(name: str, http: HTTPRequest) -> Response:
+        dialect = anthropic_messages if "anthropic-version" in http.headers else openai_chat
+        try:
+            _refuse_unless_served(sessions, name)
+        except Refusal as refusal:
+            return _json(dialect.refuse(refusal), refusal.status)
+        return _json(dialect.model(name))
 
     @app.exception_handler(HTTPException)
     async def refuse(http: HTTPRequest, error: Exception) -> Response:
@@ -157,26 +162,34 @@ async def _complete(sessions: Sessions, dialect: Dialect, http: HTTPRequest) -> 
     raw = await _read(http)
     session = sessions.find(_key(http))
     ask = dialect.parse(_object(raw))
-    if sessions.models is not None and ask.model not in sessions.models:
-        known = ", ".join(sessions.models)
-        raise Refusal(404, f"no model {ask.model!r} here; served: {known}.", param="model", code="model_not_found")
+    _refuse_unless_served(sessions, ask.model)
     ask = _with_earlier(session, ask)
     fingerprint = hashlib.sha256(http.url.path.encode() + b"\n" + raw).digest()
-    request = session.submit(ask, fingerprint, retry=_is_retry(http))
+    request = await session.submit(ask, fingerprint, retry=_is_retry(http))
     gone = asyncio.ensure_future(_disconnected(http))
+    watched: set[asyncio.Future[Any]] = {gone}
+    if ask.stream:
+        watched.add(asyncio.ensure_future(request.speech.begun()))
     try:
         limit = KEEP_ALIVE_S if ask.stream else None
-        await asyncio.wait({request.replies, gone}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({request.replies, *watched}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        gone.cancel()
+        for each in watched:
+            each.cancel()
     if gone.done() and not gone.cancelled() and not request.replies.done():
         request.abandoned = True
         return GONE
     if request.replies.done():
-        _raise_failure(request)
+        await request.answered()
     if ask.stream:
         return StreamingResponse(_stream(dialect, ask, request), media_type="text/event-stream", headers=STREAMED)
     return _json(dialect.respond(ask, request.replies.result()))
+
+
+def _refuse_unless_served(sessions: Sessions, model: str) -> None:
+    if sessions.models is not None and model not in sessions.models:
+        known = ", ".join(sessions.models)
+        raise Refusal(404, f"no model {model!r} here; served: {known}.", param="model", code="model_not_found")
 
 
 STREAMED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -205,79 +218,58 @@ def _with_reasoning(session: AgentSession, message: Message) -> Message:
 
 
 async def _stream(dialect: Dialect, ask: Ask, request: Request) -> AsyncIterator[bytes]:
-    """The dialect's events, and signs of life until the replies are there."""
-    seen = False
-    stream = dialect.events(ask, request.id, _shielded(request))
+    """The dialect's events, and signs of life between them."""
+    seen, place = False, 0
+    events = dialect.events(ask, request.stream())
+    upcoming: asyncio.Future[bytes | None] | None = None
     try:
-        while not request.replies.done():
-            upcoming = asyncio.ensure_future(anext(stream))
+        while True:
+            upcoming = asyncio.ensure_future(anext(events, None))
             while not upcoming.done():
                 await asyncio.wait({upcoming}, timeout=KEEP_ALIVE_S)
                 if not upcoming.done():
                     yield dialect.KEEP_ALIVE
-            yield upcoming.result()
-        async for event in stream:
+            if (event := upcoming.result()) is None:
+                break
+            answered = request.replies.done()
             yield event
-            seen = True
+            seen, place = seen or answered, place + 1
     except Refusal as refusal:
-        yield dialect.refuse_in_stream(refusal)
+        yield dialect.refuse_in_stream(refusal, place)
     except Exception as error:
         log.exception("a defect of the gateway, in a stream")
-        yield dialect.refuse_in_stream(Refusal(500, f"{type(error).__name__}: {error}"))
+        yield dialect.refuse_in_stream(Refusal(500, f"{type(error).__name__}: {error}"), place)
     finally:
         request.abandoned = request.abandoned or not seen
-
-
-async def _shielded(request: Request) -> list[Reply]:
-    """The replies; to stop waiting for them does not stop them."""
-    await asyncio.wait({request.replies})
-    _raise_failure(request)
-    return request.replies.result()
-
-
-def _raise_failure(request: Request) -> None:
-    if request.replies.cancelled():
-        raise Refusal(400, f"session {request.id.rpartition('.i')[0]} has ended.", code="session_ended")
-    if (error := request.replies.exception()) is not None:
-        raise error
+        if upcoming is not None:
+            upcoming.cancel()
 
 
 async def _count_tokens(sessions: Sessions, dialect: Dialect, http: HTTPRequest) -> Response:
     raw = await _read(http)
     session = sessions.find(_key(http))
-    return _json({"input_tokens": session.count_tokens(anthropic_messages.parse_count(_object(raw)))})
+    return _json({"input_tokens": await session.count_tokens(anthropic_messages.parse_count(_object(raw)))})
 
 
 async def _start_session(sessions: Sessions, dialect: Dialect, http: HTTPRequest) -> Response:
-    body = _checked(StartSession, await _read(http))
+    body = read(StartSession, _object(await _read(http) or b"{}"))
     session, key = sessions.start(_key(http))
     session.data = body.data or {}
     return _json({"session_id": session.id, "api_key": key})
 
 
 async def _set_reward(sessions: Sessions, dialect: Dialect, http: HTTPRequest) -> Response:
-    body = _checked(SetReward, await _read(http))
-    if not math.isfinite(body.reward):
-        raise Refusal(400, f"reward: expected a finite number, found {body.reward}.", param="reward")
+    body = read(SetReward, _object(await _read(http)))
     session = sessions.find(_key(http))
     session.set_reward(body.reward, body.interaction_id)
     return _json({"session_id": session.id, "rewards": session.rewards})
 
 
 async def _end_session(sessions: Sessions, dialect: Dialect, http: HTTPRequest) -> Response:
-    _checked(StartSession, await _read(http) or b"{}")
+    read(StartSession, _object(await _read(http) or b"{}"))
     session = sessions.find(_key(http))
     await sessions.end(_key(http))
     return _json({"session_id": session.id, "interactions": len(session.session.interactions)})
-
-
-def _checked(model: type[Any], raw: bytes) -> Any:
-    try:
-        return model.model_validate(_object(raw or b"{}"))
-    except ValidationError as error:
-        first = error.errors()[0]
-        param = ".".join(str(part) for part in first["loc"])
-        raise Refusal(400, f"{param}: {first['msg']}.", param=param) from None
 
 
 def _key(http: HTTPRequest) -> str:

@@ -3,13 +3,14 @@ its provider's JSON; everything else (sessions, tokens, the engine) knows nothin
 
 ::
 
-    body ──► dialect.parse ──► Ask ──► Session ──► Reply ──► dialect.respond, or dialect.events ──► JSON, or a stream
+    body ──► dialect.parse ──► Ask ──► Session ──► Reply ───► dialect.respond ──► JSON
+                                               └──► Stream ──► dialect.events ───► server-sent events
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -62,6 +63,12 @@ class Ask:
     """What its sender should know: a setting that this model does not have, and that changes nothing."""
     extras: dict[str, Any] = field(default_factory=dict)
     """What only the dialect itself needs again, to shape its response."""
+
+    @property
+    def characters(self) -> int:
+        """Of what the model reads, roughly."""
+        said = sum(len(str(value)) for message in self.messages for value in message.values())
+        return len(self.text or "") + said + (len(str(self.tools)) if self.tools else 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +126,34 @@ class Token:
     """Nats, after temperature and before truncation."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Delta:
+    """Some words of a reply. Joined, those of a reply are its reasoning, then its content."""
+
+    index: int
+    """Of the reply, among Ask.n."""
+    reasoning: str = ""
+    content: str = ""
+    """One of the two."""
+    tokens: Sequence[Token] = ()
+    """Of the content, where Ask.logprobs asked for them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stream:
+    """The replies to one request, on their way."""
+
+    ids: Sequence[str]
+    """Of their interactions."""
+    created_at: float
+    """Seconds since the epoch."""
+    input_tokens: int
+    deltas: AsyncIterator[Delta]
+    """They end when the replies are there."""
+    replies: Callable[[], Awaitable[Sequence[Reply]]]
+    """Raises Refusal."""
+
+
 class Dialect(Protocol):
     """One endpoint's JSON; a module has these names at its top."""
 
@@ -135,18 +170,16 @@ class Dialect(Protocol):
         """The response; one reply for each of Ask.n."""
         ...
 
-    def events(self, ask: Ask, id: str, replies: Awaitable[Sequence[Reply]]) -> AsyncIterator[bytes]:
-        """The stream, as server-sent events: what can be said at once, then, when the replies are there, the rest.
-
-        id: of the first interaction. A Refusal that `replies` raises passes."""
+    def events(self, ask: Ask, stream: Stream) -> AsyncIterator[bytes]:
+        """The stream, as server-sent events. A Refusal that its replies raise passes."""
         ...
 
     def refuse(self, refusal: Refusal) -> dict[str, Any]:
         """The body of an error."""
         ...
 
-    def refuse_in_stream(self, refusal: Refusal) -> bytes:
-        """The event of an error in a stream that has begun."""
+    def refuse_in_stream(self, refusal: Refusal, place: int) -> bytes:
+        """The event of an error in a stream that has begun: the one after `place` others."""
         ...
 
 

@@ -7,16 +7,13 @@ on as they are, and nothing of them can be trained on.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ipaddress
 import secrets
 import signal
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx2
-import uvicorn
 import uvloop
 from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
@@ -25,6 +22,7 @@ from starlette.types import Receive, Scope, Send
 from clew.config import Config, provider
 from clew.errors import EngineError
 from clew.inference.found import find_engine
+from clew.listening import Listener
 from clew.models import load_tokenizer
 from clew.rollout.gateway.serving import ServedGateway, gateway_on
 
@@ -93,14 +91,6 @@ async def _serve(config: Config, url: str, record: Path | None) -> None:
         )
     listener = _listen(config.inference.listen)
     address = "{}:{}".format(*listener.getsockname()[:2])
-    settings = uvicorn.Config(
-        gateway.app if gateway is not None else passed_on,  # pyright: ignore[reportArgumentType]
-        lifespan="off",
-        log_level="warning",
-        access_log=False,
-        ws="none",
-        timeout_graceful_shutdown=1,
-    )
     keeping: list[asyncio.Task[None]] = []
     if gateway is not None and found is not None:
         print(f"in front of {found.kind} at {url}, with the tokenizer of {found.model}", flush=True)
@@ -112,7 +102,7 @@ async def _serve(config: Config, url: str, record: Path | None) -> None:
             f"tokens are captured, and nothing of this can be trained on.\nexport OPENAI_BASE_URL=http://{address}/v1",
             flush=True,
         )
-    server = _Server(settings)
+    server = Listener(gateway.app if gateway is not None else passed_on)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, lambda: setattr(server, "should_exit", True))
     try:
@@ -124,14 +114,6 @@ async def _serve(config: Config, url: str, record: Path | None) -> None:
         await passed_on.close()
         if found is not None:
             await found.engine.close()
-
-
-class _Server(uvicorn.Server):
-    """Without uvicorn's own handling of signals, which raises them again, past all clean-up."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 def _is_loopback(address: str) -> bool:

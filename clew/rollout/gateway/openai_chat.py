@@ -2,55 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import AsyncIterator, Sequence
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
-from clew.rollout.gateway.chat import Ask, Message, Refusal, Reply, Token, ToolCall, encoded, pieces
-from clew.rollout.gateway.strict import arguments_of
+from clew.rollout.gateway.chat import Ask, Message, Refusal, Reply, Stream, Token, ToolCall, encoded, pieces
+from clew.rollout.gateway.strict import LARGEST, Strict, arguments_of, read
 
 KEEP_ALIVE = b": waiting for the model\n\n"
 DONE = b"data: [DONE]\n\n"
 
-HINTS = frozenset(
-    ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_options",
-     "prompt_cache_retention", "verbosity")
-)  # fmt: skip
-"""Fields that change nothing about what comes out; accepted."""
 
-UNCONSTRAINED = "the engine cannot hold its output to a form"
-NO_PENALTIES = "the engine samples without it"
+class _Text(Strict):
+    type: Literal["text"]
+    text: str
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="allow")
-    type: str
-    text: str | None = None
-    refusal: str | None = None
+class _Refused(Strict):
+    type: Literal["refusal"]
+    refusal: str
 
 
-class _Function(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+_Part = Annotated[_Text | _Refused, Field(discriminator="type")]
+
+
+def _as_parts(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+_Parts = Annotated[list[_Part], BeforeValidator(_as_parts, json_schema_input_type=str | list[_Part])]
+
+
+class _Function(Strict):
     name: str
     arguments: str
 
 
-class _Call(BaseModel):
+class _Call(Strict):
     model_config = ConfigDict(extra="ignore")
     id: str | None = None
     type: Literal["function"] = "function"
     function: _Function
 
 
-class _Message(BaseModel):
-    """Unknown fields are refused, but for those that clients send back because a response had them."""
+class _Message(Strict):
+    """The last fields are those that clients send back because a response had them."""
 
-    model_config = ConfigDict(extra="forbid")
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[_Part] | None = None
+    content: _Parts | None = None
     name: str | None = None
-    tool_calls: list[_Call] | None = None
+    tool_calls: list[_Call] = Field(default_factory=list)
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     refusal: str | None = None
@@ -60,95 +62,104 @@ class _Message(BaseModel):
     provider_specific_fields: Any = None
 
 
-class _ToolFunction(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class _ToolFunction(Strict):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+    strict: bool = Field(default=False, description="Frameworks set it unasked. It is not enforced; a warning says so.")
 
 
-class _Tool(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class _Tool(Strict):
     type: Literal["function"]
     function: _ToolFunction
 
 
-class _Chosen(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class _Chosen(Strict):
     name: str
 
 
-class _Choice(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class _Choice(Strict):
     type: Literal["function"]
     function: _Chosen
 
 
-class _Format(BaseModel):
-    model_config = ConfigDict(extra="allow")
-    type: str
+class _Format(Strict):
+    type: Literal["text"]
 
 
-class _StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    include_usage: bool | None = None
-    include_obfuscation: bool | None = None
+class _StreamOptions(Strict):
+    include_usage: bool = False
+    include_obfuscation: bool = False
 
 
-class Sampling(BaseModel):
-    """What all of OpenAI's endpoints call alike. Extra fields are refused by name in `check`."""
+def _zero(value: float) -> float:
+    if value:
+        raise ValueError("the engine samples without it")
+    return value
 
-    model_config = ConfigDict(extra="allow")
+
+def _as_texts(stop: Any) -> Any:
+    return [stop] if isinstance(stop, str) else stop
+
+
+class _Hints(Strict):
+    """Change nothing about what comes out; accepted."""
+
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: Any = None
+    verbosity: Any = None
+
+
+class Sampling(_Hints):
+    """What the two endpoints call alike."""
+
     model: str
-    stream: bool | None = None
-    stream_options: _StreamOptions | None = None
+    stream: bool = False
+    stream_options: _StreamOptions = _StreamOptions()
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, description="As vLLM and SGLang take it; -1 or 0: all.")
+    top_k: int | None = Field(default=None, ge=-1, le=LARGEST, description="As vLLM and SGLang take it; -1 or 0: all.")
     min_p: float | None = Field(default=None, ge=0, lt=1, description="As vLLM and SGLang take it.")
     seed: int | None = Field(default=None, ge=0, lt=2**62)
-    stop: str | list[str] | None = None
-    n: int | None = Field(default=None, ge=1, le=128)
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-
-
-R = TypeVar("R", bound=Sampling)
+    stop: Annotated[list[str], BeforeValidator(_as_texts, json_schema_input_type=str | list[str])] = Field(
+        default_factory=list
+    )
+    n: int = Field(default=1, ge=1, le=128)
+    frequency_penalty: Annotated[float, AfterValidator(_zero)] = 0.0
+    presence_penalty: Annotated[float, AfterValidator(_zero)] = 0.0
+    logit_bias: dict[str, float] = Field(default_factory=dict, max_length=0, description="The engine has none.")
 
 
 class Request(Sampling):
     """The body."""
 
     messages: list[_Message] = Field(min_length=1)
-    max_tokens: int | None = Field(default=None, ge=1)
-    max_completion_tokens: int | None = Field(default=None, ge=1)
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(default=None, ge=0, le=20)
-    tools: list[_Tool] | None = None
-    tool_choice: Literal["auto", "none", "required"] | _Choice | None = None
-    parallel_tool_calls: bool | None = None
+    max_tokens: int | None = Field(default=None, ge=1, le=LARGEST)
+    max_completion_tokens: int | None = Field(default=None, ge=1, le=LARGEST)
+    logprobs: bool = False
+    top_logprobs: int = Field(default=0, ge=0, le=20)
+    tools: list[_Tool] = Field(default_factory=list)
+    tool_choice: Literal["auto", "none", "required"] | _Choice = "auto"
+    parallel_tool_calls: bool = True
     response_format: _Format | None = None
-    modalities: list[str] | None = None
+    modalities: list[Literal["text"]] = Field(default_factory=list)
     reasoning_effort: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = Field(
-        default=None, description="As vLLM and SGLang take them, such as enable_thinking."
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="As vLLM and SGLang take them, such as enable_thinking."
     )
 
 
 def parse(body: dict[str, Any]) -> Ask:
     """See the protocol."""
-    request = check(Request, body)
-    if request.response_format is not None and request.response_format.type != "text":
-        raise Refusal(400, f"response_format: {UNCONSTRAINED}.", param="response_format")
-    if request.modalities not in (None, ["text"]):
-        raise Refusal(400, "modalities: the model writes text alone.", param="modalities")
-    template = dict(request.chat_template_kwargs or {})
-    if request.reasoning_effort == "none":
-        template["enable_thinking"] = False
-    choice = request.tool_choice or "auto"
-    tools = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in request.tools or ()]
+    request = read(Request, body)
+    choice = request.tool_choice
+    tools = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in request.tools]
     tool_choice = choice if isinstance(choice, str) else choice.function.name
     if not isinstance(choice, str) and tool_choice not in [tool["function"]["name"] for tool in tools]:
         raise Refusal(400, f"tool_choice names {tool_choice!r}, which is not among the tools.", param="tool_choice")
@@ -159,42 +170,33 @@ def parse(body: dict[str, Any]) -> Ask:
         sampling["max_new_tokens"] = limit
     return Ask(
         model=request.model,
-        messages=[message_of(message, place) for place, message in enumerate(request.messages)],
+        messages=[message_of(message) for message in request.messages],
         tools=tools,
         tool_choice=tool_choice,
-        parallel_tool_calls=request.parallel_tool_calls is not False,
+        parallel_tool_calls=request.parallel_tool_calls,
         sampling=sampling,
-        n=request.n or 1,
-        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
-        stream=bool(request.stream),
-        template=template,
-        notes=notes_on_effort(request.reasoning_effort),
-        extras={"usage": bool(request.stream_options and request.stream_options.include_usage)},
+        n=request.n,
+        logprobs=request.top_logprobs if request.logprobs else None,
+        stream=request.stream,
+        template={**request.chat_template_kwargs, **variables_of_effort(request.reasoning_effort)},
+        notes=notes_on_strict([tool.function.name for tool in request.tools if tool.function.strict]),
+        extras={"usage": request.stream_options.include_usage},
     )
 
 
-def notes_on_effort(effort: str | None) -> list[str]:
-    """Frameworks set an effort of their own accord for some names of models, so it is no reason to refuse."""
-    if effort in (None, "none"):
+def variables_of_effort(effort: str | None) -> dict[str, Any]:
+    """Of the chat template."""
+    if effort is None:
+        return {}
+    return {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
+
+
+def notes_on_strict(names: Sequence[str]) -> list[str]:
+    """names: of the tools that are to be held to their schema. Frameworks ask for it of their own accord, so it is no
+    reason to refuse."""
+    if not names:
         return []
-    return [f"the client asks for reasoning effort {effort!r}, a setting that the model does not have"]
-
-
-def check(model: type[R], body: dict[str, Any]) -> R:
-    """Raises Refusal, which names the field."""
-    try:
-        request = model.model_validate(body)
-    except ValidationError as error:
-        first = error.errors()[0]
-        param = ".".join(str(part) for part in first["loc"])
-        raise Refusal(400, f"{param}: {first['msg']}, found {str(first['input'])[:200]!r}.", param=param) from None
-    for name in request.model_extra or ():
-        if name not in HINTS and body[name] is not None:
-            raise Refusal(400, f"unrecognized request argument supplied: {name}", param=name, code="unknown_parameter")
-    for name in ("frequency_penalty", "presence_penalty", "logit_bias"):
-        if getattr(request, name):
-            raise Refusal(400, f"{name}: {NO_PENALTIES}.", param=name)
-    return request
+    return [f"the client sets strict for {', '.join(names)}: the engine cannot hold arguments to a schema, check them"]
 
 
 def sampling_of(request: Sampling) -> dict[str, Any]:
@@ -207,14 +209,15 @@ def sampling_of(request: Sampling) -> dict[str, Any]:
     if request.top_k is not None:
         sampling["top_k"] = max(0, request.top_k)
     if request.stop:
-        sampling["stop"] = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
+        sampling["stop"] = tuple(request.stop)
     return sampling
 
 
-def message_of(message: _Message, place: int) -> Message:
+def message_of(message: _Message) -> Message:
     """As chat templates take it."""
     made: Message = {"role": "system" if message.role == "developer" else message.role}
-    made["content"] = _text_of(message.content, place) if message.content is not None else message.refusal or ""
+    said = "".join(part.text if isinstance(part, _Text) else part.refusal for part in message.content or ())
+    made["content"] = said if message.content is not None else message.refusal or ""
     for name in ("name", "tool_call_id", "reasoning_content"):
         if getattr(message, name):
             made[name] = getattr(message, name)
@@ -230,33 +233,24 @@ def message_of(message: _Message, place: int) -> Message:
     return made
 
 
-def _text_of(content: str | list[_Part], place: int) -> str:
-    if isinstance(content, str):
-        return content
-    for part in content:
-        if part.type not in ("text", "refusal"):
-            param = f"messages.{place}.content"
-            raise Refusal(400, f"{param}: the model takes text alone, found a part of type {part.type!r}.", param=param)
-    return "".join(part.text or part.refusal or "" for part in content)
-
-
 def respond(ask: Ask, replies: Sequence[Reply]) -> dict[str, Any]:
     """See the protocol."""
     choices = [
         {
             "index": index,
             "message": _said(reply),
-            "logprobs": logprobs_of(reply) if ask.logprobs is not None else None,
+            "logprobs": logprobs_of(reply.tokens) if ask.logprobs is not None else None,
             "finish_reason": reply.finish_reason,
             "interaction_id": reply.id,
         }
         for index, reply in enumerate(replies)
     ]
-    return {**_head(ask, replies[0], "chat.completion"), "choices": choices, "usage": usage_of(replies)}
+    head = _head(ask, replies[0].id, replies[0].created_at, "chat.completion")
+    return {**head, "choices": choices, "usage": usage_of(replies)}
 
 
-def _head(ask: Ask, first: Reply, object: str) -> dict[str, Any]:
-    return {"id": first.id, "object": object, "created": int(first.created_at), "model": ask.model}
+def _head(ask: Ask, id: str, created_at: float, object: str) -> dict[str, Any]:
+    return {"id": id, "object": object, "created": int(created_at), "model": ask.model}
 
 
 def _said(reply: Reply) -> dict[str, Any]:
@@ -274,9 +268,9 @@ def _call(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def logprobs_of(reply: Reply) -> dict[str, Any]:
-    """Of the tokens of a reply."""
-    return {"content": [_logprob(token) for token in reply.tokens], "refusal": None}
+def logprobs_of(tokens: Sequence[Token]) -> dict[str, Any]:
+    """Of tokens of a reply."""
+    return {"content": [_logprob(token) for token in tokens], "refusal": None}
 
 
 def _logprob(token: Token) -> dict[str, Any]:
@@ -289,10 +283,10 @@ def usage_of(replies: Sequence[Reply]) -> dict[str, Any]:
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-async def events(ask: Ask, id: str, replies: Awaitable[Sequence[Reply]]) -> AsyncIterator[bytes]:
-    """See the protocol: a chunk with the role, chunks of a word, a chunk with the finish reason, [DONE]."""
-    done = await replies
-    head = _head(ask, done[0], "chat.completion.chunk")
+async def events(ask: Ask, stream: Stream) -> AsyncIterator[bytes]:
+    """See the protocol: for each reply a chunk with the role, chunks of some words, a chunk with the finish reason;
+    then [DONE]."""
+    head = _head(ask, stream.ids[0], stream.created_at, "chat.completion.chunk")
 
     def chunk(choices: list[dict[str, Any]], **more: Any) -> bytes:
         if ask.extras.get("usage"):
@@ -303,18 +297,22 @@ async def events(ask: Ask, id: str, replies: Awaitable[Sequence[Reply]]) -> Asyn
         choice = {"index": index, "delta": said, "logprobs": logprobs, "finish_reason": reason}
         return chunk([choice])
 
-    for index, reply in enumerate(done):
-        yield delta(index, role="assistant", content="" if not reply.tool_calls or reply.content else None)
-        for piece in pieces(reply.reasoning):
-            yield delta(index, reasoning_content=piece)
-        if ask.logprobs is not None and reply.content:
-            yield delta(index, logprobs=logprobs_of(reply), content=reply.content)
+    begun: set[int] = set()
+    async for part in stream.deltas:
+        if part.index not in begun:
+            begun.add(part.index)
+            yield delta(part.index, role="assistant", content="")
+        if part.reasoning:
+            yield delta(part.index, reasoning_content=part.reasoning)
         else:
-            for piece in pieces(reply.content):
-                yield delta(index, content=piece)
+            yield delta(part.index, logprobs=logprobs_of(part.tokens) if part.tokens else None, content=part.content)
+    done = await stream.replies()
+    for index, reply in enumerate(done):
+        if index not in begun:
+            yield delta(index, role="assistant", content=None if reply.tool_calls else "")
         for number, call in enumerate(reply.tool_calls):
-            begun = _call(call) | {"index": number, "function": {"name": call.name, "arguments": ""}}
-            yield delta(index, tool_calls=[begun])
+            opened = _call(call) | {"index": number, "function": {"name": call.name, "arguments": ""}}
+            yield delta(index, tool_calls=[opened])
             for piece in pieces(call.arguments):
                 yield delta(index, tool_calls=[{"index": number, "function": {"arguments": piece}}])
         yield delta(index, reason=reply.finish_reason)
@@ -328,6 +326,11 @@ def event(content: dict[str, Any]) -> bytes:
     return b"data: " + encoded(content) + b"\n\n"
 
 
+def model(name: str) -> dict[str, Any]:
+    """The answer of GET /v1/models/NAME."""
+    return {"id": name, "object": "model", "created": 0, "owned_by": "clew"}
+
+
 def refuse(refusal: Refusal) -> dict[str, Any]:
     """See the protocol."""
     kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -335,6 +338,6 @@ def refuse(refusal: Refusal) -> dict[str, Any]:
     return {"error": {"message": str(refusal), "type": kind, "param": refusal.param, "code": refusal.code}}
 
 
-def refuse_in_stream(refusal: Refusal) -> bytes:
+def refuse_in_stream(refusal: Refusal, place: int) -> bytes:
     """See the protocol."""
     return event(refuse(refusal))

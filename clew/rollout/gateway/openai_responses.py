@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import base64
 import itertools
-import time
-from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from clew.rollout.gateway.chat import Ask, Refusal, Reply, Token, encoded, pieces
-from clew.rollout.gateway.openai_chat import notes_on_effort, refuse
+from clew.rollout.gateway.chat import Ask, Delta, Refusal, Reply, Stream, Token, encoded, pieces
+from clew.rollout.gateway.openai_chat import notes_on_strict, refuse, variables_of_effort
 from clew.rollout.gateway.responses_input import Items, messages_of
 from clew.rollout.gateway.strict import LARGEST, Strict, read
 
@@ -124,7 +123,6 @@ def parse(body: dict[str, Any]) -> Ask:
         raise Refusal(400, "tool_choice: required wants a tool, and there are none in tools.", param="tool_choice")
     if choice.type == "function" and choice.name not in names:
         raise Refusal(400, f"tool_choice names {choice.name!r}, which is not among the tools.", param="tool_choice")
-    thinking = {"enable_thinking": False} if request.reasoning.effort == "none" else {}
     asked = {
         "max_new_tokens": request.max_output_tokens,
         "temperature": request.temperature,
@@ -132,7 +130,7 @@ def parse(body: dict[str, Any]) -> Ask:
     }
     return Ask(
         model=request.model,
-        notes=notes_on_effort(request.reasoning.effort),
+        notes=notes_on_strict([tool.name for tool in request.tools if tool.strict]),
         messages=[*instructions, *messages_of(request.input)],
         tools=[
             {"type": "function", "function": tool.model_dump(exclude_none=True, exclude={"type", "strict"})}
@@ -143,7 +141,7 @@ def parse(body: dict[str, Any]) -> Ask:
         sampling={name: value for name, value in asked.items() if value is not None},
         logprobs=request.top_logprobs if request.top_logprobs or LOGPROBS in request.include else None,
         stream=request.stream,
-        template={**request.chat_template_kwargs, **thinking},
+        template={**request.chat_template_kwargs, **variables_of_effort(request.reasoning.effort)},
         extras={
             "previous_response_id": request.previous_response_id,
             "instructions": request.instructions or None,
@@ -224,29 +222,9 @@ def _output(ask: Ask, reply: Reply) -> list[dict[str, Any]]:
     """The items. Their ids are made of the response's."""
     items: list[dict[str, Any]] = []
     if reply.reasoning:
-        content = [{"type": "reasoning_text", "text": reply.reasoning}]
-        item = {
-            "id": f"{REASONING_ID}{reply.id}",
-            "type": "reasoning",
-            "summary": [],
-            "content": content,
-            "status": "completed",
-        }
-        if ask.extras["encrypted"]:  # nothing is secret here; some clients send back nothing else
-            item["encrypted_content"] = base64.b64encode(reply.reasoning.encode()).decode()
-        items.append(item)
+        items.append(_reasoning(ask, reply.id, reply.reasoning))
     if reply.content or not (reply.reasoning or reply.tool_calls):
-        logprobs = [_logprob(token) for token in reply.tokens] if ask.logprobs is not None else []
-        content = [{"type": "output_text", "text": reply.content, "annotations": [], "logprobs": logprobs}]
-        items.append(
-            {
-                "id": f"msg_{reply.id}",
-                "type": "message",
-                "role": "assistant",
-                "content": content,
-                "status": "completed",
-            }
-        )
+        items.append(_message(reply.id, reply.content, reply.tokens))
     if reply.finish_reason == "length" and not reply.tool_calls:
         items[-1]["status"] = "incomplete"
     for number, call in enumerate(reply.tool_calls):
@@ -263,70 +241,110 @@ def _output(ask: Ask, reply: Reply) -> list[dict[str, Any]]:
     return items
 
 
+def _reasoning(ask: Ask, id: str, text: str) -> dict[str, Any]:
+    content = [{"type": "reasoning_text", "text": text}]
+    item: dict[str, Any] = {"id": f"{REASONING_ID}{id}", "type": "reasoning", "summary": [], "content": content}
+    if ask.extras["encrypted"]:  # nothing is secret here; some clients send back nothing else
+        item["encrypted_content"] = base64.b64encode(text.encode()).decode()
+    return {**item, "status": "completed"}
+
+
+def _message(id: str, text: str, tokens: Sequence[Token]) -> dict[str, Any]:
+    logprobs = [_logprob(token) for token in tokens]
+    content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}]
+    return {"id": f"msg_{id}", "type": "message", "role": "assistant", "content": content, "status": "completed"}
+
+
 def _logprob(token: Token) -> dict[str, Any]:
     return {"token": token.text, "logprob": token.logprob, "bytes": list(token.text.encode()), "top_logprobs": []}
 
 
-async def events(ask: Ask, id: str, replies: Awaitable[Sequence[Reply]]) -> AsyncIterator[bytes]:
-    """See the protocol: created and in_progress, then, when the reply is there, each item in small parts."""
+async def events(ask: Ask, stream: Stream) -> AsyncIterator[bytes]:
+    """See the protocol: created and in_progress, then each item in small parts."""
     numbers = itertools.count()
+    [id] = stream.ids
 
     def event(kind: str, **fields: Any) -> bytes:
         return _event({"type": kind, "sequence_number": next(numbers), **fields})
 
-    begun = _begun(ask, id, int(time.time()))
+    def tell(index: int, item: dict[str, Any], parts: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[bytes]:
+        """Events about an item: their kinds, and what they say."""
+        for kind, fields in parts:
+            yield event(kind, output_index=index, **({} if "item" in fields else {"item_id": item["id"]}), **fields)
+
+    begun = _begun(ask, id, int(stream.created_at))
     yield event("response.created", response=begun)
     yield event("response.in_progress", response=begun)
-    [reply] = await replies
+    index, said, item = -1, "", _message(id, "", ())
+    async for delta in stream.deltas:
+        if index < 0 or (item["type"] == "reasoning") != bool(delta.reasoning):
+            if index == 0:  # it has thought enough
+                for line in tell(index, item, _end_of(_reasoning(ask, id, said))):
+                    yield line
+            index, said = index + 1, ""
+            item = _reasoning(ask, id, "") if delta.reasoning else _message(id, "", ())
+            for line in tell(index, item, _beginning_of(item)):
+                yield line
+        said += delta.reasoning or delta.content
+        for line in tell(index, item, _parts_of(delta)):
+            yield line
+    [reply] = await stream.replies()
     response = _finished(ask, begun, reply)
-    for index, item in enumerate(response["output"]):
-        empty = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
-        opened = {**item, "status": "in_progress", **empty}
-        yield event("response.output_item.added", output_index=index, item=opened)
-        for kind, fields in _in_parts(item, reply):
-            yield event(kind, output_index=index, item_id=item["id"], **fields)
-        yield event("response.output_item.done", output_index=index, item=item)
+    for place, item in enumerate(response["output"]):
+        if place > index:
+            for line in tell(place, item, _beginning_of(item)):
+                yield line
+        if place >= index:
+            for line in tell(place, item, _end_of(item)):
+                yield line
     yield event(f"response.{response['status']}", response=response)
 
 
-def _in_parts(item: dict[str, Any], reply: Reply) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The kinds and fields of the events between an item's first and last."""
+def _beginning_of(item: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """How an item opens; a function call has all its arguments then."""
+    empty = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+    yield "response.output_item.added", {"item": {**item, "status": "in_progress", **empty}}
     if item["type"] == "function_call":
         for piece in pieces(item["arguments"]):
             yield "response.function_call_arguments.delta", {"delta": piece}
-        yield "response.function_call_arguments.done", {"arguments": item["arguments"]}
         return
     [part] = item["content"]
-    name = f"response.{part['type']}"
     emptied = {**part, "text": ""} | ({"logprobs": []} if "logprobs" in part else {})
     yield "response.content_part.added", {"content_index": 0, "part": emptied}
-    for text, logprobs in _deltas(part, reply):
-        yield f"{name}.delta", {"content_index": 0, "delta": text, **logprobs}
-    logprobs = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
-    yield f"{name}.done", {"content_index": 0, "text": part["text"], **logprobs}
-    yield "response.content_part.done", {"content_index": 0, "part": part}
 
 
-def _deltas(part: dict[str, Any], reply: Reply) -> Iterator[tuple[str, dict[str, Any]]]:
-    """A text in small parts: a word each, or a token where there are logprobs, if the tokens are no more than it."""
-    if not part.get("logprobs"):
-        for piece in pieces(part["text"]):
-            yield piece, {"logprobs": []} if "logprobs" in part else {}
-    elif "".join(token.text for token in reply.tokens) == part["text"]:
-        for token, logprob in zip(reply.tokens, part["logprobs"], strict=True):
-            yield token.text, {"logprobs": [logprob]}
+def _parts_of(delta: Delta) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Some words; a token each where there are logprobs, if the tokens are no more than the words."""
+    if delta.reasoning:
+        yield "response.reasoning_text.delta", {"content_index": 0, "delta": delta.reasoning}
+        return
+    parts = [(delta.content, delta.tokens)]
+    if "".join(token.text for token in delta.tokens) == delta.content:
+        parts = [(token.text, (token,)) for token in delta.tokens]
+    for text, tokens in parts:
+        logprobs = [_logprob(token) for token in tokens]
+        yield "response.output_text.delta", {"content_index": 0, "delta": text, "logprobs": logprobs}
+
+
+def _end_of(item: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """How an item closes, whole."""
+    if item["type"] == "function_call":
+        yield "response.function_call_arguments.done", {"arguments": item["arguments"]}
     else:
-        yield part["text"], {"logprobs": part["logprobs"]}
+        [part] = item["content"]
+        whole = {name: part[name] for name in ("text", "logprobs") if name in part}
+        yield f"response.{part['type']}.done", {"content_index": 0, **whole}
+        yield "response.content_part.done", {"content_index": 0, "part": part}
+    yield "response.output_item.done", {"item": item}
 
 
 def _event(content: dict[str, Any]) -> bytes:
     return b"event: " + content["type"].encode() + b"\ndata: " + encoded(content) + b"\n\n"
 
 
-def refuse_in_stream(refusal: Refusal) -> bytes:
+def refuse_in_stream(refusal: Refusal, place: int) -> bytes:
     """See the protocol. The fields are there twice: as documented, and under `error`, as the provider sends them and
     as its clients look for them."""
     error = refuse(refusal)["error"]
-    sequence_number = 2  # a reply that fails does so after the two events that need none
     said = {name: error[name] for name in ("code", "message", "param")}
-    return _event({"type": "error", "sequence_number": sequence_number, **said, "error": error})
+    return _event({"type": "error", "sequence_number": place, **said, "error": error})

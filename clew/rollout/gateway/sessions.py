@@ -7,6 +7,7 @@ with its episode, by an explicit call, or at a limit; a request after that gets 
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import json
 import time
@@ -18,10 +19,14 @@ from typing import Any
 from clew.errors import EngineError, EpisodeError
 from clew.inference.protocol import EngineUnreachable, RequestTooLong
 from clew.rollout.capture import Interaction
-from clew.rollout.gateway.chat import Ask, Message, Refusal, Reply, Token, ToolCall
-from clew.rollout.gateway.tools import CALL_CLOSES, CALL_OPENS, Parsed, parse_output
+from clew.rollout.gateway.chat import Ask, Message, Refusal, Reply, Stream, Token, ToolCall
+from clew.rollout.gateway.speech import Draft, Speech
+from clew.rollout.gateway.tools import CALL_CLOSES, CALL_OPENS, Parsed, parse_output, settled
 from clew.rollout.gateway.turns import Prompt, Turn, Turns
-from clew.rollout.session import Session
+from clew.rollout.session import Session, plain_text
+
+LARGE = 50_000
+"""Characters of a request whose tokens are made beside the event loop: some 20 ms."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +43,34 @@ class Limits:
 class Request:
     """A request, from its arrival on; a retry of it is answered with the same replies."""
 
-    id: str
-    """Of its first interaction: the response's id."""
+    ids: Sequence[str]
+    """Of its interactions; the first is the response's."""
     fingerprint: bytes
+    created_at: float
+    """Seconds since the epoch."""
+    input_tokens: int
+    speech: Speech
+    """What the model says, where the client wants a stream."""
     replies: asyncio.Task[list[Reply]]
     abandoned: bool = False
     """The client had gone before it had the reply, and no retry has come for it yet."""
+
+    def stream(self) -> Stream:
+        """The replies from the beginning, as often as wanted."""
+        return Stream(
+            ids=self.ids,
+            created_at=self.created_at,
+            input_tokens=self.input_tokens,
+            deltas=self.speech.follow(),
+            replies=self.answered,
+        )
+
+    async def answered(self) -> list[Reply]:
+        """The replies; to stop waiting for them does not stop them. Raises Refusal."""
+        await asyncio.wait({self.replies})
+        if self.replies.cancelled():
+            raise Refusal(400, f"session {self.ids[0].rpartition('.i')[0]} has ended.", code="session_ended")
+        return self.replies.result()
 
 
 class AgentSession:
@@ -58,7 +85,7 @@ class AgentSession:
         self.started_at = time.time()
         self.last_used = time.monotonic()
         self._limits = limits
-        self._turns = Turns(session.tokenizer)
+        self._turns = Turns(session.tokenizer, session.resources.context)
         self._requests: list[Request] = []
         self._failed: Counter[bytes] = Counter()
         """Requests that were answered with an error, by fingerprint: as many retries of them are new attempts."""
@@ -78,7 +105,7 @@ class AgentSession:
         """What its owner should know, once each."""
         return self.session.warnings
 
-    def submit(self, ask: Ask, fingerprint: bytes, *, retry: bool) -> Request:
+    async def submit(self, ask: Ask, fingerprint: bytes, *, retry: bool) -> Request:
         """Begin to answer a request, or find the one that it is a retry of.
 
         fingerprint: equal for a request and its retries. retry: the client says that it is one.
@@ -94,18 +121,27 @@ class AgentSession:
                 return earlier
         self._refuse_beyond_limits()
         ask, begin = self._constrained(ask)
-        prompt = self._turns.prompt(ask, begin)
+        prompt = await self._prompt(ask, begin)
         self._advise(ask, prompt)
         indices = [self.session.reserve() for _ in range(ask.n)]
-        answer = asyncio.get_running_loop().create_task(self._answer(ask, prompt, begin, indices))
-        request = Request(id=self.session.interaction_id(indices[0]), fingerprint=fingerprint, replies=answer)
+        speech = Speech()
+        answer = asyncio.get_running_loop().create_task(self._answer(ask, prompt, begin, indices, speech))
+        request = Request(
+            ids=[self.session.interaction_id(index) for index in indices],
+            fingerprint=fingerprint,
+            created_at=time.time(),
+            input_tokens=len(prompt.input_ids),
+            speech=speech,
+            replies=answer,
+        )
         self._requests.append(request)
         answer.add_done_callback(lambda done: self._forget_failure(request, done))
+        answer.add_done_callback(lambda _: speech.end())  # also when it was cancelled before it began
         return request
 
-    def count_tokens(self, ask: Ask) -> int:
+    async def count_tokens(self, ask: Ask) -> int:
         """How many tokens the request would hand to the model."""
-        return len(self._turns.prompt(ask).input_ids)
+        return len((await self._prompt(ask)).input_ids)
 
     def turn(self, id: str) -> Turn:
         """The turn with the reply of that ID. Raises Refusal when there is none."""
@@ -142,6 +178,14 @@ class AgentSession:
             self._requests.remove(request)
             self._failed[request.fingerprint] += 1
 
+    async def _prompt(self, ask: Ask, begin: str = "") -> Prompt:
+        """See `Turns.prompt`; in a thread where it takes so long that the other sessions would notice."""
+        if ask.characters < LARGE:
+            return self._turns.prompt(ask, begin)
+        prompt = await asyncio.to_thread(self._turns.prompt, ask, begin)
+        self._refuse_beyond_limits()  # the session may have ended meanwhile
+        return prompt
+
     def _refuse_beyond_limits(self) -> None:
         turns = len(self._requests)
         tokens = sum(len(interaction.output_ids) for interaction in self.session.interactions)
@@ -174,10 +218,14 @@ class AgentSession:
         return ask, f'{CALL_OPENS}\n{{"name": {json.dumps(ask.tool_choice)}, "arguments": ' if forced else ""
 
     def _with_known_variables(self, ask: Ask) -> Ask:
-        """Without enable_thinking=False where the template knows no thinking: there is nothing to turn off."""
-        unknown = [name for name in ask.template if name not in str(self.session.tokenizer.chat_template)]
+        """Without enable_thinking=False where the template knows no thinking: there is nothing to turn off. Nor with an
+        effort, which frameworks ask of some names of models of their own accord."""
+        unknown = [name for name in ask.template if name not in self._turns.variables]
         for name in unknown:
-            if ask.template[name] is not False:
+            value = ask.template[name]
+            if name == "reasoning_effort":
+                self.warn(f"the client asks for reasoning effort {value!r}, a setting that the model does not have")
+            elif value is not False:
                 raise Refusal(400, f"the model's chat template knows no {name}.", param=name)
         return replace(ask, template={name: value for name, value in ask.template.items() if name not in unknown})
 
@@ -194,9 +242,10 @@ class AgentSession:
         if "seed" in ask.sampling:
             self.warn(f"the client sets seed={ask.sampling['seed']}: the episodes of a group then draw alike")
 
-    async def _answer(self, ask: Ask, prompt: Prompt, begin: str, indices: list[int]) -> list[Reply]:
+    async def _answer(self, ask: Ask, prompt: Prompt, begin: str, indices: list[int], speech: Speech) -> list[Reply]:
+        drafts = [self._draft(ask, prompt, begin, number, speech) for number in range(ask.n)]
         try:
-            replies = await asyncio.gather(*(self._one(ask, prompt, begin, index) for index in indices))
+            replies = await asyncio.gather(*map(functools.partial(self._one, ask, prompt, begin), indices, drafts))
         except RequestTooLong as error:
             raise Refusal(400, str(error), param="messages", code="context_length_exceeded") from None
         except EpisodeError as error:
@@ -204,22 +253,47 @@ class AgentSession:
         except EngineError as error:
             raise Refusal(503 if isinstance(error, EngineUnreachable) else 400, str(error)) from None
         for reply in replies:
-            raw = self._decode(reply.interaction.output_ids, special=True)
+            raw = self._decode(reply.interaction.output_ids)
             self._turns.add(Turn(ask=ask, rendered=prompt.rendered, reply=reply, raw=raw))
         return replies
 
-    async def _one(self, ask: Ask, prompt: Prompt, begin: str, index: int) -> Reply:
+    def _draft(self, ask: Ask, prompt: Prompt, begin: str, number: int, speech: Speech) -> Draft | None:
+        """Of the reply of that number, where a stream tells it: with logprobs, it is told by its tokens at the end."""
+        if not ask.stream:
+            return None
+        tokenizer, before = self.session.tokenizer, _before(prompt, begin)
+        tools = _callable(ask)
+        return Draft(
+            number,
+            speech.tell,
+            tokenizer=tokenizer,
+            begin=begin,
+            stops=ask.sampling.get("stop", self.session.resources.sampling.stop),
+            settle=lambda text: ("", text) if ask.text is not None else settled(tokenizer, text, before, tools),
+        )
+
+    async def _one(self, ask: Ask, prompt: Prompt, begin: str, index: int, draft: Draft | None) -> Reply:
         sampling = dict(ask.sampling)
         if "seed" in sampling:
             sampling["seed"] += index
         interaction = await self.session.generate(
-            prompt.input_ids, prompt=ask.text if ask.text is not None else ask.messages, index=index, **sampling
+            prompt.input_ids,
+            prompt=ask.text if ask.text is not None else ask.messages,
+            index=index,
+            on_token=draft.add if draft is not None and ask.logprobs is None else None,
+            **sampling,
         )
         interaction.details["model"] = ask.model
         before = prompt.extends or prompt.rewritten
         if before is not None:
             interaction.details["follows"] = before.reply.id
-        return self._reply(ask, prompt, begin, interaction)
+        reply = self._reply(ask, prompt, begin, interaction)
+        if draft is not None:
+            try:
+                draft.finish(reply)
+            except ValueError as error:
+                self.warn(f"{reply.id} was streamed otherwise than it is: {error}")
+        return reply
 
     def _reply(self, ask: Ask, prompt: Prompt, begin: str, interaction: Interaction) -> Reply:
         text = begin + interaction.text
@@ -227,13 +301,11 @@ class AgentSession:
         if isinstance(interaction.matched, str) and interaction.matched != CALL_CLOSES:
             stop_string = interaction.matched
             text = text[: text.rindex(stop_string)] if stop_string in text else text
-        tools = ask.tools if ask.tool_choice != "none" and ask.text is None else []
         if ask.text is not None:
             parsed = Parsed(content=text)
         else:
-            raw = begin + self._decode(interaction.output_ids, special=True)
-            before = prompt.rendered.removesuffix(begin) if begin else prompt.rendered
-            parsed = parse_output(self.session.tokenizer, text, raw, before, tools)
+            raw = begin + self._decode(interaction.output_ids)
+            parsed = parse_output(self.session.tokenizer, text, raw, _before(prompt, begin), _callable(ask))
         if parsed.unparsed is not None:
             self.warn(f"{interaction.id} has a tool call that cannot be read, which stays text: {parsed.unparsed!r}")
         if interaction.finish_reason == "length":
@@ -259,7 +331,11 @@ class AgentSession:
         """Those that the content is made of."""
         special = set(self.session.tokenizer.all_special_ids)
         pairs = zip(interaction.output_ids, interaction.logprobs, strict=True)
-        tokens = [Token(text=self._decode([id]), logprob=logprob) for id, logprob in pairs if id not in special]
+        tokens = [
+            Token(text=plain_text(self.session.tokenizer, [id]), logprob=logprob)
+            for id, logprob in pairs
+            if id not in special
+        ]
         begin = "".join(token.text for token in tokens).rfind(content)
         places = itertools.accumulate((len(token.text) for token in tokens), initial=0)
         spans = list(itertools.pairwise(places))
@@ -269,12 +345,18 @@ class AgentSession:
             if begin < 0 or (end > begin and first < begin + len(content))
         ]
 
-    def _decode(self, ids: Sequence[int], *, special: bool = False) -> str:
-        return str(
-            self.session.tokenizer.decode(
-                list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False
-            )
-        )
+    def _decode(self, ids: list[int]) -> str:
+        return str(self.session.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def _before(prompt: Prompt, begin: str) -> str:
+    """What the model's words follow, those that were put into its mouth included."""
+    return prompt.rendered.removesuffix(begin) if begin else prompt.rendered
+
+
+def _callable(ask: Ask) -> list[dict[str, Any]]:
+    """The tools that the reply may call."""
+    return ask.tools if ask.tool_choice != "none" else []
 
 
 def message_of(reply: Reply) -> Message:

@@ -15,6 +15,9 @@ LARGEST = 2**31 - 1
 NOT_SERVED = {
     "image": "the model takes no images",
     "input_image": "the model takes no images",
+    "image_url": "the model takes text alone",
+    "input_audio": "the model takes text alone",
+    "file": "the model takes text alone",
     "json_schema": "the engine cannot hold its output to a schema",
     "json_object": "the engine cannot hold its output to JSON",
 }

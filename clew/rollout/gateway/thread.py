@@ -10,9 +10,9 @@ from collections import OrderedDict
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-import uvicorn
 import uvloop
 
+from clew.listening import Listener
 from clew.rollout.gateway.app import application
 from clew.rollout.gateway.chat import Refusal
 from clew.rollout.gateway.paths import AnyBase
@@ -80,18 +80,7 @@ class GatewayThread:
         self._limits = limits
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
         self.base_url = f"http://127.0.0.1:{self._listener.getsockname()[1]}/v1"
-        settings = uvicorn.Config(
-            AnyBase(application(self.sessions)),
-            loop="none",
-            http="httptools",
-            lifespan="off",
-            log_level="warning",
-            access_log=False,
-            ws="none",
-            timeout_graceful_shutdown=1,
-            timeout_keep_alive=3600,
-        )
-        self._server = uvicorn.Server(settings)
+        self._server = Listener(AnyBase(application(self.sessions)))
         self._thread = threading.Thread(target=self._serve, name="gateway", daemon=True)
         self._thread.start()
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 THINK_OPENS, THINK_CLOSES = "<think>", "</think>"
 CALL_OPENS, CALL_CLOSES = "<tool_call>", "</tool_call>"
+PYTHON_TAG = "<|python_tag|>"
 _CALL = re.compile(r"\s*<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
@@ -61,6 +62,39 @@ def split_reasoning(text: str, prompt: str = "") -> tuple[str, str]:
     return reasoning.strip("\n"), rest.lstrip("\n")
 
 
+def settled(tokenizer: PreTrainedTokenizerBase, text: str, prompt: str, tools: list[dict[str, Any]]) -> tuple[str, str]:
+    """What of (reasoning, content) `parse_output` will give, whatever follows this text. All that a template's own
+    parser decides, it decides at the end."""
+    if getattr(tokenizer, "response_template", None) is not None:
+        return "", ""
+    opened = prompt.rstrip().endswith(THINK_OPENS)
+    begins = text.lstrip()
+    if not opened and THINK_OPENS.startswith(begins):
+        return "", ""
+    if not opened and not begins.startswith(THINK_OPENS):
+        return "", _settled_content(text, tools)
+    if THINK_CLOSES not in text:
+        return split_reasoning(without_beginning(text, THINK_CLOSES), prompt)[0], ""
+    reasoning, content = split_reasoning(text, prompt)
+    return reasoning, _settled_content(content, tools)
+
+
+def _settled_content(content: str, tools: list[dict[str, Any]]) -> str:
+    if not tools:
+        return content
+    begins = content.lstrip()
+    if PYTHON_TAG.startswith(begins) or begins.removeprefix(PYTHON_TAG).lstrip()[:1] in ("", "{"):
+        return ""  # perhaps a call of Llama's form
+    return without_beginning(content.partition(CALL_OPENS)[0], CALL_OPENS).rstrip()
+
+
+def without_beginning(text: str, mark: str) -> str:
+    """The text without what it ends with, if the mark begins so."""
+    longest = min(len(text), len(mark) - 1)
+    cut = next((size for size in range(longest, 0, -1) if text.endswith(mark[:size])), 0)
+    return text[: len(text) - cut]
+
+
 def _by_template(tokenizer: PreTrainedTokenizerBase, raw: str, prompt: str, tools: list[dict[str, Any]]) -> Parsed:
     try:
         message = tokenizer.parse_response(raw, prefix=prompt, tools=tools or None)  # pyright: ignore[reportArgumentType]
@@ -89,7 +123,7 @@ def _hermes(content: str) -> Parsed:
 
 
 def _llama(content: str) -> Parsed:
-    body = content.strip().removeprefix("<|python_tag|>").strip()
+    body = content.strip().removeprefix(PYTHON_TAG).strip()
     if not body.startswith("{"):
         return Parsed(content=content)
     decoder, calls, place = json.JSONDecoder(), [], 0

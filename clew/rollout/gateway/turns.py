@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
+from jinja2 import Environment, TemplateError, meta
 
 from clew.rollout.gateway.chat import Ask, Message, Refusal, Reply
 
@@ -30,6 +31,13 @@ if TYPE_CHECKING:
 
 _WORDS: list[Message] = [{"role": "assistant", "content": word} for word in ("clew0", "clew1")]
 """Two messages whose last characters differ: what their renderings end with alike follows the words."""
+
+
+_GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
+"""Tags that transformers adds to Jinja's, around what the model writes."""
+
+LOOKED_AT = 16
+"""Characters a token of the context, of a prompt that may be too long."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +70,10 @@ class Prompt:
 class Turns:
     """The turns of one session, and the template that renders them."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, context: int | None = None) -> None:
+        """context: of the model, in tokens."""
         self._tokenizer = tokenizer
+        self._context = context
         self._turns: list[Turn] = []
 
     def add(self, turn: Turn) -> None:
@@ -78,8 +88,10 @@ class Turns:
 
         begin: words put into the model's mouth; they count as the prompt's."""
         if ask.text is not None:
+            self._refuse_what_never_fits(ask.text, "prompt")
             return Prompt(input_ids=self._encode(ask.text, special=True), rendered=ask.text)
         rendered = self._render(ask, ask.messages) + begin
+        self._refuse_what_never_fits(rendered, "messages")
         rewritten: Turn | None = None
         for turn in sorted(self._turns, key=lambda turn: -len(turn.ask.messages)):
             place = len(turn.ask.messages)
@@ -93,6 +105,20 @@ class Turns:
             if rewritten is None and ask.messages[:place] == turn.ask.messages:
                 rewritten = turn
         return Prompt(input_ids=self._encode(rendered), rendered=rendered, rewritten=rewritten)
+
+    def _refuse_what_never_fits(self, text: str, param: str) -> None:
+        """Without making tokens of all of it: a beginning that has twice as many as the context takes is enough."""
+        if self._context is None or len(text) <= LOOKED_AT * self._context:
+            return
+        beginning = text[: LOOKED_AT * self._context]
+        if len(tokens := self._encode(beginning)) > 2 * self._context:
+            raise Refusal(
+                400,
+                f"the prompt has {len(text)} characters, the first {len(beginning)} of which alone are {len(tokens)} "
+                f"tokens; the model's context is {self._context}. Shorten the prompt.",
+                param=param,
+                code="context_length_exceeded",
+            )
 
     def _tail_ids(self, ask: Ask, rendered: str, turn: Turn) -> list[int] | None:
         """The tokens after the turn's own; None when the rendered text does not hold the turn as it was."""
@@ -140,6 +166,16 @@ class Turns:
         last = self._tokenizer.decode([last_id], skip_special_tokens=False)
         together = self._encode(f"{last}{text}")
         return together[1:] if together[:1] == [last_id] else self._encode(text)
+
+    @cached_property
+    def variables(self) -> set[str]:
+        """What the chat template asks for, besides what it sets itself."""
+        template = self._tokenizer.chat_template or ""
+        texts = template.values() if isinstance(template, dict) else [template]
+        language = Environment(extensions=["jinja2.ext.loopcontrols"])
+        return set().union(
+            *(meta.find_undeclared_variables(language.parse(_GENERATION.sub("", text))) for text in texts)
+        )
 
     def count(self, text: str) -> int:
         """Its tokens."""

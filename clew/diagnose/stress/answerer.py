@@ -20,7 +20,7 @@ RECORDED = 4096
 """Answers that are taken from a run, at most."""
 
 
-def ask(
+def answerer(
     base_url: str | None, *, latency_s: float, tokens: int, recorded: Path | None, model: str | None
 ) -> tuple[Any, PreTrainedTokenizerBase]:
     """The engine, and the tokenizer that goes with it. Raises EngineError, ModelError, RecordError."""

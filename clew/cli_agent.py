@@ -1,0 +1,168 @@
+"""`clew agent`: an agent alone, in crowds, and against recorded responses. A thin front, as `clew.cli` is."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+agent_app = typer.Typer(
+    help="Agents: any class with `async def run(self, data, **extra_kwargs)` that talks to a model provider.",
+    epilog="The examples use what `python -m examples.agents.make --out runs/calculator/material` makes; "
+    "docs/agents.md has the rest.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+AgentPath = Annotated[str, typer.Argument(metavar="AGENT", help="Dotted path of the class, such as my_agent.MyAgent.")]
+DataFile = Annotated[str, typer.Option("--data", metavar="FILE", help="JSON lines, Parquet, or a hub name.")]
+AgentArguments = Annotated[
+    list[str] | None, typer.Option("--arg", metavar="KEY=VALUE", help="Of the class's constructor; repeat it.")
+]
+
+
+@agent_app.command("run")
+def agent_run(
+    agent: AgentPath,
+    data: DataFile,
+    n: Annotated[int, typer.Option("--n", min=1, help="How many rows, drawn at random.")] = 1,
+    base_url: Annotated[
+        str | None, typer.Option(help="Of the served model or provider; default: OPENAI_BASE_URL.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the rows drawn and the tokens sampled.")] = 1,
+    arg: AgentArguments = None,
+) -> None:
+    """Run an agent on random rows, one at a time, and show what each token is and what the trainer would do with it.
+
+    Example: clew agent run examples.agents.calculator.Calculator --data runs/calculator/material/held_out.jsonl --n 2
+    """
+    import asyncio
+
+    from rich.console import Console
+
+    from clew.config import provider
+    from clew.data import load_rows
+    from clew.diagnose.agent_run import base_url_of, chosen, run_agent
+    from clew.view.agent import show_ran
+
+    async def run() -> bool:
+        console, sound = Console(highlight=False, markup=False, emoji=False), True
+        rows = chosen(load_rows(data, columns=[]), n, seed)
+        key = provider()[1] or "sk-clew"
+        each = run_agent(agent, _arguments(arg), rows, base_url=base_url_of(base_url), api_key=key, seed=seed)
+        number = 0
+        async for ran, tokenizer in each:
+            number += 1
+            show_ran(
+                console,
+                title=f"row {number} of {n}",
+                data=ran.data,
+                seconds=ran.seconds,
+                returned=ran.returned,
+                sequences=ran.episode.sequences if ran.episode is not None else [],
+                warnings=ran.warnings,
+                tokenizer=getattr(tokenizer, "backend_tokenizer", None),
+            )
+            sound &= ran.episode is None or ran.episode.error is None
+        return sound
+
+    if not asyncio.run(run()):
+        raise SystemExit(1)
+
+
+@agent_app.command("stress")
+def agent_stress(
+    agent: AgentPath,
+    data: DataFile,
+    batch: Annotated[int, typer.Option(min=1, help="Prompts in a batch, as in rollout.batch_groups.")] = 256,
+    group: Annotated[int, typer.Option(min=1, help="Episodes a prompt, as in rollout.n_samples.")] = 8,
+    dp: Annotated[int, typer.Option(min=1, help="Rollout processes that share a batch; this is one of them.")] = 4,
+    base_url: Annotated[
+        str | None, typer.Option(help="Of a served model; without it a stand-in answers, and no model is needed.")
+    ] = None,
+    latency: Annotated[float, typer.Option(min=0, help="Seconds that an answer of the stand-in takes.")] = 1.0,
+    tokens: Annotated[int, typer.Option(min=1, help="Of a synthetic answer, at most.")] = 64,
+    recorded: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Let the stand-in answer with what a model said in this run.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Folder or hub name whose tokenizer and chat template the stand-in takes.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds an episode may take.")] = 600.0,
+    json_to: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON.")] = None,
+    html_to: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write it as a page.")] = None,
+    arg: AgentArguments = None,
+) -> None:
+    """Run an agent's episodes by the hundred, as training will, and say whether it is fit for that, and why not.
+
+    Example: clew agent stress examples.agents.calculator.Calculator --data runs/calculator/material/held_out.jsonl
+    """
+    import json
+
+    from rich.console import Console
+
+    from clew.data import load_rows
+    from clew.diagnose.stress.answerer import answerer
+    from clew.diagnose.stress.on_gateway import stressed
+    from clew.diagnose.stress.page import page
+    from clew.diagnose.stress.terminal import rendered
+    from clew.record.files import write_bytes
+    from clew.rollout.agents import load_agent
+
+    loaded, rows = load_agent(agent, _arguments(arg)), load_rows(data)
+    engine, tokenizer = answerer(base_url, latency_s=latency, tokens=tokens, recorded=recorded, model=model)
+
+    report = stressed(
+        loaded,
+        rows,
+        engine=engine,
+        tokenizer=tokenizer,
+        batch=batch,
+        group=group,
+        dp=dp,
+        timeout_s=timeout,
+        say=lambda wave: print(wave, file=sys.stderr, flush=True),
+    )
+    Console(highlight=False, markup=False, emoji=False).print(rendered(report))
+    if json_to is not None:
+        write_bytes(json_to, json.dumps(report.as_dict(), indent=1).encode())
+    if html_to is not None:
+        write_bytes(html_to, page(report).encode())
+    if not report.fit:
+        raise SystemExit(1)
+
+
+@agent_app.command("replay")
+def agent_replay(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
+    episode: Annotated[str, typer.Option(metavar="ID", help="Such as g000123.e2; also one that failed.")],
+    agent: Annotated[str | None, typer.Option(help="Another agent's dotted path than the run's.")] = None,
+    continue_live: Annotated[
+        bool, typer.Option("--continue-live", help="Go on with the served model at the first request that differs.")
+    ] = False,
+    base_url: Annotated[str | None, typer.Option(help="Of that model; default: OPENAI_BASE_URL.")] = None,
+) -> None:
+    """Run the agent's present code against the recorded responses of an episode; no model is needed.
+
+    Example: clew agent replay runs/calculator/grpo --episode g000000.e1
+    """
+    from clew.diagnose.agent_replay import replay_agent
+    from clew.diagnose.agent_run import base_url_of
+    from clew.record.run import open_run
+    from clew.view.agent import show_replay
+    from clew.view.find import Name, find_episode
+
+    opened, name = open_run(run), Name.parse(episode)
+    url = base_url_of(base_url) if continue_live else None
+    replayed = replay_agent(opened, find_episode(opened, name), agent=agent, base_url=url)
+    show_replay(replayed)
+    if not replayed.same:
+        raise SystemExit(1)
+
+
+def _arguments(given: list[str] | None) -> dict[str, object]:
+    import yaml
+
+    pairs = [each.partition("=") for each in given or ()]
+    return {name: yaml.safe_load(value) for name, _, value in pairs}

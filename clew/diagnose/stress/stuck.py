@@ -1,0 +1,101 @@
+"""An event loop that stands still for good: a blocking call that waits for what only another episode could give back,
+such as a threading.Lock that is held across an await. It is interrupted, so that the stress can say so."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Collection
+from types import FrameType
+
+from clew.diagnose.stress.frames import Code, lines_of, stack_of_thread, told
+from clew.diagnose.stress.serial import waits_at
+from clew.diagnose.stress.steps import Episode
+from clew.diagnose.stress.verdict import Verdict
+
+STUCK_S = 30.0
+"""A loop that stands still for this long, without computing, never moves again."""
+
+AGAIN_S = 0.05
+"""After that has been seen once, each further such call is interrupted after so long."""
+
+COMPUTES = 0.1
+"""A thread that computes for a larger share of the time does not stand still."""
+
+SIGNAL = signal.SIGUSR2
+"""Interrupts the call; Python does so in the main thread alone."""
+
+
+class Stuck(Exception):
+    """Raised in the call that would never return."""
+
+
+class StuckWatch:
+    """Watches the event loop in which it is entered, which is to be the main thread's."""
+
+    def __init__(self, code: Code, running: Collection[Episode], stuck_s: float) -> None:
+        """running: kept up to date by whoever runs them."""
+        self.verdict: Verdict | None = None
+        self.happened = asyncio.Event()
+        self._code = code
+        self._running = running
+        self._stuck_s = stuck_s
+        self._stop = threading.Event()
+
+    async def __aenter__(self) -> StuckWatch:
+        self._loop = asyncio.get_running_loop()
+        self._thread_id = threading.get_ident()
+        self._watches = threading.current_thread() is threading.main_thread()
+        if self._watches:
+            self._handler = signal.signal(SIGNAL, self._interrupt)
+            self._thread = threading.Thread(target=self._run, name="clew stuck watch", daemon=True)
+            self._thread.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._stop.set()
+        if self._watches:
+            self._thread.join()
+            signal.signal(SIGNAL, self._handler)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        place = self._code.place(lines_of(frame))
+        if place is not None and place.user:  # otherwise it has moved on by itself
+            raise Stuck("the event loop stood still here, and was interrupted")
+
+    def _run(self) -> None:
+        clock = time.pthread_getcpuclockid(self._thread_id)
+        while not self._stop.wait(AGAIN_S):
+            answered = threading.Event()
+            self._loop.call_soon_threadsafe(answered.set)
+            patience = self._stuck_s if self.verdict is None else AGAIN_S
+            computed = time.clock_gettime(clock)
+            while not answered.wait(patience) and not self._stop.is_set():
+                before, computed = computed, time.clock_gettime(clock)
+                if computed - before > COMPUTES * patience:
+                    continue
+                if self.verdict is None:
+                    self.verdict = self._judged()
+                    self._loop.call_soon_threadsafe(self.happened.set)
+                patience = AGAIN_S
+                signal.pthread_kill(self._thread_id, SIGNAL)
+
+    def _judged(self) -> Verdict:
+        stack = stack_of_thread(self._thread_id)
+        lines = [told(line) for line in stack if self._code.place([line]) is not None]
+        waiting = Counter(str(place) for each in list(self._running) if (place := waits_at(each, self._code)))
+        here = str(self._code.place(stack) or "")
+        return Verdict(
+            kind="blocks",
+            what=f"the event loop stood still for {self._stuck_s:g} s in a call that waits for what another episode "
+            f"holds, perhaps across an await: it would never move again",
+            where=here,
+            evidence=[
+                "it stands at " + ", called by ".join(lines[:6]),
+                *(f"{count} episodes wait at {place}" for place, count in waiting.most_common(4) if place != here),
+                "hold no threading.Lock across an await: use asyncio.Lock, or release it before",
+            ],
+        )

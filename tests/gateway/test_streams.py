@@ -1,0 +1,316 @@
+"""Words come while the model is still speaking: over real sockets, with the providers' own streaming clients."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from clew.rollout.gateway.chat import Delta
+from clew.rollout.gateway.sessions import Limits
+from clew.rollout.gateway.speech import Decoder, Draft
+from clew.rollout.gateway.thread import GatewayThread
+from clew.rollout.gateway.tools import parse_output, settled
+from tests.gateway.chatml import CHATML, chatml_tokenizer, odd_ids
+from tests.gateway.spoken import Spoken, session_on
+
+USER: Any = {"role": "user", "content": "What is the answer?"}
+ADD: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+SAID = "<think>\nhm, 1 < 2\n</think>\n\nI ask: the café\n\n<tool_call>\n" + (
+    '{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
+)
+BEFORE_THE_CALL = SAID.index("\n\n<tool_call>")
+
+
+class Halting:
+    """A gateway whose model says `SAID`, and waits in the midst until it may go on."""
+
+    def __init__(self, folder: Path) -> None:
+        self.engine = Spoken(chatml_tokenizer(folder), lambda prompt: SAID)
+        self.engine.speaks = self.speak
+        self.halt_at = len(odd_ids(self.engine.tokenizer, SAID[:BEFORE_THE_CALL]))
+        self.gateway = GatewayThread(Limits())
+        self.key, self.session = self.gateway.open(session_on(self.engine))
+        self.may_go_on = asyncio.Event()
+
+    async def speak(self, number: int) -> None:
+        if number == self.halt_at:
+            await asyncio.wait_for(self.may_go_on.wait(), 20)
+
+    def go_on(self) -> None:
+        self.gateway.loop.call_soon_threadsafe(self.may_go_on.set)
+
+    def openai(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=self.gateway.base_url, api_key=self.key, max_retries=0)
+
+    def anthropic(self) -> anthropic.AsyncAnthropic:
+        url = self.gateway.base_url.removesuffix("/v1")
+        return anthropic.AsyncAnthropic(base_url=url, api_key=self.key, max_retries=0)
+
+
+@pytest.fixture
+def halting(tmp_path: Path) -> Iterator[Halting]:
+    made = Halting(tmp_path)
+    yield made
+    made.go_on()
+    made.gateway.stop()
+
+
+async def _chat(halting: Halting, heard: Callable[[str, str], None]) -> tuple[str, str, list[Any]]:
+    reasoning = ""
+    async with (
+        halting.openai() as client,
+        client.chat.completions.stream(model="x", messages=[USER], tools=[ADD]) as stream,
+    ):
+        async for event in stream:
+            if event.type != "chunk" or not event.chunk.choices:
+                continue
+            said = event.chunk.choices[0].delta
+            thought = getattr(said, "reasoning_content", None) or ""
+            reasoning += thought
+            heard(thought, said.content or "")
+        message = (await stream.get_final_completion()).choices[0].message
+    calls = [(call.function.name, call.function.arguments) for call in message.tool_calls or ()]
+    return reasoning, message.content or "", calls
+
+
+async def _responses(halting: Halting, heard: Callable[[str, str], None]) -> tuple[str, str, list[Any]]:
+    tool: Any = {"type": "function", **ADD["function"]}
+    async with (
+        halting.openai() as client,
+        client.responses.stream(model="x", input="What is the answer?", tools=[tool]) as stream,
+    ):
+        numbers = []
+        async for event in stream:
+            numbers.append(event.sequence_number)
+            kinds = {"response.reasoning_text.delta": (1, 0), "response.output_text.delta": (0, 1)}
+            thought, said = kinds.get(event.type, (0, 0))
+            delta = str(getattr(event, "delta", ""))
+            heard(delta * thought, delta * said)
+        response = await stream.get_final_response()
+    assert numbers == list(range(len(numbers)))
+    items: dict[str, Any] = {item.type: item for item in response.output}
+    assert list(items) == ["reasoning", "message", "function_call"]
+    call = items["function_call"]
+    return items["reasoning"].content[0].text, response.output_text, [(call.name, call.arguments)]
+
+
+async def _messages(halting: Halting, heard: Callable[[str, str], None]) -> tuple[str, str, list[Any]]:
+    tool: Any = {"name": "add", "input_schema": {"type": "object"}}
+    async with (
+        halting.anthropic() as client,
+        client.messages.stream(model="x", max_tokens=200, messages=[USER], tools=[tool]) as stream,
+    ):
+        async for event in stream:
+            heard(*((event.thinking, "") if event.type == "thinking" else ("", "")))
+            heard(*(("", event.text) if event.type == "text" else ("", "")))
+        message = await stream.get_final_message()
+    blocks: dict[str, Any] = {block.type: block for block in message.content}
+    assert list(blocks) == ["thinking", "text", "tool_use"]
+    assert message.usage.input_tokens > 0 and message.usage.output_tokens == len(
+        halting.session.session.interactions[0].output_ids
+    )
+    call = blocks["tool_use"]
+    return blocks["thinking"].thinking, blocks["text"].text, [(call.name, json.dumps(call.input))]
+
+
+@pytest.mark.parametrize("ask", [_chat, _responses, _messages])
+def test_words_come_while_the_model_is_still_speaking(halting: Halting, ask: Any) -> None:
+    """The model has not begun its call when all words before it are there, in parts, and nothing else."""
+    thoughts: list[str] = []
+    words: list[str] = []
+
+    def heard(thought: str, word: str) -> None:
+        thoughts.extend([thought] if thought else [])
+        words.extend([word] if word else [])
+        if "".join(words) == "I ask: the café":
+            halting.go_on()
+
+    assert asyncio.run(ask(halting, heard)) == ("hm, 1 < 2", "I ask: the café", [("add", '{"a": 1}')])
+    assert halting.may_go_on.is_set() and len(words) > 5 and len(thoughts) > 3
+    assert "".join(thoughts) == "hm, 1 < 2" and "".join(words) == "I ask: the café"
+    [interaction] = halting.session.session.interactions
+    assert interaction.output_ids == odd_ids(halting.engine.tokenizer, SAID)
+    assert halting.session.warnings == []
+
+
+def test_plain_completions_come_in_parts_and_each_choice_by_itself(halting: Halting) -> None:
+    halting.engine.script = lambda prompt: "hello<stop>"
+    halting.halt_at = 5
+
+    async def ask() -> dict[int, str]:
+        said = {0: "", 1: ""}
+        async with halting.openai() as client:
+            asked: Any = {"model": "x", "prompt": "hello", "n": 2, "max_tokens": 50, "stream": True, "stop": "<stop>"}
+            async for chunk in await client.completions.create(**asked):
+                for choice in chunk.choices:
+                    said[choice.index] += choice.text
+                if set(said.values()) == {"hello"}:
+                    halting.go_on()
+        return said
+
+    assert asyncio.run(ask()) == {0: "hello", 1: "hello"}
+    assert halting.may_go_on.is_set()
+
+
+async def until(happened: Callable[[], bool]) -> None:
+    """Another thread's doing."""
+    for _ in range(1000):
+        if happened():
+            return
+        await asyncio.sleep(0.01)
+    pytest.fail("it never happened")
+
+
+def test_a_client_that_leaves_in_mid_stream_gets_the_same_reply_when_it_retries(halting: Halting) -> None:
+    async def leave_and_come_back() -> str:
+        asked: Any = {"model": "x", "messages": [USER], "stream": True}
+        async with halting.openai() as client:
+            stream = await client.chat.completions.create(**asked)
+            async for chunk in stream:
+                if chunk.choices[0].delta.content:
+                    break
+            await stream.close()
+            [request] = halting.session._requests
+            await until(lambda: request.abandoned)
+            halting.go_on()
+            again = await client.chat.completions.create(**asked)
+            return "".join([chunk.choices[0].delta.content or "" async for chunk in again])
+
+    assert "I ask: the café" in asyncio.run(leave_and_come_back())
+    assert [each.id for each in halting.session.session.interactions] == ["g000000.e0.i0"]
+    assert len(halting.engine.requests) == 1
+
+
+def test_a_stream_that_nobody_reads_to_its_end_is_no_part_of_the_episode(halting: Halting) -> None:
+    async def leave() -> None:
+        async with halting.openai() as client:
+            stream = await client.chat.completions.create(model="x", messages=[USER], stream=True)
+            async for chunk in stream:
+                if chunk.choices[0].delta.content:
+                    break
+            await stream.close()
+            [request] = halting.session._requests
+            await until(lambda: request.abandoned)
+            halting.go_on()
+            await until(request.replies.done)
+        await halting.gateway.close(halting.key)
+
+    asyncio.run(leave())
+    assert halting.session.session.interactions == []
+
+
+OUTPUTS = [
+    "plain words, and no more",
+    "<think>a</think>b",
+    "<think>\n\na < b </thin </think>\n\n\nb\n\n",
+    "<think>never closed\n\n",
+    "  <think>after spaces</think>c",
+    "  <thin is no thought",
+    "a <tool_call>{\"name\": \"f\", \"arguments\": {}}</tool_call> tail <tool_call>{\"name\": \"g\"}</tool_call>",
+    "a <tool_call>no call</tool_call> tail",
+    "a <tool_cal and <tool_",
+    '{"name": "f", "parameters": {}}; {"name": "g", "parameters": {"a": 1}}',
+    '{"name" is no call',
+    '<|python_tag|>{"name": "f", "parameters": {}}',
+    "<|python_tag is nothing",
+    " \n leading space",
+    "ünïcödé 🙂 é 漢字 �",
+    "ends with a space ",
+    "",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("prompt", ["assistant\n", "assistant\n<think>\n"])
+@pytest.mark.parametrize("tools", [[], [ADD]])
+@pytest.mark.parametrize("said", OUTPUTS)
+def test_what_is_told_at_any_time_is_how_the_reply_begins(
+    tokenizer: Any, said: str, tools: list[Any], prompt: str
+) -> None:
+    """`settled` is held equal to `parse_output`: at each character, for whatever follows."""
+    rest = random.Random(said)
+    endings = ["", *("".join(rest.choices(said or "x", k=9)) for _ in range(3)), *OUTPUTS[1:12:2]]
+    for place in range(len(said) + 1):
+        begun = said[:place]
+        reasoning, content = settled(tokenizer, begun, prompt, tools)
+        for ending in (said[place:], *endings):
+            parsed = parse_output(tokenizer, begun + ending, begun + ending, prompt, tools)
+            assert parsed.reasoning.startswith(reasoning) and parsed.content.startswith(content), (begun, ending)
+            assert not content or parsed.reasoning == reasoning
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return chatml_tokenizer(tmp_path_factory.mktemp("tokenizer"), CHATML)
+
+
+def test_stop_strings_and_what_may_become_one_are_kept_back(tokenizer: Any) -> None:
+    told: list[Delta] = []
+    draft = Draft(
+        0, told.append, tokenizer=tokenizer, begin="", stops=("END", "<stop>"), settle=lambda text: ("", text)
+    )
+    seen = []
+    for token in odd_ids(tokenizer, "a E EN <st EN<stop>"):
+        draft.add(token, -0.5)
+        seen.append("".join(delta.content for delta in told))
+    assert seen == [
+        "a", "a ", "a ", "a E ", "a E ", "a E ", "a E EN ", "a E EN ", "a E EN ", "a E EN ", "a E EN <st ",
+        "a E EN <st ", "a E EN <st ", "a E EN <st EN", "a E EN <st EN", "a E EN <st EN", "a E EN <st EN",
+        "a E EN <st EN", "a E EN <st EN",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["ünïcödé", "🙂 and 漢字", "a � b", "<|im_start|>user<|im_end|> é", "hm é"])
+def test_characters_come_whole(tokenizer: Any, text: str) -> None:
+    decoder, ids = Decoder(tokenizer), odd_ids(tokenizer, text)
+    parts = [decoder.add(token) for token in ids]
+    assert "".join(parts) == tokenizer.decode(ids, skip_special_tokens=True)
+    assert all(part in text for part in parts) and len(ids) > len([part for part in parts if part])
+
+
+def test_a_prompt_of_megabytes_is_refused_and_holds_nobody_up(tmp_path: Path) -> None:
+    engine = Spoken(chatml_tokenizer(tmp_path), lambda prompt: "hello<|im_end|>")
+    gateway = GatewayThread(Limits())
+    key, session = gateway.open(session_on(engine))
+    long = "the answer is right, " * 200_000
+
+    async def ask(context: int | None) -> tuple[float, str]:
+        session._turns._context = context
+        longest, ended = 0.0, asyncio.Event()
+
+        async def beat() -> None:
+            nonlocal longest
+            while not ended.is_set():
+                before = time.monotonic()
+                await asyncio.sleep(0.01)
+                longest = max(longest, time.monotonic() - before)
+
+        beating = asyncio.run_coroutine_threadsafe(beat(), gateway.loop)
+        async with openai.AsyncOpenAI(base_url=gateway.base_url, api_key=key, max_retries=0) as client:
+            try:
+                asked: Any = [{"role": "user", "content": long}]
+                answer = await client.chat.completions.create(model="x", messages=asked)
+                said = answer.choices[0].message.content or ""
+            except openai.BadRequestError as error:
+                said = str(error)
+                assert (error.code, error.param) == ("context_length_exceeded", "messages")
+        gateway.loop.call_soon_threadsafe(ended.set)
+        await asyncio.wrap_future(beating)
+        return longest, said
+
+    began = time.monotonic()
+    held_up, refused = asyncio.run(ask(4096))
+    assert "the first 65536 of which alone are" in refused and "the model's context is 4096" in refused
+    assert time.monotonic() - began < 2
+    held_up, said = asyncio.run(ask(None))
+    gateway.stop()
+    assert said == "hello" and len(engine.requests[0]) > 1_000_000
+    assert held_up < 1.0
