@@ -90,7 +90,12 @@ def _load(
             f"the weights in {path} cannot be read ({error}): a file was truncated or altered. Copy or save the model "
             f"there again."
         ) from error
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, MemoryError) as error:
+        if is_out_of_memory(error):
+            raise ModelError(
+                f"the model in {path} ({field}) does not fit into this machine's memory: {first_line(error)} Use a "
+                f"smaller one, or model.dtype=bfloat16."
+            ) from error
         what = "causal language model" if new is None else "model with a value head"
         raise ModelError(f"cannot load a {what} from {path}: {error}") from error
     finally:
@@ -105,7 +110,28 @@ def _load(
         )
     if new in loading["missing_keys"]:
         torch.nn.init.zeros_(model.get_parameter(new))
-    return model.to(device).eval()
+    try:
+        return model.to(device).eval()
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise ModelError(
+            f"the model in {path} ({field}) does not fit into the memory of {device}: {first_line(error)} Use a smaller "
+            f"one, model.dtype=bfloat16, or more devices (launch.ranks)."
+        ) from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether torch or Python could not have the memory that it asked for."""
+    import torch
+
+    said = ("can't allocate memory", "not enough memory")  # what torch's RuntimeError on the CPU says
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(each in str(error) for each in said)
+
+
+def first_line(error: BaseException) -> str:
+    """Of what it says, ended by a full stop."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".") + "."
 
 
 def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str) -> None:

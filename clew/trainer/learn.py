@@ -51,7 +51,7 @@ def learn(config: Config, on_step: OnStep = lambda step, summary: None) -> None:
 
 def learn_inline(config: Config, on_step: OnStep) -> None:
     """Train with rollout and inference in this process, all user code on this thread, without time limits: so
-    `breakpoint()` works in the agent, the reward and the loss. A workflow's run repeats bit for bit with
+    `breakpoint()` works in the agent, the reward and the loss. A run repeats bit for bit with
     rollout.max_lag=0."""
     from clew.inference.local import load_engine
     from clew.rollout.process import gateway_for, inline_runner

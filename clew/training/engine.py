@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceABC
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from functools import cached_property, partial, wraps
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -29,8 +29,16 @@ from torch import Tensor
 
 from clew.algorithms import LOSSES
 from clew.config import Algorithm, Config, Training
-from clew.errors import ModelError
-from clew.models import check_vocabulary, load_model, load_tokenizer, load_value_model, pick_device
+from clew.errors import ModelError, TrainingError
+from clew.models import (
+    check_vocabulary,
+    first_line,
+    is_out_of_memory,
+    load_model,
+    load_tokenizer,
+    load_value_model,
+    pick_device,
+)
 from clew.record.digest import to_hex, total
 from clew.record.rows import Sequence
 from clew.training.batching import Plan, deal, loss_weights, padding_share, plan_step
@@ -49,6 +57,9 @@ from clew.training.tokens import MicroBatch, Tokens
 
 if TYPE_CHECKING:
     from clew.training.lora import Adapters
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 Watch = Callable[[str, dict[str, Any]], None]
 """Told what a step is about to do (advantages, loss, backward, update), and with what."""
@@ -116,6 +127,25 @@ class _Pass:
     norms: list[float] = field(default_factory=list)
     skipped: int = 0
     lr: float = 0.0
+
+
+def _within_memory(step: Callable[Concatenate[TrainEngine, P], T]) -> Callable[Concatenate[TrainEngine, P], T]:
+    """A step that says so when there is too little memory for it."""
+
+    @wraps(step)
+    def within(self: TrainEngine, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return step(self, *args, **kwargs)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise TrainingError(
+                f"step {self.version} does not fit into the memory of {self.device}: {first_line(error)} Lower "
+                f"training.micro_batch_tokens ({self.config.training.micro_batch_tokens}), or set "
+                f"training.activation_checkpointing=true, or spread the model over more ranks (launch.ranks)."
+            ) from error
+
+    return within
 
 
 class TrainEngine:
@@ -230,6 +260,7 @@ class TrainEngine:
 
     # The two kinds of step -------------------------------------------------------------------------------------------
 
+    @_within_memory
     def train_step(self, sequences: SequenceABC[Sequence]) -> StepResult:
         """One step of reinforcement learning: `algorithm.minibatches` updates.
 
@@ -328,6 +359,7 @@ class TrainEngine:
             returns_S=returns_S,
         )
 
+    @_within_memory
     def supervised_step(self, tokens: Tokens) -> StepResult:
         """One step on demonstrations, one update: on the mean cross-entropy of the tokens in the loss mask, or the mean
         loss of pairs (rows 2k and 2k + 1: chosen, rejected), as training.objective says.

@@ -155,7 +155,8 @@ def test_the_entropy_bonus_by_hand():
     assert loss.per_token_N.tolist() == pytest.approx([-1 - 0.1 * LN(2)])
 
 
-def test_entropies_carry_their_exact_gradient_where_it_is_asked_for(tmp_path: Path):
+@pytest.mark.parametrize("logits_at_once", [None, 3])
+def test_entropies_carry_their_exact_gradient_where_it_is_asked_for(logits_at_once: int | None):
     """dH/dz_i = -p_i (log p_i + H), through the temperature."""
     logits = torch.tensor([[0.3, -1.0, 2.0], [0.0, 0.0, 0.0], [1.0, 4.0, 0.5], [9.0, 9.0, 9.0]], requires_grad=True)
 
@@ -173,7 +174,7 @@ def test_entropies_carry_their_exact_gradient_where_it_is_asked_for(tmp_path: Pa
 
     where: dict[str, Any] = {"rows_N": torch.zeros(3, dtype=torch.int64), "columns_N": torch.arange(1, 4)}
     ids, temperatures = torch.tensor([[0, 1, 2, 0]]), torch.tensor([1.0, 0.5, 2.0])
-    scores = score(Fixed(), ids, **where, temperatures_N=temperatures, entropy_gradient=True)
+    scores = score(Fixed(), ids, **where, temperatures_N=temperatures, logits=logits_at_once, entropy_gradient=True)
     (gradient,) = torch.autograd.grad(scores.entropies_N.sum(), logits)
     with torch.no_grad():
         logprobs = (logits[:3] / temperatures[:, None]).log_softmax(-1)
