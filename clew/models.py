@@ -116,8 +116,8 @@ def _load(
         if not is_out_of_memory(error):
             raise
         raise ModelError(
-            f"the model in {path} ({field}) does not fit into the memory of {device}: {first_line(error)} Use a smaller "
-            f"one, model.dtype=bfloat16, or more devices (launch.ranks)."
+            f"the model in {path} ({field}) does not fit into the memory of {device}: {first_line(error)} Use a "
+            f"smaller one, model.dtype=bfloat16, or more devices (launch.ranks)."
         ) from error
 
 
