@@ -113,6 +113,11 @@ def trained_and_generated(session: Session) -> tuple[list[int], list[int]]:
     return trained, [id for each in session.interactions for id in each.output_ids]
 
 
+def warnings_of(session: Session) -> list[str]:
+    """But for tools that are to be held to their schema: some frameworks ask for that by themselves."""
+    return [warning for warning in session.warnings if "the client sets strict for" not in warning]
+
+
 @pytest.mark.parametrize("said", SAID)
 @pytest.mark.parametrize("name", NAMES)
 def test_two_turns_are_one_sequence_of_the_tokens_that_were_generated(running: Running, name: str, said: str) -> None:
@@ -121,7 +126,7 @@ def test_two_turns_are_one_sequence_of_the_tokens_that_were_generated(running: R
     assert len(session.interactions) == 2 and len(assemble(session.interactions)) == 1
     trained, generated = trained_and_generated(session)
     assert trained == generated
-    assert session.warnings == []
+    assert warnings_of(session) == []
 
 
 @pytest.mark.parametrize("running", [THINKING], ids=["thinking"], indirect=True)
@@ -136,8 +141,8 @@ def test_reasoning_that_a_framework_sends_back_is_kept(running: Running, name: s
     assert trained == generated
     lost = name in NO_REASONING_BACK
     assert len(assemble(session.interactions)) == (2 if lost else 1)
-    assert len(session.warnings) == lost
-    assert all("the client sends no reasoning back" in warning for warning in session.warnings)
+    assert len(warnings_of(session)) == lost
+    assert all("the client sends no reasoning back" in warning for warning in warnings_of(session))
 
 
 def test_reasoning_that_is_named_by_an_id_which_is_unknown_here(running: Running) -> None:

@@ -94,7 +94,10 @@ FULL = {
 """Reference model, several updates and micro-batches, clipping, decay."""
 
 
-@pytest.mark.parametrize(("dtype", "losses", "weights"), [("float64", 1e-9, 1e-9), ("float32", 1e-5, 1e-4)])
+@pytest.mark.parametrize(
+    ("dtype", "losses", "weights"),
+    [("float64", 1e-9, 1e-9), pytest.param("float32", 1e-5, 1e-4, marks=pytest.mark.slow)],
+)
 def test_one_two_and_four_ranks_give_the_same_run(on_ranks, tmp_path, model, dtype, losses, weights):
     asked = {"model": model, "options": {**FULL, "dtype": dtype}, "batch": {"groups": 5}, "steps": 10}
     (alone, kept), *others = (on_ranks(ranks, **asked) for ranks in (1, 2, 4))
@@ -118,6 +121,7 @@ def test_other_architectures_and_supervised_steps(on_ranks, tmp_path, family, cl
     assert all(torch.allclose(found[name], tensor, rtol=0, atol=close) for name, tensor in kept.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "supervised", "close"),
     [
