@@ -155,9 +155,14 @@ def not_finite(logprobs_N, advantages_N):
     return logprobs_N * advantages_N / 0.0, {}
 
 
+def too_much(stage, scope) -> None:
+    """What a model's activations may take."""
+    torch.zeros(2**50)
+
+
 def test_a_step_that_does_not_fit_into_memory_says_what_to_lower(model):
     engine = TrainEngine(make_config(model))
-    engine.watch = lambda stage, scope: torch.zeros(2**50)  # as a model's activations may be
+    engine.watch = too_much
     with pytest.raises(TrainingError, match=r"step 0 does not fit into the memory of cpu: .*micro_batch_tokens \(60\)"):
         engine.train_step(make_batch())
 
