@@ -58,7 +58,7 @@ class StuckWatch:
     async def __aexit__(self, *_: object) -> None:
         self._stop.set()
         if self._watches:
-            self._thread.join()
+            await asyncio.to_thread(self._thread.join)  # it may be waiting for the loop to answer
             signal.signal(SIGNAL, self._handler)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
