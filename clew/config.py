@@ -7,6 +7,7 @@ stops at once, with the file and line (or the override) and the nearest valid na
 from __future__ import annotations
 
 import difflib
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -190,6 +191,12 @@ class Training(Section):
         ge=1,
         description="Tokens that a rank computes at a time; padding counts where an architecture cannot pack rows.",
     )
+    tp: int = Field(
+        default=1,
+        ge=1,
+        description="Ranks that compute the same tokens, each with its share of every block (tensor parallelism, arXiv "
+        "1909.08053).",
+    )
     activation_checkpointing: bool = Field(
         default=False, description="Compute each block again in the backward pass, which saves memory and costs time."
     )
@@ -355,6 +362,11 @@ class Debug(Section):
     format: Literal["parquet", "pt"] = Field(
         default="parquet", description="Of dumped batches: the record's own, or padded tensors for torch.load."
     )
+    first_step: int = Field(
+        default=0,
+        ge=0,
+        description="To replay from this step on, with what the run directory debug.path had learnt by then.",
+    )
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Debug:
@@ -365,6 +377,8 @@ class Debug(Section):
             )
         if (self.dump_rollout_data or self.replay_rollout_data) and self.path is None:
             raise ValueError("debug.path is missing: the folder to write batches to, or to read them from")
+        if self.first_step and not self.replay_rollout_data:
+            raise ValueError("debug.first_step is of debug.replay_rollout_data=true: set it, or leave both out")
         return self
 
 
@@ -377,6 +391,11 @@ class Launch(Section):
     )
     ranks: int = Field(
         default=1, ge=1, description="Processes that train together, each with a slice of the model (FSDP2)."
+    )
+    colocate: bool = Field(
+        default=False,
+        description="Training and inference take turns on one device: while a step is trained, inference runs nothing "
+        "and gives its cache's memory back.",
     )
     restarts: int = Field(default=3, ge=0, description="Times that a dead server or rollout process is started again.")
     threads: int | None = Field(
@@ -464,6 +483,17 @@ class Config(Section):
                 "training.lora_rank freezes all but the adapters of a language model, and training.objective="
                 "reward_model has a new head to train. Unset it"
             )
+        if self.launch.ranks % self.training.tp:
+            raise ValueError(
+                f"training.tp is {self.training.tp}, which does not divide launch.ranks ({self.launch.ranks}): the "
+                f"ranks work in groups of that many. Use a multiple of it for launch.ranks, or training.tp="
+                f"{math.gcd(self.training.tp, self.launch.ranks)}"
+            )
+        if self.training.tp > 1 and self.training.lora_rank is not None:
+            raise ValueError(
+                "training.lora_rank adds adapters to whole layers, and training.tp splits layers. Use training.tp=1: "
+                "FSDP2 spreads the frozen model over launch.ranks all the same"
+            )
         if self.training.lora_alpha is not None and self.training.lora_rank is None:
             raise ValueError("training.lora_alpha scales adapters, and there are none without training.lora_rank")
         for name in ("max_turns", "max_episode_tokens"):
@@ -484,10 +514,11 @@ class Config(Section):
     @property
     def threads(self) -> int:
         """Threads of torch in each process: launch.threads, or else one a core where trainer and server take turns,
-        and half as many where they compute side by side (launch.mode=local with rollout.max_lag above 0)."""
+        and half as many where they compute side by side (launch.mode=local with rollout.max_lag above 0, without
+        launch.colocate)."""
         if self.launch.threads is not None:
             return self.launch.threads
-        side_by_side = self.launch.mode == "local" and self.rollout.max_lag > 0
+        side_by_side = self.launch.mode == "local" and self.rollout.max_lag > 0 and not self.launch.colocate
         return max(1, cores() // 2) if side_by_side else cores()
 
     @property

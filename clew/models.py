@@ -156,6 +156,11 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
         )
 
 
+def width_of(model: PreTrainedModel) -> int:
+    """Its hidden size; 1 where its configuration does not say."""
+    return getattr(model.config.get_text_config(), "hidden_size", None) or 1
+
+
 def context_of(path: str) -> int | None:
     """How many tokens the model takes that a folder or hub name holds; None where its configuration does not say."""
     from transformers import AutoConfig

@@ -24,6 +24,9 @@ from clew.processes import PARENT_VARIABLE
 ERROR_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 """Where a rank writes why it failed, as torch.distributed.elastic has it: torchrun shows it, and so does `place`."""
 
+PLACED_VARIABLE = "CLEW_PLACED"
+"""Set for a rank that `place` started: who places it says why it failed."""
+
 POLL_S = 0.05
 
 TOGETHER_S = 0.5
@@ -39,7 +42,7 @@ def place(ranks: int, arguments: list[str], logs: Path | None = None) -> None:
     """
     with tempfile.TemporaryDirectory(prefix="clew-ranks-") as folder:
         errors = [Path(folder) / f"rank-{rank}.json" for rank in range(ranks)]
-        port = _free_port()
+        port = free_port()
         children: list[subprocess.Popen[bytes]] = []
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, lambda number, _: children[0].send_signal(number) if children else None)
@@ -55,6 +58,19 @@ def place(ranks: int, arguments: list[str], logs: Path | None = None) -> None:
             raise LaunchError(_first_cause(failed, ranks, errors, logs))
 
 
+def named(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """The variables that make a process this rank of so many, which meet at the port of this machine (torchrun's), and
+    have it die with this process where it calls `die_with_parent`."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        PARENT_VARIABLE: str(os.getpid()),
+    }
+
+
 def tell(error: BaseException) -> bool:
     """Leave word of why this rank failed, where somebody asked for that. Returns whether it was `place`, which then
     says it."""
@@ -65,7 +81,7 @@ def tell(error: BaseException) -> bool:
     message = {"message": str(error), "extraInfo": {"timestamp": str(int(now)), "time": now}}
     with suppress(OSError):
         Path(path).write_text(json.dumps({"message": message}))
-    return "CLEW_PLACED" in os.environ
+    return PLACED_VARIABLE in os.environ
 
 
 def check_world(ranks: int) -> None:
@@ -83,14 +99,9 @@ def _start(
     """In a session of its own, so that Ctrl-C reaches the parent alone."""
     environment = {
         **os.environ,
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "CLEW_PLACED": "1",
+        **named(rank, ranks, port),
+        PLACED_VARIABLE: "1",
         ERROR_VARIABLE: str(error),
-        PARENT_VARIABLE: str(os.getpid()),
     }
     output: IO[bytes] | int | None = None
     if rank:
@@ -145,7 +156,8 @@ def _first_cause(failed: dict[int, int], ranks: int, errors: list[Path], logs: P
     return message if everyone else f"trainer rank {first} of {ranks}: {message}"
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """One of this machine that nobody listens on now."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]

@@ -12,8 +12,9 @@ from clew.config import Algorithm
 from clew.record import rows as record
 
 Plan = list[list[list[int]]]
-"""plan[mini-batch][micro-batch] lists rows of the batch. Of N ranks, rank r computes the micro-batches r, r + N, ...:
-each as many, so some may be empty. It is JSON as it stands and goes into the record."""
+"""plan[mini-batch][micro-batch] lists rows of the batch. Of N ranks (with training.tp: groups of ranks), the r-th
+computes the micro-batches r, r + N, ...: each as many, so some may be empty. It is JSON as it stands and goes into the
+record."""
 
 
 ENOUGH = 2048

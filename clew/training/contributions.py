@@ -34,11 +34,13 @@ class Contribution:
     losses_N: np.ndarray
     weights_N: np.ndarray
     """How much each token pulls: |d loss / d logprob| x (1 - probability), which is what reaches its own logit."""
+    first_not_finite: str | None
+    """Where NaN or infinity first appeared when it was computed alone; None where its gradient is finite."""
 
 
 def contributions(engine: TrainEngine, step: Prepared) -> Iterator[Contribution]:
-    """Each sequence's part in each update of a step, which is made meanwhile: the engine is then at the next version's
-    weights, or, after a gradient that is not finite, where that left it.
+    """Each sequence's part in each update of a step, which is made meanwhile, or left out, as the step does: the engine
+    is then at the next version's weights, or, where training.on_bad_gradient ended the step, where that left it.
 
     The gradient of the whole is computed first, as the step does; then that of each sequence alone.
     """
@@ -53,10 +55,14 @@ def contributions(engine: TrainEngine, step: Prepared) -> Iterator[Contribution]
             yield _contribution(engine, step, row, number, trained, whole, norm)
         for name, grad in whole.items():
             engine.optimizer.masters[name].grad = grad
-        if not math.isfinite(engine.optimizer.clip()):
-            engine.optimizer.forget()
+        clipped = engine.optimizer.clip()
+        if engine.bad_norm(clipped) is None:
+            engine.recent_norms.append(clipped)
+            engine.optimizer.update()
+            continue
+        engine.optimizer.forget()
+        if engine.config.training.on_bad_gradient == "stop":
             return
-        engine.optimizer.update()
 
 
 def _backward(engine: TrainEngine, step: Prepared, rows: list[int], trained: int) -> tuple[MicroBatch, Tensor, Tensor]:
@@ -79,16 +85,18 @@ def _contribution(
     own = engine.optimizer.gradients()
     along = sum(float((grad.double() * whole[name].double()).sum()) for name, grad in own.items())
     pull_N = torch.zeros(0) if logprobs_N.grad is None else logprobs_N.grad.abs() * -torch.expm1(logprobs_N.detach())
+    own_norm = _norm(own.values())
     return Contribution(
         row=row,
         update=update,
         loss=float(losses_N.sum()) / max(1, trained),
-        gradient_norm=_norm(own.values()),
+        gradient_norm=own_norm,
         share=along / norm**2 if norm else 0.0,
         where_N=micro.where_N,
         logprobs_N=logprobs_N.detach().cpu().numpy(),
         losses_N=losses_N.cpu().numpy(),
         weights_N=pull_N.cpu().numpy(),
+        first_not_finite=None if math.isfinite(own_norm) else first_not_finite(engine, step, row),
     )
 
 

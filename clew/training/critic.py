@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from clew.config import Algorithm, Config, Training
 from clew.errors import ModelError
-from clew.models import load_tokenizer, load_value_model
+from clew.models import load_tokenizer, load_value_model, width_of
 from clew.training.batching import Plan, deal
 from clew.training.digests import Digests, digest_tensors
 from clew.training.losses import value_loss
@@ -77,14 +77,8 @@ class Critic:
 
         Raises ModelError, also when the critic's tokens are others than the policy's.
         """
-        path, field = (
-            (config.algorithm.critic, "algorithm.critic")
-            if config.algorithm.critic
-            else (
-                config.model.path,
-                "model.path",
-            )
-        )
+        field = "algorithm.critic" if config.algorithm.critic else "model.path"
+        path = config.algorithm.critic or config.model.path
         self._device, self._ranks, self._own_micro_batches, self._idle = device, ranks, own, idle
         host = device if ranks.size == 1 else torch.device("cpu")
         self.inner = load_value_model(path, config.model.dtype, host, field)
@@ -112,7 +106,7 @@ class Critic:
                     values_N = self._values(micro or self._idle)
                     if micro is not None:
                         values_S[micro.where_N] = values_N.cpu().numpy()
-        return self._ranks.add_up(values_S)
+        return self._ranks.add_up_shares(values_S)
 
     def fit(self, tokens: Tokens, plan: Plan, old_S: np.ndarray, returns_S: np.ndarray, *, step: int) -> Fitted:
         """One update a mini-batch on the mean value loss of its trained tokens.
@@ -140,8 +134,7 @@ class Critic:
                     f"without such updates."
                 )
             done.skipped += 1
-        everyone = self._ranks.gather(done.sums)
-        done.sums = {name: sum(each.get(name, 0.0) for each in everyone) for each in everyone for name in each}
+        done.sums = self._ranks.add_up_named(done.sums)
         return done
 
     def _loss(
@@ -159,15 +152,14 @@ class Critic:
     def _padded(self, tokens: Tokens, plan: Plan) -> Plan:
         """The same mini-batches, in micro-batches of rows that are padded: nobody has tried whether a model with a head
         of its own keeps packed rows apart."""
-        width = getattr(self.inner.config.get_text_config(), "hidden_size", None) or 1
         return [
             deal(
                 tokens.lengths.tolist(),
                 sorted(row for rows in minibatch for row in rows),
                 budget=self._training.micro_batch_tokens,
                 packed=False,
-                ranks=self._ranks.size,
-                width=width,
+                ranks=self._ranks.dp_size,
+                width=width_of(self.inner),
             )
             for minibatch in plan
         ]

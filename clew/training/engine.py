@@ -38,6 +38,7 @@ from clew.models import (
     load_tokenizer,
     load_value_model,
     pick_device,
+    width_of,
 )
 from clew.record.digest import to_hex, total
 from clew.record.rows import Sequence
@@ -172,7 +173,7 @@ class TrainEngine:
         device: None takes config.model.device.
         """
         self.config = config
-        self.ranks = ranks
+        self.ranks = ranks = ranks.grouped(config.training.tp)
         self._advantages, self._loss = advantages_function(config.algorithm), loss_function(config.algorithm)
         self.device = device or pick_device(config.model.device)
         wants_adapters = config.training.lora_rank is not None
@@ -429,9 +430,8 @@ class TrainEngine:
     @property
     def _dealing(self) -> dict[str, Any]:
         """How `deal` makes micro-batches for this model and these ranks."""
-        width = getattr(self.model.config.get_text_config(), "hidden_size", None) or 1
         budget = self.config.training.micro_batch_tokens
-        return {"budget": budget, "packed": self.packs, "ranks": self.ranks.size, "width": width}
+        return {"budget": budget, "packed": self.packs, "ranks": self.ranks.dp_size, "width": width_of(self.model)}
 
     def _updates(self, tokens: Tokens, plan: Plan, loss_of: TokenLoss) -> _Pass:
         done = _Pass(logprobs_S=self._zeros(tokens), entropies_S=self._zeros(tokens), loss_S=self._zeros(tokens))
@@ -450,7 +450,7 @@ class TrainEngine:
             with self._timed("optimizer"):
                 done.lr = self.optimizer.lr
                 done.norms.append(self.optimizer.clip())
-                problem = next(filter(None, self.ranks.gather(problem)), None) or self._bad_norm(done.norms[-1])
+                problem = next(filter(None, self.ranks.gather(problem)), None) or self.bad_norm(done.norms[-1])
                 if problem is not None:
                     self._refuse(problem, done)
                     continue
@@ -460,9 +460,8 @@ class TrainEngine:
                 self.optimizer.update()
         self._digests = None
         for name in ("logprobs_S", "entropies_S", "loss_S"):
-            setattr(done, name, self.ranks.add_up(getattr(done, name)))
-        everyone = self.ranks.gather(done.sums)
-        done.sums = {name: sum(each.get(name, 0.0) for each in everyone) for each in everyone for name in each}
+            setattr(done, name, self.ranks.add_up_shares(getattr(done, name)))
+        done.sums = self.ranks.add_up_named(done.sums)
         return done
 
     def _backward(
@@ -498,7 +497,7 @@ class TrainEngine:
                 scores = self._score(model, micro or self._idle)
                 if micro is not None:
                     logprobs_S[micro.where_N] = scores.logprobs_N.cpu().numpy()
-        return self.ranks.add_up(logprobs_S)
+        return self.ranks.add_up_shares(logprobs_S)
 
     def _own(
         self, tokens: Tokens, minibatch: list[list[int]], *, pack: bool | None = None
@@ -506,9 +505,9 @@ class TrainEngine:
         """This rank's micro-batches, packed where the policy packs; None where the others have one and this rank has
         nothing: it must compute something all the same, since all gather parameters together."""
         packs = self.packs if pack is None else pack
-        for rows in minibatch[self.ranks.rank :: self.ranks.size]:
+        for rows in minibatch[self.ranks.dp_rank :: self.ranks.dp_size]:
             micro = MicroBatch.of(tokens, rows, self.device, pack=packs) if tokens.trained_in(rows) else None
-            if micro is not None or self.ranks.size > 1:
+            if micro is not None or self.ranks.dp_size > 1:
                 yield micro
 
     @cached_property
@@ -610,8 +609,8 @@ class TrainEngine:
             )
         )
 
-    def _bad_norm(self, norm: float) -> str | None:
-        """What is wrong with the norm of a gradient."""
+    def bad_norm(self, norm: float) -> str | None:
+        """What is wrong with the norm of a gradient, for which its update is not made; None: nothing."""
         if not math.isfinite(norm):
             names = self._not_finite(self.optimizer.gradients().items())
             where = names[0] if names else "the sum"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import reduce
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from clew.config import Training
 from clew.errors import TrainingError
 from clew.training.schedule import learning_rate
-from clew.training.sharding import like, whole
+from clew.training.sharding import by_mesh, like, whole
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
@@ -41,12 +42,12 @@ class Optimizer:
         }
         """The weights that are updated, by the parameter's name."""
         self._rounded = [name for name, master in self.masters.items() if master is not self._parameters[name]]
-        matrices = [master for master in self.masters.values() if master.dim() >= 2]
-        vectors = [master for master in self.masters.values() if master.dim() < 2]
+        matrices = by_mesh(master for master in self.masters.values() if master.dim() >= 2)
+        vectors = by_mesh(master for master in self.masters.values() if master.dim() < 2)
         self._adamw = torch.optim.AdamW(
             [
-                {"params": matrices, "weight_decay": training.weight_decay},
-                {"params": vectors, "weight_decay": 0.0},
+                *({"params": masters, "decays": True, "weight_decay": training.weight_decay} for masters in matrices),
+                *({"params": masters, "decays": False, "weight_decay": 0.0} for masters in vectors),
             ],
             lr=training.lr,
             betas=training.betas,
@@ -56,8 +57,8 @@ class Optimizer:
     def configure(self, training: Training, *, total_updates: int) -> None:
         """Go on with other settings."""
         self._training, self._total = training, total_updates
-        for group, decay in zip(self._adamw.param_groups, (training.weight_decay, 0.0), strict=True):
-            group.update(betas=training.betas, weight_decay=decay)
+        for group in self._adamw.param_groups:
+            group.update(betas=training.betas, weight_decay=training.weight_decay if group["decays"] else 0.0)
 
     @property
     def lr(self) -> float:
@@ -79,10 +80,11 @@ class Optimizer:
 
     def clip(self) -> float:
         """Scale the gradients down to `max_grad_norm`; returns their norm before. If that is not finite, they stay."""
-        gradients = list(self.gradients().values())
-        norm = whole(nn.utils.get_total_norm(gradients))
+        norms = [whole(nn.utils.get_total_norm(gradients)) for gradients in by_mesh(self.gradients().values())]
+        norm = reduce(torch.hypot, norms) if norms else torch.zeros(())
         if math.isfinite(norm):
-            nn.utils.clip_grads_with_norm_(self.masters.values(), self._training.max_grad_norm, norm)
+            for masters in by_mesh(self.masters.values()):
+                nn.utils.clip_grads_with_norm_(masters, self._training.max_grad_norm, norm)
         return float(norm)
 
     def update(self) -> None:

@@ -7,6 +7,7 @@ a few words, and waiting for rank 0, which alone talks to the rest of the world.
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -34,13 +35,30 @@ def rank_here() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-class Ranks:
-    """One of `size` processes that train together; alone, all of this costs nothing."""
+def process_here() -> str:
+    """What this rank is called in status/ and logs/."""
+    return f"trainer-{rank}" if (rank := rank_here()) else "trainer"
 
-    def __init__(self, rank: int = 0, size: int = 1) -> None:
+
+_words = itertools.count()
+"""Of `Ranks.agree`: how many there were; the same on each rank."""
+
+
+class Ranks:
+    """One of `size` processes that train together; alone, all of this costs nothing.
+
+    `tp` ranks that follow one another compute the same rows, each its part of the model, and find the same.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1, tp: int = 1) -> None:
+        assert size % tp == 0, f"{size} ranks in groups of {tp}"
         self.rank = rank
         self.size = size
-        self._words = 0
+        self.tp = tp
+
+    def grouped(self, tp: int) -> Ranks:
+        """The same processes, in groups of `tp`."""
+        return Ranks(self.rank, self.size, tp)
 
     @classmethod
     @contextmanager
@@ -59,12 +77,29 @@ class Ranks:
             dist.init_process_group(backend, rank=rank, world_size=size, timeout=PATIENCE)
             dist.barrier()
         yield cls(rank, size)
-        dist.destroy_process_group()  # after an error the others are not there to take part
+        # After an error the others are not there to take part in these.
+        dist.barrier()  # a rank that closes its connections while another still reads from them fails that one
+        dist.destroy_process_group()
 
     @property
     def leads(self) -> bool:
         """Whether this is rank 0: it writes what is written once, and talks to rollout and inference."""
         return self.rank == 0
+
+    @property
+    def dp_size(self) -> int:
+        """How many groups share a batch."""
+        return self.size // self.tp
+
+    @property
+    def dp_rank(self) -> int:
+        """Which of these groups this rank is in."""
+        return self.rank // self.tp
+
+    @property
+    def tp_rank(self) -> int:
+        """Which one of its group this rank is."""
+        return self.rank % self.tp
 
     def meet(self) -> None:
         """Return when every rank has come here."""
@@ -79,6 +114,15 @@ class Ranks:
         summed = torch.from_numpy(signed.copy())
         dist.all_reduce(summed)
         return summed.numpy().view(values.dtype)
+
+    def add_up_shares(self, values: np.ndarray) -> np.ndarray:
+        """The same of what all ranks of a group have found, which counts once."""
+        return self.add_up(values if self.tp_rank == 0 else np.zeros_like(values))
+
+    def add_up_named(self, sums: dict[str, float]) -> dict[str, float]:
+        """The same of numbers by name, of which a group may have others than the next."""
+        everyone = self.gather(sums)[:: self.tp]
+        return {name: sum(each.get(name, 0.0) for each in everyone) for each in everyone for name in each}
 
     def gather(self, said: T) -> list[T]:
         """What each rank says, in their order; small things."""
@@ -96,8 +140,7 @@ class Ranks:
         if self.size == 1:
             return decide()
         store = dist.distributed_c10d._get_default_store()
-        key = f"clew/{self._words}"
-        self._words += 1
+        key = f"clew/{next(_words)}"
         if self.leads:
             try:
                 decided = decide()

@@ -17,7 +17,7 @@ from clew.record.run import RunDirectory
 from clew.training import checkpoint
 from clew.training.demonstrations import Demonstrations
 from clew.training.engine import StepResult, TrainEngine, make_deterministic
-from clew.training.ranks import Ranks, rank_here
+from clew.training.ranks import Ranks, process_here
 
 PROGRESS_S = 2.0
 """Seconds between lines of progress."""
@@ -31,7 +31,7 @@ def sft(config: Config) -> None:
     torch.set_num_threads(config.launch.threads or max(1, cores() // config.launch.ranks))
     make_deterministic(config.training)
     run = RunDirectory(config.run_path)
-    with run.hold("trainer" if rank_here() == 0 else f"trainer-{rank_here()}"), Ranks.joined() as ranks:
+    with run.hold(process_here()), Ranks.joined() as ranks:
         console = Console(highlight=False, soft_wrap=True, quiet=not ranks.leads)
         if run.steps.count():
             raise RecordError(f"{run.path} holds a run of `clew train`. Choose another trial=NAME.")
@@ -40,7 +40,9 @@ def sft(config: Config) -> None:
         engine = TrainEngine(config, ranks=ranks)
         demonstrations = Demonstrations(config, engine.tokenizer, context=engine.context)
         if ranks.leads:
-            run.describe(config, threads=torch.get_num_threads(), topology={"ranks": ranks.size})
+            run.describe(
+                config, threads=torch.get_num_threads(), topology={"ranks": ranks.size, "tp": config.training.tp}
+            )
         resume(engine, run, console)
         progress = _Progress(console, config.training.steps)
         while engine.version < config.training.steps:

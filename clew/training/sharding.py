@@ -2,12 +2,24 @@
 
 PyTorch FSDP2: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html. Before a block computes, its
 parameters are gathered; after its backward pass the gradients are summed over the ranks, and each keeps its slice.
+
+With `training.tp`, ranks that follow one another split the blocks among them (`clew.training.tensor_parallel`), and a
+part is gathered from those that have a slice of it:
+
+::
+
+    4 ranks, tp 2      rank 0   rank 1      rank 2   rank 3
+    micro-batch           0        0           1        1
+    a linear layer      left     right       left     right     halves: left over ranks 0 and 2, right over 1 and 3
+    a norm              whole    whole       whole    whole     halves: over 0 and 2, and once more over 1 and 3
+    embeddings, head    whole    whole       whole    whole     quarters: over all
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,13 +27,15 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils.checkpoint import checkpoint
 
 from clew.config import Training
 from clew.training.attention import repeated_within
 from clew.training.isolation import prepare_for_packing
 from clew.training.ranks import Ranks
+from clew.training.tensor_parallel import split
 
 
 def spread(
@@ -39,20 +53,23 @@ def shard(model: Any, ranks: Ranks, device: torch.device, *, root: torch.nn.Modu
     one rank. root: the module that holds the model and is called in its place.
 
     Gradients are summed, not averaged: a loss is divided by the tokens of all ranks together. bfloat16 gradients are
-    summed in float32.
+    summed in float32. Raises ModelError where ranks.tp asks for what the model cannot do.
     """
     if ranks.size == 1:
         return
+    blocks, outermost = blocks_of(model), root or model
     mesh = DeviceMesh(device.type, list(range(ranks.size)))
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if model.dtype == torch.bfloat16 else None)
-    for block in blocks_of(model):
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    # What projects logits in chunks does so after the forward pass, so the outermost parameters stay gathered.
-    fully_shard(root or model, mesh=mesh, mp_policy=policy, reshard_after_forward=root is not None)
-    for module in (root or model).modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # what gloo can do; on NCCL the same sum
+    with nullcontext(mesh) if ranks.tp == 1 else split(model, blocks, ranks, device, root=root) as mesh_of_blocks:
+        for block in blocks:
+            fully_shard(block, mesh=mesh_of_blocks, mp_policy=policy)
+        # What projects logits in chunks does so after the forward pass, so the outermost parameters stay gathered.
+        fully_shard(outermost, mesh=mesh, mp_policy=policy, reshard_after_forward=root is not None)
+        for module in outermost.modules():
+            if isinstance(module, FSDPModule):
+                # Of what is outside the blocks, each rank of a group has all of the gradient.
+                module.set_gradient_divide_factor(float(ranks.tp) if module is outermost else 1.0)
+                module.set_force_sum_reduction_for_comms(True)  # what gloo can do; on NCCL the same sum
 
 
 def blocks_of(model: Any) -> list[torch.nn.Module]:
@@ -68,23 +85,39 @@ def checkpoint_activations(model: Any) -> None:
 
 
 def slice_of(tensor: Tensor, ranks: Ranks) -> tuple[Tensor, int] | None:
-    """The part of a tensor that this rank answers for, and its flat position in the whole.
+    """The part of a tensor that this rank answers for, and its flat position in the whole. Every rank must ask at once.
 
-    Of a tensor that every rank has as a whole that is rank 0's; None elsewhere.
+    None where others answer for all of it: of a tensor that every rank has as a whole, rank 0 does.
     """
     if not isinstance(tensor, DTensor):
         return (tensor, 0) if ranks.leads else None
-    if [type(each) for each in tensor.placements] != [Shard] or tensor.placements[0].dim != 0:  # pyright: ignore[reportAttributeAccessIssue]
-        whole = tensor.full_tensor()
-        return (whole, 0) if ranks.leads else None
-    rows = -(-tensor.shape[0] // ranks.size)
-    return tensor.to_local(), min(rows * ranks.rank, tensor.shape[0]) * math.prod(tensor.shape[1:])
+    if tensor.device_mesh.size() < ranks.size and ranks.tp_rank:
+        return None  # the same slices are on the first rank of each group
+    if any(each.is_replicate() or each.dim for each in tensor.placements):  # pyright: ignore[reportAttributeAccessIssue]
+        for second in (Replicate(), Shard(0)):  # columns to rows, of which each is here once; gloo has no all-to-all
+            tensor = tensor.redistribute(placements=[Shard(0), second])
+    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tensor.to_local(), offsets[0] * math.prod(tensor.shape[1:])
+
+
+def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Those that are spread over the same ranks together: torch takes no others in one call."""
+    groups: dict[DeviceMesh | None, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
+    return list(groups.values())
 
 
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor; every rank must ask at once."""
     tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    placements = list(tensor.placements)
+    for dim in range(len(placements)):  # one after the other: all at once DTensor does so too, and warns of it
+        placements[dim] = Replicate()
+        tensor = tensor.redistribute(placements=placements)
+    return tensor.to_local()
 
 
 def collect(named: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:

@@ -25,7 +25,9 @@ def start(project: Project, until_step: int) -> subprocess.Popen:
 
 def replay(project: Project, *options: str) -> str:
     command = [sys.executable, "-m", "clew", "replay", str(project.path), *options]
-    return subprocess.run(command, cwd=project.folder, capture_output=True, text=True, timeout=120, check=True).stdout
+    ended = subprocess.run(command, cwd=project.folder, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
 
 
 def test_a_killed_rank_ends_the_run_which_goes_on_and_replays_on_any_number_of_ranks(project):
@@ -36,12 +38,22 @@ def test_a_killed_rank_ends_the_run_which_goes_on_and_replays_on_any_number_of_r
     assert ended.code == 1 and "trainer rank 1 of 2 was killed by signal 9" in ended.error
     before = project.run.steps.index()
 
-    project.clew("train", seconds=120)
+    project.clew("train", "launch.colocate=true", seconds=120)
     index = project.run.steps.index()
     assert index[: len(before)] == before and len(index) == 6
+    assert "release" in project.run.steps.read(5)["timings"]
     for options, how in ((["--ranks", "2"], "bit for bit"), ([], "ranks 2 recorded, 1 here")):
         said = replay(project, *options)
         assert how in said and "steps 0 to 5: every stage agrees" in said
+
+
+def test_a_run_of_ranks_that_split_the_blocks_replays_on_any_number(project):
+    project.set(launch={"ranks": 2}, training={"tp": 2})
+    assert project.clew("train", seconds=120).code == 0
+    for options, how in ((["--ranks", "2"], "bit for bit"), ([], "ranks 2 recorded, 1 here; tp 2 recorded, 1 here")):
+        said = replay(project, *options)
+        assert how in said and "steps 0 to 2: every stage agrees" in said
+    assert "from step 2 on with training.lr=0.1" in replay(project, "--steps", "2", "training.lr=0.1")
 
 
 def test_the_rank_that_failed_first_is_named(project):

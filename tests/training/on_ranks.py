@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from clew.config import Config
+from clew.errors import ModelError
 from clew.processes import die_with_parent
 from clew.training import checkpoint, scoring
 from clew.training.engine import TrainEngine
@@ -21,8 +24,11 @@ from tests.training.sequences import make_batch, make_config
 
 def work(request: dict[str, Any], ranks: Ranks) -> None:
     """request: model, options (of make_config), batch (of make_batch), steps, out; supervised, load, save, publish;
-    logits: how many are held."""
-    engine = TrainEngine(make_config(Path(request["model"]), **request["options"]), ranks=ranks)
+    refused: the model is; logits: how many are held."""
+    config = make_config(Path(request["model"]), **request["options"])
+    if "refused" in request:
+        return _file(request, ranks, [{"refused": _refusal(config, ranks)}], {})
+    engine = TrainEngine(config, ranks=ranks)
     if "load" in request:
         checkpoint.load(engine, Path(request["load"]))
     said: list[dict[str, Any]] = []
@@ -35,9 +41,24 @@ def work(request: dict[str, Any], ranks: Ranks) -> None:
     if "publish" in request:
         write_weights(engine, Path(request["publish"]), engine.version)
     weights = state_of(engine.model, ranks)
-    assert ranks.gather(said[-1]["digests"])[ranks.size - 1] == said[-1]["digests"], "the ranks disagree"
+    everyone = ranks.gather([each["digests"] for each in said])
+    assert all(each == everyone[0] for each in everyone), "the ranks disagree"
+    _file(request, ranks, said, weights)
+
+
+def _refusal(config: Config, ranks: Ranks) -> str:
+    try:
+        TrainEngine(config, ranks=ranks)
+    except ModelError as error:
+        return str(error)
+    return "nothing was"
+
+
+def _file(
+    request: dict[str, Any], ranks: Ranks, said: list[dict[str, Any]], weights: Mapping[str, torch.Tensor]
+) -> None:
     if ranks.leads:
-        torch.save(weights, Path(request["out"]) / "weights.pt")
+        torch.save(dict(weights), Path(request["out"]) / "weights.pt")
         (Path(request["out"]) / "said.json").write_text(json.dumps(said))
 
 

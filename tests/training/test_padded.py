@@ -78,7 +78,7 @@ def same(a: Sequence, b: Sequence) -> bool:
     return all(bits(getattr(a, name)) == bits(getattr(b, name)) for name in rows.SCHEMA.names)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 4).flatmap(lambda n: st.tuples(*(sequences(f"s{i}") for i in range(n)))), st.data())
 def test_a_batch_comes_back_as_it_went(
     tmp_path_factory: pytest.TempPathFactory, batch: tuple[Sequence, ...], data: st.DataObject

@@ -1,10 +1,11 @@
-"""Several ranks train as one does: real processes over gloo, each with a slice of the model (FSDP2)."""
+"""Several ranks train as one does: real processes over gloo, each with a slice of the model (FSDP2), and groups of them
+with a share of each block (tensor parallelism)."""
 
 from __future__ import annotations
 
 import json
 import os
-import socket
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,27 +16,29 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from transformers import AutoModelForCausalLM
 
-from clew.processes import PARENT_VARIABLE
+from clew.errors import ModelError
+from clew.launch.ranks import free_port, named
 from clew.training.batching import deal
 from clew.training.ranks import ALONE
+from clew.training.sharding import blocks_of
+from clew.training.tensor_parallel import check_plan
 from tests.models import tiny_model, tiny_tokenizer
 from tests.training.on_ranks import work
+from tests.training.sequences import make_config
 
 
 class Group:
     """Ranks that wait for requests; see `tests.training.on_ranks`."""
 
     def __init__(self, ranks: int) -> None:
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            port = listener.getsockname()[1]
-        named = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        port = free_port()
         self._children = [
             subprocess.Popen(
                 [sys.executable, "-m", "tests.training.on_ranks"],
-                env={**os.environ, **named, "RANK": str(rank), PARENT_VARIABLE: str(os.getpid())},
+                env={**os.environ, **named(rank, ranks, port)},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -69,13 +72,17 @@ def groups() -> Iterator[dict[int, Callable[[dict[str, Any]], None]]]:
 
 @pytest.fixture
 def on_ranks(groups, tmp_path):
-    """Train on so many ranks; returns what the steps said, and the weights."""
+    """Train on so many ranks, in groups of `tp`; returns what the steps said, and the weights."""
 
-    def run(ranks: int, **request: Any) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
+    def run(
+        ranks: int, *, tp: int = 1, options: dict[str, Any] | None = None, **request: Any
+    ) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
         out = tmp_path / f"out-{len(list(tmp_path.glob('out-*')))}"
         out.mkdir()
-        groups[ranks]({"options": {}, "batch": {}, "steps": 3, "out": str(out), **request})
-        return json.loads((out / "said.json").read_text()), torch.load(out / "weights.pt")
+        options = {"launch": {"ranks": ranks}, **(options or {})}
+        options["training"] = {"tp": tp, **options.get("training", {})}
+        groups[ranks]({"options": options, "batch": {}, "steps": 3, "out": str(out), **request})
+        return json.loads((out / "said.json").read_text()), torch.load(out / "weights.pt", weights_only=True)
 
     return run
 
@@ -139,7 +146,7 @@ def test_critics_adapters_and_preferences(on_ranks, tmp_path, model, options, su
     asked = {"model": model, "options": {"dtype": "float64", "training": training, **options}, "supervised": supervised}
     asked["batch"] = {"samples": 4}
     alone, kept = on_ranks(1, **asked, steps=4)
-    said, found = on_ranks(4, **asked, steps=4)
+    said, found = on_ranks(4, tp=1 if "lora_rank" in training else 2, **asked, steps=4)
     before, _ = on_ranks(2, **asked, steps=2, save=str(folder))
     after, resumed = on_ranks(4, **asked, steps=2, load=str(folder))
     for one, *several in zip(alone, said, [*before, *after], strict=True):
@@ -216,6 +223,83 @@ def test_more_ranks_than_rows(on_ranks, tmp_path, model):
     asked = {"model": model, "options": {"dtype": "float64"}, "batch": {"groups": 1, "samples": 2}}
     (alone, _), (said, _) = (on_ranks(ranks, **asked) for ranks in (1, 4))
     assert said[-1]["metrics"]["loss"] == pytest.approx(alone[-1]["metrics"]["loss"], abs=1e-9)
+
+
+SPLIT = {**FULL, "training": {**FULL["training"], "micro_batch_tokens": 200}}
+"""The same in fewer micro-batches: ranks that split the blocks talk in each layer."""
+
+
+ONE, GROUP, GROUPS = (1, 1, 1), (2, 2, 2), (4, 2, 1)
+"""Ranks, tp, and steps."""
+
+
+@pytest.mark.parametrize(
+    ("family", "legs"),
+    [
+        ("qwen2", (ONE, GROUP, GROUPS, ONE)),  # biases
+        ("qwen3", (ONE, GROUP, GROUPS)),  # norms of heads
+        ("llama", (ONE, GROUP, ONE)),
+    ],
+)
+def test_ranks_that_split_the_blocks_give_the_same_run(on_ranks, tmp_path, family, legs):
+    """A relay, over checkpoints: one rank begins, a group of two goes on, then two groups, then one rank."""
+    tiny_tokenizer(tmp_path / "model")
+    tiny_model(tmp_path / "model", family, tie=family == "qwen2")
+    asked = {"model": str(tmp_path / "model"), "options": {**SPLIT, "dtype": "float64"}}
+    alone, kept = on_ranks(1, **asked, steps=sum(steps for _, _, steps in legs))
+    relay: list[dict[str, Any]] = []
+    for leg, (ranks, tp, steps) in enumerate(legs):
+        before = {"load": str(tmp_path / f"after-{leg - 1}")} if leg else {}
+        said, found = on_ranks(ranks, tp=tp, steps=steps, save=str(tmp_path / f"after-{leg}"), **before, **asked)
+        relay += said
+    for one, other in zip(alone, relay, strict=True):
+        for name, value in one["metrics"].items():
+            assert other["metrics"][name] == pytest.approx(value, rel=1e-9, abs=1e-9), name
+    assert all(torch.allclose(found[name], tensor, rtol=0, atol=1e-9) for name, tensor in kept.items())
+    AutoModelForCausalLM.from_pretrained(tmp_path / "after-1")
+
+
+@pytest.mark.parametrize(("dtype", "close"), [("float32", 1e-5), ("bfloat16", 0.05)])
+def test_split_blocks_in_less_than_float64(on_ranks, model, dtype, close):
+    asked = {"model": model, "options": {"dtype": dtype, "training": SPLIT["training"]}, "steps": 2}
+    (alone, _), (said, _), (again, _) = (on_ranks(tp, tp=tp, **asked) for tp in (1, 2, 2))
+    for one, several in zip(alone, said, strict=True):
+        assert several["metrics"]["loss"] == pytest.approx(one["metrics"]["loss"], abs=close)
+    assert [each["digests"] for each in again] == [each["digests"] for each in said], "not bit for bit"
+
+
+def test_a_plan_that_lacks_a_sum_is_refused(on_ranks, tmp_path):
+    """Qwen3's without its norms of heads: each rank would follow its own heads' gradients."""
+    tiny_tokenizer(tmp_path / "model")
+    plan = tiny_model(tmp_path / "model", "qwen3").config.base_model_tp_plan or {}
+    path = tmp_path / "model" / "config.json"
+    lacking = {name: style for name, style in plan.items() if "norm" not in name}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "base_model_tp_plan": lacking}))
+    said, _ = on_ranks(2, tp=2, model=str(tmp_path / "model"), refused=True)
+    assert "other gradients of model.layers.0.self_attn.q_norm.weight on one rank" in said[0]["refused"]
+
+
+@pytest.mark.parametrize(
+    ("family", "tp", "said"),
+    [
+        (
+            "qwen2",
+            4,
+            "Qwen2ForCausalLM has num_key_value_heads=2, which 4 ranks cannot share evenly. Use training.tp=2",
+        ),
+        ("gpt2", 2, "transformers has no plan of how GPT2LMHeadModel is split"),
+        ("mixtral", 2, "splits model.layers.0.mlp.experts (MixtralExperts) as 'moe_tp_experts', which Clew"),
+    ],
+)
+def test_a_model_that_cannot_be_split_is_refused(tmp_path, family, tp, said):
+    model = tiny_model(tmp_path / "model", family)
+    with pytest.raises(ModelError, match=f"training.tp is {tp}, and .*{re.escape(said)}"):
+        check_plan(model, blocks_of(model), tp)
+
+
+def test_groups_of_unequal_size_are_refused(tmp_path, model):
+    with pytest.raises(ValidationError, match=r"training.tp is 4, which does not divide launch.ranks \(6\).*=2"):
+        make_config(model, launch={"ranks": 6}, training={"tp": 4})
 
 
 @given(

@@ -68,6 +68,7 @@ def test_it_learns_and_says_where_the_model_is(settings, capsys):
     assert "Going on from" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_killed_anywhere_it_ends_in_the_same_weights(settings, tmp_path):
     whole = make_config(**settings)
     killed = make_config(**settings | {"root": str(tmp_path / "killed")})

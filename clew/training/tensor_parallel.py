@@ -1,0 +1,179 @@
+"""Tensor parallelism (arXiv 1909.08053): the ranks of a group compute the same tokens, each with its share of the
+attention's heads and of the MLP's width, and sum what they found.
+
+What of an architecture is split, and how, is transformers' plan for it (`tp_plan`); torch's DTensor does it. Embeddings
+and output head lie outside the blocks and are not split: FSDP2 spreads them over all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from clew.errors import ModelError
+from clew.training.ranks import Ranks
+from clew.training.scoring import score
+
+STYLES: dict[str, ParallelStyle] = {
+    "colwise": ColwiseParallel(),
+    "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
+    "colwise_rep": ColwiseParallel(output_layouts=Replicate()),
+    "rowwise": RowwiseParallel(),
+    "rowwise_split_input": RowwiseParallel(input_layouts=Replicate()),
+    "rowwise_rep": RowwiseParallel(input_layouts=Replicate()),
+    # Norms of each head, of which a rank has some: as of a sequence that is split, the weight's gradient is their sum.
+    "replicated_with_grad_allreduce": SequenceParallel(sequence_dim=0, use_local_output=True),
+}
+"""How a module is split, by transformers' name for it."""
+
+HEADS = ("num_attention_heads", "num_key_value_heads")
+"""What transformers' configurations call them."""
+
+TOKENS = 16
+"""On which a model is tried before and after it is split."""
+TOLERANCES = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.1}
+"""Of what is then found, relative to its size; by the model's type."""
+
+
+@contextmanager
+def split(
+    model: Any, blocks: list[nn.Module], ranks: Ranks, device: torch.device, *, root: nn.Module | None
+) -> Iterator[DeviceMesh]:
+    """Have each rank of a group keep its share of the blocks, on its device, and compute it. Inside, the caller spreads
+    them over the mesh that it gets: the ranks with the same share. Then the model is tried.
+
+    Every rank has the model as a whole.   root: the module that holds the model and is called in its place.
+    Raises ModelError as `check_plan` does, and where the split model is not what it was.
+    """
+    planned = check_plan(model, blocks, ranks.tp)
+    with torch.no_grad():
+        _, whole_BTD = _try_out(model, blocks, root)
+    mesh = _mesh(device.type, ranks.dp_size, ranks.tp)
+    for name, style in planned.items():
+        parallelize_module(model.get_submodule(name).to(device), mesh["tp"], STYLES[style])
+    yield mesh["fsdp"]
+    _check_split(model, blocks, root, mesh, ranks, whole_BTD)
+
+
+@cache
+def _mesh(device_type: str, dp: int, tp: int) -> DeviceMesh:
+    """The ranks by the rows and by the share of a block that they have. One for all models, as it opens connections."""
+    mesh = init_device_mesh(device_type, (dp, tp), mesh_dim_names=("fsdp", "tp"))
+    mesh._flatten()  # so that the gradients' norm is summed over both at once
+    return mesh
+
+
+def check_plan(model: Any, blocks: list[nn.Module], tp: int) -> dict[str, str]:
+    """The style of each module in the blocks that the model's plan names.
+
+    Raises ModelError: transformers has no plan for this architecture, or one with styles that are not known here; or a
+    number of heads or another width that `tp` does not divide.
+    """
+    kind, said = type(model).__name__, f"training.tp is {tp}"
+    plan: dict[str, str] = getattr(model, "tp_plan", None) or {}
+    inside = {id(each) for block in blocks for each in (*block.modules(), *block.parameters())}
+    named = [*model.named_modules(), *model.named_parameters()]
+    planned = {
+        name: (each, style)
+        for name, each in named
+        if id(each) in inside and (style := plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name)))
+    }
+    if not planned:
+        raise ModelError(
+            f"{said}, and transformers has no plan of how {kind} is split (tp_plan). Use training.tp=1: FSDP2 spreads "
+            f"any model over launch.ranks."
+        )
+    config = model.config.get_text_config()
+    widths = {heads: number for heads in HEADS if isinstance(number := getattr(config, heads, None), int)}
+    for name, (each, style) in planned.items():
+        is_linear = isinstance(each, nn.Linear)
+        if style not in STYLES or not (is_linear or style == "replicated_with_grad_allreduce"):
+            raise ModelError(
+                f"{said}, and the plan of {kind} splits {name} ({type(each).__name__}) as {style!r}, which Clew does "
+                f"not do; it splits linear layers ({', '.join(STYLES)}). Use training.tp=1."
+            )
+        if is_linear:
+            side = "out_features" if style.startswith("colwise") else "in_features"
+            widths[f"{side} of {name}"] = getattr(each, side)
+    for what, width in widths.items():
+        if width % tp:
+            raise ModelError(
+                f"{said}, and {kind} has {what}={width}, which {tp} ranks cannot share evenly. Use training.tp="
+                f"{math.gcd(tp, *widths.values())}."
+            )
+    return {name: style for name, (_, style) in planned.items()}
+
+
+def _try_out(model: Any, blocks: list[nn.Module], root: nn.Module | None) -> tuple[Tensor, Tensor]:
+    """What a model makes of a few tokens: its numbers (logprobs or values), and what left its last block."""
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    length = min(TOKENS, getattr(model.config, "max_position_embeddings", None) or TOKENS)
+    ids_BT = 7919 * torch.arange(1, length + 1, device=model.device)[None] % vocabulary
+    columns_N = torch.arange(1, length, device=model.device)
+    rows_N = torch.zeros_like(columns_N)
+    seen: list[Any] = []
+    hooks = [block.register_forward_hook(lambda _module, _inputs, output: seen.append(output)) for block in blocks]
+    try:
+        if root is not None:
+            numbers_N = root(ids_BT, rows_N, columns_N)
+        else:
+            numbers_N = score(model, ids_BT, rows_N, columns_N, torch.ones_like(rows_N, dtype=torch.float32)).logprobs_N
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return numbers_N, seen[-1] if isinstance(seen[-1], Tensor) else seen[-1][0]
+
+
+def _check_split(
+    model: Any, blocks: list[nn.Module], root: nn.Module | None, mesh: DeviceMesh, ranks: Ranks, whole_BTD: Tensor
+) -> None:
+    """Raise ModelError where a model does not compute what it did as a whole (whole_BTD, of `_try_out`), or where ranks
+    of a group find different gradients of a parameter that each of them has: the plan then lacks something.
+
+    It is tried, because it depends on all of an architecture's code. mesh: "fsdp" and "tp".
+    """
+    trained = any(parameter.requires_grad for parameter in model.parameters())
+    with torch.set_grad_enabled(trained):
+        numbers_N, hidden_BTD = _try_out(model, blocks, root)
+    tolerance, kind = TOLERANCES[model.dtype], type(model).__name__
+    before_BTD, now_BTD = whole_BTD.cpu().double(), hidden_BTD.detach().cpu().double()
+    difference = float((now_BTD - before_BTD).norm() / before_BTD.norm())
+    if difference > tolerance:
+        raise ModelError(
+            f"training.tp: {kind}, split as transformers plans it (tp_plan), does not compute what it does as a whole: "
+            f"its last block's output differs by {difference:.1%}. Use training.tp=1."
+        )
+    if not trained:
+        return
+    (hidden_BTD.square().mean() + 0 * numbers_N.sum()).backward()
+    differing: list[str] = []
+    for name, parameter in model.named_parameters():
+        gradient, parameter.grad = parameter.grad, None
+        if isinstance(gradient, DTensor) and gradient.device_mesh == mesh["fsdp"] and gradient.to_local().numel():
+            local = gradient.to_local().float()
+            bounds = torch.stack([local, -local])
+            dist.all_reduce(bounds, dist.ReduceOp.MAX, mesh.get_group("tp"))
+            if float(bounds.sum(0).max()) > tolerance * float(bounds.max()):
+                differing.append(name)
+    if names := next(filter(None, ranks.gather(differing)), None):
+        raise ModelError(
+            f"training.tp: {kind}, split as transformers plans it (tp_plan), has other gradients of {names[0]} on one "
+            f"rank than on another, although each has all of it: the plan lacks something. Use training.tp=1."
+        )
