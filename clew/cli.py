@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from clew.cli_agent import agent_app
-from clew.errors import ClewError
+from clew.errors import ClewError, Interrupted
 
 if TYPE_CHECKING:
     from clew.config import Config
@@ -59,7 +59,9 @@ def main() -> None:
         raise SystemExit(1) from None
     except (KeyboardInterrupt, SystemExit) as ended:
         if isinstance(ended, KeyboardInterrupt) or ended.code == INTERRUPTED:  # Typer makes one of the other
-            print("clew: interrupted; nothing recorded is lost. The same command goes on from here.", file=sys.stderr)
+            said = Interrupted("interrupted; nothing recorded is lost. The same command goes on from here.")
+            if not tell(said):
+                print(f"clew: {said}", file=sys.stderr)
             raise SystemExit(INTERRUPTED) from None
         raise
     except Exception as error:
@@ -89,6 +91,10 @@ def train(config: ConfigFile, overrides: Overrides = None) -> None:
 
             _log()
             print(f"training on the batches in {loaded.debug.path}; no rollout, no inference.", flush=True)
+            if loaded.debug.first_step:
+                from clew.diagnose.counterfactual import begun
+
+                loaded = begun(loaded)
             _on_ranks(loaded.launch.ranks, lambda: learn_from_record(loaded, progress.refresh), run.logs)
         elif inline:
             from clew.trainer.learn import learn_inline

@@ -20,6 +20,7 @@ from clew.errors import EngineError
 from clew.inference.local import LocalEngine
 from clew.inference.protocol import Completion, EngineUnreachable
 from clew.inference.shapes import Ask, Call, answer, parse_call
+from clew.listening import LARGE_TEXT
 from clew.record.weights import WeightRef
 
 Message = MutableMapping[str, Any]
@@ -37,6 +38,8 @@ ADMINISTRATIVE = (
     "/continue_generation",
     "/abort_request",
     "/update_weights_from_disk",
+    "/release_memory_occupation",
+    "/resume_memory_occupation",
     "/flush_cache",
 )
 
@@ -74,11 +77,12 @@ class Application:
 
     async def _generate(self, receive: Receive, send: Send) -> None:
         body = await _body(receive)
+        work: asyncio.Future[Any] | None = None
         try:
             if not self.ready:
                 raise EngineUnreachable("here", "starting: the weights are being loaded")
             call = parse_call(orjson.loads(body), self.engine.core.default_stop_ids)
-            asks = [(ask, ask.input_ids if ask.input_ids is not None else self._encode(ask.text)) for ask in call.asks]
+            asks = [(ask, await self._ids(ask)) for ask in call.asks]
             if call.stream:
                 await self._stream(call, asks, receive, send)
                 return
@@ -91,7 +95,7 @@ class Application:
                 gone.cancel()
             await _respond(send, 200, answers)
         except asyncio.CancelledError:
-            if not work.cancelled():  # the server is ending; otherwise the client has gone
+            if work is None or not work.cancelled():  # the server is ending; otherwise the client has gone
                 raise
         except orjson.JSONDecodeError as error:
             await _respond(send, 400, {"error": {"message": f"the body is not JSON: {error}"}})
@@ -121,10 +125,17 @@ class Application:
             limit=ask.params.max_new_tokens,
         )
 
-    def _encode(self, text: str | None) -> list[int]:
-        if self.engine.core.tokenizer is None:
+    async def _ids(self, ask: Ask) -> list[int]:
+        """The prompt's tokens; made in a thread where they are so many that others would notice."""
+        if ask.input_ids is not None:
+            return ask.input_ids
+        assert ask.text is not None
+        tokenizer = self.engine.core.tokenizer
+        if tokenizer is None:
             raise EngineError("text needs a tokenizer, and this server has none. Send input_ids.")
-        return self.engine.core.tokenizer(text)["input_ids"]
+        if len(ask.text) < LARGE_TEXT:
+            return tokenizer(ask.text)["input_ids"]
+        return (await asyncio.to_thread(tokenizer, ask.text))["input_ids"]
 
     async def _stream(self, call: Call, asks: list[tuple[Ask, list[int]]], receive: Receive, send: Send) -> None:
         """Server-sent events, each with the whole output so far, as SGLang does, or with what is new; the last with the
@@ -258,6 +269,8 @@ def _admin(application: Application) -> FastAPI:
                 "running": engine.core.running(),
                 "waiting": len(engine.core.waiting),
                 "paused": engine.paused,
+                "released": engine.released,
+                "cache_bytes": engine.core.cache_bytes(),
             }
         )
 
@@ -276,6 +289,22 @@ def _admin(application: Application) -> FastAPI:
     async def continue_generation(request: Request) -> Response:
         await engine.resume()
         return _json({"message": "Generation continued.", "status": "ok"})
+
+    @app.api_route("/release_memory_occupation", methods=["GET", "POST"])
+    async def release_memory_occupation(request: Request) -> Response:
+        check_tags(await read(request))
+        await engine.release_memory()
+        return _json({"message": "The cache's memory is free; requests wait.", "status": "ok"})
+
+    @app.api_route("/resume_memory_occupation", methods=["GET", "POST"])
+    async def resume_memory_occupation(request: Request) -> Response:
+        check_tags(await read(request))
+        await engine.resume_memory()
+        return _json({"message": "The cache's memory may be taken again.", "status": "ok"})
+
+    def check_tags(body: dict[str, Any]) -> None:
+        if body.get("tags") not in (None, ["kv_cache"]):
+            raise EngineError(f'tags is {body["tags"]!r}: this server gives back only its cache, tags ["kv_cache"].')
 
     @app.post("/abort_request")
     async def abort_request(request: Request) -> Response:

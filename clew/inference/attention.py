@@ -27,6 +27,12 @@ class Rows:
     """Prefill of prompts that end together: int64 [rows], the column of each one's first token."""
     _prefill_masks: dict[int | None, Tensor | None] = field(default_factory=dict)
 
+    def seen(self, key: Tensor, value: Tensor, window: int | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Decoding: the keys and values that a layer looks at, and their mask. window: of a sliding layer."""
+        if window is None or window >= key.shape[2]:
+            return key, value, self.mask
+        return key[:, :, -window:], value[:, :, -window:], None if self.mask is None else self.mask[..., -window:]
+
     def prefill_mask(self, query: Tensor, window: int | None) -> Tensor | None:
         """[rows, 1, length, length]; None where plain causal attention will do."""
         length = query.shape[2]
@@ -51,6 +57,25 @@ class Rows:
         return mask.masked_fill_(~visible, torch.finfo(query.dtype).min)
 
 
+class FixedRows(Rows):
+    """Decoding in shapes that do not change: all columns are computed, and masked that are not to be seen."""
+
+    def __init__(self, starts_R1: Tensor, column_1: Tensor, width: int) -> None:
+        """starts_R1: the column of each row's first token. column_1: that of the token which is fed."""
+        super().__init__(None)
+        columns_W = torch.arange(width, device=column_1.device)
+        self._ages_W = column_1 - columns_W
+        self._own_RW = (columns_W >= starts_R1) & (self._ages_W >= 0)
+        self._masks: dict[int | None, Tensor] = {}
+
+    def seen(self, key: Tensor, value: Tensor, window: int | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        if window not in self._masks:
+            seen_RW = self._own_RW if window is None else self._own_RW & (self._ages_W < window)
+            mask_RW = torch.zeros(seen_RW.shape, dtype=key.dtype, device=key.device)
+            self._masks[window] = mask_RW.masked_fill_(~seen_RW, torch.finfo(key.dtype).min)[:, None, None]
+        return key, value, self._masks[window]
+
+
 def attend(
     module: torch.nn.Module | None,
     query: Tensor,
@@ -69,10 +94,7 @@ def attend(
     repeat = heads // key.shape[1]
     decoding = rows.starts is None and length == 1
     if decoding:
-        mask = rows.mask
-        if sliding_window is not None and sliding_window < key.shape[2]:
-            key, value = key[:, :, -sliding_window:], value[:, :, -sliding_window:]
-            mask = None if mask is None else mask[..., -sliding_window:]
+        key, value, mask = rows.seen(key, value, sliding_window)
         if repeat > 1:  # the heads that share a key are that key's queries: nothing is repeated
             query = query.reshape(n, heads // repeat, repeat, -1)
     else:

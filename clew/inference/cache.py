@@ -63,6 +63,8 @@ class RowCache(Cache):
         self.logprobs = torch.zeros(0, 0, device=device)
         self.starts: list[int] = []
         """Column of each row's first token."""
+        self.layout = 0
+        """Counts the storages: another number, other tensors."""
         self.column = 0
         """Where the next token's key goes."""
         self.first = 0
@@ -74,6 +76,11 @@ class RowCache(Cache):
     @property
     def rows(self) -> int:
         return len(self.starts)
+
+    def memory(self) -> int:
+        """Bytes that keys, values and what lies beside them take now; `budget` bounds those of keys and values."""
+        beside = [self.tokens, self.logprobs, self.starts_R1, *([] if self.mask is None else [self.mask])]
+        return sum(tensor.nbytes for tensor in self.keys + self.values + beside)
 
     def fits(self, rows: int, length: int) -> bool:
         """Whether `rows` rows, the longest of `length` tokens, stay within the budget."""
@@ -163,22 +170,23 @@ class RowCache(Cache):
 
     def _lay_out(self, capacity: int, width: int, shift: int) -> None:
         """Move all rows `shift` columns to the right (left, if negative) in storage of this size."""
-        n, old = self.rows, slice(self.first, self.column + 1)
-        new = slice(old.start + shift, old.stop + shift)
+        stays = self.tokens.shape == (capacity, width)
+        self.layout += not stays
+        # the column that is next may lie beyond the old width
+        begin, end = self.first, min(self.column + 1, self.tokens.shape[1])
+
+        def moved(own: Tensor, columns: int) -> Tensor:
+            shape = (capacity, *own.shape[1:columns], width, *own.shape[columns + 1 :])
+            target = own if stays else own.new_zeros(shape)
+            if self.rows:
+                kept = own[: self.rows].narrow(columns, begin, end - begin)
+                target[: self.rows].narrow(columns, begin + shift, end - begin).copy_(kept.clone() if stays else kept)
+            return target
+
         for kind in (self.keys, self.values):
             for layer, own in enumerate(kind):
-                grown = torch.zeros(capacity, own.shape[1], width, own.shape[3], dtype=own.dtype, device=own.device)
-                if n:
-                    stop = min(old.stop, own.shape[2])  # the column that is next may lie beyond the old width
-                    grown[:n, :, new.start : stop + shift] = own[:n, :, old.start : stop]
-                kind[layer] = grown
-        for name in ("tokens", "logprobs"):
-            own = self.__dict__[name]
-            grown = torch.zeros(capacity, width, dtype=own.dtype, device=own.device)
-            if n:
-                stop = min(old.stop, own.shape[1])
-                grown[:n, new.start : stop + shift] = own[:n, old.start : stop]
-            self.__dict__[name] = grown
+                kind[layer] = moved(own, 2)
+        self.tokens, self.logprobs = moved(self.tokens, 1), moved(self.logprobs, 1)
         self.starts = [start + shift for start in self.starts]
         self.column += shift
         self.first = min(self.starts, default=self.column)
@@ -198,6 +206,39 @@ class RowCache(Cache):
         hidden = torch.arange(width, device=device) < self.starts_R1[:, :, None, None]
         self.mask = torch.zeros(hidden.shape, dtype=dtype, device=device)
         self.mask.masked_fill_(hidden, torch.finfo(dtype).min)
+
+
+class FixedStep(Cache):
+    """A decoding step of the first `size` rows of a RowCache in shapes that are the same at each step: the model's
+    cache while it is computed. Rows that are not there are computed too, and are nobody's. Valid while the RowCache's
+    `layout` is the same; `set` before each step."""
+
+    def __init__(self, cache: RowCache, size: int) -> None:
+        super().__init__(layers=[])
+        self.width = cache.tokens.shape[1]
+        self.starts_R1 = torch.zeros(size, 1, dtype=torch.int64, device=cache.tokens.device)
+        self.column_1 = torch.zeros(1, dtype=torch.int64, device=cache.tokens.device)
+        self._keys = [each[:size] for each in cache.keys]
+        self._values = [each[:size] for each in cache.values]
+        self._tokens = cache.tokens[:size]
+
+    def set(self, cache: RowCache) -> None:
+        """Write what differs from the step before. A row that is not there sees only what it is fed."""
+        self.column_1.fill_(cache.column)
+        self.starts_R1.fill_(cache.column)
+        self.starts_R1[: cache.rows] = cache.starts_R1
+
+    def ids_R1(self) -> Tensor:
+        """What is fed."""
+        return self._tokens.index_select(1, self.column_1)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        keys, values = self._keys[layer_idx], self._values[layer_idx]
+        keys.index_copy_(2, self.column_1, key_states)
+        values.index_copy_(2, self.column_1, value_states)
+        return keys, values
 
 
 def moves(rows: int, leaving: list[int]) -> tuple[list[int], list[int]]:

@@ -11,7 +11,14 @@ import aiohttp
 import orjson
 
 from clew.errors import EngineError
-from clew.inference.protocol import Completion, EngineUnreachable, OnToken, RequestTooLong, SamplingParams
+from clew.inference.protocol import (
+    Completion,
+    EngineUnreachable,
+    OnToken,
+    RequestTooLong,
+    SamplingParams,
+    SchemaUnsupported,
+)
 from clew.record.weights import WeightRef
 
 
@@ -100,6 +107,16 @@ class HTTPEngine:
         """End a pause."""
         await self._post("/continue_generation", {})
 
+    async def release_memory(self, lease_s: float = 60.0) -> None:
+        """Pause, and have the cache's memory given back; `pause` again makes the lease longer."""
+        await self.pause(lease_s)
+        await self._post("/release_memory_occupation", {"tags": ["kv_cache"]})
+
+    async def resume_memory(self) -> None:
+        """End what `release_memory` began."""
+        await self._post("/resume_memory_occupation", {"tags": ["kv_cache"]})
+        await self.resume()
+
     async def close(self) -> None:
         """Close the connections."""
         if self._session is not None:
@@ -148,7 +165,8 @@ class HTTPEngine:
     def _refuse(self, path: str, status: int, content: bytes) -> NoReturn:
         if status == 503:
             raise EngineUnreachable(self.address, _message(content))
-        refusal = RequestTooLong if b'"RequestTooLong"' in content else EngineError
+        known = (RequestTooLong, SchemaUnsupported)
+        refusal = next((each for each in known if b'"%s"' % each.__name__.encode() in content), EngineError)
         raise refusal(f"inference server {self.address} refused {path} ({status}): {_message(content)}")
 
 
@@ -169,6 +187,8 @@ def sampling_fields(params: SamplingParams) -> dict[str, Any]:
         fields["stop_token_ids"] = list(params.stop_token_ids)
         if not params.stop_token_ids:
             fields["ignore_eos"] = True
+    if params.json_schema is not None:
+        fields["json_schema"] = params.json_schema
     return fields
 
 

@@ -15,7 +15,14 @@ from typing import Any
 import torch
 
 from clew.errors import EngineError
-from clew.inference.protocol import Completion, FinishReason, OnToken, RequestTooLong, SamplingParams
+from clew.inference.protocol import (
+    Completion,
+    FinishReason,
+    OnToken,
+    RequestTooLong,
+    SamplingParams,
+    SchemaUnsupported,
+)
 from clew.inference.weights import copy_weights
 from clew.record.weights import WeightRef
 
@@ -84,6 +91,13 @@ class Core:
         """The logprob of the last token given those before, at temperature 1, by the path that serves."""
         raise NotImplementedError
 
+    def cache_bytes(self) -> int:
+        """Memory that keys and values take now."""
+        return 0
+
+    def _drop_cache(self) -> None:
+        """Free that memory, while nothing runs; it is taken again as requests need it."""
+
     # The interface ---------------------------------------------------------------------------------------------------
 
     @property
@@ -124,6 +138,8 @@ class Core:
             raise EngineError(f"sampling parameters: {wrong}.")
         if params.stop and self.tokenizer is None:
             raise EngineError("stop strings need a tokenizer, and this engine has none. Use stop_token_ids.")
+        if params.json_schema is not None:
+            raise SchemaUnsupported("the embedded engine cannot hold its output to a JSON schema; vLLM and SGLang can.")
 
     @torch.inference_mode()
     def abort(self, which: Request | str | None = None) -> list[Finished]:
@@ -134,6 +150,15 @@ class Core:
             (request, Completion(output_ids=[], logprobs=[], versions=[], finish_reason="abort")) for request in waiting
         ]
         return self._abort_running(which) + never_ran
+
+    @torch.inference_mode()
+    def release_memory(self) -> list[Finished]:
+        """Give the cache's memory back to the device. What runs is cut short and returned with its tokens so far; what
+        waits goes on waiting."""
+        aborted = self._abort_running(None)
+        self._drop_cache()
+        torch.cuda.empty_cache()
+        return aborted
 
     def load_weights(self, ref: WeightRef) -> None:
         """Load weights in place and score the probe. The caller has aborted what was in flight.

@@ -17,10 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import Cache
 
 from clew.inference import attention, fused
-from clew.inference.cache import PrefillCache, RowCache, columns_for, moves
+from clew.inference.cache import FixedStep, PrefillCache, RowCache, columns_for, moves
 from clew.inference.core import PROBE_TOLERANCE, Core, Finished, Request
+from clew.inference.graphs import DecodeGraphs, on_cuda
 from clew.inference.protocol import FinishReason, RequestTooLong
 from clew.inference.reference import ReferenceEngine
 from clew.inference.sampling import RowParams, choose, uniform
@@ -67,6 +69,7 @@ class EmbeddedEngine(Core):
         self._fused = fused.build(model)
         self.cache = RowCache(self.device, int(cache_gib * 2**30))
         self.cache.bytes_per_token = self._prefill([[0]])[0].bytes_per_token()
+        self.graphs = DecodeGraphs(self._decode, self._decode_fixed, on_cuda) if self.device.type == "cuda" else None
         self._rows: list[Row] = []
         self._tick = 0
         self._waited = 0
@@ -93,7 +96,7 @@ class EmbeddedEngine(Core):
         if self.waiting and self._may_admit():
             finished = self._admit()
         if self._rows:
-            logits = self._decode(self.cache)
+            logits = self._decode(self.cache) if self.graphs is None else self.graphs.decode(self.cache)
             self.cache.advance(self._longest)
             self._tick += 1
             finished += self._draw(logits, 0)
@@ -156,22 +159,30 @@ class EmbeddedEngine(Core):
         positions = (torch.arange(width, device=self.device) - starts[:, None]).clamp_(min=0)
         filled = PrefillCache()
         rows = attention.Rows(None, starts if any(padding) else None)
-        if self._fused is not None:
-            return filled, self._fused.forward(ids, positions, filled, rows, width)
-        output = self.model(
-            ids, position_ids=positions, past_key_values=filled, use_cache=True, logits_to_keep=1, rows=rows
-        )
-        return filled, output.logits[:, -1]
+        return filled, self._forward(ids, positions, filled, rows, width)
 
     def _decode(self, cache: RowCache) -> Tensor:
         """Feed each row's token at `column`. Returns logits [rows, vocab]."""
         n, column = cache.rows, cache.column
         ids = cache.tokens[:n, column : column + 1]
         positions = column - cache.starts_R1
-        rows = attention.Rows(cache.step_mask())
+        return self._forward(ids, positions, cache, attention.Rows(cache.step_mask()), column - cache.first + 1)
+
+    def _decode_fixed(self, step: FixedStep) -> Tensor:
+        """The same in shapes that do not change, see `clew.inference.graphs`."""
+        rows = attention.FixedRows(step.starts_R1, step.column_1, step.width)
+        return self._forward(step.ids_R1(), step.column_1 - step.starts_R1, step, rows, step.width)
+
+    def _forward(
+        self, ids_RT: Tensor, positions_RT: Tensor, cache: Cache, rows: attention.Rows, longest: int
+    ) -> Tensor:
+        """longest: above every position. Returns logits [rows, vocab] after the last token."""
         if self._fused is not None:
-            return self._fused.forward(ids, positions, cache, rows, column - cache.first + 1)
-        return self.model(ids, position_ids=positions, past_key_values=cache, use_cache=True, rows=rows).logits[:, -1]
+            return self._fused.forward(ids_RT, positions_RT, cache, rows, longest)
+        output = self.model(
+            ids_RT, position_ids=positions_RT, past_key_values=cache, use_cache=True, logits_to_keep=1, rows=rows
+        )
+        return output.logits[:, -1]
 
     @torch.inference_mode()
     def score(self, input_ids: list[int]) -> float:
@@ -281,6 +292,16 @@ class EmbeddedEngine(Core):
     def _abort_running(self, which: Request | str | None) -> list[Finished]:
         chosen = [index for index, row in enumerate(self._rows) if row.request.is_meant_by(which)]
         return self._release({index: ("abort", None) for index in chosen}) if chosen else []
+
+    def cache_bytes(self) -> int:
+        return self.cache.memory()
+
+    def _drop_cache(self) -> None:
+        if self.graphs is not None:
+            self.graphs.forget()
+        empty = RowCache(self.device, self.cache.budget)
+        empty.bytes_per_token = self.cache.bytes_per_token
+        self.cache = empty
 
 
 def build_engine(model: Any, tokenizer: Any, *, max_running: int = 128, cache_gib: float = 1.0) -> Core:

@@ -41,6 +41,8 @@ class LocalEngine:
         """Why nothing will be served in this process any more: a step failed. Everything raises EngineError then."""
         self._futures: dict[Request, asyncio.Future[Completion]] = {}
         self._unnamed = 0
+        self.released = False
+        """Requests wait until `resume_memory`, or what ends a pause."""
         self._lease: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -114,10 +116,13 @@ class LocalEngine:
         return self._lease is not None
 
     async def pause(self, lease_s: float) -> None:
-        """Abort what is in flight, and start nothing for lease_s seconds, or until `resume` or a load."""
-        self._resume()
-        self._lease = asyncio.get_running_loop().call_later(lease_s, self._resume)
-        await self.abort()
+        """Abort what is in flight, and start nothing for lease_s seconds, or until `resume` or a load. In a pause: the
+        lease counts from now on."""
+        lease, self._lease = self._lease, asyncio.get_running_loop().call_later(lease_s, self._resume)
+        if lease is None:
+            await self.abort()
+        else:
+            lease.cancel()
 
     async def resume(self) -> None:
         """End a pause."""
@@ -127,6 +132,18 @@ class LocalEngine:
         if self._lease is not None:
             self._lease.cancel()
             self._lease = None
+        self.released = False
+        self._run(lambda: None)
+
+    async def release_memory(self) -> None:
+        """Abort what is running, give the cache's memory back to the device, and start nothing until `resume_memory`,
+        or whatever ends a pause."""
+        self.released = True
+        await self._call(lambda: self._deliver(self.core.release_memory()))
+
+    async def resume_memory(self) -> None:
+        """Serve again, unless there is a pause: the memory is taken as requests need it."""
+        self.released = False
         self._run(lambda: None)
 
     # Drivers ---------------------------------------------------------------------------------------------------------
@@ -194,7 +211,7 @@ class LocalEngine:
                 self._wake.wait()
 
     def _may_step(self) -> bool:
-        return self.core.has_work and not self.paused and self.failure is None
+        return self.core.has_work and not (self.paused or self.released) and self.failure is None
 
     def _step(self) -> None:
         try:

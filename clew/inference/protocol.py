@@ -35,6 +35,10 @@ class RequestTooLong(EngineError):
     """The request does not fit into the model's context, or the engine's cache; a shorter one would."""
 
 
+class SchemaUnsupported(EngineError):
+    """The engine cannot hold its output to a JSON schema, or not so that the output could be trained on."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How tokens are drawn."""
@@ -62,6 +66,9 @@ class SamplingParams:
     continues: int = 0
     """The last so many of input_ids are this request's own output from before an abort: a stop string may begin
     in them."""
+    json_schema: str | None = None
+    """JSON text of the schema that the output is held to. For vLLM and SGLang; their logprobs are then those among the
+    tokens that the schema allows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +97,7 @@ class Engine(Protocol):
         on_token: called on the caller's event loop with the first tokens of what is returned, in order: with all of
         them, or with fewer where the engine has no stream.
         Raises EngineError: unreachable (then on_token was told nothing), contradictory parameters; RequestTooLong:
-        longer than the context."""
+        longer than the context; SchemaUnsupported."""
         ...
 
     async def load_weights(self, ref: WeightRef) -> None:

@@ -27,7 +27,8 @@ async def generate_through_aborts(
     """`engine.generate`, resubmitted with the tokens so far after each abort, until it ends by itself.
 
     on_token: as the engine's, for what is returned as a whole.
-    Waits, by name, for a server that is away or not ready. Raises EngineError when the request itself is refused.
+    Waits, by name, for a server that is away or not ready. Raises EngineError when the request itself is refused;
+    EngineUnreachable when what a schema holds was cut short: an engine begins a schema with the first token it draws.
     """
     output_ids: list[int] = []
     logprobs: list[float] = []
@@ -58,6 +59,11 @@ async def generate_through_aborts(
             reason = "length" if part.finish_reason == "abort" else part.finish_reason
             return Completion(
                 output_ids=output_ids, logprobs=logprobs, versions=versions, finish_reason=reason, matched=part.matched
+            )
+        if params.json_schema is not None and output_ids:
+            raise EngineUnreachable(
+                "of this request",
+                "it cut short what it held to a JSON schema, and cannot go on there; ask again",
             )
         if on_token is not None:  # what follows them is told after them
             for token, logprob in zip(part.output_ids[told:], part.logprobs[told:], strict=True):

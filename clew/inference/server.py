@@ -174,12 +174,14 @@ async def _describe(application: Application, reporter: Reporter) -> None:
     while True:
         await asyncio.sleep(1.0)
         if application.ready:
-            paused = "paused" if application.engine.paused else "serving"
-            reporter.set(doing=f"serves nothing: {core.broken}" if core.broken else paused)
+            engine = application.engine
+            resting = "its memory is lent to training" if engine.released else "paused" if engine.paused else ""
+            reporter.set(doing=f"serves nothing: {core.broken}" if core.broken else resting or "serving")
         reporter.set(
             version=core.version,
             running=core.running(),
             queued=len(core.waiting),
+            cache_bytes=core.cache_bytes(),
             tokens_per_s=core.generated_tokens - before,
         )
         before = core.generated_tokens

@@ -22,6 +22,7 @@ SAMPLING_FIELDS = (
     "top_p",
     "top_k",
     "min_p",
+    "json_schema",
     "stop",
     "stop_token_ids",
     "sampling_seed",
@@ -120,7 +121,7 @@ def _params(given: Any, clew: dict[str, Any], default_stop_ids: tuple[int, ...])
         if name not in SAMPLING_FIELDS:
             near = difflib.get_close_matches(name, SAMPLING_FIELDS, 1)
             hint = f" Did you mean {near[0]}?" if near else ""
-            raise EngineError(f"sampling_params has no field {name!r}.{hint} Known: {', '.join(SAMPLING_FIELDS[:11])}.")
+            raise EngineError(f"sampling_params has no field {name!r}.{hint} Known: {', '.join(SAMPLING_FIELDS[:-3])}.")
     stop = given.get("stop") or ()
     extra = given.get("stop_token_ids")
     if extra is not None and not (isinstance(extra, list) and set(map(type, extra)) <= {int}):
@@ -144,6 +145,7 @@ def _params(given: Any, clew: dict[str, Any], default_stop_ids: tuple[int, ...])
             stop_token_ids=stop_ids,
             seed=random.getrandbits(63) if seed is None else int(seed),
             continues=int(clew.get("continues", 0)),
+            json_schema=given.get("json_schema"),
         )
         return params, int(given.get("n") or 1)
     except (TypeError, ValueError) as error:

@@ -50,6 +50,8 @@ class VLLMEngine(HTTPEngine):
             "return_token_ids": True,
             "logprobs": 0,
         }
+        if params.json_schema is not None:
+            body["structured_outputs"] = {"json": params.json_schema}
         if on_token is None:
             completion = self._new_of(await self._post("/v1/completions", body), 0)
             assert completion is not None

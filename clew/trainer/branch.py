@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 
 from clew.errors import RecordError
 from clew.record.files import write_bytes
@@ -13,10 +12,10 @@ from clew.training.engine import TrainEngine
 from clew.training.folders import written_aside
 
 
-def branch(source: RunDirectory, run: RunDirectory, engine: TrainEngine) -> Path:
+def branch(source: RunDirectory, run: RunDirectory, engine: TrainEngine) -> None:
     """Have `run`, which must be new, go on from where `engine` is in `source`. The steps before are there by what they
-    committed, without their data; the engine's state is a checkpoint, and so is the first one of `source`, which is
-    returned: the model that both began with.
+    committed, without their data; the engine's state is a checkpoint, and so is the first one of `source`: the model
+    that both began with.
 
     Raises RecordError when `run` has steps or checkpoints already.
     """
@@ -29,4 +28,3 @@ def branch(source: RunDirectory, run: RunDirectory, engine: TrainEngine) -> Path
     with written_aside(run.checkpoints / first.name) as aside:
         shutil.copytree(first, aside, dirs_exist_ok=True)
     checkpoint.save(engine, run.checkpoints / f"step-{engine.version:06d}")
-    return run.checkpoints / first.name

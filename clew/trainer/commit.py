@@ -26,12 +26,18 @@ def environment(engine: TrainEngine) -> dict[str, Any]:
     cuda = engine.device.type == "cuda"
     return {
         "ranks": engine.ranks.size,
+        "tp": engine.ranks.tp,
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name() if cuda else engine.device.type,
         **({"deterministic": torch.are_deterministic_algorithms_enabled()} if cuda else {}),
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "packages": dict(_packages()),
     }
+
+
+def environment_of(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """The same of a committed step. Before there was training.tp, records did not name it."""
+    return {"tp": 1, **recorded["environment"]}
 
 
 def repeats(then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
@@ -47,8 +53,11 @@ def _packages() -> dict[str, str]:
 
 
 def write_stages(run: RunDirectory, step: int, digests: Mapping[str, int], result: StepResult, ranks: Ranks) -> None:
-    """Write what this rank computed from its rows. digests: of all rows, in their order."""
-    own = sorted(row for minibatch in result.plan for rows in minibatch[ranks.rank :: ranks.size] for row in rows)
+    """Write what this rank computed from its rows; of a group that computed the same, the first writes. digests: of all
+    rows, in their order."""
+    if ranks.tp_rank:
+        return
+    own = sorted(row for minibatch in result.plan for rows in minibatch[ranks.dp_rank :: ranks.dp_size] for row in rows)
     ids = list(digests)
     run.steps.write_stages(
         step,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,19 +20,23 @@ from clew.rollout.evaluation import is_due
 from clew.trainer.batches import ReplayedSource, dump
 from clew.trainer.interrupt import Interrupts
 from clew.trainer.loop import Clock, Source, train
-from clew.trainer.publisher import Publisher, ServerLoader
+from clew.trainer.nothing_to_learn import NothingToLearn
+from clew.trainer.publisher import Publisher
 from clew.trainer.report import Tensorboard, draw_learning_curve
 from clew.trainer.resume import restore
+from clew.trainer.servers import Servers
 from clew.trainer.sources import LiveSource, RecordedSource, SharedSource
-from clew.trainer.watch import EqualRewards
 from clew.training import checkpoint
 from clew.training.engine import GradientError, TrainEngine, make_deterministic
-from clew.training.ranks import ALONE, Ranks, rank_here
+from clew.training.ranks import ALONE, Ranks, process_here, rank_here
 from clew.waits import Reporter, waiting
 
 log = logging.getLogger("clew.trainer")
 
 POLL_S = 0.01
+
+Released = Callable[[], AbstractContextManager[None]]
+"""Within it inference runs nothing, and its cache's memory is free."""
 
 OnStep = Callable[[int, dict[str, Any]], None]
 
@@ -40,13 +44,23 @@ OnStep = Callable[[int, dict[str, Any]], None]
 def learn(config: Config, on_step: OnStep = lambda step, summary: None) -> None:
     """Train, in this process; rollout and inference are processes of their own. Raises ClewError when the run ends
     before its last step."""
-    with _rank_of(config) as (ranks, run, reporter, interrupts), closing(ServerLoader(run)) as loader:
+    with _rank_of(config) as (ranks, run, reporter, interrupts), closing(Servers(run)) as servers:
 
         def pause() -> None:
             interrupts.check()
             time.sleep(POLL_S)
 
-        _train_live(config, run, ranks, reporter, load=loader, pause=pause, check=interrupts.check, on_step=on_step)
+        _train_live(
+            config,
+            run,
+            ranks,
+            reporter,
+            load=servers.load,
+            released=servers.released,
+            pause=pause,
+            check=interrupts.check,
+            on_step=on_step,
+        )
 
 
 def learn_inline(config: Config, on_step: OnStep) -> None:
@@ -99,11 +113,28 @@ def learn_inline(config: Config, on_step: OnStep) -> None:
 
         stack.callback(close)
 
-        def load(ref: WeightRef) -> None:
-            loading = engine.load_weights(ref)
-            loop.run_until_complete(loading if gateway is None else gateway.call(loading))
+        def ask(work: Coroutine[Any, Any, None]) -> None:
+            loop.run_until_complete(work if gateway is None else gateway.call(work))
 
-        _train_live(config, run, ALONE, reporter, load=load, pause=pause, check=interrupts.check, on_step=on_step)
+        @contextmanager
+        def released() -> Iterator[None]:
+            ask(engine.release_memory())
+            try:
+                yield
+            finally:
+                ask(engine.resume_memory())
+
+        _train_live(
+            config,
+            run,
+            ALONE,
+            reporter,
+            load=lambda ref: ask(engine.load_weights(ref)),
+            released=released,
+            pause=pause,
+            check=interrupts.check,
+            on_step=on_step,
+        )
 
 
 def learn_from_record(config: Config, on_step: OnStep, *, until: int | None = None) -> None:
@@ -118,6 +149,7 @@ def learn_from_record(config: Config, on_step: OnStep, *, until: int | None = No
             live=ReplayedSource(config, run, interrupts.check),
             publish=lambda engine: None,
             evaluated=lambda version: None,
+            undisturbed=nullcontext,
             check=interrupts.check,
             clock=Clock(),
             on_step=on_step,
@@ -131,11 +163,9 @@ def _rank_of(config: Config) -> Iterator[tuple[Ranks, RunDirectory, Reporter, In
     torch.set_num_threads(config.rank_threads)
     run = RunDirectory(config.run_path)
     with ExitStack() as stack:
-        rank = rank_here()
-        name = "trainer" if rank == 0 else f"trainer-{rank}"
-        stack.enter_context(run.hold(name))
-        reporter = stack.enter_context(Reporter(run.status, name))
-        interrupts = Interrupts(leads=rank == 0)
+        stack.enter_context(run.hold(process_here()))
+        reporter = stack.enter_context(Reporter(run.status, process_here()))
+        interrupts = Interrupts(leads=rank_here() == 0)
         yield stack.enter_context(Ranks.joined()), run, reporter, interrupts
 
 
@@ -146,6 +176,7 @@ def _train_live(
     reporter: Reporter,
     *,
     load: Callable[[WeightRef], None],
+    released: Released,
     pause: Callable[[], None],
     check: Callable[[], None],
     on_step: OnStep,
@@ -162,10 +193,21 @@ def _train_live(
             live=LiveSource(config, run, pause, clock),
             publish=publisher,
             evaluated=partial(_wait_for_evaluation, config, run, pause),
+            undisturbed=partial(_alone_on_device, ranks, clock, released) if config.launch.colocate else nullcontext,
             check=check,
             clock=clock,
             on_step=on_step,
         )
+
+
+@contextmanager
+def _alone_on_device(ranks: Ranks, clock: Clock, released: Released) -> Iterator[None]:
+    """Have inference's memory for this block, on every rank, and leave nothing of it in the allocator's hands."""
+    with ExitStack() as stack:
+        with clock("release"):
+            ranks.agree("inference to release its memory", lambda: stack.enter_context(released()))
+        stack.callback(torch.cuda.empty_cache)  # runs before inference may take memory again
+        yield
 
 
 def _wait_for_evaluation(config: Config, run: RunDirectory, pause: Callable[[], None], version: int) -> None:
@@ -190,6 +232,7 @@ def _train(
     live: Source,
     publish: Callable[[TrainEngine], None],
     evaluated: Callable[[int], None],
+    undisturbed: Callable[[], AbstractContextManager[None]],
     check: Callable[[], None],
     clock: Clock,
     on_step: OnStep,
@@ -202,6 +245,8 @@ def _train(
     def published(engine: TrainEngine) -> None:
         reporter.set(version=engine.version)
         publish(engine)
+        if config.launch.colocate:
+            torch.cuda.empty_cache()  # what the writing of weights took
 
     engine = restore(config, run, ranks)
     if ranks.leads:
@@ -209,14 +254,14 @@ def _train(
             config,
             threads=torch.get_num_threads(),
             device=engine.device.type,
-            topology={"ranks": ranks.size},
+            topology={"ranks": ranks.size, "tp": config.training.tp},
             parameters=engine.parameter_names,
         )
     tensorboard = Tensorboard(run, first_step=run.steps.count()) if ranks.leads else None
-    equal_rewards = EqualRewards(config.algorithm.advantages)
+    nothing_to_learn = NothingToLearn(config.algorithm.advantages)
 
     def stepped(step: int, summary: dict[str, Any]) -> None:
-        reporter.set(warning=equal_rewards.add(step, summary["metrics"]))
+        reporter.set(warning=nothing_to_learn.add(step, summary["metrics"]))
         if tensorboard is not None:
             tensorboard.add(step, summary)
         if config.debug.dump_rollout_data:
@@ -236,6 +281,7 @@ def _train(
             recorded=SharedSource(RecordedSource(run, check), run, ranks),
             publish=published,
             evaluated=lambda version: ranks.agree(f"the evaluation of version {version}", partial(evaluated, version)),
+            undisturbed=undisturbed,
             on_step=stepped,
             clock=clock,
             until=config.training.steps if until is None else until,

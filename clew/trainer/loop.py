@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 from clew.config import Config
@@ -73,6 +73,7 @@ def train(
     recorded: Source,
     publish: Callable[[TrainEngine], None],
     evaluated: Callable[[int], None],
+    undisturbed: Callable[[], AbstractContextManager[None]],
     on_step: Callable[[int, dict[str, Any]], None],
     clock: Clock,
     until: int,
@@ -81,7 +82,8 @@ def train(
 
     Steps that are committed already are trained again from the record and verified against it; nothing is published
     until the last of them. publish: hands the weights to inference, returns when they serve. evaluated: returns when
-    the evaluation of that version, if one is due, is complete. on_step: told of each step that this call committed.
+    the evaluation of that version, if one is due, is complete. undisturbed: within it a step is trained.
+    on_step: told of each step that this call committed.
     """
     committed, ranks = run.steps.count(), engine.ranks
     while True:
@@ -106,7 +108,8 @@ def train(
 
         with clock("rollout"):
             batch = (recorded if replaying else live).batch(version)
-        result = engine.train_step(batch)
+        with undisturbed():
+            result = engine.train_step(batch)
         digests = digest_rows(batch)
         summary = summarize(run, batch, digests, result, engine)
         if replaying:

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-import logging
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
-from clew.config import Config, server_addresses
-from clew.inference.client import EngineUnreachable, HTTPEngine
-from clew.record.run import RunDirectory, Server
+from clew.config import Config
+from clew.record.run import RunDirectory
 from clew.record.weights import WeightRef
 from clew.training.engine import TrainEngine
 from clew.training.weights import write_weights
-
-log = logging.getLogger("clew.trainer")
-
-LOAD_TIMEOUT_S = 120.0
-"""A server that has not loaded new weights by then is taken out; it loads the newest before it comes back."""
 
 
 class Publisher:
@@ -69,45 +60,3 @@ class Publisher:
         """Leave no weights outside the run directory; the checkpoint has them."""
         if self._outside and self._leads:
             shutil.rmtree(self._folder, ignore_errors=True)
-
-
-class ServerLoader:
-    """Has the servers of a run load weights, over HTTP, all at once."""
-
-    def __init__(self, run: RunDirectory) -> None:
-        self._run = run
-        self._loop = asyncio.new_event_loop()
-        self._engines: dict[tuple[str, str], HTTPEngine] = {}
-
-    def __call__(self, ref: WeightRef) -> None:
-        self._loop.run_until_complete(self._load_everywhere(ref))
-
-    def close(self) -> None:
-        for engine in self._engines.values():
-            self._loop.run_until_complete(engine.close())
-        self._loop.close()
-
-    async def _load_everywhere(self, ref: WeightRef) -> None:
-        named = [Server(name=each, address=each, pid=0, ready=True) for each in server_addresses()]
-        await asyncio.gather(*(self._load_on(server, ref) for server in named or self._run.servers()))
-
-    async def _load_on(self, server: Server, ref: WeightRef) -> None:
-        engine = self._engines.get((server.address, server.token))
-        if engine is None:
-            engine = self._engines[server.address, server.token] = HTTPEngine(server.address, server.token)
-        try:
-            await asyncio.wait_for(engine.load_weights(ref), LOAD_TIMEOUT_S)
-        except EngineUnreachable:
-            log.warning(
-                "server %s (%s) is gone; it loads version %d when it is back", server.name, server.address, ref.version
-            )
-            self._run.remove_server(server.name)
-        except TimeoutError:
-            log.warning(
-                "server %s (%s) did not load version %d within %.0f s and is taken out until it has",
-                server.name,
-                server.address,
-                ref.version,
-                LOAD_TIMEOUT_S,
-            )
-            self._run.register_server(replace(server, ready=False))

@@ -10,7 +10,7 @@ from clew import config as configuration
 from clew.config import Config
 from clew.errors import ConfigError, RecordError, TrainingError
 from clew.record.run import RunDirectory
-from clew.trainer.commit import repeats
+from clew.trainer.commit import environment_of, repeats
 from clew.training import checkpoint
 from clew.training.engine import TrainEngine
 from clew.training.ranks import Ranks
@@ -70,6 +70,7 @@ def _refuse_changes(config: Config, run: RunDirectory, version: int, committed: 
         )
     if config.training.schedule == "constant":
         changed.pop("training.steps", None)
+    changed.pop("training.tp", None)  # like launch.ranks it changes the order of sums alone
     decisive = [said for name, said in changed.items() if name.startswith(("training.", "algorithm."))]
     if decisive and committed > version:
         raise ConfigError(
@@ -86,7 +87,7 @@ def verify(run: RunDirectory, step: int, again: dict[str, Any]) -> None:
     (and the log says so). Raises TrainingError at the first difference, before anything is published.
     """
     recorded = run.steps.read(step)
-    then, now = recorded["environment"], again["environment"]
+    then, now = environment_of(recorded), again["environment"]
     exact = repeats(then, now)
     for stage in ("data", "gradients", "weights") if exact else ("data",):
         if recorded["digests"][stage] != again["digests"][stage]:

@@ -97,6 +97,7 @@ def test_ctrl_c_at_any_moment_and_the_same_command_goes_on(project: Project) -> 
     assert project.digests()[: len(before)] == before and "from the record" not in ended.output
 
 
+@pytest.mark.slow
 def test_ctrl_c_inline(project: Project) -> None:
     """Between two groups; and in a reward that does not return, since there are no time limits."""
     project.code(USER_CODE + GATED)
@@ -129,6 +130,7 @@ def test_a_server_and_a_rollout_process_that_are_killed_are_started_again(projec
     assert len(groups) == len(set(groups)) == 50
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_too_often_ends_the_run(project: Project) -> None:
     project.code(USER_CODE + GATED)
     project.set(rollout={"reward": "mine.gated"}, launch={"restarts": 0})
@@ -170,6 +172,7 @@ def test_processes_started_alone_find_one_another_and_survive_each_other(project
     assert project.run.steps.count() == 30
 
 
+@pytest.mark.slow
 def test_breakpoint_works_inline_on_a_terminal(project: Project) -> None:
     """In a reward, then in a workflow."""
     project.code(USER_CODE + STOPS)

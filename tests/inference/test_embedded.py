@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,9 @@ Event = tuple[str, int, int]
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     events=st.lists(
-        st.tuples(st.sampled_from(["submit", "submit", "step", "abort"]), st.integers(1, 40), st.integers(1, 30)),
+        st.tuples(
+            st.sampled_from(["submit", "submit", "step", "abort", "release"]), st.integers(1, 40), st.integers(1, 30)
+        ),
         max_size=25,
     )
 )
@@ -155,7 +158,8 @@ def test_whatever_arrives_or_is_aborted_each_output_equals_the_reference(
             for _ in range(number):
                 collect(engine.step())
         else:
-            for index in collect(engine.abort(str(number % max(1, len(asked))))):
+            which = str(number % max(1, len(asked)))
+            for index in collect(engine.abort(which) if kind == "abort" else engine.release_memory()):
                 submit(index)
     while engine.has_work:
         collect(engine.step())
@@ -330,6 +334,34 @@ def test_many_through_aborts_and_loads_equal_the_reference(tmp_path: Path, threa
         assert_equal(expected, completion)
         assert completion.versions == sorted(completion.versions)
     assert len({version for completion in found for version in completion.versions}) > 1
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_memory_that_is_released_is_gone_and_requests_go_on_where_they_were(tmp_path: Path, threaded: bool) -> None:
+    reference, core = engines(folder_with(tmp_path), max_running=4)
+    assert isinstance(core, EmbeddedEngine)
+    asked = various(3, 24)
+
+    async def scenario() -> tuple[list[Completion], list[int]]:
+        engine, freed = LocalEngine(core, threaded=threaded), []
+        requests = [asyncio.ensure_future(generate_through_aborts(engine, ids, params)) for ids, params in asked]
+        for _ in range(4):
+            await asyncio.sleep(0.02)
+            freed.append(core.cache_bytes())
+            tensors = [weakref.ref(tensor) for tensor in core.cache.keys + core.cache.values]
+            await engine.release_memory()
+            await asyncio.sleep(0.03)  # in which aborted requests come again
+            assert (core.cache_bytes(), core.running()) == (0, 0)
+            assert not any(tensor() is not None for tensor in tensors)
+            await engine.resume_memory()
+        completions = await asyncio.gather(*requests)
+        await engine.close()
+        return completions, freed
+
+    found, freed = asyncio.run(scenario())
+    assert max(freed) > 0
+    for expected, completion in zip(run(reference, asked), found, strict=True):
+        assert_equal(expected, completion)
 
 
 def test_loads_weights_in_place_and_checks_the_probe(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from clew.record.run import RunDirectory
 from clew.trainer.learn import learn_inline
 from clew.trainer.loop import Clock
 from tests.models import tiny_model, tiny_tokenizer
+from tests.trainer import losses
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +85,35 @@ def test_two_runs_of_an_agent_are_equal_bit_for_bit(folder: Path) -> None:
     ]
     orders = [sorted(range(len(times)), key=times.__getitem__) for times in started]
     assert orders[0] != orders[1] and len(orders[0]) == 18
+
+
+def test_taking_turns_on_one_device_frees_the_cache_and_changes_no_bit(folder: Path) -> None:
+    own = {"algorithm.loss": "tests.trainer.losses.watching", "training.steps": 2}
+    indices = []
+    for colocate in (False, True):
+        losses.cache_bytes.clear()
+        run = learn(configure(folder, f"colocate-{colocate}", **own, **{"launch.colocate": colocate}))
+        assert len(losses.cache_bytes) == 4
+        assert all((held == 0) == colocate for held in losses.cache_bytes), losses.cache_bytes
+        assert ("release" in run.steps.read(1)["timings"]) == colocate
+        indices.append(run.steps.index_path.read_bytes())
+    assert indices[0] == indices[1]
+
+
+def test_what_is_in_flight_when_a_step_is_trained_goes_on_after_it(folder: Path) -> None:
+    """Its logprobs are those of the trainer, whose weights hardly move."""
+    losses.cache_bytes.clear()
+    in_flight = {
+        "rollout.max_lag": 2,
+        "sampling.max_new_tokens": 50,
+        "sampling.min_new_tokens": 2,
+        "training.lr": 1e-12,
+    }
+    own = {"algorithm.loss": "tests.trainer.losses.watching", "launch.colocate": True, "training.steps": 3}
+    run = learn(configure(folder, "colocate-in-flight", **in_flight, **own))
+    assert losses.cache_bytes == [0] * 6
+    metrics = [run.steps.read(step)["metrics"] for step in range(3)]
+    assert max(each["behaviour_gap_max"] for each in metrics) < 1e-4 and max(each["lag_max"] for each in metrics) > 0
 
 
 def test_another_seed_gives_another_run(folder: Path, first: RunDirectory) -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 from clew import config as configuration
 from clew.record.run import RunDirectory
 from clew.trainer.learn import learn_inline
-from clew.trainer.watch import WARN_STEPS, EqualRewards
+from clew.trainer.nothing_to_learn import WARN_STEPS, NothingToLearn
 from clew.view.terminal import status_table
 from tests.models import tiny_model, tiny_tokenizer
 
@@ -26,7 +26,7 @@ def metrics(share: float, deviation: float) -> dict[str, float]:
 
 
 def test_it_counts_steps_in_a_row(caplog: pytest.LogCaptureFixture) -> None:
-    watch = EqualRewards("group")
+    watch = NothingToLearn("group")
     alike = [watch.add(step, metrics(1.0, 0.5)) for step in range(WARN_STEPS)]
     assert alike[:-1] == [""] * (WARN_STEPS - 1)
     assert "nothing to learn for 4 steps (up to step 3): within each group all rewards are equal; the mean" in alike[-1]
@@ -35,7 +35,7 @@ def test_it_counts_steps_in_a_row(caplog: pytest.LogCaptureFixture) -> None:
     for step in range(6, 30):
         watch.add(step, metrics(1.0, 0.5))
     assert len(caplog.records) == 1 + 3  # after 4, 8 and 16
-    batch = EqualRewards("gae")
+    batch = NothingToLearn("gae")
     assert not any(batch.add(step, metrics(1.0, 0.5)) for step in range(9))  # groups differ from one another
     assert "within the batch" in [batch.add(step, metrics(1.0, 0.0)) for step in range(9)][-1]
 
@@ -47,7 +47,7 @@ def test_a_run_whose_rewards_are_all_equal(tmp_path: Path, caplog: pytest.LogCap
     (tmp_path / "config.yaml").write_text(
         f"experiment: e\nroot: {tmp_path}/runs\nmodel: {{path: {tmp_path}/model}}\n"
         f"data: {{path: {tmp_path}/prompts.jsonl}}\n"
-        "rollout: {reward: tests.trainer.test_watch.always, batch_groups: 2, n_samples: 2}\n"
+        "rollout: {reward: tests.trainer.test_nothing_to_learn.always, batch_groups: 2, n_samples: 2}\n"
         "sampling: {max_new_tokens: 3}\ntraining: {steps: 5}\nlaunch: {threads: 1, mode: inline}\n"
     )
     config = configuration.load(tmp_path / "config.yaml")

@@ -14,7 +14,7 @@ WARN_STEPS = 4
 their number has doubled."""
 
 
-class EqualRewards:
+class NothingToLearn:
     """Counts the steps in a row whose rewards were all equal among those that algorithm.advantages compares."""
 
     def __init__(self, advantages: str) -> None:

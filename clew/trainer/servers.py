@@ -1,0 +1,100 @@
+"""The inference servers of a run, as the trainer directs them over HTTP: to load weights, to give their memory away."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from clew.config import server_addresses
+from clew.inference.client import EngineUnreachable, HTTPEngine
+from clew.record.run import RunDirectory, Server
+from clew.record.weights import WeightRef
+
+log = logging.getLogger("clew.trainer")
+
+Ask = Callable[[HTTPEngine], Awaitable[None]]
+
+ANSWER_TIMEOUT_S = 120.0
+"""A server that has not done by then what it was asked to do, such as to load new weights, is taken out; it loads the
+newest before it comes back."""
+
+LEASE_S = 60.0
+"""After so long without a word of the trainer, a server that has released its memory takes it and serves."""
+
+
+class Servers:
+    """The servers of a run, asked all at once."""
+
+    def __init__(self, run: RunDirectory, lease_s: float = LEASE_S) -> None:
+        """lease_s: for how long they give their memory away; prolonged each third of it."""
+        self._run = run
+        self._lease_s = lease_s
+        self._loop = asyncio.new_event_loop()
+        self._engines: dict[tuple[str, str], HTTPEngine] = {}
+
+    def load(self, ref: WeightRef) -> None:
+        """Return when they serve these weights."""
+        self._ask(f"load version {ref.version}", lambda engine: engine.load_weights(ref))
+
+    @contextmanager
+    def released(self) -> Iterator[None]:
+        """They run nothing and keep no cache while the block runs, however long it does."""
+        self._ask("release its memory", lambda engine: engine.release_memory(self._lease_s))
+        over = asyncio.Event()
+        keeper = threading.Thread(target=self._loop.run_until_complete, args=(self._prolong(over),), daemon=True)
+        keeper.start()
+        try:
+            yield
+        finally:
+            self._loop.call_soon_threadsafe(over.set)
+            keeper.join()
+            self._ask("resume", HTTPEngine.resume_memory)
+
+    def close(self) -> None:
+        for engine in self._engines.values():
+            self._loop.run_until_complete(engine.close())
+        self._loop.close()
+
+    def _ask(self, what: str, ask: Ask) -> None:
+        self._loop.run_until_complete(self._ask_everywhere(what, ask))
+
+    async def _prolong(self, over: asyncio.Event) -> None:
+        """Keep the servers in their pause."""
+        while True:
+            try:
+                await asyncio.wait_for(over.wait(), self._lease_s / 3)
+                return
+            except TimeoutError:
+                await self._ask_everywhere("pause", lambda engine: engine.pause(self._lease_s))
+
+    async def _ask_everywhere(self, what: str, ask: Ask) -> None:
+        named = [Server(name=each, address=each, pid=0, ready=True) for each in server_addresses()]
+        await asyncio.gather(*(self._ask_one(server, what, ask) for server in named or self._run.servers()))
+
+    async def _ask_one(self, server: Server, what: str, ask: Ask) -> None:
+        engine = self._engines.get((server.address, server.token))
+        if engine is None:
+            engine = self._engines[server.address, server.token] = HTTPEngine(server.address, server.token)
+        try:
+            await asyncio.wait_for(ask(engine), ANSWER_TIMEOUT_S)
+        except EngineUnreachable:
+            log.warning(
+                "server %s (%s) is gone and did not %s; it loads the newest weights when it is back",
+                server.name,
+                server.address,
+                what,
+            )
+            self._run.remove_server(server.name)
+        except TimeoutError:
+            log.warning(
+                "server %s (%s) did not %s within %.0f s and is taken out until it has loaded the newest weights",
+                server.name,
+                server.address,
+                what,
+                ANSWER_TIMEOUT_S,
+            )
+            self._run.register_server(replace(server, ready=False))
