@@ -8,7 +8,7 @@ import time
 
 from clew.config import server_addresses
 from clew.inference.client import HTTPEngine
-from clew.inference.protocol import Completion, EngineUnreachable, OnToken, SamplingParams
+from clew.inference.protocol import Completion, EngineUnreachable, OnToken, SamplingParams, SchemaUnsupported
 from clew.record.run import RunDirectory, Server
 from clew.record.weights import WeightRef
 from clew.waits import waiting
@@ -42,6 +42,11 @@ class ServerPool:
         self, input_ids: list[int], params: SamplingParams, *, request_id: str = "", on_token: OnToken | None = None
     ) -> Completion:
         """See `Engine.generate`; never unreachable: it waits."""
+        if params.json_schema is not None:
+            raise SchemaUnsupported(
+                "in training no output is held to a JSON schema: its tokens' logprobs would be those among what the "
+                "schema allows, and not the policy's. Ask for the form in the prompt, and reward it."
+            )
         while True:
             server = await self._ready_server()
             self._load[server.address] = self._load.get(server.address, 0) + 1

@@ -193,7 +193,7 @@ def assistant(*blocks):
         ({"tool_choice": {"type": "tool", "name": "x"}, "tools": [TIME]}, "tool_choice", "'x', which is not among"),
         ({"stop_sequences": [""]}, "stop_sequences.0", "at least 1 character"),
         ({"thinking": {"type": "between_tools"}}, "thinking.type", "not served"),
-        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format", "no such field"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema", "Field required"),
         ({"output_config": {"effort": "low"}}, "output_config.effort", "found 'low'"),
         ({"mcp_servers": []}, "mcp_servers", "no such field is served"),
     ],

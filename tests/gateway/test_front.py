@@ -11,13 +11,17 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import anthropic
+import httpx2
 import openai
 import pytest
+from aiohttp import web
 
 from clew.record.rows import from_table
 from clew.record.run import RunDirectory
+from clew.rollout.gateway.front import PassedOn
 from tests.models import tiny_model, tiny_tokenizer
 
 
@@ -85,11 +89,39 @@ def test_a_served_model_records_the_sessions_of_any_key(config: Path, tmp_path: 
     assert [each["id"] for each in row.interactions] == ids[:2] and row.loss_mask.sum() > 5
 
 
+async def refused_schemas(url: str) -> list[tuple[str, str | None]]:
+    """Message and param of the error, in each dialect and in a stream."""
+    schema: Any = {"type": "object"}
+    named: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    flat: Any = {"type": "json_schema", "name": "answer", "schema": schema}
+    config: Any = {"format": {"type": "json_schema", "schema": schema}}
+    messages: Any = [{"role": "user", "content": "hello"}]
+    found = []
+    async with (
+        openai.AsyncOpenAI(base_url=url, api_key="x", max_retries=0) as one,
+        anthropic.AsyncAnthropic(base_url=url.removesuffix("/v1"), api_key="x", max_retries=0) as other,
+    ):
+        for asked in (
+            one.chat.completions.create(model="model", messages=messages, response_format=named),
+            one.chat.completions.create(model="model", messages=messages, response_format=named, stream=True),
+            one.responses.create(model="model", input="hello", text={"format": flat}),
+            other.messages.create(model="model", max_tokens=9, messages=messages, output_config=config),
+        ):
+            with pytest.raises((openai.BadRequestError, anthropic.BadRequestError)) as refused:
+                await asked
+            found.append((refused.value.message, getattr(refused.value, "param", None)))
+    return found
+
+
 def test_in_front_of_a_server_that_takes_token_ids(config: Path, behind: str, tmp_path: Path) -> None:
     record = tmp_path / "record"
     with serving(str(config), "--engine", behind, "--record", str(record)) as (url, lines):
         assert lines[0].startswith(f"in front of clew serve or SGLang at {behind}")
         assert asyncio.run(talk(url, "model")) == ["g000000.e0.i0", "g000000.e0.i1", "g000001.e0.i0"]
+        for asked in (behind, url):  # the embedded engine by itself, and over HTTP
+            said = asyncio.run(refused_schemas(asked))
+            assert all("cannot hold its output to a JSON schema" in message for message, _ in said)
+            assert [param for _, param in said] == ["response_format", "response_format", "text.format", None]
     assert RunDirectory(record).inbox.names() == {"g000000", "g000001"}
 
 
@@ -105,6 +137,71 @@ def test_in_front_of_a_provider_requests_are_passed_on_and_nothing_is_captured(c
 
         with pytest.raises(openai.NotFoundError):
             asyncio.run(ask())
+
+
+async def see(openai_client: openai.AsyncOpenAI, anthropic_client: anthropic.AsyncAnthropic) -> list[str]:
+    """Show an image in each way that the providers know."""
+    url = "data:image/png;base64,iVBORw0KGgo="
+    said: Any = {"type": "image_url", "image_url": {"url": url, "detail": "low"}}
+    chat = await openai_client.chat.completions.create(model="m", messages=[{"role": "user", "content": [said]}])
+    shown: Any = {"type": "input_image", "image_url": url, "detail": "auto"}
+    response = await openai_client.responses.create(model="m", input=[{"role": "user", "content": [shown]}])
+    source: Any = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}}
+    asked: Any = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": [source]}]}
+    message = await anthropic_client.messages.create(**asked)
+    parts = []
+    async for event in await openai_client.chat.completions.create(
+        model="m", messages=[{"role": "user", "content": [said]}], stream=True
+    ):
+        parts.append(event.choices[0].delta.content)
+    return [chat.id, response.id, message.id, *parts]
+
+
+def test_images_pass_through_to_a_provider_untouched() -> None:
+    came: list[tuple[str, bytes, str]] = []
+    sent: list[bytes] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        body = await request.read()
+        key = request.headers["x-api-key"]
+        assert request.headers["authorization"] == f"Bearer {key}"
+        came.append((request.path, body, key))
+        if b'"stream":true' in body:
+            chunks = [{"id": "s", "choices": [{"index": 0, "delta": {"content": word}}]} for word in ("a ", "cat")]
+            lines = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+            return web.Response(text=lines, content_type="text/event-stream")
+        return web.json_response({"id": f"answer-{len(came)}", "choices": [], "output": [], "content": []})
+
+    async def run() -> list[str]:
+        application = web.Application()
+        application.router.add_post("/{tail:.*}", answer)
+        runner = web.AppRunner(application)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        passed_on = PassedOn("http://{}:{}/v1".format(*runner.addresses[0][:2]), "sk-theirs")
+
+        async def note(request: httpx2.Request) -> None:
+            sent.append(request.content)
+
+        transport = httpx2.ASGITransport(app=passed_on)
+        http = httpx2.AsyncClient(transport=transport, event_hooks={"request": [note]})
+        here: dict[str, Any] = {"api_key": "sk-mine", "max_retries": 0, "http_client": http}
+        try:
+            return await see(
+                openai.AsyncOpenAI(base_url="http://gateway/v1", **here),
+                anthropic.AsyncAnthropic(base_url="http://gateway", **here),
+            )
+        finally:
+            await http.aclose()
+            await passed_on.close()
+            await runner.cleanup()
+
+    assert asyncio.run(run()) == ["answer-1", "answer-2", "answer-3", "a ", "cat"]
+    assert [path for path, _, _ in came] == [
+        "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/chat/completions"
+    ]  # fmt: skip
+    assert [body for _, body, _ in came] == sent and all(b"iVBORw0KGgo=" in body for body in sent)
+    assert {key for _, _, key in came} == {"sk-theirs"}
 
 
 def test_in_front_of_nothing(config: Path) -> None:

@@ -264,11 +264,11 @@ BAD = [
     (b'{"model": "x", "messages": [{"role": "user", "content": "a"}], "frequency_penalty": 1}', "frequency_penalty"),
     (b'{"model": "x", "messages": [{"role": "user", "content": "a"}], "logprobs": true, "top_logprobs": 3}', "logprob"),
     (
-        b'{"model": "x", "messages": [{"role": "user", "content": "a"}], "response_format": {"type": "json_object"}}',
-        "response_format",
+        b'{"model": "x", "messages": [{"role": "user", "content": "a"}], "response_format": {"type": "json_schema"}}',
+        "response_format.json_schema",
     ),
     (
-        b'{"model": "x", "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}',
+        b'{"model": "x", "messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]}',
         "takes text alone",
     ),
     (b'{"model": "x", "messages": [{"role": "user", "content": "\\ud800"}]}', ""),
@@ -280,6 +280,81 @@ def test_what_cannot_be_honoured_is_refused_by_name(running: Running, raw: bytes
     status, body = asyncio.run(running.post("/chat/completions", raw))
     assert status == 400 and body["error"]["type"] == "invalid_request_error"
     assert named in body["error"]["message"]
+
+
+IMAGE = "data:image/png;base64,iVBORw0KGgo="
+SOURCE = {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}
+CALLED: Any = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+
+
+def user(part: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": [{"type": "text", "text": "What is this?"}, part]}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (
+            "/chat/completions",
+            user({"type": "image_url", "image_url": {"url": IMAGE, "detail": "low"}}),
+            "messages.0.content.1",
+        ),
+        (
+            "/chat/completions",
+            {
+                "messages": [
+                    USER,
+                    {"role": "assistant", "content": None, "tool_calls": [CALLED]},
+                    {
+                        "role": "tool",
+                        "tool_call_id": "c",
+                        "content": [{"type": "image_url", "image_url": {"url": IMAGE}}],
+                    },
+                ]
+            },
+            "messages.2.content.0",
+        ),
+        ("/completions", {"prompt": [{"type": "image_url", "image_url": {"url": IMAGE}}]}, "prompt.0"),
+        (
+            "/responses",
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": IMAGE, "detail": "auto"}]}]},
+            "input.0.content.0.type",
+        ),
+        (
+            "/responses",
+            {
+                "input": [
+                    {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+                    {
+                        "type": "function_call_output",
+                        "call_id": "c",
+                        "output": [{"type": "input_image", "image_url": IMAGE}],
+                    },
+                ]
+            },
+            "input.1.output.0.type",
+        ),
+        ("/messages", {"max_tokens": 9, **user({"type": "image", "source": SOURCE})}, "messages.0.content.1"),
+        (
+            "/messages",
+            {
+                "max_tokens": 9,
+                **user({"type": "tool_result", "tool_use_id": "c", "content": [{"type": "image", "source": SOURCE}]}),
+            },
+            "messages.0.content.1.content.0.type",
+        ),
+    ],
+)
+def test_images_are_refused_in_each_dialects_form_where_tokens_are_captured(
+    running: Running, path: str, body: dict[str, Any], param: str
+) -> None:
+    status, answer = asyncio.run(running.post(path, json.dumps({"model": "x", **body}).encode()))
+    error = answer["error"]
+    assert status == 400 and error["type"] == "invalid_request_error" and running.engine.requests == []
+    assert error["message"].startswith(f"{param}: ") and len(error["message"]) < 400
+    if path != "/completions":  # which knows no parts
+        assert "is handed tokens, and takes no images" in error["message"]
+    assert answer["type"] == "error" if path == "/messages" else error["param"] == param
 
 
 def test_a_body_of_100_mb(running: Running) -> None:

@@ -10,7 +10,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from clew.rollout.gateway import openai_responses
-from clew.rollout.gateway.chat import Refusal, Token
+from clew.rollout.gateway.chat import Form, Refusal, Token
 from tests.gateway.dialects import ID, Served, made
 
 STREAM_EVENT = TypeAdapter(ResponseStreamEvent)
@@ -194,7 +194,12 @@ def test_logprobs(tokens):
         ({"store": False, "service_tier": "flex", "prompt_cache_key": "k", "safety_identifier": "s"}, {}),
         (
             {"text": {"format": {"type": "text"}, "verbosity": "low"}, "truncation": "disabled", "conversation": None},
-            {},
+            {"form": None},
+        ),
+        ({"text": {"format": {"type": "json_object"}}}, {"form": Form(schema={"type": "object"}, param="text.format")}),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "array"}, "strict": True}}},
+            {"form": Form(schema={"type": "array"}, param="text.format")},
         ),
     ],
 )
@@ -223,8 +228,8 @@ def test_what_goes_on_from_an_earlier_response_is_only_what_is_new():
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0.type", "no images"),
         ({"input": [{"role": "user"}]}, "input.0.content", "Field required"),
         ({"input": [{"type": "reasoning", "id": "r", "encrypted_content": "?"}]}, "input", "is not from here"),
-        ({"text": {"format": {"type": "json_schema"}}}, "text.format.type", "cannot hold its output to a schema"),
-        ({"text": {"format": {"type": "json_object"}}}, "text.format.type", "cannot hold its output to JSON"),
+        ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name", "Field required"),
+        ({"text": {"format": {"type": "grammar"}}}, "text.format", "'grammar' is not served here, only"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type", "'web_search' is not served here, only 'function'"),
         ({"tool_choice": "required"}, "tool_choice", "there are none"),
         ({"tool_choice": {"type": "function", "name": "x"}}, "tool_choice", "not among the tools"),

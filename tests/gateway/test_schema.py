@@ -75,7 +75,6 @@ def test_nothing_that_is_sent_brings_out_a_defect(
         max_examples=EXAMPLES,
         derandomize=True,
         database=None,
-        deadline=None,
         phases=[Phase.generate],
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
     )

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import anthropic
 import openai
 import pytest
 
 from clew.rollout.gateway.chat import Delta
 from clew.rollout.gateway.sessions import Limits
-from clew.rollout.gateway.speech import Decoder, Draft
+from clew.rollout.gateway.speech import Decoder, Draft, Transcript
 from clew.rollout.gateway.thread import GatewayThread
-from clew.rollout.gateway.tools import parse_output, settled
+from clew.rollout.gateway.tools import Part, Reader, parse_output
 from tests.gateway.chatml import CHATML, chatml_tokenizer, odd_ids
 from tests.gateway.spoken import Spoken, session_on
 
@@ -142,6 +144,111 @@ def test_words_come_while_the_model_is_still_speaking(halting: Halting, ask: Any
     assert halting.session.warnings == []
 
 
+def test_logprobs_come_with_the_words(halting: Halting) -> None:
+    """In each dialect that has them: a logprob a token, with the words that it is a part of, before the model ends."""
+    content = "I ask: the café"
+
+    async def chat() -> list[tuple[str, list[Any]]]:
+        heard = []
+        asked: Any = {"model": "x", "messages": [USER], "tools": [ADD], "logprobs": True, "stream": True}
+        async with halting.openai() as client:
+            async for chunk in await client.chat.completions.create(**asked):
+                choice = chunk.choices[0]
+                if choice.delta.content:
+                    assert choice.logprobs and choice.logprobs.content
+                    heard.append((choice.delta.content, choice.logprobs.content))
+                if "".join(words for words, _ in heard) == content:
+                    halting.go_on()
+        return heard
+
+    async def responses() -> list[tuple[str, list[Any]]]:
+        heard = []
+        asked: Any = {"model": "x", "input": "hello", "include": ["message.output_text.logprobs"], "stream": True}
+        tool: Any = {"type": "function", **ADD["function"]}
+        async with halting.openai() as client:
+            async for event in await client.responses.create(**asked, tools=[tool]):
+                if event.type == "response.output_text.delta":
+                    heard.append((event.delta, event.logprobs))
+                if event.type == "response.output_text.done":
+                    assert event.text == content and len(event.logprobs or ()) == sum(len(each) for _, each in heard)
+                if "".join(words for words, _ in heard) == content:
+                    halting.go_on()
+        return heard
+
+    for ask in (chat, responses):
+        halting.may_go_on.clear()
+        heard = asyncio.run(ask())
+        assert halting.may_go_on.is_set() and len(heard) > 5
+        tokens = [token for _, each in heard for token in each]
+        assert {token.logprob for token in tokens} == {-0.25} and len(tokens) == len(content) + 1, "é is two tokens"
+        assert all(words == "".join(token.token for token in each) or "é" in words for words, each in heard)
+
+
+def test_logprobs_of_plain_completions_go_on_from_chunk_to_chunk(halting: Halting) -> None:
+    halting.engine.script = lambda prompt: "hello<|im_end|>"
+    halting.halt_at = 3
+
+    async def ask() -> list[Any]:
+        heard: list[Any] = []
+        async with halting.openai() as client:
+            async for chunk in await client.completions.create(model="x", prompt="a", logprobs=0, stream=True):
+                heard += [chunk.choices[0].logprobs] if chunk.choices[0].text else []
+                if len(heard) == 3:
+                    halting.go_on()
+        return heard
+
+    heard = asyncio.run(ask())
+    assert [logprobs.tokens for logprobs in heard] == [["h"], ["e"], ["l"], ["l"], ["o"]]
+    assert [logprobs.text_offset for logprobs in heard] == [[0], [1], [2], [3], [4]]
+    assert [logprobs.token_logprobs for logprobs in heard] == [[-0.25]] * 5
+
+
+TWICE = SAID.replace("<|im_end|>", '\n<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call><|im_end|>')
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "ends"),
+    [
+        ("chat/completions", {"messages": [USER], "tools": [ADD]}, '{"arguments":" 1}"}'),
+        (
+            "responses",
+            {"input": "hello", "tools": [{"type": "function", **ADD["function"]}]},
+            "response.function_call_arguments.delta",
+        ),
+        (
+            "messages",
+            {"max_tokens": 300, "messages": [USER], "tools": [{"name": "add", "input_schema": {"type": "object"}}]},
+            '"partial_json":" 1}"',
+        ),
+    ],
+)
+def test_a_call_comes_when_it_is_whole(halting: Halting, path: str, body: dict[str, Any], ends: str) -> None:
+    """The model halts between two calls until the first has come; in the end both have, in order."""
+    halting.engine.script = lambda prompt: TWICE
+    halting.halt_at = len(odd_ids(halting.engine.tokenizer, TWICE[: TWICE.rindex("<tool_call>")]))
+
+    async def ask() -> str:
+        text = ""
+        given = {"Authorization": f"Bearer {halting.key}"}
+        url = f"{halting.gateway.base_url}/{path}"
+        asked = {"model": "x", "stream": True, **body}
+        async with aiohttp.ClientSession() as client, client.post(url, json=asked, headers=given) as response:
+            async for line in response.content:
+                text += line.decode()
+                if ends in text and not halting.may_go_on.is_set():
+                    assert '" 2}' not in text
+                    halting.go_on()
+        return text
+
+    text = asyncio.run(ask())
+    assert halting.may_go_on.is_set() and text.index('" 1}"') < text.index('" 2}"')
+    [interaction] = halting.session.session.interactions
+    assert [call["function"]["arguments"] for call in interaction.details["reply"]["tool_calls"]] == [
+        {"a": 1},
+        {"a": 2},
+    ]
+
+
 def test_plain_completions_come_in_parts_and_each_choice_by_itself(halting: Halting) -> None:
     halting.engine.script = lambda prompt: "hello<stop>"
     halting.halt_at = 5
@@ -229,22 +336,70 @@ OUTPUTS = [
 ]  # fmt: skip
 
 
+Words = tuple[str, str, list[Any]]
+"""Reasoning, content and calls."""
+
+
+def words_of(parts: Iterable[Part]) -> Words:
+    listed = list(parts)
+    calls = [part.call for part in listed if part.call is not None]
+    return "".join(part.reasoning for part in listed), "".join(part.content for part in listed), calls
+
+
 @pytest.mark.parametrize("prompt", ["assistant\n", "assistant\n<think>\n"])
 @pytest.mark.parametrize("tools", [[], [ADD]])
 @pytest.mark.parametrize("said", OUTPUTS)
-def test_what_is_told_at_any_time_is_how_the_reply_begins(
+def test_however_it_is_cut_what_is_told_is_how_the_reply_begins(
     tokenizer: Any, said: str, tools: list[Any], prompt: str
 ) -> None:
-    """`settled` is held equal to `parse_output`: at each character, for whatever follows."""
+    """At each character, for whatever follows; and at the end all of it is told."""
     rest = random.Random(said)
     endings = ["", *("".join(rest.choices(said or "x", k=9)) for _ in range(3)), *OUTPUTS[1:12:2]]
     for place in range(len(said) + 1):
         begun = said[:place]
-        reasoning, content = settled(tokenizer, begun, prompt, tools)
+        cuts = sorted(rest.sample(range(place + 1), min(3, place)))
+        reader = Reader(prompt, tools)
+        told = [part for piece in cut(begun, cuts) for part in reader.feed(piece)]
+        reasoning, content, calls = words_of(told)
         for ending in (said[place:], *endings):
             parsed = parse_output(tokenizer, begun + ending, begun + ending, prompt, tools)
             assert parsed.reasoning.startswith(reasoning) and parsed.content.startswith(content), (begun, ending)
-            assert not content or parsed.reasoning == reasoning
+            assert list(parsed.calls[: len(calls)]) == calls
+            assert not (content or calls) or parsed.reasoning == reasoning
+            assert not calls or parsed.content == content
+        parsed = parse_output(tokenizer, said, said, prompt, tools)
+        whole = words_of([*told, *reader.feed(said[place:]), *reader.end()])
+        assert whole == (parsed.reasoning, parsed.content, list(parsed.calls))
+        assert (reader.unparsed, reader.left_out, reader.begins) == (parsed.unparsed, parsed.left_out, parsed.begins)
+        if parsed.begins is not None:
+            assert said[parsed.begins :].startswith(parsed.content)
+
+
+def cut(text: str, places: list[int]) -> list[str]:
+    return [text[first:last] for first, last in itertools.pairwise([0, *places, len(text)])]
+
+
+@pytest.mark.parametrize(
+    ("said", "content", "calls", "left_out"),
+    [
+        ('a <tool_call>{"name": "f"}</tool_call> tail', "a", ["f"], " tail"),
+        ('a <tool_call>{"name": "f"}</tool_call>\n<tool_call>{"name": "g"', "a", ["f"], '\n<tool_call>{"name": "g"'),
+        (
+            'a <tool_call>{"name": </tool_call> b <tool_call>{"name": "g"}',
+            'a <tool_call>{"name": </tool_call> b',
+            ["g"],
+            "",
+        ),
+        ("a <tool_call>no call</tool_call>  ", "a <tool_call>no call</tool_call>  ", [], ""),
+        ('{"name": "f"}; {"name": "g"}', "", ["f", "g"], ""),
+        ('{"name": "f"} and words', '{"name": "f"} and words', [], ""),
+    ],
+)
+def test_a_call_stays_one_whatever_comes_after_it(
+    tokenizer: Any, said: str, content: str, calls: list[str], left_out: str
+) -> None:
+    parsed = parse_output(tokenizer, said, said, "assistant\n", [ADD])
+    assert (parsed.content, [name for name, _ in parsed.calls], parsed.left_out) == (content, calls, left_out)
 
 
 @pytest.fixture(scope="module")
@@ -255,7 +410,13 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_stop_strings_and_what_may_become_one_are_kept_back(tokenizer: Any) -> None:
     told: list[Delta] = []
     draft = Draft(
-        0, told.append, tokenizer=tokenizer, begin="", stops=("END", "<stop>"), settle=lambda text: ("", text)
+        0,
+        told.append,
+        id="g000000.e0.i0",
+        transcript=Transcript(tokenizer, "", logprobs=False),
+        reader=Reader(None, ()),
+        begin="",
+        stops=("END", "<stop>"),
     )
     seen = []
     for token in odd_ids(tokenizer, "a E EN <st EN<stop>"):
@@ -309,8 +470,9 @@ def test_a_prompt_of_megabytes_is_refused_and_holds_nobody_up(tmp_path: Path) ->
     began = time.monotonic()
     held_up, refused = asyncio.run(ask(4096))
     assert "the first 65536 of which alone are" in refused and "the model's context is 4096" in refused
-    assert time.monotonic() - began < 2
+    refused_in, began = time.monotonic() - began, time.monotonic()
     held_up, said = asyncio.run(ask(None))
     gateway.stop()
+    took = time.monotonic() - began
     assert said == "hello" and len(engine.requests[0]) > 1_000_000
-    assert held_up < 1.0
+    assert refused_in < max(2, took / 3) and held_up < max(1, took / 3)  # a busy machine is slow at everything

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clew.rollout.capture import aligned, assemble
@@ -227,6 +227,7 @@ def test_the_common_suffix_is_the_longest(texts: list[str]) -> None:
         assert len({text[-len(suffix) - 1] for text in texts}) > 1
 
 
+@settings(deadline=None)
 @given(
     words=st.lists(
         st.tuples(

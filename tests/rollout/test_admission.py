@@ -49,7 +49,7 @@ def test_what_is_late_already_and_finished_holds_nobody_up():
     assert choose(9, {"g1": 0, "g2": 0, "g3": 0}, {}).groups == ("g1", "g2")
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     seed=st.integers(0, 2**32),
     batch_groups=st.integers(1, 4),

@@ -42,7 +42,7 @@ def test_a_turn_whose_context_was_rewritten_starts_a_sequence():
     assert [[turn.index for turn in sequence] for sequence in assemble(turns)] == [[0, 2], [1]]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_every_generated_token_is_trained_on_in_exactly_one_sequence(data):
     """Turns extend, branch off, are cut short, or start anew, over an alphabet so small that chance extends too."""

@@ -92,6 +92,7 @@ def take_batch(run, version, config_batch=3):
     run.inbox.remove(groups)
 
 
+@pytest.mark.slow
 def test_rollout_survives_kills_of_itself_and_of_the_server_and_ends_with_the_run(tmp_path, start):
     _, run = prepare(tmp_path, training={"steps": 3})
     rollout = start("rollout")
@@ -142,6 +143,7 @@ def test_a_signal_ends_it_within_two_seconds_with_its_stuck_reward_workers(tmp_p
     assert run.inbox.names() == set() and run.rejected_groups() == set()
 
 
+@pytest.mark.slow
 def test_the_server_may_be_named_by_the_environment(tmp_path, start):
     _, run = prepare(tmp_path)
     server = start("serve")

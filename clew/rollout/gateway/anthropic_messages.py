@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from clew.rollout.gateway.chat import Ask, Message, Refusal, Reply, Stream, encoded, is_utf8, pieces
+from clew.rollout.gateway.chat import Ask, Form, Message, Refusal, Reply, Stream, ToolCall, encoded, is_utf8, pieces
 from clew.rollout.gateway.strict import LARGEST, Strict, read
 
 KEEP_ALIVE: bytes = b'event: ping\ndata: {"type":"ping"}\n\n'
@@ -122,7 +122,13 @@ class _ThinkingConfig(Strict):
     display: Literal["summarized"] | None = Field(default=None, description="Thinking is shown in full.")
 
 
+class _Schema(Strict):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
 class _OutputConfig(Strict):
+    format: _Schema | None = Field(default=None, description="For engines that can hold their output to a schema.")
     effort: Literal["high"] | None = Field(default=None, description="high is what a request without effort gets.")
 
 
@@ -182,9 +188,16 @@ def _ask(request: CountRequest, **more: Any) -> Ask:
         tools=[_tool(tool) for tool in request.tools],
         tool_choice={"any": "required", "tool": choice.name or ""}.get(choice.type, choice.type),
         parallel_tool_calls=not choice.disable_parallel_tool_use,
+        form=_form(request.output_config),
         template={} if request.thinking is None else {"enable_thinking": request.thinking.type != "disabled"},
         **more,
     )
+
+
+def _form(config: _OutputConfig | None) -> Form | None:
+    if config is None or config.format is None:
+        return None
+    return Form(schema=config.format.schema_, param="output_config.format")
 
 
 def _tool(tool: _Tool) -> dict[str, Any]:
@@ -288,9 +301,11 @@ def _blocks(reply: Reply) -> list[dict[str, Any]]:
         blocks.append({"type": "thinking", "thinking": reply.reasoning, "signature": reply.id})
     if reply.content:
         blocks.append({"type": "text", "text": reply.content})
-    for call in reply.tool_calls:
-        blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)})
-    return blocks
+    return blocks + [_tool_use(call) for call in reply.tool_calls]
+
+
+def _tool_use(call: ToolCall) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)}
 
 
 EMPTY: dict[str, dict[str, Any]] = {
@@ -310,24 +325,23 @@ async def events(ask: Ask, stream: Stream) -> AsyncIterator[bytes]:
             started = True
             yield start
         kind, words = ("thinking", part.reasoning) if part.reasoning else ("text", part.content)
-        if kind != open:
+        if part.call is not None:
+            kind = "tool_use"
+        if kind != open or part.call is not None:
             for event in _closing(index, open, id):
                 yield event
             index, open = index + 1, kind
-            yield _opening(index, EMPTY[kind])
-        yield _delta(index, {"type": f"{kind}_delta", kind: words})
+            yield _opening(index, EMPTY[kind] if part.call is None else {**_tool_use(part.call), "input": {}})
+        if part.call is None:
+            yield _delta(index, {"type": f"{kind}_delta", kind: words})
+            continue
+        for text in ["", *pieces(_json_of(json.loads(part.call.arguments)))]:
+            yield _delta(index, {"type": "input_json_delta", "partial_json": text})
     [reply] = await stream.replies()
     if not started:
         yield start
     for event in _closing(index, open, id):
         yield event
-    for block in _blocks(reply)[index + 1 :]:
-        index += 1
-        yield _opening(index, {**block, "input": {}})
-        for text in ["", *pieces(_json_of(block["input"]))]:
-            yield _delta(index, {"type": "input_json_delta", "partial_json": text})
-        for event in _closing(index, "tool_use", id):
-            yield event
     usage = _usage(reply.input_tokens, reply.output_tokens)
     yield _event({"type": "message_delta", "delta": _ending(reply), "usage": usage})
     yield _event({"type": "message_stop"})

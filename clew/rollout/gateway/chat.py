@@ -37,6 +37,20 @@ class Refusal(ClewError):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Form:
+    """What all of a reply's text is to be."""
+
+    schema: dict[str, Any]
+    """JSON Schema."""
+    param: str
+    """The field that asks for it."""
+
+
+ANY_OBJECT = {"type": "object"}
+"""The schema that json_object stands for."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Ask:
     """One request, whichever dialect it came in."""
 
@@ -53,6 +67,7 @@ class Ask:
     """False: a reply has one tool call at most."""
     sampling: dict[str, Any] = field(default_factory=dict)
     """Fields of SamplingParams that the client set; stop is a tuple of strings."""
+    form: Form | None = None
     n: int = 1
     logprobs: int | None = None
     """How many alternatives to show beside each token's logprob; 0: the token's alone; None: no logprobs."""
@@ -79,6 +94,12 @@ class ToolCall:
     name: str
     arguments: str
     """JSON text of an object."""
+
+    @classmethod
+    def of(cls, interaction_id: str, number: int, name: str, arguments: dict[str, Any]) -> ToolCall:
+        """number: among those of its interaction."""
+        id = f"call_{interaction_id}_{number}".replace(".", "_")
+        return cls(id=id, name=name, arguments=json.dumps(arguments))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,15 +149,16 @@ class Token:
 
 @dataclass(frozen=True, kw_only=True)
 class Delta:
-    """Some words of a reply. Joined, those of a reply are its reasoning, then its content."""
+    """Some words of a reply, or a tool call. Joined, those of a reply are its reasoning, its content, its calls."""
 
     index: int
     """Of the reply, among Ask.n."""
     reasoning: str = ""
     content: str = ""
-    """One of the two."""
     tokens: Sequence[Token] = ()
     """Of the content, where Ask.logprobs asked for them."""
+    call: ToolCall | None = None
+    """One of the three."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
-from clew.rollout.gateway.chat import Ask, Message, Refusal, Reply, Stream, Token, ToolCall, encoded, pieces
+from clew.rollout.gateway.chat import (
+    ANY_OBJECT,
+    Ask,
+    Form,
+    Message,
+    Refusal,
+    Reply,
+    Stream,
+    Token,
+    ToolCall,
+    encoded,
+    pieces,
+)
 from clew.rollout.gateway.strict import LARGEST, Strict, arguments_of, read
 
 KEEP_ALIVE = b": waiting for the model\n\n"
@@ -83,8 +95,20 @@ class _Choice(Strict):
     function: _Chosen
 
 
-class _Format(Strict):
-    type: Literal["text"]
+class _Plain(Strict):
+    type: Literal["text", "json_object"]
+
+
+class _Named(Strict):
+    name: str
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool = Field(default=True, description="It is enforced in any case, by engines that can.")
+
+
+class _Schema(Strict):
+    type: Literal["json_schema"]
+    json_schema: _Named
 
 
 class _StreamOptions(Strict):
@@ -147,7 +171,7 @@ class Request(Sampling):
     tools: list[_Tool] = Field(default_factory=list)
     tool_choice: Literal["auto", "none", "required"] | _Choice = "auto"
     parallel_tool_calls: bool = True
-    response_format: _Format | None = None
+    response_format: Annotated[_Plain | _Schema, Field(discriminator="type")] | None = None
     modalities: list[Literal["text"]] = Field(default_factory=list)
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] = Field(
@@ -175,6 +199,7 @@ def parse(body: dict[str, Any]) -> Ask:
         tool_choice=tool_choice,
         parallel_tool_calls=request.parallel_tool_calls,
         sampling=sampling,
+        form=_form(request),
         n=request.n,
         logprobs=request.top_logprobs if request.logprobs else None,
         stream=request.stream,
@@ -182,6 +207,13 @@ def parse(body: dict[str, Any]) -> Ask:
         notes=notes_on_strict([tool.function.name for tool in request.tools if tool.function.strict]),
         extras={"usage": request.stream_options.include_usage},
     )
+
+
+def _form(request: Request) -> Form | None:
+    asked = request.response_format
+    if isinstance(asked, _Schema):
+        return Form(schema=asked.json_schema.schema_, param="response_format")
+    return Form(schema=ANY_OBJECT, param="response_format") if asked and asked.type == "json_object" else None
 
 
 def variables_of_effort(effort: str | None) -> dict[str, Any]:
@@ -284,8 +316,8 @@ def usage_of(replies: Sequence[Reply]) -> dict[str, Any]:
 
 
 async def events(ask: Ask, stream: Stream) -> AsyncIterator[bytes]:
-    """See the protocol: for each reply a chunk with the role, chunks of some words, a chunk with the finish reason;
-    then [DONE]."""
+    """See the protocol: for each reply a chunk with the role, chunks of some words, chunks of calls, and one with the
+    finish reason; then [DONE]."""
     head = _head(ask, stream.ids[0], stream.created_at, "chat.completion.chunk")
 
     def chunk(choices: list[dict[str, Any]], **more: Any) -> bytes:
@@ -297,24 +329,26 @@ async def events(ask: Ask, stream: Stream) -> AsyncIterator[bytes]:
         choice = {"index": index, "delta": said, "logprobs": logprobs, "finish_reason": reason}
         return chunk([choice])
 
-    begun: set[int] = set()
+    calls: dict[int, int] = {}
     async for part in stream.deltas:
-        if part.index not in begun:
-            begun.add(part.index)
-            yield delta(part.index, role="assistant", content="")
-        if part.reasoning:
+        if part.index not in calls:
+            calls[part.index] = 0
+            yield delta(part.index, role="assistant", content="" if part.call is None else None)
+        if part.call is not None:
+            number = calls[part.index]
+            calls[part.index] += 1
+            opened = _call(part.call) | {"index": number, "function": {"name": part.call.name, "arguments": ""}}
+            yield delta(part.index, tool_calls=[opened])
+            for piece in pieces(part.call.arguments):
+                yield delta(part.index, tool_calls=[{"index": number, "function": {"arguments": piece}}])
+        elif part.reasoning:
             yield delta(part.index, reasoning_content=part.reasoning)
         else:
             yield delta(part.index, logprobs=logprobs_of(part.tokens) if part.tokens else None, content=part.content)
     done = await stream.replies()
     for index, reply in enumerate(done):
-        if index not in begun:
-            yield delta(index, role="assistant", content=None if reply.tool_calls else "")
-        for number, call in enumerate(reply.tool_calls):
-            opened = _call(call) | {"index": number, "function": {"name": call.name, "arguments": ""}}
-            yield delta(index, tool_calls=[opened])
-            for piece in pieces(call.arguments):
-                yield delta(index, tool_calls=[{"index": number, "function": {"arguments": piece}}])
+        if index not in calls:
+            yield delta(index, role="assistant", content="")
         yield delta(index, reason=reply.finish_reason)
     if ask.extras.get("usage"):
         yield chunk([], usage=usage_of(done))

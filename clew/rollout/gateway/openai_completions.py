@@ -79,15 +79,23 @@ def _reason(reply: Reply) -> str:
 
 
 def _choice(
-    ask: Ask, index: int, id: str, text: str, tokens: Sequence[Token] = (), *, finish_reason: str | None
+    ask: Ask,
+    index: int,
+    id: str,
+    text: str,
+    tokens: Sequence[Token] = (),
+    *,
+    finish_reason: str | None,
+    offset: int = 0,
 ) -> dict[str, Any]:
+    """offset: of the tokens, in characters from the reply's beginning."""
     logprobs = None
     if ask.logprobs is not None:
-        ends = list(itertools.accumulate(len(token.text) for token in tokens))
+        begins = list(itertools.accumulate((len(token.text) for token in tokens), initial=offset))
         logprobs = {
             "tokens": [token.text for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
-            "text_offset": [0, *ends][: len(tokens)],
+            "text_offset": begins[: len(tokens)],
             "top_logprobs": None,
         }
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason, "interaction_id": id}
@@ -97,8 +105,11 @@ async def events(ask: Ask, stream: Stream) -> AsyncIterator[bytes]:
     """See the protocol: chunks of some words, then for each reply one with the finish reason."""
     head = _head(ask, stream.ids[0], stream.created_at)
     usage = {"usage": None} if ask.extras.get("usage") else {}
+    offsets = [0] * len(stream.ids)
     async for part in stream.deltas:
-        choice = _choice(ask, part.index, stream.ids[part.index], part.content, part.tokens, finish_reason=None)
+        index = part.index
+        offset, offsets[index] = offsets[index], offsets[index] + sum(len(token.text) for token in part.tokens)
+        choice = _choice(ask, index, stream.ids[index], part.content, part.tokens, finish_reason=None, offset=offset)
         yield event({**head, "choices": [choice], **usage})
     done = await stream.replies()
     for index, reply in enumerate(done):

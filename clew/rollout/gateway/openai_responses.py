@@ -9,7 +9,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from clew.rollout.gateway.chat import Ask, Delta, Refusal, Reply, Stream, Token, encoded, pieces
+from clew.rollout.gateway.chat import (
+    ANY_OBJECT,
+    Ask,
+    Delta,
+    Form,
+    Refusal,
+    Reply,
+    Stream,
+    Token,
+    ToolCall,
+    encoded,
+    pieces,
+)
 from clew.rollout.gateway.openai_chat import notes_on_strict, refuse, variables_of_effort
 from clew.rollout.gateway.responses_input import Items, messages_of
 from clew.rollout.gateway.strict import LARGEST, Strict, read
@@ -63,12 +75,20 @@ _Choice = Annotated[
 ]
 
 
-class _Format(Strict):
-    type: Literal["text"]
+class _Plain(Strict):
+    type: Literal["text", "json_object"]
+
+
+class _Schema(Strict):
+    type: Literal["json_schema"]
+    name: str
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool = Field(default=True, description="It is enforced in any case, by engines that can.")
 
 
 class _TextConfig(Strict):
-    format: _Format = _Format(type="text")
+    format: Annotated[_Plain | _Schema, Field(discriminator="type")] = _Plain(type="text")
     verbosity: Literal["low", "medium", "high"] = Field(default="medium", description="A hint.")
 
 
@@ -139,6 +159,7 @@ def parse(body: dict[str, Any]) -> Ask:
         tool_choice=choice.name or "" if choice.type == "function" else choice.type,
         parallel_tool_calls=request.parallel_tool_calls,
         sampling={name: value for name, value in asked.items() if value is not None},
+        form=_form(request.text.format),
         logprobs=request.top_logprobs if request.top_logprobs or LOGPROBS in request.include else None,
         stream=request.stream,
         template={**request.chat_template_kwargs, **variables_of_effort(request.reasoning.effort)},
@@ -149,6 +170,12 @@ def parse(body: dict[str, Any]) -> Ask:
             "echo": _echo(request),
         },
     )
+
+
+def _form(asked: _Plain | _Schema) -> Form | None:
+    if isinstance(asked, _Schema):
+        return Form(schema=asked.schema_, param="text.format")
+    return Form(schema=ANY_OBJECT, param="text.format") if asked.type == "json_object" else None
 
 
 def _echo(request: Request) -> dict[str, Any]:
@@ -168,7 +195,7 @@ def _echo(request: Request) -> dict[str, Any]:
         "service_tier": "default",
         "store": request.store,
         "temperature": 1.0 if request.temperature is None else request.temperature,
-        "text": request.text.model_dump(),
+        "text": request.text.model_dump(by_alias=True),
         "tool_choice": choice.model_dump() if choice.type == "function" else choice.type,
         "tools": [{**tool.model_dump(), "strict": False} for tool in request.tools],
         "top_logprobs": request.top_logprobs,
@@ -227,18 +254,7 @@ def _output(ask: Ask, reply: Reply) -> list[dict[str, Any]]:
         items.append(_message(reply.id, reply.content, reply.tokens))
     if reply.finish_reason == "length" and not reply.tool_calls:
         items[-1]["status"] = "incomplete"
-    for number, call in enumerate(reply.tool_calls):
-        items.append(
-            {
-                "id": f"fc_{reply.id}.{number}",
-                "type": "function_call",
-                "call_id": call.id,
-                "name": call.name,
-                "arguments": call.arguments,
-                "status": "completed",
-            }
-        )
-    return items
+    return items + [_function_call(reply.id, number, call) for number, call in enumerate(reply.tool_calls)]
 
 
 def _reasoning(ask: Ask, id: str, text: str) -> dict[str, Any]:
@@ -253,6 +269,17 @@ def _message(id: str, text: str, tokens: Sequence[Token]) -> dict[str, Any]:
     logprobs = [_logprob(token) for token in tokens]
     content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}]
     return {"id": f"msg_{id}", "type": "message", "role": "assistant", "content": content, "status": "completed"}
+
+
+def _function_call(id: str, number: int, call: ToolCall) -> dict[str, Any]:
+    return {
+        "id": f"fc_{id}.{number}",
+        "type": "function_call",
+        "call_id": call.id,
+        "name": call.name,
+        "arguments": call.arguments,
+        "status": "completed",
+    }
 
 
 def _logprob(token: Token) -> dict[str, Any]:
@@ -275,23 +302,23 @@ async def events(ask: Ask, stream: Stream) -> AsyncIterator[bytes]:
     begun = _begun(ask, id, int(stream.created_at))
     yield event("response.created", response=begun)
     yield event("response.in_progress", response=begun)
-    index, said, item = -1, "", _message(id, "", ())
+    index, calls, told, item = -1, 0, list[Delta](), dict[str, Any]()
     async for delta in stream.deltas:
-        if index < 0 or (item["type"] == "reasoning") != bool(delta.reasoning):
-            if index == 0:  # it has thought enough
-                for line in tell(index, item, _end_of(_reasoning(ask, id, said))):
+        if not told or delta.call is not None or bool(delta.reasoning) != bool(told[0].reasoning):
+            if told:
+                for line in tell(index, item, _end_of(_item_of(ask, id, told, calls - 1))):
                     yield line
-            index, said = index + 1, ""
-            item = _reasoning(ask, id, "") if delta.reasoning else _message(id, "", ())
+            index, told, item = index + 1, [], _item_of(ask, id, [delta], calls)
+            calls += delta.call is not None
             for line in tell(index, item, _beginning_of(item)):
                 yield line
-        said += delta.reasoning or delta.content
+        told.append(delta)
         for line in tell(index, item, _parts_of(delta)):
             yield line
     [reply] = await stream.replies()
     response = _finished(ask, begun, reply)
     for place, item in enumerate(response["output"]):
-        if place > index:
+        if place > index:  # an empty message
             for line in tell(place, item, _beginning_of(item)):
                 yield line
         if place >= index:
@@ -300,13 +327,23 @@ async def events(ask: Ask, stream: Stream) -> AsyncIterator[bytes]:
     yield event(f"response.{response['status']}", response=response)
 
 
+def _item_of(ask: Ask, id: str, told: Sequence[Delta], number: int) -> dict[str, Any]:
+    """The item that these deltas make. number: of a function call."""
+    if told[0].call is not None:
+        return _function_call(id, number, told[0].call)
+    if told[0].reasoning:
+        return _reasoning(ask, id, "".join(delta.reasoning for delta in told))
+    tokens = [token for delta in told for token in delta.tokens]
+    return _message(id, "".join(delta.content for delta in told), tokens)
+
+
 def _beginning_of(item: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """How an item opens; a function call has all its arguments then."""
-    empty = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+    """How an item opens, empty."""
+    empty: dict[str, Any] = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+    if "encrypted_content" in item:
+        empty["encrypted_content"] = ""
     yield "response.output_item.added", {"item": {**item, "status": "in_progress", **empty}}
     if item["type"] == "function_call":
-        for piece in pieces(item["arguments"]):
-            yield "response.function_call_arguments.delta", {"delta": piece}
         return
     [part] = item["content"]
     emptied = {**part, "text": ""} | ({"logprobs": []} if "logprobs" in part else {})
@@ -314,16 +351,15 @@ def _beginning_of(item: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _parts_of(delta: Delta) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Some words; a token each where there are logprobs, if the tokens are no more than the words."""
-    if delta.reasoning:
+    """Some words, or the arguments of a call."""
+    if delta.call is not None:
+        for piece in pieces(delta.call.arguments):
+            yield "response.function_call_arguments.delta", {"delta": piece}
+    elif delta.reasoning:
         yield "response.reasoning_text.delta", {"content_index": 0, "delta": delta.reasoning}
-        return
-    parts = [(delta.content, delta.tokens)]
-    if "".join(token.text for token in delta.tokens) == delta.content:
-        parts = [(token.text, (token,)) for token in delta.tokens]
-    for text, tokens in parts:
-        logprobs = [_logprob(token) for token in tokens]
-        yield "response.output_text.delta", {"content_index": 0, "delta": text, "logprobs": logprobs}
+    else:
+        logprobs = [_logprob(token) for token in delta.tokens]
+        yield "response.output_text.delta", {"content_index": 0, "delta": delta.content, "logprobs": logprobs}
 
 
 def _end_of(item: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import itertools
 import json
 import time
 from collections import Counter
@@ -17,16 +16,23 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from clew.errors import EngineError, EpisodeError
-from clew.inference.protocol import EngineUnreachable, RequestTooLong
+from clew.inference.protocol import EngineUnreachable, RequestTooLong, SchemaUnsupported
+from clew.listening import LARGE_TEXT
 from clew.rollout.capture import Interaction
 from clew.rollout.gateway.chat import Ask, Message, Refusal, Reply, Stream, Token, ToolCall
-from clew.rollout.gateway.speech import Draft, Speech
-from clew.rollout.gateway.tools import CALL_CLOSES, CALL_OPENS, Parsed, parse_output, settled
+from clew.rollout.gateway.speech import Draft, Speech, Transcript
+from clew.rollout.gateway.tools import (
+    CALL_CLOSES,
+    CALL_OPENS,
+    THINK_CLOSES,
+    Parsed,
+    Reader,
+    has_template,
+    opens_thought,
+    parse_output,
+)
 from clew.rollout.gateway.turns import Prompt, Turn, Turns
-from clew.rollout.session import Session, plain_text
-
-LARGE = 50_000
-"""Characters of a request whose tokens are made beside the event loop: some 20 ms."""
+from clew.rollout.session import Session
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +186,7 @@ class AgentSession:
 
     async def _prompt(self, ask: Ask, begin: str = "") -> Prompt:
         """See `Turns.prompt`; in a thread where it takes so long that the other sessions would notice."""
-        if ask.characters < LARGE:
+        if ask.characters < LARGE_TEXT:
             return self._turns.prompt(ask, begin)
         prompt = await asyncio.to_thread(self._turns.prompt, ask, begin)
         self._refuse_beyond_limits()  # the session may have ended meanwhile
@@ -201,6 +207,13 @@ class AgentSession:
         if ask.logprobs:
             raise Refusal(
                 400, "the engine gives the logprob of the sampled token alone; ask for no others.", param="top_logprobs"
+            )
+        if ask.form is not None and _callable(ask):
+            raise Refusal(
+                400,
+                "the engine holds all that the model says to the schema, and no tool could be called: ask without "
+                "tools, or with none as tool_choice.",
+                param=ask.form.param,
             )
         ask = self._with_known_variables(ask)
         forced = ask.tool_choice not in ("auto", "none")
@@ -239,15 +252,23 @@ class AgentSession:
             )
         for note in ask.notes:
             self.warn(note)
+        if ask.form is not None:
+            self.warn(
+                "replies are held to a JSON schema: the logprobs of their tokens are those among what the schema "
+                "allows, and not the policy's; do not train on them"
+            )
         if "seed" in ask.sampling:
             self.warn(f"the client sets seed={ask.sampling['seed']}: the episodes of a group then draw alike")
 
     async def _answer(self, ask: Ask, prompt: Prompt, begin: str, indices: list[int], speech: Speech) -> list[Reply]:
-        drafts = [self._draft(ask, prompt, begin, number, speech) for number in range(ask.n)]
+        drafts = [self._draft(ask, prompt, begin, each, speech) for each in enumerate(indices)]
         try:
             replies = await asyncio.gather(*map(functools.partial(self._one, ask, prompt, begin), indices, drafts))
         except RequestTooLong as error:
             raise Refusal(400, str(error), param="messages", code="context_length_exceeded") from None
+        except SchemaUnsupported as error:
+            assert ask.form is not None
+            raise Refusal(400, str(error), param=ask.form.param) from None
         except EpisodeError as error:
             raise Refusal(400, str(error)) from None
         except EngineError as error:
@@ -257,30 +278,38 @@ class AgentSession:
             self._turns.add(Turn(ask=ask, rendered=prompt.rendered, reply=reply, raw=raw))
         return replies
 
-    def _draft(self, ask: Ask, prompt: Prompt, begin: str, number: int, speech: Speech) -> Draft | None:
-        """Of the reply of that number, where a stream tells it: with logprobs, it is told by its tokens at the end."""
+    def _draft(self, ask: Ask, prompt: Prompt, begin: str, reply: tuple[int, int], speech: Speech) -> Draft | None:
+        """Of the reply with that number among the request's and that index among the session's, where a stream tells
+        it."""
         if not ask.stream:
             return None
-        tokenizer, before = self.session.tokenizer, _before(prompt, begin)
-        tools = _callable(ask)
+        number, index = reply
+        before = None if ask.text is not None else _before(prompt, begin)
+        at_the_end = before is not None and (
+            has_template(self.session.tokenizer) or (ask.form is not None and opens_thought(before))
+        )
+        stops = ask.sampling.get("stop", self.session.resources.sampling.stop)
         return Draft(
             number,
             speech.tell,
-            tokenizer=tokenizer,
+            id=self.session.interaction_id(index),
+            transcript=Transcript(self.session.tokenizer, begin, logprobs=ask.logprobs is not None),
+            reader=None if at_the_end else Reader(before, _callable(ask)),
             begin=begin,
-            stops=ask.sampling.get("stop", self.session.resources.sampling.stop),
-            settle=lambda text: ("", text) if ask.text is not None else settled(tokenizer, text, before, tools),
+            stops=[stop for stop in stops if stop != CALL_CLOSES],  # which ends a call, and belongs to it
         )
 
     async def _one(self, ask: Ask, prompt: Prompt, begin: str, index: int, draft: Draft | None) -> Reply:
         sampling = dict(ask.sampling)
         if "seed" in sampling:
             sampling["seed"] += index
+        if ask.form is not None:
+            sampling["json_schema"] = json.dumps(ask.form.schema)
         interaction = await self.session.generate(
             prompt.input_ids,
             prompt=ask.text if ask.text is not None else ask.messages,
             index=index,
-            on_token=draft.add if draft is not None and ask.logprobs is None else None,
+            on_token=draft.add if draft is not None else None,
             **sampling,
         )
         interaction.details["model"] = ask.model
@@ -302,16 +331,21 @@ class AgentSession:
             stop_string = interaction.matched
             text = text[: text.rindex(stop_string)] if stop_string in text else text
         if ask.text is not None:
-            parsed = Parsed(content=text)
+            parsed = Parsed(content=text, begins=0)
         else:
             raw = begin + self._decode(interaction.output_ids)
-            parsed = parse_output(self.session.tokenizer, text, raw, _before(prompt, begin), _callable(ask))
+            before = _before(prompt, begin)
+            if ask.form is not None and THINK_CLOSES not in text:  # the schema left no room for a thought
+                before = ""
+            parsed = parse_output(self.session.tokenizer, text, raw, before, _callable(ask))
         if parsed.unparsed is not None:
             self.warn(f"{interaction.id} has a tool call that cannot be read, which stays text: {parsed.unparsed!r}")
+        if parsed.left_out.strip():
+            self.warn(f"{interaction.id} has words after a tool call, which are left out: {parsed.left_out.strip()!r}")
         if interaction.finish_reason == "length":
             self.warn(f"{interaction.id} was cut short after {len(interaction.output_ids)} tokens")
         calls = [
-            ToolCall(id=f"call_{interaction.id}_{number}".replace(".", "_"), name=name, arguments=json.dumps(arguments))
+            ToolCall.of(interaction.id, number, name, arguments)
             for number, (name, arguments) in enumerate(parsed.calls)
         ]
         reply = Reply(
@@ -322,28 +356,21 @@ class AgentSession:
             finish_reason="tool_calls" if calls else "length" if interaction.finish_reason == "length" else "stop",
             reasoning_tokens=self._turns.count(parsed.reasoning) if parsed.reasoning else 0,
             stop_string=stop_string,
-            tokens=self._tokens(interaction, parsed.content) if ask.logprobs is not None else (),
+            tokens=self._tokens(interaction, begin, parsed) if ask.logprobs is not None else (),
         )
         interaction.details["reply"] = message_of(reply)
         return reply
 
-    def _tokens(self, interaction: Interaction, content: str) -> list[Token]:
+    def _tokens(self, interaction: Interaction, begin: str, parsed: Parsed) -> list[Token]:
         """Those that the content is made of."""
-        special = set(self.session.tokenizer.all_special_ids)
-        pairs = zip(interaction.output_ids, interaction.logprobs, strict=True)
-        tokens = [
-            Token(text=plain_text(self.session.tokenizer, [id]), logprob=logprob)
-            for id, logprob in pairs
-            if id not in special
-        ]
-        begin = "".join(token.text for token in tokens).rfind(content)
-        places = itertools.accumulate((len(token.text) for token in tokens), initial=0)
-        spans = list(itertools.pairwise(places))
-        return [
-            token
-            for token, (first, end) in zip(tokens, spans, strict=True)
-            if begin < 0 or (end > begin and first < begin + len(content))
-        ]
+        transcript = Transcript(self.session.tokenizer, begin, logprobs=True)
+        for token, logprob in zip(interaction.output_ids, interaction.logprobs, strict=True):
+            transcript.add(token, logprob)
+        transcript.end()
+        place = parsed.begins
+        if place is None:
+            place = max(0, (begin + interaction.text).rfind(parsed.content))
+        return transcript.take(place, place + len(parsed.content))
 
     def _decode(self, ids: list[int]) -> str:
         return str(self.session.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))

@@ -2,27 +2,26 @@
 
 ::
 
-    engine ── token ──► Decoder ── text ──► Draft ── what stays as it is ──► Speech ──► each stream of the request
+    engine ── token ──► Transcript ── text ──► Draft ── parts, by a Reader ──► Speech ──► each stream of the request
 
 Only what stays as it is, whatever the model goes on to write, is told: not half a character, not what may be the
-beginning of a stop string, a tool call or the end of reasoning. The record knows nothing of this; it has the tokens.
+beginning of a stop string or the end of reasoning, and a tool call once it is whole. The record knows nothing of this;
+it has the tokens.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from clew.rollout.gateway.chat import Delta, Reply, pieces
-from clew.rollout.gateway.tools import without_beginning
+from clew.rollout.gateway.chat import Delta, Reply, Token, ToolCall, pieces
+from clew.rollout.gateway.tools import Part, Reader, without_beginning
 from clew.rollout.session import plain_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-Settle = Callable[[str], tuple[str, str]]
-"""What of (reasoning, content) stays as it is, given the text so far."""
 
 
 class Decoder:
@@ -44,6 +43,49 @@ class Decoder:
         self._ids = self._ids[self._told :]
         self._told = len(self._ids)
         return text[len(before) :]
+
+
+class Transcript:
+    """A reply's text as its tokens make it, and which token made which of its characters."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, begin: str, *, logprobs: bool) -> None:
+        """begin: words put into the model's mouth, ahead of the tokens'. logprobs: whether tokens will be taken."""
+        self._tokenizer = tokenizer
+        self._decoder = Decoder(tokenizer)
+        self._length = len(begin)
+        self._special = set(tokenizer.all_special_ids)
+        self._logprobs = logprobs
+        self._unfinished: list[Token] = []
+        """Of a character that is incomplete."""
+        self._finished: deque[tuple[Token, int, int]] = deque()
+        """Those not taken yet, each with where in the text the characters begin and end that it is a part of."""
+
+    def add(self, token: int, logprob: float) -> str:
+        """The text that the token completes."""
+        new = self._decoder.add(token)
+        if self._logprobs and token not in self._special:
+            self._unfinished.append(Token(text=plain_text(self._tokenizer, [token]), logprob=logprob))
+        if new:
+            self._finish(len(new))
+        return new
+
+    def end(self) -> None:
+        """No further token will come; a character that is incomplete stays so."""
+        self._finish(1)
+
+    def _finish(self, length: int) -> None:
+        begin, self._length = self._length, self._length + length
+        self._finished += [(token, begin, self._length) for token in self._unfinished]
+        self._unfinished = []
+
+    def take(self, begin: int, end: int) -> list[Token]:
+        """Those of the characters from `begin` to `end`, once each. What is before them is forgotten."""
+        taken: list[Token] = []
+        while self._finished and self._finished[0][1] < end:
+            token, _, until = self._finished.popleft()
+            if until > begin:
+                taken.append(token)
+        return taken
 
 
 class Speech:
@@ -85,66 +127,108 @@ class Speech:
 
 
 class Draft:
-    """One reply, from its first token to its last. What it tells, joined, is the reply's reasoning and content."""
+    """One reply, from its first token to its last, in time that is linear in its length. What it tells, joined, is the
+    reply's reasoning, content, tokens and tool calls."""
 
     def __init__(
         self,
         index: int,
         tell: Callable[[Delta], None],
         *,
-        tokenizer: PreTrainedTokenizerBase,
+        id: str,
+        transcript: Transcript,
+        reader: Reader | None,
         begin: str,
         stops: Sequence[str],
-        settle: Settle,
     ) -> None:
-        """index: of the reply among those of its request. begin: words put into the model's mouth. stops: the strings
-        that the reply may end at."""
+        """index: of the reply among those of its request. id: of its interaction. reader: None where nothing is certain
+        before the end. begin: words put into the model's mouth. stops: the strings that the reply may end at."""
         self._index = index
         self._tell = tell
-        self._decoder = Decoder(tokenizer)
-        self._text = begin
+        self._id = id
+        self._transcript = transcript
+        self._reader = reader
         self._stops = stops
-        self._settle = settle
-        self._reasoning = self._content = ""
-        """As told."""
+        self._kept = ""
+        """Perhaps the beginning of a stop string."""
+        self._stopped = False
+        self._place: int | None = None
+        """Where in the text the content ends that was told."""
+        self._told: list[Delta] = []
+        self._read(begin)
 
     def add(self, token: int, logprob: float) -> None:
         """Tell what is certain with this token."""
-        new = self._decoder.add(token)
-        if not new:
-            return
-        self._text += new
-        reasoning, content = self._settle(before_stop(self._text, self._stops))
-        if len(reasoning) > len(self._reasoning):
-            self._tell(Delta(index=self._index, reasoning=reasoning[len(self._reasoning) :]))
-            self._reasoning = reasoning
-        if len(content) > len(self._content):
-            self._tell(Delta(index=self._index, content=content[len(self._content) :]))
-            self._content = content
+        if new := self._transcript.add(token, logprob):
+            self._read(self._before_stop(new))
 
     def finish(self, reply: Reply) -> None:
         """Tell the rest. Raises ValueError where what was told is not how the reply begins: a tokenizer whose text of
-        some tokens is not how the text of more tokens begins."""
-        for told, whole in ((self._reasoning, reply.reasoning), (self._content, reply.content)):
-            if not whole.startswith(told):
-                raise ValueError(f"the stream told {told[:200]!r}, and the reply is {whole[:200]!r}")
-        for delta in deltas_of(reply, self._index, reasoning=len(self._reasoning), content=len(self._content)):
+        some tokens is not how the text of more tokens begins. Then only calls are told after that."""
+        reasoning = "".join(delta.reasoning for delta in self._told)
+        content = "".join(delta.content for delta in self._told)
+        calls = [delta.call for delta in self._told if delta.call is not None]
+        tokens = sum(len(delta.tokens) for delta in self._told)
+        begins = reply.reasoning.startswith(reasoning) and reply.content.startswith(content)
+        if begins and calls == list(reply.tool_calls[: len(calls)]):
+            left = deltas_of(
+                reply, self._index, reasoning=len(reasoning), content=len(content), tokens=tokens, calls=len(calls)
+            )
+            for delta in left:
+                self._tell(delta)
+            return
+        for call in reply.tool_calls[len(calls) :]:
+            self._tell(Delta(index=self._index, call=call))
+        words, whole = reasoning + content, reply.reasoning + reply.content
+        raise ValueError(
+            f"told were {words!r:.300} and {len(calls)} calls, of {whole!r:.300} and {len(reply.tool_calls)} calls"
+        )
+
+    def _read(self, text: str) -> None:
+        for part in self._reader.feed(text) if self._reader is not None else ():
+            self._told.append(delta := self._delta(part))
             self._tell(delta)
 
+    def _before_stop(self, new: str) -> str:
+        """What is certain to come before the first stop string."""
+        if self._stopped:
+            return ""
+        kept = self._kept + new
+        found = [place for stop in self._stops if (place := kept.find(stop)) >= 0]
+        self._stopped = bool(found)
+        certain = min(found or [len(without_beginning(kept, stop)) for stop in self._stops], default=len(kept))
+        self._kept = kept[certain:]
+        return kept[:certain]
 
-def deltas_of(reply: Reply, index: int = 0, *, reasoning: int = 0, content: int = 0) -> Iterator[Delta]:
-    """A reply as a stream tells it, after so many characters of each: a word at a time, or with its tokens."""
+    def _delta(self, part: Part) -> Delta:
+        if part.call is not None:
+            number = sum(delta.call is not None for delta in self._told)
+            return Delta(index=self._index, call=ToolCall.of(self._id, number, *part.call))
+        if part.reasoning:
+            return Delta(index=self._index, reasoning=part.reasoning)
+        if self._place is None:
+            assert self._reader is not None and self._reader.begins is not None
+            self._place = self._reader.begins
+        begin, self._place = self._place, self._place + len(part.content)
+        tokens = self._transcript.take(begin, self._place)
+        return Delta(index=self._index, content=part.content, tokens=tokens)
+
+
+def deltas_of(
+    reply: Reply, index: int = 0, *, reasoning: int = 0, content: int = 0, tokens: int = 0, calls: int = 0
+) -> Iterator[Delta]:
+    """A reply as a stream tells it, after so many characters, tokens and calls: a word at a time, or a token where the
+    tokens are no more and no less than the words."""
     for piece in pieces(reply.reasoning[reasoning:]):
         yield Delta(index=index, reasoning=piece)
-    if reply.tokens and reply.content:
-        yield Delta(index=index, content=reply.content, tokens=reply.tokens)
-        return
-    for piece in pieces(reply.content[content:]):
-        yield Delta(index=index, content=piece)
-
-
-def before_stop(text: str, stops: Sequence[str]) -> str:
-    """The text before the first stop string in it, or before what may become one."""
-    for stop in stops:
-        text = without_beginning(text.partition(stop)[0], stop)
-    return text
+    words, left = reply.content[content:], reply.tokens[tokens:]
+    if "".join(token.text for token in left) == words:
+        for token in left:
+            yield Delta(index=index, content=token.text, tokens=[token])
+    elif left:
+        yield Delta(index=index, content=words, tokens=left)
+    else:
+        for piece in pieces(words):
+            yield Delta(index=index, content=piece)
+    for call in reply.tool_calls[calls:]:
+        yield Delta(index=index, call=call)

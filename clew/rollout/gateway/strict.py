@@ -12,14 +12,14 @@ from clew.rollout.gateway.chat import Refusal
 LARGEST = 2**31 - 1
 """Of the counts that a client may send."""
 
+_NO_IMAGES = "the model is handed tokens, and takes no images"
+
 NOT_SERVED = {
-    "image": "the model takes no images",
-    "input_image": "the model takes no images",
-    "image_url": "the model takes text alone",
+    "image": _NO_IMAGES,
+    "input_image": _NO_IMAGES,
+    "image_url": _NO_IMAGES,
     "input_audio": "the model takes text alone",
     "file": "the model takes text alone",
-    "json_schema": "the engine cannot hold its output to a schema",
-    "json_object": "the engine cannot hold its output to JSON",
 }
 """Why not, by what a `type` field says; of other types it is said which ones are served."""
 

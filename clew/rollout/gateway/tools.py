@@ -10,8 +10,7 @@ Llama           {"name": "f", "parameters": {...}}, alone, several separated by 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,9 @@ if TYPE_CHECKING:
 THINK_OPENS, THINK_CLOSES = "<think>", "</think>"
 CALL_OPENS, CALL_CLOSES = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
-_CALL = re.compile(r"\s*<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+
+Call = tuple[str, dict[str, Any]]
+"""A tool's name and its arguments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +31,13 @@ class Parsed:
 
     content: str
     reasoning: str = ""
-    calls: Sequence[tuple[str, dict[str, Any]]] = ()
-    """Names and arguments of tools."""
+    calls: Sequence[Call] = ()
+    begins: int | None = None
+    """Where in the output the content begins, which is then part of it as it stands."""
     unparsed: str | None = None
     """What looks like a tool call and is none; it stays in the content."""
+    left_out: str = ""
+    """Words after a tool call: no part of the content."""
 
 
 def parse_output(
@@ -42,50 +46,184 @@ def parse_output(
     """text: the output without special tokens, and without the stop string. raw: with them.
     prompt: what it continues, whose template may have begun the model's words. tools: what the model may call; without
     any, everything is content."""
-    if getattr(tokenizer, "response_template", None) is not None:
+    if has_template(tokenizer):
         return _by_template(tokenizer, raw, prompt, tools)
-    reasoning, content = split_reasoning(text, prompt)
-    if not tools:
-        return Parsed(content=content, reasoning=reasoning)
-    parsed = _hermes(content) if CALL_OPENS in content else _llama(content)
-    return Parsed(content=parsed.content, reasoning=reasoning, calls=parsed.calls, unparsed=parsed.unparsed)
+    reader = Reader(prompt, tools)
+    parts = [*reader.feed(text), *reader.end()]
+    return Parsed(
+        content="".join(part.content for part in parts),
+        reasoning="".join(part.reasoning for part in parts),
+        calls=[part.call for part in parts if part.call is not None],
+        begins=reader.begins,
+        unparsed=reader.unparsed,
+        left_out=reader.left_out,
+    )
 
 
-def split_reasoning(text: str, prompt: str = "") -> tuple[str, str]:
-    """(reasoning, the rest). The prompt may have opened the reasoning; an end may be missing, where the output was cut
-    short."""
-    opened = prompt.rstrip().endswith(THINK_OPENS)
-    if not opened and not text.lstrip().startswith(THINK_OPENS):
-        return "", text
-    inside = text if opened else text.lstrip().removeprefix(THINK_OPENS)
-    reasoning, _, rest = inside.partition(THINK_CLOSES)
-    return reasoning.strip("\n"), rest.lstrip("\n")
+def has_template(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether it brings a response template, whose parser decides everything at the end."""
+    return getattr(tokenizer, "response_template", None) is not None
 
 
-def settled(tokenizer: PreTrainedTokenizerBase, text: str, prompt: str, tools: list[dict[str, Any]]) -> tuple[str, str]:
-    """What of (reasoning, content) `parse_output` will give, whatever follows this text. All that a template's own
-    parser decides, it decides at the end."""
-    if getattr(tokenizer, "response_template", None) is not None:
-        return "", ""
-    opened = prompt.rstrip().endswith(THINK_OPENS)
-    begins = text.lstrip()
-    if not opened and THINK_OPENS.startswith(begins):
-        return "", ""
-    if not opened and not begins.startswith(THINK_OPENS):
-        return "", _settled_content(text, tools)
-    if THINK_CLOSES not in text:
-        return split_reasoning(without_beginning(text, THINK_CLOSES), prompt)[0], ""
-    reasoning, content = split_reasoning(text, prompt)
-    return reasoning, _settled_content(content, tools)
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Some reasoning, some content, or a tool call."""
+
+    reasoning: str = ""
+    content: str = ""
+    call: Call | None = None
 
 
-def _settled_content(content: str, tools: list[dict[str, Any]]) -> str:
-    if not tools:
-        return content
-    begins = content.lstrip()
-    if PYTHON_TAG.startswith(begins) or begins.removeprefix(PYTHON_TAG).lstrip()[:1] in ("", "{"):
-        return ""  # perhaps a call of Llama's form
-    return without_beginning(content.partition(CALL_OPENS)[0], CALL_OPENS).rstrip()
+class Reader:
+    """Takes an output apart as it comes, in time that is linear in its length. Its parts, joined, are the same however
+    the output is cut: what could still become something else is held back.
+
+    ::
+
+        beginning ──► thought ──► after the thought ──┐       ┌► words ◄──► call     Qwen, Hermes
+            └─────────────────────────────────────────┴► opening ──► whole           Llama
+                                                              └► plain               no tools
+
+    The content ends where the first call begins: a reply is its reasoning, then its content, then its calls.
+    """
+
+    def __init__(self, prompt: str | None, tools: Sequence[dict[str, Any]]) -> None:
+        """As `parse_output` takes them; no prompt: everything is content."""
+        self.begins: int | None = None
+        """Where the content begins."""
+        self.unparsed: str | None = None
+        self.left_out = ""
+        self._tools = bool(tools)
+        self._fed = 0
+        self._held = ""
+        """The end of what was fed: not decided yet."""
+        self._looked = 0
+        """How much of it is known to hold no mark."""
+        self._thinks = self._calls = False
+        """Whether there was a part of that kind."""
+        if prompt is None:
+            self._state = self._plain
+        else:
+            self._state = self._thought if opens_thought(prompt) else self._beginning
+
+    def feed(self, text: str) -> Iterator[Part]:
+        """What is certain with this text."""
+        self._fed += len(text)
+        self._held += text
+        yield from self._read(final=False)
+
+    def end(self) -> Iterator[Part]:
+        """What is certain as nothing more will come."""
+        yield from self._read(final=True)
+
+    def _read(self, *, final: bool) -> Iterator[Part]:
+        before = None
+        while before != self._state:
+            before = self._state
+            yield from before(final)
+
+    def _go(self, state: Callable[[bool], Iterator[Part]], used: int) -> None:
+        """On to a state, after so many characters of what is held."""
+        self._state = state
+        self._held = self._held[used:]
+        self._looked = 0
+
+    def _beginning(self, final: bool) -> Iterator[Part]:
+        begins = self._held.lstrip()
+        if begins.startswith(THINK_OPENS):
+            self._go(self._thought, len(self._held) - len(begins) + len(THINK_OPENS))
+        elif final or not THINK_OPENS.startswith(begins):
+            self._go(self._opening, 0)
+        yield from ()
+
+    def _thought(self, final: bool) -> Iterator[Part]:
+        known, closes, _ = self._held.partition(THINK_CLOSES)
+        if not (closes or final):
+            known = without_beginning(known, THINK_CLOSES)
+        inside = known if self._thinks else known.lstrip("\n")
+        said = inside.rstrip("\n")
+        if said:
+            self._thinks = True
+            yield Part(reasoning=said)
+        if closes or final:
+            self._go(self._after_thought, len(known) + len(closes))
+        else:
+            self._go(self._thought, len(known) - len(inside) + len(said))
+
+    def _after_thought(self, final: bool) -> Iterator[Part]:
+        words = self._held.lstrip("\n")
+        if words or final:
+            self._go(self._opening, len(self._held) - len(words))
+        yield from ()
+
+    def _opening(self, final: bool) -> Iterator[Part]:
+        begins = self._held.lstrip()
+        after = begins.removeprefix(PYTHON_TAG).lstrip()
+        if not self._tools:
+            self._state = self._plain
+        elif after.startswith("{"):
+            self._state = self._whole
+        elif final or not (after == "" or PYTHON_TAG.startswith(begins)):
+            self._state = self._words
+        yield from ()
+
+    def _plain(self, final: bool) -> Iterator[Part]:
+        yield from self._say(len(self._held))
+
+    def _whole(self, final: bool) -> Iterator[Part]:
+        """Perhaps calls of Llama's form, which stand alone: the end decides."""
+        if not final:
+            return
+        if CALL_OPENS in self._held:
+            self._state = self._words
+            return
+        calls, self.unparsed = _llama(self._held)
+        for call in calls:
+            yield Part(call=call)
+        if calls:
+            self._held = ""
+        yield from self._say(len(self._held))
+
+    def _words(self, final: bool) -> Iterator[Part]:
+        words, opens, _ = self._held.partition(CALL_OPENS)
+        if not (opens or final):
+            words = without_beginning(words, CALL_OPENS)
+        # spaces before a call belong to it
+        yield from self._say(len(words) if final and not opens else len(words.rstrip()))
+        if opens:
+            self._state = self._call
+
+    def _call(self, final: bool) -> Iterator[Part]:
+        place = self._held.find(CALL_CLOSES, self._looked)
+        if place < 0 and not final:
+            self._looked = max(0, len(self._held) - len(CALL_CLOSES))
+            return
+        whole = self._held[: place + len(CALL_CLOSES)] if place >= 0 else self._held
+        text = whole.lstrip().removeprefix(CALL_OPENS).removesuffix(CALL_CLOSES)
+        call = _call_of(text, "arguments")
+        if call is not None:
+            self._calls = True
+            yield Part(call=call)
+            self._go(self._words, len(whole))
+            return
+        self.unparsed = self.unparsed or text.strip()
+        yield from self._say(len(whole))
+        self._go(self._words, 0)
+
+    def _say(self, length: int) -> Iterator[Part]:
+        """Content: so many characters of what is held."""
+        said, self._held = self._held[:length], self._held[length:]
+        if self._calls:
+            self.left_out += said
+        elif said:
+            if self.begins is None:
+                self.begins = self._fed - len(said) - len(self._held)
+            yield Part(content=said)
+
+
+def opens_thought(prompt: str) -> bool:
+    """Whether what the model goes on from is the beginning of its reasoning."""
+    return prompt.rstrip().endswith(THINK_OPENS)
 
 
 def without_beginning(text: str, mark: str) -> str:
@@ -112,37 +250,26 @@ def _by_template(tokenizer: PreTrainedTokenizerBase, raw: str, prompt: str, tool
     return Parsed(content=message.get("content") or "", reasoning=reasoning, calls=calls)
 
 
-def _hermes(content: str) -> Parsed:
-    calls: list[tuple[str, dict[str, Any]]] = []
-    for found in _CALL.findall(content):
-        call = _call_of(found, "arguments")
-        if call is None:
-            return Parsed(content=content, unparsed=found.strip())
-        calls.append(call)
-    return Parsed(content=_CALL.sub("", content), calls=calls)
-
-
-def _llama(content: str) -> Parsed:
+def _llama(content: str) -> tuple[list[Call], str | None]:
+    """The calls; without any, what looks like one."""
     body = content.strip().removeprefix(PYTHON_TAG).strip()
-    if not body.startswith("{"):
-        return Parsed(content=content)
     decoder, calls, place = json.JSONDecoder(), [], 0
     while place < len(body):
         try:
             _, end = decoder.raw_decode(body, place)
         except (ValueError, RecursionError):
-            return Parsed(content=content, unparsed=body if '"name"' in body else None)
+            return [], body if '"name"' in body else None
         call = _call_of(body[place:end], "parameters")
         if call is None:
-            return Parsed(content=content)
+            return [], None
         calls.append(call)
         place = end
         while place < len(body) and (body[place] == ";" or body[place].isspace()):
             place += 1
-    return Parsed(content="", calls=calls)
+    return calls, None
 
 
-def _call_of(text: str, arguments: str) -> tuple[str, dict[str, Any]] | None:
+def _call_of(text: str, arguments: str) -> Call | None:
     """A call in JSON; both forms' names of the arguments are taken, as models mix them."""
     call = _json_object(text)
     if call is None or not isinstance(call.get("name"), str):
