@@ -19,7 +19,7 @@ from clew.record.bundle import opened
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
 from clew.rollout.rewards import shortened
-from clew.training.contributions import Contribution, contributions, first_not_finite
+from clew.training.contributions import Contribution, contributions
 from clew.training.engine import Prepared, TrainEngine
 
 CUT = 400
@@ -107,10 +107,10 @@ def _show(
     for each in found[: max(1, min(top, 2))]:
         console.print(_tokens(engine, prepared, each, step, tokens))
         console.print(_conversation(each.sequence))
-    worst = found[0]
-    if not math.isfinite(_badness(worst.worst)):
-        where = first_not_finite(engine, prepared, worst.worst.row)
-        console.print(Text(f"FIRST NOT FINITE  {where or 'everything is finite when this sequence is computed alone'}"))
+    worst = found[0].worst
+    if not math.isfinite(_badness(worst)):
+        where = worst.first_not_finite or "everything is finite when this sequence is computed alone"
+        console.print(Text(f"FIRST NOT FINITE  {where}"))
 
 
 def _tokens(engine: TrainEngine, prepared: Prepared, each: Blamed, step: int, count: int) -> Table:

@@ -11,6 +11,7 @@ consumes  checkpoints/, steps/ of a run; writes nothing into it
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from clew.errors import ModelError, RecordError
 from clew.record.digest import digest_rows, to_hex
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
-from clew.trainer.commit import environment, repeats
+from clew.trainer.commit import environment, environment_of, repeats
 from clew.training import checkpoint
 from clew.training.engine import StepResult, TrainEngine, make_deterministic
 from clew.training.ranks import ALONE, Ranks
@@ -73,7 +74,7 @@ def engine_at(run: RunDirectory, step: int, device: str | None = None, ranks: Ra
             f"{run.path} has no checkpoint at or before step {step} (there: {there}), and steps are trained again from "
             f"a checkpoint on. `clew replay RUN --step {step} --stage advantages,loss` needs none."
         )
-    config = _portable(configuration.load(run.config_path), folders, device)
+    config = _portable(configuration.load(run.config_path), folders, device, ranks)
     recorded = run.steps.read(before[-1]) if before[-1] < run.steps.count() else None
     torch.set_num_threads(recorded["environment"]["threads"] if recorded else config.threads)
     make_deterministic(config.training)
@@ -105,15 +106,17 @@ def _check_belongs(run: RunDirectory, engine: TrainEngine, folder: Path) -> None
             )
 
 
-def _portable(config: Config, folders: dict[int, Path], device: str | None) -> Config:
-    """The configuration, with paths and devices of this machine."""
+def _portable(config: Config, folders: dict[int, Path], device: str | None, ranks: Ranks) -> Config:
+    """The configuration, with paths and devices of this machine, and groups of as many ranks as there are."""
     where = device or config.model.device
     if device is None and where == "cuda" and not torch.cuda.is_available():
         where = "cpu"  # how it was compared, and why, says so
     path = str(folders.get(0, config.model.path))  # the model that the run began with, for the KL term
     model = config.model.model_copy(update={"path": path, "device": where})
     critic = {"critic": str(folders[0] / checkpoint.CRITIC)} if 0 in folders and config.algorithm.critic else {}
-    return config.model_copy(update={"model": model, "algorithm": config.algorithm.model_copy(update=critic)})
+    training = config.training.model_copy(update={"tp": math.gcd(config.training.tp, ranks.size)})
+    algorithm = config.algorithm.model_copy(update=critic)
+    return config.model_copy(update={"model": model, "training": training, "algorithm": algorithm})
 
 
 def replay(run: RunDirectory, engine: TrainEngine, last: int) -> Iterator[Step]:
@@ -128,7 +131,7 @@ def replay(run: RunDirectory, engine: TrainEngine, last: int) -> Iterator[Step]:
 
 def configure_as(engine: TrainEngine, recorded: dict[str, Any]) -> None:
     """Optimizer and algorithm as they were at that step: a run may have changed them since."""
-    training = Training(**recorded["config"]["training"])
+    training = Training(**recorded["config"]["training"]).model_copy(update={"tp": engine.ranks.tp})
     algorithm = Algorithm(**recorded["config"]["algorithm"])
     if (training, algorithm) != (engine.config.training, engine.config.algorithm):
         engine.configure(training, algorithm)
@@ -180,7 +183,7 @@ def _from_logprobs(algorithm: Algorithm) -> bool:
 def how_to_compare(recorded: dict[str, Any], engine: TrainEngine) -> tuple[Tolerance, str]:
     """Bit for bit where DESIGN promises it: on the CPU, with the same ranks, threads and packages. Otherwise within a
     tolerance, and why."""
-    then, now = recorded["environment"], environment(engine)
+    then, now = environment_of(recorded), environment(engine)
     flat_then, flat_now = ({**each, **each["packages"], "packages": None} for each in (then, now))
     reasons = [
         f"{name} {flat_then.get(name)} recorded, {flat_now[name]} here"

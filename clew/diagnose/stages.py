@@ -53,10 +53,9 @@ def check_stages(run: RunDirectory, step: int, stages: SequenceABC[str], only: s
     if "rewards" in stages:
         found.append(differences.in_rewards(step, [row for row in batch if row.id in set(kept)]))
     summary = run.steps.read(step)
-    values = (
-        summary["config"].get("algorithm", {}).get("advantages") == "gae"
-    )  # kept in fewer bits than a float64 model's
-    for stage, compute, tolerance in (("advantages", _advantages, LOSS if values else EXACT), ("loss", _loss, LOSS)):
+    # From values, which are kept in fewer bits than a float64 critic has.
+    by_critic = summary["config"].get("algorithm", {}).get("advantages") == "gae"
+    for stage, compute, tolerance in (("advantages", _advantages, LOSS if by_critic else EXACT), ("loss", _loss, LOSS)):
         if stage in stages:
             again = compute(batch, recorded, summary)
             then, now = ([side[name] for name in kept] for side in (recorded.arrays[stage], again))

@@ -76,6 +76,26 @@ def test_a_nan_is_traced_to_the_record(run: RunDirectory, capsys: pytest.Capture
     assert lines[-1] == f"FIRST NOT FINITE  the recorded behaviour logprob of token {position} of {row.id}"
 
 
+def test_updates_after_one_that_was_left_out_are_blamed_as_they_were_made(run: RunDirectory) -> None:
+    recorded, batch = run.steps.read(2), run.steps.read_data(2)
+    skipping = recorded | {
+        "config": recorded["config"] | {"training": recorded["config"]["training"] | {"on_bad_gradient": "skip"}}
+    }
+    (poisoned, *_), later = recorded["plan"][0][0], recorded["plan"][1]
+    logprobs = batch[poisoned].logprobs.copy()
+    logprobs[batch[poisoned].loss_mask] = np.nan
+    batch[poisoned] = dataclasses.replace(batch[poisoned], logprobs=logprobs)
+    blamed, stepped = engine_at(run, 2), engine_at(run, 2)
+    for engine in (blamed, stepped):
+        configure_as(engine, skipping)
+    parts = list(contributions(blamed, blamed.prepare(batch)))
+    assert [part.row for part in parts if part.first_not_finite] == [poisoned]
+    assert sorted(part.row for part in parts if part.update == 1) == sorted(row for rows in later for row in rows)
+    assert stepped.train_step(batch).metrics["updates_skipped"] == 1.0
+    for ours, theirs in zip(blamed.model.parameters(), stepped.model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
 def test_a_nan_is_traced_to_a_parameter_and_to_a_module(run: RunDirectory) -> None:
     engine = engine_at(run, 2)
     batch = run.steps.read_data(2)

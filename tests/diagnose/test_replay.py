@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from clew import config as configuration
+from clew.diagnose.counterfactual import begun
 from clew.diagnose.rerun import rerun
 from clew.errors import ClewError, ConfigError, ModelError, RecordError
 from clew.record import rows
@@ -302,6 +303,26 @@ def test_dumped_batches_train_another_run_alike(folder: Path, original: Path, tm
 
 def replaying_from(path: Path) -> list[str]:
     return ["debug.replay_rollout_data=true", f"debug.path={path}"]
+
+
+def test_training_goes_on_from_a_later_step_of_another_run(run: RunDirectory, folder: Path, tmp_path: Path) -> None:
+    """Step 3 has no checkpoint of its own: step 2's is replayed up to it. It ends, and is started again."""
+    before = everything(run.path)
+    replaying = configure(folder, f"root={tmp_path}", "trial=later", *replaying_from(run.path), "debug.first_step=3")
+    learn_from_record(begun(replaying), lambda step, summary: None, until=4)
+    learn_from_record(begun(replaying), lambda step, summary: None)
+    new = RunDirectory(replaying.run_path)
+    assert [entry["digests"] for entry in new.steps.index()] == [entry["digests"] for entry in run.steps.index()]
+    assert not new.steps.has_data(2) and new.steps.has_data(3) and everything(run.path) == before
+
+
+def test_a_later_step_needs_a_run_directory(folder: Path, original: Path, tmp_path: Path) -> None:
+    copies = tmp_path / "copies"
+    shutil.copytree(original / "steps", copies)
+    with pytest.raises(RecordError, match=r"debug.first_step=3 begins with .* is no run directory"):
+        begun(configure(folder, f"root={tmp_path}", *replaying_from(copies), "debug.first_step=3"))
+    with pytest.raises(ConfigError, match=r"debug.first_step is of debug.replay_rollout_data=true"):
+        configure(folder, "debug.first_step=3")
 
 
 def test_dump_and_replay_exclude_each_other(folder: Path) -> None:

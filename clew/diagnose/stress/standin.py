@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-from clew.inference.protocol import Completion, OnToken, SamplingParams
+from clew.inference.protocol import Completion, OnToken, SamplingParams, SchemaUnsupported
 from clew.record.weights import WeightRef
 
 if TYPE_CHECKING:
@@ -77,6 +77,8 @@ class StandIn:
     async def generate(
         self, input_ids: list[int], params: SamplingParams, *, request_id: str = "", on_token: OnToken | None = None
     ) -> Completion:
+        if params.json_schema is not None:
+            raise SchemaUnsupported("the stand-in cannot hold its output to a JSON schema. Take a server: --base-url.")
         output = self._answer(input_ids, *request_id.rsplit(".i", 1))
         cut = len(output) > params.max_new_tokens
         output = output[: params.max_new_tokens]

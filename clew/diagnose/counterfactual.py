@@ -1,0 +1,119 @@
+"""The same batches, trained on otherwise from some step on: `clew replay RUN --step 137 key=value`, and
+`debug.first_step` of `clew train`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from clew import config as configuration
+from clew.config import Config
+from clew.diagnose.replay import engine_at, replay
+from clew.errors import ConfigError, RecordError
+from clew.record.run import RunDirectory
+from clew.trainer.branch import branch
+from clew.trainer.learn import learn_from_record
+from clew.training import checkpoint
+
+SIDE_BY_SIDE = ("loss", "grad_norm", "reward", "entropy", "behaviour_k3", "clip_share", "kl", "lr")
+"""The metrics that a counterfactual shows."""
+
+
+def counterfactual(run: RunDirectory, first: int, last: int, overrides: list[str], *, kept: bool) -> None:
+    """The same data otherwise, from step `first` on, into a new run directory; and a table of both.
+
+    kept: whether the run directory stays where it is; else the new one goes where the run's own configuration says.
+    """
+    recorded = configuration.load(run.config_path)
+    root = run.path.parent.parent if kept else Path(recorded.root)
+    ours = [
+        f"root={root}",
+        f"experiment={recorded.experiment}",
+        f"trial={_free_trial(root / recorded.experiment, recorded.trial)}",
+    ]
+    last_words = [
+        "launch.ranks=1",
+        "training.tp=1",
+        "debug.replay_rollout_data=true",
+        "debug.dump_rollout_data=false",
+        f"debug.path={run.path}",
+        f"debug.first_step={first}",
+    ]
+    config = begin(configuration.load(run.config_path, [*ours, *overrides, *last_words]))
+    new = RunDirectory(config.run_path)
+    print(f"into {new.path}, from step {first} on with {' '.join(overrides)}", flush=True)
+    learn_from_record(config, lambda step, summary: None, until=last + 1)
+    width = None if sys.stdout.isatty() else 200
+    Console(width=width).print(_side_by_side(run, new, range(first, last + 1)))
+
+
+def begun(config: Config) -> Config:
+    """The same for a run that may have begun already, and then goes on: `clew train` with debug.first_step."""
+    new = RunDirectory(config.run_path)
+    if checkpoint.latest_version(new.checkpoints) >= config.debug.first_step:
+        return _with_first_model(config, new)
+    if "RANK" in os.environ:
+        raise ConfigError(
+            f"debug.first_step={config.debug.first_step} needs one process to begin the run in {new.path}: start "
+            f"it with launch.ranks, without torchrun."
+        )
+    return begin(config)
+
+
+def begin(config: Config) -> Config:
+    """Have a new run begin at debug.first_step of the run directory debug.path, as that run came there. Returns the
+    configuration with the model that both began with, for the KL term.
+
+    Raises RecordError: no run directory, or no checkpoint at or before that step; the steps from there cannot be
+    repeated; the new run has steps of its own.
+    """
+    assert config.debug.path is not None
+    first, path = config.debug.first_step, Path(config.debug.path)
+    if not (path / "checkpoints").is_dir():
+        raise RecordError(
+            f"debug.first_step={first} begins with what the steps before it left, and debug.path={path} is no run "
+            f"directory with checkpoints. Name the run directory, or leave debug.first_step out."
+        )
+    source, new = RunDirectory(path), RunDirectory(config.run_path)
+    engine = engine_at(source, first)
+    for done in replay(source, engine, first - 1):
+        if done.differences:
+            raise RecordError(
+                f"step {done.step} of {path} differs when it is trained again, so nothing can begin at step {first}: "
+                f"{done.differences[0]}"
+            )
+    branch(source, new, engine)
+    return _with_first_model(config, new)
+
+
+def _with_first_model(config: Config, run: RunDirectory) -> Config:
+    path = str(checkpoint.saved(run.checkpoints)[0])
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
+
+
+def _free_trial(experiment: Path, trial: str) -> str:
+    number = 1
+    while (experiment / f"{trial}-replay-{number}").exists():
+        number += 1
+    return f"{trial}-replay-{number}"
+
+
+def _side_by_side(run: RunDirectory, new: RunDirectory, steps: range) -> Table:
+    """Metrics by step, recorded → here; those that differ anywhere."""
+    rows = [(step, run.steps.read(step)["metrics"], new.steps.read(step)["metrics"]) for step in steps]
+    names = [name for name in SIDE_BY_SIDE if any(then.get(name) != now.get(name) for _, then, now in rows)]
+    table = Table(title="recorded → here", title_justify="left", box=None, pad_edge=False)
+    for name in ("step", *names):
+        table.add_column(name, justify="right")
+    for step, then, now in rows:
+        table.add_row(str(step), *(_change(then.get(name), now.get(name)) for name in names))
+    return table
+
+
+def _change(then: float | None, now: float | None) -> str:
+    before, after = ("-" if value is None else f"{value:.4g}" for value in (then, now))
+    return before if then == now else f"{before} → {after}"
