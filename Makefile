@@ -16,7 +16,7 @@ test: $(VENV)/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check -q .
 	$(BIN)/pyright
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
 
 # What takes too long for every change; CI runs it too.
 slow: $(VENV)/dev
@@ -38,9 +38,10 @@ $(VENV)/dev: pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	touch $@
 
-$(VENV)/bench: pyproject.toml
+$(VENV)/bench: pyproject.toml bench/areal.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,bench]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/areal -r bench/areal.txt
 	touch $@
 
 clean:

@@ -1,7 +1,7 @@
 """`make bench`: every ratio, with its limit beside it. Speed is no assertion: it ends with 0 whatever the ratios are.
 
-Each part runs in a process of its own and compares only what took turns within it. Some twelve minutes on two quiet
-cores; on a busy machine the ratios mean little.
+Each part runs in a process of its own and compares only what took turns within it. On a busy machine the ratios mean
+little.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from pathlib import Path
 PARTS = {
     "bench.engine": "inference: the embedded engine, and HTTP",
     "bench.step": "a synchronous step, and what recording takes of it",
+    "bench.lengths": "widely varying lengths: synchronous and asynchronous against TRL",
+    "bench.areal": "a train step against AReaL's",
     "bench.packing": "packed rows, and logits in chunks: time and memory",
+    "bench.colocate": "training and inference in turns on one device: memory",
     "bench.asynchrony": "asynchronous against synchronous training, and memory",
     "bench.gateway": "agents: the gateway's requests a second, latency, and a crowd",
     "bench.ranks": "several trainer ranks",

@@ -175,7 +175,7 @@ def measure_tokens() -> Callable[[int], float]:
 
 
 def train(
-    folder: Path, max_lag: int, trial: str, peaks: dict[str, float]
+    config: Path, max_lag: int, trial: str, peaks: dict[str, float]
 ) -> tuple[list[float], list[dict[str, float]]]:
     """`clew train`; when each step was committed, and the timings of each."""
     command = [
@@ -183,7 +183,7 @@ def train(
         "-m",
         "clew",
         "train",
-        str(folder / "tool.yaml"),
+        str(config),
         f"rollout.max_lag={max_lag}",
         f"trial={trial}",
     ]
@@ -194,7 +194,7 @@ def train(
             raise SystemExit(f"{' '.join(command)} ended with {process.returncode}:\n{said}")
     for role, mib in memory.mib.items():
         peaks[role] = max(peaks.get(role, 0.0), mib)
-    steps = RunDirectory(folder / "runs" / "bench" / trial).steps
+    steps = RunDirectory(config.parent / "runs" / "bench" / trial).steps
     summaries = [steps.read(step) for step in range(steps.count())]
     return [each["committed_at"] for each in summaries], [each["timings"] for each in summaries]
 
@@ -218,7 +218,7 @@ def main(rounds: int = 2, steps: int = 24) -> None:
         (folder / "tool.yaml").write_text(YAML.format(folder=folder, steps=steps))
         for turn in range(rounds):
             for max_lag in (0, 2):
-                committed, taken = train(folder, max_lag, f"lag{max_lag}-{turn}", peaks)
+                committed, taken = train(folder / "tool.yaml", max_lag, f"lag{max_lag}-{turn}", peaks)
                 seconds[max_lag].append(span(committed))
                 timings += taken[LEFT_OUT:] if max_lag == 0 else []
     step_s = statistics.median(sum(each.get(part, 0.0) for part in COMPUTE) for each in timings)

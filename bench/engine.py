@@ -30,14 +30,14 @@ from clew.inference.protocol import SamplingParams
 VOCAB = 128
 
 
-def build_model() -> Any:
-    """A Qwen2 of 0.36 M parameters."""
+def build_model(hidden: int = 96, layers: int = 4, intermediate: int = 200) -> Any:
+    """A Qwen2; as it comes of 0.36 M parameters."""
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=VOCAB,
-        hidden_size=96,
-        intermediate_size=200,
-        num_hidden_layers=4,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=1024,

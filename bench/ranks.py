@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import resource
-import socket
 import statistics
 import subprocess
 import sys
@@ -20,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from bench.ratios import show
-from clew.processes import PARENT_VARIABLE, die_with_parent
+from clew.launch.ranks import free_port, named
+from clew.processes import die_with_parent
 
 ROUNDS, WARM_UP = 7, 2
 GROUPS, SAMPLES = 16, 4
@@ -88,21 +88,13 @@ def work(model: str, threads: int) -> None:
 class Trainer:
     """Some ranks, which take a step when they are told to."""
 
-    def __init__(self, model: Path, ranks: int) -> None:
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            port = str(listener.getsockname()[1])
+    def __init__(self, model: Path, ranks: int, module: str = "bench.ranks", path: str = "") -> None:
+        """module: what each of them runs; path: where it finds what else it imports."""
+        port = free_port()
         self._ranks = [
             subprocess.Popen(
-                [sys.executable, "-m", "bench.ranks", str(model), str(THREADS // ranks)],
-                env={
-                    **os.environ,
-                    "RANK": str(rank),
-                    "WORLD_SIZE": str(ranks),
-                    "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": port,
-                    PARENT_VARIABLE: str(os.getpid()),
-                },
+                [sys.executable, "-m", module, str(model), str(THREADS // ranks)],
+                env={**os.environ, **named(rank, ranks, port), "PYTHONPATH": path},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,

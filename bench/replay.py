@@ -42,7 +42,7 @@ def recorded(folder: Path) -> RunDirectory:
 
     prepare(folder)
     options = [f"training.steps={STEPS}", "rollout.batch_groups=32", "checkpoint.every_steps=100"]
-    config = load(folder / "step.yaml", options)
+    config = load(folder / "step-64.yaml", options)
     learn_inline(config, lambda step, summary: None)
     return RunDirectory(config.run_path)
 

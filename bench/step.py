@@ -1,9 +1,9 @@
 """A synchronous step, recording and all, against a bare hand-written loop and against TRL's GRPOTrainer; and the share
 of the step that is spent in clew/record/.
 
-The same model (a Qwen2 of 0.36 M parameters, float32), prompts and samples for all: 16 prompts x 8 samples, 64 new
-tokens each. The contestants take turns, one step each, so that what else the machine does falls on all of them; a ratio
-is the median of the ratios of the rounds.
+The same model (a Qwen2 of 0.36 M parameters, float32), prompts and samples for all: 16 prompts x 8 samples, 64 or 128
+new tokens each. The contestants take turns, one step each, so that what else the machine does falls on all of them; a
+ratio is the median of the ratios of the rounds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from bench.ratios import RecordClock, show
 from bench.rewards import digits
 from clew.config import load
 
-PROMPTS, SAMPLES, NEW_TOKENS = 16, 8, 64
+PROMPTS, SAMPLES, LENGTHS = 16, 8, (64, 128)
 LR, BETAS, CLIP = 1e-5, (0.9, 0.95), 0.2
 WARM_UP = 2
 """Rounds that do not count."""
@@ -41,22 +41,23 @@ root: {folder}/runs
 model: {{path: {folder}/model}}
 data: {{path: {folder}/prompts.jsonl}}
 rollout: {{reward: bench.rewards.digits, batch_groups: 16, n_samples: 8, max_lag: 0}}
-sampling: {{max_new_tokens: 64, min_new_tokens: 64}}
+sampling: {{max_new_tokens: {tokens}, min_new_tokens: {tokens}}}
 training: {{steps: 1, lr: 1e-5}}
 checkpoint: {{every_steps: 1000}}
 launch: {{mode: inline}}
 """
 
 
-def prepare(folder: Path) -> None:
+def prepare(folder: Path, model: Any = None) -> None:
     """Model, tokenizer (a token a character) and prompts of 16 characters."""
     from tests.models import tiny_tokenizer
 
-    build_model().save_pretrained(str(folder / "model"))
+    (model or build_model()).save_pretrained(str(folder / "model"))
     tiny_tokenizer(folder / "model", chat=False)
     prompts = [{"prompt": f"{index * 7919:08d}+{index:06d}="} for index in range(256)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
-    (folder / "step.yaml").write_text(YAML.format(folder=folder))
+    for tokens in LENGTHS:
+        (folder / f"step-{tokens}.yaml").write_text(YAML.format(folder=folder, tokens=tokens))
 
 
 def prompts_of(folder: Path) -> list[str]:
@@ -67,7 +68,8 @@ def prompts_of(folder: Path) -> list[str]:
 class Bare:
     """What one writes by hand: no record, no names, no other process."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, tokens: int) -> None:
+        self.tokens = tokens
         self.model: Any = AutoModelForCausalLM.from_pretrained(str(folder / "model"), dtype=torch.float32).eval()
         self.tokenizer: Any = AutoTokenizer.from_pretrained(str(folder / "model"))
         self.prompts = prompts_of(folder)
@@ -97,7 +99,7 @@ class Bare:
         """Cached decoding of all sequences as one batch; tokens and their logprobs."""
         cache, ids = DynamicCache(config=self.model.config), prompt_BT
         tokens, chosen = [], []
-        for _ in range(NEW_TOKENS):
+        for _ in range(self.tokens):
             logits = self.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
             logprobs = torch.log_softmax(logits, -1)
             ids = torch.multinomial(logprobs.exp(), 1)
@@ -107,8 +109,8 @@ class Bare:
 
     def learn(self, ids_BT: torch.Tensor, behaviour_BT: torch.Tensor, advantages_B1: torch.Tensor) -> None:
         """The same loss as Clew's: a clipped ratio, weighted by proximal over behaviour, the mean over tokens."""
-        logits = self.model(ids_BT, use_cache=False, logits_to_keep=NEW_TOKENS + 1).logits[:, :-1]
-        targets_BT1 = ids_BT[:, -NEW_TOKENS:, None]
+        logits = self.model(ids_BT, use_cache=False, logits_to_keep=self.tokens + 1).logits[:, :-1]
+        targets_BT1 = ids_BT[:, -self.tokens :, None]
         logprobs_BT = torch.log_softmax(logits, -1).gather(2, targets_BT1).squeeze(2)
         proximal_BT = logprobs_BT.detach()
         ratio_BT = torch.exp(logprobs_BT - proximal_BT)
@@ -124,8 +126,9 @@ class Bare:
 class Trl:
     """TRL's GRPOTrainer on the CPU, timed from the end of one step to the end of the next."""
 
-    def __init__(self, folder: Path, *, gradient_checkpointing: bool) -> None:
-        """gradient_checkpointing: TRL's default is True, which computes the forward pass twice."""
+    def __init__(self, folder: Path, *, gradient_checkpointing: bool, tokens: int, at_least: int | None) -> None:
+        """gradient_checkpointing: TRL's default is True, which computes the forward pass twice.   tokens: the most
+        that are generated; at_least: so many are, whatever the model says."""
         warnings.filterwarnings("ignore")
         from datasets import Dataset
         from transformers import TrainerCallback
@@ -150,8 +153,8 @@ class Trl:
             report_to="none",
             per_device_train_batch_size=PROMPTS * SAMPLES,
             num_generations=SAMPLES,
-            max_completion_length=NEW_TOKENS,
-            generation_kwargs={"min_new_tokens": NEW_TOKENS},
+            max_completion_length=tokens,
+            generation_kwargs={} if at_least is None else {"min_new_tokens": at_least},
             temperature=1.0,
             beta=0.0,
             learning_rate=LR,
@@ -203,7 +206,7 @@ class Race:
         return " / ".join(f"{1000 * statistics.median(self.seconds[name]):.0f} ms" for name in names)
 
 
-def race(folder: Path, others: dict[str, Callable[[], float]], rounds: int) -> Race:
+def race(config: Path, others: dict[str, Callable[[], float]], rounds: int, warm_up: int = WARM_UP) -> Race:
     """Clew's own loop, as `clew train` with launch.mode=inline runs it; after each of its steps, one of each other's.
 
     Its step lasts from there to its next commit, publication and recording included.
@@ -218,15 +221,15 @@ def race(folder: Path, others: dict[str, Callable[[], float]], rounds: int) -> R
         nonlocal began, recorded
         taken, recording = time.perf_counter() - began, record.seconds - recorded
         times = {"clew": taken, **{name: run() for name, run in others.items()}}
-        if step >= WARM_UP:
+        if step >= warm_up:
             for name, value in times.items():
                 seen.seconds[name].append(value)
             seen.record_shares.append(recording / taken)
             seen.timings.append(summary["timings"])
         began, recorded = time.perf_counter(), record.seconds
 
-    steps = rounds + WARM_UP
-    clew.trainer.learn.learn_inline(load(folder / "step.yaml", [f"training.steps={steps}"]), on_step)
+    steps = rounds + warm_up
+    clew.trainer.learn.learn_inline(load(config, [f"training.steps={steps}"]), on_step)
     seen.record_ms = record.table(steps)
     return seen
 
@@ -238,28 +241,45 @@ def parts(timings: Iterable[dict[str, float]]) -> str:
     return ", ".join(f"{name} {1000 * value:.0f}" for name, value in medians.items() if value > 0.0005)
 
 
-def main(rounds: int = 15, *, trl: bool = True) -> None:
+def main(rounds: int = 9, *, trl: bool = True) -> None:
     """Print the ratios."""
+    for tokens in LENGTHS:
+        print(f"{tokens} new tokens")
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            prepare(folder)
+            others: dict[str, Callable[[], float]] = {"bare": Bare(folder, tokens)}
+            if trl:
+                others["trl"] = Trl(folder, gradient_checkpointing=True, tokens=tokens, at_least=tokens)
+                others["trl, lean"] = Trl(folder, gradient_checkpointing=False, tokens=tokens, at_least=tokens)
+            seen = race(folder / f"step-{tokens}.yaml", others, rounds)
+        show("synchronous step / bare loop", seen.ratio("clew", "bare"), "<= 1.15", seen.times("clew", "bare"))
+        for name, how in (("trl", "as it comes"), ("trl, lean", "no checkpointing")):
+            if name in others:
+                ratio, detail = seen.ratio(name, "clew"), seen.times(name, "clew")
+                show(f"TRL's step ({how}) / synchronous step", ratio, ">= 1.5", detail)
+        show("time in record/ / step", statistics.median(seen.record_shares), "<= 5 %", percent=True)
+        print(f"  the step, ms: {parts(seen.timings)}")
+        print(f"  record/, ms a step: {seen.record_ms}", flush=True)
+    large()
+
+
+def large(rounds: int = 2) -> None:
+    """What recording takes of the step of a model of 100 M parameters."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        prepare(folder)
-        others: dict[str, Callable[[], float]] = {"bare": Bare(folder)}
-        if trl:
-            others["trl"] = Trl(folder, gradient_checkpointing=True)
-            others["trl, lean"] = Trl(folder, gradient_checkpointing=False)
-        seen = race(folder, others, rounds)
-    show("synchronous step / bare loop", seen.ratio("clew", "bare"), "<= 1.2", seen.times("clew", "bare"))
-    for name, how in (("trl", "as it comes"), ("trl, lean", "no checkpointing")):
-        if name in others:
-            show(f"TRL's step ({how}) / synchronous step", seen.ratio(name, "clew"), ">= 1.4", seen.times(name, "clew"))
-    show("time in record/ / step", statistics.median(seen.record_shares), "<= 5 %", percent=True)
-    print(f"  the step, ms: {parts(seen.timings)}")
+        prepare(folder, build_model(hidden=768, layers=16, intermediate=2048))
+        small = YAML.format(folder=folder, tokens=64).replace("batch_groups: 16", "batch_groups: 4")
+        (folder / "step.yaml").write_text(small)
+        seen = race(folder / "step.yaml", {}, rounds, warm_up=1)
+    share = statistics.median(seen.record_shares)
+    show("time in record/ / step, 100 M parameters, 4 x 8", share, "<= 1 %", seen.times("clew"), percent=True)
     print(f"  record/, ms a step: {seen.record_ms}", flush=True)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--without-trl", action="store_true")
     arguments = parser.parse_args()
     main(arguments.rounds, trl=not arguments.without_trl)
