@@ -5,6 +5,7 @@ import pytest
 from bench.chaos import chaos
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_run_survives_kills_at_random_moments() -> None:
     tallies = chaos(kills=4, seed=11, steps=30)

@@ -208,6 +208,7 @@ def test_a_workflow_that_raises_on_one_percent(project: Project) -> None:
     assert 0 < len(kept) < 20 and all("the tool fell over" in (row.error or "") for each in kept for row in each)
 
 
+@pytest.mark.slow
 def test_a_reward_that_never_returns(project: Project) -> None:
     """In processes, where there are time limits. Some calls hang: errors on record, the run goes on; all: it ends."""
     project.code(USER_CODE + REWARDS)
@@ -250,6 +251,7 @@ def small_disk(project: Project) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
+@pytest.mark.slow
 def test_a_full_disk(project: Project, small_disk: Path) -> None:
     project.set(root="disk/runs", training={"steps": 8}, checkpoint={"every_steps": 2})
     full = project.clew("train")
