@@ -26,9 +26,9 @@ LATENCY_S = 0.03
 ROWS = [{"prompt": f"What is {word} and {word}?"} for word in ("one", "two", "three", "four", "five", "six")]
 
 
-def stressed(cls: type, stuck_s: float = 30.0) -> Report:
+def stressed(cls: type, stuck_s: float = 30.0, latency_s: float = LATENCY_S) -> Report:
     tokenizer = byte_tokenizer()
-    engine = StandIn(tokenizer, latency_s=LATENCY_S)
+    engine = StandIn(tokenizer, latency_s=latency_s)
     report = on_gateway.stressed(
         cls(), ROWS, engine=engine, tokenizer=tokenizer, batch=8, group=2, dp=2, timeout_s=20, stuck_s=stuck_s
     )
@@ -104,6 +104,8 @@ def each(agents: Iterable[type]) -> list[Any]:
 def test_a_fault_is_found(agent: type, closing: None) -> None:
     kind, where = FAULTS[agent]
     report = stressed(agent)
+    if any("longer latency" in note for note in report.notes):  # this machine is too slow to tell at this one
+        report = stressed(agent, latency_s=10 * LATENCY_S)
     found = [(verdict.kind, verdict.where) for verdict in report.verdicts if verdict.certain]
     assert any(each[0] == kind and where in each[1] for each in found), report.verdicts
     assert {"serial", "blocks"}.isdisjoint({each[0] for each in found} - {kind}), report.verdicts
