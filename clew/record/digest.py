@@ -15,7 +15,7 @@ import numpy as np
 
 from clew.record.rows import Sequence
 
-_BLOCK = 1 << 16
+BLOCK = 1 << 16
 _MASK = (1 << 64) - 1
 
 
@@ -27,7 +27,8 @@ def _mix(values: np.ndarray) -> np.ndarray:
     return (z ^ (z >> np.uint64(31))) | np.uint64(1)
 
 
-_WITHIN_BLOCK = _mix(np.arange(_BLOCK, dtype=np.uint64))
+WITHIN_BLOCK = _mix(np.arange(BLOCK, dtype=np.uint64))
+"""What an element's bits are multiplied with, by its place in its block."""
 
 
 def digest_array(array: np.ndarray, *, name: str = "", start: int = 0) -> int:
@@ -39,18 +40,28 @@ def digest_array(array: np.ndarray, *, name: str = "", start: int = 0) -> int:
     flat = np.ascontiguousarray(array).reshape(-1)
     bits = flat.view(f"u{flat.dtype.itemsize}")
     total = 0
-    offset = start % _BLOCK
-    for first in range(-offset, bits.size, _BLOCK):
-        block = bits[max(first, 0) : first + _BLOCK].astype(np.uint64)
-        places = _WITHIN_BLOCK[max(-first, 0) :][: block.size]
-        within = int(np.add.reduce((block + np.uint64(1)) * places, dtype=np.uint64))
-        total += within * _of_block((start + first) // _BLOCK)
-    return total * _salt(name, flat.dtype.str) & _MASK
+    offset = start % BLOCK
+    for first in range(-offset, bits.size, BLOCK):
+        block = bits[max(first, 0) : first + BLOCK].astype(np.uint64)
+        places = WITHIN_BLOCK[max(-first, 0) :][: block.size]
+        within = int(np.dot(block, places)) + int(np.add.reduce(places))  # each bit pattern counts as one more
+        total += within * _of_block((start + first) // BLOCK)
+    return salted(total, name, flat.dtype.str)
+
+
+def of_blocks(first: int, count: int) -> np.ndarray:
+    """What the digests of so many blocks are multiplied with, from the first."""
+    return _mix(np.arange(first, first + count, dtype=np.uint64))
 
 
 @cache
 def _of_block(index: int) -> int:
-    return int(_mix(np.array([index], dtype=np.uint64))[0])
+    return int(of_blocks(index, 1)[0])
+
+
+def salted(total: int, name: str, dtype: str) -> int:
+    """The digest of an array from the sum over its blocks. dtype: in NumPy's words, such as "<f4"."""
+    return total * _salt(name, dtype) & _MASK
 
 
 @cache

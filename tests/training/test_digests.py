@@ -1,0 +1,31 @@
+"""Digests of tensors are those of their arrays, wherever they are computed."""
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clew.record.digest import digest_array
+from clew.training import digests
+from clew.training.digests import as_array, digest_on_device, digest_tensors
+
+TYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool)
+
+
+@given(st.sampled_from(TYPES), st.integers(0, 200_000), st.integers(0, 300_000), st.integers(0, 2**32))
+def test_on_a_device_as_in_numpy(dtype: torch.dtype, size: int, start: int, seed: int) -> None:
+    """Computed here by the operations that a GPU would be given; blocks that begin and end anywhere."""
+    numbers = np.random.default_rng(seed).integers(-(2**31), 2**31, size)
+    tensor = torch.from_numpy(numbers).to(dtype)
+    assert digest_on_device(tensor, name="w", start=start) == digest_array(as_array(tensor), name="w", start=start)
+
+
+def test_in_parts_on_a_device(monkeypatch) -> None:
+    monkeypatch.setattr(digests, "AT_ONCE", 1 << 17)
+    tensor = torch.randn(500_000)
+    assert digest_on_device(tensor, name="w", start=70_000) == digest_array(tensor.numpy(), name="w", start=70_000)
+
+
+def test_large_sets_are_digested_in_threads() -> None:
+    named = [(f"w{index}", torch.randn(700, 1000)) for index in range(4)]
+    assert digest_tensors(named) == {name: digest_array(tensor.numpy(), name=name) for name, tensor in named}
