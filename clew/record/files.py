@@ -67,7 +67,7 @@ def explain_disk_errors(path: Path) -> Iterator[None]:
 def remove_strays(folder: Path, *names: str) -> None:
     """Remove what a killed process left half-written in `folder`: files, and folders of weights.
 
-    names: patterns of the files that are the caller's to write, such as "g*.parquet"; a half-written file of another
+    names: patterns of the files that are the caller's to write, such as "g*.arrows"; a half-written file of another
     process may still be in the making.
     """
     for name in names:

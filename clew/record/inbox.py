@@ -7,13 +7,17 @@ ever waits for a lock: each file is renamed into place, and the order of writing
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import pyarrow as pa
 
 from clew.record import rows
-from clew.record.files import read_json, write_json
+from clew.record.files import read_json, write_bytes, write_json
+
+CHECK_BYTES = 4
+"""The checksum at the end of a group's file."""
 
 
 def group_name(number: int) -> str:
@@ -27,7 +31,10 @@ def group_number(group_id: str) -> int:
 
 
 class Inbox:
-    """The waiting groups, each a Parquet file in the format of a step."""
+    """The waiting groups: each the table of a step, in Arrow's stream format and with the CRC-32 of it behind.
+
+    A group is read once, seconds after it was written, and is a cost a file: Parquet's is twenty times this one's.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -36,25 +43,43 @@ class Inbox:
 
     def put(self, group_id: str, sequences: Sequence[rows.Sequence]) -> None:
         """File a finished group. From here on it survives everything that can happen to its process."""
-        rows.write_table(self.folder / f"{group_id}.parquet", rows.to_table(sequences), compression="snappy")
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, rows.SCHEMA) as stream:
+            stream.write_table(rows.to_table(sequences))
+        table = sink.getvalue()
+        write_bytes(self.path(group_id), b"".join((table, zlib.crc32(table).to_bytes(CHECK_BYTES, "little"))))
+
+    def path(self, group_id: str) -> Path:
+        """Where a waiting group lies."""
+        return self.folder / f"{group_id}.arrows"
+
+    def read(self, group_id: str) -> pa.Table:
+        """A waiting group. Raises RecordError when its file cannot be read, FileNotFoundError when there is none."""
+        path, remedy = self.path(group_id), "remove it, and rollout makes the group again"
+        content = memoryview(path.read_bytes())
+        table, check = content[:-CHECK_BYTES], content[-CHECK_BYTES:]
+        if zlib.crc32(table) != int.from_bytes(check, "little") or not table:
+            raise rows.unreadable(path, "its checksum is another", len(content), remedy)
+        found = pa.ipc.open_stream(pa.py_buffer(table)).read_all()
+        rows.check_format(path, rows.format_of(found))
+        return found
 
     def names(self) -> set[str]:
         """The IDs of the groups that lie here."""
-        return {path.stem for path in self.folder.glob("g*.parquet")}
+        return {path.stem for path in self.folder.glob("g*.arrows")}
 
     def scan(self) -> dict[str, pa.Table]:
         """All groups that lie here; each file is read once. Raises RecordError when one cannot be read."""
         names = self.names()
         self._seen = {name: table for name, table in self._seen.items() if name in names}
         for name in sorted(names - self._seen.keys()):
-            path = self.folder / f"{name}.parquet"
-            self._seen[name] = rows.read_table(path, "remove it, and rollout makes the group again")
+            self._seen[name] = self.read(name)
         return self._seen
 
     def remove(self, group_ids: Iterable[str]) -> None:
         """Drop groups that a committed step names."""
         for group_id in group_ids:
-            (self.folder / f"{group_id}.parquet").unlink(missing_ok=True)
+            self.path(group_id).unlink(missing_ok=True)
 
     def set_running(self, admitted_versions: Mapping[str, int]) -> None:
         """Tell the trainer which groups are being made, and at which published version each was admitted.

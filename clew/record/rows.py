@@ -1,7 +1,8 @@
 """A sequence: one row of training tokens, and the Parquet table that holds many of them.
 
 Aligned columns: entry i belongs to token i, given the tokens before it. Nested things are JSON text, so that pandas,
-DuckDB and `datasets` read the file as it is. The same table travels through the inbox, the steps and rejected/.
+DuckDB and `datasets` read the file as it is. The same table travels through the steps and rejected/, and,
+in a quicker form (`clew.record.inbox`), through the inbox.
 """
 
 from __future__ import annotations
@@ -153,15 +154,12 @@ def split_lists(column: pa.ChunkedArray, dtype: type) -> list[np.ndarray]:
     return [flat[first:last] for first, last in itertools.pairwise(whole.offsets.to_pylist())]
 
 
-def write_table(path: Path, table: pa.Table, *, compression: str = "zstd") -> None:
+def write_table(path: Path, table: pa.Table) -> None:
     """Write a Parquet file atomically. Dictionaries and statistics are left out: they cost more than they save on
-    files of this size.
-
-    compression: "zstd" for what stays, "snappy" (half the time) for what lives for seconds.
-    """
+    files of this size."""
     sink = pa.BufferOutputStream()
     pq.write_table(
-        table, sink, compression=compression, use_dictionary=False, write_statistics=False, write_page_checksum=True
+        table, sink, compression="zstd", use_dictionary=False, write_statistics=False, write_page_checksum=True
     )
     write_bytes(path, memoryview(sink.getvalue()))
 
@@ -177,15 +175,25 @@ def read_table(path: Path, remedy: str = "restore it from a copy of the run dire
     try:
         table = pq.ParquetFile(pa.BufferReader(content), page_checksum_verification=True).read(use_threads=False)
     except (pa.ArrowInvalid, OSError) as error:
-        raise RecordError(
-            f"{path} cannot be read ({str(error).splitlines()[0]}); it has {len(content)} bytes. It was truncated or "
-            f"altered after it was written: {remedy}."
-        ) from None
-    check_format(path, (table.schema.metadata or {}).get(b"clew_format", b"0"))
+        raise unreadable(path, str(error).splitlines()[0], len(content), remedy) from None
+    check_format(path, format_of(table))
     return table
 
 
-def check_format(path: Path, found: bytes | str | int) -> None:
+def unreadable(path: Path, why: str, size: int, remedy: str) -> RecordError:
+    """What is said of a file that is not as it was written. size: in bytes."""
+    return RecordError(
+        f"{path} cannot be read ({why}); it has {size} bytes. It was truncated or altered after it was written: "
+        f"{remedy}."
+    )
+
+
+def format_of(table: pa.Table) -> int:
+    """The version of the format that a table says it has."""
+    return int((table.schema.metadata or {}).get(b"clew_format", b"0"))
+
+
+def check_format(path: Path, found: str | int) -> None:
     """Raise RecordError when `path` is of a newer format than this Clew writes."""
     if int(found) > FORMAT:
         raise RecordError(

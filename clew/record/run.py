@@ -76,7 +76,7 @@ class RunDirectory:
     def clean_after_rollout(self) -> set[str]:
         """Remove what a killed rollout process left: half-written files, and failed episodes of groups that are to be
         made again. Only a rollout process calls it. Returns the groups whose fate is settled."""
-        remove_strays(self.inbox.folder, "g*.parquet", "running.json")
+        remove_strays(self.inbox.folder, "g*.arrows", "running.json")
         for folder in (self.rejected, self.evals):
             remove_strays(folder, "*")
         settled = self.finished_groups()

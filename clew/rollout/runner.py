@@ -2,12 +2,12 @@
 
 ::
 
-    data, in the order of the seed ──► group g000123 ──► n_samples episodes, side by side ──► inbox/g000123.parquet
+    data, in the order of the seed ──► group g000123 ──► n_samples episodes, side by side ──► inbox/g000123.arrows
                   ▲                                                     │
          admission, by what lies in the inbox                           └──► rejected/  (failed, or filtered out)
 
 consumes  rows of the data set, published versions
-produces  inbox/g*.parquet, rejected/*.parquet, evals/version-*
+produces  inbox/g*.arrows, rejected/*.parquet, evals/version-*
 waits     for running groups (the workflow unblocks it), for the first weights and for admission (the trainer)
 """
 

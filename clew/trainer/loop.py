@@ -3,7 +3,7 @@ recorded batches.
 
 ::
 
-    rollout ──► inbox/g*.parquet ──► source ──► steps/step-N.parquet ──► train_step ──► steps/step-N.json   (committed)
+    rollout ──► inbox/g*.arrows ──►  source ──► steps/step-N.parquet ──► train_step ──► steps/step-N.json   (committed)
        ▲                                                                                      │
        └────────── inbox/version.json ◄── servers load ◄── weights of version N + 1 ◄─────────┘
 

@@ -72,7 +72,7 @@ def find_group(run: RunDirectory, name: Name) -> Found:
         return _of_evaluation(run, group, name.version)
     # In the order in which a group moves: so one that moves meanwhile is seen.
     admitted = run.inbox.running().get(group)
-    waiting = _rows(run.inbox.folder / f"{group}.parquet")
+    waiting = rows.from_table(run.inbox.read(group)) if run.inbox.path(group).exists() else []
     rejected = _rows(run.rejected / f"{group}.parquet")
     failed = [row for path in sorted(run.rejected.glob(f"{group}.e*.parquet")) for row in _rows(path)]
     index = run.steps.index()

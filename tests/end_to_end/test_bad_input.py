@@ -305,7 +305,7 @@ def test_what_is_truncated_before_its_step_is_committed_can_be_removed(resuming:
     before = resuming.digests()
     for file, words in (
         (resuming.run.steps.data_path(3), "remove it: the step is not committed, and its batch is chosen again"),
-        (resuming.run.inbox.folder / "g000006.parquet", "remove it, and rollout makes the group again"),
+        (resuming.run.inbox.path("g000006"), "remove it, and rollout makes the group again"),
     ):
         file.write_bytes(b"PAR1")
         failed(resuming.inline(), str(file.relative_to(resuming.folder)), words)

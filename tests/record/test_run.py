@@ -6,9 +6,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from clew.config import Config
 from clew.errors import RecordError
@@ -43,6 +46,22 @@ def test_a_group_waits_in_the_inbox_until_it_is_removed(run: RunDirectory) -> No
     assert run.inbox.scan() == {}
 
 
+@given(st.data())
+def test_a_waiting_group_that_was_altered_is_named(data: st.DataObject) -> None:
+    with TemporaryDirectory() as folder:
+        inbox = RunDirectory(Path(folder)).inbox
+        inbox.put("g000004", [a_sequence("g000004.e0.s0")])
+        written = bytearray(inbox.path("g000004").read_bytes())
+        place, bit = data.draw(st.integers(0, len(written) - 1)), data.draw(st.integers(0, 7))
+        if data.draw(st.booleans()):
+            written[place] ^= 1 << bit
+        else:
+            del written[place:]
+        inbox.path("g000004").write_bytes(written)
+        with pytest.raises(RecordError, match=r"g000004\.arrows cannot be read .* remove it, and rollout makes"):
+            inbox.scan()
+
+
 def test_what_is_published(run: RunDirectory) -> None:
     assert run.inbox.published() is None
     run.inbox.publish(3)
@@ -73,10 +92,10 @@ def test_the_index_follows_from_the_steps(run: RunDirectory) -> None:
 
 def test_half_written_files_are_invisible_and_removed(run: RunDirectory) -> None:
     (run.steps.folder / ".step-000000.json.77").write_text("{")
-    (run.inbox.folder / ".g000001.parquet.77").write_bytes(b"PAR")
+    (run.inbox.folder / ".g000001.arrows.77").write_bytes(b"PAR")
     assert run.inbox.names() == set() and run.steps.count() == 0
     run.clean_after_trainer()
-    assert (run.inbox.folder / ".g000001.parquet.77").exists()  # rollout's, which may still be writing it
+    assert (run.inbox.folder / ".g000001.arrows.77").exists()  # rollout's, which may still be writing it
     run.clean_after_rollout()
     assert sorted(path.name for path in run.inbox.folder.iterdir()) == []
 

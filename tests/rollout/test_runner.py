@@ -110,7 +110,7 @@ def test_a_restarted_process_issues_the_lost_groups_again_and_no_others(tmp_path
     asyncio.run(killed_after(6))
     first = {name: table.column("input_ids") for name, table in run.inbox.scan().items()}
     run.inbox.remove(["g000001", "g000004"])  # as if killed before these were filed
-    (run.inbox.folder / ".g000004.parquet.77").write_bytes(b"half")
+    (run.inbox.folder / ".g000004.arrows.77").write_bytes(b"half")
     run.reject("g000004.e0", [])
     run.reject("g000005.e1", [])
     engine = Scripted()

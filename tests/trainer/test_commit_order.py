@@ -77,8 +77,8 @@ def test_a_kill_at_every_write_of_the_commit_order(tmp_path: Path) -> None:
         "weights.json",
         "inbox/version.json",
         "weights/version-000001",
-        "inbox/g000002.parquet",
-        "inbox/g000003.parquet",
+        "inbox/g000002.arrows",
+        "inbox/g000003.arrows",
     ]
     cases = crash(tmp_path, list(range(first, last + 1)))
     assert [case for case in cases if case["wrong"]] == []
