@@ -19,7 +19,7 @@ def show(name: str, ratio: float, limit: str = "", detail: str = "", *, percent:
 
 
 class RecordClock:
-    """Seconds spent inside the functions and methods of clew.record, each counted once however they call one another.
+    """Seconds during which some thread is inside the functions and methods of clew.record.
 
     It wraps them in this process, wherever they have been imported to; so everything else must be imported before.
     """
@@ -27,6 +27,11 @@ class RecordClock:
     def __init__(self) -> None:
         self.seconds = 0.0
         self.by_name: dict[str, float] = defaultdict(float)
+        """Each counted once however they call one another; of all threads together."""
+        self._lock = threading.Lock()
+        self._inside = 0
+        """Threads that are; `seconds` runs since `_since` while there are any."""
+        self._since = 0.0
         self._within = threading.local()
         wrapped: dict[int, Any] = {}
         for module in [module for name, module in sys.modules.items() if name.startswith("clew.")]:
@@ -59,13 +64,27 @@ class RecordClock:
             if inspect.isgeneratorfunction(function) or getattr(self._within, "record", False):
                 return function(*args, **kwargs)
             self._within.record = True
-            began = time.perf_counter()
+            began = self._enter()
             try:
                 return function(*args, **kwargs)
             finally:
-                taken = time.perf_counter() - began
-                self.seconds += taken
-                self.by_name[name] += taken
+                self.by_name[name] += self._leave() - began
                 self._within.record = False
 
         return timed
+
+    def _enter(self) -> float:
+        with self._lock:
+            now = time.perf_counter()
+            if self._inside == 0:
+                self._since = now
+            self._inside += 1
+            return now
+
+    def _leave(self) -> float:
+        with self._lock:
+            now = time.perf_counter()
+            self._inside -= 1
+            if self._inside == 0:
+                self.seconds += now - self._since
+            return now
