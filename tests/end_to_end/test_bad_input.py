@@ -175,8 +175,8 @@ def test_held_out_data_without_the_column(project: Project) -> None:
 
 @pytest.mark.parametrize(("reward", "words"), [
     ("nan", "reward mine.nan returned nan (float)"),
-    ("infinite", "reward mine.infinite returned style: -inf (float)"),
-    ("text", "reward mine.text returned '0.5' (str)"),
+    pytest.param("infinite", "reward mine.infinite returned style: -inf (float)", marks=pytest.mark.slow),
+    pytest.param("text", "reward mine.text returned '0.5' (str)", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_reward_that_is_no_finite_number(project: Project, reward: str, words: str) -> None:
     project.code(USER_CODE + REWARDS)
@@ -232,6 +232,7 @@ def test_a_reward_that_never_returns(project: Project) -> None:
 # Machines -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_port_in_use(project: Project) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -352,6 +353,7 @@ def test_a_record_of_a_newer_format(resuming: Project, newer) -> None:
     failed(resuming.inline(), str(file.relative_to(resuming.folder)), "format 9", "up to 1", "Upgrade Clew")
 
 
+@pytest.mark.slow
 def test_two_trainers_on_one_run_directory(project: Project) -> None:
     project.code(USER_CODE + REWARDS)
     project.set(rollout={"reward": "mine.gated"}, launch={"mode": "inline"})

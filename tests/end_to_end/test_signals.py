@@ -66,6 +66,7 @@ def child(process: subprocess.Popen[Any], command: str) -> psutil.Process:
     return found
 
 
+@pytest.mark.slow
 def test_ctrl_c_at_any_moment_and_the_same_command_goes_on(project: Project) -> None:
     project.code(USER_CODE + GATED)
     project.set(rollout={"reward": "mine.gated"}, training={"steps": 40}, checkpoint={"every_steps": 100})
@@ -117,6 +118,7 @@ def test_ctrl_c_inline(project: Project) -> None:
     assert ended.code == 0 and project.digests()[: len(before)] == before, ended.output
 
 
+@pytest.mark.slow
 def test_a_server_and_a_rollout_process_that_are_killed_are_started_again(project: Project) -> None:
     project.code(USER_CODE + GATED)
     project.set(rollout={"reward": "mine.slow"}, training={"steps": 25})

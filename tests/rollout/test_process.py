@@ -126,7 +126,7 @@ def test_rollout_survives_kills_of_itself_and_of_the_server_and_ends_with_the_ru
     assert rollout_status(run)["doing"] == "ended"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_ends_it_within_two_seconds_with_its_stuck_reward_workers(tmp_path, start, number):
     _, run = prepare(tmp_path, rollout={"reward": f"{CODE}.stuck_in_c", "reward_workers": 2}, data={})
     run.inbox.publish(0)
