@@ -11,6 +11,7 @@ import itertools
 import json
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,7 @@ ALIGNED = {
 _NESTED = ("rewards", "data", "interactions")
 ENCODER = json.JSONEncoder(default=str)
 """Writes ASCII: a lone surrogate, which UTF-8 cannot hold, survives as an escape."""
+DECODER = json.JSONDecoder()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,16 +104,21 @@ class Sequence:
     consumed_at: float | None = None
 
     def __post_init__(self) -> None:
-        lengths = {name: len(getattr(self, name)) for name in ALIGNED}
-        assert len(set(lengths.values())) == 1, f"{self.id}: columns of different length: {lengths}"
+        lengths = [len(getattr(self, name)) for name in ALIGNED]
+        assert len(set(lengths)) == 1, (
+            f"{self.id}: columns of different length: {dict(zip(ALIGNED, lengths, strict=True))}"
+        )
+
+
+_FIELDS = attrgetter(*SCHEMA.names)
 
 
 def to_table(sequences: SequenceABC[Sequence]) -> pa.Table:
     """One row a sequence."""
     columns: list[pa.Array] = []
+    by_name = zip(*map(_FIELDS, sequences), strict=True) if sequences else itertools.repeat(())
     offsets = pa.array(np.cumsum([0, *(len(sequence.input_ids) for sequence in sequences)], dtype=np.int32))
-    for column in SCHEMA:
-        values = [getattr(sequence, column.name) for sequence in sequences]
+    for column, values in zip(SCHEMA, by_name, strict=False):
         if column.name in ALIGNED:
             dtype = ALIGNED[column.name]
             flat = np.concatenate(values, dtype=dtype, casting="unsafe") if values else np.empty(0, dtype)
@@ -133,7 +140,7 @@ def from_table(table: pa.Table) -> list[Sequence]:
     rows = []
     for i in range(table.num_rows):
         values: dict[str, Any] = {name: column[i] for name, column in plain.items()}
-        values.update({name: json.loads(values[name]) for name in _NESTED})
+        values.update({name: DECODER.decode(values[name]) for name in _NESTED})
         values.update({name: column[i] for name, column in aligned.items()})
         rows.append(Sequence(**values))
     return rows
