@@ -26,7 +26,7 @@ def answerer(
         found = asyncio.run(find_engine(base_url, api_key))
         if found is None:
             return BeforeProvider(base_url, api_key)
-        return BeforeEngine(found.engine, load_tokenizer(found.model))
+        return BeforeEngine(found.engine, load_tokenizer(found.model), found.engine.close)
     tokenizer = load_tokenizer(model) if model is not None else byte_tokenizer()
     texts = _answers(recorded) if recorded is not None else []
     return BeforeEngine(StandIn(tokenizer, latency_s=latency_s, tokens=tokens, texts=texts), tokenizer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -50,7 +50,13 @@ class Gateway(Protocol):
 class BeforeEngine:
     """The gateway that training has."""
 
-    def __init__(self, engine: Engine, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: PreTrainedTokenizerBase,
+        close: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """close: of the engine; called at the end."""
         self.requests = Requests()
         self._shared = Resources(
             engine=Noted(engine, tokenizer, self.requests),
@@ -60,7 +66,7 @@ class BeforeEngine:
             prompt_column="prompt",
             reward=None,
         )
-        self._thread = GatewayThread(Limits())
+        self._thread = GatewayThread(Limits(), close)
         self.base_url, self.sessions = self._thread.base_url, self._thread.sessions.count
         self.close, self.stop = self._thread.close, self._thread.stop
 

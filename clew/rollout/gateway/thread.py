@@ -111,10 +111,11 @@ class ServingThread:
 class GatewayThread(ServingThread):
     """The gateway, and the engine that its sessions use."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, close: Callable[[], Awaitable[None]] | None = None) -> None:
+        """close: of the engine, if it is the gateway's alone."""
         self.sessions = EpisodeSessions()
         self._limits = limits
-        super().__init__(application(self.sessions))
+        super().__init__(application(self.sessions), close)
 
     def open(self, session: Session) -> tuple[str, AgentSession]:
         """A session for an episode, and its API key. Use the session on `loop` alone, until it is closed."""
