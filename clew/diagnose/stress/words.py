@@ -91,8 +91,8 @@ def refused(status: int, body: bytes) -> str:
 
 
 def _choices(answer: dict[str, Any]) -> list[dict[str, Any]]:
-    choices = answer.get("choices") or []
-    return [{name: each.get(name) for name in ("index", *SAID) if each.get(name) is not None} for each in choices]
+    choices = [each for each in answer.get("choices") or () if isinstance(each, dict)]
+    return [{name: each[name] for name in ("index", *SAID) if name in each} for each in choices]
 
 
 def _error(answer: dict[str, Any]) -> str:
