@@ -79,7 +79,11 @@ def agent_stress(
     group: Annotated[int, typer.Option(min=1, help="Episodes a prompt, as in rollout.n_samples.")] = 8,
     dp: Annotated[int, typer.Option(min=1, help="Rollout processes that share a batch; this is one of them.")] = 4,
     base_url: Annotated[
-        str | None, typer.Option(help="Of a served model; without it a stand-in answers, and no model is needed.")
+        str | None,
+        typer.Option(
+            help="Of a served model, or of a provider (key: OPENAI_API_KEY), which is asked for every episode: begin "
+            "small. Without it a stand-in answers, and no model is needed."
+        ),
     ] = None,
     latency: Annotated[float, typer.Option(min=0, help="Seconds that an answer of the stand-in takes.")] = 1.0,
     tokens: Annotated[int, typer.Option(min=1, help="Of a synthetic answer, at most.")] = 64,
@@ -111,13 +115,12 @@ def agent_stress(
     from clew.rollout.agents import load_agent
 
     loaded, rows = load_agent(agent, _arguments(arg)), load_rows(data)
-    engine, tokenizer = answerer(base_url, latency_s=latency, tokens=tokens, recorded=recorded, model=model)
+    gateway = answerer(base_url, latency_s=latency, tokens=tokens, recorded=recorded, model=model)
 
     report = stressed(
         loaded,
         rows,
-        engine=engine,
-        tokenizer=tokenizer,
+        gateway=gateway,
         batch=batch,
         group=group,
         dp=dp,

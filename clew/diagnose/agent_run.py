@@ -63,7 +63,7 @@ async def run_agent(
         finally:
             await client.really_close()
         return
-    tokenizer, gateway = load_tokenizer(found.model), GatewayThread(Limits())
+    tokenizer, gateway = load_tokenizer(found.model), GatewayThread(Limits(), found.engine.close)
     workflow = AgentWorkflow(agent, gateway)
     shared = Resources(
         engine=found.engine,
@@ -79,7 +79,6 @@ async def run_agent(
             yield await _with_capture(workflow, shared, f"g{number:06d}", row), tokenizer
     finally:
         await workflow.close()
-        await gateway.call(found.engine.close())
         gateway.stop()
 
 

@@ -22,6 +22,7 @@ from aiohttp import web
 from clew.record.rows import from_table
 from clew.record.run import RunDirectory
 from clew.rollout.gateway.front import PassedOn
+from clew.rollout.gateway.thread import ServingThread
 from tests.models import tiny_model, tiny_tokenizer
 
 
@@ -202,6 +203,36 @@ def test_images_pass_through_to_a_provider_untouched() -> None:
     ]  # fmt: skip
     assert [body for _, body, _ in came] == sent and all(b"iVBORw0KGgo=" in body for body in sent)
     assert {key for _, _, key in came} == {"sk-theirs"}
+
+
+def test_a_provider_need_not_answer_whom_nobody_waits_for() -> None:
+    async def run() -> None:
+        begun, ended = asyncio.Event(), asyncio.Event()
+
+        async def answer(request: web.Request) -> web.Response:
+            begun.set()
+            try:
+                await asyncio.sleep(3600)
+            finally:
+                ended.set()
+            raise AssertionError
+
+        application = web.Application()
+        application.router.add_post("/{tail:.*}", answer)
+        runner = web.AppRunner(application, handler_cancellation=True)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        passed_on = PassedOn("http://{}:{}/v1".format(*runner.addresses[0][:2]), "sk-theirs")
+        thread = ServingThread(passed_on, close=passed_on.close)
+        async with httpx2.AsyncClient() as client:
+            asking = asyncio.ensure_future(client.post(f"{thread.base_url}/chat/completions", json={}, timeout=None))
+            await asyncio.wait_for(begun.wait(), 60)
+            asking.cancel()
+            await asyncio.wait_for(ended.wait(), 60)
+        await asyncio.to_thread(thread.stop)
+        await runner.cleanup()
+
+    asyncio.run(run())
 
 
 def test_in_front_of_nothing(config: Path) -> None:

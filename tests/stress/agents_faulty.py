@@ -43,6 +43,14 @@ class Sleeps(Agent):
         return await super().run(data, **given)
 
 
+class BlocksLong(Agent):
+    """Beside a model that takes long."""
+
+    async def run(self, data: dict, **given: Any) -> float:
+        time.sleep(0.2)  # noqa: ASYNC251
+        return await super().run(data, **given)
+
+
 class CallsUrllib:
     async def run(self, data: dict, base_url: str, api_key: str, **_: Any) -> float:
         request = urllib.request.Request(
@@ -79,6 +87,15 @@ class ClassSemaphore(Agent):
     async def run(self, data: dict, **given: Any) -> float:
         async with self.browser:
             return await super().run(data, **given)
+
+
+class LongLock(Agent):
+    """Beside a model that takes long."""
+
+    async def run(self, data: dict, **given: Any) -> float:
+        async with LOCK:
+            await asyncio.sleep(0.3)
+        return await super().run(data, **given)
 
 
 class SmallPool(Agent):

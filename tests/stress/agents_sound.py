@@ -8,6 +8,7 @@ from collections import OrderedDict
 from typing import Any
 
 import aiohttp
+import anthropic
 import httpx2
 import openai
 import requests
@@ -78,6 +79,32 @@ class GatherAgent(HttpxAgent):
 
         answers = await asyncio.gather(*(ask(f"{data['prompt']} ({way})") for way in ("short", "long")))
         return float(len(await ask(max(answers))))
+
+
+class StreamingAgent:
+    """A turn in each dialect, in streams; rewards by the answers' IDs."""
+
+    async def run(self, data: dict, base_url: str, api_key: str, http_client: httpx2.AsyncClient) -> dict[str, float]:
+        given: Any = {"api_key": api_key, "http_client": http_client}
+        rewards: dict[str, float] = {}
+        text = data["prompt"]
+        client = openai.AsyncOpenAI(base_url=base_url, **given)
+        said = ""
+        async for chunk in await client.chat.completions.create(
+            model="policy", messages=[{"role": "user", "content": text}], stream=True
+        ):
+            said += chunk.choices[0].delta.content or ""
+            rewards[chunk.id] = float(len(said))
+        async with client.responses.stream(model="policy", input=f"{text} {said} And now?") as stream:
+            response = await stream.get_final_response()
+        rewards[response.id] = float(len(response.output_text))
+        asked: Any = [{"role": "user", "content": f"{text} {response.output_text} And then?"}]
+        async with anthropic.AsyncAnthropic(base_url=base_url, **given).messages.stream(
+            model="policy", max_tokens=200, messages=asked
+        ) as stream:
+            message = await stream.get_final_message()
+        rewards[message.id] = 1.0
+        return rewards
 
 
 class CachingAgent:

@@ -93,9 +93,16 @@ def test_concurrency_of_intervals() -> None:
     assert serial.union(intervals) == 4.0
 
 
-def crowd(width: int, seconds: float, mean_s: float, at_the_lock: float, busy: float = 0.1) -> Crowd:
-    waits = {Place("lock"): at_the_lock, Place("model"): 1.0}
-    return Crowd(width=width, seconds=seconds, episodes=width, mean_s=mean_s, waits=waits, busy_share=busy)
+def crowd(width: int, seconds: float, mean_s: float, waited: float, busy: float = 0.1, model_s: float = 1.0) -> Crowd:
+    return Crowd(
+        width=width,
+        seconds=seconds,
+        episodes=width,
+        mean_s=mean_s,
+        model_s=model_s,
+        waits={Place("lock"): waited, Place("elsewhere"): 1.0},
+        busy_share=busy,
+    )
 
 
 def test_a_lock_is_where_the_additional_time_is_spent() -> None:
@@ -106,10 +113,13 @@ def test_a_lock_is_where_the_additional_time_is_spent() -> None:
     assert "throughput stops at 1 " in found.what
     assert serial.verdict(alone, crowd(4, 1.0, 1.0, 0.0), crowd(16, 1.1, 1.05, 0.0)) is None
     assert serial.verdict(alone, narrow, crowd(16, 16.0, 8.5, 7.5, busy=0.9)) is None  # the processor's doing
+    slow = crowd(16, 16.0, 8.5, 7.5, model_s=6.0)
+    assert serial.verdict(alone, narrow, slow) is None and serial.by_model(alone, slow)
+    assert serial.verdict(alone, narrow, crowd(16, 16.0, 8.5, 7.5, model_s=3.0)) is not None
 
 
 def test_crossings() -> None:
-    secret, common = "kx82 hfj3 92jf lq0p vn4k 1k2j", "the answer is forty-two, I think"
+    secret, common = "kx82 hfj3 92jf lq0p vn4k 1k2j 88fw zm3d 0c7q j1xv tt5n", "the answer is forty-two, I think"
     requests = [
         request("a", "What?", secret + common, 0, 1),
         request("b", "What?", common, 0, 1),
@@ -117,6 +127,9 @@ def test_crossings() -> None:
         request("a", f"{secret} What?", "", 2, 3),
     ]
     assert [(each.asker, each.owner) for each in shared.crossings(requests)] == [("b", "a")]
+    assert shared.crossings(requests, lambda episode, text: episode == "b" and text in secret + common) == []
+    longer = [*requests, request("b", "Once more?", f"So: {secret}", 1, 2)]
+    assert shared.crossings(longer) == []
     quoting = [request("a", secret, secret, 0, 1), request("b", secret, "", 2, 3)]
     assert shared.crossings(quoting) == []
 
@@ -190,6 +203,34 @@ def test_a_difference_is_the_agents_only_if_the_model_said_the_same() -> None:
     assert differs(base) == differs(swapped) == differs(model) == []
     assert differs(other) == ["request 1 differs: 'p x', then 'p z'"]
     assert differs(rewarded) == ["the reward is 1.0, then 0.5"]
+
+
+def test_a_model_that_answers_by_chance_is_no_difference_of_the_agents() -> None:
+    def found(first: list[tuple[str, str]], second: list[tuple[str, str]], *rewards: Any) -> list[str]:
+        told = [
+            {"a": Told(requests=[request("a", *each) for each in exchanges], reward=reward)}
+            for exchanges, reward in zip((first, second), rewards or (0.0, 0.0), strict=True)
+        ]
+        return [each.what for each in repeat.differences(*told)] or [f"chance {repeat.by_chance(*told)}"]
+
+    chance = ["chance ['a']"]
+    assert found([("p", "good")], [("p", "bad"), ("p", "good")]) == chance  # it asks until it likes the answer
+    assert found([("p", "x"), ("p", "y")], [("p", "y"), ("p", "x")], 1.0, 0.0) == chance  # the first one counts
+    side_by_side = [("s", "1"), ("l", "2"), ("l 2", "3"), ("s 1", "4")]
+    assert found(side_by_side, [("s", "1"), ("s 1", "4"), ("l", "x"), ("l x", "5")]) == chance
+    assert found(side_by_side, [("l", "2"), ("s", "1"), ("s 1", "4"), ("l 2", "3")]) == ["chance []"]
+    assert found([("p", "x")], [("p", "x"), ("p", "x")]) == ["1 requests, then 2"]
+    assert found([("p", "x"), ("q", "y")], [("p", "x"), ("r", "y")]) == ["request 1 differs: 'q', then 'r'"]
+
+
+def test_a_reward_may_be_named_by_an_id_that_was_drawn_by_chance() -> None:
+    def told(id: str, reward: float) -> dict[str, Told]:
+        asked = Request(episode="a", asked="p", answered="x", came=0.0, done=1.0, id=id)
+        return {"a": Told(requests=[asked], reward={id: reward})}
+
+    assert repeat.differences(told("chatcmpl-1", 1.0), told("chatcmpl-2", 1.0)) == []
+    (found,) = repeat.differences(told("chatcmpl-1", 1.0), told("chatcmpl-2", 0.5))
+    assert found.what == "the reward is {'chatcmpl-1': 1.0}, then {'chatcmpl-2': 0.5}"
 
 
 def test_a_loop_is_not_blamed_for_threads_that_have_the_interpreter() -> None:

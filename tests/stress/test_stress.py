@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import io
 import json
 import os
 import signal
-import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,27 +13,21 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from clew.diagnose.stress import on_gateway
+from clew.diagnose.stress.on_gateway import BeforeEngine
 from clew.diagnose.stress.page import page
 from clew.diagnose.stress.report import Report
 from clew.diagnose.stress.standin import StandIn, byte_tokenizer
+from clew.diagnose.stress.stuck import STUCK_S
 from clew.diagnose.stress.terminal import rendered
 from tests.stress import agents_faulty, agents_sound
+from tests.stress.judging import judged
 
 LATENCY_S = 0.03
-ROWS = [{"prompt": f"What is {word} and {word}?"} for word in ("one", "two", "three", "four", "five", "six")]
 
 
-def stressed(cls: type, stuck_s: float = 30.0, latency_s: float = LATENCY_S) -> Report:
+def stressed(cls: type, stuck_s: float = STUCK_S, latency_s: float = LATENCY_S) -> Report:
     tokenizer = byte_tokenizer()
-    engine = StandIn(tokenizer, latency_s=latency_s)
-    report = on_gateway.stressed(
-        cls(), ROWS, engine=engine, tokenizer=tokenizer, batch=8, group=2, dp=2, timeout_s=20, stuck_s=stuck_s
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)  # of the clients that some of the agents keep
-        gc.collect()
-    return report
+    return judged(cls, BeforeEngine(StandIn(tokenizer, latency_s=latency_s), tokenizer), stuck_s)
 
 
 FAULTS = {

@@ -1,20 +1,17 @@
-"""Who answers in a stress: a served model, or a stand-in."""
+"""Who answers in a stress: a served model, a provider, or a stand-in."""
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from clew.config import provider
+from clew.diagnose.stress.on_gateway import BeforeEngine, BeforeProvider, Gateway
 from clew.diagnose.stress.standin import StandIn, byte_tokenizer
-from clew.errors import EngineError, RecordError
+from clew.errors import RecordError
 from clew.inference.found import find_engine
 from clew.models import load_tokenizer
 from clew.record.run import open_run
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 RECORDED = 4096
 """Answers that are taken from a run, at most."""
@@ -22,19 +19,17 @@ RECORDED = 4096
 
 def answerer(
     base_url: str | None, *, latency_s: float, tokens: int, recorded: Path | None, model: str | None
-) -> tuple[Any, PreTrainedTokenizerBase]:
-    """The engine, and the tokenizer that goes with it. Raises EngineError, ModelError, RecordError."""
+) -> Gateway:
+    """The gateway in front of whoever answers. Raises EngineError, ModelError, RecordError."""
     if base_url is not None:
-        found = asyncio.run(find_engine(base_url, provider()[1]))
+        api_key = provider()[1]
+        found = asyncio.run(find_engine(base_url, api_key))
         if found is None:
-            raise EngineError(
-                f"{base_url} takes no token ids (it is neither `clew serve` nor SGLang nor vLLM). The stress needs one "
-                f"of these, or no --base-url at all: a stand-in answers then."
-            )
-        return found.engine, load_tokenizer(found.model)
+            return BeforeProvider(base_url, api_key)
+        return BeforeEngine(found.engine, load_tokenizer(found.model), found.engine.close)
     tokenizer = load_tokenizer(model) if model is not None else byte_tokenizer()
     texts = _answers(recorded) if recorded is not None else []
-    return StandIn(tokenizer, latency_s=latency_s, tokens=tokens, texts=texts), tokenizer
+    return BeforeEngine(StandIn(tokenizer, latency_s=latency_s, tokens=tokens, texts=texts), tokenizer)
 
 
 def _answers(path: Path) -> list[str]:

@@ -1,33 +1,102 @@
-"""The stress with the gateway that training has, in front of a stand-in or a served model."""
+"""The stress with a gateway as training has it: in front of an engine, or of a provider."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from clew.diagnose.agent_run import MAX_NEW_TOKENS
+from clew.diagnose.stress.provider import NotedProvider
 from clew.diagnose.stress.report import Report
 from clew.diagnose.stress.requests import Noted, Requests
 from clew.diagnose.stress.run import stress
 from clew.diagnose.stress.stuck import STUCK_S
 from clew.inference.protocol import Engine, SamplingParams
 from clew.rollout.agents import SharedClient
+from clew.rollout.gateway.front import PassedOn
 from clew.rollout.gateway.sessions import Limits
-from clew.rollout.gateway.thread import GatewayThread
+from clew.rollout.gateway.thread import GatewayThread, ServingThread
 from clew.rollout.session import Resources, Session
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+class Gateway(Protocol):
+    """In a thread of its own. It notes what the episodes ask."""
+
+    requests: Requests
+    base_url: str
+
+    def open(self, episode_id: str) -> str:
+        """The API key of an episode that begins."""
+        ...
+
+    async def close(self, key: str) -> None:
+        """The episode is over."""
+        ...
+
+    def sessions(self) -> int:
+        """How many episodes it believes to run."""
+        ...
+
+    def stop(self) -> None:
+        """End the thread."""
+        ...
+
+
+class BeforeEngine:
+    """The gateway that training has."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: PreTrainedTokenizerBase,
+        close: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """close: of the engine; called at the end."""
+        self.requests = Requests()
+        self._shared = Resources(
+            engine=Noted(engine, tokenizer, self.requests),
+            tokenizer=tokenizer,
+            sampling=SamplingParams(max_new_tokens=MAX_NEW_TOKENS),
+            seed=0,
+            prompt_column="prompt",
+            reward=None,
+        )
+        self._thread = GatewayThread(Limits(), close)
+        self.base_url, self.sessions = self._thread.base_url, self._thread.sessions.count
+        self.close, self.stop = self._thread.close, self._thread.stop
+
+    def open(self, episode_id: str) -> str:
+        """See the protocol."""
+        return self._thread.open(Session(self._shared, episode_id))[0]
+
+
+class BeforeProvider:
+    """One that passes requests on, as they are."""
+
+    def __init__(self, url: str, api_key: str) -> None:
+        """api_key: the provider's."""
+        self.requests = Requests()
+        passed_on = PassedOn(url, api_key)
+        self._provider = NotedProvider(passed_on, self.requests)
+        self._thread = ServingThread(self._provider, close=passed_on.close)
+        self.base_url, self.sessions = self._thread.base_url, self._provider.keys.count
+        self.open, self.stop = self._provider.open, self._thread.stop
+
+    async def close(self, key: str) -> None:
+        """See the protocol."""
+        await self._thread.call(self._provider.close(key))
+
+
 def stressed(
     agent: Any,
     rows: Sequence[dict[str, Any]],
     *,
-    engine: Engine,
-    tokenizer: PreTrainedTokenizerBase,
+    gateway: Gateway,
     batch: int,
     group: int,
     dp: int = 1,
@@ -35,23 +104,15 @@ def stressed(
     stuck_s: float = STUCK_S,
     say: Callable[[str], None] = lambda _: None,
 ) -> Report:
-    """See `clew.diagnose.stress.run.stress`. The agent's code runs on this thread's event loop."""
-    requests, gateway = Requests(), GatewayThread(Limits())
-    shared = Resources(
-        engine=Noted(engine, tokenizer, requests),
-        tokenizer=tokenizer,
-        sampling=SamplingParams(max_new_tokens=MAX_NEW_TOKENS),
-        seed=0,
-        prompt_column="prompt",
-        reward=None,
-    )
+    """See `clew.diagnose.stress.run.stress`. The agent's code runs on this thread's event loop; the gateway is stopped
+    at the end."""
 
     async def work() -> Report:
         client = SharedClient()
 
         @asynccontextmanager
         async def open_episode(id: str) -> AsyncIterator[tuple[str, str, SharedClient]]:
-            key, _ = gateway.open(Session(shared, id))
+            key = gateway.open(id)
             try:
                 yield gateway.base_url, key, client
             finally:
@@ -62,13 +123,13 @@ def stressed(
                 agent,
                 rows,
                 open_episode=open_episode,
-                requests=requests,
+                requests=gateway.requests,
                 batch=batch,
                 group=group,
                 dp=dp,
                 timeout_s=timeout_s,
                 stuck_s=stuck_s,
-                sessions=gateway.sessions.count,
+                sessions=gateway.sessions,
                 say=say,
             )
         finally:

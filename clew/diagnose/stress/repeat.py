@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from clew.diagnose.stress.requests import Request
@@ -16,6 +16,14 @@ class Told:
     requests: Sequence[Request]
     """In the order in which they came."""
     reward: object
+
+    @property
+    def earned(self) -> object:
+        """The reward, with what was asked in the place of an answer's ID: a provider draws its IDs by chance."""
+        if not isinstance(self.reward, dict):
+            return self.reward
+        asked = {request.id: request.asked for request in self.requests}
+        return Counter((asked.get(name, name), value) for name, value in self.reward.items())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,23 +48,45 @@ def differences(first: Mapping[str, Told], second: Mapping[str, Told]) -> list[D
     return found
 
 
+def by_chance(first: Mapping[str, Told], second: Mapping[str, Told]) -> list[str]:
+    """The episodes of both that the model told something else when it was asked the same."""
+    return [
+        episode
+        for episode in sorted(first.keys() & second.keys())
+        if _told_otherwise(first[episode], second[episode], {request.asked for request in first[episode].requests})
+    ]
+
+
 def _difference(a: Told, b: Told) -> str:
-    exchanges_a, exchanges_b = (Counter((r.asked, r.answered) for r in told.requests) for told in (a, b))
-    if exchanges_a == exchanges_b:
-        return "" if a.reward == b.reward else f"the reward is {a.reward!r}, then {b.reward!r}"
     asked_a, asked_b = ([r.asked for r in told.requests] for told in (a, b))
-    only_a, only_b = Counter(asked_a) - Counter(asked_b), Counter(asked_b) - Counter(asked_a)
-    if not only_a and not only_b:
-        return ""  # the model's doing
-    number = min([*map(asked_a.index, only_a), *map(asked_b.index, only_b)])
-    before_a, before_b = (Counter((r.asked, r.answered) for r in told.requests[:number]) for told in (a, b))
-    if before_a != before_b and Counter(asked_a[:number]) == Counter(asked_b[:number]):
-        return ""  # the model answered the earlier requests differently
-    one = next((asked for asked in asked_a if asked in only_a), "")
-    other = next((asked for asked in asked_b if asked in only_b), "")
-    if not one or not other:
+    own_a, own_b = _first_of_its_own(asked_a, asked_b), _first_of_its_own(asked_b, asked_a)
+    if _told_otherwise(a, b, {*asked_a[:own_a], *asked_b[:own_b]}):
+        return ""
+    if own_a is None and own_b is None:
+        return "" if a.earned == b.earned else f"the reward is {a.reward!r}, then {b.reward!r}"
+    if own_a is None or own_b is None:
         return f"{len(asked_a)} requests, then {len(asked_b)}"
-    return f"request {number} differs: {_shown(one, other)}"
+    return f"request {min(own_a, own_b)} differs: {_shown(asked_a[own_a], asked_b[own_b])}"
+
+
+def _first_of_its_own(these: Sequence[str], others: Sequence[str]) -> int | None:
+    """The place of the first that is not, or not so often, among the others."""
+    left = Counter(others)
+    for place, asked in enumerate(these):
+        if not left[asked]:
+            return place
+        left[asked] -= 1
+    return None
+
+
+def _told_otherwise(a: Told, b: Told, asked: Collection[str]) -> bool:
+    """Whether the model answered one of these requests differently, as far as both made it equally often."""
+    for each in asked:
+        told_a, told_b = ([r.answered for r in told.requests if r.asked == each] for told in (a, b))
+        both = min(len(told_a), len(told_b))
+        if told_a[:both] != told_b[:both]:
+            return True
+    return False
 
 
 def _shown(one: str, other: str) -> str:

@@ -141,11 +141,11 @@ def wave_report(
 
 
 def failures(episodes: Iterable[Episode]) -> list[Failure]:
-    """By cause, commonest first: errors that differ only in their numbers are one."""
+    """By cause, commonest first: errors that differ only in numbers and IDs (words that hold digits) are one."""
     kinds: dict[tuple[str, str], list[Episode]] = {}
     for episode in episodes:
         if episode.error is not None:
-            kind = re.sub(r"\d+", "#", episode.error.partition("\n")[0])
+            kind = re.sub(r"[\w-]*\d[\w-]*", "#", episode.error.partition("\n")[0])
             kinds.setdefault((kind, episode.at), []).append(episode)
     found = [
         Failure(error=alike[0].error or "", count=len(alike), episodes=[each.id for each in alike[:8]], at=at)

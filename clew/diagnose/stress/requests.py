@@ -1,4 +1,5 @@
-"""What the agent's episodes asked the model: taken down where the engine is called, whichever engine it is."""
+"""What the agent's episodes asked the model: taken down where the engine is called, whichever engine it is, or where
+requests are passed on to a provider."""
 
 from __future__ import annotations
 
@@ -24,6 +25,10 @@ class Request:
     came: float
     """time.monotonic()"""
     done: float
+    id: str = ""
+    """Of the answer, by which an agent may name it in its rewards."""
+    refused: str = ""
+    """Why there is no answer, in the provider's words."""
 
 
 class Requests:
@@ -62,6 +67,7 @@ class Noted:
                 answered=str(self._tokenizer.decode(completion.output_ids, skip_special_tokens=True)),
                 came=came,
                 done=done,
+                id=request_id,
             )
         )
         return completion

@@ -18,6 +18,7 @@ import gc
 import re
 import time
 import tracemalloc
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from clew.diagnose.stress.steps import Episode, OpenEpisode, Stepped, run_episod
 from clew.diagnose.stress.stuck import STUCK_S, StuckWatch
 from clew.diagnose.stress.verdict import Verdict
 from clew.diagnose.stress.watch import LoopWatch, Watched
+from clew.diagnose.stress.words import texts
 
 ALONE = 3
 """Episodes that run alone, one after another."""
@@ -70,6 +72,14 @@ class Wave:
         return sum(episode.seconds for episode in self.episodes) / len(self.episodes)
 
     @property
+    def model_s(self) -> float:
+        """Seconds of a mean episode in which the model had a request of it."""
+        by_episode: dict[str, list[serial.Interval]] = defaultdict(list)
+        for request in self.requests:
+            by_episode[request.episode].append((request.came, request.done))
+        return sum(map(serial.union, by_episode.values())) / len(self.episodes)
+
+    @property
     def crowd(self) -> Crowd:
         """As `serial` judges it."""
         return Crowd(
@@ -77,6 +87,7 @@ class Wave:
             seconds=self.seconds,
             episodes=len(self.episodes),
             mean_s=self.mean_s,
+            model_s=self.model_s,
             waits={place: seconds / len(self.episodes) for place, seconds in self.waits.items()},
             busy_share=max(self.watched.late_share, self.wanted_s / self.seconds),
         )
@@ -91,6 +102,12 @@ class Wave:
             for episode in self.episodes
             if episode.error is None
         }
+
+    @property
+    def refused_last(self) -> list[str]:
+        """How the provider refused the last request of episodes that failed."""
+        last = {request.episode: request.refused for request in self.requests}
+        return [last[each.id] for each in self.episodes if each.error is not None and last.get(each.id)]
 
     def report(self, alone_s: float | None) -> WaveReport:
         return wave_report(self.name, self.width, self.episodes, self.requests, self.seconds, self.cpu_s, alone_s)
@@ -113,7 +130,7 @@ async def stress(
     """Run the agent as one rollout process of `dp` would: batch / dp prompts at once, each `group` times.
 
     open_episode: opens a session of the gateway for an episode's ID; the same ID comes again in later waves, and is to
-    get the same seeds. requests: where the gateway's engine notes its requests (`Noted`). timeout_s: of an episode.
+    get the same seeds. requests: where the gateway notes what they ask. timeout_s: of an episode.
     stuck_s: how long the loop may stand still. sessions: how many the gateway holds open. say: told what runs now. To
     be called in the process's main event loop; the gateway's must be another thread's.
     """
@@ -304,27 +321,61 @@ def _judge(warm: Wave, alone: Wave, narrow: Wave, crowd: Wave, again: Wave) -> t
     notes: list[str] = []
     verdicts = watch.verdicts(crowd.watched + again.watched)
     quicker = min(crowd, again, key=lambda wave: wave.seconds).crowd
+    asked = [request for wave in (alone, narrow, crowd, again) for request in wave.requests]
+    refused = [request.refused for request in asked if request.refused]
     waits = serial.verdict(alone.crowd, narrow.crowd, quicker)
-    if waits is not None:
+    if refused:
+        notes.append(
+            f"latency, throughput and what runs one at a time: {len(refused)} of {len(asked)} requests were refused "
+            f"({_refusals(refused)}), and waits before another try are in them. Ask for less at once: --batch, --group."
+        )
+    elif waits is not None:
         verdicts.append(waits)
     elif quicker.width == narrow.width:
         notes.append("with so few episodes at once, nothing can be said about what runs one at a time")
+    elif serial.saturates(alone.crowd, narrow.crowd, quicker) and serial.by_model(alone.crowd, quicker):
+        notes.append(
+            f"what runs one at a time: throughput did not grow with the width because the model answers more slowly: "
+            f"it has an episode for {quicker.model_s:.2f} s at {quicker.width} at once, alone for {alone.model_s:.2f} s"
+        )
     elif serial.saturates(alone.crowd, narrow.crowd, quicker) and not verdicts:
         notes.append(
             f"throughput did not grow with the width, and why is not known: at {quicker.width} at once the event loop "
-            f"or the processor was busy for {min(quicker.busy_share, 1):.0%} of the time. Ask again with a longer "
-            f"latency of the stand-in."
+            f"or the processor was busy for {min(quicker.busy_share, 1):.0%} of the time. Ask again with a stand-in of "
+            f"longer latency."
         )
-    verdicts += _strangers(alone, crowd, again) + _crossing(crowd, again) + _differing(warm, alone, crowd, again)
+    differing = _differing(warm, alone, crowd, again)
+    told_otherwise = repeat.by_chance(crowd.told, again.told)
+    if told_otherwise and not differing:
+        notes.append(
+            f"whether the same seeds give the same results: run again, {len(told_otherwise)} of {len(crowd.episodes)} "
+            f"episodes were answered differently where they asked the same, so what differs may be the model's doing"
+        )
+    verdicts += _strangers(alone, crowd, again) + _crossing(crowd, again) + differing
+    return verdicts + _failing(alone, crowd, again), notes
+
+
+def _failing(alone: Wave, crowd: Wave, again: Wave) -> list[Verdict]:
     failed = [sum(e.error is not None for e in wave.episodes) for wave in (alone, crowd, again)]
-    if failed[1] + failed[2] > FAILED_SHARE * (len(crowd.episodes) + len(again.episodes)) or failed[0]:
-        commonest = failures([*alone.episodes, *crowd.episodes, *again.episodes])[0]
-        what = (
-            f"{failed[1] + failed[2]} of {len(crowd.episodes) + len(again.episodes)} episodes failed at {crowd.width} "
-            f"at once, {failed[0]} of {len(alone.episodes)} alone"
-        )
-        verdicts.append(Verdict(kind="fails", what=what, where=commonest.at, evidence=[commonest.error]))
-    return verdicts, notes
+    of = len(crowd.episodes) + len(again.episodes)
+    if not failed[0] and failed[1] + failed[2] <= FAILED_SHARE * of:
+        return []
+    commonest = failures([*alone.episodes, *crowd.episodes, *again.episodes])[0]
+    what = f"{failed[1] + failed[2]} of {of} episodes failed at {crowd.width} at once, {failed[0]} of "
+    what += f"{len(alone.episodes)} alone"
+    refused = [each for wave in (alone, crowd, again) for each in wave.refused_last]
+    evidence = [commonest.error]
+    if refused:
+        what += f"; the provider had refused the last request of {len(refused)} of them"
+        evidence.append(f"the provider said {_refusals(refused)}; ask for less at once (--batch, --group)")
+    return [Verdict(kind="fails", what=what, where=commonest.at, evidence=evidence)]
+
+
+def _refusals(refused: Sequence[str]) -> str:
+    """How often of each kind, and what the commonest says."""
+    kinds = Counter(each.partition(":")[0] for each in refused).most_common()
+    example = next(each for each in refused if each.startswith(kinds[0][0]))
+    return ", ".join([f"{count} times {kind}" for kind, count in kinds]) + f", such as {example!r}"
 
 
 def _strangers(*waves: Wave) -> list[Verdict]:
@@ -351,14 +402,28 @@ def _strangers(*waves: Wave) -> list[Verdict]:
     ]
 
 
-def _crossing(*waves: Wave) -> list[Verdict]:
-    found = [crossing for wave in waves for crossing in shared.crossings(wave.requests)]
+def _crossing(crowd: Wave, again: Wave) -> list[Verdict]:
+    found = [
+        crossing
+        for wave, other in ((crowd, again), (again, crowd))
+        for crossing in shared.crossings(wave.requests, _is_own(wave, other))
+    ]
     if not found:
         return []
     evidence = [f"{each.asker} asked with {each.text!r}, which {each.owner} had been told" for each in found[:4]]
     return [
         Verdict(kind="shared", what=f"answers cross over, between {len(found)} pairs of episodes", evidence=evidence)
     ]
+
+
+def _is_own(wave: Wave, other: Wave) -> Callable[[str, str], bool]:
+    """Text of the episode's data, or that it asks with in another wave, although nobody was told it there."""
+    data = {episode.id: "\n".join(texts(episode.data)) for episode in wave.episodes}
+    asked: defaultdict[str, str] = defaultdict(str)
+    for request in other.requests:
+        asked[request.episode] += request.asked + "\n"
+    told = "\n".join(request.answered for request in other.requests)
+    return lambda episode, text: text in data[episode] or (text in asked[episode] and text not in told)
 
 
 def _differing(warm: Wave, alone: Wave, crowd: Wave, again: Wave) -> list[Verdict]:

@@ -29,6 +29,9 @@ STRETCH = 1.3
 EXPLAINS = 0.4
 """The place that is named explains this share of the additional time."""
 
+MODELS = 0.5
+"""The model explains a larger share of it."""
+
 BUSY = 0.6
 """When the loop is silent, or the process wants a processor, for more of the time, that is what all wait for."""
 
@@ -44,7 +47,9 @@ class Crowd:
     seconds: float
     episodes: int
     mean_s: float
-    """Of an episode."""
+    """Of an episode ..."""
+    model_s: float
+    """... and with the model, of that."""
     waits: dict[Place, float]
     """Seconds that a mean episode waited at each place."""
     busy_share: float
@@ -63,9 +68,14 @@ def saturates(alone: Crowd, narrow: Crowd, wide: Crowd) -> bool:
     return asked > 1 and gained < SCALES * asked and wide.mean_s > STRETCH * alone.mean_s
 
 
+def by_model(alone: Crowd, wide: Crowd) -> bool:
+    """Whether it is the model that takes longer in the crowd; where all is busy here, that seems so of all."""
+    return wide.busy_share <= BUSY and wide.model_s - alone.model_s > MODELS * (wide.mean_s - alone.mean_s)
+
+
 def verdict(alone: Crowd, narrow: Crowd, wide: Crowd) -> Verdict | None:
-    """What throughput saturates at, unless it is a loop that is blocked or busy, or the processor."""
-    if not saturates(alone, narrow, wide) or wide.busy_share > BUSY:
+    """What throughput saturates at, unless it is the model, a loop that is blocked or busy, or the processor."""
+    if not saturates(alone, narrow, wide) or wide.busy_share > BUSY or by_model(alone, wide):
         return None
     added = wide.mean_s - alone.mean_s
     longer = {place: seconds - alone.waits.get(place, 0.0) for place, seconds in wide.waits.items()}

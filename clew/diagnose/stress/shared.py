@@ -11,7 +11,7 @@ import itertools
 import sys
 import threading
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any, Literal
@@ -21,11 +21,11 @@ from clew.diagnose.stress.requests import Request
 from clew.diagnose.stress.steps import Episode
 from clew.diagnose.stress.verdict import Verdict
 
-MARK = 24
+MARK = 48
 """Characters of an answer by which it is known again; a shorter answer is known whole ..."""
 
-LEAST_MARK = 8
-"""... if it has at least so many."""
+LEAST_MARK = 24
+"""... if it has at least so many: a name or a figure may be in another's data as well."""
 
 DEPTH = 3
 """How deep objects within objects are looked at, and ..."""
@@ -48,8 +48,12 @@ class Crossing:
     text: str
 
 
-def crossings(requests: Sequence[Request]) -> list[Crossing]:
-    """One for each pair of episodes. Text that several were told, or that the prompt already held, is no mark."""
+def crossings(
+    requests: Sequence[Request], is_own: Callable[[str, str], bool] = lambda episode, text: False
+) -> list[Crossing]:
+    """One for each pair of episodes. Text that several were told, or that the prompt already held, is no mark.
+
+    is_own: whether an episode has this text from elsewhere; models say by chance what is in another's data."""
     owners: dict[str, tuple[str, float] | None] = {}
     for request in requests:
         answer = request.answered.strip()
@@ -58,16 +62,22 @@ def crossings(requests: Sequence[Request]) -> list[Crossing]:
             other = owners.get(mark, (request.episode, 0.0))
             known = other is None or other[0] != request.episode or mark in request.asked
             owners[mark] = None if known else (request.episode, request.done)
-    sizes = {len(mark) for mark in owners}
+    marks: dict[str, list[tuple[str, str, float]]] = defaultdict(list)
+    """By their first characters."""
+    for mark, owner in owners.items():
+        if owner:
+            marks[mark[:LEAST_MARK]].append((mark, *owner))
+    told: dict[str, str] = defaultdict(str)
+    for request in requests:
+        told[request.episode] += request.answered + "\n"
     found: dict[tuple[str, str], Crossing] = {}
     for request in requests:
-        for size in sizes:
-            for start in range(len(request.asked) - size + 1):
-                owner = owners.get(request.asked[start : start + size])
-                if owner and owner[0] != request.episode and owner[1] <= request.came:
-                    text = request.asked[start : start + size]
-                    pair = (request.episode, owner[0])
-                    found.setdefault(pair, Crossing(asker=pair[0], owner=pair[1], text=text))
+        asker, asked = request.episode, request.asked
+        for start in range(len(asked) - LEAST_MARK + 1):
+            for mark, owner, done in marks.get(asked[start : start + LEAST_MARK], ()):
+                known = owner == asker or (asker, owner) in found or done > request.came
+                if not known and asked.startswith(mark, start) and mark not in told[asker] and not is_own(asker, mark):
+                    found[asker, owner] = Crossing(asker=asker, owner=owner, text=mark)
     return list(found.values())
 
 

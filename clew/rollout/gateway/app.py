@@ -83,12 +83,12 @@ def application(sessions: Sessions) -> FastAPI:
             try:
                 return await handle(sessions, dialect, http)
             except Refusal as refusal:
-                return _json(dialect.refuse(refusal), refusal.status)
+                return json_response(dialect.refuse(refusal), refusal.status)
             except ClientDisconnect:
                 return GONE
             except Exception as error:
                 log.exception("a defect of the gateway, at %s", path)
-                return _json(dialect.refuse(Refusal(500, f"{type(error).__name__}: {error}")), 500)
+                return json_response(dialect.refuse(Refusal(500, f"{type(error).__name__}: {error}")), 500)
 
         schema = body.model_json_schema(ref_template=f"#/components/schemas/{path[1:].replace('/', '_')}_{{model}}")
         for name, definition in schema.pop("$defs", {}).items():
@@ -115,8 +115,8 @@ def application(sessions: Sessions) -> FastAPI:
     async def models(http: HTTPRequest) -> Response:
         names = sessions.models or ["any"]
         if "anthropic-version" in http.headers:
-            return _json(anthropic_messages.models(names))
-        return _json({"object": "list", "data": [openai_chat.model(name) for name in names]})
+            return json_response(anthropic_messages.models(names))
+        return json_response({"object": "list", "data": [openai_chat.model(name) for name in names]})
 
     @app.get("/v1/models/{name:path}", responses={404: {"description": STATUSES[404]}})
     async def model(name: str, http: HTTPRequest) -> Response:
@@ -124,14 +124,14 @@ def application(sessions: Sessions) -> FastAPI:
         try:
             _refuse_unless_served(sessions, name)
         except Refusal as refusal:
-            return _json(dialect.refuse(refusal), refusal.status)
-        return _json(dialect.model(name))
+            return json_response(dialect.refuse(refusal), refusal.status)
+        return json_response(dialect.model(name))
 
     @app.exception_handler(HTTPException)
     async def refuse(http: HTTPRequest, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         what = Refusal(error.status_code, f"{http.method} {http.url.path}: {error.detail}")
-        return _json(_dialect_of(http.url.path).refuse(what), error.status_code)
+        return json_response(dialect_of(http.url.path).refuse(what), error.status_code)
 
     document = app.openapi
 
@@ -154,19 +154,19 @@ STATUSES: dict[int | str, Any] = {
 """Of errors, in every dialect."""
 
 
-def _dialect_of(path: str) -> Dialect:
+def dialect_of(path: str) -> Dialect:
     return anthropic_messages if path.startswith("/v1/messages") else openai_chat
 
 
 async def _complete(sessions: Sessions, dialect: Dialect, http: HTTPRequest) -> Response:
     raw = await _read(http)
-    session = sessions.find(_key(http))
+    session = sessions.find(key_of(http))
     ask = dialect.parse(_object(raw))
     _refuse_unless_served(sessions, ask.model)
     ask = _with_earlier(session, ask)
     fingerprint = hashlib.sha256(http.url.path.encode() + b"\n" + raw).digest()
     request = await session.submit(ask, fingerprint, retry=_is_retry(http))
-    gone = asyncio.ensure_future(_disconnected(http))
+    gone = asyncio.ensure_future(disconnected(http))
     watched: set[asyncio.Future[Any]] = {gone}
     if ask.stream:
         watched.add(asyncio.ensure_future(request.speech.begun()))
@@ -183,7 +183,7 @@ async def _complete(sessions: Sessions, dialect: Dialect, http: HTTPRequest) -> 
         await request.answered()
     if ask.stream:
         return StreamingResponse(_stream(dialect, ask, request), media_type="text/event-stream", headers=STREAMED)
-    return _json(dialect.respond(ask, request.replies.result()))
+    return json_response(dialect.respond(ask, request.replies.result()))
 
 
 def _refuse_unless_served(sessions: Sessions, model: str) -> None:
@@ -247,32 +247,32 @@ async def _stream(dialect: Dialect, ask: Ask, request: Request) -> AsyncIterator
 
 async def _count_tokens(sessions: Sessions, dialect: Dialect, http: HTTPRequest) -> Response:
     raw = await _read(http)
-    session = sessions.find(_key(http))
-    return _json({"input_tokens": await session.count_tokens(anthropic_messages.parse_count(_object(raw)))})
+    session = sessions.find(key_of(http))
+    return json_response({"input_tokens": await session.count_tokens(anthropic_messages.parse_count(_object(raw)))})
 
 
 async def _start_session(sessions: Sessions, dialect: Dialect, http: HTTPRequest) -> Response:
     body = read(StartSession, _object(await _read(http) or b"{}"))
-    session, key = sessions.start(_key(http))
+    session, key = sessions.start(key_of(http))
     session.data = body.data or {}
-    return _json({"session_id": session.id, "api_key": key})
+    return json_response({"session_id": session.id, "api_key": key})
 
 
 async def _set_reward(sessions: Sessions, dialect: Dialect, http: HTTPRequest) -> Response:
     body = read(SetReward, _object(await _read(http)))
-    session = sessions.find(_key(http))
+    session = sessions.find(key_of(http))
     session.set_reward(body.reward, body.interaction_id)
-    return _json({"session_id": session.id, "rewards": session.rewards})
+    return json_response({"session_id": session.id, "rewards": session.rewards})
 
 
 async def _end_session(sessions: Sessions, dialect: Dialect, http: HTTPRequest) -> Response:
     read(StartSession, _object(await _read(http) or b"{}"))
-    session = sessions.find(_key(http))
-    await sessions.end(_key(http))
-    return _json({"session_id": session.id, "interactions": len(session.session.interactions)})
+    session = sessions.find(key_of(http))
+    await sessions.end(key_of(http))
+    return json_response({"session_id": session.id, "interactions": len(session.session.interactions)})
 
 
-def _key(http: HTTPRequest) -> str:
+def key_of(http: HTTPRequest) -> str:
     """OpenAI's clients send it as a bearer token, Anthropic's as x-api-key."""
     given = http.headers.get("authorization", "")
     scheme, _, token = given.partition(" ")
@@ -306,10 +306,11 @@ def _object(raw: bytes) -> dict[str, Any]:
     return body
 
 
-async def _disconnected(http: HTTPRequest) -> None:
+async def disconnected(http: HTTPRequest) -> None:
+    """Returns when the client has closed the connection; to be called when the body has been read."""
     while (await http.receive())["type"] != "http.disconnect":
         pass
 
 
-def _json(content: Any, status: int = 200) -> Response:
+def json_response(content: Any, status: int = 200) -> Response:
     return Response(encoded(content), status, media_type="application/json")

@@ -24,10 +24,14 @@ from clew.errors import EngineError
 from clew.inference.found import find_engine
 from clew.listening import Listener
 from clew.models import load_tokenizer
+from clew.rollout.gateway.app import disconnected
 from clew.rollout.gateway.serving import ServedGateway, gateway_on
 
 DROPPED = frozenset(("host", "connection", "content-length", "transfer-encoding", "content-encoding", "keep-alive"))
 """Headers that belong to one connection."""
+
+UNPACKED = "accept-encoding"
+"""Left to the client that asks the provider: answers are unpacked on their way."""
 
 
 class PassedOn:
@@ -36,12 +40,13 @@ class PassedOn:
     def __init__(self, url: str, api_key: str) -> None:
         self._root = url.rstrip("/").removesuffix("/v1")
         self._api_key = api_key
-        self._client = httpx2.AsyncClient(timeout=None)
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=1024)
+        self._client = httpx2.AsyncClient(timeout=None, limits=limits)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http"
         came = Request(scope, receive)
-        headers = {name: value for name, value in came.headers.items() if name not in DROPPED}
+        headers = {name: value for name, value in came.headers.items() if name not in DROPPED | {UNPACKED}}
         if self._api_key:
             headers |= {"authorization": f"Bearer {self._api_key}", "x-api-key": self._api_key}
         request = self._client.build_request(
@@ -52,16 +57,30 @@ class PassedOn:
             content=await came.body(),
         )
         try:
-            answer = await self._client.send(request, stream=True)
+            answer = await self._answer(request, came)
         except httpx2.HTTPError as error:
             message = f"the provider at {self._root} cannot be reached: {error}"
             await JSONResponse({"error": {"message": message, "type": "server_error"}}, 502)(scope, receive, send)
+            return
+        if answer is None:
             return
         try:
             back = {name: value for name, value in answer.headers.items() if name not in DROPPED}
             await StreamingResponse(answer.aiter_bytes(), answer.status_code, back)(scope, receive, send)
         finally:
             await answer.aclose()
+
+    async def _answer(self, request: httpx2.Request, came: Request) -> httpx2.Response | None:
+        """As soon as it begins; None when nobody waits for it any more, and the provider need not go on."""
+        answer = asyncio.ensure_future(self._client.send(request, stream=True))
+        gone = asyncio.ensure_future(disconnected(came))
+        try:
+            await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
+            return answer.result() if answer.done() else None
+        finally:
+            for task in (answer, gone):
+                task.cancel()
+            await asyncio.gather(answer, gone, return_exceptions=True)
 
     async def close(self) -> None:
         """Close the connections."""

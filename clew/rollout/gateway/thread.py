@@ -7,15 +7,15 @@ import secrets
 import socket
 import threading
 from collections import OrderedDict
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Generic, TypeVar
 
 import uvloop
 
 from clew.listening import Listener
 from clew.rollout.gateway.app import application
 from clew.rollout.gateway.chat import Refusal
-from clew.rollout.gateway.paths import AnyBase
+from clew.rollout.gateway.paths import ASGI, AnyBase
 from clew.rollout.gateway.sessions import AgentSession, Limits
 from clew.rollout.session import Session
 
@@ -25,33 +25,44 @@ REMEMBERED = 16384
 """Keys of ended sessions, for a clear answer to who still uses one."""
 
 
-class EpisodeSessions:
-    """A key an episode, from its start to its end. Every model name is served."""
-
-    models: None = None
+class EpisodeKeys(Generic[T]):
+    """A key an episode, from its start to its end, and what is kept for it."""
 
     def __init__(self) -> None:
-        self._sessions: dict[str, AgentSession] = {}
+        self._kept: dict[str, tuple[str, T]] = {}
         self._ended: OrderedDict[str, str] = OrderedDict()
 
-    def open(self, session: Session, limits: Limits) -> tuple[str, AgentSession]:
-        """A session and its key."""
-        key = f"sk-{session.episode_id}-{secrets.token_urlsafe(12)}"
-        self._sessions[key] = AgentSession(session, limits)
-        return key, self._sessions[key]
+    def open(self, episode_id: str, kept: T) -> str:
+        """A new key."""
+        key = f"sk-{episode_id}-{secrets.token_urlsafe(12)}"
+        self._kept[key] = episode_id, kept
+        return key
 
     def count(self) -> int:
         """How many are open."""
-        return len(self._sessions)
+        return len(self._kept)
 
-    def find(self, key: str) -> AgentSession:
-        """See the protocol."""
-        if key in self._sessions:
-            return self._sessions[key]
+    def find(self, key: str) -> T:
+        """What is kept for it. Raises Refusal: unknown, or its episode has ended."""
+        if key in self._kept:
+            return self._kept[key][1]
         if key in self._ended:
             raise Refusal(401, f"session {self._ended[key]} has ended: its episode is over.", code="session_ended")
         shown = f"{key[:12]}…" if len(key) > 12 else key
         raise Refusal(401, f"no session has the API key {shown!r}; an agent is given its own.", code="invalid_api_key")
+
+    def close(self, key: str) -> T:
+        """Give up a key whose episode is over, and what was kept for it."""
+        self._ended[key], kept = self._kept.pop(key)
+        if len(self._ended) > REMEMBERED:
+            self._ended.popitem(last=False)
+        return kept
+
+
+class EpisodeSessions(EpisodeKeys[AgentSession]):
+    """The sessions that `application` serves in training. Every model name is served."""
+
+    models: None = None
 
     def start(self, key: str) -> tuple[AgentSession, str]:
         """See the protocol."""
@@ -61,40 +72,20 @@ class EpisodeSessions:
         """See the protocol: requests are refused from now on. What came so far counts when the episode ends."""
         self.find(key).end("its client ended it")
 
-    def close(self, key: str) -> None:
-        """Forget a session whose episode is over."""
-        session = self._sessions.pop(key)
-        session.end("its episode is over")
-        self._ended[key] = session.id
-        if len(self._ended) > REMEMBERED:
-            self._ended.popitem(last=False)
 
+class ServingThread:
+    """Serves an application on a free port of this machine until `stop`."""
 
-class GatewayThread:
-    """Serves on a free port of this machine until `stop`."""
-
-    def __init__(self, limits: Limits) -> None:
-        self.sessions = EpisodeSessions()
+    def __init__(self, app: ASGI, close: Callable[[], Awaitable[None]] | None = None) -> None:
+        """close: of what the application holds; called on its loop when all has been served."""
         self.loop = uvloop.new_event_loop()
-        """Where everything of the gateway happens, and the engine that its sessions use."""
-        self._limits = limits
+        """Where everything of the application happens."""
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
         self.base_url = f"http://127.0.0.1:{self._listener.getsockname()[1]}/v1"
-        self._server = Listener(AnyBase(application(self.sessions)))
+        self._server = Listener(AnyBase(app))
+        self._close = close
         self._thread = threading.Thread(target=self._serve, name="gateway", daemon=True)
         self._thread.start()
-
-    def open(self, session: Session) -> tuple[str, AgentSession]:
-        """A session for an episode, and its API key. Use the session on `loop` alone, until it is closed."""
-        return self.sessions.open(session, self._limits)
-
-    async def close(self, key: str) -> None:
-        """End an episode's session; from any event loop."""
-
-        async def close() -> None:
-            self.sessions.close(key)
-
-        await self.call(close())
 
     async def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` on the gateway's loop, and wait for it on the caller's."""
@@ -112,4 +103,29 @@ class GatewayThread:
         for task in left:
             task.cancel()
         self.loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        if self._close is not None:
+            self.loop.run_until_complete(self._close())
         self.loop.close()
+
+
+class GatewayThread(ServingThread):
+    """The gateway, and the engine that its sessions use."""
+
+    def __init__(self, limits: Limits, close: Callable[[], Awaitable[None]] | None = None) -> None:
+        """close: of the engine, if it is the gateway's alone."""
+        self.sessions = EpisodeSessions()
+        self._limits = limits
+        super().__init__(application(self.sessions), close)
+
+    def open(self, session: Session) -> tuple[str, AgentSession]:
+        """A session for an episode, and its API key. Use the session on `loop` alone, until it is closed."""
+        opened = AgentSession(session, self._limits)
+        return self.sessions.open(opened.id, opened), opened
+
+    async def close(self, key: str) -> None:
+        """End an episode's session; from any event loop."""
+
+        async def close() -> None:
+            self.sessions.close(key).end("its episode is over")
+
+        await self.call(close())

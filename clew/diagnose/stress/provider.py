@@ -1,0 +1,124 @@
+"""A provider behind keys of episodes: requests are passed on, and what each episode asked and was told is noted."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from starlette.requests import Request as HTTPRequest
+from starlette.types import Message, Receive, Scope, Send
+
+from clew.diagnose.stress import words
+from clew.diagnose.stress.requests import Request, Requests
+from clew.rollout.gateway.app import dialect_of, json_response, key_of
+from clew.rollout.gateway.chat import Refusal
+from clew.rollout.gateway.front import PassedOn
+from clew.rollout.gateway.thread import EpisodeKeys
+
+MODEL_PATHS = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"))
+"""Where a model is asked. What goes elsewhere (a list of models, a count of tokens) is passed on, and not noted."""
+
+
+@dataclass(kw_only=True, eq=False)
+class Exchange:
+    """A request, and as much of its answer as has come."""
+
+    episode: str
+    came: float
+    """time.monotonic()"""
+    done: float
+    """When the last of it came."""
+    asked: bytes = b""
+    status: int = 0
+    """Of HTTP; 0: there is no answer yet."""
+    streamed: bool = False
+    answered: bytearray = field(default_factory=bytearray)
+
+    def hear(self, message: Message) -> None:
+        """What passes by, of either side."""
+        if message["type"] == "http.request":
+            self.asked += message.get("body", b"")
+        elif message["type"] == "http.response.start":
+            self.status = message["status"]
+            self.streamed = any(
+                name == b"content-type" and b"event-stream" in each for name, each in message["headers"]
+            )
+        elif message["type"] == "http.response.body":
+            self.answered += message.get("body", b"")
+        self.done = time.monotonic()
+
+    def told(self) -> Request:
+        """In words."""
+        body = bytes(self.answered)
+        if self.status == 0:
+            answer = words.Answer(id="", words="", error="")
+        elif self.status >= 400:
+            answer = words.Answer(id="", words="", error=words.refused(self.status, body))
+        else:
+            answer = words.answer_of_stream(body) if self.streamed else words.answer(body)
+        return Request(
+            episode=self.episode,
+            asked=words.asked(self.asked),
+            answered=answer.words or answer.error,
+            came=self.came,
+            done=self.done,
+            id=answer.id,
+            refused=answer.error,
+        )
+
+
+@dataclass(kw_only=True)
+class Asking:
+    """An episode, and its exchanges that are under way."""
+
+    episode: str
+    exchanges: list[Exchange] = field(default_factory=list)
+
+
+class NotedProvider:
+    """ASGI. Use it from one event loop."""
+
+    def __init__(self, passed_on: PassedOn, requests: Requests) -> None:
+        self._passed_on = passed_on
+        self._requests = requests
+        self.keys: EpisodeKeys[Asking] = EpisodeKeys()
+
+    def open(self, episode_id: str) -> str:
+        """The key of an episode that begins."""
+        return self.keys.open(episode_id, Asking(episode=episode_id))
+
+    async def close(self, key: str) -> None:
+        """The episode is over: what it did not wait for is noted as it stands."""
+        asking = self.keys.close(key)
+        while asking.exchanges:
+            self._requests.note(asking.exchanges.pop().told())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        http, now = HTTPRequest(scope), time.monotonic()
+        path = http.url.path
+        try:
+            asking = self.keys.find(key_of(http))
+        except Refusal as refusal:
+            await json_response(dialect_of(path).refuse(refusal), refusal.status)(scope, receive, send)
+            return
+        if path not in MODEL_PATHS:
+            await self._passed_on(scope, receive, send)
+            return
+        exchange = Exchange(episode=asking.episode, came=now, done=now)
+
+        async def heard() -> Message:
+            message = await receive()
+            exchange.hear(message)
+            return message
+
+        async def told(message: Message) -> None:
+            exchange.hear(message)
+            await send(message)
+
+        asking.exchanges.append(exchange)
+        try:
+            await self._passed_on(scope, heard, told)
+        finally:
+            if exchange in asking.exchanges:
+                asking.exchanges.remove(exchange)
+                self._requests.note(exchange.told())
