@@ -158,7 +158,11 @@ async def see(openai_client: openai.AsyncOpenAI, anthropic_client: anthropic.Asy
     return [chat.id, response.id, message.id, *parts]
 
 
-def test_images_pass_through_to_a_provider_untouched() -> None:
+@pytest.mark.parametrize(
+    ("base", "openai_s", "anthropic_s"),
+    [("/v1", "/v1", ""), ("", "/v1", ""), ("/v1beta/openai/", "/v1beta/openai", "/v1beta/openai")],
+)
+def test_images_pass_through_to_a_provider_untouched(base: str, openai_s: str, anthropic_s: str) -> None:
     came: list[tuple[str, bytes, str]] = []
     sent: list[bytes] = []
 
@@ -179,7 +183,7 @@ def test_images_pass_through_to_a_provider_untouched() -> None:
         runner = web.AppRunner(application)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        passed_on = PassedOn("http://{}:{}/v1".format(*runner.addresses[0][:2]), "sk-theirs")
+        passed_on = PassedOn("http://{}:{}".format(*runner.addresses[0][:2]) + base, "sk-theirs")
 
         async def note(request: httpx2.Request) -> None:
             sent.append(request.content)
@@ -199,8 +203,11 @@ def test_images_pass_through_to_a_provider_untouched() -> None:
 
     assert asyncio.run(run()) == ["answer-1", "answer-2", "answer-3", "a ", "cat"]
     assert [path for path, _, _ in came] == [
-        "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/chat/completions"
-    ]  # fmt: skip
+        f"{openai_s}/chat/completions",
+        f"{openai_s}/responses",
+        f"{anthropic_s}/v1/messages",
+        f"{openai_s}/chat/completions",
+    ]
     assert [body for _, body, _ in came] == sent and all(b"iVBORw0KGgo=" in body for body in sent)
     assert {key for _, _, key in came} == {"sk-theirs"}
 

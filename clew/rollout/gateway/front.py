@@ -12,6 +12,7 @@ import secrets
 import signal
 import socket
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx2
 import uvloop
@@ -38,7 +39,8 @@ class PassedOn:
     """ASGI: every request goes to the provider, with the provider's key, and comes back as it comes."""
 
     def __init__(self, url: str, api_key: str) -> None:
-        self._root = url.rstrip("/").removesuffix("/v1")
+        """url: as OpenAI's client takes it, whole (https://host/v1beta/openai), or as Anthropic's, before /v1."""
+        self._url = url.rstrip("/")
         self._api_key = api_key
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=1024)
         self._client = httpx2.AsyncClient(timeout=None, limits=limits)
@@ -51,7 +53,7 @@ class PassedOn:
             headers |= {"authorization": f"Bearer {self._api_key}", "x-api-key": self._api_key}
         request = self._client.build_request(
             came.method,
-            self._root + came.url.path,
+            self._there(came.url.path),
             params=dict(came.query_params),
             headers=headers,
             content=await came.body(),
@@ -59,7 +61,7 @@ class PassedOn:
         try:
             answer = await self._answer(request, came)
         except httpx2.HTTPError as error:
-            message = f"the provider at {self._root} cannot be reached: {error}"
+            message = f"the provider at {self._url} cannot be reached: {error}"
             await JSONResponse({"error": {"message": message, "type": "server_error"}}, 502)(scope, receive, send)
             return
         if answer is None:
@@ -69,6 +71,12 @@ class PassedOn:
             await StreamingResponse(answer.aiter_bytes(), answer.status_code, back)(scope, receive, send)
         finally:
             await answer.aclose()
+
+    def _there(self, path: str) -> str:
+        """The provider's address for a path of this gateway."""
+        if path.startswith("/v1/messages"):
+            return self._url.removesuffix("/v1") + path
+        return (self._url if urlsplit(self._url).path else self._url + "/v1") + path.removeprefix("/v1")
 
     async def _answer(self, request: httpx2.Request, came: Request) -> httpx2.Response | None:
         """As soon as it begins; None when nobody waits for it any more, and the provider need not go on."""
