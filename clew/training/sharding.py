@@ -34,6 +34,7 @@ from torch.utils.checkpoint import checkpoint
 from clew.config import Training
 from clew.training.attention import repeated_within
 from clew.training.isolation import prepare_for_packing
+from clew.training.pointwise import quicken
 from clew.training.ranks import Ranks
 from clew.training.tensor_parallel import split
 
@@ -42,6 +43,7 @@ def spread(
     model: Any, training: Training, ranks: Ranks, device: torch.device, *, root: torch.nn.Module | None = None
 ) -> None:
     """Have a model of transformers, as it was read, compute as `training` asks, on all ranks. root: as in `shard`."""
+    quicken(model)
     prepare_for_packing(model)
     if training.activation_checkpointing:
         checkpoint_activations(model)
