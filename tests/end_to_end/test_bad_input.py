@@ -212,11 +212,11 @@ def test_a_workflow_that_raises_on_one_percent(project: Project) -> None:
 def test_a_reward_that_never_returns(project: Project) -> None:
     """In processes, where there are time limits. Some calls hang: errors on record, the run goes on; all: it ends."""
     project.code(USER_CODE + REWARDS)
-    project.set(rollout={"reward": "mine.sometimes", "reward_timeout_s": 0.4, "reward_workers": 4})
+    project.set(rollout={"reward": "mine.sometimes", "reward_timeout_s": 2, "reward_workers": 4})
     completed(project.clew("train", "training.steps=8"), 8)
     (group,) = project.run.rejected_groups()
     (error,) = {row.error for row in rows.from_table(rows.read_table(project.path / "rejected" / f"{group}.parquet"))}
-    assert error and "reward mine.sometimes timed out after 0.4 s (rollout.reward_timeout_s)" in error
+    assert error and "reward mine.sometimes timed out after 2 s (rollout.reward_timeout_s)" in error
     before = project.digests()
     never = project.clew("train", "rollout.reward=mine.never", "training.steps=9")
     failed(
@@ -224,7 +224,7 @@ def test_a_reward_that_never_returns(project: Project) -> None:
         "the rollout ended",
         "at step 8 of 9",
         "episodes failed",
-        "reward mine.never timed out after 0.4 s (rollout.reward_timeout_s)",
+        "reward mine.never timed out after 2 s (rollout.reward_timeout_s)",
     )
     assert project.digests() == before
 
