@@ -28,7 +28,10 @@ def _mix(values: np.ndarray) -> np.ndarray:
 
 
 WITHIN_BLOCK = _mix(np.arange(BLOCK, dtype=np.uint64))
-"""What an element's bits are multiplied with, by its place in its block."""
+"""What an element's bits are multiplied with, by its place in its block ..."""
+_UP_TO = np.zeros(BLOCK + 1, np.uint64)
+"""... and the sums of the first of them."""
+np.cumsum(WITHIN_BLOCK, out=_UP_TO[1:])
 
 
 def digest_array(array: np.ndarray, *, name: str = "", start: int = 0) -> int:
@@ -43,8 +46,10 @@ def digest_array(array: np.ndarray, *, name: str = "", start: int = 0) -> int:
     offset = start % BLOCK
     for first in range(-offset, bits.size, BLOCK):
         block = bits[max(first, 0) : first + BLOCK].astype(np.uint64)
-        places = WITHIN_BLOCK[max(-first, 0) :][: block.size]
-        within = int(np.dot(block, places)) + int(np.add.reduce(places))  # each bit pattern counts as one more
+        begin = max(-first, 0)
+        end = begin + block.size
+        # each bit pattern counts as one more
+        within = int(np.dot(block, WITHIN_BLOCK[begin:end])) + int(_UP_TO[end]) - int(_UP_TO[begin])
         total += within * _of_block((start + first) // BLOCK)
     return salted(total, name, flat.dtype.str)
 

@@ -28,12 +28,14 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def digest_tensors(named: Iterable[tuple[str, Tensor]], ranks: Ranks = ALONE) -> Digests:
     """The digest of each of a set of named tensors; bfloat16 counts as uint16. `clew.record.digest.total` has that of
     the set. Each rank adds the digest of its slice: the sum does not depend on how a tensor is spread."""
-    pieces = [(name, slice_of(tensor.detach(), ranks)) for name, tensor in named]
-    large = sum(piece[0].numel() for _, piece in pieces if piece is not None) > LARGE
-    with ThreadPoolExecutor(torch.get_num_threads() if large else 1) as pool:
-        digests = list((pool.map if large else map)(_digest, pieces))
+    tensors = dict(named)
+    pieces = ((name, slice_of(tensor.detach(), ranks)) for name, tensor in tensors.items())
+    # A pool takes all pieces at once; with tensor parallelism some are copies.
+    in_threads = ranks.tp == 1 and sum(tensor.numel() for tensor in tensors.values()) > LARGE
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        digests = list((pool.map if in_threads else map)(_digest, pieces))
     summed = ranks.add_up(np.array(digests, np.uint64))
-    return dict(zip((name for name, _ in pieces), summed.tolist(), strict=True))
+    return dict(zip(tensors, summed.tolist(), strict=True))
 
 
 def _digest(named: tuple[str, tuple[Tensor, int] | None]) -> int:

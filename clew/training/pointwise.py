@@ -40,17 +40,17 @@ def quicken(model: Any) -> None:
     """Replace these two in a model's architecture, for this process, where a trial shows that values and gradients are
     the same. What it is not for goes through transformers' code as before: other devices and precisions, slices of
     tensor parallelism, heads of which a part is turned."""
-    for module in model.modules():
-        code = sys.modules[type(module).__module__]
+    kinds = {type(module): module for module in model.modules()}
+    for code in {sys.modules[kind.__module__] for kind in kinds}:
         slow = getattr(code, ROTARY, None)
         if slow is not None and _agrees(slow, quick := _rotary(slow), _of_rotation):
             setattr(code, ROTARY, quick)
+    for kind, module in kinds.items():
         epsilon = next((name for name in EPSILONS if hasattr(module, name)), None)
-        slow = type(module).forward
-        if type(module).__name__.endswith("RMSNorm") and epsilon is not None:
-            quick = _norm(slow, epsilon)
-            if _agrees(slow, quick, partial(_of_norm, module)):
-                type(module).forward = quick
+        if kind.__name__.endswith("RMSNorm") and epsilon is not None:
+            quick = _norm(kind.forward, epsilon)
+            if _agrees(kind.forward, quick, partial(_of_norm, module)):
+                kind.forward = quick
 
 
 def _agrees(slow: Computes, quick: Computes, results: Callable[[Computes], list[Tensor]]) -> bool:

@@ -155,6 +155,7 @@ STATUSES: dict[int | str, Any] = {
 
 
 def dialect_of(path: str) -> Dialect:
+    """Whose errors are expected there."""
     return anthropic_messages if path.startswith("/v1/messages") else openai_chat
 
 
@@ -313,4 +314,5 @@ async def disconnected(http: HTTPRequest) -> None:
 
 
 def json_response(content: Any, status: int = 200) -> Response:
+    """As JSON; see `encoded`."""
     return Response(encoded(content), status, media_type="application/json")
