@@ -8,6 +8,7 @@
     ├── ModelError         the model folder: no weights, no tokenizer, another architecture
     ├── RecordError        the run directory: truncated, of a newer format, held by another trainer
     ├── EngineError        the inference side: unreachable, refused a request, loaded the wrong weights
+    │   └── ImageError     an image that cannot be read, or is not where its tokens are
     ├── EpisodeError       one episode failed: workflow, agent or reward; it becomes part of the record
     ├── RolloutError       too many episodes failed, or no batch can ever be formed
     ├── TrainingError      the trainer met a number that it cannot go on with
@@ -41,6 +42,10 @@ class RecordError(ClewError):
 
 class EngineError(ClewError):
     """An inference engine cannot be reached, refused a request, or disagrees with the trainer."""
+
+
+class ImageError(EngineError):
+    """An image cannot be shown to the model: it is none, or its tokens are not where it is said to be."""
 
 
 class EpisodeError(ClewError):

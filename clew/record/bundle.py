@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from clew.errors import RecordError
+from clew.record import rows
 from clew.record.files import explain_disk_errors, read_json
 from clew.record.rows import FORMAT, check_format
 from clew.record.run import RunDirectory, open_run
@@ -42,6 +43,9 @@ def write_bundle(run: RunDirectory, step: int, *, stages_only: bool, to: Path | 
     for each in range(first, step + 1):
         files += [run.steps.data_path(each), run.steps.json_path(each), *run.steps.stage_paths(each)]
     files += [file for folder in folders for file in sorted(folder.rglob("*")) if file.is_file()]
+    for each in range(first, step + 1):
+        shown = rows.images_of(rows.read_table(run.steps.data_path(each))) if run.steps.has_data(each) else []
+        files += sorted({run.media.path(name) for names in shown for name in names} - set(files))
     missing = [file for file in files if not file.exists()]
     if missing:
         raise RecordError(

@@ -90,12 +90,19 @@ def digest_rows(batch: SequenceABC[Sequence]) -> dict[str, int]:
     digests += (np.array([row.reward for row in batch]).view(np.uint64) + np.uint64(1)) * np.uint64(
         _salt("reward", "<f8")
     )
+    if any(row.images for row in batch):
+        digests += np.array([digest_images(row.images) for row in batch], np.uint64)
     for name in ("input_ids", "loss_mask", "logprobs", "versions", "temperatures"):
         flat_S = np.concatenate([getattr(row, name) for row in batch])
         bits_S = flat_S.view(f"u{flat_S.dtype.itemsize}").astype(np.uint64)
         sums = np.concatenate([[np.uint64(0)], np.cumsum((bits_S + np.uint64(1)) * mixed_S, dtype=np.uint64)])
         digests += (sums[starts[1:]] - sums[starts[:-1]]) * np.uint64(_salt(name, flat_S.dtype.str))
     return dict(zip((row.id for row in batch), digests.tolist(), strict=True))
+
+
+def digest_images(names: SequenceABC[str]) -> int:
+    """Of the images of a row, which are named by their content; 0 where there are none."""
+    return sum(_salt(f"image {place} {name}", "<u8") for place, name in enumerate(names)) & _MASK
 
 
 def digest_batch(digests: Mapping[str, int]) -> str:

@@ -22,8 +22,8 @@ import pyarrow.parquet as pq
 from clew.errors import RecordError
 from clew.record.files import write_bytes
 
-FORMAT = 1
-"""Version of this table. A reader refuses a newer one."""
+FORMAT = 2
+"""Version of this table. A reader refuses a newer one. (1 had no images.)"""
 
 SCHEMA = pa.schema(
     [
@@ -41,6 +41,7 @@ SCHEMA = pa.schema(
         pa.field("finish_reason", pa.string()),
         pa.field("data", pa.string()),
         pa.field("interactions", pa.string()),
+        pa.field("images", pa.list_(pa.string())),
         pa.field("error", pa.string()),
         pa.field("admitted_version", pa.int32()),
         pa.field("admitted_at", pa.float64()),
@@ -94,6 +95,8 @@ class Sequence:
     """The prompt's row of the data set."""
     interactions: list[dict[str, Any]] = field(default_factory=list)
     """Messages or text, sampling parameters, seed, times of each interaction of this sequence."""
+    images: list[str] = field(default_factory=list)
+    """What the model was shown, in the order of their tokens: names of files in media/."""
     error: str | None = None
     admitted_version: int = 0
     """The published version when the group was admitted."""
@@ -136,7 +139,8 @@ def to_table(sequences: SequenceABC[Sequence]) -> pa.Table:
 def from_table(table: pa.Table) -> list[Sequence]:
     """The rows of a table that `read_table` returned; columns of a later, compatible format are left out."""
     aligned = {name: split_lists(table.column(name), dtype) for name, dtype in ALIGNED.items()}
-    plain = {name: table.column(name).to_pylist() for name in SCHEMA.names if name not in ALIGNED}
+    plain = {name: table.column(name).to_pylist() for name in SCHEMA.names if name not in (*ALIGNED, "images")}
+    plain["images"] = images_of(table)
     rows = []
     for i in range(table.num_rows):
         values: dict[str, Any] = {name: column[i] for name, column in plain.items()}
@@ -144,6 +148,13 @@ def from_table(table: pa.Table) -> list[Sequence]:
         values.update({name: column[i] for name, column in aligned.items()})
         rows.append(Sequence(**values))
     return rows
+
+
+def images_of(table: pa.Table) -> list[list[str]]:
+    """Of each row; a table of format 1 has none."""
+    if "images" not in table.column_names:
+        return [[] for _ in range(table.num_rows)]
+    return [names or [] for names in table.column("images").to_pylist()]
 
 
 def split_lists(column: pa.ChunkedArray, dtype: type) -> list[np.ndarray]:

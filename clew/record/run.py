@@ -22,6 +22,7 @@ from clew.processes import hold_lock
 from clew.record import rows
 from clew.record.files import read_json, remove_strays, write_bytes, write_json
 from clew.record.inbox import Inbox
+from clew.record.media import Media
 from clew.record.steps import Steps
 from clew.record.weights import WeightRef
 
@@ -62,6 +63,7 @@ class RunDirectory:
             folder.mkdir(parents=True, exist_ok=True)
         self.inbox = Inbox(path / "inbox")
         self.steps = Steps(path / "steps")
+        self.media = Media(path / "media")
 
     def hold(self, role: str) -> IO[str]:
         """Be the one `role` ("trainer", "rollout", "server") of this run until the process ends. Raises RecordError."""
@@ -107,6 +109,17 @@ class RunDirectory:
     def facts(self) -> dict[str, Any]:
         """What run.json says; empty before the first `describe`."""
         return read_json(self.run_json) if self.run_json.exists() else {}
+
+    def prune(self, before: int) -> None:
+        """Remove the data of the steps before `before`, and images that nothing refers to any more."""
+        self.steps.prune(before)
+        self.media.prune(self._shown)
+
+    def _shown(self) -> set[str]:
+        """The names of the images that any sequence on record refers to."""
+        files = [path for folder in (self.steps.folder, self.rejected, self.evals) for path in folder.glob("*.parquet")]
+        tables = [*map(rows.read_table, files), *self.inbox.scan().values()]
+        return {name for table in tables for row in rows.images_of(table) for name in row}
 
     # Groups ----------------------------------------------------------------------------------------------------------
 

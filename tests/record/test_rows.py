@@ -128,7 +128,7 @@ def test_a_flipped_bit_is_found(file: Path) -> None:
 def test_a_newer_format_is_refused(file: Path) -> None:
     table = pq.read_table(file).replace_schema_metadata({"clew_format": str(rows.FORMAT + 1)})
     pq.write_table(table, file)
-    with pytest.raises(RecordError, match=r"is a record of format 2; this Clew reads formats up to 1\. Upgrade Clew"):
+    with pytest.raises(RecordError, match=r"is a record of format 3; this Clew reads formats up to 2\. Upgrade Clew"):
         rows.read_table(file)
 
 

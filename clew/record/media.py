@@ -1,0 +1,69 @@
+"""media/: images that sequences refer to, one file each, named by their content: an image that many turns show lies
+there once."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from clew.errors import RecordError
+from clew.record.files import write_bytes
+
+UNUSED_S = 86400.0
+"""How long an image is kept that nothing refers to: the episode that shows it may still be running."""
+
+_KINDS = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpg", b"GIF8": "gif", b"RIFF": "webp"}
+"""Endings, by how such files begin."""
+
+
+def media_name(content: bytes) -> str:
+    """32 hexadecimal digits of its SHA-256, and what kind of file it is."""
+    kind = next((kind for start, kind in _KINDS.items() if content.startswith(start)), "bin")
+    return f"{hashlib.sha256(content).hexdigest()[:32]}.{kind}"
+
+
+class Media:
+    """The folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def put(self, content: bytes) -> str:
+        """Keep it; returns its name. To be called before anything that refers to it is written."""
+        name = media_name(content)
+        try:
+            os.utime(self.folder / name)
+        except FileNotFoundError:
+            self.folder.mkdir(exist_ok=True)
+            write_bytes(self.folder / name, content)
+        return name
+
+    def path(self, name: str) -> Path:
+        return self.folder / name
+
+    def read(self, name: str) -> bytes:
+        """Raises RecordError: missing, altered."""
+        try:
+            content = self.path(name).read_bytes()
+        except FileNotFoundError:
+            raise RecordError(
+                f"{self.path(name)} is missing, which a sequence shows. Restore it from a copy of the run directory."
+            ) from None
+        if media_name(content) != name:
+            raise RecordError(
+                f"{self.path(name)} has other content than when it was written ({len(content)} bytes). Restore it from "
+                f"a copy of the run directory."
+            )
+        return content
+
+    def prune(self, referred: Callable[[], set[str]]) -> None:
+        """Remove what was not shown to a model for a day, and is not among the names that the record refers to."""
+        since = time.time() - UNUSED_S
+        old = [path for path in self.folder.glob("[!.]*") if path.stat().st_mtime < since]
+        kept = referred() if old else set()
+        for path in old:
+            if path.name not in kept:
+                path.unlink(missing_ok=True)
