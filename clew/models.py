@@ -32,11 +32,25 @@ def pick_device(device: Literal["auto", "cpu", "cuda"]) -> torch.device:
 
 
 def load_model(path: str, dtype: Literal["float32", "bfloat16", "float64"], device: torch.device) -> PreTrainedModel:
-    """A causal language model in eval mode, from a folder or the hub. Raises ModelError, also when the folder lacks
-    some of its weights, which would be random."""
-    from transformers import AutoModelForCausalLM
+    """A causal language model in eval mode, from a folder or the hub; of an architecture that takes images all of it.
+    Raises ModelError, also when the folder lacks some of its weights, which would be random."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    return _load(AutoModelForCausalLM, path, dtype, device, "model.path")
+    kind = AutoModelForCausalLM if sees(path) == "no" else AutoModelForImageTextToText
+    return _load(kind, path, dtype, device, "model.path")
+
+
+def sees(path: str) -> Literal["no", "perhaps", "always"]:
+    """Whether the causal language model in a folder or on the hub takes images. perhaps: where a processor for them
+    lies beside it. no: also where its architecture has a language model apart from what sees, which is taken then."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    kind: Any = type(config_of(path))
+    if kind not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return "no"
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return "always"
+    return "perhaps" if MODEL_FOR_CAUSAL_LM_MAPPING[kind] is MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[kind] else "no"
 
 
 HEAD = "score"
@@ -97,7 +111,7 @@ def _load(
                 f"smaller one, or model.dtype=bfloat16."
             ) from error
         what = "causal language model" if new is None else "model with a value head"
-        raise ModelError(f"cannot load a {what} from {path}: {error}") from error
+        raise ModelError(f"cannot load a {what} from {path}: {first_line(error)}") from error
     finally:
         transformers_logging.set_verbosity(verbosity)
     model, loading = loaded
@@ -163,15 +177,20 @@ def width_of(model: PreTrainedModel) -> int:
 
 def context_of(path: str) -> int | None:
     """How many tokens the model takes that a folder or hub name holds; None where its configuration does not say."""
+    config = config_of(path)
+    return None if config is None else getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def config_of(path: str) -> Any:
+    """Of a folder or hub name; None where there is none: whoever loads the model says what is wrong."""
     from transformers import AutoConfig
 
     if not path:  # transformers would look here
         return None
     try:
-        config: Any = AutoConfig.from_pretrained(os.path.expanduser(path))  # noqa: PTH111 - as above
+        return AutoConfig.from_pretrained(os.path.expanduser(path))  # noqa: PTH111 - as above
     except (OSError, ValueError):
         return None
-    return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import string
 from pathlib import Path
 from typing import Any
 
+import PIL.Image
 import torch
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n"
 SPECIAL = ("<pad>", "<eos>", "<unk>", "<|user|>", "<|assistant|>", "<|system|>")
@@ -115,3 +123,127 @@ def tiny_model(
     model.generation_config.pad_token_id = 0
     model.save_pretrained(str(folder))
     return model
+
+
+SEEING_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<image>{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
+    "{% if message['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def seeing_model(folder: Path | str, family: str = "llava", *, scale: float = 0.3, context: int = 256) -> Any:
+    """A random model that takes images, with its tokenizer and processor; returns its processor.
+
+    family: llava (4 tokens an image of any size), paddleocr_vl (a token for each 8 x 8 pixels, with positions in two
+    dimensions, as Qwen's have), gemma3 (whose tokens of an image see one another).
+    """
+    tokens = {"image_token": "<image>", "boi_token": "<boi>", "eoi_token": "<eoi>"}
+    base = tiny_tokenizer(folder)
+    tokenizer: Any = PreTrainedTokenizerFast(
+        tokenizer_object=base._tokenizer,  # pyright: ignore[reportAttributeAccessIssue]
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        bos_token="<eos>" if family == "gemma3" else None,
+        extra_special_tokens=tokens,
+        additional_special_tokens=["<|user|>", "<|assistant|>", "<|system|>"],
+        clean_up_tokenization_spaces=False,
+        chat_template=SEEING_TEMPLATE,
+    )
+    ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in tokens.items()}
+    text: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "pad_token_id": 0,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": context,
+    }
+    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    processor = _PROCESSORS[family](tokenizer, text, vision)
+    config = AutoConfig.for_model(family, text_config=text, vision_config=vision, **_configured(family, ids))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model: Any = AutoModelForImageTextToText.from_config(config).eval()
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1 or "bias" in name:
+                torch.nn.init.normal_(parameter, std=scale)
+    model.generation_config.eos_token_id = 1
+    model.generation_config.pad_token_id = 0
+    model.save_pretrained(str(folder))
+    processor.save_pretrained(str(folder))
+    return processor
+
+
+def _configured(family: str, ids: dict[str, int]) -> dict[str, Any]:
+    if family == "llava":
+        return {
+            "image_token_index": ids["image_token"],
+            "vision_feature_select_strategy": "default",
+            "vision_feature_layer": -1,
+        }
+    if family == "gemma3":
+        return {
+            "image_token_index": ids["image_token"],
+            "boi_token_index": ids["boi_token"],
+            "eoi_token_index": ids["eoi_token"],
+            "mm_tokens_per_image": 4,
+        }
+    return {
+        "image_token_id": ids["image_token"],
+        "video_token_id": 990,
+        "vision_start_token_id": 991,
+        "vision_end_token_id": 992,
+    }
+
+
+def _llava(tokenizer: Any, text: dict[str, Any], vision: dict[str, Any]) -> Any:
+    from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
+    from transformers.models.llava.processing_llava import LlavaProcessor
+
+    text["model_type"] = "qwen2"
+    vision |= {"model_type": "clip_vision_model", "image_size": 16, "patch_size": 8}
+    images = LlavaImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
+    given = {"vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    return LlavaProcessor(images, tokenizer, patch_size=8, chat_template=SEEING_TEMPLATE, **given)
+
+
+def _paddle(tokenizer: Any, text: dict[str, Any], vision: dict[str, Any]) -> Any:
+    from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import PaddleOCRVLImageProcessorPil
+    from transformers.models.paddleocr_vl.processing_paddleocr_vl import PaddleOCRVLProcessor
+
+    text["rope_parameters"] = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
+    vision |= {"image_size": 32, "patch_size": 4}
+    images = PaddleOCRVLImageProcessorPil(
+        patch_size=4, merge_size=2, temporal_patch_size=1, size={"shortest_edge": 64, "longest_edge": 1024}
+    )
+    return PaddleOCRVLProcessor(images, tokenizer, chat_template=SEEING_TEMPLATE)
+
+
+def _gemma(tokenizer: Any, text: dict[str, Any], vision: dict[str, Any]) -> Any:
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+    from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+
+    text |= {"layer_types": ["full_attention"] * 2, "query_pre_attn_scalar": 8}
+    vision |= {"image_size": 16, "patch_size": 4}
+    template = SEEING_TEMPLATE.replace("<image>", "<boi>")
+    images = Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
+    return Gemma3Processor(images, tokenizer, image_seq_length=4, chat_template=template)
+
+
+_PROCESSORS = {"llava": _llava, "paddleocr_vl": _paddle, "gemma3": _gemma}
+
+
+def picture(color: str, width: int = 24, height: int = 16) -> bytes:
+    """A PNG file."""
+    file = io.BytesIO()
+    PIL.Image.new("RGB", (width, height), color).save(file, "PNG")
+    return file.getvalue()

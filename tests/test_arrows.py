@@ -10,23 +10,32 @@ CLEW = Path(__file__).parent.parent / "clew"
 EVERYWHERE = {"clew", "clew.errors", "clew.config", "clew.algorithms", "clew.waits", "clew.processes"}
 MAY_IMPORT = {
     "record": set(),
-    "inference": {"clew.record", "clew.models", "clew.listening"},
+    "inference": {"clew.record", "clew.models", "clew.vision", "clew.listening"},
     "rollout": {
         "clew.record",
         "clew.data",
         "clew.dotted",
         "clew.listening",
         "clew.models",
+        "clew.vision",
         "clew.inference.protocol",
         "clew.inference.resubmit",
         "clew.inference.client",
         "clew.inference.found",
     },
-    "training": {"clew.record", "clew.data", "clew.dotted", "clew.models"},
+    "training": {"clew.record", "clew.data", "clew.dotted", "clew.models", "clew.vision"},
     "trainer": {"clew.record", "clew.rollout", "clew.inference", "clew.training", "clew.models", "clew.data"},
     "launch": {"clew.record"},
     "view": {"clew.record"},
-    "diagnose": {"clew.record", "clew.inference", "clew.rollout", "clew.training", "clew.trainer", "clew.models"},
+    "diagnose": {
+        "clew.record",
+        "clew.inference",
+        "clew.rollout",
+        "clew.training",
+        "clew.trainer",
+        "clew.models",
+        "clew.vision",
+    },
 }
 TORCH_FREE = ("record", "launch", "view")
 

@@ -69,6 +69,7 @@ class RecordedModel(Session):
         input_ids: list[int],
         *,
         prompt: str | list[dict[str, Any]] | None = None,
+        images: Sequence[bytes] = (),
         index: int | None = None,
         **overrides: Any,
     ) -> Interaction:
@@ -89,7 +90,7 @@ class RecordedModel(Session):
                 f"request {index} is not in the record of {self.episode_id}: the agent asks something else than then."
             )
         self.replay.live += 1
-        return await super().generate(input_ids, prompt=prompt, index=index, **overrides)
+        return await super().generate(input_ids, prompt=prompt, images=images, index=index, **overrides)
 
     def _difference(self, index: int, prompt: Any) -> list[str]:
         if not self._unused:

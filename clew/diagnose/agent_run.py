@@ -20,6 +20,7 @@ from clew.rollout.gateway.sessions import Limits
 from clew.rollout.gateway.thread import GatewayThread
 from clew.rollout.rewards import checked
 from clew.rollout.session import Resources
+from clew.vision import load_vision
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -73,6 +74,7 @@ async def run_agent(
         prompt_column="prompt",
         reward=None,
         context=context_of(found.model),
+        vision=load_vision(found.model) if found.takes_images else None,
     )
     try:
         for number, row in enumerate(rows):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +55,7 @@ class RecordedSession(Session):
         input_ids: list[int],
         *,
         prompt: str | list[dict[str, Any]] | None = None,
+        images: SequenceABC[bytes] = (),
         index: int | None = None,
         **overrides: Any,
     ) -> Interaction:
@@ -143,6 +145,7 @@ def _interaction(row: Sequence, said: dict[str, Any]) -> Interaction:
         matched=said.get("matched"),
         id=said["id"],
         index=said["turn"],
+        images=tuple(said.get("images", ())),
         text=said["completion"],
         params=SamplingParams(**sampling, seed=said["seed"]),
         prompt=said["prompt"],

@@ -107,7 +107,7 @@ class Application:
             await _respond(send, status, {"error": {"message": str(error), "type": type(error).__name__}})
 
     async def _one(self, call: Call, ask: Ask, ids: list[int]) -> dict[str, Any]:
-        completion = await self.engine.generate(ids, ask.params, request_id=ask.rid)
+        completion = await self.engine.generate(ids, ask.params, images=ask.images, request_id=ask.rid)
         return self._answer(call, ask, ids, completion)
 
     def _answer(self, call: Call, ask: Ask, ids: list[int], completion: Completion) -> dict[str, Any]:
@@ -169,10 +169,13 @@ class Application:
                     ended=False,
                 )
 
-            put(await self.engine.generate(ids, ask.params, request_id=ask.rid, on_token=on_token), ended=True)
+            completion = await self.engine.generate(
+                ids, ask.params, images=ask.images, request_id=ask.rid, on_token=on_token
+            )
+            put(completion, ended=True)
 
-        for _, ids in asks:
-            self.engine.core.check(ids, asks[0][0].params)  # refusals come before the first event
+        for ask, ids in asks:
+            self.engine.core.check(ids, ask.params, ask.images)  # refusals come before the first event
         await send(
             {
                 "type": "http.response.start",
@@ -264,6 +267,7 @@ def _admin(application: Application) -> FastAPI:
                 "model_path": application.model_path,
                 "tokenizer_path": application.model_path,
                 "is_generation": True,
+                "has_image_understanding": engine.core.vision is not None,
                 "weight_version": str(await engine.version()),
                 "max_context_length": engine.core.context,
                 "running": engine.core.running(),

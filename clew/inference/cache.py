@@ -63,6 +63,8 @@ class RowCache(Cache):
         self.logprobs = torch.zeros(0, 0, device=device)
         self.starts: list[int] = []
         """Column of each row's first token."""
+        self.ahead: list[int] = []
+        """By how much the position of each row's next token is ahead of its columns: not 0 after some images."""
         self.layout = 0
         """Counts the storages: another number, other tensors."""
         self.column = 0
@@ -72,6 +74,8 @@ class RowCache(Cache):
         self.mask: Tensor | None = None
         """[rows, 1, 1, columns], 0 or the least number; None where all rows start together."""
         self.starts_R1 = torch.zeros(0, 1, dtype=torch.int64, device=device)
+        self.origins_R1 = self.starts_R1
+        """The column from which each row counts its positions."""
 
     @property
     def rows(self) -> int:
@@ -102,9 +106,11 @@ class RowCache(Cache):
 
     # Rows come and go -----------------------------------------------------------------------------------------------
 
-    def join(self, filled: PrefillCache, sources: list[int], prompts: list[list[int]], longest: int) -> None:
+    def join(
+        self, filled: PrefillCache, sources: list[int], prompts: list[list[int]], longest: int, ahead: int = 0
+    ) -> None:
         """Append a row for each prompt, with the keys and values of row sources[i] of `filled` (which ends at its
-        last column). longest: the longest that any row, old or new, may become."""
+        last column). longest: the longest that any row, old or new, may become. ahead: see the attribute."""
         self._make_room(self.rows + len(prompts), longest, max(map(len, prompts)), filled)
         n, end = self.rows, self.column
         start = end - filled.keys[0].shape[2]
@@ -112,6 +118,7 @@ class RowCache(Cache):
         index = torch.tensor(sources, device=self.tokens.device)
         for own, other in zip(self.keys + self.values, filled.keys + filled.values, strict=True):
             own[n : n + len(prompts), :, start + skipped : end] = other[:, :, skipped:].index_select(0, index)
+        self.ahead += [ahead] * len(prompts)
         self._seat(prompts)
 
     def remove(self, leaving: list[int]) -> None:
@@ -126,7 +133,9 @@ class RowCache(Cache):
                 own[target] = own[source]
             for source_row, target_row in zip(sources, targets, strict=True):
                 self.starts[target_row] = self.starts[source_row]
-        del self.starts[self.rows - len(leaving) :]
+                self.ahead[target_row] = self.ahead[source_row]
+        left = self.rows - len(leaving)
+        del self.starts[left:], self.ahead[left:]
         if not self.starts:
             self.column = 0
         self._refresh()
@@ -199,6 +208,9 @@ class RowCache(Cache):
         """Bring `first` and `mask` up to date with `starts`."""
         self.first = min(self.starts, default=self.column)
         self.starts_R1 = torch.tensor(self.starts, dtype=torch.int64, device=self.tokens.device).unsqueeze(1)
+        self.origins_R1 = self.starts_R1
+        if any(self.ahead):
+            self.origins_R1 = self.starts_R1 - torch.tensor(self.ahead, device=self.tokens.device).unsqueeze(1)
         if not self.starts or max(self.starts) == self.first:
             self.mask = None
             return

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
 import aiohttp
 import orjson
 
-from clew.errors import EngineError
+from clew.errors import EngineError, ImageError
 from clew.inference.protocol import (
     Completion,
     EngineUnreachable,
@@ -35,7 +36,13 @@ class HTTPEngine:
         self._session: aiohttp.ClientSession | None = None
 
     async def generate(
-        self, input_ids: list[int], params: SamplingParams, *, request_id: str = "", on_token: OnToken | None = None
+        self,
+        input_ids: list[int],
+        params: SamplingParams,
+        *,
+        images: Sequence[bytes] = (),
+        request_id: str = "",
+        on_token: OnToken | None = None,
     ) -> Completion:
         """See the protocol. Raises EngineUnreachable when the server is away or not ready."""
         body: dict[str, Any] = {
@@ -44,6 +51,8 @@ class HTTPEngine:
             "return_logprob": True,
             "clew": {"continues": params.continues, "exact_stop": True, "text": False, "deltas": True},
         }
+        if images:
+            body["image_data"] = [base64.b64encode(image).decode() for image in images]
         if request_id:
             body["rid"] = request_id
         if on_token is None:
@@ -165,7 +174,7 @@ class HTTPEngine:
     def _refuse(self, path: str, status: int, content: bytes) -> NoReturn:
         if status == 503:
             raise EngineUnreachable(self.address, _message(content))
-        known = (RequestTooLong, SchemaUnsupported)
+        known = (RequestTooLong, SchemaUnsupported, ImageError)
         refusal = next((each for each in known if b'"%s"' % each.__name__.encode() in content), EngineError)
         raise refusal(f"inference server {self.address} refused {path} ({status}): {_message(content)}")
 

@@ -7,14 +7,15 @@ An engine is synchronous and single-threaded here: `submit`, `step` until there 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from clew.errors import EngineError
+from clew.errors import EngineError, ImageError
 from clew.inference.protocol import (
     Completion,
     FinishReason,
@@ -25,6 +26,7 @@ from clew.inference.protocol import (
 )
 from clew.inference.weights import copy_weights
 from clew.record.weights import WeightRef
+from clew.vision import Vision
 
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 """By how much (nats) the probe's logprob may differ between trainer and engine."""
@@ -37,6 +39,7 @@ class Request:
     id: str
     input_ids: list[int]
     params: SamplingParams
+    images: tuple[bytes, ...] = ()
     on_token: OnToken | None = None
     """Called on the engine's thread."""
     stop_ids: tuple[int, ...] = field(init=False, default=())
@@ -57,15 +60,21 @@ Finished = tuple[Request, Completion]
 class Core:
     """The base of `EmbeddedEngine` and `ReferenceEngine`."""
 
-    def __init__(self, model: Any, tokenizer: Any) -> None:
+    def __init__(self, model: Any, tokenizer: Any, vision: Vision | None = None) -> None:
         """model: a causal language model of transformers, in eval mode. tokenizer: may be None where neither stop
-        strings nor default stop ids are needed."""
+        strings nor default stop ids are needed. vision: of a model that takes images."""
         self.model = model
+        self.vision = vision
         self.tokenizer = tokenizer
         self.device: torch.device = model.device
         self.vocab: int = model.get_output_embeddings().weight.shape[0]
         self.context = int(getattr(_text_config(model), "max_position_embeddings", None) or _UNBOUNDED)
         self.default_stop_ids = _default_stop_ids(model, tokenizer, self.vocab)
+        self.never_drawn: Tensor | None = None
+        """[1, vocab] bool: what stands for images, which the model itself has none of."""
+        if vision is not None:
+            self.never_drawn = torch.zeros(1, self.vocab, dtype=torch.bool, device=self.device)
+            self.never_drawn[0, vision.image_id] = True
         self.version = 0
         self.broken: str | None = None
         """Why nothing is served, after a load that failed."""
@@ -87,9 +96,13 @@ class Core:
     def _abort_running(self, which: Request | str | None) -> list[Finished]:
         raise NotImplementedError
 
-    def score(self, input_ids: list[int]) -> float:
-        """The logprob of the last token given those before, at temperature 1, by the path that serves."""
+    def logprobs(self, input_ids: list[int], images: Sequence[bytes] = ()) -> Tensor:
+        """[vocab] of the token after input_ids, at temperature 1, by the path that serves."""
         raise NotImplementedError
+
+    def score(self, input_ids: list[int]) -> float:
+        """The logprob of the last token given those before."""
+        return float(self.logprobs(input_ids[:-1])[input_ids[-1]])
 
     def cache_bytes(self) -> int:
         """Memory that keys and values take now."""
@@ -108,16 +121,17 @@ class Core:
         """Enter a request in the queue. Raises EngineError when it can never be served."""
         if self.broken:
             raise EngineError(f"the engine serves nothing: {self.broken}")
-        self.check(request.input_ids, request.params)
+        self.check(request.input_ids, request.params, request.images)
         params, length = request.params, len(request.input_ids)
         stop_ids = params.stop_token_ids
         request.stop_ids = self.default_stop_ids if stop_ids is None else stop_ids
         request.limit = min(length + params.max_new_tokens, self.context)
         self.waiting.append(request)
 
-    def check(self, input_ids: list[int], params: SamplingParams) -> None:
-        """Raises EngineError: a prompt empty, too long or not of this vocabulary; parameters that contradict one
-        another or that no step could compute with, so that a request can be refused but never break the engine."""
+    def check(self, input_ids: list[int], params: SamplingParams, images: Sequence[bytes] = ()) -> None:
+        """Raises EngineError: a prompt empty, too long, not of this vocabulary or not of these images; parameters that
+        contradict one another or that no step could compute with, so that a request can be refused but never break the
+        engine."""
         if not input_ids:
             raise EngineError("input_ids is empty: a prompt needs at least one token.")
         if not _whole(input_ids):
@@ -140,6 +154,10 @@ class Core:
             raise EngineError("stop strings need a tokenizer, and this engine has none. Use stop_token_ids.")
         if params.json_schema is not None:
             raise SchemaUnsupported("the embedded engine cannot hold its output to a JSON schema; vLLM and SGLang can.")
+        if images and self.vision is None:
+            raise ImageError("the model takes no images.")
+        if self.vision is not None:
+            self.vision.check(input_ids, images)
 
     @torch.inference_mode()
     def abort(self, which: Request | str | None = None) -> list[Finished]:

@@ -11,10 +11,13 @@ one Python integer, and `clew.inference.fused` for the commonest architecture.
 
 from __future__ import annotations
 
+import io
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import Cache
@@ -26,6 +29,7 @@ from clew.inference.graphs import DecodeGraphs, on_cuda
 from clew.inference.protocol import FinishReason, RequestTooLong
 from clew.inference.reference import ReferenceEngine
 from clew.inference.sampling import RowParams, choose, uniform
+from clew.vision import Vision
 
 log = logging.getLogger("clew.inference")
 
@@ -33,6 +37,9 @@ _AHEAD = 32
 """Steps for which uniform numbers are drawn at once."""
 _PREFILL_TOKENS = 16384
 """Tokens (padding included) of one prefill."""
+SEEN_TOLERANCE = 1e-4
+"""Nats, in float32: between the logprobs after an image on the cached path and the plain one. Some models attend within
+an image to what comes later (Gemma 3); the cached path does not."""
 _PATIENCE = 4
 """Steps that a free row may wait for others, so that one prefill serves several."""
 
@@ -58,18 +65,42 @@ class Row:
         self.watched = bool(request.params.stop) or request.on_token is not None
 
 
+class Prompt:
+    """What a prefill computes: equal for requests that it serves together."""
+
+    __slots__ = ("ids", "images")
+
+    def __init__(self, request: Request) -> None:
+        self.ids, self.images = tuple(request.input_ids), request.images
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Prompt) and (self.ids, self.images) == (other.ids, other.images)
+
+    def __hash__(self) -> int:
+        return hash(self.ids)
+
+
 class EmbeddedEngine(Core):
     """See `Core` for the interface."""
 
-    def __init__(self, model: Any, tokenizer: Any, *, max_running: int = 128, cache_gib: float = 1.0) -> None:
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        vision: Vision | None = None,
+        *,
+        max_running: int = 128,
+        cache_gib: float = 1.0,
+    ) -> None:
         """Takes the model over: its attention is replaced by `clew.inference.attention`."""
-        super().__init__(model, tokenizer)
+        super().__init__(model, tokenizer, vision)
         self.max_running = max_running
-        model.set_attn_implementation(attention.NAME)
+        model.set_attn_implementation(attention.NAME if vision is None else {"text_config": attention.NAME})
         self._fused = fused.build(model)
         self.cache = RowCache(self.device, int(cache_gib * 2**30))
         self.cache.bytes_per_token = self._prefill([[0]])[0].bytes_per_token()
-        self.graphs = DecodeGraphs(self._decode, self._decode_fixed, on_cuda) if self.device.type == "cuda" else None
+        on_graphs = self.device.type == "cuda" and vision is None
+        self.graphs = DecodeGraphs(self._decode, self._decode_fixed, on_cuda) if on_graphs else None
         self._rows: list[Row] = []
         self._tick = 0
         self._waited = 0
@@ -116,9 +147,10 @@ class EmbeddedEngine(Core):
         return False
 
     def _admit(self) -> list[Finished]:
-        """Move requests from the queue to new rows, in order, as far as cache and prefill size allow."""
+        """Move requests from the queue to new rows, in order, as far as cache and prefill size allow. A prompt with
+        images has a prefill of its own."""
         admitted: list[Request] = []
-        prompts: dict[tuple[int, ...], int] = {}
+        prompts: dict[Prompt, int] = {}
         longest = max((row.request.limit for row in self._rows), default=0)
         width = 0
         while self.waiting and len(self._rows) + len(admitted) < self.max_running:
@@ -126,20 +158,22 @@ class EmbeddedEngine(Core):
             longest = max(longest, request.limit)
             if not self.cache.fits(len(self._rows) + len(admitted) + 1, longest):
                 break
-            prompt = tuple(request.input_ids)
-            width = max(width, len(prompt))
+            prompt = Prompt(request)
+            width = max(width, len(request.input_ids))
             if prompt not in prompts:
-                if prompts and (len(prompts) + 1) * width > _PREFILL_TOKENS:
+                alone = request.images or any(each.images for each in prompts)
+                if prompts and (alone or (len(prompts) + 1) * width > _PREFILL_TOKENS):
                     break
                 prompts[prompt] = len(prompts)
             admitted.append(self.waiting.popleft())
         if not admitted:
             return []
         first = len(self._rows)
-        filled, logits = self._prefill([list(prompt) for prompt in prompts])
-        self.prefilled_tokens += sum(map(len, prompts))
-        sources = [prompts[tuple(request.input_ids)] for request in admitted]
-        self.cache.join(filled, sources, [request.input_ids for request in admitted], longest)
+        ids, images = [list(prompt.ids) for prompt in prompts], admitted[0].images
+        filled, logits, ahead = self._prefill_seeing(ids[0], images) if images else (*self._prefill(ids), 0)
+        self.prefilled_tokens += sum(map(len, ids))
+        sources = [prompts[Prompt(request)] for request in admitted]
+        self.cache.join(filled, sources, [request.input_ids for request in admitted], longest, ahead)
         self._rows += [Row(request, self._tick) for request in admitted]
         self._rows_changed()
         if len(prompts) < len(admitted):
@@ -161,11 +195,27 @@ class EmbeddedEngine(Core):
         rows = attention.Rows(None, starts if any(padding) else None)
         return filled, self._forward(ids, positions, filled, rows, width)
 
+    def _prefill_seeing(self, prompt: list[int], images: Sequence[bytes]) -> tuple[PrefillCache, Tensor, int]:
+        """One prompt with images. Returns logits [1, vocab] after it, and by how much the positions of what follows
+        are ahead of its columns: where an image has positions in two dimensions, it takes fewer than tokens."""
+        assert self.vision is not None, "images are refused where nobody can see them"
+        filled, ids_1T = PrefillCache(), torch.tensor([prompt], device=self.device)
+        output = self.model(
+            ids_1T,
+            past_key_values=filled,
+            use_cache=True,
+            logits_to_keep=1,
+            rows=attention.Rows(None),
+            **self.vision.inputs(ids_1T, [images]),
+        )
+        ahead = getattr(self.model.base_model, "rope_deltas", None)
+        return filled, output.logits[:, -1], 0 if ahead is None else int(ahead.item())
+
     def _decode(self, cache: RowCache) -> Tensor:
         """Feed each row's token at `column`. Returns logits [rows, vocab]."""
         n, column = cache.rows, cache.column
         ids = cache.tokens[:n, column : column + 1]
-        positions = column - cache.starts_R1
+        positions = column - cache.origins_R1
         return self._forward(ids, positions, cache, attention.Rows(cache.step_mask()), column - cache.first + 1)
 
     def _decode_fixed(self, step: FixedStep) -> Tensor:
@@ -185,17 +235,21 @@ class EmbeddedEngine(Core):
         return output.logits[:, -1]
 
     @torch.inference_mode()
-    def score(self, input_ids: list[int]) -> float:
-        """By prefill and, where the sequence is long enough, one cached step."""
+    def logprobs(self, input_ids: list[int], images: Sequence[bytes] = ()) -> Tensor:
+        """By prefill and, where there are enough tokens, one cached step."""
         *prompt, last = input_ids
-        if len(prompt) == 1:
-            logits = self._prefill([prompt])[1]
+        if not prompt:
+            logits = self._prefill([input_ids])[1]
         else:
-            cache = RowCache(self.device, self.cache.budget)
-            cache.join(self._prefill([prompt[:-1]])[0], [0], [prompt[:-1]], len(prompt))
-            cache.tokens[0, cache.column] = prompt[-1]
+            cache, ahead = RowCache(self.device, self.cache.budget), 0
+            if images:
+                filled, _, ahead = self._prefill_seeing(prompt, images)
+            else:
+                filled, _ = self._prefill([prompt])
+            cache.join(filled, [0], [prompt], len(input_ids), ahead)
+            cache.tokens[0, cache.column] = last
             logits = self._decode(cache)
-        return torch.log_softmax(logits.float(), -1)[0, last].item()
+        return torch.log_softmax(logits.float(), -1)[0]
 
     # Drawing and ending ----------------------------------------------------------------------------------------------
 
@@ -224,7 +278,7 @@ class EmbeddedEngine(Core):
         cache = self.cache
         n, column = cache.rows, cache.column
         params = self._params if first == 0 else self._stack(self._rows[first:])
-        banned = self._banned(first) if self._tick < self._all_free else None
+        banned = self._banned(first) if self._tick < self._all_free else self.never_drawn
         ids, logprobs = choose(logits, params, self._next_uniforms()[first:], banned)
         cache.tokens[first:n, column] = ids
         cache.logprobs[first:n, column] = logprobs
@@ -259,6 +313,8 @@ class EmbeddedEngine(Core):
             pairs = [(index, token) for index, row in bound for token in row.request.stop_ids]
             self._bans = torch.zeros(len(self._rows), self.vocab, dtype=torch.bool, device=self.device)
             self._bans[tuple(torch.tensor(pairs, device=self.device).T)] = True
+            if self.never_drawn is not None:
+                self._bans |= self.never_drawn
             self._bans_until = min(row.free for _, row in bound)
         return self._bans[first:]
 
@@ -304,26 +360,45 @@ class EmbeddedEngine(Core):
         self.cache = empty
 
 
-def build_engine(model: Any, tokenizer: Any, *, max_running: int = 128, cache_gib: float = 1.0) -> Core:
+def build_engine(
+    model: Any, tokenizer: Any, vision: Vision | None = None, *, max_running: int = 128, cache_gib: float = 1.0
+) -> Core:
     """The embedded engine where it serves this model correctly, else the slow reference (and says so).
 
-    What decides is not a list of names: the fast path must agree with the plain model on a short sequence.
+    What decides is not a list of names: the fast path must agree with the plain model on a short sequence, which shows
+    an image to a model that takes such.
     """
     reason = _unsupported(model)
     if reason is None:
-        reference = ReferenceEngine(model, tokenizer)
+        reference = ReferenceEngine(model, tokenizer, vision)
         length = min(14, reference.context)
         ids = torch.randint(0, reference.vocab, (length,), generator=torch.Generator().manual_seed(0)).tolist()
-        expected = reference.score(ids)
+        images = [] if vision is None else [_stripes()]
+        if vision is not None:
+            ids = [*vision.tokens_of(images[0]), *(each for each in ids if each != vision.image_id)]
+        expected = reference.logprobs(ids, images)
         plain = model.config._attn_implementation
-        engine = EmbeddedEngine(model, tokenizer, max_running=max_running, cache_gib=cache_gib)
-        found = engine.score(ids)
-        if abs(found - expected) <= 10 * PROBE_TOLERANCE.get(model.dtype, 0.1):
+        engine = EmbeddedEngine(model, tokenizer, vision, max_running=max_running, cache_gib=cache_gib)
+        found = engine.logprobs(ids, images)
+        largest = float((found - expected).abs().max())
+        tolerance = 10 * PROBE_TOLERANCE.get(model.dtype, 0.1)
+        if vision is not None and model.dtype == torch.float32:
+            tolerance = SEEN_TOLERANCE
+        if largest <= tolerance:
             return engine
         model.set_attn_implementation(plain)
-        reason = f"the cached path scores a token {found:.5f}, the plain model {expected:.5f}"
+        reason = f"the cached path's logprobs differ from the plain model's by {largest:.2g}"
     log.warning("%s is served by the slow reference, one sequence at a time: %s", type(model).__name__, reason)
-    return ReferenceEngine(model, tokenizer)
+    return ReferenceEngine(model, tokenizer, vision)
+
+
+def _stripes() -> bytes:
+    """An image to try."""
+    import PIL.Image
+
+    file = io.BytesIO()
+    PIL.Image.fromarray(np.linspace(0, 2000, 64 * 64 * 3).astype(np.uint8).reshape(64, 64, 3)).save(file, "PNG")
+    return file.getvalue()
 
 
 def _unsupported(model: Any) -> str | None:

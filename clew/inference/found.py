@@ -20,6 +20,8 @@ class FoundEngine:
     engine: HTTPEngine
     model: str
     """Folder or hub name; its tokenizer is the model's."""
+    takes_images: bool = False
+    """Beside token ids."""
 
 
 async def find_engine(base_url: str, api_key: str = "") -> FoundEngine | None:
@@ -32,8 +34,13 @@ async def find_engine(base_url: str, api_key: str = "") -> FoundEngine | None:
         async with aiohttp.ClientSession(headers=headers) as client:
             async with client.get(f"{root}/get_model_info") as response:
                 if response.status == 200:
-                    model = str((await response.json())["tokenizer_path"])
-                    return FoundEngine(kind="clew serve or SGLang", engine=HTTPEngine(address, api_key), model=model)
+                    said = await response.json()
+                    return FoundEngine(
+                        kind="clew serve or SGLang",
+                        engine=HTTPEngine(address, api_key),
+                        model=str(said["tokenizer_path"]),
+                        takes_images=bool(said.get("has_image_understanding")),
+                    )
             async with client.get(f"{root}/v1/models") as response:
                 listed = (await response.json())["data"] if response.status == 200 else []
     except (aiohttp.ClientError, ValueError, KeyError) as error:

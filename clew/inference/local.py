@@ -11,7 +11,7 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from clew.inference.embedded import build_engine
 from clew.inference.protocol import Completion, EngineUnreachable, OnToken, SamplingParams
 from clew.models import check_vocabulary, load_model, load_tokenizer, pick_device
 from clew.record.weights import WeightRef
+from clew.vision import load_vision
 from clew.waits import waiting
 
 log = logging.getLogger("clew.inference")
@@ -54,7 +55,13 @@ class LocalEngine:
     # protocol.Engine -------------------------------------------------------------------------------------------------
 
     async def generate(
-        self, input_ids: list[int], params: SamplingParams, *, request_id: str = "", on_token: OnToken | None = None
+        self,
+        input_ids: list[int],
+        params: SamplingParams,
+        *,
+        images: Sequence[bytes] = (),
+        request_id: str = "",
+        on_token: OnToken | None = None,
     ) -> Completion:
         """See the protocol."""
         self._refuse_when_broken()
@@ -68,8 +75,8 @@ class LocalEngine:
             (loop.call_soon_threadsafe if self.threaded else loop.call_soon)(on_token, token, logprob)
 
         told = None if on_token is None else tell
-        request = Request(id=request_id, input_ids=input_ids, params=params, on_token=told)
-        self.core.check(input_ids, params)  # on this thread: a refusal is raised at once
+        request = Request(id=request_id, input_ids=input_ids, params=params, images=tuple(images), on_token=told)
+        self.core.check(input_ids, params, images)  # on this thread: a refusal is raised at once
         future = loop.create_future()
         self._futures[request] = future
         self._run(lambda: self._submit(request))
@@ -281,6 +288,7 @@ def load_engine(config: Config, *, gather_s: float = 0.0) -> LocalEngine:
     tokenizer = load_tokenizer(config.model.path)
     model = load_model(config.model.path, config.model.dtype, device)
     check_vocabulary(model, tokenizer, config.model.path)
-    core = build_engine(model, tokenizer, max_running=_at_once(config), cache_gib=config.inference.cache_gib)
+    vision = load_vision(config.model.path)
+    core = build_engine(model, tokenizer, vision, max_running=_at_once(config), cache_gib=config.inference.cache_gib)
     threaded = device.type == "cuda" and config.launch.mode != "inline"
     return LocalEngine(core, threaded=threaded, gather_s=gather_s)

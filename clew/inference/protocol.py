@@ -6,7 +6,7 @@ One protocol serves the embedded engine in this process, `clew serve` over HTTP,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -89,15 +89,22 @@ class Engine(Protocol):
     """An inference engine, as rollout and the weight publisher see it."""
 
     async def generate(
-        self, input_ids: list[int], params: SamplingParams, *, request_id: str = "", on_token: OnToken | None = None
+        self,
+        input_ids: list[int],
+        params: SamplingParams,
+        *,
+        images: Sequence[bytes] = (),
+        request_id: str = "",
+        on_token: OnToken | None = None,
     ) -> Completion:
         """Complete one sequence. An abort (weights are being loaded, or somebody asked) returns the tokens so far
         with finish_reason "abort"; `generate_through_aborts` resubmits them.
 
+        images: files that the tokens show, in order; what stands for each is among input_ids already.
         on_token: called on the caller's event loop with the first tokens of what is returned, in order: with all of
         them, or with fewer where the engine has no stream.
         Raises EngineError: unreachable (then on_token was told nothing), contradictory parameters; RequestTooLong:
-        longer than the context; SchemaUnsupported."""
+        longer than the context; SchemaUnsupported; ImageError: the model takes no images, or not these."""
         ...
 
     async def load_weights(self, ref: WeightRef) -> None:

@@ -6,18 +6,21 @@ state that is not attention.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from clew.inference.core import Core, Finished, Request
 from clew.inference.protocol import Completion, FinishReason
 from clew.inference.sampling import RowParams, choose, uniform
+from clew.vision import Vision
 
 
 class ReferenceEngine(Core):
     """See `Core` for the interface."""
 
-    def __init__(self, model: object, tokenizer: object) -> None:
-        super().__init__(model, tokenizer)
+    def __init__(self, model: object, tokenizer: object, vision: Vision | None = None) -> None:
+        super().__init__(model, tokenizer, vision)
         self._request: Request | None = None
         self._output: list[int] = []
         self._logprobs: list[float] = []
@@ -35,12 +38,13 @@ class ReferenceEngine(Core):
         request, params = self._request, self._request.params
         ids = request.input_ids + self._output
         rows = RowParams.stack([params], self.vocab, self.device)
-        banned = None
+        banned = self.never_drawn
         if len(self._output) < params.min_new_tokens and request.stop_ids:
-            banned = torch.zeros(1, self.vocab, dtype=torch.bool, device=self.device)
-            banned[0, list(request.stop_ids)] = True
+            stops = torch.zeros(1, self.vocab, dtype=torch.bool, device=self.device)
+            stops[0, list(request.stop_ids)] = True
+            banned = stops if banned is None else stops | banned
         uniforms = uniform(rows.seeds, torch.tensor([len(ids)], device=self.device))
-        token, logprob = (x.item() for x in choose(self._logits(ids), rows, uniforms, banned))
+        token, logprob = (x.item() for x in choose(self._logits(ids, request.images), rows, uniforms, banned))
         self._output.append(int(token))
         self._logprobs.append(logprob)
         if request.on_token:
@@ -55,12 +59,14 @@ class ReferenceEngine(Core):
         return []
 
     @torch.inference_mode()
-    def score(self, input_ids: list[int]) -> float:
-        return torch.log_softmax(self._logits(input_ids[:-1]).float(), -1)[0, input_ids[-1]].item()
+    def logprobs(self, input_ids: list[int], images: Sequence[bytes] = ()) -> torch.Tensor:
+        return torch.log_softmax(self._logits(input_ids, images).float(), -1)[0]
 
-    def _logits(self, ids: list[int]) -> torch.Tensor:
+    def _logits(self, ids: list[int], images: Sequence[bytes]) -> torch.Tensor:
         """[1, vocab] after the last token."""
-        return self.model(torch.tensor([ids], device=self.device), use_cache=False).logits[:, -1]
+        ids_1T = torch.tensor([ids], device=self.device)
+        seen = self.vision.inputs(ids_1T, [images]) if self.vision is not None else {}
+        return self.model(ids_1T, use_cache=False, **seen).logits[:, -1]
 
     def _finish(self, reason: FinishReason, matched: int | str | None = None) -> tuple[Request, Completion]:
         request, self._request = self._request, None

@@ -7,6 +7,7 @@ come out without, but for the weights that made each token.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 
 from clew.inference.protocol import Completion, Engine, EngineUnreachable, OnToken, SamplingParams
@@ -21,6 +22,7 @@ async def generate_through_aborts(
     input_ids: list[int],
     params: SamplingParams,
     *,
+    images: Sequence[bytes] = (),
     request_id: str = "",
     on_token: OnToken | None = None,
 ) -> Completion:
@@ -50,7 +52,7 @@ async def generate_through_aborts(
             on_token(token, logprob)
 
         part = await _generate_when_reachable(
-            engine, input_ids + output_ids, rest, request_id, None if on_token is None else tell
+            engine, input_ids + output_ids, rest, images, request_id, None if on_token is None else tell
         )
         output_ids += part.output_ids
         logprobs += part.logprobs
@@ -73,12 +75,17 @@ async def generate_through_aborts(
 
 
 async def _generate_when_reachable(
-    engine: Engine, input_ids: list[int], params: SamplingParams, request_id: str, on_token: OnToken | None
+    engine: Engine,
+    input_ids: list[int],
+    params: SamplingParams,
+    images: Sequence[bytes],
+    request_id: str,
+    on_token: OnToken | None,
 ) -> Completion:
     while True:
         try:
             with waiting(f"completion {request_id}".strip(), unblocks="the inference engine"):
-                return await engine.generate(input_ids, params, request_id=request_id, on_token=on_token)
+                return await engine.generate(input_ids, params, images=images, request_id=request_id, on_token=on_token)
         except EngineUnreachable as error:
             await _until_reachable(engine, error)
 

@@ -7,12 +7,13 @@ What Clew adds travels in one field, `clew`, which SGLang ignores: ``continues``
 
 from __future__ import annotations
 
+import base64
 import difflib
 import random
 from dataclasses import dataclass, replace
 from typing import Any
 
-from clew.errors import EngineError
+from clew.errors import EngineError, ImageError
 from clew.inference.protocol import Completion, SamplingParams
 
 SAMPLING_FIELDS = (
@@ -43,6 +44,7 @@ class Ask:
     text: str | None
     params: SamplingParams
     rid: str
+    images: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +73,7 @@ def parse_call(body: Any, default_stop_ids: tuple[int, ...]) -> Call:
         raise EngineError(f"sampling_params is a list of {len(each)}, and there are {count} prompts.")
     rids = body.get("rid")
     rids = rids if isinstance(rids, list) else [rids or ""] * count if count == 1 else [""] * count
+    shown = _images(body.get("image_data"), count, batch)
     asks: list[Ask] = []
     several = False
     for index in range(count):
@@ -83,6 +86,7 @@ def parse_call(body: Any, default_stop_ids: tuple[int, ...]) -> Call:
                     text=None if texts is None else texts[index],
                     params=params if copies == 1 else _with_seed(params, params.seed + copy),
                     rid=str(rids[index] or ""),
+                    images=shown[index],
                 )
             )
     return Call(
@@ -112,6 +116,25 @@ def _prompts(body: dict[str, Any]) -> tuple[list[list[int]] | None, list[str] | 
         if not isinstance(prompt, list) or not set(map(type, prompt)) <= {int}:
             raise EngineError("input_ids: expected a list of integers, or a list of such lists.")
     return prompts, None, batch
+
+
+def _images(given: Any, count: int, batch: bool) -> list[tuple[bytes, ...]]:
+    """image_data: a file in base64 (also as a data URL), or a list of such; of several prompts, a list of these."""
+    if given is None:
+        return [()] * count
+    each = given if batch else [given]
+    if not isinstance(each, list) or len(each) != count:
+        raise EngineError(f"image_data is for {len(each) if isinstance(each, list) else 1} prompts, of {count}.")
+    return [tuple(map(_image, one if isinstance(one, list) else [] if one is None else [one])) for one in each]
+
+
+def _image(given: Any) -> bytes:
+    try:
+        return base64.b64decode(given.rpartition("base64,")[2], validate=True)
+    except (AttributeError, ValueError):
+        raise ImageError(
+            f"image_data holds {str(given)[:40]!r}; expected files in base64, or data URLs. None is fetched."
+        ) from None
 
 
 def _params(given: Any, clew: dict[str, Any], default_stop_ids: tuple[int, ...]) -> tuple[SamplingParams, int]:

@@ -6,10 +6,11 @@ The behaviour logprobs are those of the distribution after temperature only when
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from clew.errors import EngineError
+from clew.errors import EngineError, ImageError
 from clew.inference.client import HTTPEngine
 from clew.inference.protocol import Completion, OnToken, RequestTooLong, SamplingParams
 from clew.record.weights import WeightRef
@@ -25,9 +26,17 @@ class VLLMEngine(HTTPEngine):
         self.context = context
 
     async def generate(
-        self, input_ids: list[int], params: SamplingParams, *, request_id: str = "", on_token: OnToken | None = None
+        self,
+        input_ids: list[int],
+        params: SamplingParams,
+        *,
+        images: Sequence[bytes] = (),
+        request_id: str = "",
+        on_token: OnToken | None = None,
     ) -> Completion:
         """See the protocol. vLLM itself refuses more tokens than fit, where the protocol ends with length."""
+        if images:
+            raise ImageError(f"{self.address} is a vLLM, which takes no images beside token ids.")
         room = self.context - len(input_ids)
         if room < 1:
             raise RequestTooLong(

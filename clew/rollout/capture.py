@@ -40,6 +40,8 @@ class Interaction:
     text: str
     """The output, decoded without special tokens: for rewards and people, never tokenized again for training."""
     params: SamplingParams
+    images: tuple[str, ...] = ()
+    """Names in media/ of what input_ids show, in order."""
     prompt: str | list[dict[str, Any]] | None
     """What `input_ids` render, where the workflow told: for people."""
     started_at: float
@@ -79,6 +81,7 @@ class Interaction:
             "output_tokens": len(self.output_ids),
             "sampling": sampling,
             "seed": self.params.seed,
+            **({"images": list(self.images)} if self.images else {}),
             "started_at": self.started_at,
             "finished_at": self.finished_at,
             **self.details,
@@ -88,15 +91,16 @@ class Interaction:
 def assemble(interactions: SequenceABC[Interaction], *, individual: bool = False) -> list[list[Interaction]]:
     """The interactions of each sequence, in the order of their indices. individual: each is a sequence of its own.
 
-    Otherwise an interaction extends the longest earlier sequence whose exact tokens its input begins with; without one
-    it starts a new sequence. So each output belongs to exactly one sequence, also when interactions ran side by side.
+    Otherwise an interaction extends the longest earlier sequence whose exact tokens and images its input begins with;
+    without one it starts a new sequence. So each output belongs to exactly one sequence, also when interactions ran
+    side by side.
     """
     sequences: list[list[Interaction]] = []
     for interaction in sorted(interactions, key=lambda each: each.index):
         extended: list[Interaction] | None = None
         for sequence in sequences if not individual else ():
             tokens = sequence[-1].all_ids
-            begins_with = interaction.input_ids[: len(tokens)] == tokens
+            begins_with = interaction.input_ids[: len(tokens)] == tokens and _shows(interaction, sequence[-1].images)
             if begins_with and (extended is None or len(tokens) > len(extended[-1].all_ids)):
                 extended = sequence
         if extended is None:
@@ -104,6 +108,10 @@ def assemble(interactions: SequenceABC[Interaction], *, individual: bool = False
         else:
             extended.append(interaction)
     return sequences
+
+
+def _shows(interaction: Interaction, images: tuple[str, ...]) -> bool:
+    return interaction.images[: len(images)] == images
 
 
 def aligned(sequence: SequenceABC[Interaction]) -> dict[str, np.ndarray]:

@@ -123,6 +123,7 @@ def sequences_of(session: Session, reward: Reward, known: dict[str, Any]) -> lis
             rewards=named(returns[chain[0].id]),
             finish_reason=chain[-1].finish_reason,
             interactions=[interaction.as_dict() for interaction in chain],
+            images=list(chain[-1].images),
             **aligned(chain),
             **known,
         )

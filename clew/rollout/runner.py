@@ -94,7 +94,7 @@ class RolloutRunner:
         self._inline = config.launch.mode == "inline"
         self._workflow = load_workflow(config) if gateway is None else agent_workflow(config, gateway)
         self._reward = load_reward(config)
-        self._resources = resources(config, engine, tokenizer, self._reward)
+        self._resources = resources(config, engine, tokenizer, self._reward, run.media)
 
         settled = run.clean_after_rollout()
         self._next = next(number for number in itertools.count() if group_name(number) not in settled)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 
 from clew.config import server_addresses
 from clew.inference.client import HTTPEngine
@@ -39,7 +40,13 @@ class ServerPool:
         """Address and pid of servers that could not be reached, and until when they are left alone."""
 
     async def generate(
-        self, input_ids: list[int], params: SamplingParams, *, request_id: str = "", on_token: OnToken | None = None
+        self,
+        input_ids: list[int],
+        params: SamplingParams,
+        *,
+        images: Sequence[bytes] = (),
+        request_id: str = "",
+        on_token: OnToken | None = None,
     ) -> Completion:
         """See `Engine.generate`; never unreachable: it waits."""
         if params.json_schema is not None:
@@ -52,7 +59,7 @@ class ServerPool:
             self._load[server.address] = self._load.get(server.address, 0) + 1
             try:
                 engine = self._engine(server)
-                return await engine.generate(input_ids, params, request_id=request_id, on_token=on_token)
+                return await engine.generate(input_ids, params, images=images, request_id=request_id, on_token=on_token)
             except EngineUnreachable as error:
                 log.warning("request %s goes to another server: %s", request_id, error)
                 self._avoided[server.address, server.pid] = time.monotonic() + AVOID_S

@@ -5,17 +5,19 @@ from __future__ import annotations
 import difflib
 import hashlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from clew.config import Config, Sampling
-from clew.errors import ConfigError, EpisodeError
+from clew.errors import ConfigError, EpisodeError, ImageError
 from clew.inference.protocol import Engine, OnToken, SamplingParams
 from clew.inference.resubmit import generate_through_aborts
 from clew.models import context_of
+from clew.record.media import Media, media_name
 from clew.rollout.capture import Interaction
 from clew.rollout.rewards import Reward
+from clew.vision import Sight, load_vision
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,6 +40,10 @@ class Resources:
     turn_discount: float = 1.0
     context: int | None = None
     """Of the model, in tokens, where it is known."""
+    vision: Sight | None = None
+    """Of a model that takes images, and an engine that does."""
+    media: Media | None = None
+    """Where images are kept for the record; None: nothing is recorded."""
     individual: bool = False
     """A sequence an interaction, instead of one for those that extend one another."""
 
@@ -84,6 +90,7 @@ class Session:
         input_ids: list[int],
         *,
         prompt: str | list[dict[str, Any]] | None = None,
+        images: Sequence[bytes] = (),
         index: int | None = None,
         on_token: OnToken | None = None,
         **overrides: Any,
@@ -91,6 +98,7 @@ class Session:
         """Have the model complete `input_ids`, sampled as the configuration says.
 
         prompt: the text or messages that `input_ids` render, for the record.
+        images: files (PNG, JPEG) that the tokens show, in order; `engine.see` makes such tokens.
         index: from `reserve`, where the request's place in the episode was settled before; None takes the next.
         on_token: told the first tokens as they come; all that the engine's stream has.
         overrides: fields of SamplingParams, for this request.
@@ -101,8 +109,10 @@ class Session:
         request_id = self.interaction_id(index)
         params = self._params(overrides, derive_seed(self.resources.seed, request_id))
         started_at = time.time()
+        media = self.resources.media
+        names = tuple((media_name if media is None else media.put)(image) for image in images)
         completion = await generate_through_aborts(
-            self.resources.engine, list(input_ids), params, request_id=request_id, on_token=on_token
+            self.resources.engine, list(input_ids), params, images=images, request_id=request_id, on_token=on_token
         )
         interaction = Interaction.of(
             completion,
@@ -111,12 +121,24 @@ class Session:
             input_ids=list(input_ids),
             text=plain_text(self.tokenizer, completion.output_ids),
             params=params,
+            images=names,
             prompt=prompt,
             started_at=started_at,
             finished_at=time.time(),
         )
         self.interactions.append(interaction)
         return interaction
+
+    def see(self, text: str, images: Sequence[bytes]) -> list[int]:
+        """The tokens of a text with the tokenizer's placeholder (`<image>`, say) in each image's place.
+
+        images: files (PNG, JPEG). Raises ImageError: the model takes none, there are not as many placeholders, one of
+        them is no image."""
+        vision = self.resources.vision
+        if vision is None:
+            raise ImageError("the model takes no images.")
+        encoded: Any = self.tokenizer(vision.expanded(text, images))
+        return list(encoded["input_ids"])
 
     async def reward(self, completion: str, data: dict[str, Any]) -> Reward:
         """What the function rollout.reward gives this text. Raises EpisodeError: it raised, hung, or returned no
@@ -165,8 +187,9 @@ def resources(
     engine: Engine,
     tokenizer: PreTrainedTokenizerBase,
     reward: Callable[[str, dict[str, Any]], Awaitable[Reward]] | None,
+    media: Media | None = None,
 ) -> Resources:
-    """What the configuration says that all episodes share."""
+    """What the configuration says that all episodes share. media: of the record, where there is one."""
     return Resources(
         engine=engine,
         tokenizer=tokenizer,
@@ -176,5 +199,7 @@ def resources(
         reward=reward,
         turn_discount=config.reward.turn_discount,
         context=context_of(tokenizer.name_or_path),
+        vision=load_vision(tokenizer.name_or_path),
+        media=media,
         individual=config.rollout.sequences == "individual",
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
@@ -26,13 +26,21 @@ class Spoken:
         """Called before the n-th token is told; None: no stream."""
         self.requests: list[list[int]] = []
         self.params: list[SamplingParams] = []
+        self.images: list[list[bytes]] = []
         self.failure: Exception | None = None
 
     async def generate(
-        self, input_ids: list[int], params: SamplingParams, *, request_id: str = "", on_token: OnToken | None = None
+        self,
+        input_ids: list[int],
+        params: SamplingParams,
+        *,
+        images: Sequence[bytes] = (),
+        request_id: str = "",
+        on_token: OnToken | None = None,
     ) -> Completion:
         self.requests.append(list(input_ids))
         self.params.append(params)
+        self.images.append(list(images))
         await asyncio.sleep(self.delay_s)
         if self.failure is not None:
             raise self.failure

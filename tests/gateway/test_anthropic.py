@@ -182,7 +182,7 @@ def assistant(*blocks):
         ({"messages": [{"role": "robot", "content": ""}]}, "messages.0", "'robot' is not served here, only"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages.0.content", "valid list"),
         ({"messages": [{"role": "assistant", "content": "The"}]}, "messages", "no prefill"),
-        (user({"type": "image", "source": {}}), "messages.0.content.0", "takes no images"),
+        (user({"type": "image", "source": {}}), "messages.0.content.0.source.type", "Field required"),
         (user({"type": "text"}), "messages.0.content.0.text", "Field required"),
         (user({"type": "document"}), "messages.0.content.0", "'document' is not served"),
         (assistant({"type": "redacted_thinking", "data": "x"}), "messages.0.content.0", "'redacted_thinking' is not"),

@@ -297,7 +297,7 @@ def user(part: Any) -> dict[str, Any]:
         (
             "/chat/completions",
             user({"type": "image_url", "image_url": {"url": IMAGE, "detail": "low"}}),
-            "messages.0.content.1",
+            "messages",
         ),
         (
             "/chat/completions",
@@ -312,13 +312,13 @@ def user(part: Any) -> dict[str, Any]:
                     },
                 ]
             },
-            "messages.2.content.0",
+            "messages",
         ),
         ("/completions", {"prompt": [{"type": "image_url", "image_url": {"url": IMAGE}}]}, "prompt.0"),
         (
             "/responses",
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": IMAGE, "detail": "auto"}]}]},
-            "input.0.content.0.type",
+            "messages",
         ),
         (
             "/responses",
@@ -332,28 +332,30 @@ def user(part: Any) -> dict[str, Any]:
                     },
                 ]
             },
-            "input.1.output.0.type",
+            "messages",
         ),
-        ("/messages", {"max_tokens": 9, **user({"type": "image", "source": SOURCE})}, "messages.0.content.1"),
+        ("/messages", {"max_tokens": 9, **user({"type": "image", "source": SOURCE})}, "messages"),
         (
             "/messages",
             {
                 "max_tokens": 9,
                 **user({"type": "tool_result", "tool_use_id": "c", "content": [{"type": "image", "source": SOURCE}]}),
             },
-            "messages.0.content.1.content.0.type",
+            "messages",
         ),
     ],
 )
-def test_images_are_refused_in_each_dialects_form_where_tokens_are_captured(
+def test_images_are_refused_in_each_dialects_form_by_a_model_that_takes_none(
     running: Running, path: str, body: dict[str, Any], param: str
 ) -> None:
     status, answer = asyncio.run(running.post(path, json.dumps({"model": "x", **body}).encode()))
     error = answer["error"]
     assert status == 400 and error["type"] == "invalid_request_error" and running.engine.requests == []
-    assert error["message"].startswith(f"{param}: ") and len(error["message"]) < 400
-    if path != "/completions":  # which knows no parts
-        assert "is handed tokens, and takes no images" in error["message"]
+    assert len(error["message"]) < 400
+    if path == "/completions":  # which knows no parts
+        assert error["message"].startswith(f"{param}: ")
+    else:
+        assert error["message"] == "the model is handed tokens, and takes no images."
     assert answer["type"] == "error" if path == "/messages" else error["param"] == param
 
 

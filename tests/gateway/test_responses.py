@@ -225,7 +225,11 @@ def test_what_goes_on_from_an_earlier_response_is_only_what_is_new():
         ({"input": []}, "input", "at least 1"),
         ({"input": 3}, "input", "valid list, found '3'"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0", "'item_reference' is not served here, only"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0.type", "no images"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input.0.content.0.image_url",
+            "required",
+        ),
         ({"input": [{"role": "user"}]}, "input.0.content", "Field required"),
         ({"input": [{"type": "reasoning", "id": "r", "encrypted_content": "?"}]}, "input", "is not from here"),
         ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name", "Field required"),

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from clew.config import Config
-from clew.errors import EngineError
+from clew.errors import EngineError, ImageError
 from clew.inference.client import HTTPEngine
 from clew.inference.embedded import build_engine
 from clew.inference.local import LocalEngine
@@ -29,7 +29,8 @@ from clew.models import load_model, load_tokenizer
 from clew.record.run import RunDirectory
 from clew.record.weights import WeightRef
 from clew.trainer.servers import Servers
-from tests.models import tiny_model, tiny_tokenizer
+from clew.vision import load_vision
+from tests.models import picture, seeing_model, tiny_model, tiny_tokenizer
 
 SERVE = "import sys; from clew.config import load; from clew.inference.server import serve; serve(load(sys.argv[1]))"
 PROMPT = [7, 8, 9]
@@ -446,5 +447,42 @@ def test_beyond_loopback_its_administration_wants_a_token(tmp_path: Path) -> Non
 
         asyncio.run(load())
         assert with_engine(server, lambda engine: engine.version()) == 1
+    finally:
+        server.end()
+
+
+@pytest.mark.slow
+def test_images_come_over_http_as_they_would_in_this_process(tmp_path: Path) -> None:
+    seeing_model(tmp_path / "model")
+    path, red = str(tmp_path / "model"), picture("red")
+    tokenizer, vision = load_tokenizer(path), load_vision(path)
+    assert vision is not None
+    here = LocalEngine(build_engine(load_model(path, "float32", torch.device("cpu")), tokenizer, vision))
+    prompt: list[int] = list(tokenizer(vision.expanded("a <image> is", [red]))["input_ids"])
+    params = SamplingParams(max_new_tokens=12, seed=3)
+    server = ServerProcess(tmp_path)
+
+    async def compare() -> None:
+        there, told = HTTPEngine(server.address), []
+        expected = await here.generate(prompt, params, images=[red])
+        assert await there.generate(prompt, params, images=[red]) == expected
+        streamed = await there.generate(
+            prompt, params, images=[red], on_token=lambda token, logprob: told.append((token, logprob))
+        )
+        assert streamed == expected and [token for token, _ in told] == expected.output_ids
+        assert (await there.generate(prompt, params, images=[picture("blue")])).logprobs != expected.logprobs
+        with pytest.raises(ImageError, match=r"7 bytes are no image that can be read"):
+            await there.generate(prompt, params, images=[b"a photo"])
+        with pytest.raises(ImageError, match=r"the 0 images take 0"):
+            await there.generate(prompt, params)
+        async with aiohttp.ClientSession() as client:
+            body = {"input_ids": prompt, "image_data": "https://example.com/cat.png"}
+            async with client.post(f"http://{server.address}/generate", json=body) as refused:
+                assert refused.status == 400 and "None is fetched" in (await refused.json())["error"]["message"]
+        await there.close()
+        await here.close()
+
+    try:
+        asyncio.run(compare())
     finally:
         server.end()

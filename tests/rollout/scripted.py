@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,13 @@ class Scripted:
         self.requests: list[tuple[str, list[int], SamplingParams]] = []
 
     async def generate(
-        self, input_ids: list[int], params: SamplingParams, *, request_id: str = "", on_token: OnToken | None = None
+        self,
+        input_ids: list[int],
+        params: SamplingParams,
+        *,
+        images: Sequence[bytes] = (),
+        request_id: str = "",
+        on_token: OnToken | None = None,
     ) -> Completion:
         self.requests.append((request_id, list(input_ids), params))
         number = len(self.requests)

@@ -27,7 +27,7 @@ LATENCY_S = 0.03
 
 def stressed(cls: type, stuck_s: float = STUCK_S, latency_s: float = LATENCY_S) -> Report:
     tokenizer = byte_tokenizer()
-    return judged(cls, BeforeEngine(StandIn(tokenizer, latency_s=latency_s), tokenizer), stuck_s)
+    return judged(cls, BeforeEngine(StandIn(tokenizer, latency_s=latency_s), tokenizer, None), stuck_s)
 
 
 FAULTS = {

@@ -7,11 +7,12 @@ from pathlib import Path
 
 from clew.config import provider
 from clew.diagnose.stress.on_gateway import BeforeEngine, BeforeProvider, Gateway
-from clew.diagnose.stress.standin import StandIn, byte_tokenizer
+from clew.diagnose.stress.standin import Names, StandIn, byte_tokenizer
 from clew.errors import RecordError
 from clew.inference.found import find_engine
 from clew.models import load_tokenizer
 from clew.record.run import open_run
+from clew.vision import load_vision
 
 RECORDED = 4096
 """Answers that are taken from a run, at most."""
@@ -26,10 +27,12 @@ def answerer(
         found = asyncio.run(find_engine(base_url, api_key))
         if found is None:
             return BeforeProvider(base_url, api_key)
-        return BeforeEngine(found.engine, load_tokenizer(found.model), found.engine.close)
+        sight = load_vision(found.model) if found.takes_images else None
+        return BeforeEngine(found.engine, load_tokenizer(found.model), sight, found.engine.close)
     tokenizer = load_tokenizer(model) if model is not None else byte_tokenizer()
+    vision = load_vision(model) if model is not None else Names()
     texts = _answers(recorded) if recorded is not None else []
-    return BeforeEngine(StandIn(tokenizer, latency_s=latency_s, tokens=tokens, texts=texts), tokenizer)
+    return BeforeEngine(StandIn(tokenizer, latency_s=latency_s, tokens=tokens, texts=texts), tokenizer, vision)
 
 
 def _answers(path: Path) -> list[str]:

@@ -19,6 +19,7 @@ from clew.rollout.gateway.front import PassedOn
 from clew.rollout.gateway.sessions import Limits
 from clew.rollout.gateway.thread import GatewayThread, ServingThread
 from clew.rollout.session import Resources, Session
+from clew.vision import Sight
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,9 +55,10 @@ class BeforeEngine:
         self,
         engine: Engine,
         tokenizer: PreTrainedTokenizerBase,
+        vision: Sight | None,
         close: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """close: of the engine; called at the end."""
+        """vision: of a model that takes images. close: of the engine; called at the end."""
         self.requests = Requests()
         self._shared = Resources(
             engine=Noted(engine, tokenizer, self.requests),
@@ -65,6 +67,7 @@ class BeforeEngine:
             seed=0,
             prompt_column="prompt",
             reward=None,
+            vision=vision,
         )
         self._thread = GatewayThread(Limits(), close)
         self.base_url, self.sessions = self._thread.base_url, self._thread.sessions.count

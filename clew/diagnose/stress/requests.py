@@ -4,6 +4,7 @@ requests are passed on to a provider."""
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -55,10 +56,18 @@ class Noted:
         self._requests = requests
 
     async def generate(
-        self, input_ids: list[int], params: SamplingParams, *, request_id: str = "", on_token: OnToken | None = None
+        self,
+        input_ids: list[int],
+        params: SamplingParams,
+        *,
+        images: Sequence[bytes] = (),
+        request_id: str = "",
+        on_token: OnToken | None = None,
     ) -> Completion:
         came = time.monotonic()
-        completion = await self._engine.generate(input_ids, params, request_id=request_id, on_token=on_token)
+        completion = await self._engine.generate(
+            input_ids, params, images=images, request_id=request_id, on_token=on_token
+        )
         done = time.monotonic()
         self._requests.note(
             Request(

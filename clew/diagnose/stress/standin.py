@@ -44,6 +44,15 @@ def byte_tokenizer() -> PreTrainedTokenizerBase:
     return fast
 
 
+class Names:
+    """The eyes of a stand-in that stands for no particular model: it reads the images' names, as TEMPLATE writes
+    them."""
+
+    def expanded(self, text: str, images: Sequence[bytes]) -> str:
+        """See the protocol."""
+        return text
+
+
 class StandIn:
     """Answers after a set time, with recorded texts or synthetic ones.
 
@@ -75,7 +84,13 @@ class StandIn:
         self._printable: dict[int, bool] = {}
 
     async def generate(
-        self, input_ids: list[int], params: SamplingParams, *, request_id: str = "", on_token: OnToken | None = None
+        self,
+        input_ids: list[int],
+        params: SamplingParams,
+        *,
+        images: Sequence[bytes] = (),
+        request_id: str = "",
+        on_token: OnToken | None = None,
     ) -> Completion:
         if params.json_schema is not None:
             raise SchemaUnsupported("the stand-in cannot hold its output to a JSON schema. Take a server: --base-url.")

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from clew.rollout.gateway.chat import Ask, Form, Message, Refusal, Reply, Stream, ToolCall, encoded, is_utf8, pieces
+from clew.rollout.gateway.images import Base64, Content, by_name, content_of
 from clew.rollout.gateway.strict import LARGEST, Strict, read
 
 KEEP_ALIVE: bytes = b'event: ping\ndata: {"type":"ping"}\n\n'
@@ -54,6 +55,18 @@ def _as_blocks(content: Any) -> Any:
 _Texts = Annotated[list[_Text], BeforeValidator(_as_blocks, json_schema_input_type=str | list[_Text])]
 
 
+class _Source(Strict):
+    type: Literal["base64"] = Field(description="The gateway fetches nothing.")
+    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
+    data: Base64
+
+
+class _Image(Strict):
+    type: Literal["image"]
+    source: _Source
+    cache_control: Any = None
+
+
 class _Thinking(Strict):
     type: Literal["thinking"]
     thinking: str
@@ -73,15 +86,20 @@ class _ToolUse(Strict):
     cache_control: Any = None
 
 
+_Shown = list[Annotated[_Text | _Image, Field(discriminator="type")]]
+
+
 class _ToolResult(Strict):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: _Texts = Field(default_factory=list)
+    content: Annotated[_Shown, BeforeValidator(_as_blocks, json_schema_input_type=str | _Shown)] = Field(
+        default_factory=list
+    )
     is_error: bool = Field(default=False, description="The template gets it as is_error of the tool's message.")
     cache_control: Any = None
 
 
-_UserBlocks = list[Annotated[_Text | _ToolResult, Field(discriminator="type")]]
+_UserBlocks = list[Annotated[_Text | _Image | _ToolResult, Field(discriminator="type")]]
 _AssistantBlocks = list[Annotated[_Text | _Thinking | _ToolUse, Field(discriminator="type")]]
 
 
@@ -185,6 +203,7 @@ def _ask(request: CountRequest, **more: Any) -> Ask:
     return Ask(
         model=request.model,
         messages=_messages(request),
+        images=by_name([block.source.data for block in _parts(request) if isinstance(block, _Image)]),
         tools=[_tool(tool) for tool in request.tools],
         tool_choice={"any": "required", "tool": choice.name or ""}.get(choice.type, choice.type),
         parallel_tool_calls=not choice.disable_parallel_tool_use,
@@ -221,8 +240,16 @@ def _messages(request: CountRequest) -> list[Message]:
     return messages
 
 
-def _joined(blocks: Sequence[Strict]) -> str:
-    return "".join(block.text for block in blocks if isinstance(block, _Text))
+def _parts(request: CountRequest) -> Iterator[Strict]:
+    for message in request.messages:
+        for block in message.content:
+            yield from block.content if isinstance(block, _ToolResult) else [block]
+
+
+def _joined(blocks: Sequence[Strict]) -> Content:
+    """Of texts and images."""
+    shown = (block for block in blocks if isinstance(block, _Text | _Image))
+    return content_of([block.text if isinstance(block, _Text) else block.source.data for block in shown])
 
 
 def _of_user(message: _User, names: dict[str, str]) -> list[Message]:

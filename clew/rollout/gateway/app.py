@@ -207,7 +207,7 @@ def _with_earlier(session: AgentSession, ask: Ask) -> Ask:
     earlier = turn.ask.messages[1 if turn.ask.extras.get("instructions") else 0 :]
     instructions = ask.messages[: 1 if ask.extras.get("instructions") else 0]
     messages = [*instructions, *earlier, message_of(turn.reply), *ask.messages[len(instructions) :]]
-    return replace(ask, messages=messages)
+    return replace(ask, messages=messages, images={**turn.ask.images, **ask.images})
 
 
 def _with_reasoning(session: AgentSession, message: Message) -> Message:

@@ -10,7 +10,7 @@ its provider's JSON; everything else (sessions, tokens, the engine) knows nothin
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -20,7 +20,8 @@ from clew.errors import ClewError
 from clew.rollout.capture import Interaction
 
 Message = dict[str, Any]
-"""As chat templates take them: role (system, user, assistant, tool), content (text), and where they apply
+"""As chat templates take them: role (system, user, assistant, tool), content (text; with images a list of parts, see
+`clew.rollout.gateway.images`), and where they apply
 reasoning_content (text), tool_calls ([{"id", "type": "function", "function": {"name", "arguments": dict}}]),
 tool_call_id and name."""
 
@@ -57,6 +58,8 @@ class Ask:
     model: str
     """As the client named it."""
     messages: list[Message] = field(default_factory=list)
+    images: Mapping[str, bytes] = field(default_factory=dict)
+    """What the messages show, by the names that they have there."""
     text: str | None = None
     """In the place of messages: goes to the model as it is."""
     tools: list[dict[str, Any]] = field(default_factory=list)

@@ -110,7 +110,15 @@ async def _serve(config: Config, url: str, record: Path | None) -> None:
     passed_on = PassedOn(url, api_key)
     if found is not None:
         token = "" if _is_loopback(config.inference.listen) else secrets.token_urlsafe(16)
-        gateway = gateway_on(config, found.engine, load_tokenizer(found.model), found.model, record, token)
+        gateway = gateway_on(
+            config,
+            found.engine,
+            load_tokenizer(found.model),
+            found.model,
+            record,
+            token,
+            sees=found.takes_images,
+        )
     elif not _is_loopback(config.inference.listen):
         raise EngineError(
             f"inference.listen={config.inference.listen} would lend your key for {url} to whoever comes. "

@@ -20,6 +20,7 @@ from clew.rollout.gateway.chat import (
     encoded,
     pieces,
 )
+from clew.rollout.gateway.images import DataURL, by_name, content_of
 from clew.rollout.gateway.strict import LARGEST, Strict, arguments_of, read
 
 KEEP_ALIVE = b": waiting for the model\n\n"
@@ -36,7 +37,17 @@ class _Refused(Strict):
     refusal: str
 
 
-_Part = Annotated[_Text | _Refused, Field(discriminator="type")]
+class _URL(Strict):
+    url: DataURL
+    detail: Any = Field(default=None, description="The model sees an image as its processor makes it.")
+
+
+class _Image(Strict):
+    type: Literal["image_url"]
+    image_url: _URL
+
+
+_Part = Annotated[_Text | _Refused | _Image, Field(discriminator="type")]
 
 
 def _as_parts(content: Any) -> Any:
@@ -192,9 +203,11 @@ def parse(body: dict[str, Any]) -> Ask:
     sampling = sampling_of(request)
     if (limit := request.max_completion_tokens or request.max_tokens) is not None:
         sampling["max_new_tokens"] = limit
+    parts = [part for message in request.messages for part in message.content or ()]
     return Ask(
         model=request.model,
         messages=[message_of(message) for message in request.messages],
+        images=by_name([part.image_url.url for part in parts if isinstance(part, _Image)]),
         tools=tools,
         tool_choice=tool_choice,
         parallel_tool_calls=request.parallel_tool_calls,
@@ -248,8 +261,7 @@ def sampling_of(request: Sampling) -> dict[str, Any]:
 def message_of(message: _Message) -> Message:
     """As chat templates take it."""
     made: Message = {"role": "system" if message.role == "developer" else message.role}
-    said = "".join(part.text if isinstance(part, _Text) else part.refusal for part in message.content or ())
-    made["content"] = said if message.content is not None else message.refusal or ""
+    made["content"] = content_of([_of_part(part) for part in message.content or ()]) or message.refusal or ""
     for name in ("name", "tool_call_id", "reasoning_content"):
         if getattr(message, name):
             made[name] = getattr(message, name)
@@ -263,6 +275,12 @@ def message_of(message: _Message) -> Message:
             for call in message.tool_calls
         ]
     return made
+
+
+def _of_part(part: _Part) -> str | bytes:
+    if isinstance(part, _Image):
+        return part.image_url.url
+    return part.text if isinstance(part, _Text) else part.refusal
 
 
 def respond(ask: Ask, replies: Sequence[Reply]) -> dict[str, Any]:

@@ -22,8 +22,9 @@ from clew.rollout.gateway.chat import (
     encoded,
     pieces,
 )
+from clew.rollout.gateway.images import by_name
 from clew.rollout.gateway.openai_chat import notes_on_strict, refuse, variables_of_effort
-from clew.rollout.gateway.responses_input import Items, messages_of
+from clew.rollout.gateway.responses_input import Items, images_of, messages_of
 from clew.rollout.gateway.strict import LARGEST, Strict, read
 
 __all__ = ["KEEP_ALIVE", "Request", "events", "parse", "refuse", "refuse_in_stream", "respond"]
@@ -152,6 +153,7 @@ def parse(body: dict[str, Any]) -> Ask:
         model=request.model,
         notes=notes_on_strict([tool.name for tool in request.tools if tool.strict]),
         messages=[*instructions, *messages_of(request.input)],
+        images=by_name(images_of(request.input)),
         tools=[
             {"type": "function", "function": tool.model_dump(exclude_none=True, exclude={"type", "strict"})}
             for tool in request.tools

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from clew.rollout.gateway.chat import Message, Refusal
+from clew.rollout.gateway.images import Content, DataURL, content_of
 from clew.rollout.gateway.strict import Strict, arguments_of
 
 
@@ -20,11 +21,19 @@ class _Text(Strict):
     prompt_cache_breakpoint: Any = None
 
 
+class _Image(Strict):
+    type: Literal["input_image"]
+    image_url: DataURL
+    detail: Any = Field(default=None, description="The model sees an image as its processor makes it.")
+    prompt_cache_breakpoint: Any = None
+
+
 def _as_texts(content: Any) -> Any:
     return [{"type": "input_text", "text": content}] if isinstance(content, str) else content
 
 
-_Texts = Annotated[list[_Text], BeforeValidator(_as_texts, json_schema_input_type=str | list[_Text])]
+_Part = Annotated[_Text | _Image, Field(discriminator="type")]
+_Parts = Annotated[list[_Part], BeforeValidator(_as_texts, json_schema_input_type=str | list[_Part])]
 
 
 class _Item(Strict):
@@ -35,7 +44,7 @@ class _Item(Strict):
 class _Message(_Item):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: _Texts
+    content: _Parts
     phase: str | None = None
 
 
@@ -66,7 +75,7 @@ class _FunctionCall(_Item):
 class _FunctionCallOutput(_Item):
     type: Literal["function_call_output"]
     call_id: str
-    output: _Texts
+    output: _Parts
     name: str | None = None
     caller: _Direct | None = None
 
@@ -136,8 +145,20 @@ def _add(said: Message, item: _Message | _Reasoning | _FunctionCall) -> None:
         said["reasoning_id"] = item.id
 
 
-def _joined(texts: Sequence[_Text]) -> str:
-    return "".join(part.text for part in texts)
+def _joined(parts: Sequence[_Part]) -> Content:
+    return content_of([part.text if isinstance(part, _Text) else part.image_url for part in parts])
+
+
+def images_of(items: Sequence[Item]) -> list[bytes]:
+    """What the items show, in order."""
+    parts = [
+        part
+        for item in items
+        for part in (
+            item.content if isinstance(item, _Message) else item.output if isinstance(item, _FunctionCallOutput) else ()
+        )
+    ]
+    return [part.image_url for part in parts if isinstance(part, _Image)]
 
 
 def _reasoning_of(item: _Reasoning) -> str:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clew.config import Config
+from clew.record.run import RunDirectory
 from clew.rollout.gateway.app import application
 from clew.rollout.gateway.paths import AnyBase
 from clew.rollout.gateway.served import ServedSessions
@@ -64,17 +66,29 @@ def gateway_beside(config: Config, record: Path | None) -> Callable[[Any, str], 
     """Made by the server once it has its engine."""
 
     def make(engine: Any, token: str) -> ServedGateway:
-        return gateway_on(config, engine, engine.core.tokenizer, config.model.path, record, token)
+        core = engine.core
+        return gateway_on(
+            config, engine, core.tokenizer, config.model.path, record, token, sees=core.vision is not None
+        )
 
     return make
 
 
 def gateway_on(
-    config: Config, engine: Any, tokenizer: PreTrainedTokenizerBase, model: str, record: Path | None, token: str
+    config: Config,
+    engine: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    model: str,
+    record: Path | None,
+    token: str,
+    *,
+    sees: bool,
 ) -> ServedGateway:
     """In front of an engine of this event loop. model: its folder or hub name. token: of who may open sessions; empty
-    where any key will do."""
-    shared = resources(config, engine, tokenizer, None)
+    where any key will do. sees: whether the engine takes images."""
+    shared = resources(config, engine, tokenizer, None, RunDirectory(record).media if record is not None else None)
+    if not sees:
+        shared = replace(shared, vision=None)
     names = dict.fromkeys([model, Path(model).name])
     sessions = ServedSessions(shared, list(names), token=token, record=record)
     return ServedGateway(sessions, tokenizer, token)

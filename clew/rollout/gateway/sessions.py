@@ -20,6 +20,7 @@ from clew.inference.protocol import EngineUnreachable, RequestTooLong, SchemaUns
 from clew.listening import LARGE_TEXT
 from clew.rollout.capture import Interaction
 from clew.rollout.gateway.chat import Ask, Message, Refusal, Reply, Stream, Token, ToolCall
+from clew.rollout.gateway.images import shown_in
 from clew.rollout.gateway.speech import Draft, Speech, Transcript
 from clew.rollout.gateway.tools import (
     CALL_CLOSES,
@@ -91,7 +92,7 @@ class AgentSession:
         self.started_at = time.time()
         self.last_used = time.monotonic()
         self._limits = limits
-        self._turns = Turns(session.tokenizer, session.resources.context)
+        self._turns = Turns(session.tokenizer, session.resources.context, session.resources.vision)
         self._requests: list[Request] = []
         self._failed: Counter[bytes] = Counter()
         """Requests that were answered with an error, by fingerprint: as many retries of them are new attempts."""
@@ -308,6 +309,7 @@ class AgentSession:
         interaction = await self.session.generate(
             prompt.input_ids,
             prompt=ask.text if ask.text is not None else ask.messages,
+            images=[ask.images[name] for name in shown_in(ask.messages)],
             index=index,
             on_token=draft.add if draft is not None else None,
             **sampling,

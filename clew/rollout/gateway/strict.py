@@ -12,12 +12,7 @@ from clew.rollout.gateway.chat import Refusal
 LARGEST = 2**31 - 1
 """Of the counts that a client may send."""
 
-_NO_IMAGES = "the model is handed tokens, and takes no images"
-
 NOT_SERVED = {
-    "image": _NO_IMAGES,
-    "input_image": _NO_IMAGES,
-    "image_url": _NO_IMAGES,
     "input_audio": "the model takes text alone",
     "file": "the model takes text alone",
 }
@@ -61,14 +56,16 @@ def _path(body: Any, location: tuple[int | str, ...]) -> str:
     """Where in the body an error is, without the names of the union members that pydantic tried on the way."""
     path: list[str] = []
     value: Any = body
+    tagged: Any = None
     for place, part in enumerate(location):
         last = place == len(location) - 1
         known: dict[Any, Any] = {}
         if isinstance(value, dict | list):
             known = value if isinstance(value, dict) else dict(enumerate(value))
-        if part in known and (last or known.get("type") != part):
+        if part in known and (last or known.get("type") != part or known is tagged):
             value = known[part]
         elif not last:
+            tagged = known  # a member's tag, which may be a field's name too
             continue
         path.append(str(part))
     return ".".join(path)

@@ -23,7 +23,10 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, TemplateError, meta
 
+from clew.errors import ImageError
 from clew.rollout.gateway.chat import Ask, Message, Refusal, Reply
+from clew.rollout.gateway.images import shown_in
+from clew.vision import Sight
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -70,10 +73,13 @@ class Prompt:
 class Turns:
     """The turns of one session, and the template that renders them."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, context: int | None = None) -> None:
-        """context: of the model, in tokens."""
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, context: int | None = None, vision: Sight | None = None
+    ) -> None:
+        """context: of the model, in tokens. vision: of a model that takes images."""
         self._tokenizer = tokenizer
         self._context = context
+        self._vision = vision
         self._turns: list[Turn] = []
 
     def add(self, turn: Turn) -> None:
@@ -90,6 +96,9 @@ class Turns:
         if ask.text is not None:
             self._refuse_what_never_fits(ask.text, "prompt")
             return Prompt(input_ids=self._encode(ask.text, special=True), rendered=ask.text)
+        if ask.images and self._vision is None:
+            raise Refusal(400, "the model is handed tokens, and takes no images.", param="messages")
+        images = shown_in(ask.messages)
         rendered = self._render(ask, ask.messages) + begin
         self._refuse_what_never_fits(rendered, "messages")
         rewritten: Turn | None = None
@@ -98,6 +107,8 @@ class Turns:
             if turn.ask.text is not None or place >= len(ask.messages):
                 continue
             if not stands_for(ask.messages[place], turn.reply):
+                continue
+            if images[: len(before := shown_in(turn.ask.messages))] != before:  # their tokens may be the same
                 continue
             tail_ids = self._tail_ids(ask, rendered, turn)
             if tail_ids is not None:
@@ -184,6 +195,8 @@ class Turns:
     def _render(self, ask: Ask, messages: Sequence[Message], *, generation: bool = True) -> str:
         if self._tokenizer.chat_template is None:
             raise Refusal(400, "the model's tokenizer has no chat template; /v1/completions takes plain text.")
+        if self._wants_parts:
+            messages = [_in_parts(message) for message in messages]
         try:
             text = self._tokenizer.apply_chat_template(
                 list(messages),
@@ -194,7 +207,23 @@ class Turns:
             )
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
             raise Refusal(400, f"the chat template does not take these messages: {error}", param="messages") from None
-        return str(text)
+        if self._vision is None:
+            return str(text)
+        try:
+            return self._vision.expanded(str(text), [ask.images[name] for name in shown_in(messages)])
+        except ImageError as error:
+            raise Refusal(400, str(error), param="messages") from None
+
+    @cached_property
+    def _wants_parts(self) -> bool:
+        """Whether the template takes a message's content as a list of parts alone, as some do of models that see."""
+        if self._vision is None or self._tokenizer.chat_template is None:
+            return False
+        self.__dict__["_wants_parts"] = False  # while it is asked
+        try:
+            return "clew" not in self._render(Ask(model=""), [{"role": "user", "content": "clew"}])
+        except Refusal:
+            return True
 
     def _encode(self, text: str, *, special: bool = False) -> list[int]:
         # In a tool's arguments JSON may escape half a surrogate pair, which no tokenizer takes.
@@ -203,12 +232,19 @@ class Turns:
         return list(encoded["input_ids"])
 
 
+def _in_parts(message: Message) -> Message:
+    if not isinstance(said := message.get("content"), str):
+        return message
+    return {**message, "content": [{"type": "text", "text": said}]}
+
+
 def stands_for(message: Message, reply: Reply) -> bool:
     """Whether a message of the client's is what the model said: the same words, the same tools with the same arguments
     as JSON. A client may leave the reasoning out; whether the template would have kept it shows in the text."""
     if message.get("role") != "assistant":
         return False
-    if (message.get("content") or "").strip() != reply.content.strip():
+    said = message.get("content") or ""
+    if not isinstance(said, str) or said.strip() != reply.content.strip():
         return False
     reasoning = message.get("reasoning_content")
     if reasoning and reasoning.strip() != reply.reasoning.strip():

@@ -1,0 +1,59 @@
+"""Images in a client's messages: they come as files in base64, and the messages keep their names."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator
+
+from clew.record.media import media_name
+from clew.rollout.gateway.chat import Message
+
+
+def _decoded(data: Any) -> Any:
+    if not isinstance(data, str):
+        return data  # pydantic says what it is
+    try:
+        return base64.b64decode(data, validate=True)
+    except ValueError:
+        raise ValueError(f"{data[:40]!r} is no base64") from None
+
+
+def _of_data_url(url: Any) -> Any:
+    if not isinstance(url, str):
+        return url
+    head, comma, data = url.partition(",")
+    if not (comma and head.startswith("data:") and head.endswith(";base64")):
+        raise ValueError(f"{url[:40]!r} is no data URL (data:image/png;base64,...); the gateway fetches nothing")
+    return _decoded(data)
+
+
+Base64 = Annotated[bytes, BeforeValidator(_decoded, json_schema_input_type=str)]
+DataURL = Annotated[bytes, BeforeValidator(_of_data_url, json_schema_input_type=str)]
+
+Content = str | list[dict[str, Any]]
+"""Of a message: its text; where it shows images, its parts, in order, as chat templates take them."""
+
+
+def content_of(parts: Sequence[str | bytes]) -> Content:
+    """texts and images, in order."""
+    if all(isinstance(part, str) for part in parts):
+        return "".join(part for part in parts if isinstance(part, str))
+    return [
+        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": media_name(part)}
+        for part in parts
+    ]
+
+
+def shown_in(messages: Sequence[Message]) -> list[str]:
+    """The names of the images in these messages, in order."""
+    contents = (message.get("content") for message in messages)
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return [part["image"] for part in parts if part["type"] == "image"]
+
+
+def by_name(images: Sequence[bytes]) -> Mapping[str, bytes]:
+    """What Ask.images is."""
+    return {media_name(image): image for image in images}

@@ -1,0 +1,145 @@
+"""Images, as a model takes them. What turns one into numbers is the processor beside the model (transformers).
+
+::
+
+    text     Which digit?  <image>                       one placeholder an image, as the chat template writes it
+    tokens   Which digit?  P P P P P P P P P             as many as the image takes of the context: what is on record
+    inputs   pixel_values, and what else the model's forward pass asks for
+
+Shared by rollout, training and inference. Images travel as the files that they came as: PNG, JPEG and the like.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from clew.errors import ImageError, ModelError
+from clew.models import config_of, first_line, sees
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from torch import Tensor
+
+REMEMBERED = 256
+"""Images whose tokens are remembered."""
+
+
+class Sight(Protocol):
+    """What rollout needs of a model's eyes."""
+
+    def expanded(self, text: str, images: Sequence[bytes]) -> str:
+        """See `Vision`."""
+        ...
+
+
+class Vision:
+    """How one model sees. Made by `load_vision`."""
+
+    def __init__(self, processor: Any, image_id: int) -> None:
+        """processor: of transformers, for images and text. image_id: see the attribute."""
+        self._processor = processor
+        self.placeholder: str = processor.image_token
+        """What a chat template writes for an image."""
+        self.image_id = image_id
+        """The token in whose place the model puts what it sees, once or often for an image."""
+        self._tokens_of = lru_cache(REMEMBERED)(self._find_tokens)
+
+    def tokens_of(self, image: bytes) -> tuple[int, ...]:
+        """What stands for an image. Raises ImageError when it is none."""
+        return self._tokens_of(image)
+
+    def expanded(self, text: str, images: Sequence[bytes]) -> str:
+        """A text with one placeholder an image as one with all that stands for it. Raises ImageError: there are not as
+        many placeholders as images."""
+        parts = text.split(self.placeholder)
+        if len(parts) - 1 != len(images):
+            raise ImageError(
+                f"there are {len(parts) - 1} placeholders {self.placeholder!r} for {len(images)} images: the chat "
+                f"template leaves images out, or a text holds the placeholder."
+            )
+        shown = [self._processor.tokenizer.decode(self.tokens_of(image)) for image in images]
+        return "".join(itertools.chain.from_iterable(zip(parts, [*shown, ""], strict=True)))
+
+    def check(self, ids: Sequence[int], images: Sequence[bytes]) -> None:
+        """Raise ImageError where tokens do not hold what stands for these images."""
+        found = list(ids).count(self.image_id)
+        expected = sum(self.tokens_of(image).count(self.image_id) for image in images)
+        if found != expected:
+            raise ImageError(
+                f"input_ids holds the token of images ({self.image_id}) {found} times, and the {len(images)} images "
+                f"take {expected}."
+            )
+
+    def inputs(self, input_ids_BT: Tensor, images: Sequence[Sequence[bytes]]) -> dict[str, Tensor]:
+        """What a forward pass takes besides the tokens. images: of each row, in the order of their tokens."""
+        import torch
+
+        if not any(images):
+            return {}
+        pixels = self._processor.image_processor(
+            images=[[_opened(image) for image in row] for row in images if row], return_tensors="pt"
+        )
+        unused = self._processor.unused_input_names
+        given = {name: torch.as_tensor(values) for name, values in pixels.items() if name not in unused}
+        if (name := self._kinds_name) is not None:
+            given[name] = torch.tensor(self._processor.create_mm_token_type_ids(input_ids_BT.tolist()))
+        return {name: values.to(input_ids_BT.device) for name, values in given.items()}
+
+    @cached_property
+    def _kinds_name(self) -> str | None:
+        """What the model calls the kind of each token, text or image; None: it does not ask."""
+        made = self._processor(text=["clew"])
+        return next((name for name in made if name.endswith("token_type_ids")), None)
+
+    def save(self, folder: Path) -> None:
+        """Write the processor (its tokenizer and chat template too) as transformers reads it."""
+        self._processor.save_pretrained(folder)
+
+    def _find_tokens(self, image: bytes) -> tuple[int, ...]:
+        made = self._processor(text=[self.placeholder], images=[[_opened(image)]], add_special_tokens=False)
+        return tuple(made["input_ids"][0])
+
+
+def load_vision(path: str) -> Vision | None:
+    """Of the model in a folder or on the hub; None: it takes no images. Raises ModelError when its processor cannot be
+    loaded."""
+    from transformers import AutoProcessor
+    from transformers.utils import logging as transformers_logging
+
+    kind = sees(path)
+    if kind == "no":
+        return None
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        processor = AutoProcessor.from_pretrained(os.path.expanduser(path))  # noqa: PTH111 - a hub name is no path
+        if getattr(processor, "image_token", None) is None or getattr(processor, "image_processor", None) is None:
+            raise ValueError(f"{type(processor).__name__} has no image processor or no image token.")
+    except (OSError, ValueError, ImportError, AttributeError) as error:
+        if kind == "perhaps":
+            return None
+        raise ModelError(
+            f"{path} holds a model that takes images, and no processor for them can be loaded: {first_line(error)} "
+            f"Save the model's processor there with save_pretrained; some of them need torchvision."
+        ) from error
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+    config = config_of(path)
+    return Vision(processor, getattr(config, "image_token_id", None) or config.image_token_index)
+
+
+def _opened(image: bytes) -> Image:
+    """Raises ImageError."""
+    import PIL.Image
+
+    try:
+        opened = PIL.Image.open(io.BytesIO(image))
+        return opened.convert("RGB")
+    except (OSError, ValueError, SyntaxError, PIL.Image.DecompressionBombError) as error:
+        raise ImageError(f"{len(image)} bytes are no image that can be read: {first_line(error)}") from None

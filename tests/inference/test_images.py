@@ -1,0 +1,109 @@
+"""Models that see: the cached path gives what the whole forward pass gives, whoever shares the batch."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from clew.errors import EngineError, ImageError, ModelError
+from clew.inference.core import Core, Request
+from clew.inference.embedded import EmbeddedEngine, build_engine
+from clew.inference.protocol import Completion, SamplingParams
+from clew.inference.reference import ReferenceEngine
+from clew.models import load_model, load_tokenizer
+from clew.vision import Vision, load_vision
+from tests.models import picture, seeing_model, tiny_model, tiny_tokenizer
+
+CPU = torch.device("cpu")
+RED, BLUE, WIDE = picture("red"), picture("blue"), picture("green", 64, 16)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("seeing")
+    for family in ("llava", "paddleocr_vl", "gemma3"):
+        seeing_model(root / family, family)
+    return root
+
+
+def both(folder: Path) -> tuple[Core, ReferenceEngine, Vision]:
+    tokenizer, vision = load_tokenizer(str(folder)), load_vision(str(folder))
+    assert vision is not None
+    reference = ReferenceEngine(load_model(str(folder), "float32", CPU), tokenizer, vision)
+    return build_engine(load_model(str(folder), "float32", CPU), tokenizer, vision, max_running=8), reference, vision
+
+
+def requests(core: Core, vision: Vision) -> list[Request]:
+    """Text alone, one image, two of different sizes, equal prompts, equal tokens that show another image."""
+
+    def ids(text: str, *images: bytes) -> list[int]:
+        return list(core.tokenizer(vision.expanded(text, images))["input_ids"])
+
+    see = vision.placeholder
+    prompts: list[tuple[list[int], tuple[bytes, ...]]] = [
+        (ids("no image"), ()),
+        (ids(f"a {see} is", RED), (RED,)),
+        (ids(f"a {see} is", RED), (RED,)),
+        (ids(f"a {see} is", BLUE), (BLUE,)),
+        (ids(f"{see} and then {see}?", WIDE, RED), (WIDE, RED)),
+        (ids("none either, and longer than the others"), ()),
+    ]
+    params = [SamplingParams(max_new_tokens=12, min_new_tokens=6, temperature=1.0, seed=n) for n in range(6)]
+    return [
+        Request(id=str(number), input_ids=prompt, params=param, images=images)
+        for number, ((prompt, images), param) in enumerate(zip(prompts, params, strict=True))
+    ]
+
+
+def run(core: Core, asked: list[Request]) -> dict[str, Completion]:
+    for request in asked:
+        core.submit(request)
+    done: dict[str, Completion] = {}
+    while core.has_work:
+        done |= {request.id: completion for request, completion in core.step()}
+    return done
+
+
+@pytest.mark.parametrize("family", ["llava", "paddleocr_vl"])
+def test_the_cached_path_draws_what_the_whole_forward_draws(folders: Path, family: str) -> None:
+    engine, reference, vision = both(folders / family)
+    assert isinstance(engine, EmbeddedEngine)
+    found, expected = (run(each, requests(each, vision)) for each in (engine, reference))
+    for name, completion in expected.items():
+        assert found[name].output_ids == completion.output_ids
+        assert found[name].logprobs == pytest.approx(completion.logprobs, abs=1e-4)
+        assert vision.image_id not in completion.output_ids
+    red, blue = found["1"], found["3"]
+    assert red.logprobs[0] != pytest.approx(blue.logprobs[0], abs=1e-3)  # it does see
+
+
+def test_a_model_that_looks_both_ways_within_an_image_is_served_by_the_reference(folders: Path) -> None:
+    engine, reference, vision = both(folders / "gemma3")
+    assert type(engine) is ReferenceEngine
+    found, expected = (run(each, requests(each, vision)) for each in (engine, reference))
+    assert {name: each.output_ids for name, each in found.items()} == {n: e.output_ids for n, e in expected.items()}
+
+
+def test_what_cannot_be_shown_is_refused(folders: Path, tmp_path: Path) -> None:
+    engine, _, vision = both(folders / "llava")
+    prompt, params = [5, *vision.tokens_of(RED), 6], SamplingParams()
+    engine.check(prompt, params, [RED])
+    with pytest.raises(ImageError, match=r"holds the token of images \(\d+\) 4 times, and the 2 images take 8"):
+        engine.check(prompt, params, [RED, BLUE])
+    with pytest.raises(ImageError, match="3 bytes are no image that can be read"):
+        engine.check(prompt, params, [b"PNG"])
+    with pytest.raises(ImageError, match=r"there are 2 placeholders '<image>' for 1 images"):
+        vision.expanded("<image> <image>", [RED])
+    tiny_tokenizer(tmp_path)
+    blind = build_engine(tiny_model(tmp_path), load_tokenizer(str(tmp_path)), load_vision(str(tmp_path)))
+    with pytest.raises(EngineError, match="the model takes no images"):
+        blind.check([5, 6], params, [RED])
+
+
+def test_a_model_that_sees_needs_its_processor(folders: Path) -> None:
+    (folders / "llava" / "processor_config.json").rename(folders / "kept")
+    try:
+        with pytest.raises(ModelError, match=r"no processor for them can be loaded.*save_pretrained"):
+            load_vision(str(folders / "llava"))
+    finally:
+        (folders / "kept").rename(folders / "llava" / "processor_config.json")
