@@ -78,7 +78,7 @@ def engine_at(run: RunDirectory, step: int, device: str | None = None, ranks: Ra
     recorded = run.steps.read(before[-1]) if before[-1] < run.steps.count() else None
     torch.set_num_threads(recorded["environment"]["threads"] if recorded else config.threads)
     make_deterministic(config.training)
-    engine = TrainEngine(config, model_path=str(folders[before[-1]]), ranks=ranks)
+    engine = TrainEngine(config, model_path=str(folders[before[-1]]), ranks=ranks, media=run.media)
     checkpoint.load(engine, folders[before[-1]])
     _check_belongs(run, engine, folders[before[-1]])
     return engine

@@ -24,6 +24,8 @@ def branch(source: RunDirectory, run: RunDirectory, engine: TrainEngine) -> None
     for earlier in range(engine.version):
         write_bytes(run.steps.json_path(earlier), source.steps.json_path(earlier).read_bytes())
     run.steps.repair()
+    if source.media.folder.exists():
+        shutil.copytree(source.media.folder, run.media.folder, dirs_exist_ok=True)
     first = checkpoint.saved(source.checkpoints)[0]
     with written_aside(run.checkpoints / first.name) as aside:
         shutil.copytree(first, aside, dirs_exist_ok=True)

@@ -268,7 +268,7 @@ def _train(
             dump(config, run, step)
         if config.record.keep_steps is not None:
             resumable = checkpoint.versions(run.checkpoints)[1:]  # from any of them, but the first
-            run.steps.prune(min(step + 1 - config.record.keep_steps, min(resumable, default=0)))
+            run.prune(min(step + 1 - config.record.keep_steps, min(resumable, default=0)))
         on_step(step, summary)
 
     reporter.set(doing="training", version=engine.version)

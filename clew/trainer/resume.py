@@ -51,7 +51,7 @@ def restore(config: Config, run: RunDirectory, ranks: Ranks) -> TrainEngine:
         _refuse_changes(config, run, version, committed)
     if committed > version and ranks.leads:
         log.info("resuming: checkpoint %d, then steps %d to %d from the record", version, version, committed - 1)
-    engine = TrainEngine(config, ranks=ranks)
+    engine = TrainEngine(config, ranks=ranks, media=run.media)
     if saved:
         checkpoint.load(engine, saved[-1])
     return engine

@@ -75,6 +75,8 @@ def save(engine: TrainEngine, folder: Path) -> None:
         with written_aside(folder) as aside:
             save_model(engine.model, aside, weights)
             save_tokenizer(engine.tokenizer, aside)
+            if engine.vision is not None:
+                engine.vision.save(aside)
             if engine.adapters is not None and adapters is not None:
                 engine.adapters.save(aside / ADAPTER, adapters)
             (aside / STATE).parent.mkdir()

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceABC
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial, wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from clew.algorithms import LOSSES
 from clew.config import Algorithm, Config, Training
-from clew.errors import ModelError, TrainingError
+from clew.errors import ImageError, ModelError, TrainingError
 from clew.models import (
     check_vocabulary,
     first_line,
@@ -41,6 +41,7 @@ from clew.models import (
     width_of,
 )
 from clew.record.digest import to_hex, total
+from clew.record.media import Media
 from clew.record.rows import Sequence
 from clew.training.batching import Plan, deal, loss_weights, padding_share, plan_step
 from clew.training.critic import Critic, ValueModel, value_metrics
@@ -55,6 +56,7 @@ from clew.training.ranks import ALONE, Ranks
 from clew.training.scoring import Scores, score
 from clew.training.sharding import slice_of, spread, state_of
 from clew.training.tokens import MicroBatch, Tokens
+from clew.vision import load_vision
 
 if TYPE_CHECKING:
     from clew.training.lora import Adapters
@@ -165,20 +167,24 @@ class TrainEngine:
         model_path: str | None = None,
         device: torch.device | None = None,
         ranks: Ranks = ALONE,
+        media: Media | None = None,
     ) -> None:
         """Load the model. Raises ModelError; ConfigError for a loss or advantages that cannot be loaded.
 
         model_path: other weights to begin with than config.model.path (which the KL term refers to in any case, and to
         which adapters are added).
         device: None takes config.model.device.
+        media: where the images of sequences lie.
         """
         self.config = config
         self.ranks = ranks = ranks.grouped(config.training.tp)
+        self._media = media
         self._advantages, self._loss = advantages_function(config.algorithm), loss_function(config.algorithm)
         self.device = device or pick_device(config.model.device)
         wants_adapters = config.training.lora_rank is not None
         path = config.model.path if wants_adapters or model_path is None else model_path
         self.tokenizer = load_tokenizer(path)
+        self.vision = load_vision(path)
         self._scores_rewards = config.training.objective == "reward_model"
         host = self.device if ranks.size == 1 else torch.device("cpu")
         self.model = self.read(path, host)
@@ -245,7 +251,7 @@ class TrainEngine:
     @property
     def context(self) -> int | None:
         """Tokens that a sequence may have; None: the model does not say."""
-        return getattr(self.model.config, "max_position_embeddings", None)
+        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
 
     def read(self, path: str, device: torch.device) -> Any:
         """A model such as this one trains, from a folder or the hub, as a whole. Raises ModelError."""
@@ -308,7 +314,7 @@ class TrainEngine:
             tokens.lengths.tolist(),
             [sequence.group_id for sequence in sequences],
             minibatches=algorithm.minibatches,
-            **self._dealing,
+            **self._dealing(tokens),
         )
         with self._timed("reference"):
             reference_S = self._score_reference(tokens, plan)
@@ -370,9 +376,9 @@ class TrainEngine:
         self._timings = dict.fromkeys(("reference", "forward_backward", "optimizer", "digest"), 0.0)
         lengths, objective = tokens.lengths.tolist(), self.config.training.objective
         if objective == "sft":
-            plan, loss_of = [deal(lengths, range(len(lengths)), **self._dealing)], _supervised
+            plan, loss_of = [deal(lengths, range(len(lengths)), **self._dealing(tokens))], _supervised
         else:
-            plan = [deal_pairs(lengths, **self._dealing)]
+            plan = [deal_pairs(lengths, **self._dealing(tokens))]
             with self._timed("reference"):
                 reference_S = self._score_reference(tokens, plan)
             beta = self.config.algorithm.kl_coef if objective == "dpo" else None
@@ -384,7 +390,7 @@ class TrainEngine:
     def score(self, sequences: SequenceABC[Sequence]) -> list[np.ndarray]:
         """The logprobs that the policy gives the trained tokens now, aligned like a stage. Changes nothing."""
         tokens = Tokens.of(sequences)
-        plan = [deal(tokens.lengths.tolist(), range(len(sequences)), **self._dealing)]
+        plan = [deal(tokens.lengths.tolist(), range(len(sequences)), **self._dealing(tokens))]
         return tokens.split(self._score_all(self.model, tokens, plan))
 
     def score_micro(self, micro: MicroBatch) -> Scores:
@@ -427,11 +433,20 @@ class TrainEngine:
 
     # Inside a step ---------------------------------------------------------------------------------------------------
 
-    @property
-    def _dealing(self) -> dict[str, Any]:
-        """How `deal` makes micro-batches for this model and these ranks."""
+    def _packs(self, tokens: Tokens) -> bool:
+        """Whether these rows are packed: not where they show images, around which models count positions of their
+        own."""
+        return self.packs and tokens.images is None
+
+    def _dealing(self, tokens: Tokens) -> dict[str, Any]:
+        """How `deal` makes micro-batches of these rows for this model and these ranks."""
         budget = self.config.training.micro_batch_tokens
-        return {"budget": budget, "packed": self.packs, "ranks": self.ranks.dp_size, "width": width_of(self.model)}
+        return {
+            "budget": budget,
+            "packed": self._packs(tokens),
+            "ranks": self.ranks.dp_size,
+            "width": width_of(self.model),
+        }
 
     def _updates(self, tokens: Tokens, plan: Plan, loss_of: TokenLoss) -> _Pass:
         done = _Pass(logprobs_S=self._zeros(tokens), entropies_S=self._zeros(tokens), loss_S=self._zeros(tokens))
@@ -504,11 +519,27 @@ class TrainEngine:
     ) -> Iterator[MicroBatch | None]:
         """This rank's micro-batches, packed where the policy packs; None where the others have one and this rank has
         nothing: it must compute something all the same, since all gather parameters together."""
-        packs = self.packs if pack is None else pack
+        packs = self._packs(tokens) if pack is None else pack
         for rows in minibatch[self.ranks.dp_rank :: self.ranks.dp_size]:
             micro = MicroBatch.of(tokens, rows, self.device, pack=packs) if tokens.trained_in(rows) else None
+            if micro is not None and tokens.images is not None:
+                micro = replace(micro, seen=self._seen(tokens, rows, micro.input_ids_BT))
             if micro is not None or self.ranks.dp_size > 1:
                 yield micro
+
+    def _seen(self, tokens: Tokens, rows: list[int], input_ids_BT: Tensor) -> dict[str, Tensor]:
+        """What the images of these rows are to the model. Raises TrainingError, RecordError."""
+        assert tokens.images is not None, "these rows show nothing"
+        names = [tokens.images[row] for row in rows]
+        if self.vision is None or self._media is None:
+            raise TrainingError(f"{tokens.ids[rows[0]]} shows images, and this model takes none.")
+        images = [[self._media.read(name) for name in each] for each in names]
+        for row, ids_T, shown in zip(rows, input_ids_BT.tolist(), images, strict=True):
+            try:
+                self.vision.check(ids_T, shown)
+            except ImageError as error:
+                raise TrainingError(f"{tokens.ids[row]}: {error} Was it made with another model's processor?") from None
+        return self.vision.inputs(input_ids_BT, images)
 
     @cached_property
     def _idle(self) -> MicroBatch:
@@ -537,6 +568,7 @@ class TrainEngine:
             micro.columns_N,
             micro.temperatures_N,
             micro.packed,
+            seen=micro.seen,
             entropy_gradient=entropy_gradient,
         )
 
@@ -581,7 +613,7 @@ class TrainEngine:
             "lr": done.lr,
             "tokens": float(len(tokens.input_ids_S)),
             "tokens_trained": float(trained),
-            "padding_share": padding_share(tokens.lengths.tolist(), plan, packed=self.packs),
+            "padding_share": padding_share(tokens.lengths.tolist(), plan, packed=self._packs(tokens)),
         }
         return StepResult(
             metrics=metrics,

@@ -30,7 +30,7 @@ def prepare_for_packing(model: Any) -> None:
     if model.get_output_embeddings() is None:
         use_attention(model)  # a model of values, whose rows are padded
         return
-    context = getattr(model.config, "max_position_embeddings", None) or 2 * max(LENGTHS)
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2 * max(LENGTHS)
     lengths = [min(length, max(2, context // 2)) for length in LENGTHS]
     rows = [_tokens(model, length, number) for number, length in enumerate(lengths)]
     alone = torch.cat([_logprobs(model, row, [len(row)]) for row in rows])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +40,7 @@ def score(
     temperatures_N: Tensor,
     packed: Packed | None = None,
     *,
+    seen: Mapping[str, Tensor] | None = None,
     logits: int | None = None,
     entropy_gradient: bool = False,
 ) -> Scores:
@@ -56,11 +58,12 @@ def score(
     columns_N: at least 1; the first token of a row is predicted by nothing.
     temperatures_N: float32; the logits are divided by them.
     packed: where the rows are in input_ids_BT [1, P]; None: one below the other.
+    seen: what the model takes besides tokens, of rows one below the other that show images.
     logits: None takes LOGITS.
     entropy_gradient: whether a gradient will be asked of the entropies, which holds one more [N, V] until then.
     """
     assert bool((columns_N > 0).all()), "the first token of a sequence cannot be trained on"
-    inputs: dict[str, Any] = {"input_ids": input_ids_BT, "use_cache": False}
+    inputs: dict[str, Any] = {"input_ids": input_ids_BT, "use_cache": False, **(seen or {})}
     if packed is None:
         tokens_N = rows_N * input_ids_BT.shape[1] + columns_N
     else:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceABC
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -28,6 +29,8 @@ class Tokens:
     """bool: the tokens that are trained on."""
     temperatures_S: np.ndarray
     """float32"""
+    images: SequenceABC[SequenceABC[str]] | None = None
+    """Of each row, the names of what it shows; None: there are none."""
 
     @classmethod
     def of(cls, sequences: SequenceABC[Sequence]) -> Tokens:
@@ -38,6 +41,7 @@ class Tokens:
             input_ids_S=np.concatenate([sequence.input_ids for sequence in sequences]),
             loss_mask_S=np.concatenate([sequence.loss_mask for sequence in sequences]),
             temperatures_S=np.concatenate([sequence.temperatures for sequence in sequences]),
+            images=[each.images for each in sequences] if any(each.images for each in sequences) else None,
         )
 
     @cached_property
@@ -76,6 +80,8 @@ class MicroBatch:
     """float32"""
     where_N: np.ndarray
     """int64: position in the batch's [S] arrays of each trained token."""
+    seen: Mapping[str, Tensor] = field(default_factory=dict)
+    """What the model takes besides tokens, where the rows show images: see `clew.vision.Vision.inputs`."""
 
     @classmethod
     def of(cls, tokens: Tokens, rows: list[int], device: torch.device, *, pack: bool = False) -> MicroBatch:

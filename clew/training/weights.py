@@ -51,7 +51,7 @@ def _each_once(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def default_probe(engine: TrainEngine) -> list[int]:
     """Token IDs spread over the vocabulary, the same for every version of a model; fewer where the context is short."""
     length = min(PROBE_TOKENS, engine.context or PROBE_TOKENS)
-    return [7919 * (i + 1) % engine.model.config.vocab_size for i in range(length)]
+    return [7919 * (i + 1) % engine.model.config.get_text_config().vocab_size for i in range(length)]
 
 
 @torch.no_grad()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import random
 from typing import Any
 
 from openai import AsyncOpenAI
+
+from tests.models import picture
 
 
 class AtItsOwnPace:
@@ -20,4 +23,20 @@ class AtItsOwnPace:
             answer = await client.chat.completions.create(model="x", messages=messages)  # pyright: ignore
             said = answer.choices[0].message.content or ""
             messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "again"}]
+        return sum(letter.isdigit() for letter in said) / 10
+
+
+class Looks:
+    """Shows an image, then another one; likes answers with digits."""
+
+    async def run(self, data: dict[str, Any], *, base_url: str, api_key: str, http_client: Any) -> float:
+        client = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client)
+        said, messages = "", []
+        for color, width in ((data["color"], 24), ("green", 48)):
+            url = f"data:image/png;base64,{base64.b64encode(picture(color, width)).decode()}"
+            parts = [{"type": "text", "text": data["prompt"]}, {"type": "image_url", "image_url": {"url": url}}]
+            messages.append({"role": "user", "content": parts})
+            answer = await client.chat.completions.create(model="x", messages=messages)  # pyright: ignore
+            said = answer.choices[0].message.content or ""
+            messages.append({"role": "assistant", "content": said})
         return sum(letter.isdigit() for letter in said) / 10
