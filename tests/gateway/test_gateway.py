@@ -258,7 +258,7 @@ BAD = [
     (b"[1]", "expected a JSON object"),
     (b'{"model": "x", "messages": []}', "messages"),
     (b'{"messages": [{"role": "user", "content": "a"}]}', "model"),
-    (b'{"model": "x", "messages": [{"role": "robot", "content": "a"}]}', "messages.0.role"),
+    (b'{"model": "x", "messages": [{"role": "robot", "content": "a"}]}', "messages.0: 'robot'"),
     (b'{"model": "x", "messages": [{"role": "user", "content": "a"}], "frobnicate": 1}', "frobnicate"),
     (b'{"model": "x", "messages": [{"role": "user", "content": "a"}], "temperature": -1}', "temperature"),
     (b'{"model": "x", "messages": [{"role": "user", "content": "a"}], "frequency_penalty": 1}', "frequency_penalty"),

@@ -215,7 +215,7 @@ def test_what_goes_on_from_an_earlier_response_is_only_what_is_new():
     asked = openai_responses.parse({**HELLO, "input": [output], "previous_response_id": ID, "instructions": "Go."})
     tool = {"role": "tool", "tool_call_id": "c", "content": "9"}
     assert asked.messages == [{"role": "system", "content": "Go."}, tool]
-    assert (asked.extras["previous_response_id"], asked.extras["instructions"]) == (ID, "Go.")
+    assert (asked.follows, asked.extras["instructions"]) == (ID, "Go.")
 
 
 @pytest.mark.parametrize(
@@ -234,18 +234,17 @@ def test_what_goes_on_from_an_earlier_response_is_only_what_is_new():
         ({"input": [{"type": "reasoning", "id": "r", "encrypted_content": "?"}]}, "input", "is not from here"),
         ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name", "Field required"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format", "'grammar' is not served here, only"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type", "'web_search' is not served here, only 'function'"),
+        ({"tools": [{"type": "file_search"}]}, "tools.0", "'file_search' is not served here, only 'function'"),
         ({"tool_choice": "required"}, "tool_choice", "there are none"),
         ({"tool_choice": {"type": "function", "name": "x"}}, "tool_choice", "not among the tools"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type", "'allowed_tools' is not served"),
-        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary", "should be 'auto'"),
+        ({"reasoning": {"summary": "long"}}, "reasoning.summary", "should be 'auto', 'concise' or 'detailed'"),
         ({"max_output_tokens": 0}, "max_output_tokens", "greater than or equal to 1"),
         ({"temperature": 3}, "temperature", "less than or equal to 2"),
-        ({"truncation": "auto"}, "truncation", "should be 'disabled'"),
+        ({"truncation": "middle"}, "truncation", "should be 'disabled' or 'auto'"),
         ({"background": True}, "background", "should be False"),
         ({"metadata": {"a": 1}}, "metadata.a", "valid string"),
         ({"prompt": {"id": "p"}}, "prompt", "no such field is served"),
-        ({"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation", "should be False"),
     ],
 )
 def test_what_is_refused(fields, param, words):

@@ -6,10 +6,11 @@ import json
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 
 from clew.rollout.gateway.chat import Ask, Form, Message, Refusal, Reply, Stream, ToolCall, encoded, is_utf8, pieces
 from clew.rollout.gateway.images import Base64, Content, by_name, content_of
+from clew.rollout.gateway.openai_chat import notes_on_strict
 from clew.rollout.gateway.strict import LARGEST, Strict, read
 
 KEEP_ALIVE: bytes = b'event: ping\ndata: {"type":"ping"}\n\n'
@@ -25,6 +26,9 @@ ERRORS = {
     529: "overloaded_error",
 }
 """Types of errors by HTTP status; others are invalid_request_error below 500 and api_error from there."""
+
+BILLING = "x-anthropic-billing-header:"
+"""How a block begins that Claude Code puts before its system prompt, for the provider's accounts and not the model."""
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -67,6 +71,15 @@ class _Image(Strict):
     cache_control: Any = None
 
 
+class _ToolReference(Strict):
+    type: Literal["tool_reference"]
+    tool_name: str
+    cache_control: Any = None
+
+
+_Results = list[Annotated[_Text | _Image | _ToolReference, Field(discriminator="type")]]
+
+
 class _Thinking(Strict):
     type: Literal["thinking"]
     thinking: str
@@ -86,14 +99,11 @@ class _ToolUse(Strict):
     cache_control: Any = None
 
 
-_Shown = list[Annotated[_Text | _Image, Field(discriminator="type")]]
-
-
 class _ToolResult(Strict):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Annotated[_Shown, BeforeValidator(_as_blocks, json_schema_input_type=str | _Shown)] = Field(
-        default_factory=list
+    content: Annotated[_Results, BeforeValidator(_as_blocks, json_schema_input_type=str | _Results)] = Field(
+        default_factory=list, description="A tool_reference stands for the tool's definition, in JSON."
     )
     is_error: bool = Field(default=False, description="The template gets it as is_error of the tool's message.")
     cache_control: Any = None
@@ -123,7 +133,10 @@ class _Tool(Strict):
     name: str
     description: str | None = None
     input_schema: dict[str, Any]
-    strict: Literal[False] = Field(default=False, description="The engine cannot hold arguments to a schema.")
+    strict: bool = Field(default=False, description="Frameworks set it unasked. It is not enforced; a warning says so.")
+    defer_loading: bool = Field(default=False, description="The model is told of it where a tool_reference names it.")
+    allowed_callers: list[Literal["direct"]] = Field(default_factory=list)
+    input_examples: Any = None
     cache_control: Any = None
     eager_input_streaming: Any = None
 
@@ -137,7 +150,7 @@ class _ToolChoice(Strict):
 class _ThinkingConfig(Strict):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = Field(default=None, ge=1, description="An aim; max_tokens is the limit.")
-    display: Literal["summarized"] | None = Field(default=None, description="Thinking is shown in full.")
+    display: str | None = Field(default=None, description="Thinking is shown in full.")
 
 
 class _Schema(Strict):
@@ -147,7 +160,26 @@ class _Schema(Strict):
 
 class _OutputConfig(Strict):
     format: _Schema | None = Field(default=None, description="For engines that can hold their output to a schema.")
-    effort: Literal["high"] | None = Field(default=None, description="high is what a request without effort gets.")
+    effort: str | None = Field(default=None, description="high is what a request without effort gets.")
+
+
+class _ThreadCreate(Strict):
+    type: Literal["create"]
+
+
+class _ThreadContinue(Strict):
+    type: Literal["continue"]
+    previous_message_id: str
+
+
+class _Edit(Strict):
+    model_config = ConfigDict(extra="ignore")
+    type: str
+    keep: Any = None
+
+
+class _ContextManagement(Strict):
+    edits: list[_Edit] = Field(default_factory=list, description="None is made; a warning names those that would be.")
 
 
 class CountRequest(_Hints):
@@ -160,6 +192,8 @@ class CountRequest(_Hints):
     tool_choice: _ToolChoice = _ToolChoice(type="auto")
     thinking: _ThinkingConfig | None = None
     output_config: _OutputConfig | None = None
+    thread: Annotated[_ThreadCreate | _ThreadContinue, Field(discriminator="type")] | None = None
+    context_management: _ContextManagement | None = None
 
 
 class Request(CountRequest):
@@ -193,9 +227,13 @@ def parse_count(body: dict[str, Any]) -> Ask:
 def _ask(request: CountRequest, **more: Any) -> Ask:
     choice = request.tool_choice
     names = [tool.name for tool in request.tools]
-    if choice.type == "any" and not names:
+    thread = request.thread
+    follows = thread.previous_message_id if isinstance(thread, _ThreadContinue) else None
+    if follows is not None and (names or request.system):
+        raise Refusal(400, "thread: one that goes on has its tools and system already; send neither.", param="thread")
+    if choice.type == "any" and not (names or follows):
         raise Refusal(400, "tool_choice: any wants a tool, and there are none in tools.", param="tool_choice")
-    if choice.type == "tool" and choice.name not in names:
+    if choice.type == "tool" and choice.name not in names and not follows:
         raise Refusal(400, f"tool_choice names {choice.name!r}, which is not among the tools.", param="tool_choice")
     if request.messages[-1].role == "assistant":
         message = "messages: the last is the assistant's, and the model takes no prefill; end with a user message."
@@ -204,13 +242,33 @@ def _ask(request: CountRequest, **more: Any) -> Ask:
         model=request.model,
         messages=_messages(request),
         images=by_name([block.source.data for block in _parts(request) if isinstance(block, _Image)]),
-        tools=[_tool(tool) for tool in request.tools],
+        follows=follows,
+        tools=[_tool(tool) for tool in request.tools if not tool.defer_loading],
         tool_choice={"any": "required", "tool": choice.name or ""}.get(choice.type, choice.type),
         parallel_tool_calls=not choice.disable_parallel_tool_use,
         form=_form(request.output_config),
-        template={} if request.thinking is None else {"enable_thinking": request.thinking.type != "disabled"},
+        template=_variables(request),
+        notes=[*notes_on_strict([tool.name for tool in request.tools if tool.strict]), *_notes(request)],
+        extras={"thread": follows is not None, "edits": request.context_management is not None},
         **more,
     )
+
+
+def _variables(request: CountRequest) -> dict[str, Any]:
+    """Of the chat template."""
+    thinking, config = request.thinking, request.output_config
+    variables: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking.type != "disabled"}
+    if config is not None and config.effort not in (None, "high"):
+        variables["reasoning_effort"] = config.effort
+    return variables
+
+
+def _notes(request: CountRequest) -> list[str]:
+    edits = request.context_management.edits if request.context_management else []
+    asked = [edit.type for edit in edits if edit.keep != "all"]
+    if not asked:
+        return []
+    return [f"the client asks for {', '.join(asked)}: the gateway leaves the context as it is"]
 
 
 def _form(config: _OutputConfig | None) -> Form | None:
@@ -227,13 +285,14 @@ def _tool(tool: _Tool) -> dict[str, Any]:
 def _messages(request: CountRequest) -> list[Message]:
     messages: list[Message] = []
     names: dict[str, str] = {}
-    if system := _joined(request.system):
+    tools = {tool.name: _tool(tool) for tool in request.tools}
+    if system := _joined([block for block in request.system if not block.text.startswith(BILLING)]):
         messages.append({"role": "system", "content": system})
     for message in request.messages:
         if isinstance(message, _System):
             messages.append({"role": "system", "content": _joined(message.content)})
         elif isinstance(message, _User):
-            messages += _of_user(message, names)
+            messages += _of_user(message, names, tools)
         else:
             messages.append(_of_assistant(message))
             names.update((block.id, block.name) for block in message.content if isinstance(block, _ToolUse))
@@ -252,14 +311,15 @@ def _joined(blocks: Sequence[Strict]) -> Content:
     return content_of([block.text if isinstance(block, _Text) else block.source.data for block in shown])
 
 
-def _of_user(message: _User, names: dict[str, str]) -> list[Message]:
+def _of_user(message: _User, names: dict[str, str], tools: dict[str, dict[str, Any]]) -> list[Message]:
     """A message for each tool's result, then the user's words.
 
-    names: of the tools, by the ID of the call."""
+    names: of the tools, by the ID of the call. tools: as templates take them, by name."""
     results: list[Message] = []
     for block in message.content:
         if isinstance(block, _ToolResult):
-            result: Message = {"role": "tool", "tool_call_id": block.tool_use_id, "content": _joined(block.content)}
+            said = [_said_by(part, tools) for part in block.content]
+            result: Message = {"role": "tool", "tool_call_id": block.tool_use_id, "content": content_of(said)}
             if block.tool_use_id in names:
                 result["name"] = names[block.tool_use_id]
             if block.is_error:
@@ -267,6 +327,20 @@ def _of_user(message: _User, names: dict[str, str]) -> list[Message]:
             results.append(result)
     said = _joined(message.content)
     return [*results, {"role": "user", "content": said}] if said or not results else results
+
+
+def _said_by(part: _Text | _Image | _ToolReference, tools: dict[str, dict[str, Any]]) -> str | bytes:
+    if isinstance(part, _Image):
+        return part.source.data
+    return part.text if isinstance(part, _Text) else _told_of(part, tools)
+
+
+def _told_of(reference: _ToolReference, tools: dict[str, dict[str, Any]]) -> str:
+    """What the model is told of a tool that it has found."""
+    if reference.tool_name not in tools:
+        message = f"tool_reference names {reference.tool_name!r}, which is not among the tools."
+        raise Refusal(400, message, param="messages")
+    return json.dumps(tools[reference.tool_name], ensure_ascii=False) + "\n"
 
 
 def _of_assistant(message: _Assistant) -> Message:
@@ -289,7 +363,8 @@ def respond(ask: Ask, replies: Sequence[Reply]) -> dict[str, Any]:
         **_begun(ask, reply.id, reply.input_tokens),
         "content": _blocks(reply),
         **_ending(reply),
-        "usage": _usage(reply.input_tokens, reply.output_tokens),
+        **_edited(ask),
+        "usage": {**_usage(reply.input_tokens, reply), **SERVING},
     }
 
 
@@ -304,7 +379,7 @@ def _begun(ask: Ask, id: str, input_tokens: int) -> dict[str, Any]:
         "stop_reason": None,
         "stop_sequence": None,
         "stop_details": None,
-        "usage": _usage(input_tokens, 0),
+        "usage": {**_usage(input_tokens), **SERVING},
     }
 
 
@@ -317,9 +392,29 @@ def _ending(reply: Reply) -> dict[str, Any]:
     }
 
 
-def _usage(input_tokens: int, output_tokens: int) -> dict[str, Any]:
-    cached = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
-    return {"input_tokens": input_tokens, **cached, "output_tokens": output_tokens}
+def _edited(ask: Ask) -> dict[str, Any]:
+    """What was done to the context, for a client that asks."""
+    return {"context_management": {"applied_edits": []}} if ask.extras["edits"] else {}
+
+
+def _usage(input_tokens: int, reply: Reply | None = None) -> dict[str, Any]:
+    """reply: None before there is one."""
+    return {
+        "input_tokens": input_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": 0,
+        "output_tokens": reply.output_tokens if reply is not None else 0,
+        "output_tokens_details": {"thinking_tokens": reply.reasoning_tokens if reply is not None else 0},
+        "server_tool_use": None,
+    }
+
+
+SERVING = {
+    "cache_creation": {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0},
+    "inference_geo": None,
+    "service_tier": "standard",
+}
+"""What a message's usage says besides."""
 
 
 def _blocks(reply: Reply) -> list[dict[str, Any]]:
@@ -331,8 +426,11 @@ def _blocks(reply: Reply) -> list[dict[str, Any]]:
     return blocks + [_tool_use(call) for call in reply.tool_calls]
 
 
+DIRECT = {"type": "direct"}
+
+
 def _tool_use(call: ToolCall) -> dict[str, Any]:
-    return {"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)}
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments), "caller": DIRECT}
 
 
 EMPTY: dict[str, dict[str, Any]] = {
@@ -369,8 +467,8 @@ async def events(ask: Ask, stream: Stream) -> AsyncIterator[bytes]:
         yield start
     for event in _closing(index, open, id):
         yield event
-    usage = _usage(reply.input_tokens, reply.output_tokens)
-    yield _event({"type": "message_delta", "delta": _ending(reply), "usage": usage})
+    usage = _usage(reply.input_tokens, reply)
+    yield _event({"type": "message_delta", "delta": _ending(reply), "usage": usage, **_edited(ask)})
     yield _event({"type": "message_stop"})
 
 
@@ -404,7 +502,12 @@ def _event(content: dict[str, Any]) -> bytes:
 def refuse(refusal: Refusal) -> dict[str, Any]:
     """See the protocol."""
     kind = ERRORS.get(refusal.status, "api_error" if refusal.status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": str(refusal)}}
+    error: dict[str, Any] = {"type": kind, "message": str(refusal)}
+    if refusal.code == "context_length_exceeded":  # agents look for the provider's words, and shorten their context
+        error["message"] = f"prompt is too long: {refusal}"
+    if refusal.code == "previous_response_not_found":  # its clients then send the whole conversation
+        error["details"] = {"error_code": "thread_not_found"}
+    return {"type": "error", "error": error}
 
 
 def refuse_in_stream(refusal: Refusal, place: int) -> bytes:

@@ -24,7 +24,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 
 from clew.rollout.gateway import anthropic_messages, openai_chat, openai_completions, openai_responses
-from clew.rollout.gateway.chat import Ask, Dialect, Message, Refusal, encoded
+from clew.rollout.gateway.chat import Ask, Dialect, Refusal, encoded
 from clew.rollout.gateway.sessions import AgentSession, Request, message_of
 from clew.rollout.gateway.strict import Strict, read
 
@@ -162,7 +162,10 @@ def dialect_of(path: str) -> Dialect:
 async def _complete(sessions: Sessions, dialect: Dialect, http: HTTPRequest) -> Response:
     raw = await _read(http)
     session = sessions.find(key_of(http))
-    ask = dialect.parse(_object(raw))
+    body = _object(raw)
+    if dialect is openai_responses:
+        body = openai_responses.with_items(body, session.turn)
+    ask = dialect.parse(body)
     _refuse_unless_served(sessions, ask.model)
     ask = _with_earlier(session, ask)
     fingerprint = hashlib.sha256(http.url.path.encode() + b"\n" + raw).digest()
@@ -197,25 +200,24 @@ STREAMED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 def _with_earlier(session: AgentSession, ask: Ask) -> Ask:
-    """What OpenAI's Responses API has a client name instead of send: reasoning, by its item's ID; and, as
-    previous_response_id, all messages up to that response, but for its instructions."""
-    ask = replace(ask, messages=[_with_reasoning(session, message) for message in ask.messages])
-    previous = ask.extras.get("previous_response_id")
-    if not previous:
+    """With what a client names instead of sending it: all messages up to an earlier response, and in a thread of
+    Anthropic's its tools. Instructions are those of one response."""
+    if ask.follows is None:
         return ask
-    turn = session.turn(previous)
+    turn = session.turn(ask.follows)
     earlier = turn.ask.messages[1 if turn.ask.extras.get("instructions") else 0 :]
     instructions = ask.messages[: 1 if ask.extras.get("instructions") else 0]
-    messages = [*instructions, *earlier, message_of(turn.reply), *ask.messages[len(instructions) :]]
-    return replace(ask, messages=messages, images={**turn.ask.images, **ask.images})
-
-
-def _with_reasoning(session: AgentSession, message: Message) -> Message:
-    if "reasoning_id" not in message:
-        return message
-    known = {name: value for name, value in message.items() if name != "reasoning_id"}
-    turn = session.turn(message["reasoning_id"].removeprefix(openai_responses.REASONING_ID))
-    return {**known, "reasoning_content": turn.reply.reasoning}
+    names = {call.id: call.name for call in turn.reply.tool_calls}
+    new = [
+        {**message, "name": names[id]} if (id := message.get("tool_call_id")) in names else message
+        for message in ask.messages[len(instructions) :]
+    ]
+    return replace(
+        ask,
+        messages=[*instructions, *earlier, message_of(turn.reply), *new],
+        images={**turn.ask.images, **ask.images},
+        tools=turn.ask.tools if ask.extras.get("thread") else ask.tools,
+    )
 
 
 async def _stream(dialect: Dialect, ask: Ask, request: Request) -> AsyncIterator[bytes]:

@@ -60,6 +60,8 @@ class Ask:
     messages: list[Message] = field(default_factory=list)
     images: Mapping[str, bytes] = field(default_factory=dict)
     """What the messages show, by the names that they have there."""
+    follows: str | None = None
+    """The ID of an earlier reply; messages are what comes after it."""
     text: str | None = None
     """In the place of messages: goes to the model as it is."""
     tools: list[dict[str, Any]] = field(default_factory=list)
@@ -81,6 +83,11 @@ class Ask:
     """What its sender should know: a setting that this model does not have, and that changes nothing."""
     extras: dict[str, Any] = field(default_factory=dict)
     """What only the dialect itself needs again, to shape its response."""
+
+    @property
+    def shown_tools(self) -> list[dict[str, Any]]:
+        """Those that the model is told of, and may call."""
+        return self.tools if self.tool_choice != "none" else []
 
     @property
     def characters(self) -> int:

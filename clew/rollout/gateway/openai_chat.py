@@ -28,6 +28,9 @@ DONE = b"data: [DONE]\n\n"
 
 
 class _Text(Strict):
+    """Its other fields are marks for a provider's cache, and what frameworks keep of a response: no words."""
+
+    model_config = ConfigDict(extra="ignore")
     type: Literal["text"]
     text: str
 
@@ -69,20 +72,31 @@ class _Call(Strict):
     function: _Function
 
 
-class _Message(Strict):
-    """The last fields are those that clients send back because a response had them."""
+class _Given(Strict):
+    role: Literal["system", "developer", "user", "tool"]
+    content: _Parts | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    cache_control: Any = None
+    provider_specific_fields: Any = None
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+
+class _Said(Strict):
+    """Clients send back whatever a response had, and add fields of their own; the model said none of them."""
+
+    model_config = ConfigDict(extra="ignore")
+    role: Literal["assistant"]
     content: _Parts | None = None
     name: str | None = None
     tool_calls: list[_Call] = Field(default_factory=list)
-    tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = Field(default=None, description="As OpenRouter names reasoning_content.")
     refusal: str | None = None
     audio: None = None
     function_call: None = None
-    annotations: list[Any] | None = None
-    provider_specific_fields: Any = None
+
+
+_Message = Annotated[_Given | _Said, Field(discriminator="role")]
 
 
 class _ToolFunction(Strict):
@@ -95,6 +109,7 @@ class _ToolFunction(Strict):
 class _Tool(Strict):
     type: Literal["function"]
     function: _ToolFunction
+    cache_control: Any = None
 
 
 class _Chosen(Strict):
@@ -194,7 +209,10 @@ def parse(body: dict[str, Any]) -> Ask:
     """See the protocol."""
     request = read(Request, body)
     choice = request.tool_choice
-    tools = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in request.tools]
+    tools = [
+        tool.model_dump(exclude_none=True, exclude={"function": {"strict"}, "cache_control": True})
+        for tool in request.tools
+    ]
     tool_choice = choice if isinstance(choice, str) else choice.function.name
     if not isinstance(choice, str) and tool_choice not in [tool["function"]["name"] for tool in tools]:
         raise Refusal(400, f"tool_choice names {tool_choice!r}, which is not among the tools.", param="tool_choice")
@@ -258,13 +276,18 @@ def sampling_of(request: Sampling) -> dict[str, Any]:
     return sampling
 
 
-def message_of(message: _Message) -> Message:
+def message_of(message: _Given | _Said) -> Message:
     """As chat templates take it."""
     made: Message = {"role": "system" if message.role == "developer" else message.role}
-    made["content"] = content_of([_of_part(part) for part in message.content or ()]) or message.refusal or ""
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        if getattr(message, name):
-            made[name] = getattr(message, name)
+    made["content"] = content_of([_of_part(part) for part in message.content or ()])
+    if message.name:
+        made["name"] = message.name
+    if isinstance(message, _Given):
+        return made | ({"tool_call_id": message.tool_call_id} if message.tool_call_id else {})
+    if message.content is None and message.refusal:
+        made["content"] = message.refusal
+    if reasoning := message.reasoning_content or message.reasoning:
+        made["reasoning_content"] = reasoning
     if message.tool_calls:
         made["tool_calls"] = [
             {
@@ -300,11 +323,12 @@ def respond(ask: Ask, replies: Sequence[Reply]) -> dict[str, Any]:
 
 
 def _head(ask: Ask, id: str, created_at: float, object: str) -> dict[str, Any]:
-    return {"id": id, "object": object, "created": int(created_at), "model": ask.model}
+    serving = {"service_tier": "default", "system_fingerprint": None}
+    return {"id": id, "object": object, "created": int(created_at), "model": ask.model, **serving}
 
 
 def _said(reply: Reply) -> dict[str, Any]:
-    said: dict[str, Any] = {"role": "assistant", "content": reply.content or None, "refusal": None}
+    said: dict[str, Any] = {"role": "assistant", "content": reply.content or None, "refusal": None, "annotations": []}
     if not reply.tool_calls:
         said["content"] = reply.content
     if reply.reasoning:
@@ -330,12 +354,19 @@ def _logprob(token: Token) -> dict[str, Any]:
 def usage_of(replies: Sequence[Reply]) -> dict[str, Any]:
     """Tokens; the prompt counts once."""
     prompt, completion = replies[0].input_tokens, sum(reply.output_tokens for reply in replies)
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    said = {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0, "audio_tokens": 0}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": 0, "audio_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": sum(reply.reasoning_tokens for reply in replies), **said},
+    }
 
 
 async def events(ask: Ask, stream: Stream) -> AsyncIterator[bytes]:
-    """See the protocol: for each reply a chunk with the role, chunks of some words, chunks of calls, and one with the
-    finish reason; then [DONE]."""
+    """See the protocol: for each reply a chunk with the role (and the first call, where no words come before it),
+    chunks of some words, chunks of calls, and one with the finish reason; then [DONE]."""
     head = _head(ask, stream.ids[0], stream.created_at, "chat.completion.chunk")
 
     def chunk(choices: list[dict[str, Any]], **more: Any) -> bytes:
@@ -349,14 +380,17 @@ async def events(ask: Ask, stream: Stream) -> AsyncIterator[bytes]:
 
     calls: dict[int, int] = {}
     async for part in stream.deltas:
+        opens: dict[str, Any] = {}
         if part.index not in calls:
             calls[part.index] = 0
-            yield delta(part.index, role="assistant", content="" if part.call is None else None)
+            opens = {"role": "assistant", "content": "" if part.call is None else None, "refusal": None}
+            if part.call is None:
+                yield delta(part.index, **opens)
         if part.call is not None:
             number = calls[part.index]
             calls[part.index] += 1
             opened = _call(part.call) | {"index": number, "function": {"name": part.call.name, "arguments": ""}}
-            yield delta(part.index, tool_calls=[opened])
+            yield delta(part.index, **opens, tool_calls=[opened])
             for piece in pieces(part.call.arguments):
                 yield delta(part.index, tool_calls=[{"index": number, "function": {"arguments": piece}}])
         elif part.reasoning:
@@ -366,7 +400,7 @@ async def events(ask: Ask, stream: Stream) -> AsyncIterator[bytes]:
     done = await stream.replies()
     for index, reply in enumerate(done):
         if index not in calls:
-            yield delta(index, role="assistant", content="")
+            yield delta(index, role="assistant", content="", refusal=None)
         yield delta(index, reason=reply.finish_reason)
     if ask.extras.get("usage"):
         yield chunk([], usage=usage_of(done))
@@ -385,9 +419,11 @@ def model(name: str) -> dict[str, Any]:
 
 def refuse(refusal: Refusal) -> dict[str, Any]:
     """See the protocol."""
-    kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-    kind = kinds.get(refusal.status, "server_error" if refusal.status >= 500 else "invalid_request_error")
-    return {"error": {"message": str(refusal), "type": kind, "param": refusal.param, "code": refusal.code}}
+    kind = "server_error" if refusal.status >= 500 else "invalid_request_error"
+    message = str(refusal)
+    if refusal.code == "context_length_exceeded":  # frameworks look for the provider's words
+        message = f"This model's maximum context length is exceeded: {message}"
+    return {"error": {"message": message, "type": kind, "param": refusal.param, "code": refusal.code}}
 
 
 def refuse_in_stream(refusal: Refusal, place: int) -> bytes:

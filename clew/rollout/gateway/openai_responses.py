@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import base64
 import itertools
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 
 from clew.rollout.gateway.chat import (
     ANY_OBJECT,
@@ -26,22 +26,21 @@ from clew.rollout.gateway.images import by_name
 from clew.rollout.gateway.openai_chat import notes_on_strict, refuse, variables_of_effort
 from clew.rollout.gateway.responses_input import Items, images_of, messages_of
 from clew.rollout.gateway.strict import LARGEST, Strict, read
+from clew.rollout.gateway.turns import Turn
 
-__all__ = ["KEEP_ALIVE", "Request", "events", "parse", "refuse", "refuse_in_stream", "respond"]
+__all__ = ["KEEP_ALIVE", "Request", "events", "parse", "refuse", "refuse_in_stream", "respond", "with_items"]
 
 KEEP_ALIVE: bytes = b": waiting for the model\n\n"
 
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"
 
-REASONING_ID = "rs_"
-"""Before the response's ID it makes the ID of its reasoning."""
-
 
 class _Hints(Strict):
     """Change nothing about what comes out; accepted, and those that are echoed are echoed. So are the id, status and
     phase of items."""
 
+    client_metadata: Any = None
     metadata: dict[str, str] = Field(default_factory=dict)
     max_tool_calls: int | None = Field(default=None, description="Of the provider's own tools, of which there are none")
     prompt_cache_key: str | None = None
@@ -59,6 +58,25 @@ class _Tool(Strict):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool = Field(default=False, description="Frameworks set it unasked. The response says false: not enforced.")
+
+
+class _Namespace(Strict):
+    """Its tools are shown to the model as namespace.name."""
+
+    type: Literal["namespace"]
+    name: str
+    description: str | None = None
+    tools: list[_Tool]
+
+
+class _WebSearch(Strict):
+    """The provider's own, which agents offer unasked: the model is not told of it, and a warning says so."""
+
+    model_config = ConfigDict(extra="ignore")
+    type: Literal["web_search", "web_search_preview"]
+
+
+_Offered = Annotated[_Tool | _Namespace | _WebSearch, Field(discriminator="type")]
 
 
 class _ToolChoice(Strict):
@@ -95,14 +113,16 @@ class _TextConfig(Strict):
 
 class _ReasoningConfig(Strict):
     effort: str | None = Field(default=None, description="none turns thinking off.")
-    summary: Literal["auto"] | None = Field(default=None, description="Reasoning is given in full.")
-    generate_summary: Literal["auto"] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = Field(
+        default=None, description="Reasoning is given in full."
+    )
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
     context: Literal["auto"] | None = None
     mode: Literal["standard"] | None = None
 
 
 class _StreamOptions(Strict):
-    include_obfuscation: Literal[False] = False
+    include_obfuscation: bool = Field(default=False, description="Accepted; there is none.")
 
 
 class Request(_Hints):
@@ -112,7 +132,7 @@ class Request(_Hints):
     input: Items
     instructions: str | None = None
     previous_response_id: str | None = None
-    tools: list[_Tool] = Field(default_factory=list)
+    tools: list[_Offered] = Field(default_factory=list)
     tool_choice: _Choice = _ToolChoice(type="auto")
     parallel_tool_calls: bool = True
     max_output_tokens: int | None = Field(default=None, ge=1, le=LARGEST)
@@ -126,19 +146,43 @@ class Request(_Hints):
     reasoning: _ReasoningConfig = _ReasoningConfig()
     stream: bool = False
     stream_options: _StreamOptions | None = None
-    truncation: Literal["disabled"] = "disabled"
+    truncation: Literal["disabled", "auto"] = Field(default="disabled", description="None is done; a warning says so.")
     background: Literal[False] = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, description="As vLLM takes them.")
 
 
-def parse(body: dict[str, Any]) -> Ask:
-    """See the protocol. Where `previous_response_id` is in extras, messages are what comes after that response.
+def with_items(body: dict[str, Any], turn: Callable[[str], Turn]) -> dict[str, Any]:
+    """The body, with those items in full that it names by their IDs in place of sending them: item references, and
+    reasoning without its words. turn: the turn of a response's ID; raises Refusal."""
+    items = body.get("input")
+    if not isinstance(items, list):
+        return body
+    return {**body, "input": [_in_full(item, turn) if _is_named(item) else item for item in items]}
 
-    Extras also hold `instructions`: where there are any, the first message is theirs, ahead of all earlier ones, and
-    takes the place of earlier instructions."""
+
+def _is_named(item: Any) -> bool:
+    if not isinstance(item, dict) or not isinstance(item.get("id"), str):
+        return False
+    reasoning = item.get("type") == "reasoning" and not any(map(item.get, ("content", "summary", "encrypted_content")))
+    return reasoning or item.get("type") == "item_reference"
+
+
+def _in_full(item: dict[str, Any], turn: Callable[[str], Turn]) -> dict[str, Any]:
+    kind, _, id = item["id"].partition("_")
+    named = turn(id.rpartition(".")[0] if kind == "fc" else id)
+    found = [each for each in _output(named.ask, named.reply) if each["id"] == item["id"]]
+    if not found:
+        raise Refusal(404, f"there is no item {item['id']!r} in this session.", param="input")
+    return found[0]
+
+
+def parse(body: dict[str, Any]) -> Ask:
+    """See the protocol. Extras hold `instructions`: where there are any, the first message is theirs, ahead of all
+    earlier ones, and takes the place of earlier instructions."""
     request = read(Request, body)
     choice = request.tool_choice
-    names = [tool.name for tool in request.tools]
+    tools = _functions(request.tools)
+    names = [tool.name for tool in tools]
     instructions = [{"role": "system", "content": request.instructions}] if request.instructions else []
     if choice.type == "required" and not names:
         raise Refusal(400, "tool_choice: required wants a tool, and there are none in tools.", param="tool_choice")
@@ -151,12 +195,13 @@ def parse(body: dict[str, Any]) -> Ask:
     }
     return Ask(
         model=request.model,
-        notes=notes_on_strict([tool.name for tool in request.tools if tool.strict]),
+        notes=[*notes_on_strict([tool.name for tool in tools if tool.strict]), *_notes(request)],
+        follows=request.previous_response_id or None,
         messages=[*instructions, *messages_of(request.input)],
         images=by_name(images_of(request.input)),
         tools=[
             {"type": "function", "function": tool.model_dump(exclude_none=True, exclude={"type", "strict"})}
-            for tool in request.tools
+            for tool in tools
         ],
         tool_choice=choice.name or "" if choice.type == "function" else choice.type,
         parallel_tool_calls=request.parallel_tool_calls,
@@ -166,12 +211,34 @@ def parse(body: dict[str, Any]) -> Ask:
         stream=request.stream,
         template={**request.chat_template_kwargs, **variables_of_effort(request.reasoning.effort)},
         extras={
-            "previous_response_id": request.previous_response_id,
             "instructions": request.instructions or None,
+            "namespaces": [tool.name for tool in request.tools if isinstance(tool, _Namespace)],
             "encrypted": ENCRYPTED in request.include,
             "echo": _echo(request),
         },
     )
+
+
+def _functions(tools: Sequence[_Offered]) -> list[_Tool]:
+    """Those that the model is told of."""
+    functions: list[_Tool] = []
+    for tool in tools:
+        if isinstance(tool, _Namespace):
+            functions += [each.model_copy(update={"name": f"{tool.name}.{each.name}"}) for each in tool.tools]
+        elif isinstance(tool, _Tool):
+            functions.append(tool)
+    return functions
+
+
+def _notes(request: Request) -> list[str]:
+    notes = [
+        f"the client offers {tool.type}, a tool of the provider's own: the model is not told of it"
+        for tool in request.tools
+        if isinstance(tool, _WebSearch)
+    ]
+    if request.truncation == "auto":
+        notes.append("the client asks for truncation: the gateway leaves the context as it is")
+    return notes
 
 
 def _form(asked: _Plain | _Schema) -> Form | None:
@@ -199,13 +266,19 @@ def _echo(request: Request) -> dict[str, Any]:
         "temperature": 1.0 if request.temperature is None else request.temperature,
         "text": request.text.model_dump(by_alias=True),
         "tool_choice": choice.model_dump() if choice.type == "function" else choice.type,
-        "tools": [{**tool.model_dump(), "strict": False} for tool in request.tools],
+        "tools": [_shown(tool) for tool in request.tools],
         "top_logprobs": request.top_logprobs,
         "top_p": 1.0 if request.top_p is None else request.top_p,
-        "truncation": "disabled",
+        "truncation": request.truncation,
         "user": request.user,
         "metadata": request.metadata,
     }
+
+
+def _shown(tool: _Offered) -> dict[str, Any]:
+    if isinstance(tool, _Namespace):
+        return {**tool.model_dump(), "tools": [_shown(each) for each in tool.tools]}
+    return {**tool.model_dump(), "strict": False} if isinstance(tool, _Tool) else tool.model_dump()
 
 
 def respond(ask: Ask, replies: Sequence[Reply]) -> dict[str, Any]:
@@ -256,13 +329,13 @@ def _output(ask: Ask, reply: Reply) -> list[dict[str, Any]]:
         items.append(_message(reply.id, reply.content, reply.tokens))
     if reply.finish_reason == "length" and not reply.tool_calls:
         items[-1]["status"] = "incomplete"
-    return items + [_function_call(reply.id, number, call) for number, call in enumerate(reply.tool_calls)]
+    return items + [_function_call(ask, reply.id, number, call) for number, call in enumerate(reply.tool_calls)]
 
 
 def _reasoning(ask: Ask, id: str, text: str) -> dict[str, Any]:
     content = [{"type": "reasoning_text", "text": text}]
-    item: dict[str, Any] = {"id": f"{REASONING_ID}{id}", "type": "reasoning", "summary": [], "content": content}
-    if ask.extras["encrypted"]:  # nothing is secret here; some clients send back nothing else
+    item: dict[str, Any] = {"id": f"rs_{id}", "type": "reasoning", "summary": [], "content": content}
+    if ask.extras.get("encrypted"):  # nothing is secret here; some clients send back nothing else
         item["encrypted_content"] = base64.b64encode(text.encode()).decode()
     return {**item, "status": "completed"}
 
@@ -273,12 +346,14 @@ def _message(id: str, text: str, tokens: Sequence[Token]) -> dict[str, Any]:
     return {"id": f"msg_{id}", "type": "message", "role": "assistant", "content": content, "status": "completed"}
 
 
-def _function_call(id: str, number: int, call: ToolCall) -> dict[str, Any]:
+def _function_call(ask: Ask, id: str, number: int, call: ToolCall) -> dict[str, Any]:
+    space, _, name = call.name.partition(".")
+    named = {"namespace": space, "name": name} if space in ask.extras.get("namespaces", ()) else {"name": call.name}
     return {
         "id": f"fc_{id}.{number}",
         "type": "function_call",
         "call_id": call.id,
-        "name": call.name,
+        **named,
         "arguments": call.arguments,
         "status": "completed",
     }
@@ -332,7 +407,7 @@ async def events(ask: Ask, stream: Stream) -> AsyncIterator[bytes]:
 def _item_of(ask: Ask, id: str, told: Sequence[Delta], number: int) -> dict[str, Any]:
     """The item that these deltas make. number: of a function call."""
     if told[0].call is not None:
-        return _function_call(id, number, told[0].call)
+        return _function_call(ask, id, number, told[0].call)
     if told[0].reasoning:
         return _reasoning(ask, id, "".join(delta.reasoning for delta in told))
     tokens = [token for delta in told for token in delta.tokens]

@@ -68,6 +68,7 @@ class _FunctionCall(_Item):
     type: Literal["function_call"]
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str
     caller: _Direct | None = None
 
@@ -103,8 +104,7 @@ Items = Annotated[list[Item], Field(min_length=1), BeforeValidator(_as_items, js
 
 def messages_of(items: Sequence[Item]) -> list[Message]:
     """The items between two of the client's are the assistant's, and become one message, or as many as there were
-    replies: a reply has its reasoning first, then one text, then its calls. Where reasoning is sent back by nothing but
-    its ID, the message has it as reasoning_id."""
+    replies: a reply has its reasoning first, then one text, then its calls."""
     messages: list[Message] = []
     names: dict[str, str] = {}
     said: Message | None = None
@@ -125,7 +125,7 @@ def messages_of(items: Sequence[Item]) -> list[Message]:
                 messages.append(said := dict(_SILENT))
             _add(said, item)
             if isinstance(item, _FunctionCall):
-                names[item.call_id] = item.name
+                names[item.call_id] = _name_of(item)
     return messages
 
 
@@ -137,12 +137,15 @@ def _add(said: Message, item: _Message | _Reasoning | _FunctionCall) -> None:
     if isinstance(item, _Message):
         said["content"] = _joined(item.content)
     elif isinstance(item, _FunctionCall):
-        function = {"name": item.name, "arguments": arguments_of(item.arguments)}
+        function = {"name": _name_of(item), "arguments": arguments_of(item.arguments)}
         said.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
     elif reasoning := _reasoning_of(item):
         said["reasoning_content"] = reasoning
-    elif item.id is not None:
-        said["reasoning_id"] = item.id
+
+
+def _name_of(call: _FunctionCall) -> str:
+    """As the model is told of it."""
+    return f"{call.namespace}.{call.name}" if call.namespace else call.name
 
 
 def _joined(parts: Sequence[_Part]) -> Content:

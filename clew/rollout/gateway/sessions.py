@@ -209,7 +209,10 @@ class AgentSession:
             raise Refusal(
                 400, "the engine gives the logprob of the sampled token alone; ask for no others.", param="top_logprobs"
             )
-        if ask.form is not None and _callable(ask):
+        forced = ask.tool_choice not in ("auto", "none")
+        if forced:
+            ask = replace(ask, form=None)  # of text, and there will be none
+        if ask.form is not None and ask.shown_tools:
             raise Refusal(
                 400,
                 "the engine holds all that the model says to the schema, and no tool could be called: ask without "
@@ -217,7 +220,6 @@ class AgentSession:
                 param=ask.form.param,
             )
         ask = self._with_known_variables(ask)
-        forced = ask.tool_choice not in ("auto", "none")
         if not ask.tools or not (forced or not ask.parallel_tool_calls):
             return ask, ""
         if CALL_OPENS not in str(self.session.tokenizer.chat_template):
@@ -232,25 +234,24 @@ class AgentSession:
         return ask, f'{CALL_OPENS}\n{{"name": {json.dumps(ask.tool_choice)}, "arguments": ' if forced else ""
 
     def _with_known_variables(self, ask: Ask) -> Ask:
-        """Without enable_thinking=False where the template knows no thinking: there is nothing to turn off. Nor with an
-        effort, which frameworks ask of some names of models of their own accord."""
+        """Without enable_thinking=False where the template knows no thinking: there is nothing to turn off. Nor with
+        thinking or an effort, which frameworks ask of some names of models of their own accord."""
         unknown = [name for name in ask.template if name not in self._turns.variables]
         for name in unknown:
             value = ask.template[name]
+            if value is False:
+                continue
             if name == "reasoning_effort":
                 self.warn(f"the client asks for reasoning effort {value!r}, a setting that the model does not have")
-            elif value is not False:
+            elif name == "enable_thinking":
+                self.warn("the client asks for thinking, a setting that the model does not have")
+            else:
                 raise Refusal(400, f"the model's chat template knows no {name}.", param=name)
         return replace(ask, template={name: value for name, value in ask.template.items() if name not in unknown})
 
     def _advise(self, ask: Ask, prompt: Prompt) -> None:
-        if prompt.rewritten is not None:
-            interaction = prompt.rewritten.reply.interaction
-            missing = " (the client sends no reasoning back)" if prompt.rewritten.reply.reasoning else ""
-            self.warn(
-                f"the chat template does not keep {interaction.id} as the model wrote it{missing}: a new sequence "
-                f"starts, and {len(interaction.all_ids)} tokens are computed once more in training"
-            )
+        if prompt.advice:
+            self.warn(prompt.advice)
         for note in ask.notes:
             self.warn(note)
         if ask.form is not None:
@@ -295,7 +296,7 @@ class AgentSession:
             speech.tell,
             id=self.session.interaction_id(index),
             transcript=Transcript(self.session.tokenizer, begin, logprobs=ask.logprobs is not None),
-            reader=None if at_the_end else Reader(before, _callable(ask)),
+            reader=None if at_the_end else Reader(before, ask.shown_tools),
             begin=begin,
             stops=[stop for stop in stops if stop != CALL_CLOSES],  # which ends a call, and belongs to it
         )
@@ -339,7 +340,7 @@ class AgentSession:
             before = _before(prompt, begin)
             if ask.form is not None and THINK_CLOSES not in text:  # the schema left no room for a thought
                 before = ""
-            parsed = parse_output(self.session.tokenizer, text, raw, before, _callable(ask))
+            parsed = parse_output(self.session.tokenizer, text, raw, before, ask.shown_tools)
         if parsed.unparsed is not None:
             self.warn(f"{interaction.id} has a tool call that cannot be read, which stays text: {parsed.unparsed!r}")
         if parsed.left_out.strip():
@@ -381,11 +382,6 @@ class AgentSession:
 def _before(prompt: Prompt, begin: str) -> str:
     """What the model's words follow, those that were put into its mouth included."""
     return prompt.rendered.removesuffix(begin) if begin else prompt.rendered
-
-
-def _callable(ask: Ask) -> list[dict[str, Any]]:
-    """The tools that the reply may call."""
-    return ask.tools if ask.tool_choice != "none" else []
 
 
 def message_of(reply: Reply) -> Message:

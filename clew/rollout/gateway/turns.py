@@ -67,7 +67,9 @@ class Prompt:
     rendered: str
     extends: Turn | None = None
     rewritten: Turn | None = None
-    """A turn that the messages go on from, and whose tokens the template does not keep: a new sequence starts."""
+    """A turn that the messages go on from, and whose tokens they do not keep: a new sequence starts."""
+    advice: str = ""
+    """Why they do not; also where they go on from a turn otherwise than the model went."""
 
 
 class Turns:
@@ -102,20 +104,27 @@ class Turns:
         rendered = self._render(ask, ask.messages) + begin
         self._refuse_what_never_fits(rendered, "messages")
         rewritten: Turn | None = None
+        advice, reworded = "", 0
         for turn in sorted(self._turns, key=lambda turn: -len(turn.ask.messages)):
             place = len(turn.ask.messages)
             if turn.ask.text is not None or place >= len(ask.messages):
                 continue
-            if not stands_for(ask.messages[place], turn.reply):
-                continue
             if images[: len(before := shown_in(turn.ask.messages))] != before:  # their tokens may be the same
                 continue
-            tail_ids = self._tail_ids(ask, rendered, turn)
+            message = ask.messages[place]
+            stands = stands_for(message, turn.reply)
+            tail_ids = self._tail_ids(ask, rendered, turn) if stands or goes_on_in(message, turn.reply) else None
             if tail_ids is not None:
-                return Prompt(input_ids=turn.all_ids + tail_ids, rendered=rendered, extends=turn)
-            if rewritten is None and ask.messages[:place] == turn.ask.messages:
-                rewritten = turn
-        return Prompt(input_ids=self._encode(rendered), rendered=rendered, rewritten=rewritten)
+                advice = advice if reworded > place else ""  # at the same place it is another answer to the same
+                return Prompt(input_ids=turn.all_ids + tail_ids, rendered=rendered, extends=turn, advice=advice)
+            if ask.messages[:place] != turn.ask.messages or message.get("role") != "assistant":
+                continue
+            if stands and rewritten is None:
+                rewritten, advice = turn, _why_rewritten(ask, turn)
+            elif not advice:
+                advice = f"the client does not send {turn.reply.id} back as the model said it: a new sequence starts"
+                reworded = place
+        return Prompt(input_ids=self._encode(rendered), rendered=rendered, rewritten=rewritten, advice=advice)
 
     def _refuse_what_never_fits(self, text: str, param: str) -> None:
         """Without making tokens of all of it: a beginning that has twice as many as the context takes is enough."""
@@ -138,6 +147,8 @@ class Turns:
         last_id = turn.all_ids[-1]
         if rendered.startswith(turn.rendered + turn.raw):
             return self._encode_after(last_id, rendered[len(turn.rendered) + len(turn.raw) :])
+        if not stands_for(ask.messages[len(turn.ask.messages)], turn.reply):
+            return None
         # The template writes it otherwise: trimmed, or the JSON of a tool's arguments spaced in its own way.
         tail = self._after_words(ask, len(turn.ask.messages))
         if tail is None or not rendered.endswith(tail):
@@ -195,17 +206,18 @@ class Turns:
     def _render(self, ask: Ask, messages: Sequence[Message], *, generation: bool = True) -> str:
         if self._tokenizer.chat_template is None:
             raise Refusal(400, "the model's tokenizer has no chat template; /v1/completions takes plain text.")
-        if self._wants_parts:
-            messages = [_in_parts(message) for message in messages]
+        given = [_in_parts(message) for message in messages] if self._wants_parts else list(messages)
         try:
             text = self._tokenizer.apply_chat_template(
-                list(messages),
-                tools=(ask.tools or None) if ask.tool_choice != "none" else None,  # pyright: ignore[reportArgumentType]
+                given,
+                tools=ask.shown_tools or None,  # pyright: ignore[reportArgumentType]
                 add_generation_prompt=generation,
                 tokenize=False,
                 **ask.template,
             )
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
+            if len(one := with_one_system(messages)) < len(messages):
+                return self._render(ask, one, generation=generation)
             raise Refusal(400, f"the chat template does not take these messages: {error}", param="messages") from None
         if self._vision is None:
             return str(text)
@@ -256,6 +268,31 @@ def stands_for(message: Message, reply: Reply) -> bool:
         call["name"] == wrote.name and call["arguments"] == json.loads(wrote.arguments)
         for call, wrote in zip(calls, reply.tool_calls, strict=True)
     )
+
+
+def goes_on_in(message: Message, reply: Reply) -> bool:
+    """Whether the client wrote on in the model's message, from where a stop string had ended it."""
+    said = message.get("content") if message.get("role") == "assistant" else None
+    return reply.stop_string is not None and str(said).startswith(reply.content + reply.stop_string)
+
+
+def _why_rewritten(ask: Ask, turn: Turn) -> str:
+    """Why the rendered text does not keep the tokens of a turn whose reply is among the messages."""
+    why = f"the chat template does not keep {turn.reply.id} as the model wrote it"
+    if ask.shown_tools != turn.ask.shown_tools:
+        why = f"the client has other tools to offer after {turn.reply.id}"
+    elif turn.reply.reasoning and not ask.messages[len(turn.ask.messages)].get("reasoning_content"):
+        why += " (the client sends no reasoning back)"
+    return f"{why}: a new sequence starts, and {len(turn.all_ids)} tokens are computed once more in training"
+
+
+def with_one_system(messages: Sequence[Message]) -> list[Message]:
+    """With the system messages at the beginning as one: many templates take no more, and some agents send several."""
+    systems = list(itertools.takewhile(lambda message: message["role"] == "system", messages))
+    if len(systems) < 2 or shown_in(systems):
+        return list(messages)
+    said = "\n\n".join(message["content"] for message in systems)
+    return [{"role": "system", "content": said}, *messages[len(systems) :]]
 
 
 def common_suffix(texts: Sequence[str]) -> str:
