@@ -111,13 +111,13 @@ class LongLock(Agent):
 
 
 class RateLimit(Agent):
-    """Twenty a second, for all episodes together."""
+    """Ten a second, for all episodes together."""
 
     free_at = 0.0
 
     async def run(self, data: dict, **given: Any) -> float:
         now = time.monotonic()
-        type(self).free_at = max(self.free_at, now) + 0.05
+        type(self).free_at = max(self.free_at, now) + 0.1
         await asyncio.sleep(self.free_at - now)
         return await super().run(data, **given)
 
