@@ -85,7 +85,9 @@ def agent_stress(
             "small. Without it a stand-in answers, and no model is needed."
         ),
     ] = None,
-    latency: Annotated[float, typer.Option(min=0, help="Seconds that an answer of the stand-in takes.")] = 1.0,
+    latency: Annotated[
+        float, typer.Option(min=0, help="Seconds that an answer of the stand-in takes; up to half as long again.")
+    ] = 1.0,
     tokens: Annotated[int, typer.Option(min=1, help="Of a synthetic answer, at most.")] = 64,
     recorded: Annotated[
         Path | None, typer.Option(metavar="RUN", help="Let the stand-in answer with what a model said in this run.")

@@ -258,8 +258,9 @@ def _admin(application: Application) -> FastAPI:
             return Response(status_code=200)
         return Response(engine.core.broken or "starting", 503)
 
-    @app.get("/get_model_info")
-    async def get_model_info() -> Response:
+    @app.get("/model_info")
+    @app.get("/get_model_info")  # as SGLang called it before
+    async def model_info() -> Response:
         if not application.ready:
             raise EngineUnreachable("here", "starting: the weights are being loaded")
         return _json(

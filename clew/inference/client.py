@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -26,9 +26,11 @@ from clew.record.weights import WeightRef
 class HTTPEngine:
     """One server. Use it from one event loop, and `close` it."""
 
-    def __init__(self, address: str, token: str = "") -> None:
-        """address: host:port. token: what the server's administrative endpoints ask for (SGLang: its --api-key)."""
+    def __init__(self, address: str, token: str = "", context: int | None = None) -> None:
+        """address: host:port. token: what the server's administrative endpoints ask for (SGLang: its --api-key).
+        context: tokens of a prompt with its completion, where the server refuses more instead of ending with length."""
         self.address = address
+        self.context = context
         self._headers = {"Content-Type": "application/json"}
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
@@ -47,7 +49,7 @@ class HTTPEngine:
         """See the protocol. Raises EngineUnreachable when the server is away or not ready."""
         body: dict[str, Any] = {
             "input_ids": input_ids,
-            "sampling_params": sampling_fields(params),
+            "sampling_params": sampling_fields(self._fitting(input_ids, params)),
             "return_logprob": True,
             "clew": {"continues": params.continues, "exact_stop": True, "text": False, "deltas": True},
         }
@@ -57,18 +59,27 @@ class HTTPEngine:
             body["rid"] = request_id
         if on_token is None:
             return completion_of(await self._post("/generate", body))
-        return await self._streamed("/generate", body, _new_of, on_token)
+        return await self._streamed("/generate", body, on_token)
 
-    async def _streamed(
-        self, path: str, body: dict[str, Any], new_of: Callable[[Any, int], Completion | None], on_token: OnToken
-    ) -> Completion:
-        """A completion, as it comes. Where the server goes away in its midst, what came is an aborted one.
+    def _fitting(self, input_ids: list[int], params: SamplingParams) -> SamplingParams:
+        """With no more tokens than there is room for. Raises RequestTooLong."""
+        if self.context is None:
+            return params
+        room = self.context - len(input_ids)
+        if room < 1:
+            raise RequestTooLong(
+                f"the prompt has {len(input_ids)} tokens, and {self.address} a context of {self.context}."
+            )
+        return replace(
+            params, max_new_tokens=min(params.max_new_tokens, room), min_new_tokens=min(params.min_new_tokens, room)
+        )
 
-        new_of: of an event, and the number of tokens before it: its new tokens, aborted unless it is the last."""
+    async def _streamed(self, path: str, body: dict[str, Any], on_token: OnToken) -> Completion:
+        """A completion, as it comes. Where the server goes away in its midst, what came is an aborted one."""
         whole = Completion(output_ids=[], logprobs=[], versions=[], finish_reason="abort")
         try:
             async for event in self._events(path, {**body, "stream": True}):
-                if (new := new_of(event, len(whole.output_ids))) is None:
+                if (new := self._new_of(event, len(whole.output_ids))) is None:
                     continue
                 whole = Completion(
                     output_ids=whole.output_ids + new.output_ids,
@@ -83,6 +94,18 @@ class HTTPEngine:
             if not whole.output_ids:
                 raise
         return whole
+
+    def _new_of(self, event: dict[str, Any], before: int) -> Completion | None:
+        """The new tokens of an event that has `before` tokens before it; aborted unless it is the last. An event has
+        what is new, or all so far, but always says how many tokens there are by now."""
+        meta = event["meta_info"]
+        if status := (meta["finish_reason"] or {}).get("status_code"):  # SGLang's refusal, once a stream has begun
+            self._refuse("/generate", status, orjson.dumps(meta["finish_reason"]))
+        part = completion_of(event)
+        known = len(part.output_ids) - (meta["completion_tokens"] - before)
+        return replace(
+            part, output_ids=part.output_ids[known:], logprobs=part.logprobs[known:], versions=part.versions[known:]
+        )
 
     async def load_weights(self, ref: WeightRef) -> None:
         """See the protocol."""
@@ -105,7 +128,7 @@ class HTTPEngine:
 
     async def version(self) -> int:
         """See the protocol; 0 for a server that was never given weights."""
-        version = str((await self._request("GET", "/get_model_info", None)).get("weight_version"))
+        version = str((await self._request("GET", "/model_info", None)).get("weight_version"))
         return int(version) if version.isdigit() else 0
 
     async def pause(self, lease_s: float = 60.0) -> None:
@@ -220,15 +243,6 @@ def completion_of(answer: dict[str, Any]) -> Completion:
         versions=versions,
         finish_reason=ended["type"],
         matched=ended.get("matched"),
-    )
-
-
-def _new_of(event: dict[str, Any], before: int) -> Completion:
-    """An event has what is new, or all so far, but always says how many tokens there are by now."""
-    part = completion_of(event)
-    known = len(part.output_ids) - (event["meta_info"]["completion_tokens"] - before)
-    return replace(
-        part, output_ids=part.output_ids[known:], logprobs=part.logprobs[known:], versions=part.versions[known:]
     )
 
 

@@ -25,22 +25,27 @@ class FoundEngine:
 
 
 async def find_engine(base_url: str, api_key: str = "") -> FoundEngine | None:
-    """`clew serve` or SGLang (/get_model_info), or vLLM (as /v1/models says); None for a provider, which takes no
-    token ids. Raises EngineError when nothing answers."""
+    """`clew serve` or SGLang (/model_info), or vLLM (as /v1/models says); None for a provider, which takes no token
+    ids. Raises EngineError when nothing answers."""
     root = base_url.rstrip("/").removesuffix("/v1")
     address = root.partition("://")[2]
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         async with aiohttp.ClientSession(headers=headers) as client:
-            async with client.get(f"{root}/get_model_info") as response:
-                if response.status == 200:
-                    said = await response.json()
-                    return FoundEngine(
-                        kind="clew serve or SGLang",
-                        engine=HTTPEngine(address, api_key),
-                        model=str(said["tokenizer_path"]),
-                        takes_images=bool(said.get("has_image_understanding")),
-                    )
+            async with client.get(f"{root}/model_info") as response:
+                info = await response.json() if response.status == 200 else None
+            if info is not None and "max_context_length" in info:
+                return FoundEngine(
+                    kind="clew serve",
+                    engine=HTTPEngine(address, api_key),
+                    model=str(info["tokenizer_path"]),
+                    takes_images=bool(info.get("has_image_understanding")),
+                )
+            if info is not None:
+                async with client.get(f"{root}/server_info") as response:
+                    context = int((await response.json())["max_req_input_len"])
+                engine = HTTPEngine(address, api_key, context)
+                return FoundEngine(kind="SGLang", engine=engine, model=str(info["tokenizer_path"]))
             async with client.get(f"{root}/v1/models") as response:
                 listed = (await response.json())["data"] if response.status == 200 else []
     except (aiohttp.ClientError, ValueError, KeyError) as error:

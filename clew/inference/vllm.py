@@ -12,7 +12,7 @@ from typing import Any
 
 from clew.errors import EngineError, ImageError
 from clew.inference.client import HTTPEngine
-from clew.inference.protocol import Completion, OnToken, RequestTooLong, SamplingParams
+from clew.inference.protocol import Completion, OnToken, SamplingParams
 from clew.record.weights import WeightRef
 
 
@@ -21,9 +21,8 @@ class VLLMEngine(HTTPEngine):
 
     def __init__(self, address: str, model: str, context: int, api_key: str = "") -> None:
         """model: the name under which the server serves it. context: its max_model_len. api_key: its --api-key."""
-        super().__init__(address, api_key)
+        super().__init__(address, api_key, context)
         self.model = model
-        self.context = context
 
     async def generate(
         self,
@@ -34,19 +33,15 @@ class VLLMEngine(HTTPEngine):
         request_id: str = "",
         on_token: OnToken | None = None,
     ) -> Completion:
-        """See the protocol. vLLM itself refuses more tokens than fit, where the protocol ends with length."""
+        """See the protocol."""
         if images:
             raise ImageError(f"{self.address} is a vLLM, which takes no images beside token ids.")
-        room = self.context - len(input_ids)
-        if room < 1:
-            raise RequestTooLong(
-                f"the prompt has {len(input_ids)} tokens, and {self.address} a context of {self.context}."
-            )
+        params = self._fitting(input_ids, params)
         body = {
             "model": self.model,
             "prompt": input_ids,
-            "max_tokens": min(params.max_new_tokens, room),
-            "min_tokens": min(params.min_new_tokens, room),
+            "max_tokens": params.max_new_tokens,
+            "min_tokens": params.min_new_tokens,
             "temperature": params.temperature,
             "top_p": params.top_p,
             "top_k": params.top_k or -1,
@@ -65,7 +60,7 @@ class VLLMEngine(HTTPEngine):
             completion = self._new_of(await self._post("/v1/completions", body), 0)
             assert completion is not None
         else:
-            completion = await self._streamed("/v1/completions", body, self._new_of, on_token)
+            completion = await self._streamed("/v1/completions", body, on_token)
         if completion.finish_reason == "stop" and completion.matched is None and completion.output_ids:
             return replace(completion, matched=completion.output_ids[-1])  # an end token goes unnamed
         return completion

@@ -350,7 +350,7 @@ def newer_checkpoint(project: Project) -> Path:
 @pytest.mark.parametrize("newer", [newer_step, newer_run, newer_commit, newer_checkpoint])
 def test_a_record_of_a_newer_format(resuming: Project, newer) -> None:
     file = newer(resuming)
-    failed(resuming.inline(), str(file.relative_to(resuming.folder)), "format 9", "up to 1", "Upgrade Clew")
+    failed(resuming.inline(), str(file.relative_to(resuming.folder)), "format 9", "up to 2", "Upgrade Clew")
 
 
 @pytest.mark.slow

@@ -117,7 +117,7 @@ async def refused_schemas(url: str) -> list[tuple[str, str | None]]:
 def test_in_front_of_a_server_that_takes_token_ids(config: Path, behind: str, tmp_path: Path) -> None:
     record = tmp_path / "record"
     with serving(str(config), "--engine", behind, "--record", str(record)) as (url, lines):
-        assert lines[0].startswith(f"in front of clew serve or SGLang at {behind}")
+        assert lines[0].startswith(f"in front of clew serve at {behind}")
         assert asyncio.run(talk(url, "model")) == ["g000000.e0.i0", "g000000.e0.i1", "g000001.e0.i0"]
         for asked in (behind, url):  # the embedded engine by itself, and over HTTP
             said = asyncio.run(refused_schemas(asked))
@@ -127,7 +127,7 @@ def test_in_front_of_a_server_that_takes_token_ids(config: Path, behind: str, tm
 
 
 def test_in_front_of_a_provider_requests_are_passed_on_and_nothing_is_captured(config: Path, behind: str) -> None:
-    # /get_model_info is what tells `clew serve` from a provider: one level deeper there is none
+    # /model_info is what tells `clew serve` from a provider: one level deeper there is none
     provider = behind.removesuffix("/v1") + "/nowhere"
     with serving(str(config), "--engine", provider, OPENAI_API_KEY="sk-theirs") as (url, lines):
         assert lines[0].startswith("in front of the provider") and "no tokens are captured" in lines[0]

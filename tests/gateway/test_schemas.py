@@ -51,7 +51,8 @@ class Remote:
             application.router.add_get("/v1/models", self._models)
             application.router.add_post("/v1/completions", self._completions)
         else:
-            application.router.add_get("/get_model_info", self._model_info)
+            application.router.add_get("/model_info", self._model_info)
+            application.router.add_get("/server_info", self._server_info)
             application.router.add_post("/generate", self._generate)
         runner = web.AppRunner(application)
         await runner.setup()
@@ -66,6 +67,9 @@ class Remote:
 
     async def _model_info(self, request: web.Request) -> web.Response:
         return web.json_response({"tokenizer_path": "m", "weight_version": "default"})
+
+    async def _server_info(self, request: web.Request) -> web.Response:
+        return web.json_response({"max_req_input_len": 4096})
 
     async def _ids(self, request: web.Request) -> list[int]:
         self.bodies.append(await request.json())

@@ -279,7 +279,7 @@ def test_loads_weights_while_requests_go_on(server: ServerProcess, folder: Path)
         return await request
 
     async def running(server: ServerProcess) -> int:
-        async with aiohttp.ClientSession() as session, session.get(f"http://{server.address}/get_model_info") as got:
+        async with aiohttp.ClientSession() as session, session.get(f"http://{server.address}/model_info") as got:
             return (await got.json())["running"]
 
     completion = with_engine(server, scenario)
@@ -305,7 +305,7 @@ def test_memory_is_released_for_as_long_as_the_trainer_says_and_requests_go_on(
     plain = with_engine(server, lambda engine: engine.generate(PROMPT, params))
 
     def state() -> tuple[bool, bool]:
-        info = with_engine(server, lambda engine: engine._request("GET", "/get_model_info", None))
+        info = with_engine(server, lambda engine: engine._request("GET", "/model_info", None))
         assert not (info["released"] and (info["running"] or info["cache_bytes"]))
         return info["released"], info["running"] > 0
 
@@ -344,7 +344,7 @@ def test_a_client_that_leaves_aborts_its_request(server: ServerProcess) -> None:
         began = time.monotonic()
         await engine.generate(PROMPT, SamplingParams(max_new_tokens=2))
         assert time.monotonic() - began < 1
-        info = await engine._request("GET", "/get_model_info", None)
+        info = await engine._request("GET", "/model_info", None)
         assert (info["running"], info["waiting"]) == (0, 0)
 
     with_engine(server, scenario)
@@ -400,7 +400,7 @@ def test_starts_with_the_newest_weights_and_ends_on_a_signal(server: ServerProce
         """With a request that would wait for two minutes."""
         await engine.pause(lease_s=120)
         pending = asyncio.ensure_future(engine.generate(PROMPT, SamplingParams()))
-        while not (await engine._request("GET", "/get_model_info", None))["waiting"]:
+        while not (await engine._request("GET", "/model_info", None))["waiting"]:
             pass
         await asyncio.to_thread(server.end, signal.SIGINT)
         return await pending

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -18,7 +18,7 @@ from clew.errors import EngineError
 from clew.inference.client import HTTPEngine
 from clew.inference.embedded import build_engine
 from clew.inference.local import LocalEngine
-from clew.inference.protocol import EngineUnreachable, SamplingParams
+from clew.inference.protocol import EngineUnreachable, RequestTooLong, SamplingParams
 from clew.inference.resubmit import generate_through_aborts
 from clew.inference.vllm import VLLMEngine
 from clew.models import load_model, load_tokenizer
@@ -64,6 +64,13 @@ async def saying(*events: Any, cut: bool = False) -> AsyncIterator[str]:
             await response.write(b"data: [DONE]\n\n")
         return response
 
+    async with served(answer) as address:
+        yield address
+
+
+@asynccontextmanager
+async def served(answer: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> AsyncIterator[str]:
+    """The address of a server that answers every POST so."""
     application = web.Application()
     application.router.add_post("/{tail:.*}", answer)
     runner = web.AppRunner(application)
@@ -177,5 +184,39 @@ def test_what_a_listener_raises_is_not_the_engines_failure(tmp_path: Any) -> Non
 
         completion = await engine.generate(PROMPT, PARAMS, on_token=listen)
         assert len(completion.output_ids) == 24 == len(raised) and engine.failure is None
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("status, error", [(400, EngineError), (503, EngineUnreachable)])
+def test_sglang_refuses_in_a_stream_by_an_abort_with_a_status(status: int, error: type[EngineError]) -> None:
+    """Otherwise what it will never do would be asked of it again, as after any abort, for ever."""
+    ended = {"type": "abort", "message": "Failed to compile json grammar", "status_code": status}
+    event = {"meta_info": {"finish_reason": ended, "completion_tokens": 1, "output_token_logprobs": []}}
+    with pytest.raises(EngineError, match="Failed to compile json grammar") as refused:
+        heard_of(event)
+    assert type(refused.value) is error
+
+
+@pytest.mark.parametrize("name", ["sglang", "vllm"])
+def test_no_more_is_asked_of_a_server_than_its_context_has_room_for(name: str) -> None:
+    async def run() -> None:
+        asked: list[Any] = []
+
+        async def answer(request: web.Request) -> web.Response:
+            asked.append(await request.json())
+            return web.json_response(chunk([1], "length") if name == "vllm" else cumulative([1], {"type": "length"}))
+
+        async with served(answer) as address:
+            engine = VLLMEngine(address, "m", 13) if name == "vllm" else HTTPEngine(address, context=13)
+            try:
+                await engine.generate([7] * 3, PARAMS)
+                await engine.generate([7] * 12, PARAMS)
+                with pytest.raises(RequestTooLong, match=r"13 tokens, and .* a context of 13"):
+                    await engine.generate([7] * 13, PARAMS)
+            finally:
+                await engine.close()
+        fields = asked if name == "vllm" else [each["sampling_params"] for each in asked]
+        assert [each["max_tokens" if name == "vllm" else "max_new_tokens"] for each in fields] == [10, 1]
 
     asyncio.run(run())

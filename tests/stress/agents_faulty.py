@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import json
 import os
 import random
 import signal
+import subprocess
 import tempfile
 import threading
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -62,6 +65,15 @@ class CallsUrllib:
             return float(len(json.load(response)["choices"][0]["message"]["content"]))
 
 
+class RunsProcesses(Agent):
+    """Each is brief; of hundreds at once, each waits for all."""
+
+    async def run(self, data: dict, **given: Any) -> float:
+        said = await super().run(data, **given)
+        subprocess.run(["sleep", "0.02"], check=True, capture_output=True)  # noqa: ASYNC221
+        return said
+
+
 class Computes(Agent):
     async def run(self, data: dict, **given: Any) -> float:
         reward = await super().run(data, **given)
@@ -95,6 +107,18 @@ class LongLock(Agent):
     async def run(self, data: dict, **given: Any) -> float:
         async with LOCK:
             await asyncio.sleep(0.3)
+        return await super().run(data, **given)
+
+
+class RateLimit(Agent):
+    """Ten a second, for all episodes together."""
+
+    free_at = 0.0
+
+    async def run(self, data: dict, **given: Any) -> float:
+        now = time.monotonic()
+        type(self).free_at = max(self.free_at, now) + 0.1
+        await asyncio.sleep(self.free_at - now)
         return await super().run(data, **given)
 
 
@@ -147,6 +171,55 @@ class SharedHistory(Agent):
         said = await self.ask(list(HISTORY), **given)
         HISTORY.append({"role": "assistant", "content": said})
         return float(len(await self.ask([*HISTORY, _user("And now?")], **given)))
+
+
+class DefaultArgument(Agent):
+    """A default is one list for all calls."""
+
+    async def run(self, data: dict, **given: Any) -> float:
+        return await self.solve(data, given)
+
+    async def solve(self, data: dict, given: dict, notes: list = []) -> float:  # noqa: B006
+        notes.append(data["prompt"])
+        return await super().run({"prompt": "; ".join(notes[-3:])}, **given)
+
+
+NOTES: contextvars.ContextVar[dict] = contextvars.ContextVar("notes", default={})  # noqa: B039
+
+
+class DefaultOfVariable(Agent):
+    """A default is one dictionary for all episodes."""
+
+    async def run(self, data: dict, **given: Any) -> float:
+        NOTES.get()["prompt"] = data["prompt"]
+        await super().run({"prompt": "Make a plan."}, **given)
+        return await super().run({"prompt": NOTES.get()["prompt"]}, **given)
+
+
+class OneFile(Agent):
+    """Notes to itself, in a file that all have."""
+
+    async def run(self, data: dict, **given: Any) -> float:
+        file = Path(tempfile.gettempdir()) / "clew-test-notes.txt"
+        file.write_text(data["prompt"])
+        await super().run({"prompt": "Make a plan."}, **given)
+        return await super().run({"prompt": file.read_text()}, **given)
+
+
+class CrossesAnswers(Agent):
+    """Takes whichever answer comes first."""
+
+    def __init__(self) -> None:
+        self.answers: asyncio.Queue[str] = asyncio.Queue()
+
+    async def run(self, data: dict, **given: Any) -> float:
+        asking = asyncio.create_task(self.put(data, given))
+        said = await self.answers.get()
+        await asking
+        return float(len(await self.ask(f"Is it right? {said}", **given)))
+
+    async def put(self, data: dict, given: dict) -> None:
+        await self.answers.put(await self.ask(data["prompt"], **given))
 
 
 class OneClient(Agent):

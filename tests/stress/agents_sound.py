@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import tempfile
 from collections import OrderedDict
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import aiohttp
 import anthropic
@@ -135,6 +137,26 @@ class CachingAgent:
 @functools.lru_cache(maxsize=4)
 def _normal(text: str) -> str:
     return text.lower()
+
+
+class SandboxAgent:
+    """A process an episode, started the asynchronous way, a folder of its own, and totals of what was done."""
+
+    totals: ClassVar[dict[str, int]] = {"characters": 0}
+
+    async def run(self, data: dict, base_url: str, api_key: str, http_client: httpx2.AsyncClient) -> float:
+        response = await http_client.post(
+            f"{base_url}/chat/completions",
+            json={"model": "policy", "messages": [{"role": "user", "content": data["prompt"]}]},
+            headers={"Authorization": f"Bearer {api_key}"},
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "said.txt"
+            file.write_text(_said(response.json()))
+            process = await asyncio.create_subprocess_exec("wc", "-c", file, stdout=asyncio.subprocess.PIPE)
+            counted, _ = await process.communicate()
+        self.totals["characters"] += int(counted.split()[0])
+        return float(counted.split()[0])
 
 
 class PlainAgent:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import threading
 import time
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
 
-from clew.diagnose.stress import growth, repeat, serial, shared, watch
+from clew.diagnose.stress import files, growth, repeat, serial, shared, watch
 from clew.diagnose.stress.frames import Code, Place
 from clew.diagnose.stress.growth import Sample, grows
 from clew.diagnose.stress.repeat import Told
@@ -183,6 +185,30 @@ def test_facts_and_suspicions_about_shared_state() -> None:
     assert certain == {"agent.task", "agent.history"}
 
 
+def test_what_only_ever_grows_is_perhaps_a_statistic() -> None:
+    first, second = episodes()
+
+    def facts(*steps: int, matters: bool = False) -> list[bool]:
+        made = [lambda a, step=step: setattr(a, "count", a.count + step) for step in steps]
+        changes = changes_of(Holder(), list(zip((first, second) * 2, made, strict=False)))
+        return [verdict.certain for verdict in shared.verdicts(changes, matters=matters)]
+
+    assert facts(20, 31, 7) == [False]
+    assert facts(20, 31, 7, matters=True) == facts(20, -31, 7) == [True]
+
+
+def test_a_file_that_two_write_at_once() -> None:
+    (first, second), third = episodes(), Episode(id="c", data={}, started=11.0, finished=12.0)
+
+    def found(*writers: Episode, matters: bool = True) -> list[tuple[str, bool]]:
+        opened = [files.Opened(path="/notes", where=f"agent.py:7 {each.id}", episode=each) for each in writers]
+        return [(each.where, each.certain) for each in files.verdicts(opened, matters=matters)]
+
+    assert found(first, second) == [("agent.py:7 b", True)]
+    assert found(first, second, matters=False) == [("agent.py:7 b", False)]
+    assert found(first, first) == found(second, third) == []
+
+
 def test_episodes_one_after_another_may_use_the_same_attribute() -> None:
     first, second = episodes()
     second.started = 11.0
@@ -253,6 +279,36 @@ def test_a_loop_is_not_blamed_for_threads_that_have_the_interpreter() -> None:
             return loop_watch.take()
 
     assert watch.verdicts(asyncio.run(idle())) == []
+
+
+def test_a_line_that_a_library_serves_in_many_places_is_one() -> None:
+    blocks = [
+        watch.Block(
+            place=Place("agent.py:7 run", f"encoder.py:{line} dumps"), seconds=0.02 + line / 1000, computing=True
+        )
+        for line in range(4)
+    ]
+    (verdict,) = watch.verdicts(watch.Watched(blocks=blocks, seconds=1.0, late_share=0.1))
+    assert verdict.where == "agent.py:7 run, in encoder.py:3 dumps"
+    assert verdict.evidence[0].startswith("4 times, 0.09 s in all (9% of the time)")
+
+
+def test_a_process_is_a_block_unless_it_is_started_the_asynchronous_way() -> None:
+    async def run() -> None:
+        subprocess.run(["sleep", "0.3"], check=True, capture_output=True)  # noqa: ASYNC221
+
+    async def start() -> None:
+        process = await asyncio.create_subprocess_exec("sleep", "0.3")
+        await process.wait()
+
+    async def watched(call: Callable[[], Coroutine[Any, Any, None]]) -> watch.Watched:
+        async with watch.LoopWatch(Code(Holder())) as loop_watch:
+            await asyncio.gather(*(call() for _ in range(3)))
+        return loop_watch.take()
+
+    (verdict,) = watch.verdicts(asyncio.run(watched(run)))
+    assert "test_judgements.py" in verdict.where and verdict.what == "blocks the event loop"
+    assert watch.verdicts(asyncio.run(watched(start))) == []
 
 
 def test_a_block_is_timed_and_placed() -> None:

@@ -33,14 +33,20 @@ def stressed(cls: type, stuck_s: float = STUCK_S, latency_s: float = LATENCY_S) 
 FAULTS = {
     agents_faulty.Sleeps: ("blocks", "Sleeps.run"),
     agents_faulty.CallsUrllib: ("blocks", "CallsUrllib.run"),
+    agents_faulty.RunsProcesses: ("blocks", "RunsProcesses.run"),
     agents_faulty.Computes: ("blocks", "Computes.run"),
     agents_faulty.GlobalLock: ("serial", "GlobalLock.run, in asyncio/locks.py"),
     agents_faulty.ClassSemaphore: ("serial", "ClassSemaphore.run, in asyncio/locks.py"),
+    agents_faulty.RateLimit: ("serial", "RateLimit.run"),
     agents_faulty.SmallPool: ("serial", "Agent.ask"),
     agents_faulty.OneWorker: ("serial", "OneWorker.run"),
     agents_faulty.PlainLock: ("serial", "PlainLock.run"),
     agents_faulty.KeepsPrompt: ("shared", "agent.prompt"),
     agents_faulty.SharedHistory: ("shared", "agents_faulty.HISTORY"),
+    agents_faulty.DefaultArgument: ("differs", ""),
+    agents_faulty.DefaultOfVariable: ("shared", "agents_faulty.NOTES.prompt"),
+    agents_faulty.OneFile: ("shared", "OneFile.run"),
+    agents_faulty.CrossesAnswers: ("differs", ""),
     agents_faulty.OneClient: ("shared", "OneClient.run"),
     agents_faulty.PlainState: ("shared", "agent.task"),
     agents_faulty.ChangesFolder: ("shared", "ChangesFolder.run"),
@@ -59,6 +65,7 @@ SOUND = [
     agents_sound.AiohttpAgent,
     agents_sound.GatherAgent,
     agents_sound.CachingAgent,
+    agents_sound.SandboxAgent,
     agents_sound.PlainAgent,
 ]
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from clew.diagnose.stress.frames import Code, is_clew, is_loop, shown_path, stack_of_coroutine, stack_of_thread
 from clew.diagnose.stress.verdict import Verdict
-from clew.diagnose.stress.watch import WATCH_THREAD
+from clew.diagnose.stress.watch import WATCHING
 
 SETTLE_S = 0.05
 """What ends by itself shortly after the last episode is no leak."""
@@ -104,7 +104,7 @@ class Sampler:
         await asyncio.sleep(SETTLE_S)
         gc.collect()
         tasks = self.left_tasks()
-        threads = [each for each in threading.enumerate() if each not in self._threads and each.name != WATCH_THREAD]
+        threads = [each for each in threading.enumerate() if each not in self._threads and each.name not in WATCHING]
         files = {number: name for number, name in _open_files().items() if self._files.get(number) != name}
         counts: dict[str, float] = {"tasks": len(tasks), "threads": len(threads)}
         examples = {

@@ -20,12 +20,10 @@ import time
 import tracemalloc
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from clew.diagnose.stress import growth, process, repeat, serial, shared, watch
+from clew.diagnose.stress import files, growth, process, repeat, serial, shared, watch
 from clew.diagnose.stress.frames import Code
 from clew.diagnose.stress.report import Report, WaveReport, failures, wave_report
 from clew.diagnose.stress.requests import Request, Requests
@@ -163,8 +161,9 @@ async def stress(
         )
 
     stuck, process_state = StuckWatch(code, running, stuck_s), process.ProcessState(code)
+    written = files.Files(code)
     try:
-        async with stuck, process_state:
+        async with stuck, process_state, written:
             async with LoopWatch(code) as loop_watch:
                 stage = _Stage(agent, code, open_episode, requests, timeout_s, loop_watch, stuck, running, say)
                 waves.append(await stage.wave("warm", jobs[:1], 1, process_state.stepped))
@@ -198,7 +197,8 @@ async def stress(
     warm, alone, narrow, crowd, again, *_ = waves
     verdicts, notes = _judge(warm, alone, narrow, crowd, again)
     matters = any(verdict.kind in ("shared", "differs") for verdict in verdicts)
-    verdicts += shared.verdicts(changes, matters=matters) + growth.verdicts(samples)
+    verdicts += shared.verdicts(changes, matters=matters) + files.verdicts(written.opened, matters=matters)
+    verdicts += growth.verdicts(samples)
     verdicts += process.verdicts(process_state.changes)
     return report(verdicts, notes, alone.mean_s)
 
@@ -246,7 +246,7 @@ class _Stage:
         room = asyncio.Semaphore(at_once)
         self._requests.take()
         self._loop_watch.take()
-        began, computed, denied = time.monotonic(), time.process_time(), _denied_s()
+        began, computed, denied = time.monotonic(), time.process_time(), watch.denied_s(watch.working_threads())
         async with Waits(self._running, self._code) as waits:
             await self._until_ended([asyncio.ensure_future(self._run(each, room, stepped)) for each in episodes])
         seconds, cpu_s = time.monotonic() - began, time.process_time() - computed
@@ -263,7 +263,7 @@ class _Stage:
             requests=requests,
             seconds=seconds,
             cpu_s=cpu_s,
-            wanted_s=cpu_s + max(0.0, _denied_s() - denied),
+            wanted_s=cpu_s + max(0.0, watch.denied_s(watch.working_threads()) - denied),
             waits=waits.seconds,
             watched=self._loop_watch.take(),
         )
@@ -307,15 +307,6 @@ class _Stage:
                 self._running.discard(episode)
 
 
-def _denied_s() -> float:
-    """Seconds for which this process's threads were ready to run and had no processor."""
-    delays = 0
-    for file in Path("/proc/self/task").glob("*/schedstat"):  # on Linux
-        with suppress(OSError):  # the thread may have ended
-            delays += int(file.read_text().split()[1])
-    return delays / 1e9
-
-
 def _judge(warm: Wave, alone: Wave, narrow: Wave, crowd: Wave, again: Wave) -> tuple[list[Verdict], list[str]]:
     """What the waves at full speed tell, and what they cannot."""
     notes: list[str] = []
@@ -341,8 +332,9 @@ def _judge(warm: Wave, alone: Wave, narrow: Wave, crowd: Wave, again: Wave) -> t
     elif serial.saturates(alone.crowd, narrow.crowd, quicker) and not verdicts:
         notes.append(
             f"throughput did not grow with the width, and why is not known: at {quicker.width} at once the event loop "
-            f"or the processor was busy for {min(quicker.busy_share, 1):.0%} of the time. Ask again with a stand-in of "
-            f"longer latency."
+            f"or the processor was busy for {min(quicker.busy_share, 1):.0%} of the time"
+            + (f", and episodes waited most at {place}" if (place := serial.waited_most(alone.crowd, quicker)) else "")
+            + ". Ask again with a stand-in of longer latency."
         )
     differing = _differing(warm, alone, crowd, again)
     told_otherwise = repeat.by_chance(crowd.told, again.told)

@@ -73,15 +73,21 @@ def by_model(alone: Crowd, wide: Crowd) -> bool:
     return wide.busy_share <= BUSY and wide.model_s - alone.model_s > MODELS * (wide.mean_s - alone.mean_s)
 
 
+def waited_most(alone: Crowd, wide: Crowd) -> Place | None:
+    """Where an episode in the crowd waits for longer than alone, if that explains why it takes longer."""
+    longer = {place: seconds - alone.waits.get(place, 0.0) for place, seconds in wide.waits.items()}
+    place = max(longer, key=lambda each: longer[each], default=None)
+    return place if place is not None and longer[place] >= EXPLAINS * (wide.mean_s - alone.mean_s) else None
+
+
 def verdict(alone: Crowd, narrow: Crowd, wide: Crowd) -> Verdict | None:
     """What throughput saturates at, unless it is the model, a loop that is blocked or busy, or the processor."""
     if not saturates(alone, narrow, wide) or wide.busy_share > BUSY or by_model(alone, wide):
         return None
-    added = wide.mean_s - alone.mean_s
-    longer = {place: seconds - alone.waits.get(place, 0.0) for place, seconds in wide.waits.items()}
-    place = max(longer, key=lambda each: longer[each], default=None)
-    if place is None or longer[place] < EXPLAINS * added:
+    place = waited_most(alone, wide)
+    if place is None:
         return None
+    longer = wide.waits[place] - alone.waits.get(place, 0.0)
     return Verdict(
         kind="serial",
         what=f"episodes wait for one another: throughput stops at {wide.throughput:.3g} episodes a second, however "
@@ -90,7 +96,7 @@ def verdict(alone: Crowd, narrow: Crowd, wide: Crowd) -> Verdict | None:
         evidence=[
             *(f"{c.width} at once: {c.throughput:.3g} episodes a second" for c in (alone, narrow, wide)),
             f"at {wide.width} at once an episode takes {wide.mean_s:.2f} s, alone {alone.mean_s:.2f} s; "
-            f"{longer[place]:.2f} s more are spent waiting here",
+            f"{longer:.2f} s more are spent waiting here",
             f"work of {wide.throughput * alone.mean_s:.1f} episodes goes on at a time, of {wide.width} asked",
             "look for a lock, a semaphore, a pool of connections or of threads that all episodes share",
         ],

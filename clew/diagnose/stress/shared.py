@@ -7,11 +7,13 @@ a pool that hands the same things out again) is a suspicion.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import sys
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import Context, ContextVar
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any, Literal
@@ -104,7 +106,8 @@ class Change:
 
 
 class State:
-    """What outlives an episode: the agent's attributes, its classes', its modules' globals. Told after each step."""
+    """What outlives an episode: the agent's attributes, its classes', its modules' globals, the defaults of arguments
+    and of context variables. Told after each step."""
 
     def __init__(self, agent: object, code: Code) -> None:
         self._code = code
@@ -159,6 +162,11 @@ class State:
         if depth > DEPTH or id(value) in above:
             return
         above = above | {id(value)}
+        if isinstance(value, ContextVar):  # what it is where nobody has set it: one object for all
+            try:
+                value = Context().run(value.get)
+            except LookupError:
+                return
         if isinstance(value, (list, deque)):
             last = tuple(value)[-8:] if isinstance(value, deque) else tuple(value[-8:])
             held[name] = (len(value), last)
@@ -197,9 +205,23 @@ def _roots(agent: object, code: Code) -> Iterator[tuple[str, Any]]:
         imported = any(each is module for each in vars(own).values())
         if file and code.is_user(file) and (module is own or beside or imported):
             yield name, vars(module)
+            yield from _defaults(name, vars(module))
             for each in list(vars(module).values()):
                 if isinstance(each, type) and each.__module__ == name:
                     yield f"{name}.{each.__qualname__}", each.__dict__
+                    yield from _defaults(f"{name}.{each.__qualname__}", each.__dict__)
+
+
+def _defaults(name: str, attributes: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The defaults of functions' arguments: each is one object for all calls."""
+    for function in list(attributes.values()):
+        function = function.__func__ if isinstance(function, (classmethod, staticmethod)) else function
+        if isinstance(function, FunctionType):
+            arguments = [each for each in inspect.signature(function).parameters.values()]
+            defaults = {each.name: each.default for each in arguments if each.default is not each.empty}
+            held = {key: value for key, value in defaults.items() if not isinstance(value, _PLAIN)}
+            if held:
+                yield f"{name}.{function.__name__}'s default", held
 
 
 def _is_data(key: Any, value: Any) -> bool:
@@ -260,7 +282,10 @@ def _suspicion(made: Sequence[Change], several_rows: bool, matters: bool) -> str
     numbers = [change.number for change in made if change.number is not None]
     steps = [b - a for a, b in itertools.pairwise(numbers)]
     if len(numbers) == len(made) and (
-        made[0].kind == "changed" or isinstance(numbers[0], float) or all(abs(step) == 1 for step in steps)
+        made[0].kind == "changed"
+        or isinstance(numbers[0], float)
+        or all(abs(step) == 1 for step in steps)
+        or (not matters and all(step > 0 for step in steps))
     ):
         return "perhaps a counter or a statistic"
     if all(change.kind in ("added", "removed") for change in made):

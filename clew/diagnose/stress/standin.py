@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+SPREAD = 0.5
+"""An answer takes up to so much longer than the shortest, each its own time: what relies on their order is found."""
+
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}{{ '\\n' }}{{ message.content }}"
     "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
@@ -72,8 +75,9 @@ class StandIn:
         limit: int | None = None,
         seed: int = 0,
     ) -> None:
-        """latency_s + token_s x tokens: how long an answer takes. tokens: of a synthetic answer, at most; at least half
-        as many. texts: recorded answers, to choose from. limit: requests at once; the rest queue; None: no limit."""
+        """latency_s + token_s x tokens: how long an answer takes, at least; up to SPREAD of the latency longer.
+        tokens: of a synthetic answer, at most; at least half as many. texts: recorded answers, to choose from. limit:
+        requests at once; the rest queue; None: no limit."""
         self._tokenizer = tokenizer
         self._latency_s, self._token_s = latency_s, token_s
         self._tokens = tokens
@@ -98,11 +102,12 @@ class StandIn:
         cut = len(output) > params.max_new_tokens
         output = output[: params.max_new_tokens]
         logprobs = [-1.0] * len(output)
+        latency_s = self._latency_s * (1 + SPREAD * random.Random(f"{self._seed}/{request_id}").random())
         async with self._room:
             if on_token is None:
-                await asyncio.sleep(self._latency_s + self._token_s * len(output))
+                await asyncio.sleep(latency_s + self._token_s * len(output))
             else:
-                await asyncio.sleep(self._latency_s)
+                await asyncio.sleep(latency_s)
                 for token, logprob in zip(output, logprobs, strict=True):
                     await asyncio.sleep(self._token_s)
                     on_token(token, logprob)

@@ -55,6 +55,12 @@ class Episode:
 
 _current: contextvars.ContextVar[Episode | None] = contextvars.ContextVar("clew_episode", default=None)
 
+
+def current_episode() -> Episode | None:
+    """Whose code runs now."""
+    return _current.get()
+
+
 Stepped = Callable[[Episode], None]
 """Called after each step of an episode."""
 
@@ -164,6 +170,7 @@ async def _in_thread(
             stepped(episode)
 
     def work() -> None:
+        _current.set(episode)
         episode.thread_id = threading.get_ident()
         if stepped is not None:
             sys.setprofile(profile)

@@ -15,6 +15,7 @@ from clew.diagnose.stress.frames import Code, lines_of, stack_of_thread, told
 from clew.diagnose.stress.serial import waits_at
 from clew.diagnose.stress.steps import Episode
 from clew.diagnose.stress.verdict import Verdict
+from clew.diagnose.stress.watch import STUCK_THREAD
 
 STUCK_S = 30.0
 """A loop that stands still for this long, without computing, never moves again."""
@@ -51,7 +52,7 @@ class StuckWatch:
         self._watches = threading.current_thread() is threading.main_thread()
         if self._watches:
             self._handler = signal.signal(SIGNAL, self._interrupt)
-            self._thread = threading.Thread(target=self._run, name="clew stuck watch", daemon=True)
+            self._thread = threading.Thread(target=self._run, name=STUCK_THREAD, daemon=True)
             self._thread.start()
         return self
 

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from clew.diagnose.stress.frames import Code, Line, Place, stack_of_thread
 from clew.diagnose.stress.verdict import Verdict
 
+ASYNCIO = str(Path(asyncio.__file__).parent)
+
 WATCH_THREAD = "clew loop watch"
+STUCK_THREAD = "clew stuck watch"
+WATCHING = (WATCH_THREAD, STUCK_THREAD)
+"""Names of threads."""
 
 BEAT_S = 0.005
 """How often the loop is asked for a sign of life, and how often its stack is looked at while it gives none."""
 
-LATE_S = 0.05
-"""A loop that is silent for this long is blocked."""
-
-WAITS_S = 0.02
-"""A single task that waits for this long in a blocking call, within such a silence, is at fault ..."""
-
 COMPUTES_S = 0.05
-"""... and so is one that computes for this long without an await."""
+"""A single task that computes for this long without an await is at fault. One that sleeps in a blocking call is however
+short that is: hundreds of episodes do the same, one after another."""
 
 SHARE = 0.05
 """A place is named in a verdict when it took this share of the time."""
@@ -66,23 +69,21 @@ class Hold:
     task: object
     places: Counter[Place]
     """Samples."""
-    tops: Counter[Line]
-    """Samples, by the innermost line."""
     waited_s: float = 0.0
     """Time that went by, as far as this process had a processor to see it go by, and no other thread computed: that one
     may have had the interpreter, for which the loop's then waited."""
     cpu_s: float = 0.0
     """Time that the loop's thread computed."""
 
-    def block(self) -> Block | None:
-        """What it amounts to. A task that waits stands still at one line and does not compute; one that moves on
-        but hardly computes is not at fault: the process lacks a processor, or another thread has the interpreter."""
+    def block(self, slept: float) -> Block | None:
+        """What it amounts to. A task that waits in a call makes the loop's thread sleep. slept: the share of the time
+        without computing in which no thread wanted a processor in vain: the loop's, or one that has the interpreter."""
         if not self.places:
             return None
         place = self.places.most_common(1)[0][0]
-        stands_still = self.tops.most_common(1)[0][1] >= max(3, 0.8 * self.tops.total())
-        if stands_still and self.waited_s >= WAITS_S and self.cpu_s < 0.5 * self.waited_s:
-            return Block(place=place, seconds=self.waited_s, computing=False)
+        seconds = slept * (self.waited_s - self.cpu_s)
+        if place.user and seconds > 0.5 * self.waited_s:
+            return Block(place=place, seconds=seconds, computing=False)
         if self.cpu_s >= COMPUTES_S:
             return Block(place=place, seconds=self.cpu_s, computing=True)
         return None
@@ -129,16 +130,15 @@ class LoopWatch:
             except RuntimeError:  # the loop is closed
                 return
             if not answered.wait(2 * BEAT_S):
-                holds = self._sample_until(answered)
-                silent = time.monotonic() - sent
-                self._late_s += silent
-                if silent >= LATE_S:
-                    self._blocks += [block for hold in holds if (block := hold.block()) is not None]
+                self._blocks += self._sample_until(answered)
+                self._late_s += time.monotonic() - sent
             self._stop.wait(BEAT_S)
 
-    def _sample_until(self, answered: threading.Event) -> list[Hold]:
+    def _sample_until(self, answered: threading.Event) -> list[Block]:
         holds: list[Hold] = []
         seen, computed, others = time.monotonic(), time.clock_gettime(self._cpu_clock), self._others_s()
+        threads = working_threads()
+        denied = denied_s(threads)
         waits = 2 * BEAT_S
         """What went by before the first look."""
         while True:
@@ -146,30 +146,54 @@ class LoopWatch:
             stack = stack_of_thread(self._thread_id)
             now, cpu, by_others = time.monotonic(), time.clock_gettime(self._cpu_clock), self._others_s()
             place = self._code.place(stack)
-            if place is not None and not stack[0][0].co_filename.endswith("selectors.py"):
+            if place is not None and not self._asyncios(stack):
                 if not holds or holds[-1].task is not task:
-                    holds.append(Hold(task, Counter(), Counter()))
+                    holds.append(Hold(task, Counter()))
                 hold = holds[-1]
                 hold.places[place] += 1
-                hold.tops[stack[0]] += 1
                 hold.waited_s += max(0.0, min(now - seen, 2 * BEAT_S) + waits - (by_others - others))
                 hold.cpu_s += cpu - computed
             seen, computed, others, waits = now, cpu, by_others, 0.0
             if answered.wait(BEAT_S) or self._stop.is_set():
-                return holds
+                break
+        idle = sum(hold.waited_s - hold.cpu_s for hold in holds)
+        denied = denied_s(threads) - denied  # a thread's is told once it runs again, as the loop's now does
+        slept = max(0.0, 1 - denied / idle) if idle > 0 else 0.0
+        return [block for hold in holds if (block := hold.block(slept)) is not None]
+
+    def _asyncios(self, stack: Sequence[Line]) -> bool:
+        """Whether what runs is asyncio's own: an idle loop's select, or the start of a process or a thread for a user
+        who does use the asynchronous form."""
+        called = list(itertools.takewhile(lambda line: not self._code.is_user(line[0].co_filename), stack))
+        idle = len(called) == len(stack) and stack[0][0].co_filename.endswith("selectors.py")
+        return idle or any(line[0].co_filename.startswith(ASYNCIO) for line in called)
 
     def _others_s(self) -> float:
         """Processor time of all threads but the loop's."""
         return time.process_time() - time.clock_gettime(self._cpu_clock)
 
 
+def denied_s(threads: Iterable[int]) -> float:
+    """Seconds for which these threads of this process (native IDs) were ready to run and had no processor, on Linux."""
+    delays = 0
+    for thread in threads:
+        with suppress(OSError):  # it may have ended
+            delays += int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[1])
+    return delays / 1e9
+
+
+def working_threads() -> list[int]:
+    """All of this process but those that watch it: waking so often, they are denied what nobody else wants."""
+    return [each.native_id for each in threading.enumerate() if each.native_id and each.name not in WATCHING]
+
+
 def verdicts(watched: Watched) -> list[Verdict]:
-    """The places that took a share of the time worth naming, worst first."""
-    by_place: dict[Place, list[Block]] = defaultdict(list)
+    """The lines that took a share of the time worth naming, worst first."""
+    by_line: dict[str, list[Block]] = defaultdict(list)
     for block in watched.blocks:
-        by_place[block.place].append(block)
+        by_line[block.place.where].append(block)
     found = []
-    for place, blocks in sorted(by_place.items(), key=lambda each: -_total(each[1])):
+    for blocks in sorted(by_line.values(), key=_total, reverse=True):
         total, longest = _total(blocks), max(block.seconds for block in blocks)
         if total < SHARE * watched.seconds and longest < ONCE_S:
             continue
@@ -178,7 +202,7 @@ def verdicts(watched: Watched) -> list[Verdict]:
             Verdict(
                 kind="blocks",
                 what="computes without an await, and no other episode moves" if computing else "blocks the event loop",
-                where=str(place),
+                where=str(max(blocks, key=lambda block: block.seconds).place),
                 evidence=[
                     f"{len(blocks)} times, {total:.2f} s in all ({total / watched.seconds:.0%} of the time), "
                     f"{longest * 1000:.0f} ms the longest",

@@ -1,0 +1,99 @@
+"""Files that several episodes write at the same time, at the same path: one reads what another has written."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clew.diagnose.stress.frames import Code, lines_of
+from clew.diagnose.stress.steps import Episode, current_episode
+from clew.diagnose.stress.verdict import Verdict
+
+_hears: Callable[[Any, int], None] | None = None
+"""Python's audit hooks stay for good, so there is one, which tells whoever listens."""
+
+
+def _hook(event: str, arguments: tuple[Any, ...]) -> None:
+    if _hears is not None and event == "open":
+        path, _, flags = arguments
+        _hears(path, flags)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """A file that an episode began to write."""
+
+    path: str
+    where: str
+    episode: Episode
+
+
+class Files:
+    """While it is entered, notes the files that episodes open to write them anew."""
+
+    _hooked = False
+
+    def __init__(self, code: Code) -> None:
+        self._code = code
+        self.opened: list[Opened] = []
+
+    async def __aenter__(self) -> Files:
+        global _hears
+        if not Files._hooked:
+            sys.addaudithook(_hook)
+            Files._hooked = True
+        _hears = self._note
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        global _hears
+        _hears = None
+
+    def _note(self, path: Any, flags: int) -> None:
+        writes = flags & (os.O_WRONLY | os.O_RDWR) and not flags & (os.O_APPEND | os.O_EXCL)
+        episode = current_episode()
+        if episode is None or not writes or not isinstance(path, (str, bytes)):
+            return
+        place = self._code.place(lines_of(sys._getframe(2)))
+        name = str(Path(os.fsdecode(path)).absolute())
+        if place is not None and place.user and not name.startswith("/dev/"):
+            self.opened.append(Opened(path=name, where=str(place), episode=episode))
+
+
+def verdicts(opened: Sequence[Opened], *, matters: bool) -> list[Verdict]:
+    """By the path. matters: what episodes do was seen to depend on one another; otherwise the file may be a cache, or a
+    log."""
+    by_path: dict[str, list[Opened]] = defaultdict(list)
+    for each in opened:
+        by_path[each.path].append(each)
+    found = []
+    for path, made in by_path.items():
+        second = next((b for a, b in itertools.pairwise(made) if _overlap(a.episode, b.episode)), None)
+        if second is None:
+            continue
+        episodes = sorted({each.episode.id for each in made})
+        shown = ", ".join(episodes[:6]) + (", …" if len(episodes) > 6 else "")
+        found.append(
+            Verdict(
+                kind="shared",
+                what=f"the file {path} is written by episodes that run at the same time"
+                + ("; each reads the other's" if matters else ", perhaps a cache"),
+                where=second.where,
+                evidence=[
+                    f"written by {len(episodes)} episodes: {shown}",
+                    "give each episode a folder of its own: tempfile.TemporaryDirectory()",
+                ],
+                certain=matters,
+            )
+        )
+    return found
+
+
+def _overlap(first: Episode, second: Episode) -> bool:
+    return first is not second and second.started < first.finished and first.started < second.finished
