@@ -522,24 +522,27 @@ class TrainEngine:
         packs = self._packs(tokens) if pack is None else pack
         for rows in minibatch[self.ranks.dp_rank :: self.ranks.dp_size]:
             micro = MicroBatch.of(tokens, rows, self.device, pack=packs) if tokens.trained_in(rows) else None
-            if micro is not None and tokens.images is not None:
+            if micro is not None and (tokens.images is not None or self.vision is not None):
                 micro = replace(micro, seen=self._seen(tokens, rows, micro.input_ids_BT))
             if micro is not None or self.ranks.dp_size > 1:
                 yield micro
 
     def _seen(self, tokens: Tokens, rows: list[int], input_ids_BT: Tensor) -> dict[str, Tensor]:
         """What the images of these rows are to the model. Raises TrainingError, RecordError."""
-        assert tokens.images is not None, "these rows show nothing"
-        names = [tokens.images[row] for row in rows]
-        if self.vision is None or self._media is None:
+        images = [[self._read_image(name) for name in tokens.images[row]] if tokens.images else [] for row in rows]
+        if self.vision is None:
             raise TrainingError(f"{tokens.ids[rows[0]]} shows images, and this model takes none.")
-        images = [[self._media.read(name) for name in each] for each in names]
-        for row, ids_T, shown in zip(rows, input_ids_BT.tolist(), images, strict=True):
+        for row, shown in zip(rows, images, strict=True):
             try:
-                self.vision.check(ids_T, shown)
+                self.vision.check(tokens.input_ids_S[tokens.starts[row] : tokens.starts[row + 1]].tolist(), shown)
             except ImageError as error:
                 raise TrainingError(f"{tokens.ids[row]}: {error} Was it made with another model's processor?") from None
         return self.vision.inputs(input_ids_BT, images)
+
+    def _read_image(self, name: str) -> bytes:
+        if self._media is None:
+            raise TrainingError(f"image {name} is to be read, and there is no record here that could have it.")
+        return self._media.read(name)
 
     @cached_property
     def _idle(self) -> MicroBatch:

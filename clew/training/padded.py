@@ -30,7 +30,7 @@ NEEDED = ("input_ids", "attention_mask", "loss_mask", "logprobs", "versions", "r
 """The tensors of AReaL's batch: [B, T], and rewards [B]."""
 TEXTS = ("id", "group_id", "episode_id", "finish_reason", "error")
 """Lists of B str (error: or None)."""
-JSON = {"rewards_by_name": "rewards", "data": "data", "interactions": "interactions"}
+JSON = {"rewards_by_name": "rewards", "data": "data", "interactions": "interactions", "images": "images"}
 """Lists of B str, each a JSON text, and the columns that they are in the record."""
 NUMBERS = ("admitted_version", "admitted_at", "started_at", "finished_at", "consumed_at")
 """Tensors [B]; a consumed_at of NaN: not consumed."""
@@ -103,7 +103,7 @@ def load_padded(path: Path, *, group_size: int | None = None, first_group: int =
     try:
         columns |= {column: list(map(json.loads, content[name])) for name, column in JSON.items() if name in content}
     except ValueError as error:
-        raise RecordError(f"{path}: rewards_by_name, data or interactions is not JSON ({error}).") from None
+        raise RecordError(f"{path}: one of {', '.join(JSON)} is not JSON ({error}).") from None
     try:
         return complete(({name: values[row] for name, values in columns.items()} for row in range(count)), version=0)
     except RecordError as error:

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from clew.record.rows import Sequence
 from clew.view.text import as_text, visible
-from clew.view.tokens import Tokenizer, token_texts
+from clew.view.tokens import Tokenizer, shown_once, times, token_texts
 
 
 def show_ran(
@@ -36,8 +36,9 @@ def show_ran(
         console.print(Text(f"  {sequence.id}: {turns} {'turn' if turns == 1 else 'turns'}, {size}", style="bold"))
         flow = Text()
         texts = token_texts(sequence.input_ids.tolist(), tokenizer)
-        for text, generated in zip(texts, sequence.loss_mask.tolist(), strict=True):
-            flow.append(visible(text), "green underline" if generated else "dim")
+        generated = sequence.loss_mask.tolist()
+        for place, count in shown_once(sequence.input_ids.tolist(), generated):
+            flow.append(visible(texts[place]) + times(count), "green underline" if generated[place] else "dim")
         console.print(flow, soft_wrap=True)
     console.print(Text(f"  returned {visible(returned)} after {seconds:.2f} s", style="bold"))
     for warning in warnings:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Protocol
 
 import numpy as np
@@ -14,6 +15,8 @@ from clew.view.text import MISSING, number, visible
 
 LEGEND = "underlined: generated; green: advantage above 0, red: below 0, stronger where it is larger"
 LEGEND_UNTRAINED = "underlined: generated; no step's record has advantages of it"
+REPEATED = 8
+"""So many tokens that are the same and not generated are shown as one: those of an image."""
 _BYTES = 4
 """Tokens that one character may be spread over."""
 
@@ -57,6 +60,20 @@ def token_texts(ids: list[int], tokenizer: Tokenizer | None) -> list[str]:
     return texts
 
 
+def shown_once(ids: list[int], generated: list[bool]) -> list[tuple[int, int]]:
+    """The places that are shown, each with how many that are like it and follow one another it stands for."""
+    runs: list[tuple[int, int]] = []
+    begin = 0
+    for (_, made), run in itertools.groupby(zip(ids, generated, strict=True)):
+        count = len(list(run))
+        if made or count < REPEATED:
+            runs += [(place, 1) for place in range(begin, begin + count)]
+        else:
+            runs.append((begin, count))
+        begin += count
+    return runs
+
+
 def show_tokens(
     console: Console, sequence: Sequence, stages: dict[str, np.ndarray], tokenizer: Tokenizer | None
 ) -> None:
@@ -74,8 +91,9 @@ def show_tokens(
     ]
     console.print(Text(LEGEND if "advantages" in stages else LEGEND_UNTRAINED, style="dim"))
     flow = Text()
-    for text, style in zip(texts, styles, strict=True):
-        flow.append(visible(text).replace("\n", "↵\n"), style)
+    shown = shown_once(sequence.input_ids.tolist(), generated)
+    for place, count in shown:
+        flow.append(visible(texts[place]).replace("\n", "↵\n") + times(count), styles[place])
     console.print(flow, soft_wrap=True)
 
     def stage(name: str, place: int) -> str:
@@ -84,7 +102,8 @@ def show_tokens(
     columns = {"position": 8, "id": 8, "logprob": 9, "current": 9, "version": 8, "advantage": 10, "loss": 10}
     header = "".join(f"{name:>{width}}" for name, width in columns.items())
     console.print(Text(header + "  text", style="bold"))
-    for place, (token, text) in enumerate(zip(sequence.input_ids.tolist(), texts, strict=True)):
+    for place, count in shown:
+        token, text = sequence.input_ids[place], texts[place] + times(count)
         cells = [str(place), str(token)]
         if generated[place]:
             cells += [
@@ -98,6 +117,11 @@ def show_tokens(
             cells += [""] * 5
         line = Text("".join(f"{cell:>{width}}" for cell, width in zip(cells, columns.values(), strict=True)) + "  ")
         console.print(line.append(visible(text, keep=""), styles[place]), soft_wrap=True)
+
+
+def times(count: int) -> str:
+    """Behind a token that stands for several."""
+    return f" x{count} " if count > 1 else ""
 
 
 def _style(generated: bool, strength: float) -> str:

@@ -33,6 +33,7 @@ def a_sequence(name: str = "g000001.e0.s0", length: int = 5, **changes: object) 
         "finish_reason": "stop",
         "data": {"prompt": "1+1=", "answer": [2]},
         "interactions": [{"id": name.rsplit(".", 1)[0] + ".i0", "seed": 7}],
+        "images": ["0123.png", "4567.jpg"] if name.endswith("1") else [],
         "admitted_version": 3,
     }
     return Sequence(**{**values, **changes})  # type: ignore[arg-type]

@@ -24,7 +24,7 @@ from clew.record.files import write_json
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
 from clew.view.show import show
-from clew.view.tokens import token_texts
+from clew.view.tokens import shown_once, token_texts
 from tests.training.sequences import make_config, make_sequence
 
 SAMPLING = {"max_new_tokens": 6, "temperature": 0.7, "stop": ["\n"]}
@@ -474,3 +474,8 @@ def test_from_the_shell_complete_and_without_torch(run: RunDirectory) -> None:
     values = {"experiment": "test", "trial": "0", "model": {"path": "m"}, "data": {"path": "d"}}
     config.write_text(json.dumps({"root": str(run.path.parents[1]), **values}))
     assert "3 committed" in clew(str(config)).stdout
+
+
+def test_the_tokens_of_an_image_are_shown_once() -> None:
+    ids, generated = [5, *[7] * 20, 6, *[7] * 9, *[3] * 7], [False] * 22 + [True] * 9 + [False] * 7
+    assert shown_once(ids, generated) == [(0, 1), (1, 20), *((place, 1) for place in range(21, 38))]

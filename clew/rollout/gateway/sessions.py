@@ -187,7 +187,7 @@ class AgentSession:
 
     async def _prompt(self, ask: Ask, begin: str = "") -> Prompt:
         """See `Turns.prompt`; in a thread where it takes so long that the other sessions would notice."""
-        if ask.characters < LARGE_TEXT:
+        if ask.characters < LARGE_TEXT and not ask.images:
             return self._turns.prompt(ask, begin)
         prompt = await asyncio.to_thread(self._turns.prompt, ask, begin)
         self._refuse_beyond_limits()  # the session may have ended meanwhile
