@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import os
@@ -26,6 +27,8 @@ LATENCY_S = 0.03
 
 
 def stressed(cls: type, stuck_s: float = STUCK_S, latency_s: float = LATENCY_S) -> Report:
+    # each stress has an event loop of its own, and these belong to the one in which they are first waited for
+    agents_faulty.LOCK, agents_faulty.ClassSemaphore.browser = asyncio.Lock(), asyncio.Semaphore(1)
     tokenizer = byte_tokenizer()
     return judged(cls, BeforeEngine(StandIn(tokenizer, latency_s=latency_s), tokenizer, None), stuck_s)
 
