@@ -44,6 +44,10 @@ _PATIENCE = 4
 """Steps that a free row may wait for others, so that one prefill serves several."""
 
 
+Prompt = tuple[tuple[int, ...], tuple[bytes, ...]]
+"""Tokens and images: requests of equal ones share a prefill."""
+
+
 @dataclass(eq=False, slots=True)
 class Row:
     """A running sequence. Times are ticks: one a decoding step, since the engine began."""
@@ -63,21 +67,6 @@ class Row:
         self.end = self.joined + request.limit - len(request.input_ids) - 1
         self.free = self.joined + (request.params.min_new_tokens if request.stop_ids else 0)
         self.watched = bool(request.params.stop) or request.on_token is not None
-
-
-class Prompt:
-    """What a prefill computes: equal for requests that it serves together."""
-
-    __slots__ = ("ids", "images")
-
-    def __init__(self, request: Request) -> None:
-        self.ids, self.images = tuple(request.input_ids), request.images
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Prompt) and (self.ids, self.images) == (other.ids, other.images)
-
-    def __hash__(self) -> int:
-        return hash(self.ids)
 
 
 class EmbeddedEngine(Core):
@@ -158,10 +147,10 @@ class EmbeddedEngine(Core):
             longest = max(longest, request.limit)
             if not self.cache.fits(len(self._rows) + len(admitted) + 1, longest):
                 break
-            prompt = Prompt(request)
+            prompt = _prompt_of(request)
             width = max(width, len(request.input_ids))
             if prompt not in prompts:
-                alone = request.images or any(each.images for each in prompts)
+                alone = request.images or any(images for _, images in prompts)
                 if prompts and (alone or (len(prompts) + 1) * width > _PREFILL_TOKENS):
                     break
                 prompts[prompt] = len(prompts)
@@ -169,10 +158,10 @@ class EmbeddedEngine(Core):
         if not admitted:
             return []
         first = len(self._rows)
-        ids, images = [list(prompt.ids) for prompt in prompts], admitted[0].images
+        ids, images = [list(prompt) for prompt, _ in prompts], admitted[0].images
         filled, logits, ahead = self._prefill_seeing(ids[0], images) if images else (*self._prefill(ids), 0)
         self.prefilled_tokens += sum(map(len, ids))
-        sources = [prompts[Prompt(request)] for request in admitted]
+        sources = [prompts[_prompt_of(request)] for request in admitted]
         self.cache.join(filled, sources, [request.input_ids for request in admitted], longest, ahead)
         self._rows += [Row(request, self._tick) for request in admitted]
         self._rows_changed()
@@ -390,6 +379,10 @@ def build_engine(
         reason = f"the cached path's logprobs differ from the plain model's by {largest:.2g}"
     log.warning("%s is served by the slow reference, one sequence at a time: %s", type(model).__name__, reason)
     return ReferenceEngine(model, tokenizer, vision)
+
+
+def _prompt_of(request: Request) -> Prompt:
+    return tuple(request.input_ids), request.images
 
 
 def _stripes() -> bytes:
