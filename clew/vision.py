@@ -11,11 +11,12 @@ Shared by rollout, training and inference. Images travel as the files that they 
 
 from __future__ import annotations
 
+import hashlib
 import io
 import itertools
 import os
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,6 +24,7 @@ from clew.errors import ImageError, ModelError
 from clew.models import config_of, first_line, sees
 
 if TYPE_CHECKING:
+    import torch
     from PIL.Image import Image
     from torch import Tensor
 
@@ -48,11 +50,19 @@ class Vision:
         """What a chat template writes for an image."""
         self.image_id = image_id
         """The token in whose place the model puts what it sees, once or often for an image."""
-        self._tokens_of = lru_cache(REMEMBERED)(self._find_tokens)
+        self._known: dict[bytes, tuple[int, ...]] = {}
+        """The tokens of images, by the SHA-256 of these."""
 
     def tokens_of(self, image: bytes) -> tuple[int, ...]:
         """What stands for an image. Raises ImageError when it is none."""
-        return self._tokens_of(image)
+        digest = hashlib.sha256(image).digest()
+        if (tokens := self._known.get(digest)) is None:
+            made = self._processor(text=[self.placeholder], images=[[_opened(image)]], add_special_tokens=False)
+            tokens = tuple(made["input_ids"][0])
+            if len(self._known) >= REMEMBERED:
+                self._known.pop(next(iter(self._known)), None)
+            self._known[digest] = tokens
+        return tokens
 
     def expanded(self, text: str, images: Sequence[bytes]) -> str:
         """A text with one placeholder an image as one with all that stands for it. Raises ImageError: there are not as
@@ -63,7 +73,8 @@ class Vision:
                 f"there are {len(parts) - 1} placeholders {self.placeholder!r} for {len(images)} images: the chat "
                 f"template leaves images out, or a text holds the placeholder."
             )
-        shown = [self._processor.tokenizer.decode(self.tokens_of(image)) for image in images]
+        decode = self._processor.tokenizer.decode
+        shown = [decode(self.tokens_of(image), clean_up_tokenization_spaces=False) for image in images]
         return "".join(itertools.chain.from_iterable(zip(parts, [*shown, ""], strict=True)))
 
     def check(self, ids: Sequence[int], images: Sequence[bytes]) -> None:
@@ -76,8 +87,9 @@ class Vision:
                 f"take {expected}."
             )
 
-    def inputs(self, input_ids_BT: Tensor, images: Sequence[Sequence[bytes]]) -> dict[str, Tensor]:
-        """What a forward pass takes besides the tokens. images: of each row, in the order of their tokens."""
+    def inputs(self, input_ids_BT: Tensor, images: Sequence[Sequence[bytes]], dtype: torch.dtype) -> dict[str, Tensor]:
+        """What a forward pass takes besides the tokens. images: of each row, in the order of their tokens. dtype: of
+        the model."""
         import torch
 
         if not any(images):
@@ -89,7 +101,11 @@ class Vision:
         given = {name: torch.as_tensor(values) for name, values in pixels.items() if name not in unused}
         if (name := self._kinds_name) is not None:
             given[name] = torch.tensor(self._processor.create_mm_token_type_ids(input_ids_BT.tolist()))
-        return {name: values.to(input_ids_BT.device) for name, values in given.items()}
+        device = input_ids_BT.device
+        return {
+            name: values.to(device, dtype if values.is_floating_point() else values.dtype)
+            for name, values in given.items()
+        }
 
     @cached_property
     def _kinds_name(self) -> str | None:
@@ -100,10 +116,6 @@ class Vision:
     def save(self, folder: Path) -> None:
         """Write the processor (its tokenizer and chat template too) as transformers reads it."""
         self._processor.save_pretrained(folder)
-
-    def _find_tokens(self, image: bytes) -> tuple[int, ...]:
-        made = self._processor(text=[self.placeholder], images=[[_opened(image)]], add_special_tokens=False)
-        return tuple(made["input_ids"][0])
 
 
 def load_vision(path: str) -> Vision | None:

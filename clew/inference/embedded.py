@@ -195,7 +195,7 @@ class EmbeddedEngine(Core):
             use_cache=True,
             logits_to_keep=1,
             rows=attention.Rows(None),
-            **self.vision.inputs(ids_1T, [images]),
+            **self.vision.inputs(ids_1T, [images], self.model.dtype),
         )
         ahead = getattr(self.model.base_model, "rope_deltas", None)
         return filled, output.logits[:, -1], 0 if ahead is None else int(ahead.item())

@@ -65,7 +65,7 @@ class ReferenceEngine(Core):
     def _logits(self, ids: list[int], images: Sequence[bytes]) -> torch.Tensor:
         """[1, vocab] after the last token."""
         ids_1T = torch.tensor([ids], device=self.device)
-        seen = self.vision.inputs(ids_1T, [images]) if self.vision is not None else {}
+        seen = self.vision.inputs(ids_1T, [images], self.model.dtype) if self.vision is not None else {}
         return self.model(ids_1T, use_cache=False, **seen).logits[:, -1]
 
     def _finish(self, reason: FinishReason, matched: int | str | None = None) -> tuple[Request, Completion]:

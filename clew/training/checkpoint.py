@@ -74,9 +74,9 @@ def save(engine: TrainEngine, folder: Path) -> None:
     if engine.ranks.leads:
         with written_aside(folder) as aside:
             save_model(engine.model, aside, weights)
-            save_tokenizer(engine.tokenizer, aside)
             if engine.vision is not None:
                 engine.vision.save(aside)
+            save_tokenizer(engine.tokenizer, aside)
             if engine.adapters is not None and adapters is not None:
                 engine.adapters.save(aside / ADAPTER, adapters)
             (aside / STATE).parent.mkdir()

@@ -537,7 +537,7 @@ class TrainEngine:
                 self.vision.check(tokens.input_ids_S[tokens.starts[row] : tokens.starts[row + 1]].tolist(), shown)
             except ImageError as error:
                 raise TrainingError(f"{tokens.ids[row]}: {error} Was it made with another model's processor?") from None
-        return self.vision.inputs(input_ids_BT, images)
+        return self.vision.inputs(input_ids_BT, images, self.model.dtype)
 
     def _read_image(self, name: str) -> bytes:
         if self._media is None:

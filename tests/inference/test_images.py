@@ -77,6 +77,17 @@ def test_the_cached_path_draws_what_the_whole_forward_draws(folders: Path, famil
     assert red.logprobs[0] != pytest.approx(blue.logprobs[0], abs=1e-3)  # it does see
 
 
+@pytest.mark.parametrize("family", ["llava", "paddleocr_vl"])
+def test_pixels_come_in_the_models_own_precision(folders: Path, family: str) -> None:
+    tokenizer, vision = load_tokenizer(str(folders / family)), load_vision(str(folders / family))
+    assert vision is not None
+    engine = build_engine(load_model(str(folders / family), "bfloat16", CPU), tokenizer, vision)
+    assert isinstance(engine, EmbeddedEngine)
+    prompt = list(tokenizer(vision.expanded("a <image> is", [RED]))["input_ids"])
+    red, blue = (engine.logprobs(prompt, [image]) for image in (RED, BLUE))
+    assert red.isfinite().all() and (red - blue).abs().max() > 0.1
+
+
 def test_a_model_that_looks_both_ways_within_an_image_is_served_by_the_reference(folders: Path) -> None:
     engine, reference, vision = both(folders / "gemma3")
     assert type(engine) is ReferenceEngine
