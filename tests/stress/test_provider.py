@@ -73,9 +73,9 @@ def test_a_sound_agent_gets_no_verdict(agent: type, answers: str, providers: str
 @pytest.mark.parametrize(
     ("agent", "answers", "kind", "where"),
     [
-        (agents_faulty.SharedHistory, "chance", "shared", "agents_faulty.HISTORY"),
         (agents_faulty.OneClient, "chance", "shared", "OneClient.run"),
-        (agents_faulty.BlocksLong, "chance", "blocks", "BlocksLong.run"),
+        pytest.param(agents_faulty.SharedHistory, "chance", "shared", "agents_faulty.HISTORY", marks=pytest.mark.slow),
+        pytest.param(agents_faulty.BlocksLong, "chance", "blocks", "BlocksLong.run", marks=pytest.mark.slow),
         pytest.param(agents_faulty.Random, "chance", "differs", "", marks=pytest.mark.slow),
         pytest.param(agents_faulty.LongLock, "chance", "serial", "LongLock.run", marks=pytest.mark.slow),
         pytest.param(agents_faulty.KeepsPrompt, "steady", "shared", "agent.prompt", marks=pytest.mark.slow),
@@ -89,6 +89,7 @@ def test_a_fault_is_found(agent: type, answers: str, kind: str, where: str, prov
     assert not report.fit
 
 
+@pytest.mark.slow
 def test_what_a_provider_refuses_is_told_by_cause(providers: str, key: None) -> None:
     report = stressed(agents_sound.HttpxAgent, f"{providers}/few/v1")
     assert [kind for kind, _ in certain(report)] == ["fails"]

@@ -18,7 +18,7 @@ from clew.trainer.learn import learn_inline
 from clew.training.engine import TrainEngine
 from tests.models import picture, seeing_model
 
-FAMILIES = ("llava", "paddleocr_vl")
+FAMILIES = ("llava", pytest.param("paddleocr_vl", marks=pytest.mark.slow))
 
 
 def configure(folder: Path, family: str, trial: str, **changes: object) -> Config:
