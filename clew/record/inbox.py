@@ -62,7 +62,7 @@ class Inbox:
             raise rows.unreadable(path, "its checksum is another", len(content), remedy)
         found = pa.ipc.open_stream(pa.py_buffer(table)).read_all()
         rows.check_format(path, rows.format_of(found))
-        return found
+        return rows.completed(found)
 
     def names(self) -> set[str]:
         """The IDs of the groups that lie here."""

@@ -151,10 +151,17 @@ def from_table(table: pa.Table) -> list[Sequence]:
 
 
 def images_of(table: pa.Table) -> list[list[str]]:
-    """Of each row; a table of format 1 has none."""
-    if "images" not in table.column_names:
-        return [[] for _ in range(table.num_rows)]
-    return [names or [] for names in table.column("images").to_pylist()]
+    """Of each row."""
+    return [names or [] for names in completed(table).column("images").to_pylist()]
+
+
+def completed(table: pa.Table) -> pa.Table:
+    """With the columns that its format had not."""
+    if "images" in table.column_names:
+        return table
+    none = pa.array([[]] * table.num_rows, SCHEMA.field("images").type)
+    made = table.add_column(SCHEMA.get_field_index("images"), SCHEMA.field("images"), none)
+    return made.replace_schema_metadata(SCHEMA.metadata)
 
 
 def split_lists(column: pa.ChunkedArray, dtype: type) -> list[np.ndarray]:

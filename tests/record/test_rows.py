@@ -142,3 +142,10 @@ def test_columns_of_a_later_compatible_format_are_left_alone(file: Path) -> None
 def test_columns_of_different_length_are_a_programmers_mistake() -> None:
     with pytest.raises(AssertionError, match="columns of different length"):
         a_sequence(loss_mask=np.ones(3, bool))
+
+
+def test_a_table_of_format_1_has_no_images() -> None:
+    table = rows.to_table([a_sequence(), a_sequence()])
+    first = table.drop_columns(["images"]).replace_schema_metadata({"clew_format": "1"})
+    assert rows.completed(first).schema.equals(table.schema, check_metadata=True)
+    assert [row.images for row in rows.from_table(first)] == [[], []]
