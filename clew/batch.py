@@ -80,12 +80,14 @@ async def _rollout_batch(config: Config, rows: list[dict[str, Any]], server: str
     from clew.rollout.reward_pool import RewardPool
     from clew.rollout.session import resources
     from clew.rollout.setup import load_reward, load_workflow
+    from clew.vision import load_vision
 
     engine = HTTPEngine(server) if server is not None else load_engine(config)
     reward, gateway = load_reward(config), gateway_for(config)
     agent = agent_workflow(config, gateway) if gateway is not None else None
     workflow = agent or load_workflow(config)
-    shared = resources(config, engine, load_tokenizer(config.model.path), reward)
+    tokenizer, vision = load_tokenizer(config.model.path), load_vision(config.model.path)
+    shared = resources(config, engine, tokenizer, reward, vision=vision)
     admitted_at = time.time()
 
     def episode(group_id: str, row: dict[str, Any], number: int) -> Any:

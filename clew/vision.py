@@ -79,7 +79,7 @@ class Vision:
 
     def check(self, ids: Sequence[int], images: Sequence[bytes]) -> None:
         """Raise ImageError where tokens do not hold what stands for these images."""
-        found = list(ids).count(self.image_id)
+        found = ids.count(self.image_id)
         expected = sum(self.tokens_of(image).count(self.image_id) for image in images)
         if found != expected:
             raise ImageError(
@@ -131,8 +131,11 @@ def load_vision(path: str) -> Vision | None:
     transformers_logging.set_verbosity_error()
     try:
         processor = AutoProcessor.from_pretrained(os.path.expanduser(path))  # noqa: PTH111 - a hub name is no path
-        if getattr(processor, "image_token", None) is None or getattr(processor, "image_processor", None) is None:
-            raise ValueError(f"{type(processor).__name__} has no image processor or no image token.")
+        config = config_of(path)
+        image_id: Any = getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)
+        parts = (image_id, getattr(processor, "image_token", None), getattr(processor, "image_processor", None))
+        if None in parts:
+            raise ValueError(f"{type(processor).__name__} has no image processor, or there is no token of images.")
     except (OSError, ValueError, ImportError, AttributeError) as error:
         if kind == "perhaps":
             return None
@@ -142,8 +145,7 @@ def load_vision(path: str) -> Vision | None:
         ) from error
     finally:
         transformers_logging.set_verbosity(verbosity)
-    config = config_of(path)
-    return Vision(processor, getattr(config, "image_token_id", None) or config.image_token_index)
+    return Vision(processor, image_id)
 
 
 def _opened(image: bytes) -> Image:

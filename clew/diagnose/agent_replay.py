@@ -28,6 +28,7 @@ from clew.rollout.gateway.thread import GatewayThread
 from clew.rollout.rewards import total
 from clew.rollout.session import Resources, Session, resources
 from clew.training import checkpoint
+from clew.vision import load_vision
 
 
 @dataclass(kw_only=True)
@@ -144,7 +145,7 @@ async def _replay(
     if base_url is not None and found is None:
         raise EngineError(f"{base_url} takes no token ids, so the gateway cannot go on with it. Use `clew serve`.")
     engine: Any = found.engine if found is not None else None
-    shared = resources(config, engine, tokenizer, None)
+    shared = resources(config, engine, tokenizer, None, vision=load_vision(tokenizer.name_or_path))
     session = RecordedModel(shared, answers, rows[0].episode_id, live=found is not None)
     gateway = GatewayThread(Limits(turns=config.rollout.max_turns, tokens=config.rollout.max_episode_tokens))
     workflow, replay = AgentWorkflow(agent, gateway), session.replay

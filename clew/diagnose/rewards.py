@@ -14,6 +14,7 @@ from clew.config import Config
 from clew.errors import ConfigError, EpisodeError
 from clew.inference.protocol import SamplingParams
 from clew.models import load_tokenizer
+from clew.record.media import media_name
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
 from clew.rollout.capture import Interaction
@@ -22,6 +23,7 @@ from clew.rollout.rewards import by_name
 from clew.rollout.session import Resources, Session, resources
 from clew.rollout.setup import load_reward, load_workflow
 from clew.training import checkpoint
+from clew.vision import load_vision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +67,10 @@ class RecordedSession(Session):
                 f"the workflow asks the model for a response {index}; the recorded episode has {len(self._answers)}"
             )
         answer = self._answers[index]
-        if list(input_ids) != answer.input_ids:
-            raise EpisodeError(f"the workflow asks with other tokens than it did then, in interaction {index}")
+        if list(input_ids) != answer.input_ids or tuple(map(media_name, images)) != answer.images:
+            raise EpisodeError(
+                f"the workflow asks with other tokens or images than it did then, in interaction {index}"
+            )
         self.interactions.append(answer)
         return answer
 
@@ -93,7 +97,7 @@ async def _rewards_again(
     folders = checkpoint.saved(run.checkpoints)
     tokenizer = load_tokenizer(str(folders[0]) if folders else config.model.path)
     engine: Any = None  # a recorded session asks none
-    shared = resources(config, engine, tokenizer, reward)
+    shared = resources(config, engine, tokenizer, reward, vision=load_vision(tokenizer.name_or_path))
     found: list[Disagreement] = []
     try:
         for step in steps:

@@ -159,7 +159,7 @@ class EmbeddedEngine(Core):
             return []
         first = len(self._rows)
         ids, images = [list(prompt) for prompt, _ in prompts], admitted[0].images
-        filled, logits, ahead = self._prefill_seeing(ids[0], images) if images else (*self._prefill(ids), 0)
+        filled, logits, ahead = self._prefill(ids, images)
         self.prefilled_tokens += sum(map(len, ids))
         sources = [prompts[_prompt_of(request)] for request in admitted]
         self.cache.join(filled, sources, [request.input_ids for request in admitted], longest, ahead)
@@ -171,8 +171,12 @@ class EmbeddedEngine(Core):
 
     # The model -------------------------------------------------------------------------------------------------------
 
-    def _prefill(self, prompts: list[list[int]]) -> tuple[PrefillCache, Tensor]:
-        """Compute prompts together, all ending in the last column. Returns logits [prompts, vocab] after them."""
+    def _prefill(self, prompts: list[list[int]], images: Sequence[bytes] = ()) -> tuple[PrefillCache, Tensor, int]:
+        """Compute prompts together, all ending in the last column; or one that shows images. Returns logits
+        [prompts, vocab] after them, and by how much the positions of what follows are ahead of its columns: where an
+        image has positions in two dimensions, it takes fewer than tokens."""
+        if images:
+            return self._prefill_seeing(prompts[0], images)
         width = max(map(len, prompts))
         padding = [width - len(prompt) for prompt in prompts]
         ids = torch.tensor(
@@ -182,11 +186,10 @@ class EmbeddedEngine(Core):
         positions = (torch.arange(width, device=self.device) - starts[:, None]).clamp_(min=0)
         filled = PrefillCache()
         rows = attention.Rows(None, starts if any(padding) else None)
-        return filled, self._forward(ids, positions, filled, rows, width)
+        return filled, self._forward(ids, positions, filled, rows, width), 0
 
     def _prefill_seeing(self, prompt: list[int], images: Sequence[bytes]) -> tuple[PrefillCache, Tensor, int]:
-        """One prompt with images. Returns logits [1, vocab] after it, and by how much the positions of what follows
-        are ahead of its columns: where an image has positions in two dimensions, it takes fewer than tokens."""
+        """The same of one prompt with images, whose positions are the model's own affair."""
         assert self.vision is not None, "images are refused where nobody can see them"
         filled, ids_1T = PrefillCache(), torch.tensor([prompt], device=self.device)
         output = self.model(
@@ -230,11 +233,8 @@ class EmbeddedEngine(Core):
         if not prompt:
             logits = self._prefill([input_ids])[1]
         else:
-            cache, ahead = RowCache(self.device, self.cache.budget), 0
-            if images:
-                filled, _, ahead = self._prefill_seeing(prompt, images)
-            else:
-                filled, _ = self._prefill([prompt])
+            cache = RowCache(self.device, self.cache.budget)
+            filled, _, ahead = self._prefill([prompt], images)
             cache.join(filled, [0], [prompt], len(input_ids), ahead)
             cache.tokens[0, cache.column] = last
             logits = self._decode(cache)

@@ -13,7 +13,6 @@ from typing import Any
 from clew.errors import RecordError
 from clew.record import rows
 from clew.record.files import explain_disk_errors, read_json
-from clew.record.rows import FORMAT, check_format
 from clew.record.run import RunDirectory, open_run
 
 NAME = "bundle.json"
@@ -37,15 +36,13 @@ def write_bundle(run: RunDirectory, step: int, *, stages_only: bool, to: Path | 
             )
         first = before[-1]
         folders = [run.checkpoints / f"step-{version:06d}" for version in sorted({before[0], first})]
-    said = {"clew_format": FORMAT, "step": step, "first": first, "stages_only": stages_only, "run": str(run.path)}
+    said = {"clew_format": rows.FORMAT, "step": step, "first": first, "stages_only": stages_only, "run": str(run.path)}
     path = to or Path(f"{run.path.parent.name}-{run.path.name}-step-{step:06d}.clew.zip")
     files = [run.config_path, run.run_json]
     for each in range(first, step + 1):
         files += [run.steps.data_path(each), run.steps.json_path(each), *run.steps.stage_paths(each)]
     files += [file for folder in folders for file in sorted(folder.rglob("*")) if file.is_file()]
-    for each in range(first, step + 1):
-        shown = rows.images_of(rows.read_table(run.steps.data_path(each))) if run.steps.has_data(each) else []
-        files += sorted({run.media.path(name) for names in shown for name in names} - set(files))
+    files += sorted({run.media.path(name) for each in range(first, step + 1) for name in _shown(run, each)})
     missing = [file for file in files if not file.exists()]
     if missing:
         raise RecordError(
@@ -63,6 +60,12 @@ def write_bundle(run: RunDirectory, step: int, *, stages_only: bool, to: Path | 
         finally:
             beside.unlink(missing_ok=True)
     return path
+
+
+def _shown(run: RunDirectory, step: int) -> list[str]:
+    """The names of the images of a step whose data is there."""
+    tables = [rows.read_table(run.steps.data_path(step))] if run.steps.has_data(step) else []
+    return [name for table in tables for names in rows.images_of(table) for name in names]
 
 
 def _index(run: RunDirectory, step: int) -> list[str]:
@@ -84,7 +87,7 @@ def opened(path: Path) -> Iterator[tuple[RunDirectory, dict[str, Any] | None]]:
                 raise RecordError(f"{path} is no bundle of Clew: it holds no {NAME}.")
             archive.extractall(name)  # members that point outside lose what does
             said = read_json(Path(name) / NAME)
-            check_format(path, said["clew_format"])
+            rows.check_format(path, said["clew_format"])
             yield RunDirectory(Path(name)), said
     except FileNotFoundError:
         raise RecordError(f"{path} does not exist: expected a run directory or a bundle.") from None

@@ -15,6 +15,9 @@ from clew.record.files import write_bytes
 UNUSED_S = 86400.0
 """How long an image is kept that nothing refers to: the episode that shows it may still be running."""
 
+LOOK_S = 3600.0
+"""Between two looks for such images: one reads all that is on record."""
+
 _KINDS = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpg", b"GIF8": "gif", b"RIFF": "webp"}
 """Endings, by how such files begin."""
 
@@ -30,6 +33,7 @@ class Media:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._looked_at = -LOOK_S
 
     def put(self, content: bytes) -> str:
         """Keep it; returns its name. To be called before anything that refers to it is written."""
@@ -60,7 +64,11 @@ class Media:
         return content
 
     def prune(self, referred: Callable[[], set[str]]) -> None:
-        """Remove what was not shown to a model for a day, and is not among the names that the record refers to."""
+        """Remove what was not shown to a model for a day, and is not among the names that the record refers to.
+        Without effect when it was called lately."""
+        if time.monotonic() - self._looked_at < LOOK_S:
+            return
+        self._looked_at = time.monotonic()
         since = time.time() - UNUSED_S
         old = [path for path in self.folder.glob("[!.]*") if path.stat().st_mtime < since]
         kept = referred() if old else set()

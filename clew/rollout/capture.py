@@ -100,7 +100,8 @@ def assemble(interactions: SequenceABC[Interaction], *, individual: bool = False
         extended: list[Interaction] | None = None
         for sequence in sequences if not individual else ():
             tokens = sequence[-1].all_ids
-            begins_with = interaction.input_ids[: len(tokens)] == tokens and _shows(interaction, sequence[-1].images)
+            shown = sequence[-1].images
+            begins_with = interaction.input_ids[: len(tokens)] == tokens and interaction.images[: len(shown)] == shown
             if begins_with and (extended is None or len(tokens) > len(extended[-1].all_ids)):
                 extended = sequence
         if extended is None:
@@ -108,10 +109,6 @@ def assemble(interactions: SequenceABC[Interaction], *, individual: bool = False
         else:
             extended.append(interaction)
     return sequences
-
-
-def _shows(interaction: Interaction, images: tuple[str, ...]) -> bool:
-    return interaction.images[: len(images)] == images
 
 
 def aligned(sequence: SequenceABC[Interaction]) -> dict[str, np.ndarray]:

@@ -38,6 +38,7 @@ from clew.rollout.filters import EqualRewards
 from clew.rollout.reward_pool import RewardPool
 from clew.rollout.session import Resources, resources
 from clew.rollout.setup import load_reward, load_workflow, refuse_impossible
+from clew.vision import load_vision
 from clew.waits import Reporter, current_waits, waiting
 
 if TYPE_CHECKING:
@@ -94,7 +95,9 @@ class RolloutRunner:
         self._inline = config.launch.mode == "inline"
         self._workflow = load_workflow(config) if gateway is None else agent_workflow(config, gateway)
         self._reward = load_reward(config)
-        self._resources = resources(config, engine, tokenizer, self._reward, run.media)
+        self._resources = resources(
+            config, engine, tokenizer, self._reward, vision=load_vision(tokenizer.name_or_path), media=run.media
+        )
 
         settled = run.clean_after_rollout()
         self._next = next(number for number in itertools.count() if group_name(number) not in settled)

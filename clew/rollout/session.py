@@ -17,7 +17,7 @@ from clew.models import context_of
 from clew.record.media import Media, media_name
 from clew.rollout.capture import Interaction
 from clew.rollout.rewards import Reward
-from clew.vision import Sight, load_vision
+from clew.vision import Sight
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -187,9 +187,12 @@ def resources(
     engine: Engine,
     tokenizer: PreTrainedTokenizerBase,
     reward: Callable[[str, dict[str, Any]], Awaitable[Reward]] | None,
+    *,
+    vision: Sight | None,
     media: Media | None = None,
 ) -> Resources:
-    """What the configuration says that all episodes share. media: of the record, where there is one."""
+    """What the configuration says that all episodes share. vision: of a model and an engine that take images. media: of
+    the record, where there is one."""
     return Resources(
         engine=engine,
         tokenizer=tokenizer,
@@ -199,7 +202,7 @@ def resources(
         reward=reward,
         turn_discount=config.reward.turn_discount,
         context=context_of(tokenizer.name_or_path),
-        vision=load_vision(tokenizer.name_or_path),
+        vision=vision,
         media=media,
         individual=config.rollout.sequences == "individual",
     )

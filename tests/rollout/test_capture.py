@@ -80,7 +80,7 @@ def session_for(tmp_path, engine, reward=None, **sections):
     from clew.rollout.session import Session
 
     config = config_for(tmp_path, **sections)
-    return Session(resources(config, engine, tiny_tokenizer(tmp_path / "tokenizer"), reward), "g000007.e1")
+    return Session(resources(config, engine, tiny_tokenizer(tmp_path / "tokenizer"), reward, vision=None), "g000007.e1")
 
 
 def test_a_session_names_seeds_and_records_each_request(tmp_path):

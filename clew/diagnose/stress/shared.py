@@ -217,7 +217,7 @@ def _defaults(name: str, attributes: Mapping[str, Any]) -> Iterator[tuple[str, d
     for function in list(attributes.values()):
         function = function.__func__ if isinstance(function, (classmethod, staticmethod)) else function
         if isinstance(function, FunctionType):
-            arguments = [each for each in inspect.signature(function).parameters.values()]
+            arguments = inspect.signature(function).parameters.values()
             defaults = {each.name: each.default for each in arguments if each.default is not each.empty}
             held = {key: value for key, value in defaults.items() if not isinstance(value, _PLAIN)}
             if held:

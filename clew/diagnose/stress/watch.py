@@ -184,7 +184,9 @@ def denied_s(threads: Iterable[int]) -> float:
 
 def working_threads() -> list[int]:
     """All of this process but those that watch it: waking so often, they are denied what nobody else wants."""
-    return [each.native_id for each in threading.enumerate() if each.native_id and each.name not in WATCHING]
+    watching = {each.native_id for each in threading.enumerate() if each.name in WATCHING}
+    threads = (int(path.name) for path in Path("/proc/self/task").glob("*"))  # also those that Python knows nothing of
+    return [thread for thread in threads if thread not in watching]
 
 
 def verdicts(watched: Watched) -> list[Verdict]:

@@ -27,6 +27,7 @@ from clew.listening import Listener
 from clew.models import load_tokenizer
 from clew.rollout.gateway.app import disconnected
 from clew.rollout.gateway.serving import ServedGateway, gateway_on
+from clew.vision import load_vision
 
 DROPPED = frozenset(("host", "connection", "content-length", "transfer-encoding", "content-encoding", "keep-alive"))
 """Headers that belong to one connection."""
@@ -117,7 +118,7 @@ async def _serve(config: Config, url: str, record: Path | None) -> None:
             found.model,
             record,
             token,
-            sees=found.takes_images,
+            vision=load_vision(found.model) if found.takes_images else None,
         )
     elif not _is_loopback(config.inference.listen):
         raise EngineError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from clew.rollout.gateway.app import application
 from clew.rollout.gateway.paths import AnyBase
 from clew.rollout.gateway.served import ServedSessions
 from clew.rollout.session import resources
+from clew.vision import Sight
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -67,9 +67,7 @@ def gateway_beside(config: Config, record: Path | None) -> Callable[[Any, str], 
 
     def make(engine: Any, token: str) -> ServedGateway:
         core = engine.core
-        return gateway_on(
-            config, engine, core.tokenizer, config.model.path, record, token, sees=core.vision is not None
-        )
+        return gateway_on(config, engine, core.tokenizer, config.model.path, record, token, vision=core.vision)
 
     return make
 
@@ -82,13 +80,12 @@ def gateway_on(
     record: Path | None,
     token: str,
     *,
-    sees: bool,
+    vision: Sight | None,
 ) -> ServedGateway:
     """In front of an engine of this event loop. model: its folder or hub name. token: of who may open sessions; empty
-    where any key will do. sees: whether the engine takes images."""
-    shared = resources(config, engine, tokenizer, None, RunDirectory(record).media if record is not None else None)
-    if not sees:
-        shared = replace(shared, vision=None)
+    where any key will do. vision: of a model and an engine that take images."""
+    media = RunDirectory(record).media if record is not None else None
+    shared = resources(config, engine, tokenizer, None, vision=vision, media=media)
     names = dict.fromkeys([model, Path(model).name])
     sessions = ServedSessions(shared, list(names), token=token, record=record)
     return ServedGateway(sessions, tokenizer, token)

@@ -100,7 +100,7 @@ class Turns:
             return Prompt(input_ids=self._encode(ask.text, special=True), rendered=ask.text)
         if ask.images and self._vision is None:
             raise Refusal(400, "the model is handed tokens, and takes no images.", param="messages")
-        images = shown_in(ask.messages)
+        images = shown_in(ask.messages) if ask.images else []
         rendered = self._render(ask, ask.messages) + begin
         self._refuse_what_never_fits(rendered, "messages")
         rewritten: Turn | None = None
@@ -109,7 +109,8 @@ class Turns:
             place = len(turn.ask.messages)
             if turn.ask.text is not None or place >= len(ask.messages):
                 continue
-            if images[: len(before := shown_in(turn.ask.messages))] != before:  # their tokens may be the same
+            shown = shown_in(turn.ask.messages) if turn.ask.images else []
+            if images[: len(shown)] != shown:  # their tokens may be the same
                 continue
             message = ask.messages[place]
             stands = stands_for(message, turn.reply)
