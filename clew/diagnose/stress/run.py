@@ -246,7 +246,7 @@ class _Stage:
         room = asyncio.Semaphore(at_once)
         self._requests.take()
         self._loop_watch.take()
-        began, computed, denied = time.monotonic(), time.process_time(), watch.denied_s(watch.working_threads())
+        began, computed, denied = time.monotonic(), time.process_time(), watch.denied_s(watch.threads())
         async with Waits(self._running, self._code) as waits:
             await self._until_ended([asyncio.ensure_future(self._run(each, room, stepped)) for each in episodes])
         seconds, cpu_s = time.monotonic() - began, time.process_time() - computed
@@ -263,7 +263,7 @@ class _Stage:
             requests=requests,
             seconds=seconds,
             cpu_s=cpu_s,
-            wanted_s=cpu_s + max(0.0, watch.denied_s(watch.working_threads()) - denied),
+            wanted_s=cpu_s + max(0.0, watch.denied_s(watch.threads()) - denied),
             waits=waits.seconds,
             watched=self._loop_watch.take(),
         )

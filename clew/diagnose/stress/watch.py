@@ -182,11 +182,14 @@ def denied_s(threads: Iterable[int]) -> float:
     return delays / 1e9
 
 
-def working_threads() -> list[int]:
-    """All of this process but those that watch it: waking so often, they are denied what nobody else wants."""
-    watching = {each.native_id for each in threading.enumerate() if each.name in WATCHING}
-    threads = (int(path.name) for path in Path("/proc/self/task").glob("*"))  # also those that Python knows nothing of
-    return [thread for thread in threads if thread not in watching]
+def threads() -> set[int]:
+    """All of this process, also those that Python knows nothing of; none but on Linux."""
+    return {int(path.name) for path in Path("/proc/self/task").glob("*")}
+
+
+def working_threads() -> set[int]:
+    """All but those that watch: waking so often, they are denied what nobody else wants."""
+    return threads() - {each.native_id for each in threading.enumerate() if each.name in WATCHING}
 
 
 def verdicts(watched: Watched) -> list[Verdict]:
