@@ -61,6 +61,7 @@ ALIGNED = {
     "temperatures": np.float32,
 }
 """The aligned columns and their types."""
+_ALIGNED = attrgetter(*ALIGNED)
 _NESTED = ("rewards", "data", "interactions")
 ENCODER = json.JSONEncoder(default=str)
 """Writes ASCII: a lone surrogate, which UTF-8 cannot hold, survives as an escape."""
@@ -107,7 +108,7 @@ class Sequence:
     consumed_at: float | None = None
 
     def __post_init__(self) -> None:
-        lengths = [len(getattr(self, name)) for name in ALIGNED]
+        lengths = list(map(len, _ALIGNED(self)))
         assert len(set(lengths)) == 1, (
             f"{self.id}: columns of different length: {dict(zip(ALIGNED, lengths, strict=True))}"
         )
@@ -140,14 +141,9 @@ def from_table(table: pa.Table) -> list[Sequence]:
     """The rows of a table that `read_table` returned; columns of a later, compatible format are left out."""
     aligned = {name: split_lists(table.column(name), dtype) for name, dtype in ALIGNED.items()}
     plain = {name: table.column(name).to_pylist() for name in SCHEMA.names if name not in (*ALIGNED, "images")}
-    plain["images"] = images_of(table)
-    rows = []
-    for i in range(table.num_rows):
-        values: dict[str, Any] = {name: column[i] for name, column in plain.items()}
-        values.update({name: DECODER.decode(values[name]) for name in _NESTED})
-        values.update({name: column[i] for name, column in aligned.items()})
-        rows.append(Sequence(**values))
-    return rows
+    nested = {name: DECODER.decode(f"[{','.join(plain[name])}]") for name in _NESTED}  # at once: a third of the time
+    columns = {**plain, **nested, **aligned, "images": images_of(table)}
+    return [Sequence(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
 
 
 def images_of(table: pa.Table) -> list[list[str]]:
