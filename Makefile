@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # What is imported is compiled then; to compile everything beforehand takes as long as all of the rest.
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile
 
 .PHONY: demo tour test slow chaos bench clean
 

@@ -224,15 +224,13 @@ def _drift(left: RunDirectory, right: RunDirectory, steps: range, names: tuple[s
 
 
 def _plot(left: RunDirectory, right: RunDirectory, steps: range, names: tuple[str, str], path: Path) -> Path:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     series = [[run.steps.read(step)["metrics"] for step in steps] for run in (left, right)]
     metrics = [name for name in DRIFT if all(name in each for side in series for each in side)]
-    figure, axes = pyplot.subplots(len(metrics), 1, figsize=(8, 2.2 * len(metrics)), sharex=True, squeeze=False)
+    figure = Figure(figsize=(8, 2.2 * len(metrics)))
+    axes = figure.subplots(len(metrics), 1, sharex=True, squeeze=False)
     for axis, name in zip(axes[:, 0], metrics, strict=True):
         for side, label, style in zip(series, names, ("-", "--"), strict=True):
             axis.plot(list(steps), [each[name] for each in side], style, label=label, linewidth=1.4)
@@ -244,5 +242,4 @@ def _plot(left: RunDirectory, right: RunDirectory, steps: range, names: tuple[st
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
     return path
