@@ -1,4 +1,4 @@
-"""A project for each test, and one warm Python for all."""
+"""A project for each test."""
 
 from __future__ import annotations
 
@@ -7,18 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.project import Project, WarmPython
-
-
-@pytest.fixture(scope="session")
-def warm() -> Iterator[WarmPython]:
-    python = WarmPython()
-    yield python
-    python.close()
+from tests.end_to_end.project import Project
 
 
 @pytest.fixture
-def project(tmp_path: Path, warm: WarmPython) -> Iterator[Project]:
-    made = Project(tmp_path, warm)
+def project(tmp_path: Path) -> Iterator[Project]:
+    made = Project(tmp_path)
     yield made
     made.close()

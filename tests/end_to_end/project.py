@@ -19,6 +19,7 @@ import yaml
 
 from clew.record.files import read_json
 from clew.record.run import RunDirectory
+from tests.forked import clew
 from tests.models import tiny_model, tiny_tokenizer
 
 T = TypeVar("T")
@@ -66,42 +67,11 @@ class Ended:
         return " ".join(self.output[self.output.index("clew: ") :].split())
 
 
-class WarmPython:
-    """Processes in which everything is imported already: forks of one, each of which runs a command of Clew to its end
-    as `python -m clew` does. A command of two seconds then takes half a second."""
-
-    def __init__(self) -> None:
-        self._server = subprocess.Popen(
-            [sys.executable, "-m", "tests.end_to_end.warm"],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            env=os.environ | {"CLEW_PARENT_PID": str(os.getpid())},
-        )
-        assert self._server.stdin and self._server.stdout
-        self._to, self._from = self._server.stdin, self._server.stdout
-
-    def run(self, folder: Path, arguments: tuple[str, ...], terminal: Path, seconds: float) -> int:
-        """The exit code."""
-        job = {"folder": str(folder), "arguments": arguments, "terminal": str(terminal), "seconds": seconds}
-        self._to.write(json.dumps(job) + "\n")
-        self._to.flush()
-        return int(self._from.readline())
-
-    def close(self) -> None:
-        self._to.close()
-        self._server.wait(10)
-        self._from.close()
-
-
 class Project:
     """A folder with a configuration `run.yaml`."""
 
-    def __init__(self, folder: Path, warm: WarmPython) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.warm = warm
         self.config = json.loads(json.dumps(CONFIG))
         self.started: dict[subprocess.Popen[Any], Path] = {}
         """Processes in the background, and the file that is each one's terminal."""
@@ -140,14 +110,17 @@ class Project:
         return self.end(process, seconds)
 
     def inline(self, *overrides: str, seconds: float = 60.0) -> Ended:
-        """`clew train run.yaml launch.mode=inline OVERRIDES...`, in a warm Python."""
+        """`clew train run.yaml launch.mode=inline OVERRIDES...`, in a fork that has everything imported."""
         return self.quick("train", "launch.mode=inline", *overrides, seconds=seconds)
 
     def quick(self, command: str, *overrides: str, seconds: float = 60.0) -> Ended:
-        """`clew COMMAND run.yaml OVERRIDES...`, in a warm Python."""
+        """`clew COMMAND run.yaml OVERRIDES...`, in a fork that has everything imported."""
         terminal = self._terminal()
-        code = self.warm.run(self.folder, (command, "run.yaml", *overrides), terminal, seconds)
-        assert code != -signal.SIGKILL, f"did not end within {seconds:g} s:\n{terminal.read_text()}"
+        with clew(command, "run.yaml", *overrides, cwd=self.folder, output=terminal) as process:
+            try:
+                code = process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                raise AssertionError(f"did not end within {seconds:g} s:\n{terminal.read_text()}") from None
         return self._ended(code, terminal)
 
     def start(self, command: str, *overrides: str, **variables: str) -> subprocess.Popen[Any]:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,15 +20,14 @@ from clew.record.rows import from_table
 from clew.record.run import RunDirectory
 from clew.rollout.gateway.front import PassedOn
 from clew.rollout.gateway.thread import ServingThread
+from tests.forked import clew
 from tests.models import tiny_model, tiny_tokenizer
 
 
 @contextmanager
 def serving(*arguments: str, **variables: str) -> Iterator[tuple[str, list[str]]]:
     """The base URL that `clew serve` prints, and its lines up to there."""
-    command = [sys.executable, "-m", "clew", "serve", *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | variables) as server:
-        assert server.stdout is not None
+    with clew("serve", *arguments, variables=variables) as server:
         lines: list[str] = []
         for line in server.stdout:
             lines.append(line)
@@ -243,9 +239,8 @@ def test_a_provider_need_not_answer_whom_nobody_waits_for() -> None:
 
 
 def test_in_front_of_nothing(config: Path) -> None:
-    command = [sys.executable, "-m", "clew", "serve", str(config), "--engine", "http://127.0.0.1:9/v1"]
-    failed = subprocess.run(command, capture_output=True, text=True)
-    assert failed.returncode == 1 and "nothing that serves a model answers at" in failed.stderr
+    with clew("serve", str(config), "--engine", "http://127.0.0.1:9/v1") as failed:
+        assert "nothing that serves a model answers at" in failed.communicate(60)[1] and failed.returncode == 1
 
 
 def test_beyond_this_machine_a_session_wants_a_key(config: Path, behind: str) -> None:
@@ -262,6 +257,5 @@ def test_beyond_this_machine_a_session_wants_a_key(config: Path, behind: str) ->
         with pytest.raises(openai.AuthenticationError, match="unknown API key; POST /rl/start_session"):
             asyncio.run(ask("sk-clew"))
     provider = behind.removesuffix("/v1") + "/nowhere"
-    command = [sys.executable, "-m", "clew", "serve", str(config), "--engine", provider, "inference.listen=0.0.0.0:0"]
-    refused = subprocess.run(command, capture_output=True, text=True)
-    assert refused.returncode == 1 and "would lend your key" in refused.stderr
+    with clew("serve", str(config), "--engine", provider, "inference.listen=0.0.0.0:0") as refused:
+        assert "would lend your key" in refused.communicate(60)[1] and refused.returncode == 1

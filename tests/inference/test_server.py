@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -18,29 +16,31 @@ import aiohttp
 import pytest
 import torch
 
-from clew.config import Config
+from clew.config import Config, load
 from clew.errors import EngineError, ImageError
 from clew.inference.client import HTTPEngine
+from clew.inference.core import Core, Request
 from clew.inference.embedded import build_engine
 from clew.inference.local import LocalEngine
 from clew.inference.protocol import Completion, EngineUnreachable, RequestTooLong, SamplingParams
 from clew.inference.resubmit import generate_through_aborts
+from clew.inference.server import serve
 from clew.models import load_model, load_tokenizer
 from clew.record.run import RunDirectory
 from clew.record.weights import WeightRef
 from clew.trainer.servers import Servers
 from clew.vision import load_vision
+from tests.forked import Forked
 from tests.models import picture, seeing_model, tiny_model, tiny_tokenizer
 
-SERVE = "import sys; from clew.config import load; from clew.inference.server import serve; serve(load(sys.argv[1]))"
 PROMPT = [7, 8, 9]
 
 
 class ServerProcess:
     """A server in a process of its own."""
 
-    def __init__(self, folder: Path, listen: str = "127.0.0.1:0", program: str = SERVE) -> None:
-        self.program = program
+    def __init__(self, folder: Path, listen: str = "127.0.0.1:0", serve: Callable[[Config], None] = serve) -> None:
+        self.serve = serve
         self.config_path = folder / "config.yaml"
         self.config_path.write_text(
             json.dumps(
@@ -58,9 +58,7 @@ class ServerProcess:
 
     def start(self) -> None:
         """Returns when it has said that it is launched."""
-        command = [sys.executable, "-c", self.program, str(self.config_path)]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        assert self.process.stdout is not None
+        self.process = Forked(self.serve, load(self.config_path))
         line = self.process.stdout.readline()
         if not line:
             raise RuntimeError(self.process.communicate()[1])
@@ -238,16 +236,19 @@ def test_refuses_with_words(server: ServerProcess, path: str, body: Any, words: 
         assert post(server, "/generate", {"input_ids": PROMPT})[0] == 503  # serves nothing until a load succeeds
 
 
+def serve_broken(config: Config) -> None:
+    def matched_stop(self: Core, request: Request, output_ids: list[int]) -> None:
+        raise RuntimeError("no such kernel")
+
+    Core.matched_stop = matched_stop  # type: ignore[assignment]
+    serve(config)
+
+
 @pytest.mark.slow
 def test_a_failed_step_ends_the_process_and_the_next_one_answers(tmp_path: Path) -> None:
     tiny_tokenizer(tmp_path / "model")
     tiny_model(tmp_path / "model")
-    broken = (
-        "from clew.inference.core import Core\n"
-        "def matched_stop(self, request, output_ids): raise RuntimeError('no such kernel')\n"
-        "Core.matched_stop = matched_stop\n"
-    )
-    server = ServerProcess(tmp_path, program=broken + SERVE)
+    server = ServerProcess(tmp_path, serve=serve_broken)
 
     async def scenario(engine: HTTPEngine) -> Completion:
         params = SamplingParams(max_new_tokens=5, stop=("no such text",), stop_token_ids=())
@@ -418,7 +419,6 @@ def test_one_that_was_taken_out_loads_the_newest_weights_and_comes_back(tmp_path
         run = RunDirectory(tmp_path / "runs" / "test" / "0")
         run.announce_weights(WeightRef(version=4, path=str(tmp_path / "newer"), digest=""))
         run.remove_server("server")
-        assert server.process.stdout is not None
         assert server.process.stdout.readline().rstrip("\n") == server.line
         [entry] = run.servers()
         assert entry.ready and entry.address == server.address

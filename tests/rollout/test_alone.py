@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import torch
 import clew
 from clew.record.run import RunDirectory
 from clew.trainer.learn import learn_from_record
+from tests import forked
 from tests.models import tiny_model, tiny_tokenizer
 from tests.rollout.scripted import ROWS, config_for
 
@@ -61,15 +60,14 @@ def test_rollout_alone_makes_a_record_that_trains(folder: Path) -> None:
     config = config_for(folder, data={"path": str(folder / "rows.jsonl")}, launch={"mode": "local"})
     yaml, out = folder / "config.yaml", folder / "out"
     yaml.write_text(json.dumps(config.model_dump(mode="json", exclude_unset=True)))
-    command = [sys.executable, "-m", "clew"]
-    with subprocess.Popen([*command, "serve", str(yaml)], stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None and "launched at" in server.stdout.readline()
+    with forked.clew("serve", str(yaml)) as server:
+        assert "launched at" in server.stdout.readline()
         told = [server.stdout.readline() for _ in range(4)]
         assert told[1].startswith("export OPENAI_BASE_URL=http://127.0.0.1:") and told[3].startswith("curl ")
         answered = subprocess.run(told[3], shell=True, capture_output=True, text=True, check=True)
         assert json.loads(answered.stdout)["object"] == "chat.completion"
-        alone = [*command, "rollout", str(yaml), "--steps", "3", "--out", str(out)]
-        subprocess.run(alone, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        with forked.clew("rollout", str(yaml), "--steps", "3", "--out", str(out)) as alone:
+            assert alone.wait(120) == 0
         server.terminate()
     run = RunDirectory(out)
     assert run.steps.count() == 3 and not run.inbox.names()

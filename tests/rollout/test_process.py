@@ -1,10 +1,7 @@
 """`clew rollout` as a process, with the real server as a process: killed, restarted, asked to end."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 
 import psutil
@@ -14,6 +11,7 @@ from clew.config import dump
 from clew.record import rows as record_rows
 from clew.record.files import read_json
 from clew.record.run import RunDirectory
+from tests.forked import clew
 from tests.models import tiny_model, tiny_tokenizer
 from tests.rollout.scripted import ROWS, config_for
 
@@ -40,14 +38,8 @@ class Processes:
         self.started = []
 
     def __call__(self, command, **variables):
-        log = self.file.with_name(f"{command}-{len(self.started)}.log").open("w")
-        with log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "clew", command, str(self.file)],
-                stdout=log,
-                stderr=log,
-                env=os.environ | {"CLEW_PARENT_PID": str(os.getpid())} | variables,
-            )
+        log = self.file.with_name(f"{command}-{len(self.started)}.log")
+        process = clew(command, str(self.file), output=log, variables=variables)
         self.started.append(process)
         return process
 
@@ -60,8 +52,7 @@ def start(tmp_path):
     processes = Processes(tmp_path / "config.yaml")
     yield processes
     for process in processes.started:
-        process.kill()
-        process.wait()
+        process.close()
 
 
 def until(condition, start, *processes, seconds=60.0):

@@ -12,7 +12,6 @@ import torch
 
 from clew.config import Config
 from clew.errors import ModelError
-from clew.processes import die_with_parent
 from clew.training import checkpoint, scoring
 from clew.training.engine import TrainEngine
 from clew.training.ranks import Ranks
@@ -64,8 +63,9 @@ def _file(
 
 LOGITS = scoring.LOGITS
 
-if __name__ == "__main__":
-    die_with_parent()
+
+def listen() -> None:
+    """To requests, until it is killed."""
     torch.set_num_threads(1)
     with Ranks.joined() as joined:
         for line in sys.stdin:

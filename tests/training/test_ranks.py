@@ -4,10 +4,7 @@ with a share of each block (tensor parallelism)."""
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,8 +22,9 @@ from clew.training.batching import deal
 from clew.training.ranks import ALONE
 from clew.training.sharding import blocks_of
 from clew.training.tensor_parallel import check_plan
+from tests.forked import Forked
 from tests.models import tiny_model, tiny_tokenizer
-from tests.training.on_ranks import work
+from tests.training.on_ranks import listen, work
 from tests.training.sequences import make_config
 
 
@@ -35,30 +33,18 @@ class Group:
 
     def __init__(self, ranks: int) -> None:
         port = free_port()
-        self._children = [
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.training.on_ranks"],
-                env={**os.environ, **named(rank, ranks, port)},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(ranks)
-        ]
+        self._children = [Forked(listen, variables=named(rank, ranks, port)) for rank in range(ranks)]
 
     def __call__(self, request: dict[str, Any]) -> None:
         for child in self._children:
-            assert child.stdin is not None
             child.stdin.write(json.dumps(request) + "\n")
             child.stdin.flush()
         for child in self._children:
-            assert child.stdout is not None
             assert child.stdout.readline() == "done\n", "a rank failed: its error is above"
 
     def close(self) -> None:
         for child in self._children:
-            with child:
-                child.kill()
+            child.close()
 
 
 @pytest.fixture(scope="module")
