@@ -90,6 +90,7 @@ def test_a_model_folder_that_lacks_something(project: Project, missing: list[str
     completed(project.inline("training.steps=1"), 1)
 
 
+@pytest.mark.slow
 def test_three_processes_that_fail_alike_are_one_message(project: Project) -> None:
     without(project, "tokenizer_config.json", "tokenizer.json")
     failed(project.clew("train"), "at step 0 of 3", "ModelError: model (model.path) holds no tokenizer_config.json",
