@@ -1,4 +1,5 @@
-"""Whether a model keeps packed rows apart. Found by trying: that depends on all of an architecture's code."""
+"""Whether a model is causal, and keeps packed rows apart. Found by trying: that depends on all of an architecture's
+code."""
 
 from __future__ import annotations
 
@@ -8,19 +9,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clew.errors import ModelError
 from clew.training.attention import NAMES, use_attention
 from clew.training.packing import Packed
 from clew.training.scoring import score
 
+ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
+"""Layers that see other tokens through attention and its mask alone; what transformers calls them."""
 LENGTHS = (19, 12)
 """Tokens of the rows that are tried, where the context has room for both."""
 TOLERANCE = 1e-4
 """Nats between a token's logprobs, in float32 and above."""
+LOW_TOLERANCE = 0.1
+"""The same in lower precisions, of one row whose last token differs."""
 SHARES = (0.1, 0.01)
 """In lower precisions, of the difference that it makes when each row sees the one before: packed against alone, whose
 roundings differ; and beside one row against beside another, whose roundings are mostly the same."""
 
 log = logging.getLogger("clew.training")
+
+
+@torch.no_grad()
+def check_causal(model: Any) -> None:
+    """Raise ModelError where a token's logprob depends on what follows it: no policy can sample by such logprobs."""
+    if model.get_output_embeddings() is None:
+        return
+    row = _tokens(model, LENGTHS[1], 0)
+    otherwise = torch.cat([row[:-1], row[-1:] - 1])
+    change = _largest(_logprobs(model, row, [len(row)])[:-1] - _logprobs(model, otherwise, [len(row)])[:-1])
+    if change > (TOLERANCE if model.dtype.itemsize >= torch.float32.itemsize else LOW_TOLERANCE):
+        raise ModelError(
+            f"{type(model).__name__} is not causal: the logprobs of its tokens change with what follows them (by "
+            f"{change:.2g} nats). It cannot be trained on text that it generates; of an encoder, such as BERT, "
+            f'"is_decoder": true in its config.json makes a causal model.'
+        )
 
 
 @torch.no_grad()
@@ -30,12 +52,15 @@ def prepare_for_packing(model: Any) -> None:
     if model.get_output_embeddings() is None:
         use_attention(model)  # a model of values, whose rows are padded
         return
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2 * max(LENGTHS)
+    name, config = type(model).__name__, model.config.get_text_config()
+    if kinds := set(getattr(config, "layer_types", None) or []) - ATTENTION:
+        log.warning("%s has layers of kind %s: its rows are padded, not packed.", name, ", ".join(sorted(kinds)))
+        return
+    context = getattr(config, "max_position_embeddings", None) or 2 * max(LENGTHS)
     lengths = [min(length, max(2, context // 2)) for length in LENGTHS]
     rows = [_tokens(model, length, number) for number, length in enumerate(lengths)]
     alone = torch.cat([_logprobs(model, row, [len(row)]) for row in rows])
     before = model.config._attn_implementation
-    name = type(model).__name__
     if not use_attention(model):
         log.warning("%s computes its attention in a way of its own: its rows are padded, not packed.", name)
         return

@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 
 from clew.config import Training
 from clew.training.attention import repeated_within
-from clew.training.isolation import prepare_for_packing
+from clew.training.isolation import check_causal, prepare_for_packing
 from clew.training.pointwise import quicken
 from clew.training.ranks import Ranks
 from clew.training.tensor_parallel import split
@@ -42,7 +42,9 @@ from clew.training.tensor_parallel import split
 def spread(
     model: Any, training: Training, ranks: Ranks, device: torch.device, *, root: torch.nn.Module | None = None
 ) -> None:
-    """Have a model of transformers, as it was read, compute as `training` asks, on all ranks. root: as in `shard`."""
+    """Have a model of transformers, as it was read, compute as `training` asks, on all ranks. root: as in `shard`.
+    Raises ModelError where it cannot be trained at all."""
+    check_causal(model)
     quicken(model)
     prepare_for_packing(model)
     if training.activation_checkpointing:

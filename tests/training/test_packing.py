@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import (
     AutoModelForCausalLM,
+    BertConfig,
     BloomConfig,
+    DeepseekV4Config,
     FalconH1Config,
     GPT2Config,
     GPT2LMHeadModel,
@@ -22,9 +24,10 @@ from transformers import (
     RecurrentGemmaConfig,
 )
 
+from clew.errors import ModelError
 from clew.training.attention import SHORT
 from clew.training.engine import TrainEngine
-from clew.training.isolation import keeps_rows_apart, prepare_for_packing
+from clew.training.isolation import check_causal, keeps_rows_apart, prepare_for_packing
 from clew.training.packing import WASTE, Packed, like_lengths
 from clew.training.scoring import score
 from clew.training.sharding import checkpoint_activations
@@ -48,6 +51,17 @@ PADDED = {
     ),
     "recurrent and attention in turns": RecurrentGemmaConfig(**THREE, lru_width=32),
     "convolutions": Lfm2Config(**SMALL, layer_types=["conv", "full_attention"]),
+    "keys that stand for many tokens": DeepseekV4Config(
+        **SMALL,
+        layer_types=["heavily_compressed_attention"] * 2,
+        q_lora_rank=16,
+        head_dim=8,
+        o_lora_rank=16,
+        o_groups=2,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+    ),
     "positions within attention (ALiBi)": BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4),
 }
 
@@ -171,6 +185,20 @@ def test_an_architecture_that_mixes_packed_rows_is_found(why: str, dtype: torch.
     assert not keeps_rows_apart(model) and model.config._attn_implementation == before
     (line,) = [record.getMessage() for record in caplog.records if record.name == "clew.training"]
     assert type(model).__name__ in line and "rows are padded" in line
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_a_model_that_sees_what_follows_is_refused(dtype: torch.dtype) -> None:
+    shape: dict[str, Any] = {**SMALL, "initializer_range": 1.0}
+    del shape["num_key_value_heads"]
+    models = []
+    for decodes in (True, False):
+        torch.manual_seed(0)
+        models.append(AutoModelForCausalLM.from_config(BertConfig(**shape, is_decoder=decodes)).to(dtype).eval())
+    causal, sees_all = models
+    check_causal(causal)
+    with pytest.raises(ModelError, match=r'BertLMHeadModel is not causal.*"is_decoder": true'):
+        check_causal(sees_all)
 
 
 class WithoutPositions(LlamaForCausalLM):
