@@ -24,7 +24,7 @@ SPECIAL = ("<pad>", "<eos>", "<unk>", "<|user|>", "<|assistant|>", "<|system|>")
 VOCAB = len(SPECIAL) + len(CHARACTERS)
 """Size of the tokenizer's vocabulary: a token a character."""
 
-ATTENTION_FAMILIES = ("qwen2", "qwen3", "llama", "gpt2", "gemma2", "gemma3", "mistral")
+ATTENTION_FAMILIES = ("qwen2", "qwen3", "llama", "gpt2", "gemma2", "gemma3", "mistral", "gpt_oss")
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}"
@@ -103,11 +103,11 @@ def tiny_model(
         }
         if family not in ("qwen2",):
             shape["head_dim"] = hidden // 4
-        if family in ("gemma2", "gemma3", "mistral"):
+        if family in ("gemma2", "gemma3", "mistral", "gpt_oss"):
             shape["sliding_window"] = 8
         if family == "qwen3_moe":
             shape |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden}
-        if family == "mixtral":
+        if family in ("mixtral", "gpt_oss"):
             shape |= {"num_local_experts": 4, "num_experts_per_tok": 2}
         if family == "gemma3":
             shape["sliding_window_pattern"] = 2

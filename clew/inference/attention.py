@@ -85,11 +85,13 @@ def attend(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     *,
     rows: Rows,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of [rows, heads, length, dim] over the rows' keys. Returns [rows, length, heads, dim]."""
+    """Attention of [rows, heads, length, dim] over the rows' keys. Returns [rows, length, heads, dim]. s_aux: [heads],
+    the sinks of GPT-OSS."""
     n, heads, length, _ = query.shape
     repeat = heads // key.shape[1]
     decoding = rows.starts is None and length == 1
@@ -101,10 +103,11 @@ def attend(
         mask = rows.prefill_mask(query, sliding_window)
         if repeat > 1:
             key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
-    if decoding and softcap is None and query.dtype == torch.float32 and query.device.type == "cpu":
+    if softcap is not None or s_aux is not None:
+        causal = not decoding and mask is None
+        output = _written_out(query, key, value, mask, scaling, softcap, s_aux, causal=causal)
+    elif decoding and query.dtype == torch.float32 and query.device.type == "cpu":
         output = _plain(query, key, value, mask, scaling)
-    elif softcap is not None:
-        output = _softcapped(query, key, value, mask, scaling, softcap, causal=not decoding and mask is None)
     else:
         output = scaled_dot_product_attention(
             query, key, value, attn_mask=mask, scale=scaling, is_causal=not decoding and mask is None
@@ -122,18 +125,32 @@ def _plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scali
     return torch.softmax(scores, -1) @ value
 
 
-def _softcapped(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, softcap: float, causal: bool
+def _written_out(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+    sinks_H: Tensor | None,
+    *,
+    causal: bool,
 ) -> Tensor:
-    """As Gemma 2 does: softcap * tanh(scores / softcap)."""
+    """What torch's kernels do not know: the scores of Gemma 2, softcap * tanh(scores / softcap), and the sinks of
+    GPT-OSS, which take part in the softmax of their head as one more key would, and have no value."""
     scores = query @ key.transpose(2, 3) * (scaling if scaling is not None else query.shape[-1] ** -0.5)
-    scores = softcap * torch.tanh(scores / softcap)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     if causal:
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(future, torch.finfo(scores.dtype).min)
     if mask is not None:
         scores = scores + mask
-    return torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype) @ value
+    if sinks_H is not None:
+        sinks = sinks_H.to(scores.dtype).view(query.shape[1], -1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, sinks), -1)
+    weights = torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype)
+    return weights[..., : key.shape[2]] @ value
 
 
 AttentionInterface.register(NAME, attend)
