@@ -26,6 +26,9 @@ T = TypeVar("T")
 
 ROOT = Path(__file__).parent.parent.parent
 
+PATIENCE_S = 180.0
+"""For what takes seconds, on a slow and busy machine."""
+
 USER_CODE = """\
 import asyncio, time
 from pathlib import Path
@@ -104,16 +107,16 @@ class Project:
         """The run directory."""
         return self.folder / self.config.get("root", "runs") / self.config["experiment"] / str(self.config["trial"])
 
-    def clew(self, command: str, *overrides: str, seconds: float = 60.0) -> Ended:
+    def clew(self, command: str, *overrides: str, seconds: float = PATIENCE_S) -> Ended:
         """Run `clew COMMAND run.yaml OVERRIDES...` to its end, which must come in time, and leave no process."""
         process = self.start(command, *overrides)
         return self.end(process, seconds)
 
-    def inline(self, *overrides: str, seconds: float = 60.0) -> Ended:
+    def inline(self, *overrides: str, seconds: float = PATIENCE_S) -> Ended:
         """`clew train run.yaml launch.mode=inline OVERRIDES...`, in a fork that has everything imported."""
         return self.quick("train", "launch.mode=inline", *overrides, seconds=seconds)
 
-    def quick(self, command: str, *overrides: str, seconds: float = 60.0) -> Ended:
+    def quick(self, command: str, *overrides: str, seconds: float = PATIENCE_S) -> Ended:
         """`clew COMMAND run.yaml OVERRIDES...`, in a fork that has everything imported."""
         terminal = self._terminal()
         with clew(command, "run.yaml", *overrides, cwd=self.folder, output=terminal) as process:
@@ -139,7 +142,7 @@ class Project:
         self.started[process] = terminal
         return process
 
-    def end(self, process: subprocess.Popen[Any], seconds: float = 60.0) -> Ended:
+    def end(self, process: subprocess.Popen[Any], seconds: float = PATIENCE_S) -> Ended:
         """Wait for it."""
         try:
             code = process.wait(seconds)
@@ -148,7 +151,7 @@ class Project:
             raise AssertionError(f"did not end within {seconds:g} s:\n{shown}\n{self._shown()}") from None
         return self._ended(code, self.started[process])
 
-    def until(self, condition: Callable[[], T], *processes: subprocess.Popen[Any], seconds: float = 60.0) -> T:
+    def until(self, condition: Callable[[], T], *processes: subprocess.Popen[Any], seconds: float = PATIENCE_S) -> T:
         """Wait until the condition holds, while these processes live."""
         deadline = time.monotonic() + seconds
         while not (found := condition()):

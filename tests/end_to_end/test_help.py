@@ -24,7 +24,7 @@ def variables(**more: str) -> dict[str, str]:
 
 
 def run(*arguments: str, cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(arguments, cwd=cwd, capture_output=True, text=True, timeout=120, env=variables(**more))
+    return subprocess.run(arguments, cwd=cwd, capture_output=True, text=True, timeout=300, env=variables(**more))
 
 
 def command_of(example: str, *more: str) -> list[str]:
@@ -121,7 +121,7 @@ def test_each_example_works_when_pasted(checkout: Path) -> None:
             )
     index = runs / "try" / "steps" / "index.jsonl"
     try:
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 300
         while index.read_text().count("\n") < 7:
             for name, process in processes.items():
                 assert process.poll() is None, (name, (checkout / f"{name}.txt").read_text())

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.end_to_end.project import USER_CODE, Project
+from tests.end_to_end.project import PATIENCE_S, USER_CODE, Project
 
 GATED = """
 def gated(completion, data):
@@ -202,7 +202,7 @@ def test_breakpoint_works_inline_on_a_terminal(project: Project) -> None:
     assert project.run.steps.count() == 3
 
 
-def _read_until(terminal: int, words: str, seconds: float = 60.0) -> str:
+def _read_until(terminal: int, words: str, seconds: float = PATIENCE_S) -> str:
     shown, deadline = "", time.monotonic() + seconds
     try:
         while words not in shown and time.monotonic() < deadline:

@@ -55,7 +55,7 @@ def start(tmp_path):
         process.close()
 
 
-def until(condition, start, *processes, seconds=60.0):
+def until(condition, start, *processes, seconds=180.0):
     deadline = time.monotonic() + seconds
     while not (found := condition()):
         for process in processes:

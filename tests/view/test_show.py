@@ -456,7 +456,7 @@ def test_spaces_between_words_are_kept() -> None:
 def clew(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"CLEW_PARENT_PID": str(os.getpid())} | variables
     command = [sys.executable, "-X", "importtime", "-m", "clew", "show", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
 
 
 def test_from_the_shell_complete_and_without_torch(run: RunDirectory) -> None:
