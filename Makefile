@@ -2,8 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# What is imported is compiled then; to compile everything beforehand takes as long as all of the rest.
-INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile
+INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
 .PHONY: demo tour test slow chaos bench clean
 
@@ -39,8 +38,9 @@ $(VENV)/demo: pyproject.toml | $(BIN)
 	$(INSTALL) -e .
 	touch $@
 
+# What a test imports is compiled then; to compile everything beforehand takes as long as all of the rest.
 $(VENV)/dev: pyproject.toml | $(BIN)
-	$(INSTALL) -e '.[dev]'
+	$(INSTALL) --no-compile -e '.[dev]'
 	touch $@
 
 $(VENV)/bench: pyproject.toml bench/areal.txt | $(BIN)

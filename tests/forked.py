@@ -10,20 +10,37 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from clew.processes import PARENT_VARIABLE, die_with_parent
+from clew.processes import die_with_parent
 
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as under every command of Clew; read where torch is loaded
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["tests.preloaded"])
+_FORKS.set_forkserver_preload(
+    [
+        "clew.cli",
+        "clew.inference.server",
+        "clew.rollout.gateway.front",
+        "clew.rollout.process",
+        "clew.trainer.learn",
+        "matplotlib.backends.backend_agg",
+        "matplotlib.figure",
+        "omegaconf",
+        "pandas",
+        "torch.utils.tensorboard",
+        *(f"transformers.models.{family}.modeling_{family}" for family in ("gpt2", "llama", "qwen2", "qwen3")),
+    ]
+)
 
 
 class Forked:
-    """A process that calls a function; what `subprocess.Popen` gives, as far as tests use it. It leads a session, its
-    standard streams are pipes (or output goes to a file), and it dies with this process."""
+    """A process that calls a function; what `subprocess.Popen` gives, as far as tests use it. It leads a session, and
+    dies with this process. Its input and output are pipes; its errors go to a file, which nobody has to empty, and are
+    shown where a `with` block fails."""
 
     def __init__(
         self,
@@ -36,24 +53,15 @@ class Forked:
         """function: of a module.   output: of both streams.   variables: further ones of the environment."""
         given, to = _FORKS.Pipe(duplex=False)
         out, its_out = _FORKS.Pipe(duplex=False)
-        error, its_error = _FORKS.Pipe(duplex=False)
-        its = (given, its_out, its_error)
+        self.stderr = tempfile.NamedTemporaryFile("r")  # noqa: SIM115 - `close` closes it
+        environment = {**os.environ, **(variables or {})}
+        files = str(output or ""), str(output or self.stderr.name)
         self._process = _FORKS.Process(
-            target=_run,
-            args=(
-                function,
-                arguments,
-                str(cwd or Path.cwd()),
-                str(output or ""),
-                {**os.environ, **(variables or {})},
-                its,
-            ),
+            target=_run, args=(function, arguments, cwd or Path.cwd(), environment, (given, its_out), files)
         )
         self._process.start()
-        self.stdin, self.stdout, self.stderr = (
-            os.fdopen(os.dup(end.fileno()), mode) for end, mode in ((to, "w"), (out, "r"), (error, "r"))
-        )
-        for end in (*its, to, out, error):
+        self.stdin, self.stdout = os.fdopen(os.dup(to.fileno()), "w"), os.fdopen(os.dup(out.fileno()), "r")
+        for end in (given, its_out, to, out):
             end.close()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -73,7 +81,7 @@ class Forked:
         return self._process.exitcode
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """All that it says until it ends; of a pipe's size at most."""
+        """Its output, of a pipe's size at most, and its errors, once it has ended."""
         self.wait(timeout)
         said = self.stdout.read(), self.stderr.read()
         self.close()
@@ -102,6 +110,8 @@ class Forked:
     def __exit__(self, raised: object, *_: object) -> None:
         if raised is None:
             self.wait()
+        else:
+            sys.stderr.write(self.stderr.read())
         self.close()
 
 
@@ -113,7 +123,6 @@ def clew(*arguments: str, **options: Any) -> Forked:
 def _clew(*arguments: str) -> None:
     import clew.cli
 
-    os.environ[PARENT_VARIABLE] = str(os.getppid())
     sys.argv = ["clew", *arguments]
     clew.cli.main()
 
@@ -121,23 +130,24 @@ def _clew(*arguments: str) -> None:
 def _run(
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
-    cwd: str,
-    output: str,
-    variables: dict[str, str],
-    pipes: tuple[Connection, Connection, Connection],
+    cwd: Path,
+    environment: dict[str, str],
+    pipes: tuple[Connection, Connection],
+    files: tuple[str, str],
 ) -> None:
+    """pipes: of input and output. files: of output (empty: the pipe) and errors."""
     die_with_parent(os.getppid())
     os.setsid()
-    for number, end in enumerate(pipes):
-        os.dup2(end.fileno(), number)
-        end.close()
-    if output:
-        file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(file, 1)
-        os.dup2(file, 2)
-        os.close(file)
+    for number, pipe in enumerate(pipes):
+        os.dup2(pipe.fileno(), number)
+        pipe.close()
+    for number, file in zip((1, 2), files, strict=True):
+        if file:
+            opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(opened, number)
+            os.close(opened)
     sys.stdin = os.fdopen(0, "r", closefd=False)
     os.environ.clear()
-    os.environ.update(variables)
+    os.environ.update(environment)
     os.chdir(cwd)
     function(*arguments)

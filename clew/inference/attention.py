@@ -103,15 +103,13 @@ def attend(
         mask = rows.prefill_mask(query, sliding_window)
         if repeat > 1:
             key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+    causal = not decoding and mask is None
     if softcap is not None or s_aux is not None:
-        causal = not decoding and mask is None
         output = _written_out(query, key, value, mask, scaling, softcap, s_aux, causal=causal)
     elif decoding and query.dtype == torch.float32 and query.device.type == "cpu":
         output = _plain(query, key, value, mask, scaling)
     else:
-        output = scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, scale=scaling, is_causal=not decoding and mask is None
-        )
+        output = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, is_causal=causal)
     if decoding:
         return output.reshape(n, 1, heads, -1), None
     return output.transpose(1, 2), None

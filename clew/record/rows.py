@@ -141,7 +141,7 @@ def from_table(table: pa.Table) -> list[Sequence]:
     """The rows of a table that `read_table` returned; columns of a later, compatible format are left out."""
     aligned = {name: split_lists(table.column(name), dtype) for name, dtype in ALIGNED.items()}
     plain = {name: table.column(name).to_pylist() for name in SCHEMA.names if name not in (*ALIGNED, "images")}
-    nested = {name: DECODER.decode(f"[{','.join(plain[name])}]") for name in _NESTED}  # at once: a third of the time
+    nested = {name: DECODER.decode(f"[{','.join(plain[name])}]") for name in _NESTED}  # a column at once
     columns = {**plain, **nested, **aligned, "images": images_of(table)}
     return [Sequence(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
 

@@ -34,8 +34,8 @@ def check_causal(model: Any) -> None:
     """Raise ModelError where a token's logprob depends on what follows it: no policy can sample by such logprobs."""
     if model.get_output_embeddings() is None:
         return
-    row = _tokens(model, LENGTHS[1], 0)
-    otherwise = torch.cat([row[:-1], row[-1:] - 1])
+    row = _tokens(model, _lengths(model)[1], 0)
+    otherwise = torch.cat([row[:-1], row[:1]])
     change = _largest(_logprobs(model, row, [len(row)])[:-1] - _logprobs(model, otherwise, [len(row)])[:-1])
     if change > (TOLERANCE if model.dtype.itemsize >= torch.float32.itemsize else LOW_TOLERANCE):
         raise ModelError(
@@ -52,12 +52,11 @@ def prepare_for_packing(model: Any) -> None:
     if model.get_output_embeddings() is None:
         use_attention(model)  # a model of values, whose rows are padded
         return
-    name, config = type(model).__name__, model.config.get_text_config()
-    if kinds := set(getattr(config, "layer_types", None) or []) - ATTENTION:
+    name = type(model).__name__
+    if kinds := set(getattr(model.config.get_text_config(), "layer_types", None) or []) - ATTENTION:
         log.warning("%s has layers of kind %s: its rows are padded, not packed.", name, ", ".join(sorted(kinds)))
         return
-    context = getattr(config, "max_position_embeddings", None) or 2 * max(LENGTHS)
-    lengths = [min(length, max(2, context // 2)) for length in LENGTHS]
+    lengths = _lengths(model)
     rows = [_tokens(model, length, number) for number, length in enumerate(lengths)]
     alone = torch.cat([_logprobs(model, row, [len(row)]) for row in rows])
     before = model.config._attn_implementation
@@ -87,6 +86,12 @@ def prepare_for_packing(model: Any) -> None:
 def keeps_rows_apart(model: Any) -> bool:
     """Whether `prepare_for_packing` found that the model's rows can be packed."""
     return model.config._attn_implementation in NAMES.values()
+
+
+def _lengths(model: Any) -> list[int]:
+    """LENGTHS, or as much as the context has room for."""
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2 * max(LENGTHS)
+    return [min(length, max(2, context // 2)) for length in LENGTHS]
 
 
 def _tokens(model: Any, length: int, number: int) -> Tensor:

@@ -60,7 +60,6 @@ def crash(folder: Path, numbers: list[int]) -> list[dict]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)  # it starts a process for each write
 def test_a_kill_at_every_write_of_the_commit_order(tmp_path: Path) -> None:
     """From choosing the batch of step 1 to admitting the groups of step 2."""
     listed = changes(material(tmp_path, lag=0))

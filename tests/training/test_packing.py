@@ -201,6 +201,11 @@ def test_a_model_that_sees_what_follows_is_refused(dtype: torch.dtype) -> None:
         check_causal(sees_all)
 
 
+def test_a_context_shorter_than_what_is_tried_is_causal_too() -> None:
+    config = GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=4, n_positions=8)
+    check_causal(AutoModelForCausalLM.from_config(config).eval())
+
+
 class WithoutPositions(LlamaForCausalLM):
     def forward(self, input_ids: Any = None, use_cache: bool = False) -> Any:  # pyright: ignore
         return super().forward(input_ids=input_ids, use_cache=use_cache)

@@ -40,7 +40,10 @@ class Group:
             child.stdin.write(json.dumps(request) + "\n")
             child.stdin.flush()
         for child in self._children:
-            assert child.stdout.readline() == "done\n", "a rank failed: its error is above"
+            if child.stdout.readline() != "done\n":
+                for each in self._children:
+                    each.kill()  # those that wait for the failed one, too
+                raise AssertionError("a rank failed:\n" + "\n".join(each.stderr.read() for each in self._children))
 
     def close(self) -> None:
         for child in self._children:
