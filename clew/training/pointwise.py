@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
@@ -40,17 +41,32 @@ def quicken(model: Any) -> None:
     """Replace these two in a model's architecture, for this process, where a trial shows that values and gradients are
     the same. What it is not for goes through transformers' code as before: other devices and precisions, slices of
     tensor parallelism, heads of which a part is turned."""
-    kinds = {type(module): module for module in model.modules()}
+    kinds: defaultdict[type, dict[str, Any]] = defaultdict(dict)
+    for module in model.modules():
+        kinds[type(module)][_settings(module)] = module
     for code in {sys.modules[kind.__module__] for kind in kinds}:
         slow = getattr(code, ROTARY, None)
         if slow is not None and _agrees(slow, quick := _rotary(slow), _of_rotation):
             setattr(code, ROTARY, quick)
-    for kind, module in kinds.items():
-        epsilon = next((name for name in EPSILONS if hasattr(module, name)), None)
+            _quick.add(quick)
+    for kind, modules in kinds.items():
+        weighted = [module for module in modules.values() if _weight(module) is not None]
+        epsilon = next((name for name in EPSILONS for module in weighted if hasattr(module, name)), None)
         if kind.__name__.endswith("RMSNorm") and epsilon is not None:
             quick = _norm(kind.forward, epsilon)
-            if _agrees(kind.forward, quick, partial(_of_norm, module)):
+            if all(_agrees(kind.forward, quick, partial(_of_norm, module)) for module in weighted):
                 kind.forward = quick
+                _quick.add(quick)
+
+
+def _settings(module: Any) -> str:
+    """What a module was made with: it may decide what its code computes."""
+    return repr(sorted((name, each) for name, each in vars(module).items() if isinstance(each, int | float | str)))
+
+
+def _weight(norm: Any) -> Tensor | None:
+    """Of Gemma 3n's and Gemma 4's norms some have none."""
+    return getattr(norm, "weight", None)
 
 
 def _agrees(slow: Computes, quick: Computes, results: Callable[[Computes], list[Tensor]]) -> bool:
@@ -61,10 +77,7 @@ def _agrees(slow: Computes, quick: Computes, results: Callable[[Computes], list[
         pairs = list(zip(results(slow), results(quick), strict=True))
     except Exception:  # an architecture's own definition may be anything
         return False
-    same = all(torch.allclose(one, other, rtol=TOLERANCE, atol=TOLERANCE) for one, other in pairs)
-    if same:
-        _quick.add(quick)
-    return same
+    return all(torch.allclose(one, other, rtol=TOLERANCE, atol=TOLERANCE) for one, other in pairs)
 
 
 def _plain(*tensors: Tensor) -> bool:
@@ -88,9 +101,10 @@ def _rotary(slow: Computes) -> Computes:
 def _norm(slow: Computes, epsilon: str) -> Computes:
     @wraps(slow)
     def forward(self: Any, hidden_states: Tensor) -> Any:
-        if not _plain(hidden_states, self.weight):
+        weight = _weight(self)
+        if weight is None or not _plain(hidden_states, weight):
             return slow(self, hidden_states)
-        return Norm.apply(hidden_states, self.weight, getattr(self, epsilon))
+        return Norm.apply(hidden_states, weight, getattr(self, epsilon))
 
     return forward
 
