@@ -24,7 +24,7 @@ SPECIAL = ("<pad>", "<eos>", "<unk>", "<|user|>", "<|assistant|>", "<|system|>")
 VOCAB = len(SPECIAL) + len(CHARACTERS)
 """Size of the tokenizer's vocabulary: a token a character."""
 
-ATTENTION_FAMILIES = ("qwen2", "qwen3", "llama", "gpt2", "gemma2", "gemma3", "mistral", "gpt_oss")
+ATTENTION_FAMILIES = ("qwen2", "qwen3", "llama", "gpt2", "gemma2", "gemma3", "gemma4", "mistral", "gpt_oss", "nemotron")
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}"
@@ -103,7 +103,7 @@ def tiny_model(
         }
         if family not in ("qwen2",):
             shape["head_dim"] = hidden // 4
-        if family in ("gemma2", "gemma3", "mistral", "gpt_oss"):
+        if family in ("gemma2", "gemma3", "gemma4", "mistral", "gpt_oss"):
             shape["sliding_window"] = 8
         if family == "qwen3_moe":
             shape |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden}
@@ -111,7 +111,11 @@ def tiny_model(
             shape |= {"num_local_experts": 4, "num_experts_per_tok": 2}
         if family == "gemma3":
             shape["sliding_window_pattern"] = 2
-    model_type = "gemma3_text" if family == "gemma3" else family
+        if family == "gemma4":  # the last half of the layers shares the keys of the first
+            shape |= {"layer_types": ["sliding_attention", "full_attention"] * layers, "num_hidden_layers": 2 * layers}
+            shape |= {"num_kv_shared_layers": layers, "global_head_dim": hidden // 2}
+            shape |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": vocab}
+    model_type = f"{family}_text" if family in ("gemma3", "gemma4") else family
     config = AutoConfig.for_model(model_type, **common, **shape)
     with torch.random.fork_rng():
         torch.manual_seed(seed)

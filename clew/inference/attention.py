@@ -1,11 +1,15 @@
 """The attention that transformers' models compute while they are served, under the name `clew_rows`.
 
 A model that finds this name in its configuration builds no mask of its own (transformers knows no mask for it): the
-window of each row is known to the cache, and comes with the call as `rows`.
+window of each row is known to the cache, and what a forward may look at is told by `attending_to`, since not every
+architecture hands its layers what it was called with.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +29,7 @@ class Rows:
     """Decoding: added to the scores, [rows, 1, 1, columns]; None: everything is visible."""
     starts: Tensor | None = None
     """Prefill of prompts that end together: int64 [rows], the column of each one's first token."""
-    _prefill_masks: dict[int | None, Tensor | None] = field(default_factory=dict)
+    _prefill_masks: dict[tuple[int, int, int | None], Tensor | None] = field(default_factory=dict)
 
     def seen(self, key: Tensor, value: Tensor, window: int | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Decoding: the keys and values that a layer looks at, and their mask. window: of a sliding layer."""
@@ -33,17 +37,18 @@ class Rows:
             return key, value, self.mask
         return key[:, :, -window:], value[:, :, -window:], None if self.mask is None else self.mask[..., -window:]
 
-    def prefill_mask(self, query: Tensor, window: int | None) -> Tensor | None:
-        """[rows, 1, length, length]; None where plain causal attention will do."""
-        length = query.shape[2]
+    def prefill_mask(self, query: Tensor, key: Tensor, window: int | None) -> Tensor | None:
+        """[rows, 1, queries, length]; None where plain causal attention will do. The queries are the last ones: layers
+        that share the keys of an earlier one, as Gemma 4's do, compute only the tokens whose logits are kept."""
+        queries, length = query.shape[2], key.shape[2]
         if window is not None and window >= length:
             window = None
-        if window not in self._prefill_masks:
-            self._prefill_masks[window] = self._prefill_mask(query, length, window)
-        return self._prefill_masks[window]
+        if (kind := (queries, length, window)) not in self._prefill_masks:
+            self._prefill_masks[kind] = self._prefill_mask(query, length, window)
+        return self._prefill_masks[kind]
 
     def _prefill_mask(self, query: Tensor, length: int, window: int | None) -> Tensor | None:
-        if self.starts is None and window is None:
+        if self.starts is None and window is None and query.shape[2] == length:
             return None
         columns = torch.arange(length, device=query.device)
         visible = columns <= columns[:, None]
@@ -53,6 +58,7 @@ class Rows:
         if self.starts is not None:
             visible = visible & (columns >= self.starts.view(-1, 1, 1, 1))
             visible = visible | (columns == columns[:, None])  # padding sees itself: no softmax over nothing
+        visible = visible[:, :, -query.shape[2] :]
         mask = torch.zeros(visible.shape, dtype=query.dtype, device=query.device)
         return mask.masked_fill_(~visible, torch.finfo(query.dtype).min)
 
@@ -76,6 +82,19 @@ class FixedRows(Rows):
         return key, value, self._masks[window]
 
 
+_rows: ContextVar[Rows] = ContextVar("rows")
+
+
+@contextmanager
+def attending_to(rows: Rows) -> Iterator[None]:
+    """Within the block, a forward looks at these."""
+    token = _rows.set(rows)
+    try:
+        yield
+    finally:
+        _rows.reset(token)
+
+
 def attend(
     module: torch.nn.Module | None,
     query: Tensor,
@@ -86,12 +105,11 @@ def attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    *,
-    rows: Rows,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of [rows, heads, length, dim] over the rows' keys. Returns [rows, length, heads, dim]. s_aux: [heads],
     the sinks of GPT-OSS."""
+    rows = _rows.get()
     n, heads, length, _ = query.shape
     repeat = heads // key.shape[1]
     decoding = rows.starts is None and length == 1
@@ -100,7 +118,7 @@ def attend(
         if repeat > 1:  # the heads that share a key are that key's queries: nothing is repeated
             query = query.reshape(n, heads // repeat, repeat, -1)
     else:
-        mask = rows.prefill_mask(query, sliding_window)
+        mask = rows.prefill_mask(query, key, sliding_window)
         if repeat > 1:
             key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
     causal = not decoding and mask is None

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import linear, rms_norm
 from transformers import Cache
 
-from clew.inference.attention import Rows, attend
+from clew.inference.attention import attend
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
@@ -50,7 +50,7 @@ class FusedForward:
         self._ropes = [torch.zeros(0)]
         """Tables of positions, the largest last; those that were outgrown stay, since CUDA graphs may read them."""
 
-    def forward(self, ids_RT: Tensor, positions_RT: Tensor, cache: Cache, rows: Rows, longest: int) -> Tensor:
+    def forward(self, ids_RT: Tensor, positions_RT: Tensor, cache: Cache, longest: int) -> Tensor:
         """Prefill (T tokens a row, into a PrefillCache) or decode (one, into a RowCache). longest: above every
         position. Returns logits [rows, vocab] after the last token."""
         (n, length), heads, kv_heads, eps = ids_RT.shape, self._heads, self._kv_heads, self._eps
@@ -69,7 +69,7 @@ class FusedForward:
             qk = torch.addcmul(qk * cos, qk.roll(half, -1), sin).view(n, length, heads + kv_heads, dim).transpose(1, 2)
             value = qkv.view(n, length, heads + 2 * kv_heads, dim)[:, :, heads + kv_heads :].transpose(1, 2)
             keys, values = cache.update(qk[:, heads:], value, index)
-            attended, _ = attend(None, qk[:, :heads], keys, values, None, self._scaling, layer.window, rows=rows)
+            attended, _ = attend(None, qk[:, :heads], keys, values, None, self._scaling, layer.window)
             hidden = _add_linear(hidden, attended.reshape(n * length, heads * dim), layer.out)
             normed = rms_norm(hidden, layer.mlp_norm.shape, layer.mlp_norm, eps)
             gate, up = linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, -1)

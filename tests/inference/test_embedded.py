@@ -93,6 +93,23 @@ def test_equals_the_reference(tmp_path: Path, family: str, tie: bool) -> None:
         assert_equal(expected, found)
 
 
+def test_a_model_that_refuses_a_cache_is_served_by_the_reference(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever its own code raises at a call that it was not made for."""
+    tokenizer, model = tiny_tokenizer(tmp_path), tiny_model(tmp_path, "gpt2")
+    plain = model.forward
+
+    def forward(input_ids: Any, use_cache: bool = False) -> Any:
+        assert not use_cache
+        return plain(input_ids, use_cache=False)
+
+    model.forward = forward  # type: ignore[method-assign]
+    engine = build_engine(model, tokenizer)
+    assert isinstance(engine, ReferenceEngine) and "the cached path fails (TypeError" in caplog.text
+    assert len(run(engine, [([7], SamplingParams(max_new_tokens=3, stop_token_ids=()))])[0].output_ids) == 3
+
+
 def test_a_model_with_state_is_served_by_the_reference(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tokenizer = tiny_tokenizer(tmp_path)
     engine = build_engine(tiny_model(tmp_path, "mamba"), tokenizer)
