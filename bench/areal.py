@@ -29,8 +29,12 @@ INSTALLED = Path(sys.prefix) / "areal"
 
 def work(model: str) -> None:
     """AReaL's engine: a step for each line of input; answers as `bench.ranks.work` does."""
+    import logging
     import resource
+    import warnings
 
+    logging.disable(logging.INFO)  # it tells of every micro-batch
+    warnings.filterwarnings("ignore")
     import torch
     from areal.api.cli_args import MicroBatchSpec, OptimizerConfig, TrainEngineConfig  # pyright: ignore
     from areal.api.io_struct import FinetuneSpec  # pyright: ignore

@@ -27,11 +27,11 @@ LONG_STEPS, GROUPS, SAMPLES = 10_000, 100, 1
 
 
 def shell(*arguments: str) -> float:
-    """Seconds of a command, Python's start included; the median of three."""
+    """Seconds of Python with these arguments, its start included; the median of three."""
     seconds = []
     for _ in range(3):
         began = time.perf_counter()
-        subprocess.run([sys.executable, "-m", "clew", *arguments], check=True, capture_output=True)
+        subprocess.run([sys.executable, *arguments], check=True, capture_output=True)
         seconds.append(time.perf_counter() - began)
     return statistics.median(seconds)
 
@@ -169,15 +169,17 @@ def main() -> None:
         show("a step's files / the same in torch.save", size(run, folder), "<= 0.5")
         ratio, seconds = speed(run)
         show("replay's speed / bare training's", ratio, ">= 0.95", f"a step of {1000 * seconds:.0f} ms")
-        took = shell("replay", str(run.path), "--step", "0")
+        for what in ("torch", "torch, transformers"):
+            print(f"  import {what}: {shell('-c', f'import {what}'):.2f} s")
+        took = shell("-m", "clew", "replay", str(run.path), "--step", "0")
         print(f"  clew replay --step 0, from the shell: {took:.2f} s (limit <= 3 s)")
         wide = RunDirectory(folder / "runs" / "wide" / "0")
         commit(wide, 0, [a_sequence(group, sample, 1024) for group in range(16) for sample in range(8)])
-        took = shell("replay", str(wide.path), "--step", "0", "--stage", "loss")
+        took = shell("-m", "clew", "replay", str(wide.path), "--step", "0", "--stage", "loss")
         print(f"  clew replay --stage loss, 128 x 1,024 tokens, from the shell: {took:.2f} s (limit <= 2.5 s)")
         long = long_record(folder)
         for what in ([], ["1137"], ["g113705"]):
-            took = shell("show", str(long.path), *what)
+            took = shell("-m", "clew", "show", str(long.path), *what)
             print(f"  clew show RUN {' '.join(what):<8} of 10,000 steps: {took:.2f} s (limit <= 1 s)", flush=True)
 
 
