@@ -93,6 +93,8 @@ def _load(
             f"{path} ({field}) holds no weights (*.safetensors); found {_listing(path)}. Save the model there with "
             f"save_pretrained, or point {field} elsewhere."
         )
+    if dtype == "float64":
+        options["experts_implementation"] = "eager"  # torch's product of all experts at once knows no float64
     transformers_logging.disable_progress_bar()
     verbosity = transformers_logging.get_verbosity()
     try:

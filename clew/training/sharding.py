@@ -77,9 +77,16 @@ def shard(model: Any, ranks: Ranks, device: torch.device, *, root: torch.nn.Modu
 
 
 def blocks_of(model: Any) -> list[torch.nn.Module]:
-    """The decoder's blocks: what transformers says is not to be split."""
+    """The decoder's blocks: what transformers says is not to be split. None lies within another; of Mamba's and their
+    mixers, which both are named, the blocks."""
     names = set(model._no_split_modules or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
+    blocks: list[torch.nn.Module] = []
+    within: set[torch.nn.Module] = set()
+    for module in model.modules():
+        if type(module).__name__ in names and module not in within:
+            blocks.append(module)
+            within.update(module.modules())
+    return blocks
 
 
 def checkpoint_activations(model: Any) -> None:

@@ -101,7 +101,11 @@ def check_plan(model: Any, blocks: list[nn.Module], tp: int) -> dict[str, str]:
             f"any model over launch.ranks."
         )
     config = model.config.get_text_config()
-    widths = {heads: number for heads in HEADS if isinstance(number := getattr(config, heads, None), int)}
+    layers = getattr(config, "per_layer_config", None) or [config]  # of Gemma 4 they have different numbers of heads
+    heads = {
+        (name, number) for each in layers for name in HEADS if isinstance(number := getattr(each, name, None), int)
+    }
+    widths = sorted(heads)
     for name, (each, style) in planned.items():
         is_linear = isinstance(each, nn.Linear)
         if style not in STYLES or not (is_linear or style == "replicated_with_grad_allreduce"):
@@ -111,12 +115,12 @@ def check_plan(model: Any, blocks: list[nn.Module], tp: int) -> dict[str, str]:
             )
         if is_linear:
             side = "out_features" if style.startswith("colwise") else "in_features"
-            widths[f"{side} of {name}"] = getattr(each, side)
-    for what, width in widths.items():
+            widths.append((f"{side} of {name}", getattr(each, side)))
+    for what, width in widths:
         if width % tp:
             raise ModelError(
                 f"{said}, and {kind} has {what}={width}, which {tp} ranks cannot share evenly. Use training.tp="
-                f"{math.gcd(tp, *widths.values())}."
+                f"{math.gcd(tp, *(width for _, width in widths))}."
             )
     return {name: style for name, (_, style) in planned.items()}
 

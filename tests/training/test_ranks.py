@@ -105,7 +105,8 @@ def test_one_two_and_four_ranks_give_the_same_run(on_ranks, tmp_path, model, dty
     assert len({json.dumps(said[0]["plan"]) for said, _ in (others[0], others[1])}) == 2, "the ranks shared no work"
 
 
-@pytest.mark.parametrize(("family", "close"), [("gpt2", 1e-9), ("gemma2", 1e-6)])  # its norms compute in float32
+# The norms of Gemma 2 and Mamba's scan compute in float32. Mixtral has experts.
+@pytest.mark.parametrize(("family", "close"), [("gpt2", 1e-9), ("gemma2", 1e-6), ("mamba", 1e-6), ("mixtral", 1e-6)])
 def test_other_architectures_and_supervised_steps(on_ranks, tmp_path, family, close):
     tiny_tokenizer(tmp_path / "model")
     tiny_model(tmp_path / "model", family)
@@ -275,6 +276,7 @@ def test_a_plan_that_lacks_a_sum_is_refused(on_ranks, tmp_path):
             "Qwen2ForCausalLM has num_key_value_heads=2, which 4 ranks cannot share evenly. Use training.tp=2",
         ),
         ("gpt2", 2, "transformers has no plan of how GPT2LMHeadModel is split"),
+        ("gemma4", 4, "Gemma4ForCausalLM has num_key_value_heads=2, which 4 ranks"),  # each layer says for itself
         ("mixtral", 2, "splits model.layers.0.mlp.experts (MixtralExperts) as 'moe_tp_experts', which Clew"),
     ],
 )
