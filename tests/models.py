@@ -68,7 +68,7 @@ def tiny_model(
 ) -> PreTrainedModel:
     """A random model whose next-token distributions are far from flat.
 
-    family: one of ATTENTION_FAMILIES, or "gpt_neox", "qwen3_moe", "mixtral", "mamba".
+    family: one of ATTENTION_FAMILIES, or "gpt_neox", "qwen2_moe", "qwen3_moe", "mixtral", "mamba".
     scale: standard deviation of the initial weights.
     The models with sliding layers have a window of 8, so that short tests pass its edge.
     """
@@ -107,6 +107,9 @@ def tiny_model(
             shape["sliding_window"] = 8
         if family == "qwen3_moe":
             shape |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden}
+        if family == "qwen2_moe":
+            shape |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden}
+            shape |= {"shared_expert_intermediate_size": hidden}
         if family in ("mixtral", "gpt_oss"):
             shape |= {"num_local_experts": 4, "num_experts_per_tok": 2}
         if family == "gemma3":

@@ -8,6 +8,7 @@ peft, which takes two seconds.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,15 +26,22 @@ from transformers.pytorch_utils import Conv1D
 from clew.config import Config
 from clew.errors import ModelError
 
+log = logging.getLogger("clew.training")
+
 NAME = "default"
 """Peft's, of the one adapter that there is."""
 FILE = "adapter_model.safetensors"
+EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
+"""Layers that were each expert's own before transformers 5. In a model with experts peft takes any layer of such a name
+(a shared expert's, or that of a layer without experts) for the tensors that all experts are in now; those stay frozen,
+and so do the layers."""
 _PREFIX = "base_model.model."
 """Of a parameter's name in a PeftModel."""
 
 
 class Adapters:
-    """Those of a model. Making them puts one on every linear layer but the output embedding and freezes all else.
+    """Those of a model. Making them puts one on every linear layer but the output embedding and some that peft cannot
+    tell from experts, and freezes all else.
 
     B begins with zeros, so that the model computes what it did; A follows from the seed.
     """
@@ -42,11 +50,22 @@ class Adapters:
         """Raises ModelError: no linear layer, or an architecture that peft refuses."""
         rank, output = config.training.lora_rank, model.get_output_embeddings()
         assert rank is not None, "adapters are wanted where training.lora_rank is set"
-        linear = {
-            name.rpartition(".")[2]
+        linear = [  # by their whole names: the last part may be that of something else, too
+            name
             for name, module in model.named_modules()
-            if isinstance(module, (nn.Linear, Conv1D)) and module is not output
-        }
+            if type(module).forward in (nn.Linear.forward, Conv1D.forward) and module is not output
+        ]
+        if any(type(module).__name__.endswith("Experts") for module in model.modules()):
+            taken = {name for name in linear if name.rpartition(".")[2] in EXPERTS}
+            linear = [name for name in linear if name not in taken]
+            if taken:
+                log.warning(
+                    "training.lora_rank: no adapters on %d linear layers of %s whose names peft takes for those of its "
+                    "experts, such as %s.",
+                    len(taken),
+                    type(model).__name__,
+                    min(taken),
+                )
         if not linear:
             raise ModelError(
                 f"{type(model).__name__} has no linear layer that training.lora_rank could put an adapter on. Unset it."
@@ -55,7 +74,7 @@ class Adapters:
         self._config = LoraConfig(
             r=rank,
             lora_alpha=config.training.lora_alpha or 2 * rank,  # pyright: ignore[reportArgumentType] - any number will do
-            target_modules=sorted(linear),
+            target_modules=linear,
             task_type="CAUSAL_LM",
             base_model_name_or_path=config.model.path,
         )

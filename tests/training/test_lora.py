@@ -41,7 +41,7 @@ def logits(model: Any) -> torch.Tensor:
         return model(input_ids=IDS).logits
 
 
-@pytest.mark.parametrize("family", ["qwen2", "gpt2", "gpt_neox", "mixtral", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen2", "gpt2", "gpt_neox", "mixtral", "qwen2_moe", "gemma3"])
 def test_the_adapters_alone_are_trained_and_everybody_reads_the_same_model(tmp_path: Path, family: str):
     engine = engine_of(tmp_path / "model", family)
     base = load_model(str(tmp_path / "model"), "float32", CPU)
@@ -66,8 +66,9 @@ def test_the_adapters_alone_are_trained_and_everybody_reads_the_same_model(tmp_p
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_peft_reads_the_adapters(tmp_path: Path):
-    engine = engine_of(tmp_path / "model")
+@pytest.mark.parametrize("family", ["qwen2", "qwen2_moe"])
+def test_peft_reads_the_adapters(tmp_path: Path, family: str):
+    engine = engine_of(tmp_path / "model", family)
     train(engine, 0, 1)
     checkpoint.save(engine, tmp_path / "step-000002")
     base = load_model(str(tmp_path / "model"), "float32", CPU)
