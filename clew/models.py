@@ -66,8 +66,15 @@ def load_value_model(
     field: of the configuration, that named the path. Raises ModelError as `load_model` does.
     """
     import torch
-    from transformers import AutoModelForSequenceClassification
+    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoModelForSequenceClassification
 
+    config: Any = config_of(path)
+    if config is not None and type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        raise ModelError(
+            f"transformers has no sequence classifier of {config.model_type}, the architecture in {path} ({field}), to "
+            f"give each token a value. Use another architecture there; a critic needs the policy's tokenizer, not its "
+            f"architecture (algorithm.critic)."
+        )
     model = _load(AutoModelForSequenceClassification, path, dtype, device, field, new=f"{HEAD}.weight", num_labels=1)
     head = getattr(model, HEAD, None)
     if not isinstance(head, torch.nn.Linear) or head.out_features != 1:

@@ -155,6 +155,9 @@ def test_a_critic_of_another_vocabulary_is_named(tmp_path: Path, model: Path):
         engine_of(model, critic=str(other))
     with pytest.raises(ModelError, match=r"there is no folder .*nowhere. algorithm.critic takes a folder"):
         engine_of(model, critic=str(tmp_path / "nowhere"))
+    tiny_model(tmp_path / "mamba", "mamba")
+    with pytest.raises(ModelError, match=r"no sequence classifier of mamba, .*\(algorithm.critic\)"):
+        engine_of(model, critic=str(tmp_path / "mamba"))
 
 
 @pytest.mark.parametrize("what", ["stop", "skip"])
