@@ -84,19 +84,12 @@ def train(config: ConfigFile, overrides: Overrides = None) -> None:
     from clew.view.terminal import Progress
 
     loaded, run = _open(config, overrides)
-    inline, replaying = loaded.launch.mode == "inline", loaded.debug.replay_rollout_data
-    with Progress(run, loaded.training.steps, live=not inline and not replaying) as progress:
-        if replaying:
-            from clew.trainer.learn import learn_from_record
-
-            _log()
-            print(f"training on the batches in {loaded.debug.path}; no rollout, no inference.", flush=True)
-            if loaded.debug.first_step:
-                from clew.diagnose.counterfactual import begun
-
-                loaded = begun(loaded)
-            _on_ranks(loaded.launch.ranks, lambda: learn_from_record(loaded, progress.refresh), run.logs)
-        elif inline:
+    if loaded.debug.replay_rollout_data:
+        _on_ranks(loaded.launch.ranks, lambda: _train_on_record(loaded, run), run.logs)
+        return
+    inline = loaded.launch.mode == "inline"
+    with Progress(run, loaded.training.steps, live=not inline) as progress:
+        if inline:
             from clew.trainer.learn import learn_inline
 
             _log()
@@ -106,8 +99,25 @@ def train(config: ConfigFile, overrides: Overrides = None) -> None:
             from clew.launch.local import supervise
 
             supervise(loaded, [str(config), *(overrides or [])], progress.refresh)
+    _say_trained(loaded, run)
+
+
+def _train_on_record(config: Config, run: RunDirectory) -> None:
+    """`clew train` with debug.replay_rollout_data, as one rank."""
+    from clew.diagnose.counterfactual import begun
+    from clew.trainer.learn import learn_from_record
+    from clew.view.terminal import Progress
+
+    with Progress(run, config.training.steps, live=False) as progress:
+        _log()
+        print(f"training on the batches in {config.debug.path}; no rollout, no inference.", flush=True)
+        learn_from_record(config, progress.refresh, begun=begun if config.debug.first_step else None)
+    _say_trained(config, run)
+
+
+def _say_trained(config: Config, run: RunDirectory) -> None:
     print(
-        f"trained {loaded.training.steps} steps. Weights: {run.checkpoints / f'step-{loaded.training.steps:06d}'}  "
+        f"trained {config.training.steps} steps. Weights: {run.checkpoints / f'step-{config.training.steps:06d}'}  "
         f"Curve: {run.reports / 'learning_curve.png'}"
     )
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -13,11 +12,12 @@ from rich.table import Table
 from clew import config as configuration
 from clew.config import Config
 from clew.diagnose.replay import engine_at, replay
-from clew.errors import ConfigError, RecordError
+from clew.errors import RecordError
 from clew.record.run import RunDirectory
 from clew.trainer.branch import branch
 from clew.trainer.learn import learn_from_record
 from clew.training import checkpoint
+from clew.training.ranks import Ranks
 
 SIDE_BY_SIDE = ("loss", "grad_norm", "reward", "entropy", "behaviour_k3", "clip_share", "kl", "lr")
 """The metrics that a counterfactual shows."""
@@ -43,30 +43,25 @@ def counterfactual(run: RunDirectory, first: int, last: int, overrides: list[str
         f"debug.path={run.path}",
         f"debug.first_step={first}",
     ]
-    config = begin(configuration.load(run.config_path, [*ours, *overrides, *last_words]))
+    config = configuration.load(run.config_path, [*ours, *overrides, *last_words])
     new = RunDirectory(config.run_path)
     print(f"into {new.path}, from step {first} on with {' '.join(overrides)}", flush=True)
-    learn_from_record(config, lambda step, summary: None, until=last + 1)
+    learn_from_record(config, lambda step, summary: None, begun=begin, until=last + 1)
     width = None if sys.stdout.isatty() else 200
     Console(width=width).print(_side_by_side(run, new, range(first, last + 1)))
 
 
-def begun(config: Config) -> Config:
+def begun(config: Config, ranks: Ranks) -> Config:
     """The same for a run that may have begun already, and then goes on: `clew train` with debug.first_step."""
     new = RunDirectory(config.run_path)
     if checkpoint.latest_version(new.checkpoints) >= config.debug.first_step:
         return _with_first_model(config, new)
-    if "RANK" in os.environ:
-        raise ConfigError(
-            f"debug.first_step={config.debug.first_step} needs one process to begin the run in {new.path}: start "
-            f"it with launch.ranks, without torchrun."
-        )
-    return begin(config)
+    return begin(config, ranks)
 
 
-def begin(config: Config) -> Config:
-    """Have a new run begin at debug.first_step of the run directory debug.path, as that run came there. Returns the
-    configuration with the model that both began with, for the KL term.
+def begin(config: Config, ranks: Ranks) -> Config:
+    """Have a new run begin at debug.first_step of the run directory debug.path, as that run came there, trained again
+    on these ranks. Returns the configuration with the model that both began with, for the KL term.
 
     Raises RecordError: no run directory, or no checkpoint at or before that step; the steps from there cannot be
     repeated; the new run has steps of its own.
@@ -79,7 +74,7 @@ def begin(config: Config) -> Config:
             f"directory with checkpoints. Name the run directory, or leave debug.first_step out."
         )
     source, new = RunDirectory(path), RunDirectory(config.run_path)
-    engine = engine_at(source, first)
+    engine = engine_at(source, first, ranks=ranks)
     for done in replay(source, engine, first - 1):
         if done.differences:
             raise RecordError(

@@ -38,9 +38,14 @@ def diff(a: Path, b: Path, *, ignore: list[str], plot: Path | None) -> bool:
     with opened(a) as (left, bundle_a), opened(b) as (right, bundle_b):
         names = _names(a, b)
         steps = _common(left, right, bundle_a, bundle_b)
-        tolerance, environments = _tolerance(left, right, steps.start)
-        print(f"{names[0]} and {names[1]}: steps {steps.start} to {steps.stop - 1} of both, compared {tolerance}")
-        found = _first_difference(left, right, steps, tolerance)
+        apart = _apart(left, right, steps)
+        tolerance, environments = _tolerance(left, right, apart[0]) if apart else (EXACT, [])
+        how = str(tolerance)
+        if environments:
+            before = f"{EXACT} up to step {apart[0] - 1}, then " if apart[0] > steps[0] else ""
+            how = f"{before}{tolerance} ({'; '.join(environments)})"
+        print(f"{names[0]} and {names[1]}: steps {steps[0]} to {steps[-1]} of both, compared {how}")
+        found = _first_difference(left, right, apart, tolerance)
         if found is None:
             print("every stage of every step agrees.")
         else:
@@ -74,8 +79,15 @@ def _common(left: RunDirectory, right: RunDirectory, *bundles: dict[str, Any] | 
     return range(first, min(counts))
 
 
+def _apart(left: RunDirectory, right: RunDirectory, steps: range) -> range:
+    """The steps from the first one on whose digests differ."""
+    indices = [run.steps.index() for run in (left, right)]
+    differ = (step for step in steps if indices[0][step]["digests"] != indices[1][step]["digests"])
+    return range(next(differ, steps.stop), steps.stop)
+
+
 def _tolerance(left: RunDirectory, right: RunDirectory, step: int) -> tuple[Tolerance, list[str]]:
-    """Bit for bit where both were computed in the same environment; otherwise what differs in it."""
+    """Bit for bit where both computed the step in the same environment; otherwise what differs in it."""
     then, now = (flat(run.steps.read(step).get("environment", {})) for run in (left, right))
     changed = [
         f"{name}: {then.get(name, 'absent')} → {now.get(name, 'absent')}"

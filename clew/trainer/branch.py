@@ -15,13 +15,21 @@ from clew.training.folders import written_aside
 def branch(source: RunDirectory, run: RunDirectory, engine: TrainEngine) -> None:
     """Have `run`, which must be new, go on from where `engine` is in `source`. The steps before are there by what they
     committed, without their data; the engine's state is a checkpoint, and so is the first one of `source`: the model
-    that both began with.
+    that both began with. Every rank calls this at once; rank 0 writes.
 
     Raises RecordError when `run` has steps or checkpoints already.
     """
     if run.steps.count() or checkpoint.saved(run.checkpoints):
         raise RecordError(f"{run.path} has steps or checkpoints already. Choose another trial=NAME.")
-    for earlier in range(engine.version):
+    engine.ranks.meet()  # all have looked
+    if engine.ranks.leads:
+        _copy_beginning(source, run, engine.version)
+    checkpoint.save(engine, run.checkpoints / f"step-{engine.version:06d}")
+
+
+def _copy_beginning(source: RunDirectory, run: RunDirectory, count: int) -> None:
+    """The first `count` steps, and the model."""
+    for earlier in range(count):
         write_bytes(run.steps.json_path(earlier), source.steps.json_path(earlier).read_bytes())
     run.steps.repair()
     if source.media.folder.exists():
@@ -29,4 +37,3 @@ def branch(source: RunDirectory, run: RunDirectory, engine: TrainEngine) -> None
     first = checkpoint.saved(source.checkpoints)[0]
     with written_aside(run.checkpoints / first.name) as aside:
         shutil.copytree(first, aside, dirs_exist_ok=True)
-    checkpoint.save(engine, run.checkpoints / f"step-{engine.version:06d}")

@@ -40,6 +40,10 @@ Released = Callable[[], AbstractContextManager[None]]
 
 OnStep = Callable[[int, dict[str, Any]], None]
 
+Beginning = Callable[[Config, Ranks], Config]
+"""Has a run begin otherwise than with its own model. Called on every rank; returns the configuration with which the run
+goes on."""
+
 
 def learn(config: Config, on_step: OnStep = lambda step, summary: None) -> None:
     """Train, in this process; rollout and inference are processes of their own. Raises ClewError when the run ends
@@ -137,10 +141,22 @@ def learn_inline(config: Config, on_step: OnStep) -> None:
         )
 
 
-def learn_from_record(config: Config, on_step: OnStep, *, until: int | None = None) -> None:
+def learn_from_record(
+    config: Config,
+    on_step: OnStep,
+    *,
+    begun: Beginning | None = None,
+    until: int | None = None,
+) -> None:
     """Train on the batches in config.debug.path, up to step `until` (default: training.steps): no rollout and no
-    inference; nothing is published or evaluated. Raises ClewError, RecordError where a batch is missing."""
+    inference; nothing is published or evaluated. Raises ClewError, RecordError where a batch is missing.
+
+    begun: None: with its own model.
+    """
     with _rank_of(config) as (ranks, run, reporter, interrupts):
+        if begun is not None:
+            config = begun(config, ranks)
+            torch.set_num_threads(config.rank_threads)
         _train(
             config,
             run,

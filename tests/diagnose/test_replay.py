@@ -309,8 +309,8 @@ def test_training_goes_on_from_a_later_step_of_another_run(run: RunDirectory, fo
     """Step 3 has no checkpoint of its own: step 2's is replayed up to it. It ends, and is started again."""
     before = everything(run.path)
     replaying = configure(folder, f"root={tmp_path}", "trial=later", *replaying_from(run.path), "debug.first_step=3")
-    learn_from_record(begun(replaying), lambda step, summary: None, until=4)
-    learn_from_record(begun(replaying), lambda step, summary: None)
+    learn_from_record(replaying, lambda step, summary: None, begun=begun, until=4)
+    learn_from_record(replaying, lambda step, summary: None, begun=begun)
     new = RunDirectory(replaying.run_path)
     assert [entry["digests"] for entry in new.steps.index()] == [entry["digests"] for entry in run.steps.index()]
     assert not new.steps.has_data(2) and new.steps.has_data(3) and everything(run.path) == before
@@ -320,7 +320,8 @@ def test_a_later_step_needs_a_run_directory(folder: Path, original: Path, tmp_pa
     copies = tmp_path / "copies"
     shutil.copytree(original / "steps", copies)
     with pytest.raises(RecordError, match=r"debug.first_step=3 begins with .* is no run directory"):
-        begun(configure(folder, f"root={tmp_path}", *replaying_from(copies), "debug.first_step=3"))
+        replaying = configure(folder, f"root={tmp_path}", *replaying_from(copies), "debug.first_step=3")
+        learn_from_record(replaying, lambda step, summary: None, begun=begun)
     with pytest.raises(ConfigError, match=r"debug.first_step is of debug.replay_rollout_data=true"):
         configure(folder, "debug.first_step=3")
 

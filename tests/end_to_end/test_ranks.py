@@ -24,7 +24,11 @@ def start(project: Project, until_step: int) -> subprocess.Popen:
 
 
 def replay(project: Project, *options: str) -> str:
-    command = [sys.executable, "-m", "clew", "replay", str(project.path), *options]
+    return said_by(project, "replay", str(project.path), *options)
+
+
+def said_by(project: Project, *arguments: str) -> str:
+    command = [sys.executable, "-m", "clew", *arguments]
     ended = subprocess.run(command, cwd=project.folder, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
@@ -54,6 +58,18 @@ def test_a_run_of_ranks_that_split_the_blocks_replays_on_any_number(project):
         said = replay(project, *options)
         assert how in said and "steps 0 to 2: every stage agrees" in said
     assert "from step 2 on with training.lr=0.1" in replay(project, "--steps", "2", "training.lr=0.1")
+
+
+def test_training_goes_on_from_a_later_step_on_any_number_of_ranks(project):
+    project.set(launch={"ranks": 2})
+    assert project.clew("train").code == 0
+    later = ("debug.replay_rollout_data=true", f"debug.path={project.path}", "debug.first_step=2")
+    alone = "compared bit for bit up to step 1, then within 0.001 + 0.001 x |recorded| (ranks: 2 → 1)"
+    for options, how in (("trial=both",), "compared bit for bit\n"), (("trial=alone", "launch.ranks=1"), alone):
+        ended = project.clew("train", *later, *options)
+        assert ended.code == 0 and ended.output.count("trained 3 steps") == 1
+        trial = options[0].removeprefix("trial=")
+        assert how in said_by(project, "diff", str(project.path), str(project.path.parent / trial))
 
 
 def test_the_rank_that_failed_first_is_named(project):
