@@ -105,11 +105,10 @@ def tiny_model(
             shape["head_dim"] = hidden // 4
         if family in ("gemma2", "gemma3", "gemma4", "mistral", "gpt_oss"):
             shape["sliding_window"] = 8
-        if family == "qwen3_moe":
+        if family in ("qwen2_moe", "qwen3_moe"):
             shape |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden}
         if family == "qwen2_moe":
-            shape |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden}
-            shape |= {"shared_expert_intermediate_size": hidden}
+            shape["shared_expert_intermediate_size"] = hidden
         if family in ("mixtral", "gpt_oss"):
             shape |= {"num_local_experts": 4, "num_experts_per_tok": 2}
         if family == "gemma3":

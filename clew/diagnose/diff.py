@@ -98,15 +98,9 @@ def _tolerance(left: RunDirectory, right: RunDirectory, step: int) -> tuple[Tole
 
 
 def _first_difference(left: RunDirectory, right: RunDirectory, steps: range, tolerance: Tolerance) -> Difference | None:
-    """By the index, where bits count; then stage by stage within that step."""
-    indices = [run.steps.index() for run in (left, right)]
-    for step in steps:
-        if tolerance.exact and indices[0][step]["digests"] == indices[1][step]["digests"]:
-            continue
-        found = next((each for each in _in_step(left, right, step, tolerance) if each is not None), None)
-        if found is not None:
-            return found
-    return None
+    """Stage by stage within each step."""
+    found = (each for step in steps for each in _in_step(left, right, step, tolerance))
+    return next((each for each in found if each is not None), None)
 
 
 def _in_step(left: RunDirectory, right: RunDirectory, step: int, tolerance: Tolerance) -> Iterator[Difference | None]:

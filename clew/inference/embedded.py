@@ -29,6 +29,7 @@ from clew.inference.graphs import DecodeGraphs, on_cuda
 from clew.inference.protocol import FinishReason, RequestTooLong
 from clew.inference.reference import ReferenceEngine
 from clew.inference.sampling import RowParams, choose, uniform
+from clew.models import is_out_of_memory
 from clew.vision import Vision
 
 log = logging.getLogger("clew.inference")
@@ -237,8 +238,8 @@ class EmbeddedEngine(Core):
         return torch.log_softmax(logits.float(), -1)[0]
 
     @torch.inference_mode()
-    def logprobs_after(self, prompts: list[list[int]]) -> Tensor:
-        """[prompts, vocab] by one prefill, which pads them."""
+    def logprobs_together(self, prompts: list[list[int]]) -> Tensor:
+        """[prompts, vocab] of the token after each, by one prefill, which pads them."""
         return torch.log_softmax(self._prefill(prompts)[1].float(), -1)
 
     # Drawing and ending ----------------------------------------------------------------------------------------------
@@ -366,17 +367,18 @@ def build_engine(
         images = [] if vision is None else [_stripes()]
         if vision is not None:
             ids = [*vision.tokens_of(images[0]), *(each for each in ids if each != vision.image_id)]
-        expected = [reference.logprobs(ids, images), *map(reference.logprobs, _beside(ids))]
+        together = [ids[-6:], ids[-3:]]  # text alone
+        expected = [reference.logprobs(ids, images), *map(reference.logprobs, together)]
         plain = model.config._attn_implementation
         tolerance = 10 * PROBE_TOLERANCE.get(model.dtype, 0.1)
         if vision is not None and model.dtype == torch.float32:
             tolerance = SEEN_TOLERANCE
         try:
             engine = EmbeddedEngine(model, tokenizer, vision, max_running=max_running, cache_gib=cache_gib)
-            found = [engine.logprobs(ids, images), *engine.logprobs_after(_beside(ids))]
-        except torch.OutOfMemoryError:
-            raise
+            found = [engine.logprobs(ids, images), *engine.logprobs_together(together)]
         except Exception as error:  # an architecture may raise anything at a call that it was not made for
+            if is_out_of_memory(error):
+                raise
             reason = f"the cached path fails ({type(error).__name__}: {error})"
         else:
             largest = max(float((one - other).abs().max()) for one, other in zip(found, expected, strict=True))
@@ -390,11 +392,6 @@ def build_engine(
 
 def _prompt_of(request: Request) -> Prompt:
     return tuple(request.input_ids), request.images
-
-
-def _beside(ids: list[int]) -> list[list[int]]:
-    """Two prompts of different lengths, without images."""
-    return [ids[-6:], ids[-3:]]
 
 
 def _stripes() -> bytes:

@@ -41,20 +41,20 @@ def quicken(model: Any) -> None:
     """Replace these two in a model's architecture, for this process, where a trial shows that values and gradients are
     the same. What it is not for goes through transformers' code as before: other devices and precisions, slices of
     tensor parallelism, heads of which a part is turned."""
-    kinds: defaultdict[type, dict[str, Any]] = defaultdict(dict)
+    norms: defaultdict[type, dict[str, Any]] = defaultdict(dict)
     for module in model.modules():
-        kinds[type(module)][_settings(module)] = module
-    for code in {sys.modules[kind.__module__] for kind in kinds}:
+        if type(module).__name__.endswith("RMSNorm") and _weight(module) is not None:
+            norms[type(module)][_settings(module)] = module
+    for code in {sys.modules[type(module).__module__] for module in model.modules()}:
         slow = getattr(code, ROTARY, None)
         if slow is not None and _agrees(slow, quick := _rotary(slow), _of_rotation):
             setattr(code, ROTARY, quick)
             _quick.add(quick)
-    for kind, modules in kinds.items():
-        weighted = [module for module in modules.values() if _weight(module) is not None]
-        epsilon = next((name for name in EPSILONS for module in weighted if hasattr(module, name)), None)
-        if kind.__name__.endswith("RMSNorm") and epsilon is not None:
+    for kind, modules in norms.items():
+        epsilon = next((name for name in EPSILONS for module in modules.values() if hasattr(module, name)), None)
+        if epsilon is not None:
             quick = _norm(kind.forward, epsilon)
-            if all(_agrees(kind.forward, quick, partial(_of_norm, module)) for module in weighted):
+            if all(_agrees(kind.forward, quick, partial(_of_norm, module)) for module in modules.values()):
                 kind.forward = quick
                 _quick.add(quick)
 
