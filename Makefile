@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Where this is set, as in many containers, each process compiles torch and transformers for itself: 25 s a time.
+unexport PYTHONDONTWRITEBYTECODE
 INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
 .PHONY: demo tour test slow chaos bench clean

@@ -17,12 +17,14 @@ from torch import Tensor, nn
 
 from clew.config import Algorithm, Config, Training
 from clew.errors import ModelError
-from clew.models import load_tokenizer, load_value_model, width_of
-from clew.training.batching import Plan, deal
+from clew.models import load_tokenizer, load_value_model
+from clew.training.batching import Plan
 from clew.training.digests import Digests, digest_tensors
 from clew.training.losses import value_loss
 from clew.training.optimizer import GradientError, Optimizer
+from clew.training.packing import Packed
 from clew.training.ranks import Ranks
+from clew.training.scoring import hidden_states
 from clew.training.sharding import spread
 from clew.training.tokens import MicroBatch, Tokens
 
@@ -34,11 +36,10 @@ class ValueModel(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, input_ids_BT: Tensor, rows_N: Tensor, columns_N: Tensor) -> Tensor:
-        """[N] float32, or as wide as the model: the number at token input_ids_BT[rows_N, columns_N], which follows from
-        it and those before."""
-        hidden_BTD = self.model.base_model(input_ids=input_ids_BT, use_cache=False).last_hidden_state
-        head, hidden_ND = self.model.score, hidden_BTD[rows_N, columns_N]
+    def forward(self, input_ids_BT: Tensor, rows_N: Tensor, columns_N: Tensor, packed: Packed | None = None) -> Tensor:
+        """[N] float32, or as wide as the model: the number at the token (rows_N, columns_N), which follows from it and
+        those before. Rows are padded or packed as for `clew.training.scoring.score`."""
+        head, hidden_ND = self.model.score, hidden_states(self.model, input_ids_BT, rows_N, columns_N, packed)
         wide = torch.promote_types(hidden_ND.dtype, torch.float32)
         numbers_N = hidden_ND.to(wide) @ head.weight[0].to(wide)
         return numbers_N if head.bias is None else numbers_N + head.bias.to(wide)
@@ -96,12 +97,10 @@ class Critic:
         self.optimizer.configure(self._own(training), total_updates=training.steps * algorithm.minibatches)
 
     def values(self, tokens: Tokens, plan: Plan) -> np.ndarray:
-        """[S]: the value of the state in which each trained token was chosen, in the micro-batches of `fit`.
-
-        plan: the policy's."""
+        """[S]: the value of the state in which each trained token was chosen, in the micro-batches of `fit`."""
         values_S = np.zeros(tokens.starts[-1], np.float64 if self.inner.dtype == torch.float64 else np.float32)
         with torch.no_grad():
-            for minibatch in self._padded(tokens, plan):
+            for minibatch in plan:
                 for micro in self._own_micro_batches(tokens, minibatch):
                     values_N = self._values(micro or self._idle)
                     if micro is not None:
@@ -114,7 +113,7 @@ class Critic:
         old_S: what `values` gave.   step: for messages. Raises TrainingError for a gradient that is not finite.
         """
         done = Fitted()
-        for minibatch in self._padded(tokens, plan):
+        for minibatch in plan:
             trained = sum(tokens.trained_in(rows) for rows in minibatch)
             for micro in self._own_micro_batches(tokens, minibatch):
                 values_N = self._values(micro or self._idle)
@@ -149,23 +148,8 @@ class Critic:
             done.sums[name] = done.sums.get(name, 0.0) + number.item()
         return loss_N
 
-    def _padded(self, tokens: Tokens, plan: Plan) -> Plan:
-        """The same mini-batches, in micro-batches of rows that are padded: nobody has tried whether a model with a head
-        of its own keeps packed rows apart."""
-        return [
-            deal(
-                tokens.lengths.tolist(),
-                sorted(row for rows in minibatch for row in rows),
-                budget=self._training.micro_batch_tokens,
-                packed=False,
-                ranks=self._ranks.dp_size,
-                width=width_of(self.inner),
-            )
-            for minibatch in plan
-        ]
-
     def _values(self, micro: MicroBatch) -> Tensor:
-        return self.model(micro.input_ids_BT, micro.rows_N, micro.columns_N - 1)
+        return self.model(micro.input_ids_BT, micro.rows_N, micro.columns_N - 1, micro.packed)
 
     def _own(self, training: Training) -> Training:
         """The training section with the critic's learning rate."""

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceABC
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial, wraps
+from functools import cached_property, wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
@@ -218,20 +218,20 @@ class TrainEngine:
             if not wants_adapters:
                 self._reference = self.read(config.model.path, host).requires_grad_(False)
                 spread(self._reference, config.training, ranks, self.device)
-        causal = [each for each in (self.model, self._reference) if each is not None]
-        self.packs = self._scorer is None and all(map(keeps_rows_apart, causal))
-        """Rows of different lengths are packed, not padded; models of values take padded ones."""
         self.critic: Critic | None = None
         if config.algorithm.advantages == "gae":
             self.critic = Critic(
                 config,
                 self.device,
                 ranks,
-                own=partial(self._own, pack=False),
+                own=self._own,
                 idle=self._idle,
                 tokenizer=self.tokenizer,
                 vocabulary=vocabulary,
             )
+        models = (self.model, self._reference, self.critic and self.critic.inner)
+        self.packs = all(keeps_rows_apart(each) for each in models if each is not None)
+        """Rows of different lengths are packed, not padded."""
         self.watch: Watch = _nobody
         """Called at each stage of a step: for debuggers and diagnoses."""
         self.recent_norms: deque[float] = deque(maxlen=RECENT_NORMS)
@@ -514,12 +514,10 @@ class TrainEngine:
                     logprobs_S[micro.where_N] = scores.logprobs_N.cpu().numpy()
         return self.ranks.add_up_shares(logprobs_S)
 
-    def _own(
-        self, tokens: Tokens, minibatch: list[list[int]], *, pack: bool | None = None
-    ) -> Iterator[MicroBatch | None]:
-        """This rank's micro-batches, packed where the policy packs; None where the others have one and this rank has
-        nothing: it must compute something all the same, since all gather parameters together."""
-        packs = self._packs(tokens) if pack is None else pack
+    def _own(self, tokens: Tokens, minibatch: list[list[int]]) -> Iterator[MicroBatch | None]:
+        """This rank's micro-batches; None where the others have one and this rank has nothing: it must compute
+        something all the same, since all gather parameters together."""
+        packs = self._packs(tokens)
         for rows in minibatch[self.ranks.dp_rank :: self.ranks.dp_size]:
             micro = MicroBatch.of(tokens, rows, self.device, pack=packs) if tokens.trained_in(rows) else None
             if micro is not None and (tokens.images is not None or self.vision is not None):
@@ -562,7 +560,7 @@ class TrainEngine:
 
     def _score(self, model: Any, micro: MicroBatch, *, entropy_gradient: bool = False) -> Scores:
         if self._scorer is not None:
-            scores_N = self._scorer(micro.input_ids_BT, micro.rows_N, micro.columns_N)
+            scores_N = self._scorer(micro.input_ids_BT, micro.rows_N, micro.columns_N, micro.packed)
             return Scores(logprobs_N=scores_N, entropies_N=torch.zeros_like(scores_N))
         return score(
             model,

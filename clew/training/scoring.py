@@ -1,4 +1,5 @@
-"""The logprobs of given tokens. The one place where predictions are shifted by one against what they predict."""
+"""The logprobs of given tokens, and the hidden states at them. The one place where predictions are shifted by one
+against what they predict."""
 
 from __future__ import annotations
 
@@ -63,12 +64,8 @@ def score(
     entropy_gradient: whether a gradient will be asked of the entropies, which holds one more [N, V] until then.
     """
     assert bool((columns_N > 0).all()), "the first token of a sequence cannot be trained on"
-    inputs: dict[str, Any] = {"input_ids": input_ids_BT, "use_cache": False, **(seen or {})}
-    if packed is None:
-        tokens_N = rows_N * input_ids_BT.shape[1] + columns_N
-    else:
-        tokens_N = packed.starts_R[rows_N] + columns_N
-        inputs |= {"position_ids": packed.positions_P[None], "attention_mask": torch.ones_like(input_ids_BT)}
+    inputs = _inputs(input_ids_BT, packed) | (seen or {})
+    tokens_N = _tokens(input_ids_BT, rows_N, columns_N, packed)
     predictors_N = tokens_N - 1  # the shift by one
     targets_N = input_ids_BT.flatten()[tokens_N]
     head = model.get_output_embeddings()
@@ -83,6 +80,29 @@ def score(
     if isinstance(model, FSDPModule) and not torch.is_grad_enabled():
         model.reshard()  # the outermost parameters, as a backward pass would
     return scores
+
+
+def hidden_states(
+    model: Any, input_ids_BT: Tensor, rows_N: Tensor, columns_N: Tensor, packed: Packed | None = None
+) -> Tensor:
+    """[N, D]: what a model of transformers, without its head, makes of the tokens at (rows_N, columns_N) and those
+    before them. Rows are padded or packed as for `score`."""
+    with attending_within(packed):
+        hidden_BTD = model.base_model(**_inputs(input_ids_BT, packed)).last_hidden_state
+    return hidden_BTD.flatten(0, 1)[_tokens(input_ids_BT, rows_N, columns_N, packed)]
+
+
+def _inputs(input_ids_BT: Tensor, packed: Packed | None) -> dict[str, Any]:
+    """A model's, but for images."""
+    inputs: dict[str, Any] = {"input_ids": input_ids_BT, "use_cache": False}
+    if packed is None:
+        return inputs
+    return inputs | {"position_ids": packed.positions_P[None], "attention_mask": torch.ones_like(input_ids_BT)}
+
+
+def _tokens(input_ids_BT: Tensor, rows_N: Tensor, columns_N: Tensor, packed: Packed | None) -> Tensor:
+    """[N]: places in input_ids_BT as one row."""
+    return columns_N + (rows_N * input_ids_BT.shape[1] if packed is None else packed.starts_R[rows_N])
 
 
 def _score(logits_NV: Tensor, targets_N: Tensor, temperatures_N: Tensor, entropy_gradient: bool) -> Scores:

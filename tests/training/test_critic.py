@@ -98,6 +98,17 @@ def test_its_updates_equal_a_plain_loop(model: Path, scorer: Path, clip: float |
         assert apart.float().mean() < 0.01, name
 
 
+def test_its_rows_are_packed_with_the_policy_s(model: Path, scorer: Path):
+    found = []
+    for packs in (True, False):
+        engine = engine_of(model, critic=str(scorer), minibatches=1)
+        assert engine.packs
+        engine.packs = packs
+        done = engine.train_step(make_batch())
+        found.append((np.concatenate(done.stages["values"]), done.metrics["critic/grad_norm"]))
+    assert found[0][0] == pytest.approx(found[1][0], abs=1e-5) and found[0][1] == pytest.approx(found[1][1], rel=1e-4)
+
+
 def test_micro_batches_do_not_change_it(model: Path, scorer: Path):
     found = []
     for budget in (20, 10_000):

@@ -16,6 +16,7 @@ from transformers import (
     DeepseekV4Config,
     FalconH1Config,
     GPT2Config,
+    GPT2ForSequenceClassification,
     GPT2LMHeadModel,
     Lfm2Config,
     LlamaConfig,
@@ -25,7 +26,9 @@ from transformers import (
 )
 
 from clew.errors import ModelError
+from clew.models import load_value_model
 from clew.training.attention import SHORT
+from clew.training.critic import ValueModel
 from clew.training.engine import TrainEngine
 from clew.training.isolation import check_causal, keeps_rows_apart, prepare_for_packing
 from clew.training.packing import WASTE, Packed, like_lengths
@@ -143,6 +146,50 @@ def test_packed_equals_padded(tmp_path: Any, family: str, tie: bool, lengths: li
     assert keeps_rows_apart(model)
     for found, right in zip(logprobs_and_gradient(model, rows, packed=True), apart, strict=True):
         torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", [name for name in ATTENTION_FAMILIES if name != "gemma4"])
+def test_values_of_packed_rows_equal_those_of_padded_ones(tmp_path: Any, family: str) -> None:
+    """gemma4: transformers has no sequence classifier of it."""
+    tiny_model(tmp_path, family, scale=0.2)
+    inner = load_value_model(str(tmp_path), "float32", CPU, "model.path")
+    torch.nn.init.normal_(inner.get_parameter("score.weight"))
+    rows = random_rows([11, 2, 24, 3, 10])
+    rows_N = torch.repeat_interleave(torch.arange(5), torch.tensor([len(row) for row in rows]))
+    columns_N = torch.cat([torch.arange(len(row)) for row in rows])
+    padded = ValueModel(inner)(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), rows_N, columns_N)
+    right = torch.autograd.grad(padded.square().mean(), inner.parameters(), allow_unused=True)
+    prepare_for_packing(inner)
+    assert keeps_rows_apart(inner)
+    packed = ValueModel(inner)(torch.cat(rows)[None], rows_N, columns_N, packed_of([len(row) for row in rows]))
+    found = torch.autograd.grad(packed.square().mean(), inner.parameters(), allow_unused=True)
+    scale = float(padded.detach().abs().max())
+    torch.testing.assert_close(packed, padded, rtol=1e-5, atol=1e-5 * scale)
+    largest = max(float(each.abs().max()) for each in right if each is not None)
+    for here, there in zip(found, right, strict=True):
+        torch.testing.assert_close(here, there, rtol=1e-4, atol=1e-5 * largest)
+
+
+class ValuesDeafToPositions(GPT2ForSequenceClassification):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        inner = self.transformer.forward
+        self.transformer.forward = lambda position_ids=None, **kwargs: inner(**kwargs)  # pyright: ignore
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_a_model_of_values_that_mixes_packed_rows_is_found(dtype: torch.dtype, caplog: Any) -> None:
+    """Its head is zero, so that its values would tell nothing."""
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "num_labels": 1}
+    models: list[Any] = [
+        kind(GPT2Config(**shape)).to(dtype).eval() for kind in (GPT2ForSequenceClassification, ValuesDeafToPositions)
+    ]
+    for model in models:
+        torch.nn.init.zeros_(model.score.weight)
+        prepare_for_packing(model)
+    assert keeps_rows_apart(models[0]) and not keeps_rows_apart(models[1])
+    assert "ValuesDeafToPositions does not keep packed rows apart" in caplog.text
 
 
 def test_a_model_in_float64_is_scored_in_float64(tmp_path: Any) -> None:
