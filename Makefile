@@ -18,7 +18,8 @@ tour: demo
 test: $(VENV)/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check -q .
-	$(BIN)/pyright
+	@# Beside pyright, which takes one core: what the tests import is compiled once, not by each of their workers.
+	$(BIN)/python -m pytest --collect-only -qq > /dev/null & $(BIN)/pyright; types=$$?; wait; exit $$types
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
 
 # What takes too long for every change; CI runs it too.
