@@ -64,7 +64,7 @@ def score(
     entropy_gradient: whether a gradient will be asked of the entropies, which holds one more [N, V] until then.
     """
     assert bool((columns_N > 0).all()), "the first token of a sequence cannot be trained on"
-    inputs = _inputs(input_ids_BT, packed) | (seen or {})
+    inputs = {**_inputs(input_ids_BT, packed), **(seen or {})}
     tokens_N = _tokens(input_ids_BT, rows_N, columns_N, packed)
     predictors_N = tokens_N - 1  # the shift by one
     targets_N = input_ids_BT.flatten()[tokens_N]

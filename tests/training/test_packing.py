@@ -158,11 +158,12 @@ def test_values_of_packed_rows_equal_those_of_padded_ones(tmp_path: Any, family:
     rows_N = torch.repeat_interleave(torch.arange(5), torch.tensor([len(row) for row in rows]))
     columns_N = torch.cat([torch.arange(len(row)) for row in rows])
     padded = ValueModel(inner)(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), rows_N, columns_N)
-    right = torch.autograd.grad(padded.square().mean(), inner.parameters(), allow_unused=True)
+    parameters = list(inner.parameters())
+    right = torch.autograd.grad(padded.square().mean(), parameters, allow_unused=True)
     prepare_for_packing(inner)
     assert keeps_rows_apart(inner)
     packed = ValueModel(inner)(torch.cat(rows)[None], rows_N, columns_N, packed_of([len(row) for row in rows]))
-    found = torch.autograd.grad(packed.square().mean(), inner.parameters(), allow_unused=True)
+    found = torch.autograd.grad(packed.square().mean(), parameters, allow_unused=True)
     scale = float(padded.detach().abs().max())
     torch.testing.assert_close(packed, padded, rtol=1e-5, atol=1e-5 * scale)
     largest = max(float(each.abs().max()) for each in right if each is not None)
@@ -182,10 +183,9 @@ def test_a_model_of_values_that_mixes_packed_rows_is_found(dtype: torch.dtype, c
     """Its head is zero, so that its values would tell nothing."""
     torch.manual_seed(0)
     shape: dict[str, Any] = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "num_labels": 1}
-    models: list[Any] = [
-        kind(GPT2Config(**shape)).to(dtype).eval() for kind in (GPT2ForSequenceClassification, ValuesDeafToPositions)
-    ]
+    models: list[Any] = [kind(GPT2Config(**shape)) for kind in (GPT2ForSequenceClassification, ValuesDeafToPositions)]
     for model in models:
+        model.to(dtype).eval()
         torch.nn.init.zeros_(model.score.weight)
         prepare_for_packing(model)
     assert keeps_rows_apart(models[0]) and not keeps_rows_apart(models[1])
