@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -155,6 +156,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 def first_line(error: BaseException) -> str:
     """Of what it says, ended by a full stop."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".") + "."
+
+
+def described(error: BaseException) -> str:
+    """Its kind, the line that raised it, and the first line of what it says."""
+    raised = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__} at {Path(raised.filename).name}:{raised.lineno}: {first_line(error)}"
 
 
 def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str) -> None:

@@ -29,7 +29,7 @@ from clew.inference.graphs import DecodeGraphs, on_cuda
 from clew.inference.protocol import FinishReason, RequestTooLong
 from clew.inference.reference import ReferenceEngine
 from clew.inference.sampling import RowParams, choose, uniform
-from clew.models import is_out_of_memory
+from clew.models import described, is_out_of_memory
 from clew.vision import Vision
 
 log = logging.getLogger("clew.inference")
@@ -379,7 +379,7 @@ def build_engine(
         except Exception as error:  # an architecture may raise anything at a call that it was not made for
             if is_out_of_memory(error):
                 raise
-            reason = f"the cached path fails ({type(error).__name__}: {error})"
+            reason = f"the cached path fails ({described(error)})"
         else:
             largest = max(float((one - other).abs().max()) for one, other in zip(found, expected, strict=True))
             if largest <= tolerance:

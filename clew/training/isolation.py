@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from clew.errors import ModelError
+from clew.models import described
 from clew.training.attention import NAMES, use_attention
 from clew.training.packing import Packed
 from clew.training.scoring import hidden_states, score
@@ -65,7 +66,7 @@ def prepare_for_packing(model: Any) -> None:
         packed = _predictions(model, torch.cat(rows), lengths)
         beside_another = _predictions(model, torch.cat([_tokens(model, lengths[0], 2), rows[1]]), lengths)
     except Exception as error:  # an architecture may raise anything at inputs that it was not made for
-        problem = f"fails on packed rows ({type(error).__name__}: {error})"
+        problem = f"fails on packed rows ({described(error)})"
     else:
         second = slice(lengths[0] - 1, None)
         differences = _largest(packed - alone), _largest(beside_another[second] - packed[second])

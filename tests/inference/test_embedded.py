@@ -106,7 +106,7 @@ def test_a_model_that_refuses_a_cache_is_served_by_the_reference(
 
     model.forward = forward  # type: ignore[method-assign]
     engine = build_engine(model, tokenizer)
-    assert isinstance(engine, ReferenceEngine) and "the cached path fails (TypeError" in caplog.text
+    assert isinstance(engine, ReferenceEngine) and "the cached path fails (TypeError at module.py:" in caplog.text
     assert len(run(engine, [([7], SamplingParams(max_new_tokens=3, stop_token_ids=()))])[0].output_ids) == 3
 
 
