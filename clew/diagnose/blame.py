@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from clew.diagnose.replay import configure_as, engine_at, replay
-from clew.errors import ConfigError, RecordError
+from clew.errors import ConfigError, RecordError, TrainingError
 from clew.record.bundle import opened
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
@@ -45,7 +45,12 @@ def blame(target: Path, step: int, *, top: int, tokens: int, by: str) -> None:
     with opened(target) as (run, _):
         engine, batch = _bring_to(run, step)
         prepared = engine.prepare(batch)
-        found = _blamed(engine, prepared, batch)
+        try:
+            found = _blamed(engine, prepared, batch)
+        except TrainingError as error:
+            raise TrainingError(
+                f"{error}\n`clew blame` computes each sequence alone, as it may be in any micro-batch."
+            ) from error
         _show(engine, prepared, found, step, top=top, tokens=tokens, by=by)
 
 

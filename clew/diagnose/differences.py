@@ -126,8 +126,8 @@ def suspect(loss: Difference | None, name: str) -> Difference | None:
     if loss is None or name in LOSSES:
         return loss
     why = (
-        f"its inputs agree: either {name} was changed since, or it is not deterministic; "
-        f"torch.use_deterministic_algorithms(True) finds operations that are not"
+        f"its inputs agree: {name} was changed since, or depends on which sequences share a micro-batch, or is not "
+        f"deterministic (torch.use_deterministic_algorithms(True) finds torch's operations that are not)"
     )
     return replace(loss, more=f"{loss.more}; {why}" if loss.more else why)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,14 +65,23 @@ def contributions(engine: TrainEngine, step: Prepared) -> Iterator[Contribution]
             return
 
 
-def _backward(engine: TrainEngine, step: Prepared, rows: list[int], trained: int) -> tuple[MicroBatch, Tensor, Tensor]:
-    """Add the gradient of these rows; returns their logprobs and losses, one a trained token."""
+def _backward(
+    engine: TrainEngine,
+    step: Prepared,
+    rows: list[int],
+    trained: int,
+    before: Callable[[MicroBatch, Tensor, Tensor], None] | None = None,
+) -> tuple[MicroBatch, Tensor, Tensor]:
+    """Add the gradient of these rows; returns their logprobs and losses, one a trained token; `before` is called with
+    them when they are computed and the gradient is not."""
     micro = MicroBatch.of(step.tokens, rows, engine.device)
     if not len(micro.where_N):
         return micro, torch.zeros(0), torch.zeros(0)
     scores = engine.score_micro(micro)
     scores.logprobs_N.retain_grad()
     loss_N, _ = step.loss_of(micro, scores)
+    if before is not None:
+        before(micro, scores.logprobs_N.detach(), loss_N.detach())
     (loss_N.sum() / trained).backward()
     engine.optimizer.gather()
     return micro, scores.logprobs_N, loss_N.detach()
@@ -106,7 +115,8 @@ def _norm(gradients: Any) -> float:
 
 def first_not_finite(engine: TrainEngine, step: Prepared, row: int) -> str | None:
     """Where NaN or infinity first appears when this sequence is computed: a parameter, a module's output in the forward
-    pass, a recorded input of the loss, or a gradient in the backward pass. None when all is finite."""
+    pass, a recorded input of the loss, a logprob or a loss, or a gradient in the backward pass. None when all is
+    finite."""
     for name, parameter in engine.model.named_parameters():
         if not bool(parameter.isfinite().all()):
             return f"the parameter {name}{_place(parameter)}: before anything was computed"
@@ -129,6 +139,16 @@ def first_not_finite(engine: TrainEngine, step: Prepared, row: int) -> str | Non
 
         return hook
 
+    def check_loss(micro: MicroBatch, logprobs_N: Tensor, losses_N: Tensor) -> None:
+        for what, values_N in (
+            ("logprob", logprobs_N),
+            (f"loss (algorithm.loss={engine.config.algorithm.loss}, of finite logprobs)", losses_N),
+        ):
+            bad = (~values_N.isfinite()).nonzero()[:, 0].tolist()
+            if bad and not found:
+                at = int(micro.where_N[bad[0]]) - int(step.tokens.starts[row])
+                found.append(f"the {what} of token {at} of {step.tokens.ids[row]} ({len(bad)} tokens)")
+
     handles = [
         module.register_forward_hook(forward_hook(name)) for name, module in engine.model.named_modules() if name
     ]
@@ -143,7 +163,7 @@ def first_not_finite(engine: TrainEngine, step: Prepared, row: int) -> str | Non
             bad = [] if values_S is None else np.flatnonzero(~np.isfinite(values_S[span]))
             if len(bad):
                 return f"the recorded {kind} of token {bad[0]} of {step.tokens.ids[row]}"
-        _backward(engine, step, [row], 1)
+        _backward(engine, step, [row], 1, check_loss)
         for name, gradient in engine.optimizer.gradients().items():
             if not found and not bool(gradient.isfinite().all()):
                 found.append(f"the gradient of {name}{_place(gradient)}")

@@ -39,11 +39,15 @@ class UserFunction:
         try:
             return self._function(*arguments, **named)
         except Exception as error:
-            frames = traceback.extract_tb(error.__traceback__)
-            at = next((each for each in reversed(frames) if "site-packages" not in each.filename), frames[-1])
-            raise TrainingError(
-                f"{self.name} raised {type(error).__name__} in {at.filename}:{at.lineno}: {error}"
-            ) from error
+            raise TrainingError(f"{self.name} raised {type(error).__name__} {_places(error)}: {error}") from error
+
+
+def _places(error: Exception) -> str:
+    """The line of the user's code that raised it, and the one that called that, if it is another."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    own = [each for each in frames if "site-packages" not in each.filename and not each.filename.startswith("<")]
+    places = list(dict.fromkeys(f"{each.filename}:{each.lineno}" for each in own or frames))
+    return f"in {places[-1]}" + (f", called in {places[0]}" if len(places) > 1 else "")
 
 
 class CustomAdvantages:
@@ -64,16 +68,21 @@ class CustomAdvantages:
 
     def __call__(self, sequences: SequenceABC[Sequence]) -> np.ndarray:
         """[sequences] float32. Raises TrainingError."""
-        name, before = self._function.name, digest_rows(sequences)
-        returned = self._function(list(sequences))
-        if digest_rows(sequences) != before:
-            raise TrainingError(f"{name} changed its input: the sequences that are trained on. Copy what it changes.")
+        name, before, given = self._function.name, digest_rows(sequences), list(sequences)
+        returned = self._function(given)
+        if list(map(id, given)) != list(map(id, sequences)) or digest_rows(sequences) != before:
+            raise TrainingError(
+                f"{name} changed its input: the sequences that are trained on, or their order, in which its numbers "
+                f"are taken. Copy what it changes; sorted() makes a list of its own."
+            )
         try:
             advantages = np.asarray(returned, np.float32)
         except (TypeError, ValueError):
             advantages = None
         if advantages is None or advantages.shape != (len(sequences),):
-            found = type(returned).__name__ if advantages is None else f"numbers of shape {list(advantages.shape)}"
+            found = f"numbers of shape {list(advantages.shape)}" if advantages is not None else type(returned).__name__
+            if advantages is None and isinstance(returned, (list, tuple)) and len(returned):
+                found += f" of {type(returned[0]).__name__}"
             raise TrainingError(f"{name} returned {found}; expected {len(sequences)} numbers, one for each sequence.")
         bad = np.flatnonzero(~np.isfinite(advantages))
         if len(bad):

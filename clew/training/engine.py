@@ -634,7 +634,7 @@ class TrainEngine:
         row = int(tokens.row_of_S[where])
         return (
             f"the loss of token {where - tokens.starts[row]} of {tokens.ids[row]} is {done.loss_S[where]} (its logprob "
-            f"is {done.logprobs_S[where]:.6g}); {int(bad.sum())} of {len(bad)} tokens beside it are not finite."
+            f"is {done.logprobs_S[where]:.6g}); {int(bad.sum())} of its micro-batch's {len(bad)} are not finite."
             + (
                 f" It is what algorithm.loss={loss} returned."
                 if (loss := self.config.algorithm.loss) not in LOSSES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 
 import numpy as np
@@ -12,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from clew.diagnose.blame import blame
 from clew.diagnose.replay import configure_as, engine_at
-from clew.errors import ConfigError, RecordError
+from clew.errors import ConfigError, RecordError, TrainingError
 from clew.record import rows
 from clew.record.run import RunDirectory
 from clew.training.contributions import contributions, first_not_finite
@@ -110,6 +111,28 @@ def test_a_nan_is_traced_to_a_parameter_and_to_a_module(run: RunDirectory) -> No
         layer.up_proj.weight[3, 1] = float("nan")
     found = first_not_finite(engine, prepared, 0)
     assert found is not None and found.startswith("the parameter model.layers.1.mlp.up_proj.weight at [3, 1] of")
+
+
+def not_a_number(logprobs_N: torch.Tensor, advantages_N: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
+    return -logprobs_N * advantages_N * torch.where(torch.arange(len(logprobs_N)) == 2, math.nan, 1.0), {}
+
+
+def of_its_neighbours(logprobs_N: torch.Tensor, rows_N: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
+    [*rows_N.tolist()].index(1)  # the second row of its micro-batch
+    return -logprobs_N, {}
+
+
+def test_a_nan_is_traced_to_a_loss_of_the_users_own(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    recorded = run.steps.read(3)
+    for name in ("not_a_number", "of_its_neighbours"):
+        recorded["config"]["algorithm"] |= {"loss": f"{__name__}.{name}", "kl_coef": 0.0}
+        run.steps.json_path(3).write_text(json.dumps(recorded))
+        if name == "not_a_number":
+            said = shown(run, 3, capsys)[-1]
+            assert said.startswith(f"FIRST NOT FINITE  the loss (algorithm.loss={__name__}.not_a_number, of finite")
+        else:
+            with pytest.raises(TrainingError, match=r"is not in list\n.*blame` computes each sequence alone"):
+                shown(run, 3, capsys)
 
 
 def test_a_step_that_failed_is_blamed_too(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:

@@ -135,8 +135,26 @@ def meddling(sequences: list[Sequence]) -> list[float]:
     return [0.0, 1.0]
 
 
+def sorting(sequences: list[Sequence]) -> list[float]:
+    sequences.sort(key=lambda each: each.reward)
+    return [each.reward for each in sequences]
+
+
+def of_tokens(sequences: list[Sequence]) -> list[np.ndarray]:
+    return [np.zeros(3 + i) for i in range(len(sequences))]
+
+
 def raising(sequences: list[Sequence]) -> list[float]:
     return [sequences[9].reward]
+
+
+def calling(sequences: list[Sequence]) -> list[float]:
+    return raising(sequences)
+
+
+def assigning(sequences: list[Sequence]) -> list[float]:
+    sequences[0].reward = 1.0  # type: ignore[misc]
+    return []
 
 
 def two(sequences: list[Sequence], more: int) -> list[float]:
@@ -157,7 +175,15 @@ def test_advantages_of_the_users_own_get_the_reward_that_is_trained_on():
         ("words", TrainingError, "returned str; expected 2 numbers"),
         ("not_a_number", TrainingError, r"returned nan for g0\.e0\.s0 \(its reward is 1\), and for 1 others"),
         ("meddling", TrainingError, "changed its input"),
-        ("raising", TrainingError, r"raised IndexError in .*test_advantages.py:\d+: list index out of range"),
+        ("sorting", TrainingError, "changed its input: .* or their order"),
+        ("of_tokens", TrainingError, "returned list of ndarray; expected 2 numbers"),
+        ("raising", TrainingError, r"raised IndexError in [^ ]*test_advantages.py:\d+: list index out of range"),
+        (
+            "calling",
+            TrainingError,
+            r"in [^ ]*test_advantages.py:\d+, called in [^ ]*test_advantages.py:\d+: list index",
+        ),
+        ("assigning", TrainingError, r"FrozenInstanceError in [^ ]*test_advantages.py:\d+: cannot assign"),
         ("two", ConfigError, r"takes \(sequences, more\); expected one parameter"),
         ("nobody", ConfigError, "has no 'nobody'"),
     ],
