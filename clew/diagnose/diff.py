@@ -178,6 +178,8 @@ def _explain(
 ) -> None:
     changed = _configuration(left, right, found.step, ignore)
     facts = [flat({key: run.facts().get(key) for key in ("packages", "python", "git")}) for run in (left, right)]
+    for side, run in zip(facts, (left, right), strict=True):
+        side |= run.steps.read(found.step).get("code", {}) if found.step < run.steps.count() else {}
     packages = [
         f"{name}: {facts[0].get(name)} → {facts[1].get(name)}"
         for name in sorted({*facts[0], *facts[1]})

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from clew.algorithms import LOSSES
 from clew.record import rows
 from clew.record.digest import from_hex
 
@@ -120,16 +119,26 @@ def in_stage(
     return first
 
 
-def suspect(loss: Difference | None, name: str) -> Difference | None:
-    """A difference in the loss although all that it was computed from agrees: what a loss of the user's own (`name`,
-    of algorithm.loss) may have done."""
-    if loss is None or name in LOSSES:
-        return loss
-    why = (
-        f"its inputs agree: {name} was changed since, or depends on which sequences share a micro-batch, or is not "
-        f"deterministic (torch.use_deterministic_algorithms(True) finds torch's operations that are not)"
-    )
-    return replace(loss, more=f"{loss.more}; {why}" if loss.more else why)
+def suspect(found: Difference | None, stage: str, then: Mapping[str, str], now: Mapping[str, str]) -> Difference | None:
+    """A difference in the advantages or the loss, although all that they were computed from agrees: what a function of
+    the user's own may have done. then, now: `clew.training.custom.code_of`, as recorded and here."""
+    field = f"algorithm.{stage}"
+    if found is None or field not in now:
+        return found
+    others = "is not deterministic"
+    if stage == "loss":
+        others = (
+            "depends on which sequences share a micro-batch, or is not deterministic "
+            "(torch.use_deterministic_algorithms(True) finds torch's operations that are not)"
+        )
+    if field not in then:
+        why = f"what {field} names was changed since, or {others}"
+    elif then[field] != now[field]:
+        why = f"the file of {field} was changed since"
+    else:
+        why = f"so does the file of {field}: what it calls was changed since, or it {others}"
+    why = f"its inputs agree; {why}"
+    return replace(found, more=f"{found.more}; {why}" if found.more else why)
 
 
 def in_rewards(step: int, batch: Sequence[rows.Sequence]) -> Difference | None:

@@ -15,6 +15,7 @@ from clew.record.digest import digest_rows
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
 from clew.record.steps import Stages
+from clew.training.custom import code_of
 
 ALONE = ("data", "rewards", "advantages", "loss")
 """The stages that need no model."""
@@ -54,14 +55,16 @@ def check_stages(run: RunDirectory, step: int, stages: SequenceABC[str], only: s
         found.append(differences.in_rewards(step, [row for row in batch if row.id in set(kept)]))
     summary = run.steps.read(step)
     # From values, which are kept in fewer bits than a float64 critic has.
-    by_critic = summary["config"].get("algorithm", {}).get("advantages") == "gae"
+    algorithm = summary["config"].get("algorithm")
+    by_critic = (algorithm or {}).get("advantages") == "gae"
     for stage, compute, tolerance in (("advantages", _advantages, LOSS if by_critic else EXACT), ("loss", _loss, LOSS)):
         if stage in stages:
             again = compute(batch, recorded, summary)
             then, now = ([side[name] for name in kept] for side in (recorded.arrays[stage], again))
             found.append(differences.in_stage(step, stage, kept, then, now, tolerance))
-            if stage == "loss":  # computed from what was recorded: its inputs are the same
-                found[-1] = differences.suspect(found[-1], summary["config"]["algorithm"].get("loss", "clip"))
+            if algorithm:  # computed from what was recorded: its inputs are the same
+                code = code_of(Algorithm(**algorithm))
+                found[-1] = differences.suspect(found[-1], stage, summary.get("code", {}), code)
     return [each for each in found if each is not None]
 
 

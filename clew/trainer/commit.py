@@ -14,6 +14,7 @@ import torch
 from clew.record.digest import digest_batch
 from clew.record.rows import Sequence
 from clew.record.run import PACKAGES, RunDirectory
+from clew.training.custom import code_of
 from clew.training.engine import StepResult, TrainEngine
 from clew.training.ranks import Ranks
 
@@ -82,6 +83,7 @@ def summarize(
         "evaluation": evaluation,
         "plan": result.plan,
         "environment": environment(engine),
+        "code": code_of(engine.config.algorithm),
         "config": {name: getattr(engine.config, name).model_dump(mode="json") for name in CONFIGURED},
         "committed_at": time.time(),
     }

@@ -12,6 +12,7 @@ from clew.errors import ConfigError, RecordError, TrainingError
 from clew.record.run import RunDirectory
 from clew.trainer.commit import environment_of, repeats
 from clew.training import checkpoint
+from clew.training.custom import code_of
 from clew.training.engine import TrainEngine
 from clew.training.ranks import Ranks
 
@@ -54,6 +55,11 @@ def restore(config: Config, run: RunDirectory, ranks: Ranks) -> TrainEngine:
     engine = TrainEngine(config, ranks=ranks, media=run.media)
     if saved:
         checkpoint.load(engine, saved[-1])
+    if committed and ranks.leads:
+        before = run.steps.read(committed - 1).get("code", {})
+        for field, digest in code_of(config.algorithm).items():
+            if before.get(field, digest) != digest:
+                log.warning("%s: its file is not what step %d was trained with", field, committed - 1)
     return engine
 
 

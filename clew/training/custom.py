@@ -8,14 +8,27 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Sequence as SequenceABC
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from clew import dotted
+from clew.algorithms import ADVANTAGES, LOSSES
+from clew.config import Algorithm
 from clew.errors import ConfigError, TrainingError
 from clew.record.digest import digest_rows
 from clew.record.rows import Sequence
+
+
+def code_of(algorithm: Algorithm) -> dict[str, str]:
+    """{"algorithm.loss": digest of the file that the function is from, as it was loaded}, of what the user wrote."""
+    named = {"algorithm.advantages": (algorithm.advantages, ADVANTAGES), "algorithm.loss": (algorithm.loss, LOSSES)}
+    return {
+        field: UserFunction(path, field).source for field, (path, built_in) in named.items() if path not in built_in
+    }
 
 
 class UserFunction:
@@ -25,6 +38,8 @@ class UserFunction:
         """field: where the path was configured. Raises ConfigError: no such function."""
         self.name = f"{field}={path}"
         self._function = dotted.load(path, field)
+        self.source = _source(self._function)
+        """Digest of the file that it is from."""
         if inspect.isclass(self._function) or not callable(self._function):
             raise ConfigError(f"{self.name} is {type(self._function).__name__} {path!r}; expected a function.")
         try:
@@ -40,6 +55,20 @@ class UserFunction:
             return self._function(*arguments, **named)
         except Exception as error:
             raise TrainingError(f"{self.name} raised {type(error).__name__} {_places(error)}: {error}") from error
+
+
+def _source(function: Any) -> str:
+    try:
+        file = inspect.getsourcefile(inspect.unwrap(function))
+    except TypeError:  # of no Python file
+        file = None
+    return digest_of_file(file) if file is not None else ""
+
+
+@cache
+def digest_of_file(file: str) -> str:
+    """As it was when it was first asked for, which is when it was loaded."""
+    return sha256(Path(file).read_bytes()).hexdigest()[:16] if Path(file).is_file() else ""
 
 
 def _places(error: Exception) -> str:

@@ -18,6 +18,7 @@ from clew.diagnose.rerun import rerun
 from clew.record.run import RunDirectory
 from clew.trainer.learn import learn_inline
 from clew.training.contributions import contributions
+from clew.training.custom import digest_of_file
 from tests.diagnose.planted import REWARD, change_stage, configure, generated_at
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "my_algorithm" / "train.yaml"
@@ -109,6 +110,36 @@ def test_the_example_trains_records_resumes_and_replays(
     assert resumed.steps.index() == run.steps.index()
 
 
+LOSS = """
+def loss(logprobs_N, advantages_N):
+    return -logprobs_N * advantages_N, {}
+"""
+
+
+def test_code_that_was_changed_is_named(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: Any):
+    mine = tmp_path / "edited.py"
+    mine.write_text(f"{LOSS}\n\ndef advantages(sequences):\n    return [each.reward for each in sequences]\n")
+    options = ("algorithm.loss=edited.loss", "algorithm.advantages=edited.advantages")
+    run = train(example(folder, tmp_path, *options, "training.steps=1"))
+    assert replays(run) and set(run.steps.read(0)["code"]) == {"algorithm.loss", "algorithm.advantages"}
+
+    def edit(was: str, now: str) -> None:
+        mine.write_text(mine.read_text().replace(was, now))
+        sys.modules.pop("edited")
+        digest_of_file.cache_clear()  # as in another process
+
+    edit("-logprobs_N", "-2 * logprobs_N")
+    for stages in (None, "loss"):
+        assert not replays(run, "0", stages)
+        assert "its inputs agree; the file of algorithm.loss was changed since" in capsys.readouterr().out
+    edit("each.reward", "each.reward + 1")
+    assert not replays(run, "0", "advantages")
+    assert "its inputs agree; the file of algorithm.advantages was changed since" in capsys.readouterr().out
+    train(example(folder, tmp_path, *options, "training.steps=2", "training.schedule=constant"))
+    assert "algorithm.loss: its file is not what step 0 was trained with" in caplog.text
+    sys.modules.pop("edited")
+
+
 CHANCE = """
 import random
 
@@ -126,7 +157,7 @@ def test_a_loss_that_is_not_deterministic_is_suspected(
         assert not replays(run, "0", stages)
         shown = capsys.readouterr().out
         assert "FIRST DIFFERENCE  step 0, loss: " in shown
-        assert "its inputs agree: by_chance.loss was changed since, or depends on which sequences share" in shown
-        assert "or is not deterministic" in shown
+        assert "its inputs agree; so does the file of algorithm.loss: what it calls was changed since, or it" in shown
+        assert "depends on which sequences share a micro-batch, or is not deterministic" in shown
         assert "torch.use_deterministic_algorithms" in shown
     sys.modules.pop("by_chance")
