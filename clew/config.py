@@ -305,7 +305,7 @@ class Algorithm(Section):
             if value not in built_in and "." not in value:
                 raise ValueError(
                     f"algorithm.{field} is {value!r}; expected {', '.join(built_in)} or a dotted path such as "
-                    f"my_module.{value or 'name'}. The nearest is {_nearest(value, list(built_in))!r}"
+                    f"my_module.{value or 'name'}. Did you mean {_nearest(value, list(built_in))!r}?"
                 )
         for field in ("critic", "critic_lr"):
             if self.advantages != "gae" and getattr(self, field) is not None:

@@ -111,6 +111,7 @@ class Writer:
             "evaluation": None,
             "plan": [],
             "environment": {"trainer": self._trainer},
+            "code": {},
             "config": {},
             "committed_at": now,
             "timings": _numbers("timing", timings),
