@@ -119,21 +119,21 @@ def in_stage(
     return first
 
 
-def suspect(found: Difference | None, stage: str, then: Mapping[str, str], now: Mapping[str, str]) -> Difference | None:
+def suspect(found: Difference, then: str | None, now: str | None) -> Difference:
     """A difference in the advantages or the loss, although all that they were computed from agrees: what a function of
-    the user's own may have done. then, now: `clew.training.custom.code_of`, as recorded and here."""
-    field = f"algorithm.{stage}"
-    if found is None or field not in now:
+    the user's own may have done. then, now: `clew.training.custom.source_of`, as recorded and here."""
+    if now is None:
         return found
+    field = f"algorithm.{found.stage}"
     others = "is not deterministic"
-    if stage == "loss":
+    if found.stage == "loss":
         others = (
             "depends on which sequences share a micro-batch, or is not deterministic "
             "(torch.use_deterministic_algorithms(True) finds torch's operations that are not)"
         )
-    if field not in then:
+    if then is None:
         why = f"what {field} names was changed since, or {others}"
-    elif then[field] != now[field]:
+    elif then != now:
         why = f"the file of {field} was changed since"
     else:
         why = f"so does the file of {field}: what it calls was changed since, or it {others}"

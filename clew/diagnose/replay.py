@@ -31,7 +31,7 @@ from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
 from clew.trainer.commit import environment, environment_of, repeats
 from clew.training import checkpoint
-from clew.training.custom import code_of
+from clew.training.custom import source_of
 from clew.training.engine import StepResult, TrainEngine, make_deterministic
 from clew.training.ranks import ALONE, Ranks
 
@@ -160,8 +160,9 @@ def compare(
             how = EXACT if name == "advantages" and not _from_logprobs(algorithm) else tolerance
             here = [values.astype(np.float32, copy=False) for values in result.stages[name]]  # as they are kept
             found.append(differences.in_stage(step, name, ids, recorded_arrays, here, how))
-            if name in ("advantages", "loss") and not any(found[:-1]):
-                found[-1] = differences.suspect(found[-1], name, recorded.get("code", {}), code_of(algorithm))
+            if name in ("advantages", "loss") and found[-1] is not None and not any(found[:-1]):
+                then = recorded.get("code", {}).get(f"algorithm.{name}")
+                found[-1] = differences.suspect(found[-1], then, source_of(algorithm, name))
     found += _tensors(run, step, result, recorded, tolerance)
     if (run.checkpoints / f"step-{step + 1:06d}" / "checkpoint.json").exists():
         found.append(_checkpoint(run, step, engine, tolerance))

@@ -15,7 +15,7 @@ from clew.record.digest import digest_rows
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
 from clew.record.steps import Stages
-from clew.training.custom import code_of
+from clew.training.custom import source_of
 
 ALONE = ("data", "rewards", "advantages", "loss")
 """The stages that need no model."""
@@ -61,10 +61,11 @@ def check_stages(run: RunDirectory, step: int, stages: SequenceABC[str], only: s
         if stage in stages:
             again = compute(batch, recorded, summary)
             then, now = ([side[name] for name in kept] for side in (recorded.arrays[stage], again))
-            found.append(differences.in_stage(step, stage, kept, then, now, tolerance))
-            if algorithm:  # computed from what was recorded: its inputs are the same
-                code = code_of(Algorithm(**algorithm))
-                found[-1] = differences.suspect(found[-1], stage, summary.get("code", {}), code)
+            differs = differences.in_stage(step, stage, kept, then, now, tolerance)
+            if differs is not None and algorithm:  # computed from what was recorded: its inputs are the same
+                source = summary.get("code", {}).get(f"algorithm.{stage}")
+                differs = differences.suspect(differs, source, source_of(Algorithm(**algorithm), stage))
+            found.append(differs)
     return [each for each in found if each is not None]
 
 

@@ -25,10 +25,14 @@ from clew.record.rows import Sequence
 
 def code_of(algorithm: Algorithm) -> dict[str, str]:
     """{"algorithm.loss": digest of the file that the function is from, as it was loaded}, of what the user wrote."""
-    named = {"algorithm.advantages": (algorithm.advantages, ADVANTAGES), "algorithm.loss": (algorithm.loss, LOSSES)}
-    return {
-        field: UserFunction(path, field).source for field, (path, built_in) in named.items() if path not in built_in
-    }
+    digests = {f"algorithm.{stage}": source_of(algorithm, stage) for stage in ("advantages", "loss")}
+    return {field: digest for field, digest in digests.items() if digest is not None}
+
+
+def source_of(algorithm: Algorithm, stage: str) -> str | None:
+    """Digest of the file of the function that makes this stage, advantages or loss; None where it is built in."""
+    path, built_in = getattr(algorithm, stage), ADVANTAGES if stage == "advantages" else LOSSES
+    return None if path in built_in else UserFunction(path, f"algorithm.{stage}").source
 
 
 class UserFunction:

@@ -135,6 +135,9 @@ def test_code_that_was_changed_is_named(folder: Path, tmp_path: Path, capsys: py
     edit("each.reward", "each.reward + 1")
     assert not replays(run, "0", "advantages")
     assert "its inputs agree; the file of algorithm.advantages was changed since" in capsys.readouterr().out
+    edit("def loss(", "def renamed(")  # which its advantages do without
+    assert not replays(run, "0", "advantages")
+    edit("def renamed(", "def loss(")
     train(example(folder, tmp_path, *options, "training.steps=2", "training.schedule=constant"))
     assert "algorithm.loss: its file is not what step 0 was trained with" in caplog.text
     sys.modules.pop("edited")
