@@ -138,10 +138,12 @@ def to_table(sequences: SequenceABC[Sequence]) -> pa.Table:
 
 
 def from_table(table: pa.Table) -> list[Sequence]:
-    """The rows of a table that `read_table` returned; columns of a later, compatible format are left out."""
+    """The rows of a table that `read_table` returned: columns of a later, compatible format are left out, and what the
+    table has no column of keeps its default."""
     aligned = {name: split_lists(table.column(name), dtype) for name, dtype in ALIGNED.items()}
-    plain = {name: table.column(name).to_pylist() for name in SCHEMA.names if name not in (*ALIGNED, "images")}
-    nested = {name: DECODER.decode(f"[{','.join(plain[name])}]") for name in _NESTED}  # a column at once
+    named = [name for name in SCHEMA.names if name in table.column_names and name not in (*ALIGNED, "images")]
+    plain = {name: table.column(name).to_pylist() for name in named}
+    nested = {name: DECODER.decode(f"[{','.join(plain[name])}]") for name in _NESTED if name in plain}  # at once
     columns = {**plain, **nested, **aligned, "images": images_of(table)}
     return [Sequence(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
 

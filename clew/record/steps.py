@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 import pyarrow as pa
 
 from clew.errors import RecordError
@@ -139,12 +140,8 @@ class Steps:
     def commit(self, step: int, summary: Mapping[str, Any]) -> None:
         """3 and 4. `summary` has at least `groups`, `versions` and `digests`; the index repeats these three."""
         write_json(self.json_path(step), {"clew_format": rows.FORMAT, "step": step, **summary})
-        with explain_disk_errors(self.index_path), self.index_path.open("a") as index:
-            index.write(self._index_line(step, summary))
-
-    @staticmethod
-    def _index_line(step: int, summary: Mapping[str, Any]) -> str:
-        return json.dumps({"step": step, **{key: summary[key] for key in ("groups", "versions", "digests")}}) + "\n"
+        with explain_disk_errors(self.index_path), self.index_path.open("ab") as index:
+            index.write(_line(_entry(step, summary)))
 
     def read(self, step: int) -> dict[str, Any]:
         """What was committed for `step`."""
@@ -158,18 +155,21 @@ class Steps:
     def index(self) -> list[dict[str, Any]]:
         """A dictionary a committed step (step, groups, versions, digests), in order; a torn last line is left out."""
         try:
-            lines = self.index_path.read_text().split("\n")[:-1]
+            lines = self.index_path.read_bytes().split(b"\n")[:-1]
         except FileNotFoundError:
             lines = []
-        entries = []
+        entries: list[dict[str, Any]] = []
         for line in lines:
             try:
-                entries.append(json.loads(line))
-            except ValueError:  # altered: the steps' own files say the same
+                said = orjson.loads(line)
+                entry = _entry(said["step"], said)
+            except (orjson.JSONDecodeError, KeyError, TypeError):  # altered: the steps' own files say the same
                 break
+            if entry["step"] != len(entries):
+                break
+            entries.append(entry)
         while self.json_path(len(entries)).exists():  # committed, but killed before its line was written
-            summary = self.read(len(entries))
-            entries.append({"step": len(entries), **{key: summary[key] for key in ("groups", "versions", "digests")}})
+            entries.append(_entry(len(entries), self.read(len(entries))))
         return entries
 
     def count(self) -> int:
@@ -194,9 +194,9 @@ class Steps:
             remove_strays(folder, "*")
         entries = self.index()
         shutil.rmtree(self.stage_path(len(entries), 0).parent, ignore_errors=True)
-        whole = "".join(self._index_line(entry["step"], entry) for entry in entries)
-        if not self.index_path.exists() or self.index_path.read_text() != whole:
-            write_bytes(self.index_path, whole.encode())
+        whole = b"".join(map(_line, entries))
+        if not self.index_path.exists() or self.index_path.read_bytes() != whole:
+            write_bytes(self.index_path, whole)
 
     def prune(self, before: int) -> None:
         """Remove data and stages of the steps before `before`; what they committed (JSON, index) stays."""
@@ -205,3 +205,12 @@ class Steps:
             if step < before:
                 path.unlink(missing_ok=True)
                 shutil.rmtree(self.stage_path(step, 0).parent, ignore_errors=True)
+
+
+def _entry(step: int, summary: Mapping[str, Any]) -> dict[str, Any]:
+    """What the index says of a step."""
+    return {"step": step, **{key: summary[key] for key in ("groups", "versions", "digests")}}
+
+
+def _line(entry: Mapping[str, Any]) -> bytes:
+    return json.dumps(entry).encode() + b"\n"

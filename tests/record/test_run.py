@@ -82,12 +82,25 @@ def test_a_step_counts_once_its_json_is_there(run: RunDirectory) -> None:
 def test_the_index_follows_from_the_steps(run: RunDirectory) -> None:
     for step in range(3):
         commit(run, step)
-    whole = run.steps.index_path.read_text()
-    for left in ("", whole[: len(whole) // 3], whole[:-5]):  # killed before, within and at the end of a line
-        run.steps.index_path.write_text(left)
+    whole = run.steps.index_path.read_bytes()
+    first, second, third = whole.splitlines(keepends=True)
+    altered = second[:12] + bytes([second[12] ^ 0x80]) + second[13:]  # no UTF-8 any more
+    renamed = second.replace(b"groups", b"croups")
+    for left in (
+        b"",
+        first,
+        first + second[:9],
+        first + b"garbage\n" + third,
+        first + altered + third,
+        first + renamed + third,
+        first + third,
+        first + b"[]\n",
+        whole[:-5],
+    ):
+        run.steps.index_path.write_bytes(left)
         assert [entry["groups"] for entry in run.steps.index()] == [["g000000"], ["g000001"], ["g000002"]]
         run.steps.repair()
-        assert run.steps.index_path.read_text() == whole
+        assert run.steps.index_path.read_bytes() == whole
 
 
 def test_half_written_files_are_invisible_and_removed(run: RunDirectory) -> None:
