@@ -218,7 +218,7 @@ class Algorithm(Section):
         default="group",
         description="group (GRPO), batch (REINFORCE++, arXiv 2501.03262), mean (Dr. GRPO, arXiv 2503.20783), "
         "leave_one_out (RLOO, arXiv 2402.14740), gae (PPO: of each token, with a critic), none, or a function's dotted "
-        "path, (sequences) -> a number for each.",
+        "path, (sequences) -> for each a number, or one a token.",
     )
     gamma: float = Field(
         default=1.0, gt=0, le=1, description="gae: discount of a reward for each token before it (arXiv 1506.02438)."
@@ -641,8 +641,11 @@ def _explain(problem: Any, path: Path, text: str, overrides: list[str] | tuple[s
     if problem["type"] == "missing":
         return f"{where}: the field {name!r} is missing; it has no default."
     message = problem["msg"].removeprefix("Value error, ")
-    found = f", found {problem['input']!r}" if name and not isinstance(problem["input"], (dict, BaseModel)) else ""
-    return f"{where}: {name + ': ' if name else ''}{message}{found}."
+    if name and not message.startswith(f"{name}."):
+        message = f"{name}: {message}"
+    if name and not isinstance(problem["input"], (dict, BaseModel)):
+        message += f", found {problem['input']!r}"
+    return f"{where}: {message}{'' if message.endswith('?') else '.'}"
 
 
 def _nearest(name: str, names: list[str]) -> str:

@@ -1,11 +1,11 @@
-"""Advantages of whole sequences: how much better an episode was than others. NumPy only: replay needs no torch for it.
+"""Advantages of sequences: how much better an episode was than others. NumPy only: replay needs no torch for it.
 
 Statistics are over episodes: one of several sequences counts once. docs/algorithms.md has the formulas.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceABC
 from dataclasses import replace
 
@@ -23,8 +23,8 @@ EPSILON = 1e-6
 Rewards = SequenceABC[SequenceABC[float]]
 """Of each episode, the rewards of its sequences."""
 
-Compute = Callable[[SequenceABC[Sequence], SequenceABC[np.ndarray] | None], np.ndarray]
-"""(sequences of a step, [T] reference logprobs of each or None) -> [sequences] float32."""
+Compute = Callable[[SequenceABC[Sequence], SequenceABC[np.ndarray] | None], Iterable[np.ndarray]]
+"""(sequences of a step, [T] reference logprobs of each or None) -> of each a number or [T], float32."""
 
 
 def normalise(rewards_E: np.ndarray) -> np.ndarray:
@@ -104,7 +104,7 @@ def sequence_advantages_function(algorithm: Algorithm) -> Compute:
     method = algorithm.advantages
     custom = None if method in ADVANTAGES else CustomAdvantages(method)
 
-    def compute(sequences: SequenceABC[Sequence], reference: SequenceABC[np.ndarray] | None) -> np.ndarray:
+    def compute(sequences: SequenceABC[Sequence], reference: SequenceABC[np.ndarray] | None) -> Iterable[np.ndarray]:
         shaped = shaped_rewards(sequences, algorithm, reference)
         return group_advantages(shaped, method) if custom is None else custom(shaped)
 

@@ -84,7 +84,8 @@ def _places(error: Exception) -> str:
 
 
 class CustomAdvantages:
-    """`def mine(sequences: list[Sequence]) -> list[float]`, by a dotted path: a number for each sequence of a step.
+    """`def mine(sequences: list[Sequence]) -> list`, by a dotted path: for each sequence of a step a number, or [T]
+    numbers, one a token, of which those of trained tokens count.
 
     `reward` of a sequence is what is trained on: after penalties.
     """
@@ -99,8 +100,8 @@ class CustomAdvantages:
                 f"the sequences of a step, as in def {path.rpartition('.')[2]}(sequences): ..."
             )
 
-    def __call__(self, sequences: SequenceABC[Sequence]) -> np.ndarray:
-        """[sequences] float32. Raises TrainingError."""
+    def __call__(self, sequences: SequenceABC[Sequence]) -> list[np.ndarray]:
+        """For each sequence [] or [T], float32. Raises TrainingError."""
         name, before, given = self._function.name, digest_rows(sequences), list(sequences)
         returned = self._function(given)
         if list(map(id, given)) != list(map(id, sequences)) or digest_rows(sequences) != before:
@@ -108,19 +109,33 @@ class CustomAdvantages:
                 f"{name} changed its input: the sequences that are trained on, or their order, in which its numbers "
                 f"are taken. Copy what it changes; sorted() makes a list of its own."
             )
+        expected = f"expected {len(sequences)} numbers, one for each sequence, or for each an array of one a token"
         try:
-            advantages = np.asarray(returned, np.float32)
-        except (TypeError, ValueError):
-            advantages = None
-        if advantages is None or advantages.shape != (len(sequences),):
-            found = f"numbers of shape {list(advantages.shape)}" if advantages is not None else type(returned).__name__
-            if advantages is None and isinstance(returned, (list, tuple)) and len(returned):
-                found += f" of {type(returned[0]).__name__}"
-            raise TrainingError(f"{name} returned {found}; expected {len(sequences)} numbers, one for each sequence.")
-        bad = np.flatnonzero(~np.isfinite(advantages))
-        if len(bad):
+            advantages = [np.asarray(each, np.float32) for each in returned]
+        except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor that has a gradient
+            raise TrainingError(f"{name} returned {_kind(returned)}; {expected}.") from None
+        if len(advantages) != len(sequences):
+            raise TrainingError(f"{name} returned {len(advantages)} of them; {expected}.")
+        for found, row in zip(advantages, sequences, strict=True):
+            if found.shape not in ((), row.loss_mask.shape):
+                raise TrainingError(
+                    f"{name} returned an array of shape {list(found.shape)} for {row.id}; expected a number, or one "
+                    f"for each of its tokens: {list(row.loss_mask.shape)}, as its loss_mask."
+                )
+        bad = [
+            np.flatnonzero(row.loss_mask & ~np.isfinite(found))
+            for found, row in zip(advantages, sequences, strict=True)
+        ]
+        if places := [place for place, tokens in enumerate(bad) if len(tokens)]:
+            row, found, token = sequences[places[0]], advantages[places[0]], bad[places[0]][0]
+            told = f"{found} for {row.id}" if found.ndim == 0 else f"{found[token]} for token {token} of {row.id}"
             raise TrainingError(
-                f"{name} returned {advantages[bad[0]]} for {sequences[bad[0]].id} (its reward is "
-                f"{sequences[bad[0]].reward:g}), and for {len(bad) - 1} others no finite number either."
+                f"{name} returned {told} (its reward is {row.reward:g}), and for {len(places) - 1} others no finite "
+                f"number either."
             )
         return advantages
+
+
+def _kind(returned: Any) -> str:
+    inner = f" of {type(returned[0]).__name__}" if isinstance(returned, (list, tuple)) and returned else ""
+    return type(returned).__name__ + inner

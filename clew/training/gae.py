@@ -48,8 +48,8 @@ def advantages_function(algorithm: Algorithm) -> Compute:
         if of_sequences is None:
             assert values is not None, "generalized advantage estimation needs a critic's values"
             return token_advantages(sequences, values, reference, algorithm)
-        each = of_sequences(sequences, reference)
-        aligned = [np.where(row.loss_mask, each[i], np.float32(0)) for i, row in enumerate(sequences)]
+        found = zip(sequences, of_sequences(sequences, reference), strict=True)
+        aligned = [np.where(row.loss_mask, of_row, np.float32(0)) for row, of_row in found]
         return TokenAdvantages(advantages=aligned, returns=None)
 
     return compute

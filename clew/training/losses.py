@@ -147,6 +147,10 @@ def loss_function(algorithm: Algorithm) -> Callable[..., PolicyLoss]:
     return partial(policy_loss if algorithm.loss in LOSSES else CustomLoss(options.pop("loss")), **options)
 
 
+OPTIONAL = {"reference_N": "algorithm.kl_coef", "entropies_N": "algorithm.entropy_coef"}
+"""What a loss gets only where an option asks for it."""
+
+
 class CustomLoss:
     """A function, by a dotted path, of any of `policy_loss`'s arguments but `loss`, by their names; it returns a
     PolicyLoss, or (loss_N, metrics): a dict of [N] tensors or numbers, recorded as their mean over all tokens.
@@ -173,7 +177,13 @@ class CustomLoss:
         name, logprobs_N = self._function.name, inputs["logprobs_N"]
         tensors = {key: value for key, value in inputs.items() if isinstance(value, Tensor)}
         before = {key: value._version for key, value in tensors.items()}
-        returned = self._function(**{key: value for key, value in inputs.items() if key in self._takes})
+        taken = {key: value for key, value in inputs.items() if key in self._takes}
+        try:
+            returned = self._function(**taken)
+        except TrainingError as error:
+            absent = [key for key in OPTIONAL if key in taken and taken[key] is None]
+            hint = "".join(f". {key} is None without {OPTIONAL[key]}" for key in absent)
+            raise TrainingError(f"{error}{hint}") from error
         changed = [key for key, value in tensors.items() if value._version != before[key]]
         if changed:
             raise TrainingError(f"{name} changed its input in place ({', '.join(changed)}). Make a new tensor instead.")

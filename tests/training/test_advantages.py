@@ -6,10 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from clew.config import Algorithm
 from clew.errors import ConfigError, TrainingError
 from clew.record.rows import Sequence
 from clew.training.advantages import group_advantages, normalise, overlong, sequence_advantages_function
+from clew.training.gae import advantages_function
 from tests.training.sequences import make_config, make_sequence
 
 
@@ -140,8 +143,25 @@ def sorting(sequences: list[Sequence]) -> list[float]:
     return [each.reward for each in sequences]
 
 
-def of_tokens(sequences: list[Sequence]) -> list[np.ndarray]:
-    return [np.zeros(3 + i) for i in range(len(sequences))]
+def by_place(sequences: list[Sequence]) -> list[np.ndarray]:
+    places = [each.reward * np.arange(len(each.input_ids)) for each in sequences]
+    return [np.where(each.loss_mask, of_each, np.nan) for each, of_each in zip(sequences, places, strict=True)]
+
+
+def too_short(sequences: list[Sequence]) -> list[np.ndarray]:
+    return [np.zeros(each.loss_mask.sum()) for each in sequences]
+
+
+def last_is_none(sequences: list[Sequence]) -> list[np.ndarray]:
+    return [np.where(np.arange(len(each.input_ids)) < len(each.input_ids) - 1, 1, np.inf) for each in sequences]
+
+
+def of_words(sequences: list[Sequence]) -> list[str]:
+    return ["good" for _ in sequences]
+
+
+def with_a_gradient(sequences: list[Sequence]) -> torch.Tensor:
+    return torch.ones(len(sequences), requires_grad=True)
 
 
 def raising(sequences: list[Sequence]) -> list[float]:
@@ -164,19 +184,31 @@ def two(sequences: list[Sequence], more: int) -> list[float]:
 def test_advantages_of_the_users_own_get_the_reward_that_is_trained_on():
     rows = [response("g0.e0.s0", (100, 100), reward=1.0), response("g0.e1.s0", (9, 100), reward=0.5)]
     name = "tests.training.test_advantages.ranks"
-    assert of(advantages=name)(rows, None).tolist() == [1, 0]
-    assert of(advantages=name, overlong_penalty=20)(rows, None).tolist() == [0, 1]
+    assert list(of(advantages=name)(rows, None)) == [1, 0]
+    assert list(of(advantages=name, overlong_penalty=20)(rows, None)) == [0, 1]
+
+
+def test_advantages_of_the_users_own_may_differ_from_token_to_token():
+    rows = [make_sequence("g0.e0.s0", reward=1.0), make_sequence("g0.e1.s0", reward=0.5)]
+    compute = advantages_function(Algorithm(advantages="tests.training.test_advantages.by_place"))
+    for row, found in zip(rows, compute(rows, None, None).advantages, strict=True):
+        expected = [row.reward * place if trained else 0 for place, trained in enumerate(row.loss_mask)]
+        assert found.dtype == np.float32 and found.tolist() == pytest.approx(expected, rel=1e-6)
+        assert len(set(found[row.loss_mask])) == row.loss_mask.sum() > 1
 
 
 @pytest.mark.parametrize(
     ("name", "error", "said"),
     [
-        ("too_few", TrainingError, r"returned numbers of shape \[1\]; expected 2 numbers, one for each sequence"),
+        ("too_few", TrainingError, "returned 1 of them; expected 2 numbers, one for each sequence, or for each an"),
         ("words", TrainingError, "returned str; expected 2 numbers"),
+        ("of_words", TrainingError, "returned list of str; expected 2 numbers"),
+        ("with_a_gradient", TrainingError, "returned Tensor; expected 2 numbers"),
+        ("too_short", TrainingError, r"an array of shape \[4\] for g0\.e0\.s0; expected a number, or one for each of"),
+        ("last_is_none", TrainingError, r"returned inf for token \d+ of g0\.e0\.s0 \(its reward is 1\), and for 1"),
         ("not_a_number", TrainingError, r"returned nan for g0\.e0\.s0 \(its reward is 1\), and for 1 others"),
         ("meddling", TrainingError, "changed its input"),
         ("sorting", TrainingError, "changed its input: .* or their order"),
-        ("of_tokens", TrainingError, "returned list of ndarray; expected 2 numbers"),
         ("raising", TrainingError, r"raised IndexError in [^ ]*test_advantages.py:\d+: list index out of range"),
         (
             "calling",

@@ -313,6 +313,10 @@ def raising(logprobs_N: Tensor) -> Any:
     raise KeyError("what")
 
 
+def distance(logprobs_N: Tensor, reference_N: Tensor, entropies_N: Tensor | None = None) -> Any:
+    return logprobs_N - reference_N, {}
+
+
 def odd_metric(logprobs_N: Tensor) -> Any:
     return logprobs_N, {"odd": torch.ones(7)}
 
@@ -353,6 +357,7 @@ def test_a_loss_of_the_users_own():
         ("detached", TrainingError, "returned a loss without a gradient"),
         ("mutating", TrainingError, r"changed its input in place \(advantages_N\)"),
         ("raising", TrainingError, r"raising raised KeyError in .*test_losses.py:\d+: 'what'"),
+        ("distance", TrainingError, "raised TypeError in .*reference_N is None without algorithm.kl_coef$"),
         ("odd_metric", TrainingError, r"metric 'odd' as Tensor \[7\]; expected a number, or \[3\] numbers"),
         ("misnamed", ConfigError, r"wants 'logprob_N'; there are logprobs_N, .* Did you mean 'logprobs_N'"),
         ("nothing", ConfigError, "has no 'nothing'"),
@@ -362,7 +367,7 @@ def test_a_loss_of_the_users_own():
 )
 def test_what_cannot_be_a_loss_is_told(name: str, error: type[Exception], said: str):
     with pytest.raises(error, match=said):
-        custom(name)(**inputs_of(0.5, 0.25, 0.1))
+        custom(name)(**inputs_of(0.5, 0.25, 0.1), reference_N=None)
 
 
 # TRL -----------------------------------------------------------------------------------------------------------------
