@@ -58,10 +58,9 @@ def _bring_to(run: RunDirectory, step: int) -> tuple[TrainEngine, list[Sequence]
     """The engine where it was when `step` began, committed or not: a step that failed has its batch on record."""
     count = run.steps.count()
     if not 0 <= step <= count or not run.steps.has_data(step):
-        raise RecordError(
-            f"{run.path} has no batch of step {step}: it has committed the steps 0 to {count - 1}"
-            f"{f', and begun step {count}' if run.steps.has_data(count) else ''}."
-        )
+        committed = f"the steps 0 to {count - 1}" if count else "no step"
+        begun = f", and begun step {count}" if run.steps.has_data(count) else ""
+        raise RecordError(f"{run.path} has no batch of step {step}: it has committed {committed}{begun}.")
     batch = run.steps.read_data(step)
     engine = engine_at(run, step)
     for done in replay(run, engine, step - 1):
@@ -104,7 +103,7 @@ def _show(
             f"{part.share:.1%}",
             f"{part.loss:.4g}",
             f"{row.reward:.4g}",
-            f"{float(prepared.advantages_S[part.where_N[0]]) if len(part.where_N) else 0:.4g}",
+            f"{prepared.advantages_S[part.where_N].mean() if len(part.where_N) else 0:.4g}",
             str(int(row.loss_mask.sum())),
             f"{step - int(generated.min())}" if len(generated) else "",
         )
@@ -130,11 +129,12 @@ def _tokens(engine: TrainEngine, prepared: Prepared, each: Blamed, step: int, co
     for n in order:
         at = int(part.where_N[n])
         position = at - first
+        token = int(row.input_ids[position])
         proximal = part.logprobs_N[n] if prepared.proximal_S is None else prepared.proximal_S[at]
         reference = "" if prepared.reference_S is None else f"{prepared.reference_S[at]:.4f}"
         table.add_row(
             str(position),
-            Text(repr(engine.tokenizer.decode([int(row.input_ids[position])]))),
+            Text(repr(engine.tokenizer.decode([token]) or f"⟨{token}⟩")),
             f"{pull_N[n]:.3g}",
             f"{row.logprobs[position]:.4f}",
             f"{proximal:.4f}",

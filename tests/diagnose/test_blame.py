@@ -136,6 +136,8 @@ def test_a_nan_is_traced_to_a_loss_of_the_users_own(run: RunDirectory, capsys: p
 
 
 def test_a_step_that_failed_is_blamed_too(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RecordError, match=r"has no batch of step 0: it has committed no step\.$"):
+        blame(RunDirectory(run.path / "nothing").path, 0, top=1, tokens=1, by="loss")
     run.steps.json_path(5).unlink()  # not committed: its batch is there
     run.steps.index_path.write_text("".join(run.steps.index_path.read_text().splitlines(keepends=True)[:5]))
     assert "step 5: 9 sequences" in shown(run, 5, capsys, by="loss")[0]
