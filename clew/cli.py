@@ -351,8 +351,13 @@ def bundle(
     from clew.record.bundle import write_bundle
     from clew.record.run import open_run
 
-    path = write_bundle(open_run(run), step, stages_only=stages_only, to=to)
+    directory = open_run(run)
+    path = write_bundle(directory, step, stages_only=stages_only, to=to)
     print(f"{path} ({path.stat().st_size / 1e6:.2f} MB). `clew replay {path}` runs it, on any machine.")
+    summary = directory.steps.read(step)
+    for field in summary.get("code", {}):
+        section, name = field.split(".")
+        print(f"It holds no code: {field}={summary['config'][section][name]} must be importable there.")
 
 
 @app.command()

@@ -12,9 +12,11 @@ import pytest
 
 from clew import config as configuration
 from clew.algorithms import PRESETS
+from clew.cli import bundle
 from clew.config import Config
 from clew.diagnose.replay import engine_at
 from clew.diagnose.rerun import rerun
+from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
 from clew.trainer.learn import learn_inline
 from clew.training.contributions import contributions
@@ -29,6 +31,11 @@ def rewards(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (folder / "planted_rewards.py").write_text(REWARD)
     monkeypatch.syspath_prepend(folder)
     monkeypatch.syspath_prepend(tmp_path)
+
+
+def decayed(sequences: list[Sequence]) -> list[np.ndarray]:
+    """Of the user's own, from token to token."""
+    return [(row.reward - 0.1) * 0.9 ** np.arange(len(row.input_ids))[::-1] for row in sequences]
 
 
 def train(config: Config) -> RunDirectory:
@@ -48,8 +55,9 @@ def replays(run: RunDirectory, steps: str | None = None, stages: str | None = No
         ["algorithm.importance=sequence_mask", "algorithm.dual_clip=3", "algorithm.kl_estimator=k2"],
         ["algorithm.entropy_coef=0.05"],
         ["training.lora_rank=4"],
+        [f"algorithm.advantages={__name__}.decayed"],
     ],
-    ids=[*PRESETS, "others", "entropy", "lora"],
+    ids=[*PRESETS, "others", "entropy", "lora", "tokens"],
 )
 def test_each_algorithm_trains_and_replays(
     folder: Path, tmp_path: Path, options: list[str], capsys: pytest.CaptureFixture[str]
@@ -102,6 +110,9 @@ def test_the_example_trains_records_resumes_and_replays(
         assert each.mean() == pytest.approx(0, abs=1e-5) and each.std() == pytest.approx(1, abs=1e-3)
     assert replays(run) and replays(run, stages="advantages,loss")
     assert "compared bit for bit" in capsys.readouterr().out
+    bundle(run.path, 3, to=tmp_path / "bundle.clew.zip")
+    said = capsys.readouterr().out
+    assert "It holds no code: algorithm.loss=examples.my_algorithm.algorithm.loss must be importable there." in said
     copy = run.path.parent / "resumed"
     shutil.copytree(run.path, copy)
     for late in ("step-000002", "step-000004"):
