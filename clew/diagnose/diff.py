@@ -112,7 +112,7 @@ def _in_step(left: RunDirectory, right: RunDirectory, step: int, tolerance: Tole
                 yield Difference(step=step, stage=kind, where="digest", position=None, recorded=then, found=now)
         return
     batches = [run.steps.read_data(step) for run in (left, right)]
-    yield _in_batches(step, *batches)
+    yield _in_batches(step, batches[0], batches[1], tolerance)
     stages = [run.steps.read_stages(step).arrays for run in (left, right)]
     ids = [row.id for row in batches[0]]
     for name in [*differences.STAGES, *sorted(stages[0].keys() - set(differences.STAGES))]:
@@ -127,8 +127,9 @@ def _in_step(left: RunDirectory, right: RunDirectory, step: int, tolerance: Tole
         yield differences.in_tensors(step, "update", names, then["weights"], now["weights"])
 
 
-def _in_batches(step: int, left: list[Sequence], right: list[Sequence]) -> Difference | None:
-    """The first sequence, column and token in which the data differ."""
+def _in_batches(step: int, left: list[Sequence], right: list[Sequence], tolerance: Tolerance) -> Difference | None:
+    """The first sequence, column and token in which the data differ. The tolerance is of their logprobs: weights that
+    were computed in another environment made them."""
     ours, theirs = ({row.id: row for row in batch} for batch in (left, right))
     for name in [*ours, *(each for each in theirs if each not in ours)]:
         if name not in ours or name not in theirs:
@@ -145,9 +146,11 @@ def _in_batches(step: int, left: list[Sequence], right: list[Sequence]) -> Diffe
                 recorded=said[0],
                 found=said[1],
             )
-        found = [each for column in ALIGNED if (each := _in_column(step, name, column, a, b)) is not None]
-        if found:
-            return min(found, key=lambda each: each.position or 0)
+        found = [
+            _in_column(step, name, column, a, b, tolerance if column == "logprobs" else EXACT) for column in ALIGNED
+        ]
+        if apart := [each for each in found if each is not None]:
+            return min(apart, key=lambda each: each.position or 0)
         if a.reward != b.reward:
             return Difference(
                 step=step, stage="data", where=f"{name}, reward", position=None, recorded=a.reward, found=b.reward
@@ -155,10 +158,11 @@ def _in_batches(step: int, left: list[Sequence], right: list[Sequence]) -> Diffe
     return None
 
 
-def _in_column(step: int, name: str, column: str, a: Sequence, b: Sequence) -> Difference | None:
+def _in_column(step: int, name: str, column: str, a: Sequence, b: Sequence, tolerance: Tolerance) -> Difference | None:
     then, now = getattr(a, column), getattr(b, column)
     length = min(len(then), len(now))
-    differs = np.flatnonzero(then[:length] != now[:length])
+    same = then[:length] == now[:length] if tolerance.exact else tolerance.agree(then[:length], now[:length])
+    differs = np.flatnonzero(~same)
     if not len(differs) and len(then) == len(now):
         return None
     position = int(differs[0]) if len(differs) else length

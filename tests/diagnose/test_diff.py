@@ -6,6 +6,7 @@ import dataclasses
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from clew.diagnose.diff import diff
@@ -91,6 +92,26 @@ def test_a_changed_token_of_the_data(
     shown = told(capsys, run.path, other.path)
     place = f"{batch[3].id}, input_ids, token 2: first {ids[2] - 1}, second {ids[2]}"
     assert f"FIRST DIFFERENCE  step 1, data: {place}" in shown
+
+
+@pytest.mark.parametrize(("by", "ranks", "same"), [(1e-6, 2, True), (0.1, 2, False), (1e-6, 1, False)])
+def test_logprobs_of_weights_that_other_ranks_computed(
+    run: RunDirectory, other: RunDirectory, by: float, ranks: int, same: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    batch = other.steps.read_data(1)
+    position = generated_at(other, 1, 0)
+    logprobs = batch[0].logprobs.copy()
+    logprobs[position] -= np.float32(by)
+    batch[0] = dataclasses.replace(batch[0], logprobs=logprobs)
+    other.steps.write_data(1, rows.to_table(batch))
+    path = other.steps.json_path(1)
+    digest = run.steps.read(1)["digests"]["data"]
+    path.write_text(path.read_text().replace(digest, "0" * 16).replace('"ranks": 1,', f'"ranks": {ranks},'))
+    other.steps.index_path.write_text(other.steps.index_path.read_text().replace(digest, "0" * 16))
+    assert diff(run.path, other.path, ignore=[], plot=None) is same
+    shown = capsys.readouterr().out
+    assert ("(ranks: 1 → 2)" in shown) is (ranks == 2)
+    assert (f"FIRST DIFFERENCE  step 1, data: {batch[0].id}, logprobs, token {position}" in shown) is not same
 
 
 def test_runs_without_a_step(run: RunDirectory, tmp_path: Path) -> None:
