@@ -11,7 +11,7 @@ from rich.table import Table
 
 from clew import config as configuration
 from clew.config import Config
-from clew.diagnose.replay import engine_at, replay
+from clew.diagnose.replay import DifferenceFound, engine_at, recorded_batch, replay
 from clew.errors import RecordError
 from clew.record.run import RunDirectory
 from clew.trainer.branch import branch
@@ -44,11 +44,20 @@ def counterfactual(run: RunDirectory, first: int, last: int, overrides: list[str
         f"debug.first_step={first}",
     ]
     config = configuration.load(run.config_path, [*ours, *overrides, *last_words])
+    for step in range(first, last + 1):
+        try:
+            recorded_batch(run, step)
+        except DifferenceFound as altered:
+            print(altered, file=sys.stderr)
     new = RunDirectory(config.run_path)
     print(f"into {new.path}, from step {first} on with {' '.join(overrides)}", flush=True)
     learn_from_record(config, lambda step, summary: None, begun=begin, until=last + 1)
+    table = _side_by_side(run, new, range(first, last + 1))
+    if len(table.columns) == 1:
+        print(f"no metric differs: {' '.join(overrides)} is nothing that these steps depend on, on the same data.")
+        return
     width = None if sys.stdout.isatty() else 200
-    Console(width=width).print(_side_by_side(run, new, range(first, last + 1)))
+    Console(width=width).print(table)
 
 
 def begun(config: Config, ranks: Ranks) -> Config:

@@ -5,9 +5,10 @@ Torch-free: it reads what both recorded, so it compares runs of other trainers, 
 
 from __future__ import annotations
 
+import filecmp
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,8 @@ def diff(a: Path, b: Path, *, ignore: list[str], plot: Path | None) -> bool:
             before = f"{EXACT} up to step {apart[0] - 1}, then " if apart[0] > steps[0] else ""
             how = f"{before}{tolerance} ({'; '.join(environments)})"
         print(f"{names[0]} and {names[1]}: steps {steps[0]} to {steps[-1]} of both, compared {how}")
-        found = _first_difference(left, right, apart, tolerance)
+        alike = range(steps.start, apart.start)
+        found = _first_difference(left, right, alike, EXACT) or _first_difference(left, right, apart, tolerance)
         if found is None:
             print("every stage of every step agrees.")
         else:
@@ -104,6 +106,8 @@ def _first_difference(left: RunDirectory, right: RunDirectory, steps: range, tol
 
 
 def _in_step(left: RunDirectory, right: RunDirectory, step: int, tolerance: Tolerance) -> Iterator[Difference | None]:
+    if _same_files(left, right, step):
+        return
     summaries = [run.steps.read(step) for run in (left, right)]
     if not (left.steps.has_data(step) and right.steps.has_data(step)):  # pruned: the digests are left
         for kind, then in summaries[0]["digests"].items():
@@ -114,17 +118,47 @@ def _in_step(left: RunDirectory, right: RunDirectory, step: int, tolerance: Tole
     batches = [run.steps.read_data(step) for run in (left, right)]
     yield _in_batches(step, batches[0], batches[1], tolerance)
     stages = [run.steps.read_stages(step).arrays for run in (left, right)]
-    ids = [row.id for row in batches[0]]
-    for name in [*differences.STAGES, *sorted(stages[0].keys() - set(differences.STAGES))]:
+
+    def hold(name: str, rows: Iterable[int]) -> Difference | None:
         if all(name in side for side in stages):
+            ids = [batches[0][row].id for row in rows]
             then, now = ([side[name][each] for each in ids] for side in stages)
-            yield differences.in_stage(step, name, ids, then, now, tolerance)
-    if tolerance.exact and all("tensors" in each for each in summaries):
-        names = left.facts().get("parameters", [])
-        then, now = (each["tensors"] for each in summaries)
-        for before, after in zip(then["gradients"], now["gradients"], strict=False):
+            return differences.in_stage(step, name, ids, then, now, tolerance)
+        if any(name in side for side in stages):
+            there = ["present" if name in side else "absent" for side in stages]
+            return Difference(
+                step=step, stage=name, where="the stage", position=None, recorded=there[0], found=there[1]
+            )
+        return None
+
+    names = left.facts().get("parameters", [])
+    then, now = (each.get("tensors", {}) for each in summaries)
+    whole = range(len(batches[0]))
+    others = sorted({*stages[0], *stages[1]} - set(differences.STAGES))
+    for name in [*(each for each in differences.STAGES if each not in differences.OF_UPDATES), *others]:
+        yield hold(name, whole)
+    plan = summaries[0].get("plan") or [[list(whole)]]  # another trainer's is not known
+    for number, minibatch in enumerate(plan):
+        rows = sorted(row for micro in minibatch for row in micro)
+        for name in differences.OF_UPDATES:
+            yield hold(name, rows)
+        if tolerance.exact and all(number < len(side.get("gradients", [])) for side in (then, now)):
+            before, after = (side["gradients"][number] for side in (then, now))
             yield differences.in_tensors(step, "gradients", names, before, after)
-        yield differences.in_tensors(step, "update", names, then["weights"], now["weights"])
+    if tolerance.exact:
+        if "weights" in then and "weights" in now:
+            yield differences.in_tensors(step, "update", names, then["weights"], now["weights"])
+        yield differences.in_metrics(step, summaries[0]["metrics"], summaries[1]["metrics"])
+
+
+def _same_files(left: RunDirectory, right: RunDirectory, step: int) -> bool:
+    """Whether one is a copy of the other, byte by byte, as far as this step goes."""
+    ours, theirs = (
+        [run.steps.json_path(step), run.steps.data_path(step), *run.steps.stage_paths(step)] for run in (left, right)
+    )
+    return [path.name for path in ours] == [path.name for path in theirs] and all(
+        a.exists() and b.exists() and filecmp.cmp(a, b, shallow=False) for a, b in zip(ours, theirs, strict=True)
+    )
 
 
 def _in_batches(step: int, left: list[Sequence], right: list[Sequence], tolerance: Tolerance) -> Difference | None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from clew.record import rows
-from clew.record.digest import from_hex
+from clew.record.digest import digest_rows, from_hex
 
 STAGES = (
     "data",
@@ -29,8 +29,12 @@ STAGES = (
     "loss",
     "gradients",
     "update",
+    "metrics",
 )
-"""In the order in which a step computes them."""
+"""In the order in which a step computes them; those of `OF_UPDATES` again for each of its updates."""
+
+OF_UPDATES = ("logprobs", "entropies", "loss", "gradients")
+"""What an update computes from the rows of its mini-batch, after the weights were changed by those before it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,6 +180,20 @@ def in_tensors(
     return Difference(
         step=step, stage=stage, where=f"{name}{update}", position=None, recorded=shown[0], found=shown[1], more=more
     )
+
+
+def in_batch(step: int, recorded: Mapping[str, int], batch: Sequence[rows.Sequence]) -> Difference | None:
+    """What of a batch is not what was trained on: data, then rewards. recorded: the digests of its sequences."""
+    return in_data(step, recorded, digest_rows(batch)) or in_rewards(step, batch)
+
+
+def in_metrics(step: int, recorded: Mapping[str, Any], found: Mapping[str, float]) -> Difference | None:
+    """The first metric that is not, to the last bit, what was recorded."""
+    for name, now in found.items():
+        then = recorded.get(name)
+        if then != now and not (then is not None and math.isnan(then) and math.isnan(now)):
+            return Difference(step=step, stage="metrics", where=name, position=None, recorded=then, found=now)
+    return None
 
 
 def in_number(

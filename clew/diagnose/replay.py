@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from clew.config import Algorithm, Config, Training
 from clew.diagnose import differences
 from clew.diagnose.differences import EXACT, Difference, Tolerance
 from clew.errors import ModelError, RecordError
-from clew.record.digest import digest_rows, to_hex
+from clew.record.digest import to_hex
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
 from clew.trainer.commit import environment, environment_of, repeats
@@ -43,15 +44,20 @@ TOLERANCES = {
 """Of logprobs, losses and the gradient's norm, where bits are not promised; by model.dtype."""
 
 
+class DifferenceFound(RecordError):
+    """A batch is not what was trained on."""
+
+    def __init__(self, run: RunDirectory, difference: Difference) -> None:
+        super().__init__(f"{run.path} was altered: {difference}")
+        self.difference = difference
+
+
 @dataclass(frozen=True, kw_only=True)
 class Step:
     """One step, trained again."""
 
     step: int
-    batch: list[Sequence]
     result: StepResult
-    recorded: dict[str, Any]
-    """What step-N.json says."""
     tolerance: Tolerance
     """How it was compared."""
     because: str
@@ -81,6 +87,8 @@ def engine_at(run: RunDirectory, step: int, device: str | None = None, ranks: Ra
     make_deterministic(config.training)
     engine = TrainEngine(config, model_path=str(folders[before[-1]]), ranks=ranks, media=run.media)
     checkpoint.load(engine, folders[before[-1]])
+    if config.algorithm.kl_coef > 0 and 0 in before[:-1]:
+        checkpoint.check(folders[0], engine)
     _check_belongs(run, engine, folders[before[-1]])
     return engine
 
@@ -123,11 +131,19 @@ def _portable(config: Config, folders: dict[int, Path], device: str | None, rank
 def replay(run: RunDirectory, engine: TrainEngine, last: int) -> Iterator[Step]:
     """Train the steps from the engine's version to `last` again, each compared with its record."""
     for step in range(engine.version, last + 1):
-        recorded = run.steps.read(step)
-        batch = run.steps.read_data(step)
+        recorded, batch = run.steps.read(step), recorded_batch(run, step)
         configure_as(engine, recorded)
-        result = engine.train_step(batch)
-        yield compare(run, step, batch, result, recorded, engine)
+        yield compare(run, step, batch, engine.train_step(batch), recorded, engine)
+
+
+def recorded_batch(run: RunDirectory, step: int) -> list[Sequence]:
+    """The batch of a step. Raises DifferenceFound where it is not what was trained on."""
+    batch = run.steps.read_data(step)
+    if run.steps.stage_paths(step):  # none of a step that failed
+        found = differences.in_batch(step, run.steps.read_stages(step).digests, batch)
+        if found is not None:
+            raise DifferenceFound(run, found)
+    return batch
 
 
 def configure_as(engine: TrainEngine, recorded: dict[str, Any]) -> None:
@@ -146,31 +162,38 @@ def compare(
     recorded: dict[str, Any],
     engine: TrainEngine,
 ) -> Step:
-    """A step that was trained again, stage by stage against its record."""
+    """A step that was trained again, stage by stage against its record, in the order in which they are computed."""
     tolerance, because = how_to_compare(recorded, engine)
-    algorithm = engine.config.algorithm
-    stages = run.steps.read_stages(step)
-    ids = [row.id for row in batch]
-    digests = digest_rows(batch)
-    found = [differences.in_data(step, stages.digests, digests), differences.in_rewards(step, batch)]
-    same_rows = digests.keys() == stages.digests.keys()  # else there is nothing to hold the stages against
-    for name in differences.STAGES:
-        if same_rows and name in stages.arrays and name in result.stages:
-            recorded_arrays = [stages.arrays[name][each] for each in ids]
-            how = EXACT if name == "advantages" and not _from_logprobs(algorithm) else tolerance
-            here = [values.astype(np.float32, copy=False) for values in result.stages[name]]  # as they are kept
-            found.append(differences.in_stage(step, name, ids, recorded_arrays, here, how))
-            if name in ("advantages", "loss") and found[-1] is not None and not any(found[:-1]):
-                then = recorded.get("code", {}).get(f"algorithm.{name}")
-                found[-1] = differences.suspect(found[-1], then, source_of(algorithm, name))
-    found += _tensors(run, step, result, recorded, tolerance)
-    if (run.checkpoints / f"step-{step + 1:06d}" / "checkpoint.json").exists():
+    stages = run.steps.read_stages(step).arrays
+    found: list[Difference | None] = []
+
+    def hold(name: str, rows: SequenceABC[int]) -> Difference | None:
+        if name not in result.stages:
+            return None
+        if name not in stages:
+            return Difference(step=step, stage=name, where="the stage", position=None, recorded="absent", found="here")
+        ids = [batch[row].id for row in rows]
+        then = [stages[name][each] for each in ids]
+        now = [result.stages[name][row].astype(np.float32, copy=False) for row in rows]  # as they are kept
+        how = EXACT if name == "advantages" and not _from_logprobs(engine.config.algorithm) else tolerance
+        difference = differences.in_stage(step, name, ids, then, now, how)
+        if difference is not None and name in ("advantages", "loss") and not any(found):
+            source = recorded.get("code", {}).get(f"algorithm.{name}")
+            difference = differences.suspect(difference, source, source_of(engine.config.algorithm, name))
+        return difference
+
+    found += [hold(name, range(len(batch))) for name in differences.STAGES if name not in differences.OF_UPDATES]
+    for number, minibatch in enumerate(result.plan):
+        rows = sorted(row for micro in minibatch for row in micro)
+        found += [hold(name, rows) for name in differences.OF_UPDATES]
+        found.append(_gradients(run, step, number, result, recorded, tolerance))
+    found += _results(run, step, result, recorded, tolerance)
+    written = (run.checkpoints / f"step-{step + 1:06d}" / "checkpoint.json").exists()
+    if written and (tolerance.exact or not any(found)):
         found.append(_checkpoint(run, step, engine, tolerance))
     return Step(
         step=step,
-        batch=batch,
         result=result,
-        recorded=recorded,
         tolerance=tolerance,
         because=because,
         differences=[each for each in found if each is not None],
@@ -197,27 +220,44 @@ def how_to_compare(recorded: dict[str, Any], engine: TrainEngine) -> tuple[Toler
     return TOLERANCES[engine.config.model.dtype], "; ".join(reasons) or f"device {now['device']}"
 
 
-def _tensors(
+def _gradients(
+    run: RunDirectory, step: int, number: int, result: StepResult, recorded: dict[str, Any], tolerance: Tolerance
+) -> Difference | None:
+    """Of one update: the first parameter whose gradient differs."""
+    then, now = recorded["tensors"]["gradients"], result.tensor_digests["gradients"]
+    if not tolerance.exact or number >= len(then):
+        return None
+    update = f", update {number}" if len(then) > 1 else ""
+    names = run.facts().get("parameters", [])
+    return differences.in_tensors(step, "gradients", names, then[number], now[number], update)
+
+
+def _results(
     run: RunDirectory, step: int, result: StepResult, recorded: dict[str, Any], tolerance: Tolerance
 ) -> Iterator[Difference | None]:
+    """What a step leaves, as its JSON says it: weights, digests, metrics."""
     if not tolerance.exact:
         then, now = (each["grad_norm"] for each in (recorded["metrics"], result.metrics))
         yield differences.in_number(step, "gradients", "norm of the gradient", then, now, tolerance)
         return
     names = run.facts().get("parameters", [])
-    then, now = recorded["tensors"], result.tensor_digests
-    several = len(then["gradients"]) > 1
-    for number, (before, after) in enumerate(zip(then["gradients"], now["gradients"], strict=True)):
-        update = f", update {number}" if several else ""
-        yield differences.in_tensors(step, "gradients", names, before, after, update)
-    yield differences.in_tensors(step, "update", names, then["weights"], now["weights"])
+    yield differences.in_tensors(
+        step, "update", names, recorded["tensors"]["weights"], result.tensor_digests["weights"]
+    )
+    for kind, now in result.digests.items():
+        if recorded["digests"].get(kind) != now:
+            then = recorded["digests"].get(kind)
+            yield Difference(step=step, stage=f"digests of {kind}", where="", position=None, recorded=then, found=now)
+    yield differences.in_metrics(step, recorded["metrics"], result.metrics)
 
 
 def _checkpoint(run: RunDirectory, step: int, engine: TrainEngine, tolerance: Tolerance) -> Difference | None:
-    """The checkpoint that the run wrote after this step, against the engine, tensor by tensor."""
-    if not tolerance.exact:
-        return None
+    """The checkpoint that the run wrote after this step, against the engine, tensor by tensor. Where bits are not
+    promised its files are held against its own digests: raises RecordError."""
     folder = run.checkpoints / f"step-{step + 1:06d}"
+    if not tolerance.exact:
+        checkpoint.check(folder, engine)
+        return None
     saved = checkpoint.digests_in(folder, engine)
     for kind, now in checkpoint.digests_of(engine).items():
         then = saved[kind]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from bdb import BdbQuit
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from clew import config as configuration
 from clew.diagnose.differences import Difference
 from clew.diagnose.stages import ALONE, check_stages
-from clew.errors import ConfigError, RecordError
+from clew.errors import ConfigError, Interrupted, RecordError
 from clew.record.bundle import opened
 from clew.record.run import RunDirectory
 from clew.record.steps import parse_steps
@@ -36,6 +37,8 @@ def rerun(
     """
     if stop is not None and stop not in BREAKS:
         raise ConfigError(f"--break {stop}: expected one of {', '.join(BREAKS)}.")
+    if device not in (None, "cpu", "cuda"):
+        raise ConfigError(f"--device {device}: expected cpu or cuda.")
     if only is not None and stages is None and not reward:
         raise ConfigError(f"--only {only} goes with --stage or --reward: a step is trained as a whole.")
     ways = {"--stage": stages, "--reward": reward, "--break": stop, "key=value": overrides}
@@ -49,6 +52,11 @@ def rerun(
         if stages is not None:
             return _stages(run, first, last, stages.split(","), only)
         if bundle is not None and bundle["stages_only"]:
+            if asked or device is not None:
+                raise RecordError(
+                    f"{target} was written with --stages-only: {', '.join(asked) or '--device'} needs the weights, or "
+                    f"more of the run, which are not in it."
+                )
             print("this bundle has no weights: the stages that need none are compared")
             return _stages(run, first, last, ALONE, only)
         if reward:
@@ -97,13 +105,14 @@ def _rewards(run: RunDirectory, first: int, last: int, only: str | None) -> bool
     found = rewards_again(run, config, range(first, last + 1), only)
     for each in found:
         print(each)
-    rewards = "the rewards of all episodes are" if not found else f"{len(found)} episodes are not"
+    count = "1 episode is" if len(found) == 1 else f"{len(found)} episodes are"
+    rewards = "the rewards of all episodes are" if not found else f"those of {count} not"
     print(f"{_named(first, last)}: {rewards} what {config.rollout.reward or config.rollout.workflow} gives now.")
     return not found
 
 
 def _train_again(run: RunDirectory, first: int, last: int, stop: str | None, device: str | None) -> bool:
-    from clew.diagnose.replay import engine_at, replay, stop_at
+    from clew.diagnose.replay import DifferenceFound, engine_at, replay, stop_at
     from clew.training.ranks import Ranks
 
     with Ranks.joined() as ranks:
@@ -113,20 +122,26 @@ def _train_again(run: RunDirectory, first: int, last: int, stop: str | None, dev
         if stop is not None:
             stop_at(engine, first, stop)
         because = None
-        for done in replay(run, engine, last):
-            if done.because != because:
-                because = done.because
-                print(f"compared {done.tolerance}{f': {because}' if because else ''}", flush=True)
-            if done.differences:
-                _tell(done.differences)
-                return False
-            if done.step >= first:
-                metrics = done.result.metrics
-                print(
-                    f"step {done.step}: agrees. loss {metrics['loss']:.6g}, gradient {metrics['grad_norm']:.6g}, "
-                    f"weights {done.result.digests['weights']} ({sum(done.result.timings.values()):.2f} s)",
-                    flush=True,
-                )
+        try:
+            for done in replay(run, engine, last):
+                if done.because != because:
+                    because = done.because
+                    print(f"compared {done.tolerance}{f': {because}' if because else ''}", flush=True)
+                if done.differences:
+                    _tell(done.differences)
+                    return False
+                if done.step >= first:
+                    metrics = done.result.metrics
+                    print(
+                        f"step {done.step}: agrees. loss {metrics['loss']:.6g}, gradient {metrics['grad_norm']:.6g}, "
+                        f"weights {done.result.digests['weights']} ({sum(done.result.timings.values()):.2f} s)",
+                        flush=True,
+                    )
+        except DifferenceFound as altered:
+            _tell([altered.difference])
+            return False
+        except BdbQuit:
+            raise Interrupted("left the debugger; nothing was compared from there on, and nothing written.") from None
         print(f"{_named(first, last)}: every stage agrees with the record.")
         return True
 
@@ -136,8 +151,8 @@ def _tell(found: list[Difference]) -> None:
     if not found:
         return
     print(f"FIRST DIFFERENCE  {found[0]}")
-    if len(found) > 1:
-        print(f"after it, these stages of the step differ too: {', '.join(each.stage for each in found[1:])}")
+    if after := list(dict.fromkeys(each.stage for each in found[1:])):
+        print(f"after it, these stages of the step differ too: {', '.join(after)}")
 
 
 def _named(first: int, last: int) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from clew.config import Config
+from clew.diagnose.stages import chosen
 from clew.errors import ConfigError, EpisodeError
 from clew.inference.protocol import SamplingParams
 from clew.models import load_tokenizer
@@ -102,9 +103,8 @@ async def _rewards_again(
     try:
         for step in steps:
             episodes: dict[str, list[Sequence]] = {}
-            for row in run.steps.read_data(step):
-                if only is None or only in (row.id, row.episode_id, row.group_id):
-                    episodes.setdefault(row.episode_id, []).append(row)
+            for row in chosen(run, step, run.steps.read_data(step), only):
+                episodes.setdefault(row.episode_id, []).append(row)
             for episode_id, rows in episodes.items():
                 session = RecordedSession(shared, episode_id, interactions_of(rows))
                 try:

@@ -42,10 +42,7 @@ def check_stages(run: RunDirectory, step: int, stages: SequenceABC[str], only: s
             f"{run.steps.data_path(step)} has {unknown[0]}, of which {run.steps.stage_path(step, 0)} knows nothing: "
             f"one of the two was altered."
         )
-    kept = [row.id for row in batch if only is None or only in (row.id, row.episode_id, row.group_id)]
-    if not kept:
-        groups = sorted({row.group_id for row in batch})
-        raise RecordError(f"step {step} of {run.path} has no {only}. It consumed {_listed(groups)}.")
+    kept = [row.id for row in chosen(run, step, batch, only)]
     found: list[Difference | None] = []
     if "data" in stages:
         then = {name: digest for name, digest in recorded.digests.items() if only is None or name in kept}
@@ -54,11 +51,12 @@ def check_stages(run: RunDirectory, step: int, stages: SequenceABC[str], only: s
     if "rewards" in stages:
         found.append(differences.in_rewards(step, [row for row in batch if row.id in set(kept)]))
     summary = run.steps.read(step)
+    algorithm = summary.get("config", {}).get("algorithm")
     # From values, which are kept in fewer bits than a float64 critic has.
-    algorithm = summary["config"].get("algorithm")
     by_critic = (algorithm or {}).get("advantages") == "gae"
     for stage, compute, tolerance in (("advantages", _advantages, LOSS if by_critic else EXACT), ("loss", _loss, LOSS)):
         if stage in stages:
+            _check_recorded(run, step, batch, recorded, stage, by_clew=algorithm is not None)
             again = compute(batch, recorded, summary)
             then, now = ([side[name] for name in kept] for side in (recorded.arrays[stage], again))
             differs = differences.in_stage(step, stage, kept, then, now, tolerance)
@@ -69,8 +67,36 @@ def check_stages(run: RunDirectory, step: int, stages: SequenceABC[str], only: s
     return [each for each in found if each is not None]
 
 
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+def chosen(run: RunDirectory, step: int, batch: list[Sequence], only: str | None) -> list[Sequence]:
+    """The rows of a group, an episode or a sequence; all where `only` is None. Raises RecordError: there is none."""
+    found = [row for row in batch if only is None or only in (row.id, row.episode_id, row.group_id)]
+    if not found:
+        groups = sorted({row.group_id for row in batch})
+        listed = ", ".join(groups[:8]) + (f" and {len(groups) - 8} more" if len(groups) > 8 else "")
+        raise RecordError(f"step {step} of {run.path} has no {only}. It consumed {listed}.")
+    return found
+
+
+def _check_recorded(
+    run: RunDirectory, step: int, batch: list[Sequence], recorded: Stages, stage: str, *, by_clew: bool
+) -> None:
+    """Raise RecordError when a stage cannot be computed again, or is not on record."""
+    needed = ("advantages",) if stage == "advantages" else ("advantages", "proximal_logprobs", "logprobs", "loss")
+    if not by_clew:
+        raise RecordError(
+            f"the {stage} of step {step} cannot be computed again: another trainer recorded it, whose {stage} may "
+            f"be another than Clew's. --stage data,rewards can."
+        )
+    for name in needed:
+        if name not in recorded.arrays:
+            raise RecordError(f"{run.steps.stage_path(step, 0)} has no stage {name!r}: it was altered.")
+        for row in batch:
+            if len(recorded.arrays[name][row.id]) != len(row.input_ids):
+                raise RecordError(
+                    f"{run.steps.stage_path(step, 0).parent}: {name} of {row.id} has "
+                    f"{len(recorded.arrays[name][row.id])} numbers, the sequence {len(row.input_ids)} tokens: one of "
+                    f"the two was altered."
+                )
 
 
 def _advantages(batch: list[Sequence], recorded: Stages, summary: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -80,7 +106,7 @@ def _advantages(batch: list[Sequence], recorded: Stages, summary: dict[str, Any]
         [recorded.arrays[name][row.id] for row in batch] if name in recorded.arrays else None
         for name in ("reference_logprobs", "values")
     )
-    compute = advantages_function(Algorithm(**summary["config"].get("algorithm", {})))
+    compute = advantages_function(Algorithm(**summary["config"]["algorithm"]))
     return dict(zip([row.id for row in batch], compute(batch, reference, values).advantages, strict=True))
 
 
@@ -91,11 +117,6 @@ def _loss(batch: list[Sequence], recorded: Stages, summary: dict[str, Any]) -> d
     from clew.training.batching import loss_weights
     from clew.training.losses import loss_function
 
-    if "algorithm" not in summary["config"] or "logprobs" not in recorded.arrays:
-        raise RecordError(
-            f"the loss of step {summary['step']} cannot be computed again: another trainer recorded it, whose loss is "
-            f"not Clew's. --stage data,rewards can."
-        )
     mask_S = np.concatenate([row.loss_mask for row in batch])
     rows_S = np.repeat(np.arange(len(batch)), [len(row.input_ids) for row in batch])
 

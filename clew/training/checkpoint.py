@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -37,6 +38,8 @@ STATE = "trainer/state.safetensors"
 CRITIC = "trainer/critic"
 ADAPTER = "adapter"
 _RANDOM = "random.torch"
+_SAID = ("format", "version", "updates", "critic_updates", "recent_norms", "weights", "state")
+"""What a checkpoint.json says at least."""
 
 
 def is_due(version: int, config: Config) -> bool:
@@ -95,8 +98,7 @@ def load(engine: TrainEngine, folder: Path) -> None:
     """
     if not (folder / "checkpoint.json").exists():
         raise RecordError(f"{folder} is no checkpoint: it holds no checkpoint.json.")
-    said = read_json(folder / "checkpoint.json")
-    check_format(folder / "checkpoint.json", said["format"])
+    said = _said_in(folder)
     for field, now in (
         ("model.dtype", engine.config.model.dtype),
         ("training.lora_rank", engine.config.training.lora_rank),
@@ -109,19 +111,7 @@ def load(engine: TrainEngine, folder: Path) -> None:
             )
     weights, state = _read(folder, engine)
     _check_same_model(folder, engine.trained_parameters(), weights.items())
-    found = {"weights": engine.frozen_digests | digest_tensors(weights.items()), "state": digest_tensors(state.items())}
-    for kind, digests in found.items():
-        for name, digest in _said(digests).items():
-            if said[kind].get(name) == digest:
-                continue
-            if name in engine.frozen_digests:
-                raise ModelError(
-                    f"{engine.config.model.path} (model.path) is not the model that the adapters in {folder} were "
-                    f"trained on: {name} has the digest {digest}, then {said[kind].get(name)}. Put it back."
-                )
-            raise _altered(
-                folder, f"{name} ({kind}) has the digest {digest}; checkpoint.json says {said[kind].get(name)}"
-            )
+    _check_digests(folder, engine, _digests(engine, weights, state))
     with torch.no_grad():
         for name, parameter in engine.trained_parameters():
             parameter.copy_(like(parameter, weights[name]))
@@ -143,11 +133,12 @@ def digests_of(engine: TrainEngine) -> dict[str, dict[str, str]]:
 
 def digests_in(folder: Path, engine: TrainEngine) -> dict[str, dict[str, str]]:
     """The same of the files in a checkpoint. Raises RecordError: truncated."""
-    weights, state = _read(folder, engine)
-    return {
-        "weights": _said(engine.frozen_digests | digest_tensors(weights.items())),
-        "state": _said(digest_tensors(state.items())),
-    }
+    return _digests(engine, *_read(folder, engine))
+
+
+def check(folder: Path, engine: TrainEngine) -> None:
+    """Raise RecordError when a checkpoint's files do not hold what its checkpoint.json says."""
+    _check_digests(folder, engine, digests_in(folder, engine))
 
 
 def saved(checkpoints: Path) -> list[Path]:
@@ -217,6 +208,42 @@ def _by_owner(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Te
     """What `_state` put together: the policy's and the critic's."""
     critic = {name.removeprefix("critic."): tensor for name, tensor in state.items() if name.startswith("critic.")}
     return {name: tensor for name, tensor in state.items() if not name.startswith("critic.")}, critic
+
+
+def _said_in(folder: Path) -> dict[str, Any]:
+    """What checkpoint.json says. Raises RecordError: newer, altered, of another version than the folder's name says."""
+    path = folder / "checkpoint.json"
+    said = read_json(path)
+    missing = [name for name in _SAID if not isinstance(said, dict) or name not in said]
+    if missing:
+        raise _altered(folder, f"checkpoint.json says no {missing[0]}")
+    check_format(path, said["format"])
+    if folder.name.startswith("step-") and folder.name != f"step-{said['version']:06d}":
+        raise _altered(folder, f"checkpoint.json says that it is of version {said['version']}")
+    return said
+
+
+def _digests(engine: TrainEngine, weights: dict[str, Tensor], state: dict[str, Tensor]) -> dict[str, dict[str, str]]:
+    return {
+        "weights": _said(engine.frozen_digests | digest_tensors(weights.items())),
+        "state": _said(digest_tensors(state.items())),
+    }
+
+
+def _check_digests(folder: Path, engine: TrainEngine, found: dict[str, dict[str, str]]) -> None:
+    said = _said_in(folder)
+    for kind, digests in found.items():
+        for name, digest in digests.items():
+            if said[kind].get(name) == digest:
+                continue
+            if name in engine.frozen_digests:
+                raise ModelError(
+                    f"{engine.config.model.path} (model.path) is not the model that the adapters in {folder} were "
+                    f"trained on: {name} has the digest {digest}, then {said[kind].get(name)}. Put it back."
+                )
+            raise _altered(
+                folder, f"{name} ({kind}) has the digest {digest}; checkpoint.json says {said[kind].get(name)}"
+            )
 
 
 def _said(digests: Digests) -> dict[str, str]:
