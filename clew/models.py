@@ -15,7 +15,7 @@ from clew.errors import ModelError
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
 def pick_device(device: Literal["auto", "cpu", "cuda"]) -> torch.device:
@@ -194,7 +194,25 @@ def width_of(model: PreTrainedModel) -> int:
 def context_of(path: str) -> int | None:
     """How many tokens the model takes that a folder or hub name holds; None where its configuration does not say."""
     config = config_of(path)
-    return None if config is None else getattr(config.get_text_config(), "max_position_embeddings", None)
+    return None if config is None else context_in(config)[0]
+
+
+def context_in(config: PreTrainedConfig) -> tuple[int | None, str]:
+    """How many tokens a model of this configuration takes, None where it does not say; and the field that says so.
+
+    With longrope (arXiv 2402.13753) that is what its positions were first made for: beyond it transformers computes
+    each position otherwise, also those of whatever shorter row is computed beside.
+    """
+    text = config.get_text_config()
+    limits: list[tuple[int, str]] = []
+    if (context := getattr(text, "max_position_embeddings", None)) is not None:
+        limits.append((int(context), "max_position_embeddings"))
+    rope = getattr(text, "rope_parameters", None) or {}
+    for each in [rope] if "rope_type" in rope else [each for each in rope.values() if isinstance(each, dict)]:
+        first = each.get("original_max_position_embeddings")
+        if each.get("rope_type") == "longrope" and first is not None:
+            limits.append((int(first), "original_max_position_embeddings of longrope"))
+    return min(limits, default=(None, ""))
 
 
 def config_of(path: str) -> Any:

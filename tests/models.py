@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import string
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +66,12 @@ def tiny_model(
     layers: int = 2,
     context: int = 256,
     scale: float = 0.4,
+    more: Mapping[str, Any] = {},
 ) -> PreTrainedModel:
     """A random model whose next-token distributions are far from flat.
 
     family: one of ATTENTION_FAMILIES, or "gpt_neox", "qwen2_moe", "qwen3_moe", "mixtral", "mamba".
-    scale: standard deviation of the initial weights.
+    scale: standard deviation of the initial weights.   more: fields of its configuration.
     The models with sliding layers have a window of 8, so that short tests pass its edge.
     """
     common: dict[str, Any] = {
@@ -118,7 +120,7 @@ def tiny_model(
             shape |= {"num_kv_shared_layers": layers, "global_head_dim": hidden // 2}
             shape |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": vocab}
     model_type = f"{family}_text" if family in ("gemma3", "gemma4") else family
-    config = AutoConfig.for_model(model_type, **common, **shape)
+    config = AutoConfig.for_model(model_type, **{**common, **shape, **more})
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model: Any = AutoModelForCausalLM.from_config(config).to(dtype).eval()

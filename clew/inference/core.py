@@ -25,6 +25,7 @@ from clew.inference.protocol import (
     SchemaUnsupported,
 )
 from clew.inference.weights import copy_weights
+from clew.models import context_in
 from clew.record.weights import WeightRef
 from clew.vision import Vision
 
@@ -68,7 +69,8 @@ class Core:
         self.tokenizer = tokenizer
         self.device: torch.device = model.device
         self.vocab: int = model.get_output_embeddings().weight.shape[0]
-        self.context = int(getattr(_text_config(model), "max_position_embeddings", None) or _UNBOUNDED)
+        context, self._context_field = context_in(model.config)
+        self.context = context or _UNBOUNDED
         self.default_stop_ids = _default_stop_ids(model, tokenizer, self.vocab)
         self.never_drawn: Tensor | None = None
         """[1, vocab] bool: what stands for images, which the model itself has none of."""
@@ -138,7 +140,7 @@ class Core:
             raise EngineError("input_ids holds something else than whole numbers.")
         if len(input_ids) >= self.context:
             raise RequestTooLong(
-                f"the prompt has {len(input_ids)} tokens, the model's context (max_position_embeddings) "
+                f"the prompt has {len(input_ids)} tokens, the model's context ({self._context_field}) "
                 f"is {self.context}, and at least one token must remain. Shorten the prompt."
             )
         if min(input_ids) < 0 or max(input_ids) >= self.vocab:

@@ -5,13 +5,14 @@
     step-000130/
       model.safetensors, config.json, tokenizer files     as save_pretrained writes them; transformers reads them
       adapter/                                            of these what was added by adapters, as PeftModel reads it
-      trainer/state.safetensors                           optimizer moments, float32 masters, random state
+      trainer/state.safetensors                           optimizer moments, float32 masters
       trainer/critic/                                     the critic, as AutoModelForSequenceClassification reads it
       checkpoint.json                                     version, updates, digests
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ STATE = "trainer/state.safetensors"
 CRITIC = "trainer/critic"
 ADAPTER = "adapter"
 _RANDOM = "random.torch"
+"""What checkpoints held before each step had a seed of its own."""
 _SAID = ("format", "version", "updates", "critic_updates", "recent_norms", "weights", "state")
 """What a checkpoint.json says at least."""
 
@@ -53,7 +55,7 @@ def save(engine: TrainEngine, folder: Path) -> None:
 
     Raises RecordError when the disk is full.
     """
-    state = {**_state(engine), _RANDOM: torch.get_rng_state()}
+    state = _state(engine)
     said = {
         "format": FORMAT,
         "version": engine.version,
@@ -115,7 +117,7 @@ def load(engine: TrainEngine, folder: Path) -> None:
     with torch.no_grad():
         for name, parameter in engine.trained_parameters():
             parameter.copy_(like(parameter, weights[name]))
-    torch.set_rng_state(state.pop(_RANDOM))
+    state.pop(_RANDOM, None)
     own, critics = _by_owner(state)
     engine.optimizer.load_state(own, updates=said["updates"])
     if engine.critic is not None:
@@ -124,7 +126,7 @@ def load(engine: TrainEngine, folder: Path) -> None:
 
 
 def digests_of(engine: TrainEngine) -> dict[str, dict[str, str]]:
-    """The digest of each tensor that a checkpoint would hold now, but for the random state; by kind and name."""
+    """The digest of each tensor that a checkpoint would hold now, by kind and name."""
     return {
         "weights": _said(engine.weights_digests()),
         "state": _said(digest_tensors(_state(engine).items(), engine.ranks)),
@@ -218,7 +220,7 @@ def _said_in(folder: Path) -> dict[str, Any]:
     if missing:
         raise _altered(folder, f"checkpoint.json says no {missing[0]}")
     check_format(path, said["format"])
-    if folder.name.startswith("step-") and folder.name != f"step-{said['version']:06d}":
+    if re.fullmatch(r"step-\d{6,}", folder.name) and folder.name != f"step-{said['version']:06d}":
         raise _altered(folder, f"checkpoint.json says that it is of version {said['version']}")
     return said
 

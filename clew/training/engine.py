@@ -21,6 +21,7 @@ from collections.abc import Sequence as SequenceABC
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
@@ -32,6 +33,7 @@ from clew.config import Algorithm, Config, Training
 from clew.errors import ImageError, ModelError, TrainingError
 from clew.models import (
     check_vocabulary,
+    context_in,
     first_line,
     is_out_of_memory,
     load_model,
@@ -248,10 +250,16 @@ class TrainEngine:
         if self.critic is not None:
             self.critic.configure(training, algorithm)
 
+    def _seed(self) -> int:
+        """Of what is random in a step, such as a dropout of the user's own loss: another for each rank that computes
+        other rows, and the same in a replay on as many."""
+        name = f"{self.config.seed} {self.version} {self.ranks.dp_rank}"
+        return int.from_bytes(sha256(name.encode()).digest()[:8]) >> 1
+
     @property
     def context(self) -> int | None:
         """Tokens that a sequence may have; None: the model does not say."""
-        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        return context_in(self.model.config)[0]
 
     def read(self, path: str, device: torch.device) -> Any:
         """A model such as this one trains, from a folder or the hub, as a whole. Raises ModelError."""
@@ -274,6 +282,7 @@ class TrainEngine:
         Raises TrainingError when a loss or a gradient is not finite; the update that met it has not been made.
         """
         assert sequences, "a step needs a batch"
+        torch.manual_seed(self._seed())
         self._timings = dict.fromkeys(
             ("advantages", "logprobs", "reference", "critic", "forward_backward", "optimizer", "digest"), 0.0
         )
@@ -310,6 +319,7 @@ class TrainEngine:
         """Everything of a step that is computed before its first update. Changes nothing."""
         algorithm = self.config.algorithm
         tokens = Tokens.of(sequences)
+        self._check(tokens)
         plan = plan_step(
             tokens.lengths.tolist(),
             [sequence.group_id for sequence in sequences],
@@ -387,9 +397,31 @@ class TrainEngine:
         stages = {"logprobs": tokens.split(done.logprobs_S), "loss": tokens.split(done.loss_S)}
         return self._finish(tokens, plan, done, stages=stages, metrics={})
 
+    def _check(self, tokens: Tokens) -> None:
+        """Raise TrainingError for a sequence that the policy, or its critic, has no embeddings for."""
+        models: list[tuple[Any, str]] = [(self.model, "the model")]
+        if self.critic is not None:
+            models.append((self.critic.inner, "the critic"))
+        for model, name in models:
+            context, field = context_in(model.config)
+            if context is not None and (longest := tokens.lengths.max()) > context:
+                raise TrainingError(
+                    f"{tokens.ids[tokens.lengths.argmax()]} has {longest} tokens; {name} takes {context} ({field})."
+                )
+            vocabulary = model.get_input_embeddings().weight.shape[0]
+            strange = np.flatnonzero((tokens.input_ids_S < 0) | (tokens.input_ids_S >= vocabulary))
+            if len(strange):
+                at = int(strange[0])
+                row = tokens.row_of_S[at]
+                raise TrainingError(
+                    f"token {at - tokens.starts[row]} of {tokens.ids[row]} is {tokens.input_ids_S[at]}; {name} has "
+                    f"embeddings for the ids 0 to {vocabulary - 1}."
+                )
+
     def score(self, sequences: SequenceABC[Sequence]) -> list[np.ndarray]:
         """The logprobs that the policy gives the trained tokens now, aligned like a stage. Changes nothing."""
         tokens = Tokens.of(sequences)
+        self._check(tokens)
         plan = [deal(tokens.lengths.tolist(), range(len(sequences)), **self._dealing(tokens))]
         return tokens.split(self._score_all(self.model, tokens, plan))
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from clew.errors import ModelError
-from clew.models import described
+from clew.models import context_in, described
 from clew.training.attention import NAMES, use_attention
 from clew.training.packing import Packed
 from clew.training.scoring import hidden_states, score
@@ -89,7 +89,7 @@ def keeps_rows_apart(model: Any) -> bool:
 
 def _lengths(model: Any) -> list[int]:
     """LENGTHS, or as much as the context has room for."""
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2 * max(LENGTHS)
+    context = context_in(model.config)[0] or 2 * max(LENGTHS)
     return [min(length, max(2, context // 2)) for length in LENGTHS]
 
 

@@ -28,6 +28,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from clew.errors import ModelError
+from clew.models import context_in
 from clew.training.ranks import Ranks
 from clew.training.scoring import score
 
@@ -128,7 +129,7 @@ def check_plan(model: Any, blocks: list[nn.Module], tp: int) -> dict[str, str]:
 def _try_out(model: Any, blocks: list[nn.Module], root: nn.Module | None) -> tuple[Tensor, Tensor]:
     """What a model makes of a few tokens: its numbers (logprobs or values), and what left its last block."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
-    length = min(TOKENS, getattr(model.config, "max_position_embeddings", None) or TOKENS)
+    length = min(TOKENS, context_in(model.config)[0] or TOKENS)
     ids_BT = 7919 * torch.arange(1, length + 1, device=model.device)[None] % vocabulary
     columns_N = torch.arange(1, length, device=model.device)
     rows_N = torch.zeros_like(columns_N)

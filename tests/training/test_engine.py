@@ -9,6 +9,7 @@ import torch
 import clew.training.engine as engine_module
 from clew.errors import TrainingError
 from clew.inference.embedded import build_engine
+from clew.inference.protocol import RequestTooLong, SamplingParams
 from clew.models import load_model
 from clew.record.rows import ALIGNED
 from clew.training.engine import TrainEngine
@@ -44,6 +45,60 @@ def test_two_engines_take_the_same_steps_bit_for_bit(model):
             assert all(np.array_equal(a, b) for a, b in zip(one.stages[name], two.stages[name], strict=True))
     assert engines[0].version == 3 and engines[0].optimizer.updates == 6
     assert engines[0].weights_digest() != before
+
+
+def noisy(logprobs_N, advantages_N):
+    kept_N = torch.rand_like(advantages_N) < 0.5
+    return torch.where(kept_N, -logprobs_N * advantages_N, 0 * logprobs_N), {}
+
+
+def test_what_is_random_in_a_loss_follows_from_seed_and_step(model):
+    def losses(seed, first=0):
+        engine = TrainEngine(make_config(model, algorithm={"loss": f"{__name__}.noisy"}, seed=seed))
+        engine.restored(first)
+        torch.rand(first + 1)
+        return [np.concatenate(engine.train_step(make_batch()).stages["loss"]).tolist() for _ in range(2)]
+
+    first, second = losses(1)
+    assert losses(1) == [first, second] and first != second
+    assert losses(1, first=1)[0] != first and losses(2)[0] != first
+
+
+def test_a_sequence_that_the_model_has_no_embeddings_for_is_named(model, tmp_path):
+    engine = TrainEngine(make_config(model))
+    batch = make_batch()
+    for token in (1000, -1):
+        ids = batch[1].input_ids.copy()
+        ids[2] = token
+        batch[1] = dataclasses.replace(batch[1], input_ids=ids)
+        with pytest.raises(TrainingError, match=rf"token 2 of g0\.e1\.s0 is {token}; the model has embeddings for the"):
+            engine.train_step(batch)
+    long = make_sequence("g0.e7.s0", prompt=10, response=250)
+    with pytest.raises(TrainingError, match=r"g0\.e7\.s0 has 260 tokens; the model takes 256 \(max_pos"):
+        engine.train_step([*make_batch(), long])
+    tiny_model(tmp_path / "short", scale=0.2, context=12)
+    tiny_tokenizer(tmp_path / "short")
+    engine = TrainEngine(make_config(model, algorithm={"preset": "ppo", "critic": str(tmp_path / "short")}))
+    with pytest.raises(TrainingError, match=r"; the critic takes 12 \(max_position_embeddings\)"):
+        engine.train_step(make_batch())
+
+
+def test_positions_that_change_with_the_longest_row_are_not_computed(tmp_path):
+    """Longrope, as of Phi-3 with a context of 128k: the frequencies of all rows follow from the longest."""
+    tiny_tokenizer(tmp_path / "model")
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 40}
+    rope |= {"short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [1.0, 4.0, 9.0, 16.0]}
+    tiny_model(tmp_path / "model", "phi3", more={"rope_parameters": rope, "original_max_position_embeddings": 40})
+    engine = TrainEngine(make_config(tmp_path / "model"))
+    batch = [make_sequence(f"g0.e{i}.s0", response=length - 3, reward=i) for i, length in enumerate((9, 40, 14))]
+    packed = engine.score(batch)
+    for row, logprobs in zip(batch, packed, strict=True):
+        assert engine.score([row])[0] == pytest.approx(logprobs, abs=1e-5)
+    with pytest.raises(TrainingError, match=r"has 41 tokens; the model takes 40 \(original_max_position_embeddings of"):
+        engine.train_step([*batch, make_sequence("g0.e7.s0", response=38)])
+    served = build_engine(load_model(str(tmp_path / "model"), "float32", torch.device("cpu")), None, max_running=4)
+    with pytest.raises(RequestTooLong, match=r"context \(original_max_position_embeddings of longrope\) is 40"):
+        served.check(list(range(6, 47)), SamplingParams())
 
 
 def test_one_update_equals_a_plain_loop(model):
