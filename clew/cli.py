@@ -118,10 +118,14 @@ def _train_on_record(config: Config, run: RunDirectory) -> None:
 
 
 def _say_trained(config: Config, run: RunDirectory) -> None:
-    print(
-        f"trained {config.training.steps} steps. Weights: {run.checkpoints / f'step-{config.training.steps:06d}'}  "
-        f"Curve: {run.reports / 'learning_curve.png'}"
-    )
+    done = run.steps.count()
+    said = f"trained {done} steps."
+    if done > config.training.steps:
+        said = (
+            f"{done} steps were trained before, and training.steps is {config.training.steps}: there is nothing to do."
+        )
+    weights = (run.checkpoints / "latest").resolve().name
+    print(f"{said} Weights: {run.checkpoints / weights}  Curve: {run.reports / 'learning_curve.png'}")
 
 
 @app.command()

@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -23,6 +23,9 @@ DPO_BETA = 0.1
 """algorithm.kl_coef of training.objective=dpo, where nothing else sets it: the paper's beta."""
 
 SERVERS_VARIABLE = "CLEW_LLM_SERVER_ADDRS"
+
+
+DecayRate = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
@@ -176,7 +179,9 @@ class Training(Section):
     weight_decay: float = Field(
         default=0.0, ge=0, description="AdamW's decoupled decay of matrices (not of norms and biases)."
     )
-    betas: tuple[float, float] = Field(default=(0.9, 0.95), description="AdamW's decay rates of the two moments.")
+    betas: tuple[DecayRate, DecayRate] = Field(
+        default=(0.9, 0.95), description="AdamW's decay rates of the two moments."
+    )
     max_grad_norm: float = Field(default=1.0, gt=0, description="Gradients are scaled down to this global norm.")
     on_bad_gradient: Literal["stop", "skip"] = Field(
         default="stop", description="An update with NaN, infinity or a spike: stop the run, or leave the update out."
@@ -452,6 +457,12 @@ class Config(Section):
     @model_validator(mode="after")
     def _fields_agree(self) -> Config:
         rollout = self.rollout
+        penalty, limit = self.algorithm.overlong_penalty, self.sampling.max_new_tokens
+        if penalty is not None and penalty > limit:
+            raise ValueError(
+                f"algorithm.overlong_penalty ({penalty}) is above sampling.max_new_tokens ({limit}): every response "
+                f"would be taken for overlong"
+            )
         if rollout.agent is not None and rollout.workflow != Rollout.model_fields["workflow"].default:
             raise ValueError(
                 f"rollout.agent ({rollout.agent}) and rollout.workflow ({rollout.workflow}) are both set: an episode "

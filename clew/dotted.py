@@ -7,6 +7,7 @@ import importlib
 import inspect
 import pkgutil
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,15 @@ def load(path: str, field: str) -> Any:
     """The class or function that `path` (module.name) names; modules in the current directory are found too.
 
     field: where the path was configured, for the message.
-    Raises ConfigError: no such module, no such name in it. What the module itself raises on import is passed on.
+    Raises ConfigError: no such module, no such name in it, a module that raises when it is imported.
     """
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
     module_name, _, name = path.rpartition(".")
-    if not module_name:
-        raise ConfigError(f"{field} is {path!r}; expected a dotted path such as my_module.{path or 'name'}.")
+    if not module_name or not all(part.isidentifier() for part in path.split(".")):
+        example = path if path.isidentifier() else "name"
+        raise ConfigError(f"{field} is {path!r}; expected a dotted path such as my_module.{example}.")
     module = _import(module_name, path, field)
     if name not in vars(module):
         public = [each for each in vars(module) if not each.startswith("_")]
@@ -57,7 +59,9 @@ def _import(module_name: str, path: str, field: str) -> Any:
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if module_name != missing and not module_name.startswith(missing + "."):
-            raise  # the module is there; something that it imports is not
+            raise _raised(error, path, field) from error  # the module is there; something that it imports is not
+    except (Exception, SystemExit) as error:
+        raise _raised(error, path, field) from error
     parent, _, last = missing.rpartition(".")
     if parent and not hasattr(sys.modules[parent], "__path__"):
         raise ConfigError(
@@ -69,6 +73,15 @@ def _import(module_name: str, path: str, field: str) -> Any:
         f"{field}={path}: there is no module {missing!r} in {', '.join(folders)} or in what is "
         f"installed.{_nearest(last, siblings)}"
     ) from None
+
+
+def _raised(error: BaseException, path: str, field: str) -> ConfigError:
+    if isinstance(error, SyntaxError):
+        return ConfigError(f"{field}={path}: {error.filename}:{error.lineno} is no Python: {error.msg}.")
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return ConfigError(
+        f"{field}={path}: importing it raised {type(error).__name__} at {frame.filename}:{frame.lineno}: {error}"
+    )
 
 
 def _nearest(name: str, names: Iterable[str]) -> str:

@@ -149,8 +149,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether torch or Python could not have the memory that it asked for."""
     import torch
 
-    said = ("can't allocate memory", "not enough memory")  # what torch's RuntimeError on the CPU says
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(each in str(error) for each in said)
+    said = ("can't allocate memory", "cannot allocate memory", "not enough memory")  # torch's RuntimeErrors on the CPU
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(each in str(error).lower() for each in said)
 
 
 def first_line(error: BaseException) -> str:

@@ -78,6 +78,12 @@ def test_what_is_dumped_loads_to_the_same(good: Path, tmp_path: Path) -> None:
             "my_module.cipso. Did you mean 'cispo'?",
         ),
         ("", ["algorithm.advantages=groop"], "Did you mean 'group'?"),
+        ("", ["training.betas=[0.9,1]"], "Input should be less than 1, found 1"),
+        (
+            "",
+            ["algorithm.overlong_penalty=300"],
+            "overlong_penalty (300) is above sampling.max_new_tokens (256)",
+        ),
         ("", ["algorithm.loss=cispo", "algorithm.dual_clip=3"], "algorithm.loss is cispo. Unset it"),
         ("", ["algorithm.importance=token_mask", "algorithm.importance_cap=1"], "would mask every token"),
         ("", ["rollout.n_samples=1"], "rollout.n_samples is 1, and algorithm.advantages=group compares the episodes"),

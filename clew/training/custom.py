@@ -57,7 +57,7 @@ class UserFunction:
         """Raises TrainingError for whatever the function raises."""
         try:
             return self._function(*arguments, **named)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise TrainingError(f"{self.name} raised {type(error).__name__} {_places(error)}: {error}") from error
 
 
@@ -75,7 +75,7 @@ def digest_of_file(file: str) -> str:
     return sha256(Path(file).read_bytes()).hexdigest()[:16] if Path(file).is_file() else ""
 
 
-def _places(error: Exception) -> str:
+def _places(error: BaseException) -> str:
     """The line of the user's code that raised it, and the one that called that, if it is another."""
     frames = traceback.extract_tb(error.__traceback__)[1:]
     own = [each for each in frames if "site-packages" not in each.filename and not each.filename.startswith("<")]

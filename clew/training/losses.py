@@ -189,17 +189,19 @@ class CustomLoss:
             raise TrainingError(f"{name} changed its input in place ({', '.join(changed)}). Make a new tensor instead.")
         pair = isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping)
         loss_N = returned[0] if pair else returned.per_token_N if isinstance(returned, PolicyLoss) else None
-        if not isinstance(loss_N, Tensor):
+        if not isinstance(loss_N, Tensor) or not loss_N.is_floating_point():
+            inner = ", ".join(type(each).__name__ for each in returned) if isinstance(returned, tuple) else ""
+            found = f"{type(returned).__name__}{f' ({inner})' if inner else ''}"
             raise TrainingError(
-                f"{name} returned {type(returned).__name__}; expected (loss_N, metrics): the loss of each token, and a "
-                f"dict, which may be empty."
+                f"{name} returned {found if not isinstance(loss_N, Tensor) else f'a loss of {loss_N.dtype}'}; expected "
+                f"(loss_N, metrics): the loss of each token, a tensor of floats, and a dict, which may be empty."
             )
         if loss_N.shape != logprobs_N.shape:
             raise TrainingError(
                 f"{name} returned a loss of shape {list(loss_N.shape)}; expected {list(logprobs_N.shape)}: one of each "
                 f"token. Clew takes the mean (algorithm.loss_mean)."
             )
-        if logprobs_N.requires_grad and not loss_N.requires_grad:
+        if logprobs_N.requires_grad and loss_N is not logprobs_N and loss_N.grad_fn is None:
             raise TrainingError(
                 f"{name} returned a loss without a gradient: it does not depend on logprobs_N, or was detached."
             )

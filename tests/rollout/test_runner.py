@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from clew import dotted
 from clew.data import order
 from clew.errors import ConfigError, DataError, RolloutError
 from clew.inference.protocol import RequestTooLong
@@ -337,7 +338,8 @@ def test_the_process_ends_by_itself_after_the_last_step_and_says_what_it_waits_f
     ({"batch_groups": 13}, DataError, "rollout.batch_groups is 13, and rows.jsonl has 12 rows"),
     ({"workflow": f"{CODE}.Fawlty"}, ConfigError, "Did you mean 'Faulty'"),
     ({"workflow": "clew.rollout.workflow.SingleTurn"}, ConfigError, "no module .*Did you mean 'workflows'"),
-    ({"workflow": "SingleTurn"}, ConfigError, "expected a dotted path"),
+    ({"workflow": "SingleTurn"}, ConfigError, r"expected a dotted path such as my_module\.SingleTurn"),
+    ({"reward": "../rewards.py"}, ConfigError, r"expected a dotted path such as my_module\.name"),
     ({"workflow": f"{CODE}.NotAWorkflow"}, ConfigError, "async def run_episode"),
     ({"workflow_kwargs": {"enable_thinkin": True}}, ConfigError, "Did you mean 'enable_thinking'"),
     ({"workflow": f"{CODE}.Returns"}, ConfigError, r"needs the argument 'value'"),
@@ -346,6 +348,20 @@ def test_the_process_ends_by_itself_after_the_last_step_and_says_what_it_waits_f
 def test_what_can_never_work_is_refused_at_start(tmp_path, rollout, error, says):
     with pytest.raises(error, match=says):
         runner_for(tmp_path, config_for(tmp_path, rollout=rollout), Scripted())
+
+
+@pytest.mark.parametrize(("content", "said"), [
+    ("def always(completion, data)\n    return 1\n", r"my_broken_rewards\.py:1 is no Python: "),
+    ("import nowhere_at_all\n", r"raised ModuleNotFoundError at .*my_broken_rewards\.py:1: No module named 'nowhere"),
+    ("1 / 0\n", r"raised ZeroDivisionError at .*my_broken_rewards\.py:1: division"),
+    ("raise SystemExit(3)\n", r"raised SystemExit at .*my_broken_rewards\.py:1: 3"),
+])  # fmt: skip
+def test_a_module_that_cannot_be_imported_is_told_with_its_line(tmp_path, monkeypatch, content, said):
+    (tmp_path / "my_broken_rewards.py").write_text(content)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=said):
+        dotted.load("my_broken_rewards.always", "rollout.reward")
 
 
 def test_a_workflow_in_the_current_directory_is_found(tmp_path, monkeypatch):

@@ -321,6 +321,22 @@ def odd_metric(logprobs_N: Tensor) -> Any:
     return logprobs_N, {"odd": torch.ones(7)}
 
 
+def constant(logprobs_N: Tensor) -> Any:
+    return torch.zeros_like(logprobs_N, requires_grad=True), {}
+
+
+def complex_loss(logprobs_N: Tensor) -> Any:
+    return logprobs_N + 1j, {}
+
+
+def number(logprobs_N: Tensor) -> Any:
+    return 1.0, {}
+
+
+def leaving(logprobs_N: Tensor) -> Any:
+    raise SystemExit(4)
+
+
 def misnamed(logprob_N: Tensor) -> Any:
     return logprob_N, {}
 
@@ -357,6 +373,10 @@ def test_a_loss_of_the_users_own():
         ("detached", TrainingError, "returned a loss without a gradient"),
         ("mutating", TrainingError, r"changed its input in place \(advantages_N\)"),
         ("raising", TrainingError, r"raising raised KeyError in .*test_losses.py:\d+: 'what'"),
+        ("constant", TrainingError, "returned a loss without a gradient: it does not depend on logprobs_N"),
+        ("complex_loss", TrainingError, r"returned a loss of torch\.complex\d+; expected"),
+        ("number", TrainingError, r"returned tuple \(float, dict\); expected \(loss_N, metrics\)"),
+        ("leaving", TrainingError, r"raised SystemExit in .*test_losses.py:\d+: 4"),
         ("distance", TrainingError, "raised TypeError in .*reference_N is None without algorithm.kl_coef$"),
         ("odd_metric", TrainingError, r"metric 'odd' as Tensor \[7\]; expected a number, or \[3\] numbers"),
         ("misnamed", ConfigError, r"wants 'logprob_N'; there are logprobs_N, .* Did you mean 'logprobs_N'"),
