@@ -139,7 +139,7 @@ def replay(run: RunDirectory, engine: TrainEngine, last: int) -> Iterator[Step]:
 def recorded_batch(run: RunDirectory, step: int) -> list[Sequence]:
     """The batch of a step. Raises DifferenceFound where it is not what was trained on."""
     batch = run.steps.read_data(step)
-    if run.steps.stage_paths(step):  # none of a step that failed
+    if run.steps.stage_path(step, 0).exists():  # else the step failed before it had any
         found = differences.in_batch(step, run.steps.read_stages(step).digests, batch)
         if found is not None:
             raise DifferenceFound(run, found)

@@ -48,6 +48,9 @@ def write_bundle(run: RunDirectory, step: int, *, stages_only: bool, to: Path | 
         raise RecordError(
             f"{missing[0]} is missing, which the bundle of step {step} needs. record.keep_steps may have removed it."
         )
+    for each in range(first, step + 1):  # what cannot be read cannot be replayed
+        run.steps.read_data(each)
+        run.steps.read_stages(each)
     beside = path.with_name(f".{path.name}")
     with explain_disk_errors(path):
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import Counter
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -51,6 +52,8 @@ SCHEMA = pa.schema(
     ],
     metadata={"clew_format": str(FORMAT)},
 )
+
+RESTORE = "restore it from a copy of the run directory"
 
 ALIGNED = {
     "input_ids": np.int32,
@@ -148,6 +151,51 @@ def from_table(table: pa.Table) -> list[Sequence]:
     return [Sequence(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
 
 
+def checked(path: Path, table: pa.Table, remedy: str = RESTORE) -> list[Sequence]:
+    """The rows of a table that was read from `path`. Raises RecordError for what no writer of rows leaves: a column
+    that is missing or not aligned, an empty place, no rows, the same one twice."""
+    try:
+        found = from_table(table)
+        wrong = _wrong_rows(found)
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError):
+        wrong = _wrong_columns(table) or "its columns do not fit together"
+    if wrong:
+        raise RecordError(f"{path} was altered after it was written: {wrong}. {remedy.capitalize()}.")
+    return found
+
+
+def _wrong_rows(sequences: SequenceABC[Sequence]) -> str:
+    name, count = Counter(row.id for row in sequences).most_common(1)[0] if sequences else ("no row", 1)
+    if not sequences or count > 1:
+        return f"it holds {name}" + (f" {count} times" if count > 1 else "")
+    for row in sequences:
+        kinds = (row.id, str), (row.group_id, str), (row.reward, float), (row.data, dict), (row.interactions, list)
+        if any(not isinstance(value, kind) for value, kind in kinds):
+            return f"{row.id} has an empty place"
+        named = row.rewards.values() if isinstance(row.rewards, dict) else [None]
+        if any(not isinstance(each, (int, float)) for each in named):
+            return f"rewards of {row.id} are no numbers by name: {row.rewards!r:.60}"
+    return ""
+
+
+def _wrong_columns(table: pa.Table) -> str:
+    for name in SCHEMA.names:
+        if name not in table.column_names and name not in ("images", "interactions"):
+            return f"there is no column {name!r}"
+    lengths = {name: [len(each or ()) for each in table.column(name).to_pylist()] for name in ALIGNED}
+    for place, name in itertools.product(range(table.num_rows), ALIGNED):
+        if lengths[name][place] != lengths["input_ids"][place]:
+            row = table.column("id")[place]
+            return f"{row} has {lengths[name][place]} {name} and {lengths['input_ids'][place]} input_ids"
+    for name in _NESTED:
+        for row, text in zip(table.column("id"), table.column(name).to_pylist(), strict=True):
+            try:
+                DECODER.decode(text)
+            except (TypeError, ValueError):
+                return f"{name} of {row} is no JSON: {text!r:.60}"
+    return ""
+
+
 def images_of(table: pa.Table) -> list[list[str]]:
     """Of each row."""
     return [names or [] for names in completed(table).column("images").to_pylist()]
@@ -187,7 +235,7 @@ def write_table(path: Path, table: pa.Table) -> None:
     write_bytes(path, memoryview(sink.getvalue()))
 
 
-def read_table(path: Path, remedy: str = "restore it from a copy of the run directory") -> pa.Table:
+def read_table(path: Path, remedy: str = RESTORE) -> pa.Table:
     """Read a Parquet file, checksums verified. Raises RecordError: missing, truncated, altered, newer.
 
     remedy: what to do when it cannot be read, for the message."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,9 @@ import pyarrow as pa
 from clew.errors import RecordError
 from clew.record import rows
 from clew.record.files import explain_disk_errors, read_json, remove_strays, write_bytes, write_json
+
+_INDEXED = ("groups", "versions", "digests")
+"""What the index repeats of a step's JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,13 +91,7 @@ class Steps:
 
     def read_data(self, step: int) -> list[rows.Sequence]:
         """The batch of `step`. Raises RecordError: missing, truncated, altered."""
-        batch = rows.from_table(self._read_table(step))
-        name, count = Counter(row.id for row in batch).most_common(1)[0] if batch else ("", 0)
-        if count > 1:
-            raise RecordError(
-                f"{self.data_path(step)} holds {name} {count} times: it was altered. Restore it from a copy."
-            )
-        return batch
+        return rows.checked(self.data_path(step), self._read_table(step))
 
     def has_data(self, step: int) -> bool:
         return self.data_path(step).exists()
@@ -126,7 +122,10 @@ class Steps:
 
     def read_stages(self, step: int) -> Stages:
         """What the ranks computed at `step`. Raises RecordError: missing, truncated, altered."""
-        table = pa.concat_tables([rows.read_table(path) for path in self.stage_paths(step)])
+        environment = self.read(step).get("environment", {}) if self.json_path(step).exists() else {}
+        ranks = range(0, environment.get("ranks", 1), environment.get("tp", 1))  # of a group the first writes
+        paths = sorted({*self.stage_paths(step), *(self.stage_path(step, rank) for rank in ranks)})
+        table = pa.concat_tables([rows.read_table(path) for path in paths])
         ids = table.column("id").to_pylist()
         names = [name for name in table.column_names if name not in ("id", "digest")]
         has_digests = "digest" in table.column_names
@@ -149,6 +148,9 @@ class Steps:
         if not path.exists():
             raise RecordError(f"{path} is missing: step {step} was not committed; the next step is {self.count()}.")
         summary = read_json(path)
+        missing = [key for key in ("clew_format", *_INDEXED) if not isinstance(summary, dict) or key not in summary]
+        if missing:
+            raise RecordError(f"{path} says no {missing[0]}: it was altered after it was written. {rows.RESTORE}.")
         rows.check_format(path, summary["clew_format"])
         return summary
 
@@ -209,7 +211,7 @@ class Steps:
 
 def _entry(step: int, summary: Mapping[str, Any]) -> dict[str, Any]:
     """What the index says of a step."""
-    return {"step": step, **{key: summary[key] for key in ("groups", "versions", "digests")}}
+    return {"step": step, **{key: summary[key] for key in _INDEXED}}
 
 
 def _line(entry: Mapping[str, Any]) -> bytes:

@@ -128,7 +128,7 @@ def read_step(run: RunDirectory, step: int) -> pa.Table:
 
 def read_batch(run: RunDirectory, step: int) -> list[Sequence]:
     """All sequences of a step, but for their interactions, which may be long. Raises RecordError like `read_step`."""
-    return rows.from_table(read_step(run, step).drop_columns("interactions"))
+    return rows.checked(run.steps.data_path(step), read_step(run, step).drop_columns("interactions"))
 
 
 class Settings:

@@ -94,9 +94,9 @@ def test_a_changed_token_of_the_data(
     assert f"FIRST DIFFERENCE  step 1, data: {place}" in shown
 
 
-@pytest.mark.parametrize(("by", "ranks", "same"), [(1e-6, 2, True), (0.1, 2, False), (1e-6, 1, False)])
-def test_logprobs_of_weights_that_other_ranks_computed(
-    run: RunDirectory, other: RunDirectory, by: float, ranks: int, same: bool, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("by", "threads", "same"), [(1e-6, 2, True), (0.1, 2, False), (1e-6, 1, False)])
+def test_logprobs_of_weights_that_another_environment_computed(
+    run: RunDirectory, other: RunDirectory, by: float, threads: int, same: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     batch = other.steps.read_data(1)
     position = generated_at(other, 1, 0)
@@ -106,11 +106,11 @@ def test_logprobs_of_weights_that_other_ranks_computed(
     other.steps.write_data(1, rows.to_table(batch))
     path = other.steps.json_path(1)
     digest = run.steps.read(1)["digests"]["data"]
-    path.write_text(path.read_text().replace(digest, "0" * 16).replace('"ranks": 1,', f'"ranks": {ranks},'))
+    path.write_text(path.read_text().replace(digest, "0" * 16).replace('"threads": 1,', f'"threads": {threads},'))
     other.steps.index_path.write_text(other.steps.index_path.read_text().replace(digest, "0" * 16))
     assert diff(run.path, other.path, ignore=[], plot=None) is same
     shown = capsys.readouterr().out
-    assert ("(ranks: 1 → 2)" in shown) is (ranks == 2)
+    assert ("(threads: 1 → 2)" in shown) is (threads == 2)
     assert (f"FIRST DIFFERENCE  step 1, data: {batch[0].id}, logprobs, token {position}" in shown) is not same
 
 

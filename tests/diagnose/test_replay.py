@@ -110,7 +110,7 @@ def test_a_sequence_that_was_added_or_removed_is_named(run: RunDirectory, capsys
     assert not again(run, "1", stages="data")
     assert f"step 1, data: {batch[-1].id}: recorded digest" in capsys.readouterr().out
     run.steps.write_data(1, rows.to_table([*batch, batch[0]]))
-    with pytest.raises(RecordError, match=rf"holds {batch[0].id} 2 times: it was altered"):
+    with pytest.raises(RecordError, match=rf"was altered after it was written: it holds {batch[0].id} 2 times"):
         again(run, "1")
     run.steps.write_data(1, rows.to_table(batch))
     with pytest.raises(ConfigError, match="--reward and key=value are different ways to replay"):
