@@ -44,7 +44,8 @@ def blame(target: Path, step: int, *, top: int, tokens: int, by: str) -> None:
         raise ConfigError(f"--by {by}: expected gradient or loss.")
     with opened(target) as (run, _):
         engine, batch = _bring_to(run, step)
-        prepared = engine.prepare(batch)
+        with np.errstate(invalid="ignore"):  # what is not finite is said below
+            prepared = engine.prepare(batch)
         try:
             found = _blamed(engine, prepared, batch)
         except TrainingError as error:
@@ -115,10 +116,23 @@ def _show(
     for each in found[: max(1, min(top, 2))]:
         console.print(_tokens(engine, prepared, each, step, tokens))
         console.print(_conversation(each.sequence))
-    worst = found[0].worst
-    if not math.isfinite(_badness(worst)):
-        where = worst.first_not_finite or "everything is finite when this sequence is computed alone"
+    worst, recorded = found[0].worst, _recorded_not_finite([each.sequence for each in found])
+    if recorded is not None or not math.isfinite(_badness(worst)):
+        where = recorded or worst.first_not_finite or "everything is finite when this sequence is computed alone"
         console.print(Text(f"FIRST NOT FINITE  {where}"))
+
+
+def _recorded_not_finite(batch: list[Sequence]) -> str | None:
+    """What of the data itself no number can come of: others' advantages follow from it, too."""
+    for row in batch:
+        if not math.isfinite(row.reward):
+            return f"the recorded reward of {row.id}: {row.reward}"
+        of_tokens = {"behaviour logprob": np.isfinite(row.logprobs), "temperature": row.temperatures > 0}
+        for kind, good_T in of_tokens.items():
+            bad = np.flatnonzero(row.loss_mask & ~good_T)
+            if len(bad):
+                return f"the recorded {kind} of token {bad[0]} of {row.id}"
+    return None
 
 
 def _tokens(engine: TrainEngine, prepared: Prepared, each: Blamed, step: int, count: int) -> Table:

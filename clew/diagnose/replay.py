@@ -171,7 +171,9 @@ def compare(
         if name not in result.stages:
             return None
         if name not in stages:
-            return Difference(step=step, stage=name, where="the stage", position=None, recorded="absent", found="here")
+            return Difference(
+                step=step, stage=name, where="the stage", position=None, recorded="absent", found="computed"
+            )
         ids = [batch[row].id for row in rows]
         then = [stages[name][each] for each in ids]
         now = [result.stages[name][row].astype(np.float32, copy=False) for row in rows]  # as they are kept
@@ -247,7 +249,9 @@ def _results(
     for kind, now in result.digests.items():
         if recorded["digests"].get(kind) != now:
             then = recorded["digests"].get(kind)
-            yield Difference(step=step, stage=f"digests of {kind}", where="", position=None, recorded=then, found=now)
+            yield Difference(
+                step=step, stage=f"digests of {kind}", where="of all", position=None, recorded=then, found=now
+            )
     yield differences.in_metrics(step, recorded["metrics"], result.metrics)
 
 

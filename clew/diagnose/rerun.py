@@ -151,7 +151,7 @@ def _tell(found: list[Difference]) -> None:
     if not found:
         return
     print(f"FIRST DIFFERENCE  {found[0]}")
-    if after := list(dict.fromkeys(each.stage for each in found[1:])):
+    if after := [stage for stage in dict.fromkeys(each.stage for each in found) if stage != found[0].stage]:
         print(f"after it, these stages of the step differ too: {', '.join(after)}")
 
 

@@ -156,13 +156,12 @@ def first_not_finite(engine: TrainEngine, step: Prepared, row: int) -> str | Non
         engine.optimizer.forget()
         span = slice(int(step.tokens.starts[row]), int(step.tokens.starts[row + 1]))
         for kind, values_S in (
-            ("behaviour logprob", step.behaviour_S),
             ("advantage", step.advantages_S),
             ("reference logprob", step.reference_S),
         ):
             bad = [] if values_S is None else np.flatnonzero(~np.isfinite(values_S[span]))
             if len(bad):
-                return f"the recorded {kind} of token {bad[0]} of {step.tokens.ids[row]}"
+                return f"the {kind} of token {bad[0]} of {step.tokens.ids[row]}"
         _backward(engine, step, [row], 1, check_loss)
         for name, gradient in engine.optimizer.gradients().items():
             if not found and not bool(gradient.isfinite().all()):

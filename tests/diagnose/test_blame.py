@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -115,6 +116,31 @@ def test_a_nan_is_traced_to_a_parameter_and_to_a_module(run: RunDirectory) -> No
 
 def not_a_number(logprobs_N: torch.Tensor, advantages_N: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
     return -logprobs_N * advantages_N * torch.where(torch.arange(len(logprobs_N)) == 2, math.nan, 1.0), {}
+
+
+@pytest.mark.parametrize("column", ["reward", "temperatures"])
+def test_what_is_not_finite_in_the_data_is_named_not_what_follows_from_it(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str], column: str
+) -> None:
+    batch = run.steps.read_data(3)
+    row = batch[4]
+    position = int(np.flatnonzero(row.loss_mask)[1])
+    temperatures = row.temperatures.copy()
+    temperatures[position] = 0
+    batch[4], said = {
+        "reward": (dataclasses.replace(row, reward=math.inf), f"the recorded reward of {row.id}: inf"),
+        "temperatures": (
+            dataclasses.replace(row, temperatures=temperatures),
+            f"the recorded temperature of token {position} of {row.id}",
+        ),
+    }[column]
+    run.steps.write_data(3, rows.to_table(batch))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        blame(run.path, 3, top=1, tokens=1, by="gradient")
+    out, err = capsys.readouterr()
+    assert out.splitlines()[-1] == f"FIRST NOT FINITE  {said}"
+    assert f"was altered: step 3, data: {row.id}: recorded digest" in err
 
 
 def of_its_neighbours(logprobs_N: torch.Tensor, rows_N: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:

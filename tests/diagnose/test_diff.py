@@ -59,6 +59,24 @@ def test_an_altered_advantage(run: RunDirectory, other: RunDirectory, capsys: py
     assert "what differs was altered, or is not recorded" in shown
 
 
+@pytest.mark.parametrize("what", ["advantages", "metrics", "rows"])
+def test_a_step_whose_digests_agree_is_opened_too(
+    run: RunDirectory, other: RunDirectory, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if what == "advantages":
+        name = change_stage(other, 2, "advantages", 3, generated_at(other, 2, 3), 0.25)
+        said = f"step 2, advantages: {name}, token "
+    elif what == "metrics":
+        path = other.steps.json_path(2)
+        path.write_text(path.read_text().replace('"metrics": {"reward": ', '"metrics": {"reward": 1'))
+        said = "step 2, metrics: reward: first 0."
+    else:
+        batch = other.steps.read_data(2)
+        other.steps.write_data(2, rows.to_table([dataclasses.replace(batch[0], reward=9.0), *batch[1:]]))
+        said = f"step 2, data: {batch[0].id}, reward: first "
+    assert f"FIRST DIFFERENCE  {said}" in told(capsys, run.path, other.path)
+
+
 def test_another_learning_rate(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     options = {"stages": None, "only": None, "stop": None, "reward": False, "device": None}
     assert rerun(run.path, "2:5", overrides=["training.lr=1e-4", "trial=slow"], **options)  # pyright: ignore

@@ -120,6 +120,152 @@ def test_a_sequence_that_was_added_or_removed_is_named(run: RunDirectory, capsys
             again(run, "1", device="cuda")
 
 
+def test_data_that_cannot_be_trained_on_is_named_before_it_is(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    batch = run.steps.read_data(1)
+    ids = batch[4].input_ids.copy()
+    ids[0] = 10_000
+    for changed in (dataclasses.replace(batch[4], reward=float("nan")), dataclasses.replace(batch[4], input_ids=ids)):
+        run.steps.write_data(1, rows.to_table([*batch[:4], changed, *batch[5:]]))
+        assert not again(run, "1")
+        assert f"step 1, data: {batch[4].id}: recorded digest" in told(capsys)
+
+
+def test_a_stage_of_the_second_update_comes_after_the_loss_of_the_first(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = run.steps.read(3)["plan"]
+    first, second = (next(row for micro in minibatch for row in micro) for minibatch in plan)
+    name = change_stage(run, 3, "loss", first, generated_at(run, 3, first), 0.1)
+    change_stage(run, 3, "logprobs", second, generated_at(run, 3, second), 0.1)
+    assert not again(run, "3")
+    shown = capsys.readouterr().out
+    assert f"FIRST DIFFERENCE  step 3, loss: {name}, token" in shown
+    assert "after it, these stages of the step differ too: logprobs\n" in shown
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "said"),
+    [
+        ("metrics", "loss", "step 1, metrics: loss: recorded 7, here "),
+        ("metrics", "reward", "step 1, metrics: reward: recorded 7, here "),
+        ("digests", "weights", "step 1, digests of weights: of all: recorded 7, here "),
+    ],
+)
+def test_what_a_step_said_of_itself_is_compared(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str], section: str, key: str, said: str
+) -> None:
+    path = run.steps.json_path(1)
+    summary = json.loads(path.read_text())
+    summary[section][key] = 7
+    path.write_text(json.dumps(summary))
+    assert not again(run, "1")
+    assert f"FIRST DIFFERENCE  {said}" in told(capsys)
+
+
+@pytest.mark.parametrize("stage", ["advantages", "loss", "logprobs"])
+def test_a_stage_that_was_removed_is_named(run: RunDirectory, capsys: pytest.CaptureFixture[str], stage: str) -> None:
+    path = run.steps.stage_path(1, 0)
+    rows.write_table(path, rows.read_table(path).drop_columns([stage]))
+    assert not again(run, "1")
+    assert f"FIRST DIFFERENCE  step 1, {stage}: the stage: recorded absent" in told(capsys)
+    with pytest.raises(RecordError, match=f"has no stage '{stage}': it was altered"):
+        again(run, "1", stages="advantages,loss" if stage == "advantages" else "loss")
+
+
+def test_a_checkpoint_of_another_version_is_refused(run: RunDirectory) -> None:
+    shutil.rmtree(run.checkpoints / "step-000002")
+    shutil.copytree(run.checkpoints / "step-000004", run.checkpoints / "step-000002")
+    with pytest.raises(RecordError, match=r"step-000002 was altered .*: checkpoint.json says that it is of version 4"):
+        again(run, "2")
+    (run.checkpoints / "step-000002" / "checkpoint.json").write_text("{}")
+    with pytest.raises(RecordError, match=r"step-000002 was altered .*: checkpoint.json says no format"):
+        again(run, "2")
+
+
+def test_the_reference_is_held_against_its_digests(run: RunDirectory) -> None:
+    file = run.checkpoints / "step-000000" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"][0] *= 1.01
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(RecordError, match=r"step-000000 was altered .*: model.norm.weight \(weights\) has the digest"):
+        again(run, "2")
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("no column", "there is no column 'logprobs'"),
+        ("short", r"has \d+ logprobs and \d+ input_ids"),
+        ("empty place", "g0.* has an empty place"),
+        ("empty", "it holds no row"),
+        ("no JSON", r"rewards of g0.* is no JSON: '\{a'"),
+        ("no rewards", r"rewards of g0.* are no numbers by name: \[1\]"),
+    ],
+)
+def test_rows_that_nobody_writes_are_told(run: RunDirectory, how: str, said: str) -> None:
+    path = run.steps.data_path(1)
+    table = rows.read_table(path)
+
+    def put(name: str, values: list[Any]) -> pa.Table:
+        field = table.schema.field(name)
+        return table.set_column(table.schema.get_field_index(name), field, pa.array(values, field.type))
+
+    logprobs = table.column("logprobs").to_pylist()
+    changed = {
+        "no column": lambda: table.drop_columns(["logprobs"]),
+        "short": lambda: put("logprobs", [logprobs[0][:-1], *logprobs[1:]]),
+        "empty place": lambda: put("reward", [None, *table.column("reward").to_pylist()[1:]]),
+        "empty": lambda: table.slice(0, 0),
+        "no JSON": lambda: put("rewards", ["{a"] * table.num_rows),
+        "no rewards": lambda: put("rewards", ["[1]"] * table.num_rows),
+    }[how]()
+    rows.write_table(path, changed)
+    for stages in (None, "data"):
+        with pytest.raises(RecordError, match=rf"step-000001\.parquet was altered after it was written: .*{said}"):
+            again(run, "1", stages=stages)
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"clew_format": 2}'])
+def test_a_step_whose_json_says_too_little_is_told(run: RunDirectory, content: str) -> None:
+    run.steps.json_path(1).write_text(content)
+    with pytest.raises(RecordError, match=r"step-000001\.json says no (clew_format|groups): it was altered"):
+        again(run, "1")
+
+
+def test_what_matches_nothing_is_no_success(run: RunDirectory, tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match=r"has no nonsense\. It consumed g0"):
+        again(run, "1", reward=True, only="nonsense")
+    small = write_bundle(run, 3, stages_only=True, to=tmp_path / "small.zip")
+    asked: list[dict[str, Any]] = [{"reward": True}, {"stop": "loss"}, {"overrides": ["training.lr=1"]}]
+    asked.append({"device": "cpu"})
+    for options in asked:
+        with pytest.raises(RecordError, match=r"small\.zip was written with --stages-only: .* needs the weights"):
+            again(small, **options)
+    with pytest.raises(ConfigError, match="--device tpu: expected cpu or cuda"):
+        again(run, "1", device="tpu")
+
+
+def test_a_counterfactual_of_nothing_says_so(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    assert again(run, "1", ["seed=7"])
+    assert "no metric differs: seed=7 is nothing that these steps depend on" in capsys.readouterr().out
+    batch = run.steps.read_data(1)
+    run.steps.write_data(1, rows.to_table([dataclasses.replace(batch[0], reward=9.0), *batch[1:]]))
+    assert again(run, "1", ["training.lr=1e-5"])
+    assert f"was altered: step 1, data: {batch[0].id}" in capsys.readouterr().err
+
+
+def test_a_rank_whose_stages_are_missing_is_named(run: RunDirectory) -> None:
+    path = run.steps.json_path(1)
+    path.write_text(path.read_text().replace('"ranks": 1,', '"ranks": 2,'))
+    for stages in (None, "data"):
+        with pytest.raises(RecordError, match=r"rank-1\.parquet is missing"):
+            again(run, "1", stages=stages)
+    with pytest.raises(RecordError, match=r"rank-1\.parquet is missing"):
+        write_bundle(run, 1, stages_only=True)
+
+
 @pytest.mark.parametrize("file", ["model.safetensors", "trainer/state.safetensors"])
 @pytest.mark.parametrize("concealed", [False, True])
 def test_a_nudged_tensor_of_a_checkpoint_is_named(
