@@ -17,10 +17,10 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from clew.config import flat
+from clew.config import field_names, flat
 from clew.diagnose import differences
 from clew.diagnose.differences import EXACT, Difference, Tolerance
-from clew.errors import RecordError
+from clew.errors import ConfigError, RecordError
 from clew.record.bundle import opened
 from clew.record.rows import ALIGNED, Sequence
 from clew.record.run import RunDirectory
@@ -36,6 +36,8 @@ NOT_CAUSES = ("experiment", "trial", "root", "debug.", "launch.restarts", "recor
 
 def diff(a: Path, b: Path, *, ignore: list[str], plot: Path | None) -> bool:
     """Print how two runs compare; True when every step that both have is the same. Raises RecordError."""
+    if unknown := [each for each in ignore if each and not any(_means(each, name) for name in field_names())]:
+        raise ConfigError(f"--ignore {unknown[0]}: no field of the configuration has this name, nor a section.")
     with opened(a) as (left, bundle_a), opened(b) as (right, bundle_b):
         names = _names(a, b)
         steps = _common(left, right, bundle_a, bundle_b)
@@ -214,7 +216,9 @@ def _explain(
     ignore: list[str],
     environments: list[str],
 ) -> None:
-    changed = _configuration(left, right, found.step, ignore)
+    changed = _configuration(left, right, found.step)
+    ignored = [name for name in changed if any(_means(each, name) for each in ignore)]
+    lines_changed = [line for name, line in changed.items() if name not in ignored]
     facts = [flat({key: run.facts().get(key) for key in ("packages", "python", "git")}) for run in (left, right)]
     for side, run in zip(facts, (left, right), strict=True):
         side |= run.steps.read(found.step).get("code", {}) if found.step < run.steps.count() else {}
@@ -224,7 +228,7 @@ def _explain(
         if facts[0].get(name) != facts[1].get(name)
     ]
     for title, lines in (
-        ("configuration", changed),
+        ("configuration", lines_changed),
         ("environment of the step", environments),
         ("packages and code", packages),
     ):
@@ -232,26 +236,32 @@ def _explain(
             print(f"{title} ({names[0]} → {names[1]}):")
             for line in lines:
                 print(f"  {line}")
+    if ignored:
+        print(f"left out: {', '.join(ignored)}")
     if not (changed or environments or packages):
         print(
             "configuration, environment, packages and code are the same: what differs was altered, or is not recorded"
         )
 
 
-def _configuration(left: RunDirectory, right: RunDirectory, step: int, ignore: list[str]) -> list[str]:
-    """The fields that differ: as the step had them, and those of the run."""
+def _means(asked: str, name: str) -> bool:
+    """Whether --ignore means this field: by its name, its last part or its section."""
+    return name == asked or name.endswith(f".{asked}") or name.startswith(f"{asked}.")
+
+
+def _configuration(left: RunDirectory, right: RunDirectory, step: int) -> dict[str, str]:
+    """The fields that differ, and how: as the step had them, and those of the run."""
     sides = []
     for run in (left, right):
         of_run = flat(yaml.safe_load(run.config_path.read_text())) if run.config_path.exists() else {}
         sides.append({**of_run, **flat(run.steps.read(step).get("config", {}))})
-    return [
-        f"{name}: {sides[0].get(name, 'absent')!r} → {sides[1].get(name, 'absent')!r}"
+    return {
+        name: f"{name}: {sides[0].get(name, 'absent')!r} → {sides[1].get(name, 'absent')!r}"
         for name in sorted({*sides[0], *sides[1]})
         if sides[0].get(name) != sides[1].get(name)
         and not any(name == cause or (cause.endswith(".") and name.startswith(cause)) for cause in NOT_CAUSES)
-        and not any(name == each or name.endswith(f".{each}") for each in ignore)
         and not (name == "model.path" and step > 0)  # the steps before agree: it is the same model
-    ]
+    }
 
 
 def _drift(left: RunDirectory, right: RunDirectory, steps: range, names: tuple[str, str]) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from clew.diagnose.diff import diff
 from clew.diagnose.rerun import rerun
-from clew.errors import RecordError
+from clew.errors import ConfigError, RecordError
 from clew.record import rows
 from clew.record.bundle import write_bundle
 from clew.record.run import RunDirectory
@@ -85,7 +85,11 @@ def test_another_learning_rate(run: RunDirectory, capsys: pytest.CaptureFixture[
     assert "FIRST DIFFERENCE  step 2, proximal_logprobs" not in shown
     assert "FIRST DIFFERENCE  step 2, logprobs" in shown or "FIRST DIFFERENCE  step 2, update" in shown
     assert "  training.lr: 0.001 → 0.0001" in shown
-    assert "training.lr" not in told(capsys, run.path, run.path.parent / "slow", ignore="lr")
+    for ignore in ("lr", "training.lr", "training"):
+        shown = told(capsys, run.path, run.path.parent / "slow", ignore=ignore)
+        assert "left out: training.lr\n" in shown and "0.001 → 0.0001" not in shown and "was altered" not in shown
+    with pytest.raises(ConfigError, match="--ignore rl: no field of the configuration has this name"):
+        diff(run.path, run.path.parent / "slow", ignore=["rl"], plot=None)
 
 
 def test_another_seed(run: RunDirectory, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
