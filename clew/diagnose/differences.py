@@ -188,10 +188,11 @@ def in_batch(step: int, recorded: Mapping[str, int], batch: Sequence[rows.Sequen
 
 
 def in_metrics(step: int, recorded: Mapping[str, Any], found: Mapping[str, float]) -> Difference | None:
-    """The first metric that is not, to the last bit, what was recorded."""
+    """The first metric of both that is not, to the last bit, what was recorded. Another version of Clew may have had
+    others."""
     for name, now in found.items():
-        then = recorded.get(name)
-        if then != now and not (then is not None and math.isnan(then) and math.isnan(now)):
+        then = recorded.get(name, now)
+        if then != now and not (math.isnan(then) and math.isnan(now)):
             return Difference(step=step, stage="metrics", where=name, position=None, recorded=then, found=now)
     return None
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,19 +131,24 @@ def _portable(config: Config, folders: dict[int, Path], device: str | None, rank
 def replay(run: RunDirectory, engine: TrainEngine, last: int) -> Iterator[Step]:
     """Train the steps from the engine's version to `last` again, each compared with its record."""
     for step in range(engine.version, last + 1):
-        recorded, batch = run.steps.read(step), recorded_batch(run, step)
+        recorded, batch, stages = run.steps.read(step), run.steps.read_data(step), run.steps.read_stages(step)
+        _check_batch(run, step, batch, stages.digests)
         configure_as(engine, recorded)
-        yield compare(run, step, batch, engine.train_step(batch), recorded, engine)
+        yield compare(run, step, batch, engine.train_step(batch), recorded, stages.arrays, engine)
 
 
 def recorded_batch(run: RunDirectory, step: int) -> list[Sequence]:
     """The batch of a step. Raises DifferenceFound where it is not what was trained on."""
     batch = run.steps.read_data(step)
     if run.steps.stage_path(step, 0).exists():  # else the step failed before it had any
-        found = differences.in_batch(step, run.steps.read_stages(step).digests, batch)
-        if found is not None:
-            raise DifferenceFound(run, found)
+        _check_batch(run, step, batch, run.steps.read_stages(step).digests)
     return batch
+
+
+def _check_batch(run: RunDirectory, step: int, batch: list[Sequence], digests: Mapping[str, int]) -> None:
+    found = differences.in_batch(step, digests, batch)
+    if found is not None:
+        raise DifferenceFound(run, found)
 
 
 def configure_as(engine: TrainEngine, recorded: dict[str, Any]) -> None:
@@ -160,16 +165,17 @@ def compare(
     batch: list[Sequence],
     result: StepResult,
     recorded: dict[str, Any],
+    stages: Mapping[str, Mapping[str, np.ndarray]],
     engine: TrainEngine,
 ) -> Step:
-    """A step that was trained again, stage by stage against its record, in the order in which they are computed."""
+    """A step that was trained again, stage by stage against its record, in the order in which they are computed.
+
+    stages: as recorded, by name and sequence ID.
+    """
     tolerance, because = how_to_compare(recorded, engine)
-    stages = run.steps.read_stages(step).arrays
     found: list[Difference | None] = []
 
     def hold(name: str, rows: SequenceABC[int]) -> Difference | None:
-        if name not in result.stages:
-            return None
         if name not in stages:
             return Difference(
                 step=step, stage=name, where="the stage", position=None, recorded="absent", found="computed"
@@ -184,12 +190,19 @@ def compare(
             difference = differences.suspect(difference, source, source_of(engine.config.algorithm, name))
         return difference
 
-    found += [hold(name, range(len(batch))) for name in differences.STAGES if name not in differences.OF_UPDATES]
+    computed = [name for name in differences.STAGES if name in result.stages]
+    for name in computed:
+        if name not in differences.OF_UPDATES:
+            found.append(hold(name, range(len(batch))))
     for number, minibatch in enumerate(result.plan):
         rows = sorted(row for micro in minibatch for row in micro)
-        found += [hold(name, rows) for name in differences.OF_UPDATES]
+        for name in computed:
+            if name in differences.OF_UPDATES:
+                found.append(hold(name, rows))
         found.append(_gradients(run, step, number, result, recorded, tolerance))
-    found += _results(run, step, result, recorded, tolerance)
+    found.append(_weights(run, step, result, recorded, tolerance))
+    if tolerance.exact and not any(found):
+        found += _said(step, result, recorded)
     written = (run.checkpoints / f"step-{step + 1:06d}" / "checkpoint.json").exists()
     if written and (tolerance.exact or not any(found)):
         found.append(_checkpoint(run, step, engine, tolerance))
@@ -234,24 +247,25 @@ def _gradients(
     return differences.in_tensors(step, "gradients", names, then[number], now[number], update)
 
 
-def _results(
+def _weights(
     run: RunDirectory, step: int, result: StepResult, recorded: dict[str, Any], tolerance: Tolerance
-) -> Iterator[Difference | None]:
-    """What a step leaves, as its JSON says it: weights, digests, metrics."""
+) -> Difference | None:
+    """After the step: the first parameter that differs; where bits are not promised, the norm of the gradient."""
     if not tolerance.exact:
         then, now = (each["grad_norm"] for each in (recorded["metrics"], result.metrics))
-        yield differences.in_number(step, "gradients", "norm of the gradient", then, now, tolerance)
-        return
+        return differences.in_number(step, "gradients", "norm of the gradient", then, now, tolerance)
     names = run.facts().get("parameters", [])
-    yield differences.in_tensors(
-        step, "update", names, recorded["tensors"]["weights"], result.tensor_digests["weights"]
-    )
+    then, now = (each["weights"] for each in (recorded["tensors"], result.tensor_digests))
+    return differences.in_tensors(step, "update", names, then, now)
+
+
+def _said(step: int, result: StepResult, recorded: dict[str, Any]) -> Iterator[Difference | None]:
+    """What step-N.json says besides of what agrees: digests of all tensors, metrics."""
     for kind, now in result.digests.items():
-        if recorded["digests"].get(kind) != now:
-            then = recorded["digests"].get(kind)
-            yield Difference(
-                step=step, stage=f"digests of {kind}", where="of all", position=None, recorded=then, found=now
-            )
+        then = recorded["digests"].get(kind)
+        if then != now:
+            stage = f"digests of {kind}"
+            yield Difference(step=step, stage=stage, where="of all", position=None, recorded=then, found=now)
     yield differences.in_metrics(step, recorded["metrics"], result.metrics)
 
 

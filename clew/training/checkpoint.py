@@ -12,8 +12,10 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +42,8 @@ CRITIC = "trainer/critic"
 ADAPTER = "adapter"
 _RANDOM = "random.torch"
 """What checkpoints held before each step had a seed of its own."""
-_SAID = ("format", "version", "updates", "critic_updates", "recent_norms", "weights", "state")
+_NUMBERS = ("version", "updates", "critic_updates", "recent_norms")
+_SAID = ("format", *_NUMBERS, "weights", "state")
 """What a checkpoint.json says at least."""
 
 
@@ -67,6 +70,7 @@ def save(engine: TrainEngine, folder: Path) -> None:
         "weights": _said(engine.weights_digests()),
         "state": _said(digest_tensors(state.items(), engine.ranks)),
     }
+    said["numbers"] = _digest_of_numbers(said)
 
     def there() -> bool:
         return (folder / "checkpoint.json").exists() and read_json(folder / "checkpoint.json") == said
@@ -216,13 +220,21 @@ def _said_in(folder: Path) -> dict[str, Any]:
     """What checkpoint.json says. Raises RecordError: newer, altered, of another version than the folder's name says."""
     path = folder / "checkpoint.json"
     said = read_json(path)
+    if isinstance(said, dict) and "format" in said:
+        check_format(path, said["format"])
     missing = [name for name in _SAID if not isinstance(said, dict) or name not in said]
     if missing:
         raise _altered(folder, f"checkpoint.json says no {missing[0]}")
-    check_format(path, said["format"])
+    now = _digest_of_numbers(said)
+    if said.get("numbers", now) != now:  # older ones have none
+        raise _altered(folder, f"{', '.join(_NUMBERS)} in checkpoint.json have the digest {now}, not {said['numbers']}")
     if re.fullmatch(r"step-\d{6,}", folder.name) and folder.name != f"step-{said['version']:06d}":
         raise _altered(folder, f"checkpoint.json says that it is of version {said['version']}")
     return said
+
+
+def _digest_of_numbers(said: Mapping[str, Any]) -> str:
+    return sha256(json.dumps([said[name] for name in _NUMBERS]).encode()).hexdigest()[:16]
 
 
 def _digests(engine: TrainEngine, weights: dict[str, Tensor], state: dict[str, Tensor]) -> dict[str, dict[str, str]]:

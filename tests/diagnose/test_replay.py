@@ -179,6 +179,10 @@ def test_a_checkpoint_of_another_version_is_refused(run: RunDirectory) -> None:
     shutil.copytree(run.checkpoints / "step-000004", run.checkpoints / "step-000002")
     with pytest.raises(RecordError, match=r"step-000002 was altered .*: checkpoint.json says that it is of version 4"):
         again(run, "2")
+    said = json.loads((run.checkpoints / "step-000004" / "checkpoint.json").read_text())
+    (run.checkpoints / "step-000004" / "checkpoint.json").write_text(json.dumps({**said, "updates": 9}))
+    with pytest.raises(RecordError, match=r"step-000004 was altered .*: version, updates, critic_updates, rec"):
+        again(run, "4")
     (run.checkpoints / "step-000002" / "checkpoint.json").write_text("{}")
     with pytest.raises(RecordError, match=r"step-000002 was altered .*: checkpoint.json says no format"):
         again(run, "2")
