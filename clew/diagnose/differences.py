@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from clew.record import rows
-from clew.record.digest import digest_rows, from_hex
+from clew.record.digest import digest_batch, digest_rows, from_hex
 
 STAGES = (
     "data",
@@ -182,9 +182,19 @@ def in_tensors(
     )
 
 
-def in_batch(step: int, recorded: Mapping[str, int], batch: Sequence[rows.Sequence]) -> Difference | None:
-    """What of a batch is not what was trained on: data, then rewards. recorded: the digests of its sequences."""
-    return in_data(step, recorded, digest_rows(batch)) or in_rewards(step, batch)
+def in_batch(
+    step: int, recorded: Mapping[str, int], batch: Sequence[rows.Sequence], whole: str | None = None
+) -> Difference | None:
+    """What of a batch is not what was trained on: data, rewards, the order of the sequences.
+
+    recorded: the digests of its sequences.   whole: that of all, as the step's JSON has it; None: not committed.
+    """
+    digests = digest_rows(batch)
+    found = in_data(step, recorded, digests) or in_rewards(step, batch)
+    now = digest_batch(digests)
+    if found is not None or whole in (None, now):
+        return found
+    return Difference(step=step, stage="data", where="all, in their order", position=None, recorded=whole, found=now)
 
 
 def in_metrics(step: int, recorded: Mapping[str, Any], found: Mapping[str, float]) -> Difference | None:

@@ -132,7 +132,7 @@ def replay(run: RunDirectory, engine: TrainEngine, last: int) -> Iterator[Step]:
     """Train the steps from the engine's version to `last` again, each compared with its record."""
     for step in range(engine.version, last + 1):
         recorded, batch, stages = run.steps.read(step), run.steps.read_data(step), run.steps.read_stages(step)
-        _check_batch(run, step, batch, stages.digests)
+        _check_batch(run, step, batch, stages.digests, recorded["digests"]["data"])
         configure_as(engine, recorded)
         yield compare(run, step, batch, engine.train_step(batch), recorded, stages.arrays, engine)
 
@@ -141,12 +141,15 @@ def recorded_batch(run: RunDirectory, step: int) -> list[Sequence]:
     """The batch of a step. Raises DifferenceFound where it is not what was trained on."""
     batch = run.steps.read_data(step)
     if run.steps.stage_path(step, 0).exists():  # else the step failed before it had any
-        _check_batch(run, step, batch, run.steps.read_stages(step).digests)
+        whole = run.steps.read(step)["digests"]["data"] if run.steps.json_path(step).exists() else None
+        _check_batch(run, step, batch, run.steps.read_stages(step).digests, whole)
     return batch
 
 
-def _check_batch(run: RunDirectory, step: int, batch: list[Sequence], digests: Mapping[str, int]) -> None:
-    found = differences.in_batch(step, digests, batch)
+def _check_batch(
+    run: RunDirectory, step: int, batch: list[Sequence], digests: Mapping[str, int], whole: str | None
+) -> None:
+    found = differences.in_batch(step, digests, batch, whole)
     if found is not None:
         raise DifferenceFound(run, found)
 

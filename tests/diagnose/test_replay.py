@@ -132,6 +132,13 @@ def test_data_that_cannot_be_trained_on_is_named_before_it_is(
         assert f"step 1, data: {batch[4].id}: recorded digest" in told(capsys)
 
 
+def test_sequences_in_another_order_are_told(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    batch = run.steps.read_data(1)
+    run.steps.write_data(1, rows.to_table([*batch[1:], batch[0]]))
+    assert not again(run, "1")
+    assert "step 1, data: all, in their order: recorded" in told(capsys)
+
+
 def test_a_stage_of_the_second_update_comes_after_the_loss_of_the_first(
     run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -150,6 +157,7 @@ def test_a_stage_of_the_second_update_comes_after_the_loss_of_the_first(
     [
         ("metrics", "loss", "step 1, metrics: loss: recorded 7, here "),
         ("metrics", "reward", "step 1, metrics: reward: recorded 7, here "),
+        ("digests", "data", "step 1, data: all, in their order: recorded 7, here "),
         ("digests", "weights", "step 1, digests of weights: of all: recorded 7, here "),
     ],
 )
