@@ -203,16 +203,27 @@ def context_in(config: PreTrainedConfig) -> tuple[int | None, str]:
     With longrope (arXiv 2402.13753) that is what its positions were first made for: beyond it transformers computes
     each position otherwise, also those of whatever shorter row is computed beside.
     """
-    text = config.get_text_config()
     limits: list[tuple[int, str]] = []
-    if (context := getattr(text, "max_position_embeddings", None)) is not None:
+    if (context := getattr(config.get_text_config(), "max_position_embeddings", None)) is not None:
         limits.append((int(context), "max_position_embeddings"))
-    rope = getattr(text, "rope_parameters", None) or {}
-    for each in [rope] if "rope_type" in rope else [each for each in rope.values() if isinstance(each, dict)]:
+    for each in _ropes(config):
         first = each.get("original_max_position_embeddings")
         if each.get("rope_type") == "longrope" and first is not None:
             limits.append((int(first), "original_max_position_embeddings of longrope"))
     return min(limits, default=(None, ""))
+
+
+def positions_go_on(config: PreTrainedConfig) -> bool:
+    """Whether a model computes what is longer than its context, too: it rotates by positions, in a way that does not
+    change with the length."""
+    kinds = [each.get("rope_type") for each in _ropes(config)]
+    return bool(kinds) and not {"longrope", "dynamic"} & {*kinds}
+
+
+def _ropes(config: PreTrainedConfig) -> list[dict[str, Any]]:
+    """The rotary parameters; several where kinds of layers have their own."""
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    return [rope] if "rope_type" in rope else [each for each in rope.values() if isinstance(each, dict)]
 
 
 def config_of(path: str) -> Any:

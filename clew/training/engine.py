@@ -40,6 +40,7 @@ from clew.models import (
     load_tokenizer,
     load_value_model,
     pick_device,
+    positions_go_on,
     width_of,
 )
 from clew.record.digest import to_hex, total
@@ -78,6 +79,7 @@ log = logging.getLogger("clew.training")
 RECENT_NORMS = 32
 """Updates whose gradient norms a spike is measured by."""
 
+TOO_FAST = "Perhaps training.lr is too high."
 ENOUGH_NORMS = 8
 """Fewer are no measure."""
 
@@ -404,7 +406,8 @@ class TrainEngine:
             models.append((self.critic.inner, "the critic"))
         for model, name in models:
             context, field = context_in(model.config)
-            if context is not None and (longest := tokens.lengths.max()) > context:
+            longest = tokens.lengths.max()
+            if context is not None and longest > context and not positions_go_on(model.config):
                 raise TrainingError(
                     f"{tokens.ids[tokens.lengths.argmax()]} has {longest} tokens; {name} takes {context} ({field})."
                 )
@@ -663,15 +666,16 @@ class TrainEngine:
         if not bad.any():
             return None
         where = int(micro.where_N[bad][0])
-        row = int(tokens.row_of_S[where])
+        row, logprob = int(tokens.row_of_S[where]), done.logprobs_S[where]
+        if (loss := self.config.algorithm.loss) not in LOSSES:
+            cause = f"It is what algorithm.loss={loss} returned."
+        elif math.isfinite(logprob):
+            cause = "So it is its advantage, its behaviour logprob or a coefficient of the loss that is not finite."
+        else:
+            cause = TOO_FAST
         return (
             f"the loss of token {where - tokens.starts[row]} of {tokens.ids[row]} is {done.loss_S[where]} (its logprob "
-            f"is {done.logprobs_S[where]:.6g}); {int(bad.sum())} of its micro-batch's {len(bad)} are not finite."
-            + (
-                f" It is what algorithm.loss={loss} returned."
-                if (loss := self.config.algorithm.loss) not in LOSSES
-                else ""
-            )
+            f"is {logprob:.6g}); {int(bad.sum())} of its micro-batch's {len(bad)} are not finite. {cause}"
         )
 
     def bad_norm(self, norm: float) -> str | None:
@@ -679,7 +683,7 @@ class TrainEngine:
         if not math.isfinite(norm):
             names = self._not_finite(self.optimizer.gradients().items())
             where = names[0] if names else "the sum"
-            return f"the norm of the gradient is {norm}, first in {where}, although every loss is finite."
+            return f"the norm of the gradient is {norm}, first in {where}, although every loss is finite. {TOO_FAST}"
         factor = self.config.training.spike_factor
         if factor is None or len(self.recent_norms) < ENOUGH_NORMS:
             return None
@@ -688,7 +692,7 @@ class TrainEngine:
             return None
         return (
             f"the norm of the gradient is {norm:.4g}, over training.spike_factor={factor:g} times the median of the "
-            f"last {len(self.recent_norms)} updates, {median:.4g}."
+            f"last {len(self.recent_norms)} updates, {median:.4g}. {TOO_FAST}"
         )
 
     def _refuse(self, problem: str, done: _Pass) -> None:
@@ -698,8 +702,7 @@ class TrainEngine:
         where = f"`clew blame RUN --step {self.version}` says where it comes from"
         if self.config.training.on_bad_gradient == "stop":
             raise GradientError(
-                f"{said} {where}; perhaps training.lr is too high. With training.on_bad_gradient=skip the run goes on "
-                f"without such updates."
+                f"{said} {where}. With training.on_bad_gradient=skip the run goes on without such updates."
             )
         done.skipped += 1
         log.warning("%s %s.", said, where)

@@ -74,9 +74,12 @@ def test_a_sequence_that_the_model_has_no_embeddings_for_is_named(model, tmp_pat
         with pytest.raises(TrainingError, match=rf"token 2 of g0\.e1\.s0 is {token}; the model has embeddings for the"):
             engine.train_step(batch)
     long = make_sequence("g0.e7.s0", prompt=10, response=250)
+    assert engine.train_step([*make_batch(), long]).metrics["loss"]  # rotary positions go on
+    tiny_model(model, "gpt2", scale=0.2)
+    engine = TrainEngine(make_config(model))
     with pytest.raises(TrainingError, match=r"g0\.e7\.s0 has 260 tokens; the model takes 256 \(max_pos"):
         engine.train_step([*make_batch(), long])
-    tiny_model(tmp_path / "short", scale=0.2, context=12)
+    tiny_model(tmp_path / "short", "gpt2", scale=0.2, context=12)
     tiny_tokenizer(tmp_path / "short")
     engine = TrainEngine(make_config(model, algorithm={"preset": "ppo", "critic": str(tmp_path / "short")}))
     with pytest.raises(TrainingError, match=r"; the critic takes 12 \(max_position_embeddings\)"):
