@@ -150,7 +150,8 @@ class Steps:
         summary = read_json(path)
         missing = [key for key in ("clew_format", *_INDEXED) if not isinstance(summary, dict) or key not in summary]
         if missing:
-            raise RecordError(f"{path} says no {missing[0]}: it was altered after it was written. {rows.RESTORE}.")
+            remedy = rows.RESTORE.capitalize()
+            raise RecordError(f"{path} says no {missing[0]}: it was altered after it was written. {remedy}.")
         rows.check_format(path, summary["clew_format"])
         return summary
 
