@@ -7,7 +7,7 @@ import pytest
 
 CLEW = Path(__file__).parent.parent / "clew"
 
-EVERYWHERE = {"clew", "clew.errors", "clew.config", "clew.algorithms", "clew.waits", "clew.processes"}
+EVERYWHERE = {"clew", "clew.errors", "clew.config", "clew.algorithms", "clew.seeds", "clew.waits", "clew.processes"}
 MAY_IMPORT = {
     "record": set(),
     "inference": {"clew.record", "clew.models", "clew.vision", "clew.listening"},
@@ -70,6 +70,8 @@ def test_every_room_is_listed() -> None:
     assert rooms == set(MAY_IMPORT)
 
 
-@pytest.mark.parametrize("module", ["errors", "config", "algorithms", "waits", "processes", "dotted", "listening"])
+@pytest.mark.parametrize(
+    "module", ["errors", "config", "algorithms", "seeds", "waits", "processes", "dotted", "listening"]
+)
 def test_what_all_may_import_imports_no_room_and_no_torch(module: str) -> None:
     assert imports(CLEW / f"{module}.py") <= EVERYWHERE

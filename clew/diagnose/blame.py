@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from clew.diagnose.replay import DifferenceFound, configure_as, engine_at, recorded_batch, replay
+from clew.diagnose.replay import batch_as_it_is, configure_as, engine_at, replay
 from clew.errors import ConfigError, RecordError, TrainingError
 from clew.record.bundle import opened
 from clew.record.rows import Sequence
@@ -62,11 +62,7 @@ def _bring_to(run: RunDirectory, step: int) -> tuple[TrainEngine, list[Sequence]
         committed = f"the steps 0 to {count - 1}" if count else "no step"
         begun = f", and begun step {count}" if run.steps.has_data(count) else ""
         raise RecordError(f"{run.path} has no batch of step {step}: it has committed {committed}{begun}.")
-    try:
-        batch = recorded_batch(run, step)
-    except DifferenceFound as found:
-        print(found, file=sys.stderr)
-        batch = run.steps.read_data(step)
+    batch = batch_as_it_is(run, step)
     engine = engine_at(run, step)
     for done in replay(run, engine, step - 1):
         if done.differences:

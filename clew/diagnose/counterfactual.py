@@ -11,7 +11,7 @@ from rich.table import Table
 
 from clew import config as configuration
 from clew.config import Config
-from clew.diagnose.replay import DifferenceFound, engine_at, recorded_batch, replay
+from clew.diagnose.replay import batch_as_it_is, engine_at, replay
 from clew.errors import RecordError
 from clew.record.run import RunDirectory
 from clew.trainer.branch import branch
@@ -45,10 +45,7 @@ def counterfactual(run: RunDirectory, first: int, last: int, overrides: list[str
     ]
     config = configuration.load(run.config_path, [*ours, *overrides, *last_words])
     for step in range(first, last + 1):
-        try:
-            recorded_batch(run, step)
-        except DifferenceFound as altered:
-            print(altered, file=sys.stderr)
+        batch_as_it_is(run, step)
     new = RunDirectory(config.run_path)
     print(f"into {new.path}, from step {first} on with {' '.join(overrides)}", flush=True)
     learn_from_record(config, lambda step, summary: None, begun=begin, until=last + 1)

@@ -129,29 +129,26 @@ def _portable(config: Config, folders: dict[int, Path], device: str | None, rank
 
 
 def replay(run: RunDirectory, engine: TrainEngine, last: int) -> Iterator[Step]:
-    """Train the steps from the engine's version to `last` again, each compared with its record."""
+    """Train the steps from the engine's version to `last` again, each compared with its record. Raises
+    DifferenceFound at a batch that is not what was trained on."""
     for step in range(engine.version, last + 1):
         recorded, batch, stages = run.steps.read(step), run.steps.read_data(step), run.steps.read_stages(step)
-        _check_batch(run, step, batch, stages.digests, recorded["digests"]["data"])
+        found = differences.in_batch(step, stages.digests, batch, recorded["digests"]["data"])
+        if found is not None:
+            raise DifferenceFound(run, found)
         configure_as(engine, recorded)
         yield compare(run, step, batch, engine.train_step(batch), recorded, stages.arrays, engine)
 
 
-def recorded_batch(run: RunDirectory, step: int) -> list[Sequence]:
-    """The batch of a step. Raises DifferenceFound where it is not what was trained on."""
+def batch_as_it_is(run: RunDirectory, step: int) -> list[Sequence]:
+    """The batch of a step; stderr says where it is not what was trained on."""
     batch = run.steps.read_data(step)
     if run.steps.stage_path(step, 0).exists():  # else the step failed before it had any
         whole = run.steps.read(step)["digests"]["data"] if run.steps.json_path(step).exists() else None
-        _check_batch(run, step, batch, run.steps.read_stages(step).digests, whole)
+        found = differences.in_batch(step, run.steps.read_stages(step).digests, batch, whole)
+        if found is not None:
+            print(DifferenceFound(run, found), file=sys.stderr)
     return batch
-
-
-def _check_batch(
-    run: RunDirectory, step: int, batch: list[Sequence], digests: Mapping[str, int], whole: str | None
-) -> None:
-    found = differences.in_batch(step, digests, batch, whole)
-    if found is not None:
-        raise DifferenceFound(run, found)
 
 
 def configure_as(engine: TrainEngine, recorded: dict[str, Any]) -> None:

@@ -278,10 +278,6 @@ def _contradiction(params: SamplingParams) -> str | None:
     return None
 
 
-def _text_config(model: Any) -> Any:
-    return model.config.get_text_config()
-
-
 def _default_stop_ids(model: Any, tokenizer: Any, vocab: int) -> tuple[int, ...]:
     """The tokenizer's end and pad tokens, and the end tokens of the model's generation config; without those that the
     model cannot generate."""

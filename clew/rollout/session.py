@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import hashlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -17,6 +16,7 @@ from clew.models import context_of
 from clew.record.media import Media, media_name
 from clew.rollout.capture import Interaction
 from clew.rollout.rewards import Reward
+from clew.seeds import derive_seed
 from clew.vision import Sight
 
 if TYPE_CHECKING:
@@ -167,11 +167,6 @@ class Session:
 def plain_text(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
     """Tokens as the model wrote them, without special ones."""
     return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-
-
-def derive_seed(seed: int, name: str) -> int:
-    """A seed that follows from the run's and the ID of a thing, in 63 bits; the same on every machine."""
-    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big") >> 1
 
 
 def sampling_params(sampling: Sampling) -> SamplingParams:

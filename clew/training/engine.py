@@ -21,7 +21,6 @@ from collections.abc import Sequence as SequenceABC
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
-from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
@@ -46,6 +45,7 @@ from clew.models import (
 from clew.record.digest import to_hex, total
 from clew.record.media import Media
 from clew.record.rows import Sequence
+from clew.seeds import derive_seed
 from clew.training.batching import Plan, deal, loss_weights, padding_share, plan_step
 from clew.training.critic import Critic, ValueModel, value_metrics
 from clew.training.digests import Digests, digest_tensors
@@ -255,8 +255,7 @@ class TrainEngine:
     def _seed(self) -> int:
         """Of what is random in a step, such as a dropout of the user's own loss: another for each rank that computes
         other rows, and the same in a replay on as many."""
-        name = f"{self.config.seed} {self.version} {self.ranks.dp_rank}"
-        return int.from_bytes(sha256(name.encode()).digest()[:8]) >> 1
+        return derive_seed(self.config.seed, f"step {self.version} rank {self.ranks.dp_rank}")
 
     @property
     def context(self) -> int | None:

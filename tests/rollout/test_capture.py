@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from clew.errors import EpisodeError
 from clew.inference.protocol import SamplingParams
 from clew.rollout.capture import Interaction, aligned, assemble
-from clew.rollout.session import derive_seed, resources
+from clew.rollout.session import resources
 from clew.rollout.workflows import MultiTurnRetry, SingleTurn
+from clew.seeds import derive_seed
 from tests.models import tiny_tokenizer
 from tests.rollout.scripted import Scripted, config_for
 
