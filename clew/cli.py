@@ -65,6 +65,8 @@ def main() -> None:
             if not tell(said):
                 print(f"clew: {said}", file=sys.stderr)
             raise SystemExit(INTERRUPTED) from None
+        if ended.code == 1:
+            tell(ended)
         raise
     except Exception as error:
         tell(error)

@@ -58,7 +58,7 @@ def blame(target: Path, step: int, *, top: int, tokens: int, by: str) -> None:
 def _bring_to(run: RunDirectory, step: int) -> tuple[TrainEngine, list[Sequence]]:
     """The engine where it was when `step` began, committed or not: a step that failed has its batch on record."""
     count = run.steps.count()
-    if not 0 <= step <= count or not run.steps.has_data(step):
+    if not (0 <= step < count or (step == count and run.steps.has_data(step))):
         committed = f"the steps 0 to {count - 1}" if count else "no step"
         begun = f", and begun step {count}" if run.steps.has_data(count) else ""
         raise RecordError(f"{run.path} has no batch of step {step}: it has committed {committed}{begun}.")

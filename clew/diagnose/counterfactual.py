@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from rich.table import Table
 from clew import config as configuration
 from clew.config import Config
 from clew.diagnose.replay import batch_as_it_is, engine_at, replay
-from clew.errors import RecordError
+from clew.errors import ConfigError, RecordError
 from clew.record.run import RunDirectory
 from clew.trainer.branch import branch
 from clew.trainer.learn import learn_from_record
@@ -44,11 +45,22 @@ def counterfactual(run: RunDirectory, first: int, last: int, overrides: list[str
         f"debug.first_step={first}",
     ]
     config = configuration.load(run.config_path, [*ours, *overrides, *last_words])
+    if config.model.path != recorded.model.path:
+        raise ConfigError(
+            f"model.path={config.model.path}: step {first} is trained on with the model that the steps before it left. "
+            f"Override what it is trained with; for another model, `clew train` with debug.replay_rollout_data."
+        )
     for step in range(first, last + 1):
         batch_as_it_is(run, step)
+    fresh = not config.run_path.exists()
     new = RunDirectory(config.run_path)
     print(f"into {new.path}, from step {first} on with {' '.join(overrides)}", flush=True)
-    learn_from_record(config, lambda step, summary: None, begun=begin, until=last + 1)
+    try:
+        learn_from_record(config, lambda step, summary: None, begun=begin, until=last + 1)
+    except BaseException:
+        if fresh and not new.steps.has_data(first):  # refused before it began: there is nothing to look at
+            shutil.rmtree(new.path)
+        raise
     table = _side_by_side(run, new, range(first, last + 1))
     if len(table.columns) == 1:
         print(f"no metric differs: {' '.join(overrides)} is nothing that these steps depend on, on the same data.")

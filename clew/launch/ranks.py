@@ -55,7 +55,8 @@ def place(ranks: int, arguments: list[str], logs: Path | None = None) -> None:
                 child.kill()
                 child.wait()
         if failed:
-            raise LaunchError(_first_cause(failed, ranks, errors, logs))
+            cause = _first_cause(failed, ranks, errors, logs)
+            raise LaunchError(cause) if cause else SystemExit(1)
 
 
 def named(rank: int, ranks: int, port: int) -> dict[str, str]:
@@ -72,13 +73,14 @@ def named(rank: int, ranks: int, port: int) -> dict[str, str]:
 
 
 def tell(error: BaseException) -> bool:
-    """Leave word of why this rank failed, where somebody asked for that. Returns whether it was `place`, which then
-    says it."""
+    """Leave word of why this rank failed, where somebody asked for that: none of a SystemExit, which has said all.
+    Returns whether it was `place`, which then says it."""
     path = os.environ.get(ERROR_VARIABLE)
     if path is None:
         return False
     now = time.time()
-    message = {"message": str(error), "extraInfo": {"timestamp": str(int(now)), "time": now}}
+    text = "" if isinstance(error, SystemExit) else str(error)
+    message = {"message": text, "extraInfo": {"timestamp": str(int(now)), "time": now}}
     with suppress(OSError):
         Path(path).write_text(json.dumps({"message": message}))
     return PLACED_VARIABLE in os.environ
@@ -137,8 +139,8 @@ def _wait(children: list[subprocess.Popen[bytes]]) -> dict[int, int]:
 
 
 def _first_cause(failed: dict[int, int], ranks: int, errors: list[Path], logs: Path | None) -> str:
-    """Which rank failed first, and what it said. One that lost its peers says so only after they are gone; one that was
-    killed says nothing.
+    """Which rank failed first, and what it said; nothing where that rank has said all. One that lost its peers says so
+    only after they are gone; one that was killed says nothing.
 
     failed: the exit codes of the ranks that ended by themselves.
     """
@@ -153,7 +155,7 @@ def _first_cause(failed: dict[int, int], ranks: int, errors: list[Path], logs: P
     first = min(said, key=lambda rank: said[rank]["extraInfo"]["time"])
     message = said[first]["message"]
     everyone = len(said) == ranks and all(each["message"] == message for each in said.values())
-    return message if everyone else f"trainer rank {first} of {ranks}: {message}"
+    return message if everyone or not message else f"trainer rank {first} of {ranks}: {message}"
 
 
 def free_port() -> int:

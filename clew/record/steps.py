@@ -91,16 +91,30 @@ class Steps:
 
     def read_data(self, step: int) -> list[rows.Sequence]:
         """The batch of `step`. Raises RecordError: missing, truncated, altered."""
-        return rows.checked(self.data_path(step), self._read_table(step))
+        return rows.checked(self.data_path(step), self.read_table(step))
 
     def has_data(self, step: int) -> bool:
         return self.data_path(step).exists()
 
-    def _read_table(self, step: int) -> pa.Table:
+    def read_table(self, step: int) -> pa.Table:
+        """The same as a table, its rows unchecked."""
         path = self.data_path(step)
-        if self.json_path(step).exists():
-            return rows.read_table(path)
-        return rows.read_table(path, "remove it: the step is not committed, and its batch is chosen again")
+        if not self.json_path(step).exists():
+            return rows.read_table(path, "remove it: the step is not committed, and its batch is chosen again")
+        if not path.exists():
+            show = f"clew show {self.folder.parent} {step}"
+            raise RecordError(f"{self.gone(step)} What the step committed is still there: `{show}`.")
+        return rows.read_table(path)
+
+    def gone(self, step: int) -> str:
+        """What is said where the data of a committed step is not there."""
+        count = self.count()
+        there = next((later for later in range(step + 1, count) if self.has_data(later)), None)
+        nearest = "no later step has its own" if there is None else f"the next that has its own is step {there}"
+        return (
+            f"the sequences of step {step} are gone: {self.data_path(step)} is missing. record.keep_steps keeps those "
+            f"of the newest steps, or it was removed; {nearest}. Restore it from a copy of the run directory."
+        )
 
     def write_stages(
         self, step: int, rank: int, digests: Mapping[str, int], stages: Mapping[str, Sequence[np.ndarray]]
@@ -188,7 +202,7 @@ class Steps:
         step = self.count()
         if not self.has_data(step):
             return set()
-        return set(self._read_table(step).column("group_id").to_pylist())
+        return set(self.read_table(step).column("group_id").to_pylist())
 
     def repair(self) -> None:
         """Complete the index and remove half-written files, and stages of a step that was not committed (it may be

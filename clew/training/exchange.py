@@ -54,11 +54,7 @@ def choose_steps(run: RunDirectory, steps: str) -> list[int]:
     meant = parse_steps(steps or ":", run.steps.count())
     there = [step for step in meant if run.steps.has_data(step)]
     if not there or (steps and there != list(meant)):
-        gone = sorted(set(meant) - set(there))
-        raise RecordError(
-            f"{run.path} has the data of step {gone[0]} no more: record.keep_steps bounds what is kept. Choose steps "
-            f"whose steps/step-N.parquet is there."
-        )
+        raise RecordError(run.steps.gone(min(set(meant) - set(there))))
     return there
 
 

@@ -79,7 +79,7 @@ def find_group(run: RunDirectory, name: Name) -> Found:
     step = next((entry["step"] for entry in reversed(index) if group in entry["groups"]), None)
     if step is not None:
         only_failed = not run.steps.has_data(step) and name.episode in {row.episode_id for row in failed}
-        trained = [] if only_failed else _of_group(read_step(run, step), group)
+        trained = [] if only_failed else _of_group(run.steps.read_table(step), group)
         fate = f"consumed by step {step}"
         return Found(id=group, fate=fate, sequences=trained, failed=failed, step=step, committed=True)
     step = len(index)
@@ -113,22 +113,9 @@ def find_episode(run: RunDirectory, name: Name) -> list[Sequence]:
     return episodes[name.episode]
 
 
-def read_step(run: RunDirectory, step: int) -> pa.Table:
-    """The batch of a committed step. Raises RecordError: truncated, altered, not kept."""
-    path = run.steps.data_path(step)
-    if not path.exists():
-        keep = Settings(run.path).get("record.keep_steps")
-        why = f"record.keep_steps={keep} keeps the newest" if keep else "it was removed"
-        raise RecordError(
-            f"the sequences of step {step} are gone ({path}: {why}). What the step committed is still there: "
-            f"clew show {run.path} {step}"
-        )
-    return rows.read_table(path)
-
-
 def read_batch(run: RunDirectory, step: int) -> list[Sequence]:
-    """All sequences of a step, but for their interactions, which may be long. Raises RecordError like `read_step`."""
-    return rows.checked(run.steps.data_path(step), read_step(run, step).drop_columns("interactions"))
+    """All sequences of a step, but for their interactions, which may be long. Raises RecordError."""
+    return rows.checked(run.steps.data_path(step), run.steps.read_table(step).drop_columns("interactions"))
 
 
 class Settings:

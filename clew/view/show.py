@@ -214,6 +214,9 @@ def _show_step(console: Console, run: RunDirectory, step: int) -> None:
         Columns([Text(f"{visible(name)} {value:.4g}") for name, value in metrics.items()], equal=True, padding=(0, 3))
     )
     console.print()
+    if not run.steps.has_data(step):
+        console.print(run.steps.gone(step))
+        return
     groups: dict[str, list[Sequence]] = {}
     for sequence in read_batch(run, step):
         groups.setdefault(sequence.group_id, []).append(sequence)

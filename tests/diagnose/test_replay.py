@@ -372,6 +372,17 @@ def test_a_counterfactual_shares_the_past_and_differs_from_there(
         again(run, "3", ["training.lrr=1e-4"])
 
 
+def test_a_refused_counterfactual_leaves_nothing(run: RunDirectory) -> None:
+    runs = list(run.path.parent.iterdir())
+    with pytest.raises(ConfigError, match="there is no module 'nosuch'"):
+        again(run, "3", ["algorithm.loss=nosuch.thing"])
+    with pytest.raises(ModelError, match=r"was trained with model\.dtype=float32, this run has float64"):
+        again(run, "3", ["model.dtype=float64"])
+    with pytest.raises(ConfigError, match=r"model\.path=another: step 3 is trained on with the model that the steps"):
+        again(run, "3", ["model.path=another"])
+    assert list(run.path.parent.iterdir()) == runs
+
+
 def test_a_filter_is_applied_to_recorded_batches(run: RunDirectory) -> None:
     path = run.steps.data_path(0)
     table = rows.read_table(path)
