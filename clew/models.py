@@ -135,7 +135,10 @@ def _load(
     if new in loading["missing_keys"]:
         torch.nn.init.zeros_(model.get_parameter(new))
     try:
-        return model.to(device).eval()
+        model = model.to(device).eval()
+        if device.type == "cpu":
+            _own_memory(model)
+        return model
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
@@ -143,6 +146,13 @@ def _load(
             f"the model in {path} ({field}) does not fit into the memory of {device}: {first_line(error)} Use a "
             f"smaller one, model.dtype=bfloat16, or more devices (launch.ranks)."
         ) from error
+
+
+def _own_memory(model: PreTrainedModel) -> None:
+    """Copy the weights out of the file that they were read from. Where they lie in it decides on the last bits of a
+    product of a matrix and a vector: torch aligns what it allocates, so that every copy computes the same."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.clone()
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -67,8 +67,7 @@ def _bring_to(run: RunDirectory, step: int) -> tuple[TrainEngine, list[Sequence]
     for done in replay(run, engine, step - 1):
         if done.differences:
             print(f"on the way there: {done.differences[0]}", file=sys.stderr)
-    if step < count:
-        configure_as(engine, run.steps.read(step))
+    configure_as(run, engine, run.steps.read(step) if step < count else None)
     return engine, batch
 
 

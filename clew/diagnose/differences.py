@@ -85,7 +85,10 @@ class Difference:
     def told(self, recorded: str, found: str) -> str:
         """In a line; recorded, found: what the two sides are called."""
         place = f"{self.where}, token {self.position}" if self.position is not None else self.where
-        values = f"{recorded} {_shown(self.recorded)}, {found} {_shown(self.found)}"
+        then, now = (_shown(each) for each in (self.recorded, self.found))
+        if then == now:  # in the last digits of a float64
+            then, now = (str(each) for each in (self.recorded, self.found))
+        values = f"{recorded} {then}, {found} {now}"
         return f"step {self.step}, {self.stage}: {place}: {values}{f' ({self.more})' if self.more else ''}"
 
 
@@ -123,25 +126,30 @@ def in_stage(
     return first
 
 
-def suspect(found: Difference, then: str | None, now: str | None) -> Difference:
-    """A difference in the advantages or the loss, although all that they were computed from agrees: what a function of
-    the user's own may have done. then, now: `clew.training.custom.source_of`, as recorded and here."""
-    if now is None:
-        return found
+def suspect(found: Difference, then: str | None, now: str | None, *, checked: bool, chance: str) -> Difference:
+    """A difference in the advantages or the loss, with what a function of the user's own may have done.
+
+    then, now: `clew.training.custom.source_of`, as recorded and here.
+    checked: all that they were computed from agrees; otherwise it is only what the record says.
+    chance: what is known of why its results differ from time to time.
+    """
     field = f"algorithm.{found.stage}"
-    others = "is not deterministic"
-    if found.stage == "loss":
-        others = (
-            "depends on which sequences share a micro-batch, or is not deterministic "
-            "(torch.use_deterministic_algorithms(True) finds torch's operations that are not)"
-        )
-    if then is None:
-        why = f"what {field} names was changed since, or {others}"
+    others = (
+        "depends on which sequences share a micro-batch"
+        if found.stage == "loss"
+        else "depends on what is not on record"
+    )
+    altered = "the record of it was altered" if checked else "it or its inputs were altered on record"
+    if chance:
+        why = f"{field} {chance}"
+    elif then is None:
+        why = f"{altered}, or what {field} names was changed since, or {others}"
     elif then != now:
         why = f"the file of {field} was changed since"
     else:
-        why = f"so does the file of {field}: what it calls was changed since, or it {others}"
-    why = f"its inputs agree; {why}"
+        why = f"the file of {field} is the same: {altered}, or what the file calls was changed since, or it {others}"
+    if checked:
+        why = f"its inputs agree; {why}"
     return replace(found, more=f"{found.more}; {why}" if found.more else why)
 
 
@@ -198,11 +206,10 @@ def in_batch(
 
 
 def in_metrics(step: int, recorded: Mapping[str, Any], found: Mapping[str, float]) -> Difference | None:
-    """The first metric of both that is not, to the last bit, what was recorded. Another version of Clew may have had
-    others."""
-    for name, now in found.items():
-        then = recorded.get(name, now)
-        if then != now and not (math.isnan(then) and math.isnan(now)):
+    """The first metric that is not, to the last bit, what was recorded, or that only one side has."""
+    for name in {**found, **recorded}:
+        then, now = recorded.get(name, "absent"), found.get(name, "absent")
+        if then != now and not (then != then and now != now):  # two NaNs
             return Difference(step=step, stage="metrics", where=name, position=None, recorded=then, found=now)
     return None
 

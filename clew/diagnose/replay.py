@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,18 +21,22 @@ from typing import Any
 
 import numpy as np
 import torch
+from pydantic import ValidationError
 
 from clew import config as configuration
 from clew.config import Algorithm, Config, Training
 from clew.diagnose import differences
 from clew.diagnose.differences import EXACT, Difference, Tolerance
+from clew.diagnose.stages import suspected
 from clew.errors import ModelError, RecordError
+from clew.models import first_line
 from clew.record.digest import to_hex
-from clew.record.rows import Sequence
+from clew.record.files import read_json
+from clew.record.rows import RESTORE, Sequence
 from clew.record.run import RunDirectory
-from clew.trainer.commit import environment, environment_of, repeats
+from clew.record.steps import Stages
+from clew.trainer.commit import environment, environment_of, facts_of, repeats
 from clew.training import checkpoint
-from clew.training.custom import source_of
 from clew.training.engine import StepResult, TrainEngine, make_deterministic
 from clew.training.ranks import ALONE, Ranks
 
@@ -81,8 +85,11 @@ def engine_at(run: RunDirectory, step: int, device: str | None = None, ranks: Ra
             f"{run.path} has no checkpoint at or before step {step} (there: {there}), and steps are trained again from "
             f"a checkpoint on. `clew replay RUN --step {step} --stage advantages,loss` needs none."
         )
-    config = _portable(configuration.load(run.config_path), folders, device, ranks)
+    config = configuration.load(run.config_path)
     recorded = run.steps.read(before[-1]) if before[-1] < run.steps.count() else None
+    if recorded is not None:
+        config = config.model_copy(update=_configured(run, recorded))
+    config = _portable(config, folders, device, ranks)
     torch.set_num_threads(recorded["environment"]["threads"] if recorded else config.threads)
     make_deterministic(config.training)
     engine = TrainEngine(config, model_path=str(folders[before[-1]]), ranks=ranks, media=run.media)
@@ -96,9 +103,10 @@ def engine_at(run: RunDirectory, step: int, device: str | None = None, ranks: Ra
 def _check_belongs(run: RunDirectory, engine: TrainEngine, folder: Path) -> None:
     """Raise ModelError when a checkpoint is of another model than the run's, RecordError when it is not what the step
     before it left."""
-    names = run.facts().get("parameters", engine.parameter_names)
-    if names != engine.parameter_names:
-        strange = sorted(set(names) ^ set(engine.parameter_names)) or ["their order"]
+    said = run.facts().get("parameters", engine.parameter_names)
+    names, ours = ([name for name in side if not name.startswith("critic.")] for side in (said, engine.parameter_names))
+    if names != ours:  # a critic it may have had for a while
+        strange = sorted(set(names) ^ set(ours)) or ["their order"]
         raise ModelError(
             f"{folder} belongs to another model than {run.path}: {strange[0]} is in one of them alone. Put the run's "
             f"own checkpoint there, or remove it, and replay begins at the one before."
@@ -107,12 +115,28 @@ def _check_belongs(run: RunDirectory, engine: TrainEngine, folder: Path) -> None
     tensors = run.steps.read(step)["tensors"] if run.steps.json_path(step).exists() else {}
     if "weights" in tensors:
         now = to_hex(engine.weights_digests().values())
-        found = differences.in_tensors(step, "update", names, tensors["weights"], now)
+        then = tensors["weights"] if engine.critic is not None else tensors["weights"][: len(now)]
+        found = differences.in_tensors(step, "update", engine.parameter_names, then, now)
         if found is not None:
             raise RecordError(
                 f"{folder} is not what step {step} left: {found.where}: {found.recorded} recorded, {found.found} in "
                 f"the checkpoint. Remove it, and replay begins at the one before."
             )
+
+
+def _configured(run: RunDirectory, recorded: dict[str, Any]) -> dict[str, Any]:
+    """What of the configuration a step was made with; a run may have changed it since. Raises RecordError where it was
+    altered."""
+    said = recorded["config"]
+    try:
+        found: dict[str, Any] = {"training": Training(**said["training"]), "algorithm": Algorithm(**said["algorithm"])}
+    except (KeyError, TypeError, ValidationError) as error:
+        path = run.steps.json_path(recorded["step"])
+        raise RecordError(
+            f"{path}: its config cannot be read ({first_line(error)}): it was altered after it was written, or another "
+            f"version of Clew wrote it. {RESTORE.capitalize()}."
+        ) from None
+    return {**found, "seed": said["seed"]} if "seed" in said else found  # older steps have none
 
 
 def _portable(config: Config, folders: dict[int, Path], device: str | None, ranks: Ranks) -> Config:
@@ -131,13 +155,21 @@ def _portable(config: Config, folders: dict[int, Path], device: str | None, rank
 def replay(run: RunDirectory, engine: TrainEngine, last: int) -> Iterator[Step]:
     """Train the steps from the engine's version to `last` again, each compared with its record. Raises
     DifferenceFound at a batch that is not what was trained on."""
+    drifted = ""
     for step in range(engine.version, last + 1):
         recorded, batch, stages = run.steps.read(step), run.steps.read_data(step), run.steps.read_stages(step)
         found = differences.in_batch(step, stages.digests, batch, recorded["digests"]["data"])
         if found is not None:
             raise DifferenceFound(run, found)
-        configure_as(engine, recorded)
-        yield compare(run, step, batch, engine.train_step(batch), recorded, stages.arrays, engine)
+        configure_as(run, engine, recorded)
+        tolerance, because = how_to_compare(recorded, engine)
+        if not tolerance.exact and not drifted:
+            drifted = f"the weights, which step {step} left within a tolerance"
+        if tolerance.exact and drifted:
+            tolerance, because = TOLERANCES[engine.config.model.dtype], drifted
+        result = engine.train_step(batch)
+        found = compare(run, step, batch, result, recorded, stages, engine, tolerance)
+        yield Step(step=step, result=result, tolerance=tolerance, because=because, differences=found)
 
 
 def batch_as_it_is(run: RunDirectory, step: int) -> list[Sequence]:
@@ -151,12 +183,15 @@ def batch_as_it_is(run: RunDirectory, step: int) -> list[Sequence]:
     return batch
 
 
-def configure_as(engine: TrainEngine, recorded: dict[str, Any]) -> None:
-    """Optimizer and algorithm as they were at that step: a run may have changed them since."""
-    training = Training(**recorded["config"]["training"]).model_copy(update={"tp": engine.ranks.tp})
-    algorithm = Algorithm(**recorded["config"]["algorithm"])
+def configure_as(run: RunDirectory, engine: TrainEngine, recorded: dict[str, Any] | None) -> None:
+    """Seed, optimizer and algorithm as they were at that step: a run may have changed them since. None: as they are."""
+    was = _configured(run, recorded) if recorded else dict(configuration.load(run.config_path))
+    training, algorithm = was["training"].model_copy(update={"tp": engine.ranks.tp}), was["algorithm"]
+    algorithm = algorithm.model_copy(update={"critic": engine.config.algorithm.critic})  # which is where it is here
     if (training, algorithm) != (engine.config.training, engine.config.algorithm):
         engine.configure(training, algorithm)
+    if "seed" in was:
+        engine.config = engine.config.model_copy(update={"seed": was["seed"]})
 
 
 def compare(
@@ -165,29 +200,29 @@ def compare(
     batch: list[Sequence],
     result: StepResult,
     recorded: dict[str, Any],
-    stages: Mapping[str, Mapping[str, np.ndarray]],
+    stages: Stages,
     engine: TrainEngine,
-) -> Step:
-    """A step that was trained again, stage by stage against its record, in the order in which they are computed.
+    tolerance: Tolerance,
+) -> list[Difference]:
+    """Where a step that was trained again differs from its record: stage by stage, in the order in which they are
+    computed.
 
-    stages: as recorded, by name and sequence ID.
+    stages: as recorded.
     """
-    tolerance, because = how_to_compare(recorded, engine)
     found: list[Difference | None] = []
 
     def hold(name: str, rows: SequenceABC[int]) -> Difference | None:
-        if name not in stages:
+        if name not in stages.arrays:
             return Difference(
                 step=step, stage=name, where="the stage", position=None, recorded="absent", found="computed"
             )
         ids = [batch[row].id for row in rows]
-        then = [stages[name][each] for each in ids]
+        then = [stages.arrays[name][each] for each in ids]
         now = [result.stages[name][row].astype(np.float32, copy=False) for row in rows]  # as they are kept
         how = EXACT if name == "advantages" and not _from_logprobs(engine.config.algorithm) else tolerance
         difference = differences.in_stage(step, name, ids, then, now, how)
         if difference is not None and name in ("advantages", "loss") and not any(found):
-            source = recorded.get("code", {}).get(f"algorithm.{name}")
-            difference = differences.suspect(difference, source, source_of(engine.config.algorithm, name))
+            difference = suspected(difference, batch, stages, recorded, checked=True)
         return difference
 
     computed = [name for name in differences.STAGES if name in result.stages]
@@ -199,20 +234,15 @@ def compare(
         for name in computed:
             if name in differences.OF_UPDATES:
                 found.append(hold(name, rows))
-        found.append(_gradients(run, step, number, result, recorded, tolerance))
-    found.append(_weights(run, step, result, recorded, tolerance))
+        if tolerance.exact:
+            found.append(_gradients(step, number, result, recorded, engine))
+    found.append(_weights(step, result, recorded, engine, tolerance))
     if tolerance.exact and not any(found):
-        found += _said(step, result, recorded)
+        found += _said(step, batch, result, recorded)
     written = (run.checkpoints / f"step-{step + 1:06d}" / "checkpoint.json").exists()
     if written and (tolerance.exact or not any(found)):
         found.append(_checkpoint(run, step, engine, tolerance))
-    return Step(
-        step=step,
-        result=result,
-        tolerance=tolerance,
-        because=because,
-        differences=[each for each in found if each is not None],
-    )
+    return [each for each in found if each is not None]
 
 
 def _from_logprobs(algorithm: Algorithm) -> bool:
@@ -236,36 +266,38 @@ def how_to_compare(recorded: dict[str, Any], engine: TrainEngine) -> tuple[Toler
 
 
 def _gradients(
-    run: RunDirectory, step: int, number: int, result: StepResult, recorded: dict[str, Any], tolerance: Tolerance
+    step: int, number: int, result: StepResult, recorded: dict[str, Any], engine: TrainEngine
 ) -> Difference | None:
     """Of one update: the first parameter whose gradient differs."""
     then, now = recorded["tensors"]["gradients"], result.tensor_digests["gradients"]
-    if not tolerance.exact or number >= len(then):
-        return None
-    update = f", update {number}" if len(then) > 1 else ""
-    names = run.facts().get("parameters", [])
-    return differences.in_tensors(step, "gradients", names, then[number], now[number], update)
+    update = f", update {number}" if len(now) > 1 else ""
+    before = then[number] if number < len(then) else ""
+    return differences.in_tensors(step, "gradients", engine.parameter_names, before, now[number], update)
 
 
 def _weights(
-    run: RunDirectory, step: int, result: StepResult, recorded: dict[str, Any], tolerance: Tolerance
+    step: int, result: StepResult, recorded: dict[str, Any], engine: TrainEngine, tolerance: Tolerance
 ) -> Difference | None:
     """After the step: the first parameter that differs; where bits are not promised, the norm of the gradient."""
     if not tolerance.exact:
         then, now = (each["grad_norm"] for each in (recorded["metrics"], result.metrics))
         return differences.in_number(step, "gradients", "norm of the gradient", then, now, tolerance)
-    names = run.facts().get("parameters", [])
     then, now = (each["weights"] for each in (recorded["tensors"], result.tensor_digests))
-    return differences.in_tensors(step, "update", names, then, now)
+    return differences.in_tensors(step, "update", engine.parameter_names, then, now)
 
 
-def _said(step: int, result: StepResult, recorded: dict[str, Any]) -> Iterator[Difference | None]:
-    """What step-N.json says besides of what agrees: digests of all tensors, metrics."""
+def _said(
+    step: int, batch: list[Sequence], result: StepResult, recorded: dict[str, Any]
+) -> Iterator[Difference | None]:
+    """What step-N.json says besides of what agrees: digests of all tensors, groups, versions, plan, metrics."""
     for kind, now in result.digests.items():
         then = recorded["digests"].get(kind)
         if then != now:
             stage = f"digests of {kind}"
             yield Difference(step=step, stage=stage, where="of all", position=None, recorded=then, found=now)
+    for name, now in {"step": step, **facts_of(batch, step), "plan": result.plan}.items():
+        if (then := recorded.get(name)) != now:
+            yield Difference(step=step, stage=name, where="of all", position=None, recorded=then, found=now)
     yield differences.in_metrics(step, recorded["metrics"], result.metrics)
 
 
@@ -276,6 +308,8 @@ def _checkpoint(run: RunDirectory, step: int, engine: TrainEngine, tolerance: To
     if not tolerance.exact:
         checkpoint.check(folder, engine)
         return None
+    if engine.critic is not None and read_json(folder / "checkpoint.json")["critic_updates"] is None:
+        return None  # the run went on from here without its critic, and wrote it again
     saved = checkpoint.digests_in(folder, engine)
     for kind, now in checkpoint.digests_of(engine).items():
         then = saved[kind]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
 from typing import Any
 
@@ -54,15 +55,14 @@ def check_stages(run: RunDirectory, step: int, stages: SequenceABC[str], only: s
     algorithm = summary.get("config", {}).get("algorithm")
     # From values, which are kept in fewer bits than a float64 critic has.
     by_critic = (algorithm or {}).get("advantages") == "gae"
-    for stage, compute, tolerance in (("advantages", _advantages, LOSS if by_critic else EXACT), ("loss", _loss, LOSS)):
+    for stage, tolerance in (("advantages", LOSS if by_critic else EXACT), ("loss", LOSS)):
         if stage in stages:
             _check_recorded(run, step, batch, recorded, stage, by_clew=algorithm is not None)
-            again = compute(batch, recorded, summary)
+            again = _COMPUTED[stage](batch, recorded, summary)
             then, now = ([side[name] for name in kept] for side in (recorded.arrays[stage], again))
             differs = differences.in_stage(step, stage, kept, then, now, tolerance)
-            if differs is not None and algorithm:  # computed from what was recorded: its inputs are the same
-                source = summary.get("code", {}).get(f"algorithm.{stage}")
-                differs = differences.suspect(differs, source, source_of(Algorithm(**algorithm), stage))
+            if differs is not None:
+                differs = suspected(differs, batch, recorded, summary, checked=False)
             found.append(differs)
     return [each for each in found if each is not None]
 
@@ -97,6 +97,53 @@ def _check_recorded(
                     f"{len(recorded.arrays[name][row.id])} numbers, the sequence {len(row.input_ids)} tokens: one of "
                     f"the two was altered."
                 )
+
+
+def suspected(
+    found: Difference, batch: list[Sequence], recorded: Stages, summary: dict[str, Any], *, checked: bool
+) -> Difference:
+    """A difference in the advantages or the loss, with what a function of the user's own may have done.
+
+    checked: all that they were computed from agrees, and torch's random numbers were seeded as they were then.
+    """
+    now = source_of(Algorithm(**summary["config"]["algorithm"]), found.stage)
+    if now is None:
+        return found
+    then = summary.get("code", {}).get(f"algorithm.{found.stage}")
+    chance = _chance(lambda: _COMPUTED[found.stage](batch, recorded, summary), seeded=checked) if then == now else ""
+    return differences.suspect(found, then, now, checked=checked, chance=chance)
+
+
+def _chance(compute: Callable[[], dict[str, np.ndarray]], *, seeded: bool) -> str:
+    """Why a computation gives another result each time; empty where it does not.
+
+    seeded: torch's random numbers, where it was compared: they are no reason there."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    drawn: list[str] = []
+
+    class Drawn(TorchDispatchMode):
+        """Notes what draws random numbers."""
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if torch.Tag.nondeterministic_seeded in func.tags:
+                drawn.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Drawn():
+        first, second = compute(), compute()
+    if all(np.array_equal(first[name], second[name], equal_nan=True) for name in first) or (drawn and seeded):
+        return ""
+    if drawn:
+        return (
+            f"draws random numbers ({', '.join(dict.fromkeys(drawn))}), which have their seed where the whole step is "
+            f"trained: leave --stage away"
+        )
+    return (
+        "is not deterministic: computed twice here, it gave two results, and no operation of torch draws random "
+        "numbers in it"
+    )
 
 
 def _advantages(batch: list[Sequence], recorded: Stages, summary: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -142,3 +189,6 @@ def _loss(batch: list[Sequence], recorded: Stages, summary: dict[str, Any]) -> d
         loss_S *= weights[rows_S]
     pieces = np.split(loss_S, np.cumsum([len(row.input_ids) for row in batch])[:-1])
     return dict(zip([row.id for row in batch], pieces, strict=True))
+
+
+_COMPUTED = {"advantages": _advantages, "loss": _loss}

@@ -68,15 +68,24 @@ def write_stages(run: RunDirectory, step: int, digests: Mapping[str, int], resul
     )
 
 
+def facts_of(batch: list[Sequence], version: int) -> dict[str, Any]:
+    """What the index repeats of a batch: its groups, and from which version to which its trained tokens are.
+
+    version: where no token is, the first."""
+    generated = np.concatenate([row.versions[row.loss_mask] for row in batch])
+    return {
+        "groups": sorted({row.group_id for row in batch}),
+        "versions": [int(generated.min(initial=version)), int(generated.max(initial=0))],
+    }
+
+
 def summarize(
     run: RunDirectory, batch: list[Sequence], digests: Mapping[str, int], result: StepResult, engine: TrainEngine
 ) -> dict[str, Any]:
     """What step-N.json holds, but for the timings. digests: of the batch, from `clew.record.digest.digest_rows`."""
     evaluation = run.newest_eval()
-    generated = np.concatenate([row.versions[row.loss_mask] for row in batch])
     return {
-        "groups": sorted({row.group_id for row in batch}),
-        "versions": [int(generated.min(initial=engine.version)), int(generated.max(initial=0))],
+        **facts_of(batch, engine.version),
         "digests": {"data": digest_batch(digests), **result.digests},
         "tensors": result.tensor_digests,
         "metrics": result.metrics,
@@ -84,6 +93,9 @@ def summarize(
         "plan": result.plan,
         "environment": environment(engine),
         "code": code_of(engine.config.algorithm),
-        "config": {name: getattr(engine.config, name).model_dump(mode="json") for name in CONFIGURED},
+        "config": {
+            **{name: getattr(engine.config, name).model_dump(mode="json") for name in CONFIGURED},
+            "seed": engine.config.seed,
+        },
         "committed_at": time.time(),
     }

@@ -190,8 +190,7 @@ class TrainEngine:
         self.tokenizer = load_tokenizer(path)
         self.vision = load_vision(path)
         self._scores_rewards = config.training.objective == "reward_model"
-        host = self.device if ranks.size == 1 else torch.device("cpu")
-        self.model = self.read(path, host)
+        self.model = self.read(path, self._host)
         check_vocabulary(self.model, self.tokenizer, path)
         vocabulary = self.model.get_input_embeddings().weight.shape[0]
         if self._scores_rewards:
@@ -217,11 +216,7 @@ class TrainEngine:
         self.optimizer = Optimizer(self.model, config.training, total_updates=total)
         self._reference: Any = None
         """With adapters the model itself, without them."""
-        if config.algorithm.kl_coef > 0 and not self._scores_rewards:
-            self._reference = self.model
-            if not wants_adapters:
-                self._reference = self.read(config.model.path, host).requires_grad_(False)
-                spread(self._reference, config.training, ranks, self.device)
+        self._refer()
         self.critic: Critic | None = None
         if config.algorithm.advantages == "gae":
             self.critic = Critic(
@@ -233,8 +228,7 @@ class TrainEngine:
                 tokenizer=self.tokenizer,
                 vocabulary=vocabulary,
             )
-        models = (self.model, self._reference, self.critic and self.critic.inner)
-        self.packs = all(keeps_rows_apart(each) for each in models if each is not None)
+        self.packs = self._can_pack()
         """Rows of different lengths are packed, not padded."""
         self.watch: Watch = _nobody
         """Called at each stage of a step: for debuggers and diagnoses."""
@@ -244,13 +238,36 @@ class TrainEngine:
         self._timings: dict[str, float] = {}
 
     def configure(self, training: Training, algorithm: Algorithm) -> None:
-        """Go on with other settings of optimizer and algorithm. (A KL term needs the reference, and advantages=gae the
-        critic, from the start.)"""
+        """Go on with other settings of optimizer and algorithm. (advantages=gae needs its critic from the start.)
+        Raises ModelError where a KL term needs a reference that cannot be loaded."""
         self.config = self.config.model_copy(update={"training": training, "algorithm": algorithm})
+        self._refer()
+        if algorithm.advantages != "gae" and self.critic is not None:
+            self.critic, self._digests = None, None
+        self.packs = self._can_pack()
         self._advantages, self._loss = advantages_function(algorithm), loss_function(algorithm)
         self.optimizer.configure(training, total_updates=training.steps * algorithm.minibatches)
         if self.critic is not None:
             self.critic.configure(training, algorithm)
+
+    def _refer(self) -> None:
+        """Have the reference model where there is a KL term, and only there."""
+        if self.config.algorithm.kl_coef == 0 or self._scores_rewards:
+            self._reference = None
+        elif self.adapters is not None:
+            self._reference = self.model
+        elif self._reference is None:
+            self._reference = self.read(self.config.model.path, self._host).requires_grad_(False)
+            spread(self._reference, self.config.training, self.ranks, self.device)
+
+    @property
+    def _host(self) -> torch.device:
+        """Where a model is read, before it is spread over the ranks."""
+        return self.device if self.ranks.size == 1 else torch.device("cpu")
+
+    def _can_pack(self) -> bool:
+        models = (self.model, self._reference, self.critic and self.critic.inner)
+        return all(keeps_rows_apart(each) for each in models if each is not None)
 
     def _seed(self) -> int:
         """Of what is random in a step, such as a dropout of the user's own loss: another for each rank that computes

@@ -142,10 +142,10 @@ def test_code_that_was_changed_is_named(folder: Path, tmp_path: Path, capsys: py
     edit("-logprobs_N", "-2 * logprobs_N")
     for stages in (None, "loss"):
         assert not replays(run, "0", stages)
-        assert "its inputs agree; the file of algorithm.loss was changed since" in capsys.readouterr().out
+        assert "the file of algorithm.loss was changed since" in capsys.readouterr().out
     edit("each.reward", "each.reward + 1")
     assert not replays(run, "0", "advantages")
-    assert "its inputs agree; the file of algorithm.advantages was changed since" in capsys.readouterr().out
+    assert "the file of algorithm.advantages was changed since" in capsys.readouterr().out
     edit("def loss(", "def renamed(")  # which its advantages do without
     assert not replays(run, "0", "advantages")
     edit("def renamed(", "def loss(")
@@ -171,7 +171,25 @@ def test_a_loss_that_is_not_deterministic_is_suspected(
         assert not replays(run, "0", stages)
         shown = capsys.readouterr().out
         assert "FIRST DIFFERENCE  step 0, loss: " in shown
-        assert "its inputs agree; so does the file of algorithm.loss: what it calls was changed since, or it" in shown
-        assert "depends on which sequences share a micro-batch, or is not deterministic" in shown
-        assert "torch.use_deterministic_algorithms" in shown
+        assert "algorithm.loss is not deterministic: computed twice here, it gave two results" in shown
+        assert ("its inputs agree; " in shown) == (stages is None)
     sys.modules.pop("by_chance")
+
+
+def test_random_numbers_of_torch_replay_but_for_a_stage_alone(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drawing = "(1 + torch.rand_like(logprobs_N))"
+    (tmp_path / "drawn.py").write_text(
+        CHANCE.replace("(1 + 0.1 * random.random())", drawing).replace("random\n", "torch\n")
+    )
+    run = train(example(folder, tmp_path, "algorithm.loss=drawn.loss", "training.steps=1"))
+    assert replays(run)
+    assert not replays(run, "0", "loss")
+    assert "algorithm.loss draws random numbers (aten.rand_like.default), which have" in capsys.readouterr().out
+    change_stage(run, 0, "loss", 0, generated_at(run, 0, 0), 0.1)
+    assert not replays(run)
+    assert "its inputs agree; the file of algorithm.loss is the same: the record of it was altered" in (
+        capsys.readouterr().out
+    )
+    sys.modules.pop("drawn")

@@ -27,7 +27,7 @@ def shown(run: RunDirectory, step: int, capsys: pytest.CaptureFixture[str], by: 
 
 def test_contributions_add_up_to_the_step(run: RunDirectory) -> None:
     engine, recorded = engine_at(run, 2), run.steps.read(2)
-    configure_as(engine, recorded)
+    configure_as(run, engine, recorded)
     batch = run.steps.read_data(2)
     parts = list(contributions(engine, engine.prepare(batch)))
     assert sorted(part.row for part in parts) == list(range(len(batch)))
@@ -38,7 +38,7 @@ def test_contributions_add_up_to_the_step(run: RunDirectory) -> None:
         row = batch[part.row]
         assert np.allclose(part.losses_N, stages["loss"][row.id][row.loss_mask], atol=1e-5)
     replayed = engine_at(run, 2)
-    configure_as(replayed, recorded)
+    configure_as(run, replayed, recorded)
     replayed.train_step(batch)
     for (name, ours), theirs in zip(engine.model.named_parameters(), replayed.model.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4, msg=name)
@@ -89,7 +89,7 @@ def test_updates_after_one_that_was_left_out_are_blamed_as_they_were_made(run: R
     batch[poisoned] = dataclasses.replace(batch[poisoned], logprobs=logprobs)
     blamed, stepped = engine_at(run, 2), engine_at(run, 2)
     for engine in (blamed, stepped):
-        configure_as(engine, skipping)
+        configure_as(run, engine, skipping)
     parts = list(contributions(blamed, blamed.prepare(batch)))
     assert [part.row for part in parts if part.first_not_finite] == [poisoned]
     assert sorted(part.row for part in parts if part.update == 1) == sorted(row for rows in later for row in rows)

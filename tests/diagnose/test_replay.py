@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from clew import config as configuration
+from clew.diagnose.blame import blame
 from clew.diagnose.counterfactual import begun
 from clew.diagnose.rerun import rerun
 from clew.errors import ClewError, ConfigError, ModelError, RecordError
@@ -381,6 +382,53 @@ def test_a_refused_counterfactual_leaves_nothing(run: RunDirectory) -> None:
     with pytest.raises(ConfigError, match=r"model\.path=another: step 3 is trained on with the model that the steps"):
         again(run, "3", ["model.path=another"])
     assert list(run.path.parent.iterdir()) == runs
+
+
+DRAWN = """
+import torch
+
+def loss(logprobs_N, advantages_N):
+    return -logprobs_N * advantages_N * (1 + torch.rand_like(logprobs_N)), {}
+"""
+CHANGES: dict[str, tuple[list[str], list[str]]] = {
+    "kl off": ([], ["algorithm.kl_coef=0"]),
+    "kl on": (["algorithm.kl_coef=0"], []),
+    "kl on with adapters": (["training.lora_rank=4", "algorithm.kl_coef=0"], ["training.lora_rank=4"]),
+    "critic off": (["algorithm.advantages=gae"], []),
+    "seed": (["algorithm.loss=drawn.loss"], ["algorithm.loss=drawn.loss", "seed=9"]),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_run_changed_when_it_went_on_is_replayed_as_it_was(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    (tmp_path / "drawn.py").write_text(DRAWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    before, after = CHANGES[change]
+    options = [f"root={tmp_path}", "training.schedule=constant"]
+    learn_inline(configure(folder, *options, *before, "training.steps=2"), lambda step, summary: None)
+    config = configure(folder, *options, *after, "training.steps=3")
+    learn_inline(config, lambda step, summary: None)
+    run = RunDirectory(config.run_path)
+    assert again(run) and again(run, "2") and again(run, "1")
+    blame(run.path, 1, top=1, tokens=1, by="gradient")
+    sys.modules.pop("drawn", None)
+
+
+def test_where_weights_lie_in_their_file_does_not_matter(folder: Path, tmp_path: Path) -> None:
+    """A product of a matrix and a single vector, as of the value head, or of a micro-batch with one trained token, may
+    end in other digits where the matrix is aligned otherwise."""
+    shutil.copytree(folder / "model", tmp_path / "longer")
+    weights = load_file(folder / "model" / "model.safetensors")
+    save_file(weights, tmp_path / "longer" / "model.safetensors", metadata={"format": "pt", "padding": "x" * 37})
+    options = [f"root={tmp_path}", "training.steps=3", f"model.path={tmp_path / 'longer'}"]
+    critic = ["algorithm.advantages=gae", f"algorithm.critic={folder / 'model'}"]
+    single = ["sampling.max_new_tokens=1", "training.micro_batch_tokens=1"]
+    for trial, more in (("critic", critic), ("single", single)):
+        config = configure(folder, *options, *more, f"trial={trial}")
+        learn_inline(config, lambda step, summary: None)
+        assert again(RunDirectory(config.run_path))
 
 
 def test_a_filter_is_applied_to_recorded_batches(run: RunDirectory) -> None:
