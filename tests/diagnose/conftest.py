@@ -20,14 +20,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("replay")
     tiny_tokenizer(folder / "model")
     tiny_model(folder / "model")
+    (folder / "planted_rewards.py").write_text(REWARD)
+    sys.path.insert(0, str(folder))
     (folder / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": f"{i} + 1 ="}) for i in range(30)))
     return folder
 
 
 @pytest.fixture(scope="session")
 def original(folder: Path) -> Path:
-    (folder / "planted_rewards.py").write_text(REWARD)
-    sys.path.insert(0, str(folder))
     config = configure(folder)
     learn_inline(config, lambda step, summary: None)
     return config.run_path
