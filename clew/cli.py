@@ -330,7 +330,7 @@ def blame(
     step: Annotated[int, typer.Option(help="The step; also one that failed, and has only its batch on record.")],
     top: Annotated[int, typer.Option(min=1, help="How many sequences to show.")] = 10,
     tokens: Annotated[int, typer.Option(min=1, help="How many tokens of the worst to show.")] = 8,
-    by: Annotated[str, typer.Option(help="gradient or loss.")] = "gradient",
+    by: Annotated[str, typer.Option(help="gradient, loss, or critic (its gradient).")] = "gradient",
 ) -> None:
     """Find which sequences and tokens caused a spike or a NaN: each one's part in the gradient of a step, worst first.
 

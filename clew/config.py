@@ -189,7 +189,7 @@ class Training(Section):
     spike_factor: float | None = Field(
         default=None,
         gt=1,
-        description="A gradient norm so many times the recent median is a spike; null: none is.",
+        description="A gradient norm so many times the median of the last 8 to 32 updates is a spike; null: none is.",
     )
     micro_batch_tokens: int = Field(
         default=4096,

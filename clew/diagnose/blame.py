@@ -19,7 +19,7 @@ from clew.record.bundle import opened
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
 from clew.rollout.rewards import shortened
-from clew.training.contributions import Contribution, contributions
+from clew.training.contributions import Contribution, CriticContribution, contributions, critic_contributions
 from clew.training.engine import Prepared, TrainEngine
 
 CUT = 400
@@ -33,17 +33,21 @@ class Blamed:
     sequence: Sequence
     worst: Contribution
     """Of its parts in the step's updates, the largest."""
+    critics: CriticContribution | None = None
+    """The same of its parts in the critic's updates; None where there is no critic."""
 
 
 def blame(target: Path, step: int, *, top: int, tokens: int, by: str) -> None:
     """Print the sequences of a step, worst first. Raises ClewError.
 
-    by: gradient or loss. tokens: how many of each sequence are shown.
+    by: gradient, loss, or critic (its gradient). tokens: how many of each sequence are shown.
     """
-    if by not in ("gradient", "loss"):
-        raise ConfigError(f"--by {by}: expected gradient or loss.")
+    if by not in ("gradient", "loss", "critic"):
+        raise ConfigError(f"--by {by}: expected gradient, loss or critic.")
     with opened(target) as (run, _):
         engine, batch = _bring_to(run, step)
+        if by == "critic" and engine.critic is None:
+            raise ConfigError("--by critic: this step has none (algorithm.advantages=gae has).")
         with np.errstate(invalid="ignore"):  # what is not finite is said below
             prepared = engine.prepare(batch)
         try:
@@ -76,23 +80,38 @@ def _blamed(engine: TrainEngine, prepared: Prepared, batch: list[Sequence]) -> l
     for part in contributions(engine, prepared):
         if part.row not in worst or _badness(part) > _badness(worst[part.row]):
             worst[part.row] = part
-    return [Blamed(sequence=batch[row], worst=part) for row, part in worst.items()]
+    critics: dict[int, CriticContribution] = {}
+    for part in critic_contributions(engine, prepared):
+        if part.row not in critics or _badness_of_critic(part) > _badness_of_critic(critics[part.row]):
+            critics[part.row] = part
+    return [Blamed(sequence=batch[row], worst=part, critics=critics.get(row)) for row, part in worst.items()]
 
 
 def _badness(part: Contribution, by: str = "gradient") -> float:
     value = part.gradient_norm if by == "gradient" else abs(part.loss)
-    return value if math.isfinite(value) else math.inf
+    return value if math.isfinite(part.gradient_norm + part.loss) else math.inf
+
+
+def _badness_of_critic(part: CriticContribution | None) -> float:
+    if part is None:  # nothing of it is trained on
+        return 0.0
+    return part.gradient_norm if math.isfinite(part.gradient_norm + part.loss) else math.inf
 
 
 def _show(
     engine: TrainEngine, prepared: Prepared, found: list[Blamed], step: int, *, top: int, tokens: int, by: str
 ) -> None:
     console = Console(width=None if sys.stdout.isatty() else 160)
-    found = sorted(found, key=lambda each: (-_badness(each.worst, by), each.sequence.id))
+
+    def worst_first(each: Blamed) -> tuple[float, str]:
+        return -(_badness_of_critic(each.critics) if by == "critic" else _badness(each.worst, by)), each.sequence.id
+
+    found = sorted(found, key=worst_first)
     median = statistics.median_low(_badness(each.worst) for each in found)
     print(f"step {step}: {len(found)} sequences, worst first by {by}; the median gradient has norm {median:.3g}")
     table = Table(box=None, pad_edge=False)
-    for name in ("sequence", "gradient", "share", "loss", "reward", "advantage", "tokens", "lag"):
+    of_critic = ("critic's gradient", "critic's loss") if engine.critic is not None else ()
+    for name in ("sequence", "gradient", "share", "loss", "reward", "advantage", "tokens", "lag", *of_critic):
         table.add_column(name, justify="left" if name == "sequence" else "right")
     for each in found[:top]:
         part, row = each.worst, each.sequence
@@ -106,15 +125,23 @@ def _show(
             f"{prepared.advantages_S[part.where_N].mean() if len(part.where_N) else 0:.4g}",
             str(int(row.loss_mask.sum())),
             f"{step - int(generated.min())}" if len(generated) else "",
+            *((f"{each.critics.gradient_norm:.4g}", f"{each.critics.loss:.4g}") if each.critics is not None else ()),
         )
     console.print(table)
     for each in found[: max(1, min(top, 2))]:
         console.print(_tokens(engine, prepared, each, step, tokens))
         console.print(_conversation(each.sequence))
-    worst, recorded = found[0].worst, _recorded_not_finite([each.sequence for each in found])
+    worst, recorded = (
+        max((each.worst for each in found), key=_badness),
+        _recorded_not_finite([each.sequence for each in found]),
+    )
+    critics = [each for each in found if not math.isfinite(_badness_of_critic(each.critics))]
     if recorded is not None or not math.isfinite(_badness(worst)):
         where = recorded or worst.first_not_finite or "everything is finite when this sequence is computed alone"
-        console.print(Text(f"FIRST NOT FINITE  {where}"))
+        print(f"FIRST NOT FINITE  {where}")
+    elif critics:
+        ids = sorted(each.sequence.id for each in critics)
+        print(f"FIRST NOT FINITE  the critic's loss or gradient of {ids[0]} (of {len(ids)} sequences; see --by critic)")
 
 
 def _recorded_not_finite(batch: list[Sequence]) -> str | None:

@@ -11,7 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from clew.training.critic import Fitted
 from clew.training.engine import Prepared, TrainEngine
+from clew.training.optimizer import GradientError
 from clew.training.tokens import MicroBatch
 
 
@@ -35,7 +37,7 @@ class Contribution:
     weights_N: np.ndarray
     """How much each token pulls: |d loss / d logprob| x (1 - probability), which is what reaches its own logit."""
     first_not_finite: str | None
-    """Where NaN or infinity first appeared when it was computed alone; None where its gradient is finite."""
+    """Where NaN or infinity first appeared when it was computed alone; None where its loss and gradient are finite."""
 
 
 def contributions(engine: TrainEngine, step: Prepared) -> Iterator[Contribution]:
@@ -50,18 +52,48 @@ def contributions(engine: TrainEngine, step: Prepared) -> Iterator[Contribution]
             _backward(engine, step, rows, trained)
         whole = {name: grad.clone() for name, grad in engine.optimizer.gradients().items()}
         norm = _norm(whole.values())
+        losses_finite = True
         for row in sorted(row for rows in minibatch for row in rows):
             engine.optimizer.forget()
-            yield _contribution(engine, step, row, number, trained, whole, norm)
+            part = _contribution(engine, step, row, number, trained, whole, norm)
+            losses_finite = losses_finite and math.isfinite(part.loss)
+            yield part
         for name, grad in whole.items():
             engine.optimizer.masters[name].grad = grad
         clipped = engine.optimizer.clip()
-        if engine.bad_norm(clipped) is None:
+        if losses_finite and engine.bad_norm(clipped) is None:
             engine.recent_norms.append(clipped)
             engine.optimizer.update()
             continue
         engine.optimizer.forget()
         if engine.config.training.on_bad_gradient == "stop":
+            return
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticContribution:
+    """One sequence's part in one update of the critic."""
+
+    row: int
+    loss: float
+    gradient_norm: float
+
+
+def critic_contributions(engine: TrainEngine, step: Prepared) -> Iterator[CriticContribution]:
+    """The same of the critic, whose updates are made meanwhile; nothing where there is none."""
+    if engine.critic is None or step.values_S is None or step.returns_S is None:
+        return
+    critic, old_S, returns_S, done = engine.critic, step.values_S, step.returns_S, Fitted()
+    for minibatch in step.plan:
+        trained = sum(step.tokens.trained_in(rows) for rows in minibatch)
+        for row in sorted(row for rows in minibatch for row in rows if step.tokens.trained_in([row])):
+            loss_N = critic.backward(engine.micro_batch(step.tokens, [row]), old_S, returns_S, trained, done)
+            norm = _norm(critic.optimizer.gradients().values())
+            critic.optimizer.forget()
+            yield CriticContribution(row=row, loss=float(loss_N.sum()) / trained, gradient_norm=norm)
+        try:
+            critic.update(step.tokens, minibatch, old_S, returns_S, done, step=engine.version)
+        except GradientError:  # which ended the step
             return
 
 
@@ -74,14 +106,14 @@ def _backward(
 ) -> tuple[MicroBatch, Tensor, Tensor]:
     """Add the gradient of these rows; returns their logprobs and losses, one a trained token; `before` is called with
     them when they are computed and the gradient is not."""
-    micro = MicroBatch.of(step.tokens, rows, engine.device)
+    micro = engine.micro_batch(step.tokens, rows)
     if not len(micro.where_N):
         return micro, torch.zeros(0), torch.zeros(0)
     scores = engine.score_micro(micro)
     scores.logprobs_N.retain_grad()
     loss_N, _ = step.loss_of(micro, scores)
     if before is not None:
-        before(micro, scores.logprobs_N.detach(), loss_N.detach())
+        before(micro, scores.logprobs_N, loss_N.detach())
     (loss_N.sum() / trained).backward()
     engine.optimizer.gather()
     return micro, scores.logprobs_N, loss_N.detach()
@@ -94,18 +126,18 @@ def _contribution(
     own = engine.optimizer.gradients()
     along = sum(float((grad.double() * whole[name].double()).sum()) for name, grad in own.items())
     pull_N = torch.zeros(0) if logprobs_N.grad is None else logprobs_N.grad.abs() * -torch.expm1(logprobs_N.detach())
-    own_norm = _norm(own.values())
+    own_norm, loss = _norm(own.values()), float(losses_N.sum()) / max(1, trained)
     return Contribution(
         row=row,
         update=update,
-        loss=float(losses_N.sum()) / max(1, trained),
+        loss=loss,
         gradient_norm=own_norm,
         share=along / norm**2 if norm else 0.0,
         where_N=micro.where_N,
         logprobs_N=logprobs_N.detach().cpu().numpy(),
         losses_N=losses_N.cpu().numpy(),
         weights_N=pull_N.cpu().numpy(),
-        first_not_finite=None if math.isfinite(own_norm) else first_not_finite(engine, step, row),
+        first_not_finite=None if math.isfinite(own_norm + loss) else first_not_finite(engine, step, row),
     )
 
 
@@ -140,14 +172,16 @@ def first_not_finite(engine: TrainEngine, step: Prepared, row: int) -> str | Non
         return hook
 
     def check_loss(micro: MicroBatch, logprobs_N: Tensor, losses_N: Tensor) -> None:
-        for what, values_N in (
-            ("logprob", logprobs_N),
-            (f"loss (algorithm.loss={engine.config.algorithm.loss}, of finite logprobs)", losses_N),
-        ):
+        def check(what: str, values_N: Tensor) -> None:
             bad = (~values_N.isfinite()).nonzero()[:, 0].tolist()
             if bad and not found:
                 at = int(micro.where_N[bad[0]]) - int(step.tokens.starts[row])
                 found.append(f"the {what} of token {at} of {step.tokens.ids[row]} ({len(bad)} tokens)")
+
+        loss = f"loss (algorithm.loss={engine.config.algorithm.loss}, of finite logprobs)"
+        check("logprob", logprobs_N.detach())
+        check(loss, losses_N)
+        logprobs_N.register_hook(lambda gradient_N: check(f"gradient of the {loss} at the logprob", gradient_N))
 
     handles = [
         module.register_forward_hook(forward_hook(name)) for name, module in engine.model.named_modules() if name

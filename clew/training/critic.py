@@ -114,27 +114,47 @@ class Critic:
         """
         done = Fitted()
         for minibatch in plan:
-            trained = sum(tokens.trained_in(rows) for rows in minibatch)
-            for micro in self._own_micro_batches(tokens, minibatch):
-                values_N = self._values(micro or self._idle)
-                loss_N = values_N * 0 if micro is None else self._loss(micro, values_N, old_S, returns_S, done)
-                (loss_N.sum() / max(1, trained)).backward()
-                self.optimizer.gather()
-            done.gradients.append(digest_tensors(self.optimizer.gradients().items(), self._ranks))
-            done.norms.append(self.optimizer.clip())
-            if math.isfinite(done.norms[-1]):
-                self.optimizer.update()
-                continue
-            self.optimizer.forget()
-            if self._training.on_bad_gradient == "stop":
-                raise GradientError(
-                    f"step {step}: the norm of the critic's gradient is {done.norms[-1]}. This update was not made. "
-                    f"Perhaps algorithm.critic_lr is too high; with training.on_bad_gradient=skip the run goes on "
-                    f"without such updates."
-                )
-            done.skipped += 1
+            self.update(tokens, minibatch, old_S, returns_S, done, step=step)
         done.sums = self._ranks.add_up_named(done.sums)
         return done
+
+    def update(
+        self,
+        tokens: Tokens,
+        minibatch: list[list[int]],
+        old_S: np.ndarray,
+        returns_S: np.ndarray,
+        done: Fitted,
+        *,
+        step: int,
+    ) -> None:
+        """One of the updates of `fit`, which `done` is told of."""
+        trained = sum(tokens.trained_in(rows) for rows in minibatch)
+        for micro in self._own_micro_batches(tokens, minibatch):
+            self.backward(micro, old_S, returns_S, trained, done)
+        done.gradients.append(digest_tensors(self.optimizer.gradients().items(), self._ranks))
+        done.norms.append(self.optimizer.clip())
+        if math.isfinite(done.norms[-1]):
+            self.optimizer.update()
+            return
+        self.optimizer.forget()
+        if self._training.on_bad_gradient == "stop":
+            raise GradientError(
+                f"step {step}: the norm of the critic's gradient is {done.norms[-1]}. This update was not made. "
+                f"Perhaps algorithm.critic_lr is too high; with training.on_bad_gradient=skip the run goes on "
+                f"without such updates."
+            )
+        done.skipped += 1
+
+    def backward(
+        self, micro: MicroBatch | None, old_S: np.ndarray, returns_S: np.ndarray, trained: int, done: Fitted
+    ) -> Tensor:
+        """Add the gradient of a micro-batch to that of its update, of so many trained tokens; returns its [N] loss."""
+        values_N = self._values(micro or self._idle)
+        loss_N = values_N * 0 if micro is None else self._loss(micro, values_N, old_S, returns_S, done)
+        (loss_N.sum() / max(1, trained)).backward()
+        self.optimizer.gather()
+        return loss_N.detach()
 
     def _loss(
         self, micro: MicroBatch, values_N: Tensor, old_S: np.ndarray, returns_S: np.ndarray, done: Fitted

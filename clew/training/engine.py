@@ -80,6 +80,7 @@ RECENT_NORMS = 32
 """Updates whose gradient norms a spike is measured by."""
 
 TOO_FAST = "Perhaps training.lr is too high."
+NOT_YET = "No update was made before: the model, or the loss, is such that these tokens overflow."
 ENOUGH_NORMS = 8
 """Fewer are no measure."""
 
@@ -568,13 +569,18 @@ class TrainEngine:
     def _own(self, tokens: Tokens, minibatch: list[list[int]]) -> Iterator[MicroBatch | None]:
         """This rank's micro-batches; None where the others have one and this rank has nothing: it must compute
         something all the same, since all gather parameters together."""
-        packs = self._packs(tokens)
         for rows in minibatch[self.ranks.dp_rank :: self.ranks.dp_size]:
-            micro = MicroBatch.of(tokens, rows, self.device, pack=packs) if tokens.trained_in(rows) else None
-            if micro is not None and (tokens.images is not None or self.vision is not None):
-                micro = replace(micro, seen=self._seen(tokens, rows, micro.input_ids_BT))
-            if micro is not None or self.ranks.dp_size > 1:
-                yield micro
+            if tokens.trained_in(rows):
+                yield self.micro_batch(tokens, rows)
+            elif self.ranks.dp_size > 1:
+                yield None
+
+    def micro_batch(self, tokens: Tokens, rows: list[int]) -> MicroBatch:
+        """These rows as the model takes them. Raises TrainingError, RecordError: an image."""
+        micro = MicroBatch.of(tokens, rows, self.device, pack=self._packs(tokens))
+        if tokens.images is None and self.vision is None:
+            return micro
+        return replace(micro, seen=self._seen(tokens, rows, micro.input_ids_BT))
 
     def _seen(self, tokens: Tokens, rows: list[int], input_ids_BT: Tensor) -> dict[str, Tensor]:
         """What the images of these rows are to the model. Raises TrainingError, RecordError."""
@@ -688,7 +694,7 @@ class TrainEngine:
         elif math.isfinite(logprob):
             cause = "So it is its advantage, its behaviour logprob or a coefficient of the loss that is not finite."
         else:
-            cause = TOO_FAST
+            cause = TOO_FAST if self.optimizer.updates else NOT_YET
         return (
             f"the loss of token {where - tokens.starts[row]} of {tokens.ids[row]} is {done.loss_S[where]} (its logprob "
             f"is {logprob:.6g}); {int(bad.sum())} of its micro-batch's {len(bad)} are not finite. {cause}"
@@ -699,7 +705,8 @@ class TrainEngine:
         if not math.isfinite(norm):
             names = self._not_finite(self.optimizer.gradients().items())
             where = names[0] if names else "the sum"
-            return f"the norm of the gradient is {norm}, first in {where}, although every loss is finite. {TOO_FAST}"
+            cause = TOO_FAST if self.optimizer.updates else NOT_YET
+            return f"the norm of the gradient is {norm}, first in {where}, although every loss is finite. {cause}"
         factor = self.config.training.spike_factor
         if factor is None or len(self.recent_norms) < ENOUGH_NORMS:
             return None

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,11 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from clew.diagnose.blame import blame
-from clew.diagnose.replay import configure_as, engine_at
+from clew.diagnose.replay import configure_as, engine_at, replay
 from clew.errors import ConfigError, RecordError, TrainingError
 from clew.record import rows
 from clew.record.run import RunDirectory
-from clew.training.contributions import contributions, first_not_finite
+from clew.trainer.learn import learn_inline
+from clew.training.contributions import contributions, critic_contributions, first_not_finite
+from tests.diagnose.planted import configure
 
 
 def shown(run: RunDirectory, step: int, capsys: pytest.CaptureFixture[str], by: str = "gradient") -> list[str]:
@@ -114,6 +117,58 @@ def test_a_nan_is_traced_to_a_parameter_and_to_a_module(run: RunDirectory) -> No
     assert found is not None and found.startswith("the parameter model.layers.1.mlp.up_proj.weight at [3, 1] of")
 
 
+def of_a_negative(logprobs_N: torch.Tensor, advantages_N: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
+    """The gradient of a logarithm is finite where there is none."""
+    return advantages_N * (logprobs_N + logprobs_N.detach().abs().median()).log(), {}
+
+
+def at_its_tip(logprobs_N: torch.Tensor, advantages_N: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
+    return (logprobs_N - logprobs_N.detach()).abs().sqrt() * advantages_N, {}
+
+
+@pytest.mark.parametrize(("name", "what"), [("of_a_negative", "loss"), ("at_its_tip", "gradient of the loss")])
+def test_a_loss_that_is_none_while_its_gradient_is_finite_and_the_reverse(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str], name: str, what: str
+) -> None:
+    recorded = run.steps.read(3)
+    recorded["config"]["algorithm"] |= {"loss": f"{__name__}.{name}", "kl_coef": 0.0}
+    recorded["config"]["training"] |= {"on_bad_gradient": "skip"}
+    run.steps.json_path(3).write_text(json.dumps(recorded))
+    last = shown(run, 3, capsys)[-1]
+    assert last.startswith(f"FIRST NOT FINITE  the {what} (algorithm.loss={__name__}.{name}, of finite logprobs)")
+    engine = engine_at(run, 3)
+    for _ in replay(run, engine, 2):
+        pass
+    configure_as(run, engine, recorded)
+    before = {key: each.detach().clone() for key, each in engine.model.named_parameters()}
+    parts = list(contributions(engine, engine.prepare(run.steps.read_data(3))))
+    assert all(part.first_not_finite is None or what in part.first_not_finite for part in parts)
+    assert all(torch.equal(before[key], each) for key, each in engine.model.named_parameters())  # none was made
+
+
+def test_what_the_critic_met_is_named(
+    run: RunDirectory, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError, match="--by critic: this step has none"):
+        shown(run, 0, capsys, by="critic")
+    options = [f"root={tmp_path}", "trial=critic", "algorithm.advantages=gae", "training.steps=1"]
+    config = configure(folder, *options)
+    learn_inline(config, lambda step, summary: None)
+    run = RunDirectory(config.run_path)
+    engine, batch = engine_at(run, 0), run.steps.read_data(0)
+    parts = list(critic_contributions(engine, engine.prepare(batch)))
+    assert sorted(part.row for part in parts) == list(range(len(batch)))
+    lines = shown(run, 0, capsys, by="critic")
+    assert lines[1].endswith("critic's gradient  critic's loss") and "FIRST NOT FINITE" not in "".join(lines)
+    gradients = [float(line.split()[-2]) for line in lines[2:5]]
+    assert gradients == sorted(gradients, reverse=True)
+    losses = run.steps.read(0)["metrics"]["critic/loss"] * len(run.steps.read(0)["plan"])
+    assert math.isclose(sum(part.loss for part in parts), losses, rel_tol=0.2)  # its mini-batches differ in length
+    batch[4] = dataclasses.replace(batch[4], reward=1e30)
+    run.steps.write_data(0, rows.to_table(batch))
+    assert any(line.startswith("FIRST NOT FINITE  the critic's loss or gradient of ") for line in shown(run, 0, capsys))
+
+
 def not_a_number(logprobs_N: torch.Tensor, advantages_N: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
     return -logprobs_N * advantages_N * torch.where(torch.arange(len(logprobs_N)) == 2, math.nan, 1.0), {}
 
@@ -171,7 +226,7 @@ def test_a_step_that_failed_is_blamed_too(run: RunDirectory, capsys: pytest.Capt
         RecordError, match="has no batch of step 6: it has committed the steps 0 to 4, and begun step 5"
     ):
         blame(run.path, 6, top=1, tokens=1, by="loss")
-    with pytest.raises(ConfigError, match="--by size: expected gradient or loss"):
+    with pytest.raises(ConfigError, match="--by size: expected gradient, loss or critic"):
         blame(run.path, 5, top=1, tokens=1, by="size")
 
 

@@ -5,16 +5,19 @@ import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from clew import config as configuration
 from clew.config import Config
+from clew.diagnose.replay import engine_at
 from clew.diagnose.rerun import rerun
 from clew.errors import RecordError, TrainingError
 from clew.record.bundle import write_bundle
 from clew.record.media import UNUSED_S, media_name
 from clew.record.run import RunDirectory
 from clew.trainer.learn import learn_inline
+from clew.training.contributions import contributions
 from clew.training.engine import TrainEngine
 from tests.models import picture, seeing_model
 
@@ -72,6 +75,15 @@ def test_steps_replay_bit_for_bit(run: RunDirectory, tmp_path: Path, capsys: pyt
     assert replays(run.path, None) and "compared bit for bit" in capsys.readouterr().out
     bundle = write_bundle(run, 2, stages_only=False, to=tmp_path / "step.clew.zip")
     assert replays(bundle, None) and "compared bit for bit" in capsys.readouterr().out
+
+
+def test_blame_computes_with_the_images(run: RunDirectory) -> None:
+    engine, batch, stages = engine_at(run, 2), run.steps.read_data(2), run.steps.read_stages(2).arrays
+    parts = list(contributions(engine, engine.prepare(batch)))
+    assert sorted(part.row for part in parts) == list(range(len(batch)))
+    for part in parts:
+        row = batch[part.row]
+        np.testing.assert_allclose(part.logprobs_N, stages["logprobs"][row.id][row.loss_mask], atol=1e-5)
 
 
 def test_a_killed_run_goes_on_with_the_same_weights(run: RunDirectory, tmp_path: Path) -> None:
