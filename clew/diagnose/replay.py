@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass
 from pathlib import Path
@@ -326,20 +326,31 @@ def _checkpoint(run: RunDirectory, step: int, engine: TrainEngine, tolerance: To
     return None
 
 
-def stop_at(engine: TrainEngine, step: int, stage: str) -> Callable[[], None]:
-    """Have the engine stop in a debugger when it comes to `stage` of `step`, once, with the stage's inputs in scope.
-    Returns what undoes it."""
+def stop_at(engine: TrainEngine, steps: range, stage: str) -> None:
+    """Have the engine stop in a debugger whenever it comes to `stage` of one of these steps, with the stage's inputs in
+    scope: before the loss and its backward pass, in each micro-batch."""
+    known: dict[str, Any] = {}
 
     def watch(at: str, scope: dict[str, Any]) -> None:
-        if at != stage or engine.version != step:
+        known.update({name: scope[name] for name in ("batch", "tokens", "plan") if name in scope})
+        if at != stage or engine.version not in steps:
             return
-        undo()
-        names = {"engine": engine, "model": engine.model, "step": step, **scope}
-        print(f"step {step}, before {stage}. In scope: {', '.join(names)}", file=sys.stderr, flush=True)
-        exec(compile("breakpoint()\npass\n", f"<step {step}, before {stage}>", "exec"), names)
+        names = {"engine": engine, "model": engine.model, "step": engine.version, **known, **scope}
+        where = ""
+        if "micro" in scope:
+            # rows_N counts the rows of the micro-batch
+            names["batch_rows_N"] = rows_N = known["tokens"].row_of_S[scope["micro"].where_N]
+            minibatches = [[set(rows) for rows in minibatch] for minibatch in known["plan"]]
+            update, micro, count = next(
+                (number, place, len(minibatch))
+                for number, minibatch in enumerate(minibatches)
+                for place, rows in enumerate(minibatch)
+                if set(rows_N.tolist()) <= rows
+            )
+            where = f" of micro-batch {micro} of {count} in update {update} (token i is of batch[batch_rows_N[i]])"
+        print(
+            f"step {engine.version}, before {stage}{where}. In scope: {', '.join(names)}", file=sys.stderr, flush=True
+        )
+        exec(compile("breakpoint()\npass\n", f"<step {engine.version}, before {stage}>", "exec"), names)
 
-    def undo() -> None:
-        engine.watch = before
-
-    before, engine.watch = engine.watch, watch
-    return undo
+    engine.watch = watch

@@ -49,6 +49,11 @@ def rerun(
         raise ConfigError(f"--ranks {ranks} trains again and compares; {asked[0]} is done by one process.")
     with opened(target) as (run, bundle):
         first, last = _range(run, steps, bundle)
+        if not run.steps.json_path(first).exists() and (stages is not None or ranks > 1):
+            raise RecordError(
+                f"step {first} of {run.path} was begun and not committed: there is nothing to compare with. Without "
+                f"--stage and --ranks it is trained here; --break stops in it, and `clew blame` says what caused it."
+            )
         if stages is not None:
             return _stages(run, first, last, stages.split(","), only)
         if bundle is not None and bundle["stages_only"]:
@@ -72,11 +77,21 @@ def rerun(
 def _range(run: RunDirectory, steps: str | None, bundle: dict[str, Any] | None) -> tuple[int, int]:
     """The first and the last step that are asked for."""
     count = run.steps.count()
+    if steps == str(count) and run.steps.has_data(count):
+        return count, count  # it failed, or was interrupted
     if not count:
-        raise RecordError(f"{run.path} has no committed step to replay.")
+        failed = (
+            f" `--step {count}` trains on the batch of the one that was begun." if run.steps.has_data(count) else ""
+        )
+        raise RecordError(f"{run.path} has no committed step to replay.{failed}")
     lowest = bundle["first"] if bundle is not None else 0
     if steps is None:
-        return (bundle["step"], bundle["step"]) if bundle is not None else (0, count - 1)
+        if bundle is not None:
+            return bundle["step"], bundle["step"]
+        first = next((step for step in range(count) if run.steps.has_data(step)), 0)
+        if first:
+            print(f"from step {first} on: of those before, the record has no sequences")
+        return first, count - 1
     meant = parse_steps(steps, count)
     first, last = meant[0], meant[-1]
     if first < lowest:
@@ -112,7 +127,7 @@ def _rewards(run: RunDirectory, first: int, last: int, only: str | None) -> bool
 
 
 def _train_again(run: RunDirectory, first: int, last: int, stop: str | None, device: str | None) -> bool:
-    from clew.diagnose.replay import DifferenceFound, engine_at, replay, stop_at
+    from clew.diagnose.replay import DifferenceFound, configure_as, engine_at, replay, stop_at
     from clew.training.ranks import Ranks
 
     with Ranks.joined() as ranks:
@@ -120,10 +135,10 @@ def _train_again(run: RunDirectory, first: int, last: int, stop: str | None, dev
         engine = engine_at(run, first, device, ranks)
         print(f"from checkpoint {engine.version} of {run.path} ({time.perf_counter() - began:.1f} s)", flush=True)
         if stop is not None:
-            stop_at(engine, first, stop)
+            stop_at(engine, range(first, last + 1), stop)
         because = None
         try:
-            for done in replay(run, engine, last):
+            for done in replay(run, engine, min(last, run.steps.count() - 1)):
                 if done.because != because:
                     because = done.because
                     print(f"compared {done.tolerance}{f': {because}' if because else ''}", flush=True)
@@ -137,6 +152,14 @@ def _train_again(run: RunDirectory, first: int, last: int, stop: str | None, dev
                         f"weights {done.result.digests['weights']} ({sum(done.result.timings.values()):.2f} s)",
                         flush=True,
                     )
+            if last == run.steps.count():
+                print(
+                    f"step {last} was not committed: it is trained, and there is nothing to compare it with", flush=True
+                )
+                configure_as(run, engine, None)
+                metrics = engine.train_step(run.steps.read_data(last)).metrics
+                print(f"step {last}: loss {metrics['loss']:.6g}, gradient {metrics['grad_norm']:.6g}")
+                return True
         except DifferenceFound as altered:
             _tell([altered.difference])
             return False

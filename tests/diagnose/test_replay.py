@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 import torch
@@ -462,21 +463,55 @@ def test_a_bundle_replays_alone(run: RunDirectory, tmp_path: Path, capsys: pytes
     ("stage", "names"),
     [
         ("advantages", {"batch", "plan"}),
-        ("loss", {"logprobs_N", "advantages_N", "reference_N"}),
-        ("backward", {"loss"}),
-        ("update", {"gradients"}),
+        ("loss", {"batch", "plan", "logprobs_N", "advantages_N", "reference_N"}),
+        ("backward", {"batch", "loss"}),
+        ("update", {"batch", "gradients"}),
     ],
 )
 def test_a_debugger_stops_with_the_inputs_of_the_stage_in_scope(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, stage: str, names: set[str]
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stage: str, names: set[str]
 ) -> None:
     scopes: list[dict[str, Any]] = []
     monkeypatch.setattr(sys, "breakpointhook", lambda: scopes.append(sys._getframe(1).f_globals))
-    assert again(run, "3", stop=stage)
-    (scope,) = scopes
-    assert names | {"engine", "model", "step"} <= scope.keys() and scope["step"] == 3 == scope["engine"].version - 1
+    assert again(run, "3:5", stop=stage)
+    plans = [run.steps.read(step)["plan"] for step in (3, 4)]
+    micro_batches = [sum(map(len, plan)) for plan in plans]
+    stops = {"advantages": [1, 1], "update": [2, 2]}.get(stage, micro_batches)
+    assert [scope["step"] for scope in scopes] == [3] * stops[0] + [4] * stops[1] and len(scopes) > 1
+    for scope in scopes:
+        assert names | {"engine", "model"} <= scope.keys()
+        if stage == "loss":
+            ours = [scope["batch"][row] for row in dict.fromkeys(scope["batch_rows_N"].tolist())]
+            behaviour_N = np.concatenate([row.logprobs[row.loss_mask] for row in ours])
+            np.testing.assert_array_equal(behaviour_N, scope["behaviour_N"].numpy())
+    assert ("in update 1 (token i is of batch[batch_rows_N[i]])" in capsys.readouterr().err) == (
+        stage in ("loss", "backward")
+    )
     with pytest.raises(ConfigError, match="--break never: expected one of advantages"):
         again(run, "3", stop="never")
+
+
+def test_a_step_that_was_not_committed_is_trained_with_what_the_run_has_now(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loss = run.steps.read(5)["metrics"]["loss"]
+    run.steps.json_path(5).unlink()
+    run.steps.index_path.write_text("".join(run.steps.index_path.read_text().splitlines(keepends=True)[:5]))
+    stopped: list[dict[str, Any]] = []
+    monkeypatch.setattr(sys, "breakpointhook", lambda: stopped.append(sys._getframe(1).f_globals))
+    assert again(run, "5") and again(run, "5", stop="advantages")
+    shown = capsys.readouterr().out
+    assert f"step 5: loss {loss:.6g}, " in shown and [scope["step"] for scope in stopped] == [5]
+    with pytest.raises(RecordError, match=r"step 5 of .* was begun and not committed"):
+        again(run, "5", stages="loss")
+
+
+def test_steps_without_sequences_are_left_out(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    run.steps.prune(before=2)
+    assert again(run)
+    assert "from step 2 on: of those before, the record has no sequences" in capsys.readouterr().out
+    with pytest.raises(RecordError, match=r"sequences of step 0 are gone: .* the next that has its own is step 2\."):
+        again(run, "1")
 
 
 def test_what_cannot_be_read_is_said(run: RunDirectory) -> None:
