@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.metadata
 import os
 import sys
 import traceback
@@ -35,6 +36,20 @@ ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file; `
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Fields to override, such as training.steps=100.")
 ]
+
+
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        print(f"clew {importlib.metadata.version('clew')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _clew(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_say_version, help="Show the version and exit.")
+    ] = False,
+) -> None: ...
 
 
 INTERRUPTED = 130
@@ -279,6 +294,9 @@ def replay(
     reward: Annotated[
         bool, typer.Option("--reward", help="Run workflow and reward again on the recorded answers.")
     ] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify/--no-verify", help="Compare with the record, and end at what differs; or go on.")
+    ] = True,
     device: Annotated[str | None, typer.Option(help="Another device than the run's: cpu or cuda.")] = None,
     ranks: Annotated[int, typer.Option(min=1, help="Train on so many ranks, whatever the run had.")] = 1,
 ) -> None:
@@ -298,6 +316,7 @@ def replay(
             reward=reward,
             device=device,
             ranks=ranks,
+            verify=verify,
             overrides=overrides or [],
         ):
             raise SystemExit(1)

@@ -66,8 +66,8 @@ def _bring_to(run: RunDirectory, step: int) -> tuple[TrainEngine, list[Sequence]
         committed = f"the steps 0 to {count - 1}" if count else "no step"
         begun = f", and begun step {count}" if run.steps.has_data(count) else ""
         raise RecordError(f"{run.path} has no batch of step {step}: it has committed {committed}{begun}.")
-    batch = batch_as_it_is(run, step)
     engine = engine_at(run, step)
+    batch = batch_as_it_is(run, step)
     for done in replay(run, engine, step - 1):
         if done.differences:
             print(f"on the way there: {done.differences[0]}", file=sys.stderr)

@@ -29,9 +29,10 @@ def rerun(
     reward: bool,
     device: str | None,
     ranks: int = 1,
+    verify: bool = True,
     overrides: list[str],
 ) -> bool:
-    """True when everything agrees with the record. Raises ClewError.
+    """True when everything agrees with the record, or nothing is compared. Raises ClewError.
 
     ranks: how many processes train; this is one of them.
     """
@@ -45,6 +46,8 @@ def rerun(
     asked = [name for name, value in ways.items() if value]
     if len(asked) > 1:
         raise ConfigError(f"{' and '.join(asked)} are different ways to replay: ask for one of them.")
+    if not verify and (stages is not None or reward or overrides):
+        raise ConfigError(f"--no-verify trains again without comparing; {asked[0]} does something else.")
     if ranks > 1 and asked:
         raise ConfigError(f"--ranks {ranks} trains again and compares; {asked[0]} is done by one process.")
     with opened(target) as (run, bundle):
@@ -63,7 +66,8 @@ def rerun(
                     f"more of the run, which are not in it."
                 )
             print("this bundle has no weights: the stages that need none are compared")
-            return _stages(run, first, last, ALONE, only)
+            by_clew = "algorithm" in run.steps.read(first).get("config", {})
+            return _stages(run, first, last, ALONE if by_clew else ("data",), only)
         if reward:
             return _rewards(run, first, last, only)
         if overrides:
@@ -71,7 +75,7 @@ def rerun(
 
             counterfactual(run, first, last, overrides, kept=bundle is None)
             return True
-        return _train_again(run, first, last, stop, device)
+        return _train_again(run, first, last, stop, device, verify)
 
 
 def _range(run: RunDirectory, steps: str | None, bundle: dict[str, Any] | None) -> tuple[int, int]:
@@ -126,7 +130,7 @@ def _rewards(run: RunDirectory, first: int, last: int, only: str | None) -> bool
     return not found
 
 
-def _train_again(run: RunDirectory, first: int, last: int, stop: str | None, device: str | None) -> bool:
+def _train_again(run: RunDirectory, first: int, last: int, stop: str | None, device: str | None, verify: bool) -> bool:
     from clew.diagnose.replay import DifferenceFound, configure_as, engine_at, replay, stop_at
     from clew.training.ranks import Ranks
 
@@ -138,18 +142,18 @@ def _train_again(run: RunDirectory, first: int, last: int, stop: str | None, dev
             stop_at(engine, range(first, last + 1), stop)
         because = None
         try:
-            for done in replay(run, engine, min(last, run.steps.count() - 1)):
-                if done.because != because:
+            for done in replay(run, engine, min(last, run.steps.count() - 1), verify=verify):
+                if verify and done.because != because:
                     because = done.because
                     print(f"compared {done.tolerance}{f': {because}' if because else ''}", flush=True)
                 if done.differences:
                     _tell(done.differences)
                     return False
                 if done.step >= first:
-                    metrics = done.result.metrics
+                    metrics, seconds = done.result.metrics, sum(done.result.timings.values())
                     print(
-                        f"step {done.step}: agrees. loss {metrics['loss']:.6g}, gradient {metrics['grad_norm']:.6g}, "
-                        f"weights {done.result.digests['weights']} ({sum(done.result.timings.values()):.2f} s)",
+                        f"step {done.step}: {'agrees' if verify else 'trained'}. loss {metrics['loss']:.6g}, gradient "
+                        f"{metrics['grad_norm']:.6g}, weights {done.result.digests['weights']} ({seconds:.2f} s)",
                         flush=True,
                     )
             if last == run.steps.count():
@@ -165,7 +169,7 @@ def _train_again(run: RunDirectory, first: int, last: int, stop: str | None, dev
             return False
         except BdbQuit:
             raise Interrupted("left the debugger; nothing was compared from there on, and nothing written.") from None
-        print(f"{_named(first, last)}: every stage agrees with the record.")
+        print(f"{_named(first, last)}: {'every stage agrees with the record' if verify else 'nothing was compared'}.")
         return True
 
 

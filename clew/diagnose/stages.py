@@ -49,15 +49,20 @@ def check_stages(run: RunDirectory, step: int, stages: SequenceABC[str], only: s
         then = {name: digest for name, digest in recorded.digests.items() if only is None or name in kept}
         now = {name: digest for name, digest in digest_rows(batch).items() if name in kept}
         found.append(differences.in_data(step, then, now))
-    if "rewards" in stages:
-        found.append(differences.in_rewards(step, [row for row in batch if row.id in set(kept)]))
     summary = run.steps.read(step)
     algorithm = summary.get("config", {}).get("algorithm")
+    if algorithm is None and (others := [stage for stage in stages if stage != "data"]):
+        raise RecordError(
+            f"the {others[0]} of step {step} cannot be computed again: another trainer recorded it, whose {others[0]} "
+            f"may follow otherwise than Clew's. --stage data can."
+        )
+    if "rewards" in stages:
+        found.append(differences.in_rewards(step, [row for row in batch if row.id in set(kept)]))
     # From values, which are kept in fewer bits than a float64 critic has.
-    by_critic = (algorithm or {}).get("advantages") == "gae"
+    by_critic = algorithm is not None and algorithm.get("advantages") == "gae"
     for stage, tolerance in (("advantages", LOSS if by_critic else EXACT), ("loss", LOSS)):
         if stage in stages:
-            _check_recorded(run, step, batch, recorded, stage, by_clew=algorithm is not None)
+            _check_recorded(run, step, batch, recorded, stage)
             again = _COMPUTED[stage](batch, recorded, summary)
             then, now = ([side[name] for name in kept] for side in (recorded.arrays[stage], again))
             differs = differences.in_stage(step, stage, kept, then, now, tolerance)
@@ -77,16 +82,9 @@ def chosen(run: RunDirectory, step: int, batch: list[Sequence], only: str | None
     return found
 
 
-def _check_recorded(
-    run: RunDirectory, step: int, batch: list[Sequence], recorded: Stages, stage: str, *, by_clew: bool
-) -> None:
-    """Raise RecordError when a stage cannot be computed again, or is not on record."""
+def _check_recorded(run: RunDirectory, step: int, batch: list[Sequence], recorded: Stages, stage: str) -> None:
+    """Raise RecordError when a stage is not on record, or what it is computed from."""
     needed = ("advantages",) if stage == "advantages" else ("advantages", "proximal_logprobs", "logprobs", "loss")
-    if not by_clew:
-        raise RecordError(
-            f"the {stage} of step {step} cannot be computed again: another trainer recorded it, whose {stage} may "
-            f"be another than Clew's. --stage data,rewards can."
-        )
     for name in needed:
         if name not in recorded.arrays:
             raise RecordError(f"{run.steps.stage_path(step, 0)} has no stage {name!r}: it was altered.")

@@ -506,6 +506,19 @@ def test_a_step_that_was_not_committed_is_trained_with_what_the_run_has_now(
         again(run, "5", stages="loss")
 
 
+def test_what_differs_is_no_obstacle_where_nothing_is_compared(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    batch = run.steps.read_data(2)
+    run.steps.write_data(2, rows.to_table([dataclasses.replace(batch[0], reward=9.0), *batch[1:]]))
+    change_stage(run, 3, "loss", 0, generated_at(run, 3, 0), 0.1)
+    assert again(run, "3", verify=False)
+    assert "step 3: trained. loss " in (shown := capsys.readouterr().out) and "step 3: nothing was compared." in shown
+    assert not again(run, "3")
+    with pytest.raises(ConfigError, match="--no-verify trains again without comparing; --stage does something else"):
+        again(run, "3", verify=False, stages="loss")
+
+
 def test_steps_without_sequences_are_left_out(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     run.steps.prune(before=2)
     assert again(run)
