@@ -53,14 +53,17 @@ def explain_disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        # copytree puts the errors of all its files into the words of one
+        if any(f"[Errno {number}]" in str(error) for number in (errno.ENOSPC, errno.EDQUOT)):
             free = shutil.disk_usage(path.parent).free / 2**20
             remedy = (
                 f"no space left ({free:.0f} MiB free). Nothing recorded is lost: free some space, or lower "
                 f"record.keep_steps and checkpoint.keep, then start the same command again"
             )
         else:
-            remedy = f"{error.strerror}. Give this user the right to write there, or choose another root=FOLDER"
+            ours = error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS)
+            right = "" if ours else ". Give this user the right to write there, or choose another root=FOLDER"
+            remedy = f"{error.strerror or error}{right}"
         raise RecordError(f"cannot write {path}: {remedy}.") from error
 
 

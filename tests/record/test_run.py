@@ -17,6 +17,7 @@ from clew.config import Config
 from clew.errors import RecordError
 from clew.record import rows
 from clew.record.digest import digest_rows
+from clew.record.files import explain_disk_errors
 from clew.record.run import RunDirectory, Server, open_run
 from tests.record.test_rows import a_sequence, same
 
@@ -184,5 +185,9 @@ def test_a_full_disk_is_said_and_loses_nothing(tmp_path: Path) -> None:
         lying = run.inbox.scan()  # each of them whole
         assert 0 < len(lying) < 1000
         assert not list(run.inbox.folder.glob(".*"))
+        (tmp_path / "from").mkdir()
+        (tmp_path / "from" / "file").write_bytes(bytes(2**20))
+        with pytest.raises(RecordError, match=r"cannot write .*to: no space left"), explain_disk_errors(mounted / "to"):
+            shutil.copytree(tmp_path / "from", mounted / "to")
     finally:
         subprocess.run(["umount", mounted], check=True)
