@@ -382,6 +382,16 @@ class Debug(Section):
             )
         if (self.dump_rollout_data or self.replay_rollout_data) and self.path is None:
             raise ValueError("debug.path is missing: the folder to write batches to, or to read them from")
+        if self.path is not None and not (self.dump_rollout_data or self.replay_rollout_data):
+            raise ValueError(
+                "debug.path is set, but neither debug.dump_rollout_data=true (write batches there) nor "
+                "debug.replay_rollout_data=true (train on those there). Set one, or leave debug.path out"
+            )
+        if self.format != "parquet" and not self.dump_rollout_data:
+            raise ValueError(
+                f"debug.format={self.format} is of debug.dump_rollout_data=true: set it, or leave both out. What is "
+                f"replayed says itself which it is"
+            )
         if self.first_step and not self.replay_rollout_data:
             raise ValueError("debug.first_step is of debug.replay_rollout_data=true: set it, or leave both out")
         return self

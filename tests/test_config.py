@@ -105,6 +105,16 @@ def test_what_is_dumped_loads_to_the_same(good: Path, tmp_path: Path) -> None:
             ["training.lora_alpha=8"],
             "training.lora_alpha scales adapters, and there are none without training.lora",
         ),
+        (
+            "",
+            ["debug.path=dump"],
+            "debug.path is set, but neither debug.dump_rollout_data=true (write batches there) nor",
+        ),
+        (
+            "",
+            ["debug.format=pt", "debug.path=dump", "debug.replay_rollout_data=true"],
+            "debug.format=pt is of debug.dump_rollout_data=true: set it, or leave both out",
+        ),
         ("", ["training.lr"], "override 'training.lr': expected key=value"),
         ("data: [\n", [], "good.yaml"),
         ("", ["root=${nowhere}"], "nowhere"),

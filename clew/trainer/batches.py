@@ -5,24 +5,97 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from clew import config as configuration
 from clew.config import Config
 from clew.errors import RecordError
 from clew.record import rows
-from clew.record.files import write_bytes
+from clew.record.digest import digest_batch, digest_rows
+from clew.record.files import explain_disk_errors, write_bytes
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
 from clew.training.padded import load_padded, save_padded
 
 
+def check_origin(run: RunDirectory, *, replayed: bool) -> None:
+    """Raise RecordError when `run` has begun with batches of the other kind: replayed from debug.path, or made by its
+    own rollout."""
+    begun = run.steps.count() or run.steps.has_data(0)
+    if not begun or not run.config_path.exists() or "trainer" in run.facts():
+        return
+    before = configuration.load(run.config_path).debug
+    if before.replay_rollout_data != replayed:
+        live = "what its own rollout makes"
+        made = f"the batches in {before.path} (debug.replay_rollout_data)" if before.replay_rollout_data else live
+        raise RecordError(
+            f"{run.path} is a run on {made}: it cannot go on with {'the batches in debug.path' if replayed else live}. "
+            f"Choose another trial=NAME."
+        )
+
+
+def resume_dump(config: Config, run: RunDirectory) -> None:
+    """Copy to debug.path what is missing there of the committed steps: the last one, where its copy failed. Raises
+    RecordError when debug.path holds the batches of another run."""
+    folder = _folder(config)
+    with explain_disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    index, dumped = run.steps.index(), _batches(folder)
+    if dumped:
+        newest = max(dumped)
+        if newest >= len(index) or _digest(_read(folder, newest)) != index[newest]["digests"]["data"]:
+            raise _of_another_run(folder, newest, run)
+    for step in range(len(index)):
+        if step not in dumped and run.steps.has_data(step):
+            _copy(config, run, step)
+
+
 def dump(config: Config, run: RunDirectory, step: int) -> None:
-    """Copy the batch of a committed step to debug.path."""
-    assert config.debug.path is not None
-    folder = Path(config.debug.path)
-    folder.mkdir(parents=True, exist_ok=True)
+    """Copy the batch of the newest committed step to debug.path. Raises RecordError when there is one already."""
+    if step in _batches(_folder(config)):  # of a run that began after this one
+        raise _of_another_run(_folder(config), step, run)
+    _copy(config, run, step)
+
+
+def _copy(config: Config, run: RunDirectory, step: int) -> None:
+    path = _folder(config) / f"step-{step:06d}.{config.debug.format}"
     if config.debug.format == "pt":
-        save_padded(folder / f"step-{step:06d}.pt", run.steps.read_data(step))
+        save_padded(path, run.steps.read_data(step))
     else:
-        write_bytes(folder / f"step-{step:06d}.parquet", run.steps.data_path(step).read_bytes())
+        write_bytes(path, run.steps.data_path(step).read_bytes())
+
+
+def _folder(config: Config) -> Path:
+    assert config.debug.path is not None
+    return Path(config.debug.path)
+
+
+def _of_another_run(folder: Path, step: int, run: RunDirectory) -> RecordError:
+    return RecordError(
+        f"debug.path={folder} has a batch of step {step} that is not of {run.path}: another run was dumped there. Name "
+        f"another folder, or empty this one."
+    )
+
+
+def _batches(folder: Path) -> list[int]:
+    """The steps whose batches are in a folder of them."""
+    return sorted({int(path.stem[5:]) for path in folder.glob("step-[0-9]*.p*")})
+
+
+def _read(folder: Path, step: int) -> list[Sequence]:
+    path = folder / f"step-{step:06d}"
+    if path.with_suffix(".pt").exists():
+        return load_padded(path.with_suffix(".pt"))
+    if not path.with_suffix(".parquet").exists():
+        steps = _batches(folder)
+        there = f"it has steps {steps[0]} to {steps[-1]}" if steps else "it has none"
+        raise RecordError(
+            f"debug.path={folder} has no batch of step {step} ({there}). Set training.steps to what is there, or name "
+            f"another folder."
+        )
+    return rows.from_table(rows.read_table(path.with_suffix(".parquet")))
+
+
+def _digest(batch: list[Sequence]) -> str:
+    return digest_batch(digest_rows(batch))
 
 
 class ReplayedSource:
@@ -30,33 +103,33 @@ class ReplayedSource:
     of the same step here. Filters of the configuration are applied again."""
 
     def __init__(self, config: Config, run: RunDirectory, check: Callable[[], None]) -> None:
-        """check: called before each batch; it may raise to end the replay."""
-        assert config.debug.path is not None
-        folder = Path(config.debug.path)
+        """check: called before each batch; it may raise to end the replay.
+
+        Raises RecordError: no such folder; the steps that `run` has were not trained on what is there.
+        """
+        folder = _folder(config)
+        if not folder.is_dir():
+            raise RecordError(f"debug.path={folder} does not exist: expected a folder of batches, or a run directory.")
         self._folder = folder / "steps" if (folder / "steps").is_dir() else folder
         self._filter = config.rollout.drop_equal_rewards
         self._run = run
         self._check = check
+        check_origin(run, replayed=True)
+        last = run.steps.count() - 1
+        if last >= config.debug.first_step:
+            there = _digest(self._filtered(last, _read(self._folder, last)))
+            if there != run.steps.index()[last]["digests"]["data"]:
+                raise RecordError(
+                    f"step {last} of {run.path} was trained on another batch than debug.path={folder} has. Name the "
+                    f"folder that it began with, or choose another trial=NAME."
+                )
 
     def batch(self, step: int) -> list[Sequence]:
         self._check()
         if not self._run.steps.has_data(step):
-            kept = self._filtered(step, self._read(step))
+            kept = self._filtered(step, _read(self._folder, step))
             self._run.steps.write_data(step, rows.to_table(kept))
         return self._run.steps.read_data(step)
-
-    def _read(self, step: int) -> list[Sequence]:
-        path = self._folder / f"step-{step:06d}"
-        if path.with_suffix(".pt").exists():
-            return load_padded(path.with_suffix(".pt"))
-        if not path.with_suffix(".parquet").exists():
-            steps = sorted(int(each.stem[5:]) for each in self._folder.glob("step-*.p*"))
-            there = f"it has steps {steps[0]} to {steps[-1]}" if steps else "it has none"
-            raise RecordError(
-                f"debug.path={self._folder} has no batch of step {step} ({there}). Set training.steps to what is "
-                f"there, or name another folder."
-            )
-        return rows.from_table(rows.read_table(path.with_suffix(".parquet")))
 
     def _filtered(self, step: int, batch: list[Sequence]) -> list[Sequence]:
         if not self._filter:

@@ -17,7 +17,7 @@ from clew.errors import Interrupted, RolloutError, TrainingError
 from clew.record.run import RunDirectory
 from clew.record.weights import WeightRef
 from clew.rollout.evaluation import is_due
-from clew.trainer.batches import ReplayedSource, dump
+from clew.trainer.batches import ReplayedSource, check_origin, dump, resume_dump
 from clew.trainer.interrupt import Interrupts
 from clew.trainer.loop import Clock, Source, train
 from clew.trainer.nothing_to_learn import NothingToLearn
@@ -149,11 +149,13 @@ def learn_from_record(
     until: int | None = None,
 ) -> None:
     """Train on the batches in config.debug.path, up to step `until` (default: training.steps): no rollout and no
-    inference; nothing is published or evaluated. Raises ClewError, RecordError where a batch is missing.
+    inference; nothing is published or evaluated. Raises ClewError, RecordError where a batch is missing, and where the
+    run began with other batches.
 
     begun: None: with its own model.
     """
     with _rank_of(config) as (ranks, run, reporter, interrupts):
+        live = ReplayedSource(config, run, interrupts.check)
         if begun is not None:
             config = begun(config, ranks)
             torch.set_num_threads(config.rank_threads)
@@ -162,7 +164,7 @@ def learn_from_record(
             run,
             ranks,
             reporter,
-            live=ReplayedSource(config, run, interrupts.check),
+            live=live,
             publish=lambda engine: None,
             evaluated=lambda version: None,
             undisturbed=nullcontext,
@@ -199,6 +201,7 @@ def _train_live(
 ) -> None:
     """On what rollout makes meanwhile. load: returns when every engine serves the weights. check: raises Interrupted
     when the trainer was asked to end. pause: the same, and lets a little time pass."""
+    check_origin(run, replayed=False)
     clock = Clock()
     with closing(Publisher(config, run, load)) as publisher:
         _train(
@@ -257,6 +260,8 @@ def _train(
     """check: raises Interrupted when the trainer was asked to end."""
     reporter.set(doing="loading the model")
     make_deterministic(config.training)
+    if ranks.leads and config.debug.dump_rollout_data:
+        resume_dump(config, run)
 
     def published(engine: TrainEngine) -> None:
         reporter.set(version=engine.version)

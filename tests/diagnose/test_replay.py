@@ -551,11 +551,20 @@ def test_what_cannot_be_read_is_said(run: RunDirectory) -> None:
 def test_dumped_batches_train_another_run_alike(folder: Path, original: Path, tmp_path: Path, form: str) -> None:
     dumped = tmp_path / "dump"
     options = [f"root={tmp_path}", "training.steps=3", "training.schedule=constant"]
-    dumping = configure(
-        folder, *options, "debug.dump_rollout_data=true", f"debug.path={dumped}", f"debug.format={form}"
-    )
+    dumping = configure(folder, *options, *dumping_to(dumped, form))
     learn_inline(dumping, lambda step, summary: None)
-    assert sorted(path.name for path in dumped.iterdir()) == [f"step-{step:06d}.{form}" for step in range(3)]
+    files = {path.name: path.read_bytes() for path in dumped.iterdir()}
+    assert sorted(files) == [f"step-{step:06d}.{form}" for step in range(3)]
+    (dumped / f"step-000001.{form}").unlink()  # as where there was no space left for it
+    (dumped / f"step-000002.{form}").unlink()
+    learn_inline(dumping, lambda step, summary: None)
+    assert {path.name: path.read_bytes() for path in dumped.iterdir()} == files
+    other = [*options, "trial=other", "seed=2"]
+    for _ in range(2):  # from its start, and with as many steps
+        with pytest.raises(RecordError, match=r"dump has a batch of step 2 that is not of .*/other: another run was"):
+            learn_inline(configure(folder, *other, *dumping_to(dumped, form)), lambda *_: None)
+        learn_inline(configure(folder, *other), lambda *_: None)
+    assert {path.name: path.read_bytes() for path in dumped.iterdir()} == files
     replaying = configure(folder, *options, "trial=again", "debug.replay_rollout_data=true", f"debug.path={dumped}")
     learn_from_record(replaying, lambda step, summary: None)
     first, second = RunDirectory(dumping.run_path), RunDirectory(replaying.run_path)
@@ -564,6 +573,39 @@ def test_dumped_batches_train_another_run_alike(folder: Path, original: Path, tm
     with pytest.raises(RecordError, match=r"has no batch of step 3 \(it has steps 0 to 2\)"):
         learn_from_record(more, lambda step, summary: None)
     assert checkpoint.latest_version(second.checkpoints) == 3
+
+
+def test_a_run_on_other_batches_is_refused(run: RunDirectory, folder: Path, tmp_path: Path) -> None:
+    shutil.rmtree(run.status)
+    before = everything(run.path)
+    run.status.mkdir()
+    shutil.copytree(run.path, tmp_path / "source")
+    options = [f"root={tmp_path}/runs", "training.schedule=constant"]
+    live = configure(folder, *options, *replaying_from(tmp_path / "source"))
+    with pytest.raises(RecordError, match=r"runs/e/first is a run on what its own rollout makes: it cannot go on with"):
+        learn_from_record(live, lambda *_: None)
+    with pytest.raises(RecordError, match=r"debug\.path=.*/nowhere does not exist: expected a folder of batches"):
+        learn_from_record(configure(folder, *options, *replaying_from(tmp_path / "nowhere")), lambda *_: None)
+    shutil.rmtree(run.status)
+    assert everything(run.path) == before
+    replayed = [*options, "trial=replayed", "training.steps=2"]
+    learn_from_record(configure(folder, *replayed, *replaying_from(tmp_path / "source")), lambda *_: None)
+    with pytest.raises(
+        RecordError, match=r"is a run on the batches in .*/source \(debug\.replay_rollout_data\): it ca"
+    ):
+        learn_inline(configure(folder, *replayed, "training.steps=3"), lambda *_: None)
+    steps = RunDirectory(tmp_path / "source").steps
+    for step in (1, 2):  # what it was trained on before, and what comes after
+        steps.data_path(step).write_bytes(steps.data_path(3).read_bytes())
+    with pytest.raises(
+        RecordError, match=r"step 1 of .*/replayed was trained on another batch than debug\.path=.*/sour"
+    ):
+        learn_from_record(configure(folder, *replayed, *replaying_from(tmp_path / "source")), lambda *_: None)
+    assert RunDirectory(tmp_path / "runs" / "e" / "replayed").steps.count() == 2
+
+
+def dumping_to(path: Path, form: str) -> list[str]:
+    return ["debug.dump_rollout_data=true", f"debug.path={path}", f"debug.format={form}"]
 
 
 def replaying_from(path: Path) -> list[str]:
