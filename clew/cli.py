@@ -378,8 +378,11 @@ def bundle(
 
     directory = open_run(run)
     path = write_bundle(directory, step, stages_only=stages_only, to=to)
-    print(f"{path} ({path.stat().st_size / 1e6:.2f} MB). `clew replay {path}` runs it, on any machine.")
     summary = directory.steps.read(step)
+    works = f"`clew replay {path}` runs it, on any machine."
+    if "trainer" in summary["environment"]:  # then nothing says how the loss was computed
+        works = f"`clew replay {path} --stage data,rewards` checks it, `clew show {path}` shows it."
+    print(f"{path} ({path.stat().st_size / 1e6:.2f} MB). {works}")
     for field in summary.get("code", {}):
         section, name = field.split(".")
         print(f"It holds no code: {field}={summary['config'][section][name]} must be importable there.")

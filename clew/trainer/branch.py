@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 
 from clew.errors import RecordError
-from clew.record.files import write_bytes
+from clew.record.files import explain_disk_errors, write_bytes
 from clew.record.run import RunDirectory
 from clew.training import checkpoint
 from clew.training.engine import TrainEngine
@@ -33,7 +33,8 @@ def _copy_beginning(source: RunDirectory, run: RunDirectory, count: int) -> None
         write_bytes(run.steps.json_path(earlier), source.steps.json_path(earlier).read_bytes())
     run.steps.repair()
     if source.media.folder.exists():
-        shutil.copytree(source.media.folder, run.media.folder, dirs_exist_ok=True)
+        with explain_disk_errors(run.media.folder):
+            shutil.copytree(source.media.folder, run.media.folder, dirs_exist_ok=True)
     first = checkpoint.saved(source.checkpoints)[0]
     with written_aside(run.checkpoints / first.name) as aside:
         shutil.copytree(first, aside, dirs_exist_ok=True)

@@ -445,7 +445,10 @@ def test_a_filter_is_applied_to_recorded_batches(run: RunDirectory) -> None:
 
 
 def test_a_bundle_replays_alone(run: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path(".e-first-step-000003.clew.zip").write_bytes(b"half")  # as SIGKILL leaves it
     whole = write_bundle(run, 3, stages_only=False)
+    assert write_bundle(run, 3, stages_only=True).name == "e-first-step-000003.stages.clew.zip"
+    assert not list(Path().glob(".*.zip"))
     small = write_bundle(run, 3, stages_only=True, to=tmp_path / "small.zip")
     assert whole.name == "e-first-step-000003.clew.zip" and small.stat().st_size < whole.stat().st_size / 10
     shutil.rmtree(run.path)

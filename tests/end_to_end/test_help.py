@@ -109,7 +109,7 @@ def test_each_example_works_when_pasted(checkout: Path) -> None:
     assert "step 3: every stage agrees with the record" in paste(checkout, "replay")
     assert "every stage of every step agrees" in paste(checkout, "diff")
     assert "step 3: 512 sequences, worst first by gradient" in paste(checkout, "blame")
-    assert "addition-grpo-step-000003.clew.zip" in paste(checkout, "bundle")
+    assert "addition-grpo-step-000003.stages.clew.zip" in paste(checkout, "bundle")
     assert "exported 3 steps: runs/addition/exported/step-000000.pt" in paste(checkout, "export")
     assert "imported 1 step: runs/addition/imported" in paste(checkout, "import")
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from clew.cli import bundle
 from clew.errors import RecordError
 from clew.record import Writer, rows
 from clew.record.digest import digest_batch, digest_rows
@@ -123,10 +124,13 @@ def test_a_step_has_the_keys_of_clews_own(path: Path, tmp_path: Path) -> None:
     assert np.array_equal(stages["loss"][batch[3].id], result.stages["loss"][3])
 
 
-def test_readers_of_a_run_read_it(path: Path) -> None:
+def test_readers_of_a_run_read_it(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Writer(path) as writer:
         for group in writer.new_groups(3):
             writer.step([given(group)], metrics={"reward": 0.5})
+    file = path.parent / "small.zip"
+    bundle(path, 1, stages_only=True, to=file)
+    assert f"`clew replay {file} --stage data,rewards` checks it, `clew show {file}` shows" in capsys.readouterr().out
     draw_learning_curve(open_run(path))
     assert (path / "reports" / "learning_curve.png").stat().st_size > 1000
 
