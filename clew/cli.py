@@ -250,7 +250,9 @@ def status(
 def show(
     run: Annotated[
         Path,
-        typer.Argument(metavar="RUN", help="Run directory, the configuration that names it, or a folder of runs."),
+        typer.Argument(
+            metavar="RUN", help="Run directory, the configuration that names it, a bundle, or a folder of runs."
+        ),
     ],
     what: Annotated[
         str | None,
@@ -267,11 +269,12 @@ def show(
     """
     from rich.console import Console
 
+    from clew.record.bundle import is_bundle
     from clew.view.show import show as show_record
 
     console = Console(width=None if sys.stdout.isatty() else 200, highlight=False, markup=False, emoji=False)
-    folder = run if run.is_dir() else _load(run, None).run_path
-    show_record(folder, what, steps=steps, tokens=tokens, console=console)
+    path = run if run.is_dir() or is_bundle(run) else _load(run, None).run_path
+    show_record(path, what, steps=steps, tokens=tokens, console=console)
 
 
 @app.command()

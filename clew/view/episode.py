@@ -131,11 +131,12 @@ def _after(seconds: float | None, since: float | None) -> str:
 
 
 def lag(sequences: list[Sequence], step: int | None) -> str:
-    """Mean and maximum over the trained tokens: how many versions older than the step that trains on them."""
+    """Mean and maximum over the trained tokens: how many versions older than the step that trains on them. Unknown
+    where one is newer: another trainer counts its versions otherwise than the record its steps."""
     if step is None or not sequences:
         return MISSING
     lags = step - np.concatenate([sequence.versions[sequence.loss_mask] for sequence in sequences])
-    return f"{lags.mean():.2f}/{lags.max()}" if lags.size else MISSING
+    return f"{lags.mean():.2f}/{lags.max()}" if lags.size and lags.min() >= 0 else MISSING
 
 
 def rewards_by_name(rewards: dict[str, float]) -> str:

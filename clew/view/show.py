@@ -6,6 +6,7 @@ once also where there are thousands of steps.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from clew.errors import RecordError
+from clew.record.bundle import opened
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory, open_run
 from clew.record.steps import parse_steps
@@ -49,7 +51,7 @@ def show(
 ) -> None:
     """Print what the record has.
 
-    path: a run directory or, without `what`, a folder that holds some.
+    path: a run directory, a bundle or, without `what`, a folder of runs.
     what: a step's number or the ID of a group, an episode, a sequence or an interaction; None: the run.
     steps: which steps of a run, as a slice: "100:140" are 100 to 139.
     Raises RecordError.
@@ -58,23 +60,28 @@ def show(
         raise RecordError("--tokens shows an episode or a sequence. Name one of them, such as g000123.e0.")
     if steps is not None and what is not None:
         raise RecordError(f"--steps chooses among the steps of a run: leave out {what}, or --steps.")
-    if what is None and not (path / "status").is_dir():
+    if what is None and path.is_dir() and not (path / "status").is_dir():
         _show_runs(console, path)
         return
-    run = open_run(path)
-    if what is None:
-        _show_run(console, run, steps)
-    elif what.isdecimal():
-        _show_step(console, run, int(what))
-    else:
-        name = Name.parse(what)
-        found = find_group(run, name)
-        if name.episode is None and tokens:
-            raise RecordError(f"--tokens shows an episode or a sequence. Name one of them, such as {name.group}.e0.")
-        if name.episode is None:
-            _show_group(console, run, found)
+    with opened(path) as (run, bundle):
+        if what is None:
+            _show_run(console, run, steps, str(path), bundle)
+        elif what.isdecimal():
+            _show_step(console, run, int(what))
         else:
-            show_episode(console, run, found, name, tokens)
+            _show_named(console, run, what, tokens)
+
+
+def _show_named(console: Console, run: RunDirectory, what: str, tokens: bool) -> None:
+    """What has an ID."""
+    name = Name.parse(what)
+    found = find_group(run, name)
+    if name.episode is None and tokens:
+        raise RecordError(f"--tokens shows an episode or a sequence. Name one of them, such as {name.group}.e0.")
+    if name.episode is None:
+        _show_group(console, run, found)
+    else:
+        show_episode(console, run, found, name, tokens)
 
 
 # Runs -----------------------------------------------------------------------------------------------------------------
@@ -89,27 +96,30 @@ def _show_runs(console: Console, folder: Path) -> None:
             f"A run lies in ROOT/EXPERIMENT/TRIAL."
         )
     rows = table(
-        "run", "steps", "reward", "evaluation", "checkpoint", "made", "model", left=("run", "made"), words=("model",)
+        *("run", "steps", "reward", "evaluation", "checkpoint", "made", "model"),
+        left=("run", "made"),
+        words=("model",),
+        spare=("made", "checkpoint", "model", "evaluation"),
     )
     for path in paths:
         run = open_run(path)
         config = Settings(path)
         count = run.steps.count()
-        checkpoint = max(run.checkpoints.glob("step-*"), default=None)
         evaluation = run.newest_eval()
         rows.add_row(
             visible(str(path.relative_to(folder))),
-            f"{count}/{config.get('training.steps', MISSING)}",
+            f"{count or _latest(run) or 0}/{config.get('training.steps', MISSING)}",
             _reward_range(run, count),
             number(evaluation.get("pass@1")) if evaluation else MISSING,
-            checkpoint.name.removeprefix("step-").lstrip("0") or "0" if checkpoint else MISSING,
+            as_text(MISSING if (latest := _latest(run)) is None else latest),
             moment(run.facts().get("created")),
             one_line(as_text(config.get("model.path", MISSING))),
         )
     console.print(rows)
 
 
-def _show_run(console: Console, run: RunDirectory, steps: str | None) -> None:
+def _show_run(console: Console, run: RunDirectory, steps: str | None, path: str, bundle: dict[str, Any] | None) -> None:
+    """path: where the run directory or the bundle lies.   bundle: what it says of itself."""
     config, facts = Settings(run.path), run.facts()
     index = run.steps.index()
     count = len(index)
@@ -120,13 +130,14 @@ def _show_run(console: Console, run: RunDirectory, steps: str | None) -> None:
     console.print(
         pairs(
             [
-                ("run", str(run.path)),
+                ("run", path),
+                *([("bundle", _holds(bundle))] if bundle is not None else []),
                 ("experiment", f"{config.get('experiment', MISSING)}, trial {config.get('trial', MISSING)}"),
                 ("model", "  ".join(model).strip() or MISSING),
                 ("packages", f"{packages}  python {facts.get('python', MISSING)}"),
                 ("git", facts.get("git") or MISSING),
                 ("created", moment(facts.get("created"))),
-                ("steps", f"{count} committed of {config.get('training.steps', MISSING)}"),
+                ("steps", _progress(run, count, config)),
                 ("groups", f"{len(inbox)} waiting in the inbox, {len(rejected)} rejected"),
                 ("reward", _reward_range(run, count)),
                 ("checkpoints", "  ".join(sorted(p.name for p in run.checkpoints.glob("step-*"))) or MISSING),
@@ -137,23 +148,46 @@ def _show_run(console: Console, run: RunDirectory, steps: str | None) -> None:
     if not chosen:
         return
     console.print()
-    rows = table("step", "groups", "sequences", "reward", "length", "lag", "k3", "grad norm", "loss", "seconds")
+    rows = table(
+        *("step", "groups", "sequences", "reward", "length", "lag", "k3", "grad norm", "loss", "seconds"),
+        spare=("sequences", "groups", "seconds", "k3", "length", "lag", "grad norm", "loss"),
+    )
     for step in chosen:
         summary = run.steps.read(step)
         metrics = summary.get("metrics", {})
+        lags = [metrics.get(name, math.nan) for name in ("lag_mean", "lag_max")]
         rows.add_row(
             str(step),
             str(len(summary["groups"])),
             number(metrics.get("sequences"), ".0f"),
             number(metrics.get("reward")),
             number(metrics.get("response_length"), ".1f"),
-            f"{number(metrics.get('lag_mean'), '.2f')}/{number(metrics.get('lag_max'), '.0f')}",
+            f"{lags[0]:.2f}/{lags[1]:.0f}" if min(lags) >= 0 else MISSING,
             number(metrics.get("behaviour_k3"), ".1e"),
             number(metrics.get("grad_norm")),
             number(metrics.get("loss"), ".2e"),
-            number(sum(summary.get("timings", {}).values()), ".2f"),
+            number(sum(timings.values()) if (timings := summary.get("timings")) else None, ".2f"),
         )
     console.print(rows)
+
+
+def _latest(run: RunDirectory) -> int | None:
+    """The version of the newest checkpoint."""
+    return max((int(path.name.removeprefix("step-")) for path in run.checkpoints.glob("step-*")), default=None)
+
+
+def _progress(run: RunDirectory, count: int, config: Settings) -> str:
+    """How many steps are trained."""
+    steps, latest = config.get("training.steps", MISSING), _latest(run)
+    if not count and latest:
+        return f"{latest} of {steps} behind the newest checkpoint; none on record, as `clew sft` trains"
+    return f"{count} committed of {steps}"
+
+
+def _holds(bundle: dict[str, Any]) -> str:
+    first, step = bundle["first"], bundle["step"]
+    held = f"step {step}" if first == step else f"the steps {first} to {step}"
+    return f"it holds {held}{', without weights' if bundle['stages_only'] else ''}"
 
 
 def _show_evaluations(console: Console, evaluations: list[dict[str, Any]]) -> None:
@@ -161,7 +195,10 @@ def _show_evaluations(console: Console, evaluations: list[dict[str, Any]]) -> No
         return
     console.print()
     passes = [name for name in evaluations[-1] if name.startswith("pass@")]
-    rows = table("evaluation of", *passes, "reward", "length", "truncated", "episodes", "failed")
+    rows = table(
+        *("evaluation of", *passes, "reward", "length", "truncated", "episodes", "failed"),
+        spare=("truncated", "length", "episodes", "reward", "failed"),
+    )
     left_out = evaluations[1 : 1 - EVALUATIONS_SHOWN] if len(evaluations) > EVALUATIONS_SHOWN else []
     for place, evaluation in enumerate(evaluations):
         if left_out and place == 1:
@@ -221,7 +258,12 @@ def _show_step(console: Console, run: RunDirectory, step: int) -> None:
     for sequence in read_batch(run, step):
         groups.setdefault(sequence.group_id, []).append(sequence)
     column = Settings(run.path).get("data.prompt", "prompt")
-    rows = table("group", "sequences", "lag", "rewards", "prompt", left=("group",), words=("rewards", "prompt"))
+    rows = table(
+        *("group", "sequences", "lag", "rewards", "prompt"),
+        left=("group",),
+        words=("rewards", "prompt"),
+        spare=("sequences", "lag"),
+    )
     for group, sequences in groups.items():
         rewards = {sequence.episode_id: f"{sequence.reward:.4g}" for sequence in sequences}
         rows.add_row(
@@ -263,7 +305,12 @@ def _show_group(console: Console, run: RunDirectory, found: Found) -> None:
     )
     console.print()
     names = ("episode", "sequences", "tokens", "reward", "rewards", "finish", "versions", "completion")
-    rows = table(*names, left=("episode", "finish", "versions"), words=("rewards", "completion"))
+    rows = table(
+        *names,
+        left=("episode", "finish", "versions"),
+        words=("rewards", "completion"),
+        spare=("sequences", "versions", "finish", "rewards", "tokens"),
+    )
     for episode, sequences in episodes.items():
         last = sequences[-1]
         failed = last.finish_reason == "error"

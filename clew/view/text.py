@@ -6,12 +6,19 @@ import json
 import math
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
 MISSING = "-"
+GAP = 2
+"""Between two columns."""
+WORDS = 16
+"""What a column of text needs at least."""
 
 
 def visible(text: str, keep: str = "\n") -> str:
@@ -59,14 +66,52 @@ def moment(seconds: float | None) -> str:
     return MISSING if not seconds else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
-def table(*columns: str, left: Iterable[str] = (), words: Iterable[str] = ()) -> Table:
-    """A table of right-aligned numbers, but for the columns `left` and `words`; where the terminal is narrow, those of
-    `words` give way."""
-    made = Table(box=None, pad_edge=False, header_style="bold")
-    for name in columns:
-        justify = "left" if name in left or name in words else "right"
-        made.add_column(name, justify=justify, no_wrap=name not in words, overflow="fold")
-    return made
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """A table whose numbers are whole: columns that do not fit are left out, and named below."""
+
+    columns: tuple[str, ...]
+    left: tuple[str, ...]
+    """Aligned to the left: names."""
+    words: tuple[str, ...]
+    """Text, which is cut or wrapped where the terminal is narrow."""
+    spare: tuple[str, ...]
+    """Columns that can be left out, the first of them first."""
+    rows: list[tuple[str | Text, ...]] = field(default_factory=list)
+
+    def add_row(self, *cells: str | Text) -> None:
+        """One cell a column; those that are not given are empty."""
+        self.rows.append((*cells, *[""] * (len(self.columns) - len(cells))))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        widths = {
+            name: max(cell_len(str(cell)) for cell in (name, *cells))
+            for name, *cells in zip(self.columns, *self.rows, strict=True)
+        }
+        for name in self.words:
+            widths[name] = min(widths[name], WORDS)
+        out: list[str] = []
+        for name in self.spare:
+            if sum(widths.values()) + GAP * (len(widths) - 1) <= options.max_width:
+                break
+            del widths[name]
+            out.append(name)
+        fits = sum(widths.values()) + GAP * (len(widths) - 1) <= options.max_width
+        made = Table(box=None, pad_edge=False, header_style="bold")
+        for name in widths:
+            justify = "left" if name in self.left or name in self.words else "right"
+            made.add_column(name, justify=justify, no_wrap=fits and name not in self.words, overflow="fold")
+        places = [place for place, name in enumerate(self.columns) if name in widths]
+        for row in self.rows:
+            made.add_row(*(row[place] for place in places))
+        yield made
+        if out:
+            yield Text(f"no place for {', '.join(out)}: widen the terminal, or redirect the output", style="dim")
+
+
+def table(*columns: str, left: Iterable[str] = (), words: Iterable[str] = (), spare: Iterable[str] = ()) -> Rows:
+    """A table of right-aligned numbers, but for the columns `left` and `words`. What these are: see `Rows`."""
+    return Rows(columns=columns, left=tuple(left), words=tuple(words), spare=tuple(spare))
 
 
 def pairs(facts: Iterable[tuple[str, Any]]) -> Table:

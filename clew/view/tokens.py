@@ -31,14 +31,15 @@ def load_tokenizer(run: RunDirectory, console: Console) -> Tokenizer | None:
     """The tokenizer of the newest checkpoint; without one None, and the console says why there are only ids."""
     path = max(run.checkpoints.glob("step-*/tokenizer.json"), default=None)
     if path is None:
-        console.print(Text(f"Tokens are shown by their ids: no {run.checkpoints / 'step-*' / 'tokenizer.json'}."))
+        console.print(Text("Tokens are shown by their ids: no checkpoints/step-*/tokenizer.json."))
         return None
     from tokenizers import Tokenizer as FastTokenizer
 
     try:
         return FastTokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing more specific
-        console.print(Text(f"Tokens are shown by their ids: {path} cannot be read ({visible(str(error), keep='')})."))
+        name, why = path.relative_to(run.path), visible(str(error), keep="")
+        console.print(Text(f"Tokens are shown by their ids: {name} cannot be read ({why})."))
         return None
 
 

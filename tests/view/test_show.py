@@ -19,6 +19,7 @@ from tokenizers.models import WordLevel
 
 from clew.errors import RecordError
 from clew.record import rows
+from clew.record.bundle import write_bundle
 from clew.record.digest import digest_rows
 from clew.record.files import write_json
 from clew.record.rows import Sequence
@@ -172,6 +173,59 @@ def test_a_folder_of_runs(run: RunDirectory, tmp_path: Path) -> None:
         shown(tmp_path / "runs" / "test" / "material")
     with pytest.raises(RecordError, match="is no run directory"):
         shown(tmp_path / "runs", "3")
+
+
+def test_numbers_are_whole_however_narrow_the_terminal_is(run: RunDirectory) -> None:
+    numbers = METRICS | {"loss": -4.57e-4, "grad_norm": 12.345, "behaviour_k3": 1.5e-6}
+    commit(run, 3, group("g000006"), metrics=numbers)
+    run.write_eval(0, [], {"pass@1": 0.125, "pass@4": 0.25, "reward": 0.5, "length": 3.0, "truncated": 0.0})
+    cells = ["3", "1", "4", "0.250", "4.5", "1.00/2", "1.5e-06", "12.345", "-4.57e-04", "2.00"]
+    for width in (200, 100, 80, 60, 40, 30):
+        text = shown(run, width=width)
+        assert max(map(len, text.splitlines())) <= width
+        found = line(text, "3")
+        assert found == [cell for cell in cells if cell in found] and {"3", "0.250"} <= {*found}
+        assert ("no place for sequences, groups" in " ".join(text.split())) == (width < 80)
+        assert line(text, "version")[:3] == ["version", "0", "0.125"]
+    assert line(shown(run, "2", width=40), "g000004")[:2] == ["g000004", "1.00/1"]
+    assert line(shown(run, "g000004", width=40), "g000004.e1")[:3] == ["g000004.e1", "4", "1"]
+    folder = run.path.parents[1]
+    assert line(shown(folder, width=60), "test/0")[:6] == ["test/0", "4/20", "0.250", "→", "0.250", "0.125"]
+    folded = "".join(shown(run, width=12).partition("reward\n")[2].split())
+    assert "0.250" in folded  # where nothing more can be left out
+
+
+def test_what_sft_trained_is_counted_by_its_checkpoints(run: RunDirectory) -> None:
+    sft = RunDirectory(run.path.parent / "sft")
+    sft.describe(make_config("a/model"), threads=2)
+    for version in (0, 9, 20):
+        (sft.checkpoints / f"step-{version:06d}").mkdir()
+    assert line(shown(sft), "steps")[1:7] == ["20", "of", "20", "behind", "the", "newest"]
+    assert line(shown(run.path.parent), "sft")[1] == "20/20"
+
+
+def test_lag_is_unknown_where_versions_are_another_trainers(run: RunDirectory) -> None:
+    commit(run, 3, [dataclasses.replace(row, versions=row.versions + 135) for row in group("g000006")])
+    assert line(shown(run, "3"), "g000006")[2] == "-" and line(shown(run, "g000006"), "lag")[1] == "-"
+    commit(run, 4, group("g000007"), metrics=METRICS | {"lag_mean": -135.0, "lag_max": -135.0})
+    assert line(shown(run), "4")[5] == "-"
+
+
+def test_a_bundle(run: RunDirectory, tmp_path: Path) -> None:
+    bundle = write_bundle(run, 2, stages_only=True, to=tmp_path / "small.zip")
+    text = shown(bundle)
+    assert line(text, "run")[1] == str(bundle) and "it holds step 2, without weights" in text
+    assert line(text, "0")[:4] == ["0", "2", "-", "-"] and line(text, "2")[3] == "0.750"
+    assert "gradients  00e1 00e2" in shown(bundle, "2") and "weights    00f1" in shown(bundle, "0")
+    assert shown(bundle, "g000004") == shown(run, "g000004")
+    assert shown(bundle, "g000005.e1.s0", tokens=True) == shown(run, "g000005.e1.s0", tokens=True)
+    with pytest.raises(RecordError, match=r"^.*small\.zip has no step 3: steps 0 to 2 are committed\.$"):
+        shown(bundle, "3")
+    made = clew(str(bundle), "2")
+    assert made.returncode == 0 and "g000004" in made.stdout
+    bundle.write_bytes(bundle.read_bytes()[:-100])
+    broken = clew(str(bundle))
+    assert broken.returncode == 1 and "small.zip is neither a run directory nor a bundle" in broken.stderr
 
 
 def test_a_record_in_the_making(run: RunDirectory) -> None:
