@@ -13,11 +13,12 @@ from rich.table import Table
 from clew import config as configuration
 from clew.config import Config
 from clew.diagnose.replay import batch_as_it_is, engine_at, replay
-from clew.errors import ConfigError, RecordError
+from clew.errors import ConfigError, Interrupted, RecordError
 from clew.record.run import RunDirectory
 from clew.trainer.branch import branch
 from clew.trainer.learn import learn_from_record
 from clew.training import checkpoint
+from clew.training.optimizer import GradientError
 from clew.training.ranks import Ranks
 
 SIDE_BY_SIDE = ("loss", "grad_norm", "reward", "entropy", "behaviour_k3", "clip_share", "kl", "lr")
@@ -25,9 +26,12 @@ SIDE_BY_SIDE = ("loss", "grad_norm", "reward", "entropy", "behaviour_k3", "clip_
 
 
 def counterfactual(run: RunDirectory, first: int, last: int, overrides: list[str], *, kept: bool) -> None:
-    """The same data otherwise, from step `first` on, into a new run directory; and a table of both.
+    """The same data otherwise, from step `first` on, into a new run directory; and a table of both. One that was ended
+    before its last step goes on; one that failed before it committed a step of its own leaves nothing, but where
+    `clew blame` can say more about its batch.
 
     kept: whether the run directory stays where it is; else the new one goes where the run's own configuration says.
+    Raises ClewError.
     """
     recorded = configuration.load(run.config_path)
     root = run.path.parent.parent if kept else Path(recorded.root)
@@ -41,6 +45,7 @@ def counterfactual(run: RunDirectory, first: int, last: int, overrides: list[str
         "training.tp=1",
         "debug.replay_rollout_data=true",
         "debug.dump_rollout_data=false",
+        "debug.format=parquet",
         f"debug.path={run.path}",
         f"debug.first_step={first}",
     ]
@@ -52,14 +57,27 @@ def counterfactual(run: RunDirectory, first: int, last: int, overrides: list[str
         )
     for step in range(first, last + 1):
         batch_as_it_is(run, step)
-    fresh = not config.run_path.exists()
+    going_on = config.run_path.exists() and _left_unfinished(config, run, last)
+    if config.run_path.exists() and not going_on:
+        raise RecordError(
+            f"{config.run_path} is there already, and is not what this command left unfinished. Choose another "
+            f"trial=NAME, or remove it."
+        )
     new = RunDirectory(config.run_path)
     print(f"into {new.path}, from step {first} on with {' '.join(overrides)}", flush=True)
     try:
-        learn_from_record(config, lambda step, summary: None, begun=begin, until=last + 1)
-    except BaseException:
-        if fresh and not new.steps.has_data(first):  # refused before it began: there is nothing to look at
+        learn_from_record(config, lambda step, summary: None, begun=begun if going_on else begin, until=last + 1)
+    except BaseException as error:
+        blamed = isinstance(error, GradientError) and new.steps.has_data(first)
+        left = going_on or blamed or new.steps.count() > first
+        if not left:
             shutil.rmtree(new.path)
+        if isinstance(error, Interrupted | KeyboardInterrupt):
+            raise Interrupted(
+                f"interrupted. The same command with trial={config.trial} goes on with {new.path}."
+                if left
+                else "interrupted before its first step: nothing is left of it. Start the same command again."
+            ) from None
         raise
     table = _side_by_side(run, new, range(first, last + 1))
     if len(table.columns) == 1:
@@ -67,6 +85,24 @@ def counterfactual(run: RunDirectory, first: int, last: int, overrides: list[str
         return
     width = None if sys.stdout.isatty() else 200
     Console(width=width).print(table)
+
+
+def _left_unfinished(config: Config, run: RunDirectory, last: int) -> bool:
+    """Whether the run directory that is there was begun by the same command, and has not come to step `last`."""
+    if not (config.run_path / "config.yaml").exists():
+        return False
+    new = RunDirectory(config.run_path)
+    if "trainer" in new.facts():
+        return False
+    then, first = configuration.load(new.config_path), config.debug.first_step
+    model = then.model.model_copy(update={"path": config.model.path})  # it was given the first checkpoint of its own
+    debug = then.debug.model_copy(update={"path": config.debug.path})  # a bundle is unpacked elsewhere each time
+    return (
+        then.model_copy(update={"model": model, "debug": debug}) == config
+        and max(checkpoint.versions(new.checkpoints), default=-1) >= first
+        and new.steps.index()[:first] == run.steps.index()[:first]
+        and new.steps.count() <= last
+    )
 
 
 def begun(config: Config, ranks: Ranks) -> Config:

@@ -11,7 +11,7 @@ import pytest
 
 from clew.record.run import RunDirectory
 from clew.trainer.learn import learn_inline
-from tests.diagnose.planted import REWARD, configure
+from tests.diagnose.planted import LOSSES, REWARD, configure
 from tests.models import tiny_model, tiny_tokenizer
 
 
@@ -21,6 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_tokenizer(folder / "model")
     tiny_model(folder / "model")
     (folder / "planted_rewards.py").write_text(REWARD)
+    (folder / "planted_losses.py").write_text(LOSSES)
     sys.path.insert(0, str(folder))
     (folder / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": f"{i} + 1 ="}) for i in range(30)))
     return folder

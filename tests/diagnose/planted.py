@@ -19,6 +19,23 @@ def digits(completion, data):
 """
 
 
+LOSSES = """
+import os, signal
+
+def raising(logprobs_N, advantages_N):
+    raise ValueError("odd")
+
+def nan(logprobs_N, advantages_N):
+    return logprobs_N * float("nan"), {}
+
+def interrupting(logprobs_N, advantages_N):
+    if os.path.exists("interrupt"):
+        os.remove("interrupt")
+        os.kill(os.getpid(), signal.SIGINT)
+    return -advantages_N * logprobs_N, {}
+"""
+
+
 def configure(folder: Path, *overrides: str) -> Config:
     (folder / "config.yaml").write_text(
         f"experiment: e\ntrial: first\nroot: {folder}/runs\nmodel: {{path: {folder}/model}}\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import shutil
 import sys
@@ -13,20 +14,23 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from clew import config as configuration
 from clew.diagnose.blame import blame
 from clew.diagnose.counterfactual import begun
+from clew.diagnose.diff import diff
 from clew.diagnose.rerun import rerun
-from clew.errors import ClewError, ConfigError, ModelError, RecordError
+from clew.errors import ClewError, ConfigError, Interrupted, ModelError, RecordError, TrainingError
 from clew.record import rows
-from clew.record.bundle import write_bundle
+from clew.record.bundle import opened, write_bundle
 from clew.record.run import RunDirectory
 from clew.trainer.learn import learn_from_record, learn_inline
 from clew.training import checkpoint
 from clew.training.digests import digest_tensors
 from clew.training.engine import TrainEngine
+from clew.view.show import show
 from tests.diagnose.planted import REWARD, change_stage, configure, everything, generated_at
 from tests.models import tiny_model, tiny_tokenizer
 
@@ -368,7 +372,7 @@ def test_a_counterfactual_shares_the_past_and_differs_from_there(
     assert "recorded → here" in capsys.readouterr().out
     assert again(run, "3:5", ["training.micro_batch_tokens=64"])  # a free trial name
     assert again(RunDirectory(run.path.parent / "first-replay-1"), "4")
-    with pytest.raises(RecordError, match="has steps or checkpoints already"):
+    with pytest.raises(RecordError, match="slow is there already, and is not what this command left unfinished"):
         again(run, "3", ["training.lr=1e-4", "trial=slow"])
     with pytest.raises(ConfigError, match=r"no field 'training.lrr'; did you mean 'training.lr'"):
         again(run, "3", ["training.lrr=1e-4"])
@@ -382,7 +386,58 @@ def test_a_refused_counterfactual_leaves_nothing(run: RunDirectory) -> None:
         again(run, "3", ["model.dtype=float64"])
     with pytest.raises(ConfigError, match=r"model\.path=another: step 3 is trained on with the model that the steps"):
         again(run, "3", ["model.path=another"])
+    with pytest.raises(TrainingError, match=r"planted_losses\.raising raised ValueError .*odd"):
+        again(run, "3", ["algorithm.loss=planted_losses.raising", "trial=retried"])
     assert list(run.path.parent.iterdir()) == runs
+    assert again(run, "3", ["training.lr=1e-4", "trial=retried"])
+
+
+def test_a_counterfactual_whose_gradient_is_none_can_be_blamed(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(TrainingError, match=r"`clew blame RUN --step 3` says where it comes from"):
+        again(run, "3", ["algorithm.loss=planted_losses.nan", "trial=nan"])
+    new = run.path.parent / "nan"
+    blame(new, 3, top=1, tokens=1, by="gradient")
+    assert "NOT FINITE  the loss (algorithm.loss=planted_losses.nan" in capsys.readouterr().out
+    console = Console(file=io.StringIO(), width=200)
+    show(new, console=console)
+    show(new, RunDirectory(new).steps.read_data(3)[0].group_id, console=console)
+    with pytest.raises(RecordError, match=r"nan is there already, .* Choose another trial=NAME, or remove it"):
+        again(run, "3", ["training.lr=1e-4", "trial=nan"])
+
+
+def test_an_interrupted_counterfactual_goes_on_with_the_same_command(
+    run: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also of a bundle, which is unpacked elsewhere each time."""
+    bundle = write_bundle(run, 5, stages_only=False, to=tmp_path / "whole.zip")
+    change = "algorithm.loss=planted_losses.interrupting"
+    for source, steps, trial in ((run.path, "3:6", "stopped"), (bundle, "4:6", "unpacked")):
+        (tmp_path / "interrupt").touch()
+        with pytest.raises(Interrupted, match=rf"The same command with trial={trial} goes on with .*{trial}\."):
+            again(source, steps, [change, f"trial={trial}", f"root={tmp_path}/runs"])
+        new = RunDirectory(run.path.parent / trial)
+        before = new.steps.index()
+        assert len(before) == int(steps[0]) + 1
+        with pytest.raises(RecordError, match="is not what this command left unfinished"):
+            again(source, steps, ["training.lr=1e-4", f"trial={trial}", f"root={tmp_path}/runs"])
+        assert again(source, steps, [change, f"trial={trial}", f"root={tmp_path}/runs"])
+        assert new.steps.count() == 6 and new.steps.index()[: len(before)] == before
+
+
+def test_a_counterfactual_of_a_bundle_begins_with_what_it_holds(run: RunDirectory, tmp_path: Path) -> None:
+    """The bundle has no step 0 and 1, but a line of the index for each."""
+    bundle = write_bundle(run, 3, stages_only=False, to=tmp_path / "new" / "folder" / "whole.zip")
+    assert again(bundle, "3", ["training.lr=1e-4", "trial=other", f"root={tmp_path}/runs"])
+    new = RunDirectory(run.path.parent / "other")
+    assert new.steps.index()[:3] == run.steps.index()[:3] and new.steps.count() == 4
+    assert new.steps.read(0)["metrics"] == {} and new.steps.read(2)["metrics"] == run.steps.read(2)["metrics"]
+    assert again(new, "3") and not diff(new.path, run.path, ignore=[], plot=None)
+    with pytest.raises(RecordError, match=r"are gone: .*/new/folder/whole\.zip/steps/step-000000\.parquet is missing"):
+        show(bundle, run.steps.read(0)["groups"][0], console=Console(file=io.StringIO()))
+    with pytest.raises(FileNotFoundError), opened(bundle):  # of another file
+        (tmp_path / "nowhere").read_text()
 
 
 DRAWN = """
