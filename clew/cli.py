@@ -384,7 +384,7 @@ def bundle(
     summary = directory.steps.read(step)
     works = f"`clew replay {path}` runs it, on any machine."
     if "trainer" in summary["environment"]:  # then nothing says how the loss was computed
-        works = f"`clew replay {path} --stage data,rewards` checks it, `clew show {path}` shows it."
+        works = f"`clew replay {path} --stage data` checks it, `clew show {path}` shows it."
     print(f"{path} ({path.stat().st_size / 1e6:.2f} MB). {works}")
     for field in summary.get("code", {}):
         section, name = field.split(".")

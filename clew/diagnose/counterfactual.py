@@ -153,7 +153,8 @@ def _free_trial(experiment: Path, trial: str) -> str:
 
 def _side_by_side(run: RunDirectory, new: RunDirectory, steps: range) -> Table:
     """Metrics by step, recorded → here; those that differ anywhere."""
-    rows = [(step, run.steps.read(step)["metrics"], new.steps.read(step)["metrics"]) for step in steps]
+    recorded = {step: run.steps.read(step)["metrics"] for step in steps if step < run.steps.count()}
+    rows = [(step, recorded.get(step, {}), new.steps.read(step)["metrics"]) for step in steps]  # {}: one that failed
     names = [name for name in SIDE_BY_SIDE if any(then.get(name) != now.get(name) for _, then, now in rows)]
     table = Table(title="recorded → here", title_justify="left", box=None, pad_edge=False)
     for name in ("step", *names):

@@ -75,7 +75,7 @@ def rerun(
 
             counterfactual(run, first, last, overrides, kept=bundle is None)
             return True
-        return _train_again(run, first, last, stop, device, verify)
+        return _train_again(run, first, last, stop, device, verify, named=target)
 
 
 def _range(run: RunDirectory, steps: str | None, bundle: dict[str, Any] | None) -> tuple[int, int]:
@@ -130,14 +130,16 @@ def _rewards(run: RunDirectory, first: int, last: int, only: str | None) -> bool
     return not found
 
 
-def _train_again(run: RunDirectory, first: int, last: int, stop: str | None, device: str | None, verify: bool) -> bool:
+def _train_again(
+    run: RunDirectory, first: int, last: int, stop: str | None, device: str | None, verify: bool, *, named: Path
+) -> bool:
     from clew.diagnose.replay import DifferenceFound, configure_as, engine_at, replay, stop_at
     from clew.training.ranks import Ranks
 
     with Ranks.joined() as ranks:
         began = time.perf_counter()
         engine = engine_at(run, first, device, ranks)
-        print(f"from checkpoint {engine.version} of {run.path} ({time.perf_counter() - began:.1f} s)", flush=True)
+        print(f"from checkpoint {engine.version} of {named} ({time.perf_counter() - began:.1f} s)", flush=True)
         if stop is not None:
             stop_at(engine, range(first, last + 1), stop)
         because = None

@@ -562,6 +562,8 @@ def test_a_step_that_was_not_committed_is_trained_with_what_the_run_has_now(
     assert f"step 5: loss {loss:.6g}, " in shown and [scope["step"] for scope in stopped] == [5]
     with pytest.raises(RecordError, match=r"step 5 of .* was begun and not committed"):
         again(run, "5", stages="loss")
+    assert again(run, "5", ["training.lr=1e-4"])
+    assert "\n   5  - → " in capsys.readouterr().out
 
 
 def test_what_differs_is_no_obstacle_where_nothing_is_compared(
