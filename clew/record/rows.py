@@ -160,7 +160,7 @@ def checked(path: Path, table: pa.Table, remedy: str = RESTORE) -> list[Sequence
     except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError):
         wrong = _wrong_columns(table) or "its columns do not fit together"
     if wrong:
-        raise RecordError(f"{path} was altered after it was written: {wrong}. {remedy.capitalize()}.")
+        raise altered(path, wrong, remedy)
     return found
 
 
@@ -169,6 +169,8 @@ def _wrong_rows(sequences: SequenceABC[Sequence]) -> str:
     if not sequences or count > 1:
         return f"it holds {name}" + (f" {count} times" if count > 1 else "")
     for row in sequences:
+        if row.loss_mask[:1].any():
+            return f"the first token of {row.id} is in its loss_mask, but nothing predicts it"
         kinds = (row.id, str), (row.group_id, str), (row.reward, float), (row.data, dict), (row.interactions, list)
         if any(not isinstance(value, kind) for value, kind in kinds):
             return f"{row.id} has an empty place"
@@ -179,9 +181,6 @@ def _wrong_rows(sequences: SequenceABC[Sequence]) -> str:
 
 
 def _wrong_columns(table: pa.Table) -> str:
-    for name in SCHEMA.names:
-        if name not in table.column_names and name not in ("images", "interactions"):
-            return f"there is no column {name!r}"
     lengths = {name: [len(each or ()) for each in table.column(name).to_pylist()] for name in ALIGNED}
     for place, name in itertools.product(range(table.num_rows), ALIGNED):
         if lengths[name][place] != lengths["input_ids"][place]:
@@ -243,12 +242,30 @@ def read_table(path: Path, remedy: str = RESTORE) -> pa.Table:
         content = path.read_bytes()
     except FileNotFoundError:
         raise RecordError(f"{path} is missing. Restore it from a copy of the run directory.") from None
-    try:
+    try:  # the footer has no checksum: an altered one says anything
         table = pq.ParquetFile(pa.BufferReader(content), page_checksum_verification=True).read(use_threads=False)
-    except (pa.ArrowInvalid, OSError) as error:
-        raise unreadable(path, str(error).splitlines()[0], len(content), remedy) from None
-    check_format(path, format_of(table))
+        table.validate()
+        found, wrong = format_of(table), _strange_column(table)
+    except (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError) as error:
+        why = (str(error) or type(error).__name__).splitlines()[0]
+        raise unreadable(path, why, len(content), remedy) from None
+    check_format(path, found)
+    if wrong:
+        raise altered(path, wrong, remedy)
     return table
+
+
+def _strange_column(table: pa.Table) -> str:
+    """Which column a table of sequences has not, or not as its format has it."""
+    there, found = set(table.column_names), format_of(table)
+    if not there & {"group_id", "input_ids"} or found not in (1, FORMAT):  # stages; another's table
+        return ""
+    for column in SCHEMA:
+        if column.name not in there and not (column.name == "images" and found == 1):
+            return f"there is no column {column.name!r}"
+        if column.name in there and table.schema.field(column.name).type != column.type:
+            return f"the column {column.name!r} is {table.schema.field(column.name).type}, not {column.type}"
+    return ""
 
 
 def unreadable(path: Path, why: str, size: int, remedy: str) -> RecordError:
@@ -259,14 +276,23 @@ def unreadable(path: Path, why: str, size: int, remedy: str) -> RecordError:
     )
 
 
+def altered(path: Path, wrong: str, remedy: str = RESTORE) -> RecordError:
+    """What is said of a file that holds what nobody writes."""
+    return RecordError(f"{path} was altered after it was written: {wrong}. {remedy.capitalize()}.")
+
+
 def format_of(table: pa.Table) -> int:
     """The version of the format that a table says it has."""
     return int((table.schema.metadata or {}).get(b"clew_format", b"0"))
 
 
-def check_format(path: Path, found: str | int) -> None:
-    """Raise RecordError when `path` is of a newer format than this Clew writes."""
-    if int(found) > FORMAT:
+def check_format(path: Path, found: Any) -> None:
+    """Raise RecordError when `path` is of a newer format than this Clew writes, or of none."""
+    if not isinstance(found, int):
         raise RecordError(
-            f"{path} is a record of format {int(found)}; this Clew reads formats up to {FORMAT}. Upgrade Clew."
+            f"{path} is of format {found!r:.60}: it was altered after it was written. {RESTORE.capitalize()}."
+        )
+    if found > FORMAT:
+        raise RecordError(
+            f"{path} is a record of format {found}; this Clew reads formats up to {FORMAT}. Upgrade Clew."
         )

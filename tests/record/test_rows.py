@@ -23,7 +23,7 @@ def a_sequence(name: str = "g000001.e0.s0", length: int = 5, **changes: object) 
         "group_id": name.split(".")[0],
         "episode_id": name.rsplit(".", 1)[0],
         "input_ids": random.integers(0, 1000, length).astype(np.int32),
-        "loss_mask": random.random(length) < 0.5,
+        "loss_mask": (random.random(length) < 0.5) & (np.arange(length) > 0),
         "logprobs": random.standard_normal(length).astype(np.float32),
         "versions": random.integers(-1, 5, length).astype(np.int32),
         "turn_ids": random.integers(-1, 2, length).astype(np.int32),
@@ -124,6 +124,43 @@ def test_a_flipped_bit_is_found(file: Path) -> None:
         file.write_bytes(altered)
         with pytest.raises(RecordError, match="step-000007"):
             rows.from_table(rows.read_table(file))
+
+
+def test_a_flipped_bit_of_the_footer_is_told_or_changes_no_column(file: Path) -> None:
+    [written] = rows.checked(file, rows.read_table(file))
+    content = file.read_bytes()
+    first = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
+    told = 0
+    for bit in range(8 * first, 8 * len(content), 29):
+        altered = bytearray(content)
+        altered[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(altered)
+        try:
+            [read] = rows.checked(file, rows.read_table(file))
+        except RecordError as error:
+            assert "step-000007.parquet" in str(error)
+            told += 1
+        else:
+            assert same(read, written)
+    assert told > 100
+
+
+@pytest.mark.parametrize("name", ["finish_reason", "interactions", "group_id", "images"])
+def test_a_renamed_column_is_told(file: Path, name: str) -> None:
+    table = pq.read_table(file)
+    pq.write_table(table.rename_columns({name: f"{name}x"}).replace_schema_metadata(rows.SCHEMA.metadata), file)
+    with pytest.raises(RecordError, match=f"step-000007.parquet was altered .* there is no column '{name}'. Restore"):
+        rows.read_table(file)
+    pq.write_table(table.set_column(table.schema.get_field_index(name), name, pa.array([b"x"])), file)
+    with pytest.raises(RecordError, match=f"the column '{name}' is binary, not "):
+        rows.read_table(file)
+
+
+def test_a_first_token_cannot_be_trained_on(tmp_path: Path) -> None:
+    mask = np.array([True, True, False])
+    table = rows.to_table([a_sequence(length=3, loss_mask=mask)])
+    with pytest.raises(RecordError, match=r"the first token of g000001\.e0\.s0 is in its loss_mask"):
+        rows.checked(tmp_path, table)
 
 
 def test_a_newer_format_is_refused(file: Path) -> None:
