@@ -14,6 +14,7 @@ import json
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import orjson
 import pyarrow as pa
 
 from clew.errors import RecordError
-from clew.record import rows
+from clew.record import rows, summary
 from clew.record.files import explain_disk_errors, read_json, remove_strays, write_bytes, write_json
 
 _INDEXED = ("groups", "versions", "digests")
@@ -134,15 +135,25 @@ class Steps:
         path.parent.mkdir(exist_ok=True)
         rows.write_table(path, pa.table(columns, metadata={"clew_format": str(rows.FORMAT)}))
 
-    def read_stages(self, step: int) -> Stages:
-        """What the ranks computed at `step`. Raises RecordError: missing, truncated, altered."""
+    def read_stages(self, step: int, batch: Sequence[rows.Sequence] = ()) -> Stages:
+        """What the ranks computed at `step`. Raises RecordError: missing, truncated, altered, and when there is nothing
+        of a sequence in `batch`."""
         environment = self.read(step).get("environment", {}) if self.json_path(step).exists() else {}
         ranks = range(0, environment.get("ranks", 1), environment.get("tp", 1))  # of a group the first writes
         paths = sorted({*self.stage_paths(step), *(self.stage_path(step, rank) for rank in ranks)})
-        table = pa.concat_tables([rows.read_table(path) for path in paths])
+        tables = [rows.read_table(path) for path in paths]
+        for path, table in zip(paths, tables, strict=True):
+            _check_stages(path, table, tables[0])
+        table = pa.concat_tables(tables)
         ids = table.column("id").to_pylist()
         names = [name for name in table.column_names if name not in ("id", "digest")]
         has_digests = "digest" in table.column_names
+        there = set(ids)
+        if unknown := [row.id for row in batch if row.id not in there]:
+            raise RecordError(
+                f"{self.data_path(step)} has {unknown[0]}, of which {self.stage_path(step, 0)} knows nothing: one of "
+                f"the two was altered."
+            )
         return Stages(
             digests=dict(zip(ids, table.column("digest").to_pylist(), strict=True)) if has_digests else {},
             arrays={
@@ -150,24 +161,26 @@ class Steps:
             },
         )
 
-    def commit(self, step: int, summary: Mapping[str, Any]) -> None:
-        """3 and 4. `summary` has at least `groups`, `versions` and `digests`; the index repeats these three."""
-        write_json(self.json_path(step), {"clew_format": rows.FORMAT, "step": step, **summary})
+    def commit(self, step: int, said: Mapping[str, Any]) -> None:
+        """3 and 4. said: as `clew.record.summary` has it; the index repeats `groups`, `versions` and `digests`."""
+        write_json(self.json_path(step), {"clew_format": rows.FORMAT, "step": step, **said})
         with explain_disk_errors(self.index_path), self.index_path.open("ab") as index:
-            index.write(_line(_entry(step, summary)))
+            index.write(_line(_entry(step, said)))
 
     def read(self, step: int) -> dict[str, Any]:
-        """What was committed for `step`."""
+        """What was committed for `step`. Raises RecordError: missing, altered, newer."""
         path = self.json_path(step)
         if not path.exists():
             raise RecordError(f"{path} is missing: step {step} was not committed; the next step is {self.count()}.")
-        summary = read_json(path)
-        missing = [key for key in ("clew_format", *_INDEXED) if not isinstance(summary, dict) or key not in summary]
-        if missing:
-            remedy = rows.RESTORE.capitalize()
-            raise RecordError(f"{path} says no {missing[0]}: it was altered after it was written. {remedy}.")
-        rows.check_format(path, summary["clew_format"])
-        return summary
+        said = read_json(path)
+        summary.check(path, step, said, by_clew=self._by_clew)
+        return said
+
+    @cached_property
+    def _by_clew(self) -> bool:
+        """Whether run.json names no other trainer."""
+        run_json = self.folder.parent / "run.json"
+        return not run_json.exists() or read_json(run_json).get("trainer") is None
 
     def index(self) -> list[dict[str, Any]]:
         """A dictionary a committed step (step, groups, versions, digests), in order; a torn last line is left out."""
@@ -224,9 +237,20 @@ class Steps:
                 shutil.rmtree(self.stage_path(step, 0).parent, ignore_errors=True)
 
 
-def _entry(step: int, summary: Mapping[str, Any]) -> dict[str, Any]:
+def _check_stages(path: Path, table: pa.Table, first: pa.Table) -> None:
+    """Raise RecordError when a file of stages has other columns than `Steps.write_stages` gives it. first: rank 0's."""
+    kinds = {"id": pa.string(), "digest": pa.uint64()}
+    there = dict(zip(table.column_names, table.schema.types, strict=False))
+    older = {"digest"} if rows.format_of(table) < rows.FORMAT else set[str]()
+    wrong = [name for name, kind in there.items() if kind != kinds.get(name, pa.list_(pa.float32()))]
+    wrong += sorted(({*kinds, *first.column_names} ^ {*there}) - older)
+    if wrong:
+        raise rows.altered(path, f"the column {wrong[0]!r} is {there.get(wrong[0], 'absent')}")
+
+
+def _entry(step: int, said: Mapping[str, Any]) -> dict[str, Any]:
     """What the index says of a step."""
-    return {"step": step, **{key: summary[key] for key in _INDEXED}}
+    return {"step": step, **{key: said[key] for key in _INDEXED}}
 
 
 def _line(entry: Mapping[str, Any]) -> bytes:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,16 @@ from clew.record.files import explain_disk_errors
 from clew.record.run import RunDirectory, Server, open_run
 from tests.record.test_rows import a_sequence, same
 
-SUMMARY = {"groups": ["g000000"], "versions": [0, 0], "digests": {"weights": "00"}}
+SUMMARY: dict[str, Any] = {
+    "groups": ["g000000"],
+    "versions": [0, 0],
+    "digests": {"data": "00", "gradients": ["00"], "weights": "00"},
+    "tensors": {"gradients": ["00" * 8], "weights": "00" * 8},
+    "metrics": {"loss": 0.5, "grad_norm": 1},
+    "plan": [[[0]]],
+    "environment": {"ranks": 1, "tp": 1, "threads": 1, "device": "cpu", "packages": {"torch": "2.9"}},
+    "config": {"training": {"lr": 1e-3}, "algorithm": {}},
+}
 
 
 @pytest.fixture
@@ -78,6 +88,82 @@ def test_a_step_counts_once_its_json_is_there(run: RunDirectory) -> None:
     assert run.finished_groups() == {"g000000", "g000001"}
     with pytest.raises(RecordError, match="step 1 was not committed; the next step is 1"):
         run.steps.read(1)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("tensors", None, "no tensors"),
+        ("tensors.weights", "zz", "tensors.weights: 'zz' "),
+        ("metrics", None, "no metrics"),
+        ("metrics.loss", "null", r"metrics.loss: None \(Input should be a valid number"),
+        ("metrics.entropy", "0.5", "metrics.entropy: '0.5' "),
+        ("metrics.grad_norm", None, "no metrics.grad_norm"),
+        ("environment", None, "no environment"),
+        ("environment.ranks", "x", "environment.ranks: 'x' "),
+        ("environment.threads", 0, "environment.threads: 0 "),
+        ("environment.packages", "null", "environment.packages: None "),
+        ("plan", None, "no plan"),
+        ("plan", "x", "plan: 'x' "),
+        ("config", None, "no config"),
+        ("config.training.lr", "x", "config.training.lr: 'x' "),
+        ("config.algorithm.nonsense", 3, r"config.algorithm.nonsense: 3 \(this Clew has no such field\)"),
+        ("digests.weights", None, "no digests.weights"),
+        ("step", 1, "step: 1"),
+    ],
+)
+def test_what_a_step_must_say(run: RunDirectory, key: str, value: Any, said: str) -> None:
+    """value: None for no such key."""
+    commit(run, 0)
+    path = run.steps.json_path(0)
+    summary = json.loads(path.read_text())
+    *parents, name = key.split(".")
+    inside = summary
+    for parent in parents:
+        inside = inside[parent]
+    inside.pop(name, None)
+    inside |= {} if value is None else {name: None if value == "null" else value}
+    path.write_text(json.dumps(summary))
+    with pytest.raises(
+        RecordError, match=rf"step-000000\.json says {said}.*: it was altered .* Restore it from a copy"
+    ):
+        run.steps.read(0)
+
+
+def test_what_another_trainer_does_not_know(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.describe(None, trainer="another")
+    run.steps.commit(0, {"groups": [], "versions": [0, 0], "digests": {}, "environment": {"trainer": "another"}})
+    run.steps.commit(1, {"groups": [], "versions": [0, 0], "digests": {}, "metrics": {"loss": "x"}})
+    assert run.steps.read(0)["groups"] == []
+    with pytest.raises(RecordError, match=r"step-000001\.json says metrics.loss: 'x' "):
+        run.steps.read(1)
+
+
+def test_a_format_that_is_none_is_told(run: RunDirectory) -> None:
+    commit(run, 0)
+    path = run.steps.json_path(0)
+    path.write_text(path.read_text().replace('"clew_format": 2', '"clew_format": "x"'))
+    with pytest.raises(RecordError, match=r"step-000000\.json is of format 'x': it was altered"):
+        run.steps.read(0)
+
+
+def test_stages_that_nobody_writes_are_told(run: RunDirectory) -> None:
+    for rank, row in enumerate([a_sequence("a"), a_sequence("b")]):
+        run.steps.write_stages(0, rank, digest_rows([row]), {"loss": [np.ones(2, np.float32)]})
+    assert set(run.steps.read_stages(0, [a_sequence("a"), a_sequence("b")]).arrays["loss"]) == {"a", "b"}
+    with pytest.raises(RecordError, match=r"step-000000\.parquet has c, of which .*rank-0\.parquet knows nothing"):
+        run.steps.read_stages(0, [a_sequence("a"), a_sequence("c")])
+    path = run.steps.stage_path(0, 1)
+    table = rows.read_table(path)
+    for names, said in {
+        ("id", "digest", "lots"): "the column 'loss' is absent",
+        ("it", "digest", "loss"): "the column 'it' is string",
+        ("id", "loss", "digest"): "the column 'loss' is uint64",
+    }.items():
+        rows.write_table(path, table.rename_columns(list(names)))
+        with pytest.raises(RecordError, match=rf"rank-1\.parquet was altered after it was written: {said}"):
+            run.steps.read_stages(0)
 
 
 def test_the_index_follows_from_the_steps(run: RunDirectory) -> None:

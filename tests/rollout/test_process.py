@@ -13,6 +13,7 @@ from clew.record.files import read_json
 from clew.record.run import RunDirectory
 from tests.forked import clew
 from tests.models import tiny_model, tiny_tokenizer
+from tests.record.test_run import SUMMARY
 from tests.rollout.scripted import ROWS, config_for
 
 CODE = "tests.rollout.user_code"
@@ -78,7 +79,7 @@ def waits_for(run, what, process):
 def take_batch(run, version, config_batch=3):
     """What the trainer does: commit, publish, and remove the groups."""
     groups = sorted(run.inbox.names())[:config_batch]
-    run.steps.commit(version, {"groups": groups, "versions": {}, "digests": {}})
+    run.steps.commit(version, {**SUMMARY, "groups": groups})
     run.inbox.publish(version + 1)
     run.inbox.remove(groups)
 

@@ -15,6 +15,7 @@ from clew.record import rows as record_rows
 from clew.record.run import RunDirectory
 from clew.rollout.evaluation import is_due, pass_at_k
 from clew.waits import current_waits
+from tests.record.test_run import SUMMARY
 from tests.rollout.scripted import ROWS, Scripted, config_for, runner_for
 
 CODE = "tests.rollout.user_code"
@@ -28,7 +29,7 @@ def publish(run, engine, version):
 
 def consume(run, version, groups):
     """What the trainer does with a batch, in its order."""
-    run.steps.commit(version, {"groups": groups, "versions": {}, "digests": {}})
+    run.steps.commit(version, {**SUMMARY, "groups": groups})
 
 
 def drive(tmp_path, config, engine, versions, *, rows=ROWS, eval_rows=None):

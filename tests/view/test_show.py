@@ -30,6 +30,7 @@ from tests.training.sequences import make_config, make_sequence
 
 SAMPLING = {"max_new_tokens": 6, "temperature": 0.7, "stop": ["\n"]}
 METRICS = {"reward": 0.25, "sequences": 4.0, "response_length": 4.5, "lag_mean": 1.0, "lag_max": 2.0}
+METRICS |= {"loss": 0.125, "grad_norm": 0.75}
 
 
 def interaction(name: str, prompt: Any, completion: str) -> dict[str, Any]:
@@ -78,9 +79,11 @@ def commit(run: RunDirectory, step: int, batch: list[Sequence], **summary: Any) 
         "groups": sorted({row.group_id for row in batch}),
         "versions": [1, 1],
         "digests": {"data": "00d1", "gradients": ["00e1", "00e2"], "weights": "00f1"},
+        "tensors": {"gradients": ["00" * 8] * 2, "weights": "00" * 8},
         "metrics": METRICS,
         "plan": [[[0], [1]], [[2, 3]]],
-        "environment": {"threads": 2, "packages": {"torch": "2.9"}},
+        "environment": {"ranks": 1, "threads": 2, "device": "cpu", "packages": {"torch": "2.9"}},
+        "config": {"training": {}, "algorithm": {}},
         "timings": {"rollout": 1.5, "publish": 0.5},
         "committed_at": 2000.0,
     }
@@ -125,7 +128,7 @@ def test_a_run(run: RunDirectory) -> None:
     assert line(text, "checkpoints")[1:] == ["step-000002"]
     assert "torch" in line(text, "packages") and line(text, "git")
     assert line(text, "version")[1:] == ["0", "0.125", "0.500", "3.0", "0.000", "8", "1"]
-    assert line(text, "2") == ["2", "2", "4", "0.750", "4.5", "1.00/2", "-", "-", "-", "2.00"]
+    assert line(text, "2") == ["2", "2", "4", "0.750", "4.5", "1.00/2", "-", "0.750", "1.25e-01", "2.00"]
 
 
 def test_the_last_steps_or_those_asked_for(run: RunDirectory) -> None:
@@ -342,6 +345,7 @@ def test_no_such_group(run: RunDirectory) -> None:
 def test_groups_of_another_trainer(tmp_path: Path) -> None:
     """Their names, configuration and metrics are not ours."""
     run = RunDirectory(tmp_path / "other")
+    run.describe(None, trainer="another")
     run.config_path.write_text("model: a-name\ndata: 7\n")
     bare = [dataclasses.replace(row, interactions=[], data={}) for row in group("prompt-7")]
     told = dataclasses.replace(bare[0], interactions=[{"completion": "well", "judge": {"score": 1}}])
@@ -402,7 +406,7 @@ def test_what_models_wrote_is_neither_markup_nor_commands(run: RunDirectory) -> 
     bad = "[red]x[/] :smile: \x1b]0;title\x07 \u202eabc \x9b2J \ud83d tab\tend\r"
     safe = "[red]x[/] :smile: \\x1b]0;title\\x07 \\u202eabc \\x9b2J \\ud83d tab\\tend\\r"
     row = sequence("g000050.e0.s0", bad, data={"prompt": bad, bad: bad}, finish_reason="\x1bc", rewards={bad: 1.0})
-    commit(run, 3, [row, failed("g000050.e1.s0", bad)], metrics={"reward/[/x]\x1b": 1.0})
+    commit(run, 3, [row, failed("g000050.e1.s0", bad)], metrics=METRICS | {"reward/[/x]\x1b": 1.0})
     odd = {"id": bad, "prompt": [{"role": bad, "content": bad, bad: bad}], "completion": bad, bad: bad}
     run.inbox.put("g000051", [sequence("g000051.e0.s0", interactions=[odd])])
     for what in ("3", "g000050", "g000050.e0", "g000050.e1", "g000051", "g000051.e0"):
