@@ -22,13 +22,16 @@ from clew.diagnose import differences
 from clew.diagnose.differences import EXACT, Difference, Tolerance
 from clew.errors import ConfigError, RecordError
 from clew.record.bundle import opened
-from clew.record.rows import ALIGNED, Sequence
+from clew.record.rows import ALIGNED, RESTORE, SCHEMA, Sequence
 from clew.record.run import RunDirectory
 
 TOLERANCE = Tolerance(absolute=1e-3, relative=1e-3)
 """Of stages that were computed in different environments."""
 
 DRIFT = ("reward", "loss", "grad_norm", "entropy", "behaviour_k3")
+
+TIMES = ("admitted_version", "admitted_at", "started_at", "finished_at", "consumed_at")
+"""Of a sequence and its interactions: they differ each time that the same is computed."""
 
 NOT_CAUSES = ("experiment", "trial", "root", "debug.", "launch.restarts", "record.", "eval.", "checkpoint.")
 """Of the configuration: what no step depends on."""
@@ -50,8 +53,12 @@ def diff(a: Path, b: Path, *, ignore: list[str], plot: Path | None) -> bool:
         print(f"{names[0]} and {names[1]}: steps {steps[0]} to {steps[-1]} of both, compared {how}")
         alike = range(steps.start, apart.start)
         found = _first_difference(left, right, alike, EXACT) or _first_difference(left, right, apart, tolerance)
+        lacking = _without_data(left, right, steps, names)
+        for line in lacking:
+            print(line)
         if found is None:
-            print("every stage of every step agrees.")
+            print("what is compared agrees." if lacking else "every stage of every step agrees.")
+            _note_configuration(left, right, steps, names, ignore)
         else:
             print(f"FIRST DIFFERENCE  {found.told(*names)}")
             _explain(left, right, found, names, ignore, environments)
@@ -101,6 +108,20 @@ def _tolerance(left: RunDirectory, right: RunDirectory, step: int) -> tuple[Tole
     return (TOLERANCE if changed else EXACT), changed
 
 
+def _without_data(left: RunDirectory, right: RunDirectory, steps: range, names: tuple[str, str]) -> list[str]:
+    """Which steps could not be compared stage by stage: a line for each side that alone has their sequences, and for
+    neither."""
+    lines: list[str] = []
+    there = {step: tuple(run.steps.has_data(step) for run in (left, right)) for step in steps}
+    for who, having in ((names[0], (True, False)), (names[1], (False, True)), ("neither", (False, False))):
+        if found := [step for step in steps if there[step] == having]:
+            few = ", ".join(map(str, found[:8])) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
+            only = f"only {who} has" if any(having) else "neither has"
+            which = f"step {few}" if len(found) == 1 else f"steps {few}"
+            lines.append(f"{only} the sequences of {which}: digests and metrics are compared, not its stages")
+    return lines
+
+
 def _first_difference(left: RunDirectory, right: RunDirectory, steps: range, tolerance: Tolerance) -> Difference | None:
     """Stage by stage within each step."""
     found = (each for step in steps for each in _in_step(left, right, step, tolerance))
@@ -112,14 +133,13 @@ def _in_step(left: RunDirectory, right: RunDirectory, step: int, tolerance: Tole
         return
     summaries = [run.steps.read(step) for run in (left, right)]
     if not (left.steps.has_data(step) and right.steps.has_data(step)):  # pruned: the digests are left
-        for kind, then in summaries[0]["digests"].items():
-            now = summaries[1]["digests"].get(kind)
-            if then != now:
-                yield Difference(step=step, stage=kind, where="digest", position=None, recorded=then, found=now)
+        yield from _in_digests(step, summaries[0]["digests"], summaries[1]["digests"])
+        if tolerance.exact:
+            yield differences.in_metrics(step, *(each.get("metrics", {}) for each in summaries))
         return
     batches = [run.steps.read_data(step) for run in (left, right)]
     yield _in_batches(step, batches[0], batches[1], tolerance)
-    stages = [run.steps.read_stages(step).arrays for run in (left, right)]
+    stages = [run.steps.read_stages(step, batches[0]).arrays for run in (left, right)]
 
     def hold(name: str, rows: Iterable[int]) -> Difference | None:
         if all(name in side for side in stages):
@@ -140,6 +160,11 @@ def _in_step(left: RunDirectory, right: RunDirectory, step: int, tolerance: Tole
     for name in [*(each for each in differences.STAGES if each not in differences.OF_UPDATES), *others]:
         yield hold(name, whole)
     plan = summaries[0].get("plan") or [[list(whole)]]  # another trainer's is not known
+    if max((row for minibatch in plan for micro in minibatch for row in micro), default=0) >= len(whole):
+        raise RecordError(
+            f"{left.steps.json_path(step)} plans with more sequences than {left.steps.data_path(step)} has: one of the "
+            f"two was altered. {RESTORE.capitalize()}."
+        )
     for number, minibatch in enumerate(plan):
         rows = sorted(row for micro in minibatch for row in micro)
         for name in differences.OF_UPDATES:
@@ -150,7 +175,15 @@ def _in_step(left: RunDirectory, right: RunDirectory, step: int, tolerance: Tole
     if tolerance.exact:
         if "weights" in then and "weights" in now:
             yield differences.in_tensors(step, "update", names, then["weights"], now["weights"])
-        yield differences.in_metrics(step, summaries[0]["metrics"], summaries[1]["metrics"])
+        yield differences.in_metrics(step, *(each.get("metrics", {}) for each in summaries))
+        yield from _in_digests(step, summaries[0]["digests"], summaries[1]["digests"])
+
+
+def _in_digests(step: int, then: dict[str, Any], now: dict[str, Any]) -> Iterator[Difference]:
+    """Those that both have, and that differ."""
+    for kind, digest in then.items():
+        if now.get(kind, digest) != digest:
+            yield Difference(step=step, stage=kind, where="digest", position=None, recorded=digest, found=now[kind])
 
 
 def _same_files(left: RunDirectory, right: RunDirectory, step: int) -> bool:
@@ -172,26 +205,47 @@ def _in_batches(step: int, left: list[Sequence], right: list[Sequence], toleranc
             there = ["present" if name in side else "absent" for side in (ours, theirs)]
             return Difference(step=step, stage="data", where=name, position=None, recorded=there[0], found=there[1])
         a, b = ours[name], theirs[name]
-        if a.data != b.data:
-            said = [json.dumps(row.data, default=str, ensure_ascii=False)[:200] for row in (a, b)]
-            return Difference(
-                step=step,
-                stage="data",
-                where=f"{name}, the prompt's row",
-                position=None,
-                recorded=said[0],
-                found=said[1],
-            )
-        found = [
+        if (found := _in_field(step, f"{name}, the prompt's row", a.data, b.data)) is not None:
+            return found
+        aligned = [
             _in_column(step, name, column, a, b, tolerance if column == "logprobs" else EXACT) for column in ALIGNED
         ]
-        if apart := [each for each in found if each is not None]:
+        if apart := [each for each in aligned if each is not None]:
             return min(apart, key=lambda each: each.position or 0)
-        if a.reward != b.reward:
-            return Difference(
-                step=step, stage="data", where=f"{name}, reward", position=None, recorded=a.reward, found=b.reward
-            )
+        fields = zip(_fields(a), _fields(b), strict=False)
+        for (place, then), (_, now) in fields:
+            if (found := _in_field(step, f"{name}, {place}", then, now)) is not None:
+                return found
+    for place, (a, b) in enumerate(zip(left, right, strict=True)):
+        if a.id != b.id:
+            where = f"the order of the sequences, number {place}"
+            return Difference(step=step, stage="data", where=where, position=None, recorded=a.id, found=b.id)
     return None
+
+
+def _fields(row: Sequence) -> Iterator[tuple[str, Any]]:
+    """All that a row says but for its tokens, the prompt's row and times: the interactions last, key by key."""
+    for name in SCHEMA.names:
+        if name not in (*ALIGNED, *TIMES, "data", "interactions"):
+            yield name, getattr(row, name)
+    yield "the number of interactions", len(row.interactions)
+    for number, said in enumerate(row.interactions):
+        yield f"the keys of interaction {number}", sorted(said)
+        for key in sorted(said.keys() - {*TIMES}):
+            yield f"{key} of interaction {number}", said[key]
+
+
+def _in_field(step: int, where: str, then: Any, now: Any) -> Difference | None:
+    """Of what is not aligned. Long values are shown from where they part."""
+    if then == now:
+        return None
+    a, b = (json.dumps(each, sort_keys=True, default=str, ensure_ascii=False) for each in (then, now))
+    if a == b:  # both NaN
+        return None
+    first = next((place for place, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    cut = max(0, first - 60) if max(len(a), len(b)) > 200 else 0
+    shown = [("…" if cut else "") + each[cut : cut + 200] + ("…" if len(each) > cut + 200 else "") for each in (a, b)]
+    return Difference(step=step, stage="data", where=where, position=None, recorded=shown[0], found=shown[1])
 
 
 def _in_column(step: int, name: str, column: str, a: Sequence, b: Sequence, tolerance: Tolerance) -> Difference | None:
@@ -244,6 +298,19 @@ def _explain(
         )
 
 
+def _note_configuration(
+    left: RunDirectory, right: RunDirectory, steps: range, names: tuple[str, str], ignore: list[str]
+) -> None:
+    """Where all agrees: in what the configurations differ all the same, at the first step where they do."""
+    sides = ((step, [run.steps.read(step).get("config") for run in (left, right)]) for step in steps)
+    step = next((step for step, (then, now) in sides if then != now), steps[-1])
+    changed = _configuration(left, right, step)
+    if lines := [line for name, line in changed.items() if not any(_means(each, name) for each in ignore)]:
+        print(f"and yet the configuration of step {step} differs ({names[0]} → {names[1]}):")
+        for line in lines:
+            print(f"  {line}")
+
+
 def _means(asked: str, name: str) -> bool:
     """Whether --ignore means this field: by its name, its last part or its section."""
     return name == asked or name.endswith(f".{asked}") or name.startswith(f"{asked}.")
@@ -269,7 +336,7 @@ def _drift(left: RunDirectory, right: RunDirectory, steps: range, names: tuple[s
     stride = max(1, len(steps) // 9)
     chosen = sorted({*steps[::stride], steps[-1]})
     table = Table(title=f"{names[0]} → {names[1]}", title_justify="left", box=None, pad_edge=False)
-    rows = [(step, *(run.steps.read(step)["metrics"] for run in (left, right))) for step in chosen]
+    rows = [(step, *(run.steps.read(step).get("metrics", {}) for run in (left, right))) for step in chosen]
     metrics = [name for name in DRIFT if all(name in each for row in rows for each in row[1:])]
     for name in ("step", *metrics):
         table.add_column(name, justify="right")
@@ -283,7 +350,7 @@ def _plot(left: RunDirectory, right: RunDirectory, steps: range, names: tuple[st
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    series = [[run.steps.read(step)["metrics"] for step in steps] for run in (left, right)]
+    series = [[run.steps.read(step).get("metrics", {}) for step in steps] for run in (left, right)]
     metrics = [name for name in DRIFT if all(name in each for side in series for each in side)]
     figure = Figure(figsize=(8, 2.2 * len(metrics)))
     axes = figure.subplots(len(metrics), 1, sharex=True, squeeze=False)

@@ -40,8 +40,8 @@ def export_steps(run: RunDirectory, form: str, steps: str, folder: Path) -> list
         raise RecordError(f"{folder} is where the record itself lies. Choose another folder.")
     files = []
     for step in chosen:
-        arrays = run.steps.read_stages(step).arrays
         batch = run.steps.read_data(step)
+        arrays = run.steps.read_stages(step, batch).arrays
         stages = {name: [values[row.id] for row in batch] for name, values in arrays.items()}
         files.append(folder / f"step-{step:06d}.{form}")
         FORMS[form](files[-1], batch, stages)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -140,3 +142,107 @@ def test_runs_without_a_step(run: RunDirectory, tmp_path: Path) -> None:
     empty = RunDirectory(tmp_path / "empty")
     with pytest.raises(RecordError, match="has no committed step to compare"):
         diff(run.path, empty.path, ignore=[], plot=None)
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "said"),
+    [
+        ("group_id", "g000999", '"g0.*", second "g000999"'),
+        ("episode_id", "g000999.e0", '"g0.*", second "g000999.e0"'),
+        ("rewards", {"digits": 9.0}, '{"digits": .*, second {"digits": 9.0}'),
+        ("finish_reason", "abort", '"(stop|length)", second "abort"'),
+        ("images", ["0123.png"], r"\[\], second \[\"0123.png\"\]"),
+    ],
+)
+def test_what_a_sequence_says_besides_its_tokens(
+    run: RunDirectory, other: RunDirectory, column: str, value: Any, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    batch = other.steps.read_data(1)
+    batch[2] = dataclasses.replace(batch[2], **{column: value})
+    other.steps.write_data(1, rows.to_table(batch))
+    shown = told(capsys, run.path, other.path)
+    assert re.search(rf"FIRST DIFFERENCE  step 1, data: {batch[2].id}, {column}: first {said}", shown)
+
+
+def test_what_an_interaction_says_but_for_its_times(
+    run: RunDirectory, other: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    batch = other.steps.read_data(1)
+
+    def put(**changes: Any) -> None:
+        said = [*batch[2].interactions[:-1], batch[2].interactions[-1] | changes]
+        other.steps.write_data(1, rows.to_table([*batch[:2], dataclasses.replace(batch[2], interactions=said)]))
+
+    batch = [dataclasses.replace(row, admitted_at=1.0, started_at=2.0, consumed_at=3.0) for row in batch[:3]]
+    run.steps.write_data(1, rows.to_table(run.steps.read_data(1)[:3]))
+    for each in (run, other):
+        each.steps.json_path(1).write_text(
+            re.sub(r'"plan": \[+.*?\]\]\]', '"plan": []', each.steps.json_path(1).read_text())
+        )
+    put(started_at=4.0, finished_at=5.0)
+    assert diff(run.path, other.path, ignore=[], plot=None)
+    capsys.readouterr()
+    put(output_tokens=3)
+    assert "output_tokens of interaction 0: first 10, second 3\n" in told(capsys, run.path, other.path)
+    put(completion="another")
+    assert 'completion of interaction 0: first "' in told(capsys, run.path, other.path)
+    put(judge=1)
+    assert "the keys of interaction 0: first " in told(capsys, run.path, other.path)
+
+
+def test_the_order_of_the_sequences(run: RunDirectory, other: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    batch = other.steps.read_data(1)
+    batch[1], batch[3] = batch[3], batch[1]
+    other.steps.write_data(1, rows.to_table(batch))
+    said = f"the order of the sequences, number 1: first {batch[3].id}, second {batch[1].id}"
+    assert f"FIRST DIFFERENCE  step 1, data: {said}" in told(capsys, run.path, other.path)
+
+
+def test_what_is_not_there_is_not_said_to_agree(
+    run: RunDirectory, other: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other.steps.data_path(2).unlink()
+    other.steps.prune(before=1)
+    run.steps.prune(before=1)
+    assert diff(run.path, other.path, ignore=[], plot=None)
+    shown = capsys.readouterr().out
+    assert "only first has the sequences of step 2: digests and metrics are compared, not its stages\n" in shown
+    assert "neither has the sequences of step 0: " in shown
+    assert "what is compared agrees.\n" in shown and "every stage" not in shown
+    path = other.steps.json_path(2)
+    path.write_text(re.sub('"grad_norm": [^,]*', '"grad_norm": 7', path.read_text()))
+    shown = told(capsys, run.path, other.path)
+    assert "FIRST DIFFERENCE  step 2, metrics: grad_norm: first " in shown and "only first has" in shown
+
+
+def test_a_stage_file_that_is_missing_or_of_another_step(run: RunDirectory, other: RunDirectory) -> None:
+    paths = [other.steps.stage_path(step, 0) for step in (1, 2)]
+    paths[0].rename(other.path / "aside")
+    with pytest.raises(RecordError, match=r"second/steps/step-000001/rank-0\.parquet is missing"):
+        diff(run.path, other.path, ignore=[], plot=None)
+    paths[1].rename(paths[0])
+    (other.path / "aside").rename(paths[1])
+    with pytest.raises(RecordError, match=r"step-000001\.parquet has g0.*, of which .*rank-0\.parquet knows nothing"):
+        diff(run.path, other.path, ignore=[], plot=None)
+
+
+def test_a_configuration_that_changed_nothing_is_noted(
+    run: RunDirectory, other: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = other.steps.json_path(3)
+    path.write_text(path.read_text().replace('"lr": 0.001', '"lr": 0.002'))
+    assert diff(run.path, other.path, ignore=[], plot=None)
+    shown = capsys.readouterr().out
+    assert "every stage of every step agrees.\nand yet the configuration of step 3 differs (first → second):\n" in shown
+    assert "  training.lr: 0.001 → 0.002\n" in shown
+    assert diff(run.path, other.path, ignore=["lr"], plot=None)
+    assert "and yet" not in capsys.readouterr().out
+
+
+def test_a_plan_of_other_sequences(run: RunDirectory, other: RunDirectory) -> None:
+    path = other.steps.json_path(3)
+    path.write_text(re.sub(r'"plan": \[+.*?\]\]\]', '"plan": [[[99]]]', path.read_text()))
+    with pytest.raises(
+        RecordError, match=r"step-000003\.json plans with more sequences than .*step-000003\.parquet has"
+    ):
+        diff(other.path, run.path, ignore=[], plot=None)
