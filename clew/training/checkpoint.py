@@ -7,7 +7,7 @@
       adapter/                                            of these what was added by adapters, as PeftModel reads it
       trainer/state.safetensors                           optimizer moments, float32 masters
       trainer/critic/                                     the critic, as AutoModelForSequenceClassification reads it
-      checkpoint.json                                     version, updates, digests
+      checkpoint.json                                     version, updates, digests of tensors and other files
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from hashlib import sha256
+from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,8 @@ def save(engine: TrainEngine, folder: Path) -> None:
     said["numbers"] = _digest_of_numbers(said)
 
     def there() -> bool:
-        return (folder / "checkpoint.json").exists() and read_json(folder / "checkpoint.json") == said
+        path = folder / "checkpoint.json"
+        return path.exists() and {**read_json(path), "files": None} == {**said, "files": None}
 
     if engine.ranks.agree(f"whether {folder.name} is written already", there):
         return
@@ -93,7 +94,7 @@ def save(engine: TrainEngine, folder: Path) -> None:
                 save_model(engine.critic.inner, aside / CRITIC, critic)
                 save_tokenizer(engine.tokenizer, aside / CRITIC)
             save_file(state, aside / STATE)
-            write_json(aside / "checkpoint.json", said)
+            write_json(aside / "checkpoint.json", {**said, "files": _files(aside, merged=engine.adapters is not None)})
     engine.ranks.meet()
 
 
@@ -115,7 +116,7 @@ def load(engine: TrainEngine, folder: Path) -> None:
                 f"{folder} was trained with {field}={then or 'null'}, this run has {now or 'null'}. Set it back, or "
                 f"start another trial=NAME from that folder."
             )
-    weights, state = _read(folder, engine)
+    weights, state = _read(folder, engine, said)
     _check_same_model(folder, engine.trained_parameters(), weights.items())
     _check_digests(folder, engine, _digests(engine, weights, state))
     with torch.no_grad():
@@ -138,8 +139,9 @@ def digests_of(engine: TrainEngine) -> dict[str, dict[str, str]]:
 
 
 def digests_in(folder: Path, engine: TrainEngine) -> dict[str, dict[str, str]]:
-    """The same of the files in a checkpoint. Raises RecordError: truncated."""
-    return _digests(engine, *_read(folder, engine))
+    """The same of the files in a checkpoint. Raises RecordError: truncated; or its numbers, or files of which no tensor
+    is digested, were altered."""
+    return _digests(engine, *_read(folder, engine, _said_in(folder)))
 
 
 def check(folder: Path, engine: TrainEngine) -> None:
@@ -181,8 +183,40 @@ def point_latest(checkpoints: Path, folder: Path) -> None:
     link.replace(checkpoints / "latest")
 
 
-def _read(folder: Path, engine: TrainEngine) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The trained parameters, named as in the engine, and the state."""
+def _files(folder: Path, *, merged: bool) -> dict[str, str]:
+    """The digest of each file of which no tensor is digested, by its path in the folder. merged: with adapters nor are
+    those of the model that they were merged into."""
+    found = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        name: _digest_of(path)
+        for name, path in found.items()
+        if path.suffix != ".safetensors" or (merged and path.parent == folder)
+    }
+
+
+def _digest_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return file_digest(file, "sha256").hexdigest()[:16]
+
+
+def _wrong_file(folder: Path, said: Mapping[str, str]) -> str:
+    """Which file is not what checkpoint.json says, and how; empty where all are."""
+    for name, digest in said.items():
+        now = _digest_of(folder / name) if (folder / name).is_file() else None
+        if now is None:
+            return f"{name} is missing"
+        if now != digest:
+            return f"{name} has the digest {now}; checkpoint.json says {digest}"
+    return ""
+
+
+def _read(folder: Path, engine: TrainEngine, said: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The trained parameters, named as in the engine, and the state. said: by checkpoint.json; older ones say no
+    files."""
+    if wrong := engine.ranks.agree(
+        f"the files of {folder.name} to be looked at", lambda: _wrong_file(folder, said.get("files", {}))
+    ):
+        raise _altered(folder, wrong)
     cpu = torch.device("cpu")
     if engine.critic is not None and not (folder / CRITIC).is_dir():
         raise RecordError(

@@ -82,6 +82,45 @@ def test_an_altered_file_is_found_and_the_engine_untouched(tmp_path, name, how):
     assert again.weights_digest() == before
 
 
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "generation_config.json"])
+def test_an_altered_file_without_tensors_is_found(tmp_path, name):
+    engine = make_engine(tmp_path / "model")
+    folder = tmp_path / "step-000000"
+    checkpoint.save(engine, folder)
+    content = (folder / name).read_text()
+    (folder / name).write_text(content + " ")
+    for look in (lambda: checkpoint.check(folder, engine), lambda: checkpoint.load(engine, folder)):
+        with pytest.raises(
+            RecordError, match=rf"step-000000 was altered .*: {name} has the digest \w+; checkpoint.json says"
+        ):
+            look()
+    (folder / name).write_text(content)
+    (folder / "README.md").write_text("somebody's own")
+    before = (folder / "checkpoint.json").stat().st_mtime_ns
+    checkpoint.save(engine, folder)
+    assert (folder / "checkpoint.json").stat().st_mtime_ns == before  # the same: left as it is
+    checkpoint.load(engine, folder)
+    said = json.loads((folder / "checkpoint.json").read_text())
+    del said["files"]  # as older ones have it
+    (folder / "checkpoint.json").write_text(json.dumps(said))
+    (folder / name).write_text(content + " ")
+    checkpoint.load(engine, folder)
+
+
+@pytest.mark.parametrize(("number", "value"), [("updates", 9), ("recent_norms", [1.0] * 9)])
+def test_altered_numbers_are_found_by_whoever_reads_the_digests(tmp_path, number, value):
+    engine = make_engine(tmp_path / "model")
+    train(engine, [0])
+    folder = tmp_path / "step-000001"
+    checkpoint.save(engine, folder)
+    said = json.loads((folder / "checkpoint.json").read_text()) | {number: value}
+    (folder / "checkpoint.json").write_text(json.dumps(said))
+    with pytest.raises(
+        RecordError, match=r"step-000001 was altered .* recent_norms in checkpoint.json have the digest"
+    ):
+        checkpoint.digests_in(folder, engine)
+
+
 def test_another_model_is_named_by_its_first_parameter(tmp_path):
     checkpoint.save(make_engine(tmp_path / "small"), tmp_path / "step-000000")
     wide = make_engine(tmp_path / "wide", hidden=64)

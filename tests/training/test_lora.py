@@ -92,6 +92,31 @@ def test_a_run_goes_on_bit_for_bit(tmp_path: Path, dtype: str):
     assert other.weights_digest() != engine_of(tmp_path / "model", dtype=dtype, **options).weights_digest()
 
 
+@pytest.mark.parametrize("how", ["nudge", "truncate", "remove", "alpha"])
+def test_an_altered_merged_model_or_adapter_configuration_is_found(tmp_path: Path, how: str):
+    engine = engine_of(tmp_path / "model")
+    folder = tmp_path / "step-000000"
+    checkpoint.save(engine, folder)
+    file = folder / "model.safetensors" if how != "alpha" else folder / "adapter" / "adapter_config.json"
+    content = bytearray(file.read_bytes())
+    if how == "remove":
+        file.unlink()
+    elif how == "truncate":
+        file.write_bytes(content[:-100])
+    elif how == "alpha":
+        file.write_bytes(content.replace(b'"lora_alpha": 12', b'"lora_alpha": 99'))
+    else:
+        content[-50] ^= 1
+        file.write_bytes(content)
+    wrong = "is missing" if how == "remove" else "has the digest"
+    said = f"step-000000 was altered .*: {file.relative_to(folder)} {wrong}"
+    for look in (checkpoint.check, checkpoint.digests_in):
+        with pytest.raises(RecordError, match=said):
+            look(folder, engine)
+    with pytest.raises(RecordError, match=said):
+        checkpoint.load(engine, folder)
+
+
 def test_the_model_before_the_first_step_is_the_base_bit_for_bit(tmp_path: Path):
     engine = engine_of(tmp_path / "model")
     checkpoint.save(engine, tmp_path / "step-000000")
