@@ -36,6 +36,9 @@ class Writer:
     with Writer("runs/mine/0", config={"lr": 1e-6}, trainer="mine") as writer:
         ...
         writer.step(sequences, stages={"advantages": advantages}, metrics={"loss": loss})
+
+    Of a sequence, `reward` is the number that was trained on, and `rewards` names its parts. They need not add up to
+    it: the trainer may have weighted, clipped or rounded them.
     """
 
     def __init__(self, path: Path | str, config: Mapping[str, Any] | None = None, *, trainer: str = "unknown") -> None:
@@ -159,6 +162,12 @@ def complete(sequences: Iterable[Mapping[str, Any] | rows.Sequence], *, version:
             values["id"] = f"{episode_id}.s{parts[episode_id]}"
             parts[episode_id] += 1
         made.append(_complete(values, where, version))
+    for place, row in enumerate(made):
+        if row.loss_mask[:1].any():
+            raise RecordError(
+                f"sequence {place} ({row.id}): its first token is in loss_mask, but nothing predicts it. Entry i of an "
+                f"aligned column belongs to token i, given the tokens before it: was it shifted by one?"
+            )
     for name, count in Counter(row.id for row in made).most_common(1):
         if count > 1:
             raise RecordError(f"the id {name!r} names {count} sequences of one step; expected one id a sequence.")
@@ -175,11 +184,6 @@ def _complete(values: dict[str, Any], where: str, version: int) -> rows.Sequence
         for name in rows.ALIGNED
         if name not in ("input_ids", "loss_mask")
     }
-    if mask[:1].any():
-        raise RecordError(
-            f"{where}: its first token is in loss_mask, but nothing predicts it. Entry i of an aligned column belongs "
-            f"to token i, given the tokens before it: was it shifted by one?"
-        )
     reward = _number(f"{where}: reward", values["reward"])
     rewards = values.get("rewards", {} if np.isnan(reward) else {"reward": reward})
     versions = aligned["versions"][mask]

@@ -64,6 +64,13 @@ def test_what_is_not_known_is_filled_in(path: Path) -> None:
     assert run.steps.read_stages(1).arrays == {}
 
 
+def test_a_reward_need_not_be_the_sum_of_its_parts(path: Path) -> None:
+    with Writer(path) as writer:
+        writer.step([given(reward=0.7, rewards={"exact": 1.0, "short": 0.4})])
+    [row] = open_run(path).steps.read_data(0)
+    assert row.reward == 0.7 and row.rewards == {"exact": 1.0, "short": 0.4}
+
+
 def test_lists_arrays_tensors_and_single_numbers(path: Path) -> None:
     tensors: dict[str, Any] = {
         "input_ids": torch.tensor([5, 6, 7, 8]),
@@ -161,6 +168,9 @@ def test_a_step_that_cannot_be_meant_is_refused(path: Path) -> None:
             writer.step([given(), given()], stages={"loss": [0.0]})
         with pytest.raises(RecordError, match=r"g000000\.e0\.s0: stage 'loss' has the shape \[3\], input_ids 4 tokens"):
             writer.step([given()], stages={"loss": [[0.0, 1.0, 2.0]]})
+        shifted = a_sequence(length=3, loss_mask=np.array([True, True, False]))
+        with pytest.raises(RecordError, match=r"g000001\.e0\.s0\): its first token is in loss_mask"):
+            writer.step([shifted])
         with pytest.raises(RecordError, match="metric 'loss' is 'low'; expected a number"):
             writer.step([given()], metrics={"loss": "low"})
         assert writer.step([given()]) == 0
