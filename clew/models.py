@@ -258,7 +258,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         # AutoTokenizer takes the class of the architecture, which splits text its own way whatever the file says.
         cls = PreTrainedTokenizerFast if _is_all_in_its_file(path) else AutoTokenizer
         tokenizer: Any = cls.from_pretrained(path)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # the tokenizers library raises nothing more specific for a broken tokenizer.json
         raise ModelError(f"cannot load a tokenizer from {path}: {error}") from error
     if tokenizer.vocab_size < 2:
         raise ModelError(

@@ -21,20 +21,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from pydantic import ValidationError
 
 from clew import config as configuration
-from clew.config import Algorithm, Config, Training
+from clew.config import Algorithm, Config
 from clew.diagnose import differences
 from clew.diagnose.differences import EXACT, Difference, Tolerance
 from clew.diagnose.stages import suspected
 from clew.errors import ModelError, RecordError
-from clew.models import first_line
 from clew.record.digest import to_hex
 from clew.record.files import read_json
-from clew.record.rows import RESTORE, Sequence
+from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
 from clew.record.steps import Stages
+from clew.record.summary import configured
 from clew.trainer.commit import environment, environment_of, facts_of, repeats
 from clew.training import checkpoint
 from clew.training.engine import StepResult, TrainEngine, make_deterministic
@@ -127,18 +126,11 @@ def _check_belongs(run: RunDirectory, engine: TrainEngine, folder: Path) -> None
 
 
 def _configured(run: RunDirectory, recorded: dict[str, Any]) -> dict[str, Any]:
-    """What of the configuration a step was made with; a run may have changed it since. Raises RecordError where it was
-    altered."""
-    said = recorded["config"]
-    try:
-        found: dict[str, Any] = {"training": Training(**said["training"]), "algorithm": Algorithm(**said["algorithm"])}
-    except (KeyError, TypeError, ValidationError) as error:
-        path = run.steps.json_path(recorded["step"])
-        raise RecordError(
-            f"{path}: its config cannot be read ({first_line(error)}): it was altered after it was written, or another "
-            f"version of Clew wrote it. {RESTORE.capitalize()}."
-        ) from None
-    return {**found, "seed": said["seed"]} if "seed" in said else found  # older steps have none
+    """What of the configuration a step was made with; a run may have changed it since. Raises RecordError."""
+    training, algorithm = configured(run.steps.json_path(recorded["step"]), recorded)
+    found: dict[str, Any] = {"training": training, "algorithm": algorithm}
+    seed = recorded["config"].get("seed")  # older steps have none
+    return found if seed is None else found | {"seed": seed}
 
 
 def _portable(config: Config, folders: dict[int, Path], device: str | None, ranks: Ranks) -> Config:
@@ -162,7 +154,8 @@ def replay(run: RunDirectory, engine: TrainEngine, last: int, *, verify: bool = 
     """
     drifted = ""
     for step in range(engine.version, last + 1):
-        recorded, batch, stages = run.steps.read(step), run.steps.read_data(step), run.steps.read_stages(step)
+        recorded, batch = run.steps.read(step), run.steps.read_data(step)
+        stages = run.steps.read_stages(step)
         found = differences.in_batch(step, stages.digests, batch, recorded["digests"]["data"])
         if found is not None and verify:
             raise DifferenceFound(run, found)
@@ -227,7 +220,7 @@ def compare(
         how = EXACT if name == "advantages" and not _from_logprobs(engine.config.algorithm) else tolerance
         difference = differences.in_stage(step, name, ids, then, now, how)
         if difference is not None and name in ("advantages", "loss") and not any(found):
-            difference = suspected(difference, batch, stages, recorded, checked=True)
+            difference = suspected(difference, batch, stages, recorded, engine.config.algorithm, checked=True)
         return difference
 
     computed = [name for name in differences.STAGES if name in result.stages]

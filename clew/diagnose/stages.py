@@ -16,6 +16,7 @@ from clew.record.digest import digest_rows
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
 from clew.record.steps import Stages
+from clew.record.summary import configured
 from clew.training.custom import source_of
 
 ALONE = ("data", "rewards", "advantages", "loss")
@@ -37,12 +38,8 @@ def check_stages(run: RunDirectory, step: int, stages: SequenceABC[str], only: s
                 f"the stage {stage!r} cannot be computed from recorded inputs alone. These can: {', '.join(ALONE)}. "
                 f"Leave --stage away to train the step again, with model and checkpoint."
             )
-    batch, recorded = run.steps.read_data(step), run.steps.read_stages(step)
-    if unknown := [row.id for row in batch if row.id not in recorded.digests]:
-        raise RecordError(
-            f"{run.steps.data_path(step)} has {unknown[0]}, of which {run.steps.stage_path(step, 0)} knows nothing: "
-            f"one of the two was altered."
-        )
+    batch = run.steps.read_data(step)
+    recorded = run.steps.read_stages(step, batch)
     kept = [row.id for row in chosen(run, step, batch, only)]
     found: list[Difference | None] = []
     if "data" in stages:
@@ -50,7 +47,8 @@ def check_stages(run: RunDirectory, step: int, stages: SequenceABC[str], only: s
         now = {name: digest for name, digest in digest_rows(batch).items() if name in kept}
         found.append(differences.in_data(step, then, now))
     summary = run.steps.read(step)
-    algorithm = summary.get("config", {}).get("algorithm")
+    by_clew = "algorithm" in summary.get("config", {})
+    algorithm = configured(run.steps.json_path(step), summary)[1] if by_clew else None
     if algorithm is None and (others := [stage for stage in stages if stage != "data"]):
         raise RecordError(
             f"the {others[0]} of step {step} cannot be computed again: another trainer recorded it, whose {others[0]} "
@@ -58,16 +56,16 @@ def check_stages(run: RunDirectory, step: int, stages: SequenceABC[str], only: s
         )
     if "rewards" in stages:
         found.append(differences.in_rewards(step, [row for row in batch if row.id in set(kept)]))
-    # From values, which are kept in fewer bits than a float64 critic has.
-    by_critic = algorithm is not None and algorithm.get("advantages") == "gae"
-    for stage, tolerance in (("advantages", LOSS if by_critic else EXACT), ("loss", LOSS)):
-        if stage in stages:
-            _check_recorded(run, step, batch, recorded, stage)
-            again = _COMPUTED[stage](batch, recorded, summary)
+    for stage in ("advantages", "loss"):
+        if stage in stages and algorithm is not None:
+            _check_recorded(run, step, batch, recorded, stage, algorithm, summary["plan"])
+            # From values, which are kept in fewer bits than a float64 critic has.
+            tolerance = EXACT if stage == "advantages" and algorithm.advantages != "gae" else LOSS
+            again = _COMPUTED[stage](batch, recorded, summary["plan"], algorithm)
             then, now = ([side[name] for name in kept] for side in (recorded.arrays[stage], again))
             differs = differences.in_stage(step, stage, kept, then, now, tolerance)
             if differs is not None:
-                differs = suspected(differs, batch, recorded, summary, checked=False)
+                differs = suspected(differs, batch, recorded, summary, algorithm, checked=False)
             found.append(differs)
     return [each for each in found if each is not None]
 
@@ -82,10 +80,23 @@ def chosen(run: RunDirectory, step: int, batch: list[Sequence], only: str | None
     return found
 
 
-def _check_recorded(run: RunDirectory, step: int, batch: list[Sequence], recorded: Stages, stage: str) -> None:
+def _check_recorded(
+    run: RunDirectory,
+    step: int,
+    batch: list[Sequence],
+    recorded: Stages,
+    stage: str,
+    algorithm: Algorithm,
+    plan: list[list[list[int]]],
+) -> None:
     """Raise RecordError when a stage is not on record, or what it is computed from."""
-    needed = ("advantages",) if stage == "advantages" else ("advantages", "proximal_logprobs", "logprobs", "loss")
-    for name in needed:
+    if sorted(row for minibatch in plan for rows in minibatch for row in rows) != list(range(len(batch))):
+        raise RecordError(
+            f"{run.steps.json_path(step)}: its plan is not of the step's {len(batch)} sequences, each once: it was altered."
+        )
+    values = ("values",) if algorithm.advantages == "gae" else ()
+    of_loss = ("advantages", "proximal_logprobs", "logprobs", "loss")
+    for name in (*values, "advantages") if stage == "advantages" else of_loss:
         if name not in recorded.arrays:
             raise RecordError(f"{run.steps.stage_path(step, 0)} has no stage {name!r}: it was altered.")
         for row in batch:
@@ -98,17 +109,26 @@ def _check_recorded(run: RunDirectory, step: int, batch: list[Sequence], recorde
 
 
 def suspected(
-    found: Difference, batch: list[Sequence], recorded: Stages, summary: dict[str, Any], *, checked: bool
+    found: Difference,
+    batch: list[Sequence],
+    recorded: Stages,
+    summary: dict[str, Any],
+    algorithm: Algorithm,
+    *,
+    checked: bool,
 ) -> Difference:
     """A difference in the advantages or the loss, with what a function of the user's own may have done.
 
     checked: all that they were computed from agrees, and torch's random numbers were seeded as they were then.
     """
-    now = source_of(Algorithm(**summary["config"]["algorithm"]), found.stage)
+    now = source_of(algorithm, found.stage)
     if now is None:
         return found
     then = summary.get("code", {}).get(f"algorithm.{found.stage}")
-    chance = _chance(lambda: _COMPUTED[found.stage](batch, recorded, summary), seeded=checked) if then == now else ""
+    compute = _COMPUTED[found.stage]
+    chance = (
+        "" if then != now else _chance(lambda: compute(batch, recorded, summary["plan"], algorithm), seeded=checked)
+    )
     return differences.suspect(found, then, now, checked=checked, chance=chance)
 
 
@@ -144,18 +164,22 @@ def _chance(compute: Callable[[], dict[str, np.ndarray]], *, seeded: bool) -> st
     )
 
 
-def _advantages(batch: list[Sequence], recorded: Stages, summary: dict[str, Any]) -> dict[str, np.ndarray]:
+def _advantages(
+    batch: list[Sequence], recorded: Stages, plan: list[list[list[int]]], algorithm: Algorithm
+) -> dict[str, np.ndarray]:
     from clew.training.gae import advantages_function
 
     reference, values = (
         [recorded.arrays[name][row.id] for row in batch] if name in recorded.arrays else None
         for name in ("reference_logprobs", "values")
     )
-    compute = advantages_function(Algorithm(**summary["config"]["algorithm"]))
+    compute = advantages_function(algorithm)
     return dict(zip([row.id for row in batch], compute(batch, reference, values).advantages, strict=True))
 
 
-def _loss(batch: list[Sequence], recorded: Stages, summary: dict[str, Any]) -> dict[str, np.ndarray]:
+def _loss(
+    batch: list[Sequence], recorded: Stages, plan: list[list[list[int]]], algorithm: Algorithm
+) -> dict[str, np.ndarray]:
     """From the recorded logprobs and advantages."""
     import torch
 
@@ -180,10 +204,9 @@ def _loss(batch: list[Sequence], recorded: Stages, summary: dict[str, Any]) -> d
         "entropies_N": stage("entropies"),
         "rows_N": torch.from_numpy(rows_S[mask_S]),
     }
-    algorithm = Algorithm(**summary["config"]["algorithm"])
     loss_S = np.zeros(len(mask_S), np.float32)
     loss_S[mask_S] = loss_function(algorithm)(**inputs).per_token_N.numpy()
-    if (weights := loss_weights(batch, summary["plan"], algorithm)) is not None:
+    if (weights := loss_weights(batch, plan, algorithm)) is not None:
         loss_S *= weights[rows_S]
     pieces = np.split(loss_S, np.cumsum([len(row.input_ids) for row in batch])[:-1])
     return dict(zip([row.id for row in batch], pieces, strict=True))

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, NotRequired
+from typing import TYPE_CHECKING, Annotated, Any, NotRequired
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
 
-from clew.config import Algorithm, Training
 from clew.errors import RecordError
 from clew.record.rows import FORMAT, RESTORE, check_format
+
+if TYPE_CHECKING:
+    from clew.config import Algorithm, Training
 
 Digests = Annotated[str, Field(pattern="^([0-9a-f]{16})*$")]
 """As `clew.record.digest.to_hex` writes them."""
@@ -62,9 +64,9 @@ class Environment(TypedDict):
     packages: dict[str, str]
 
 
-class Config(TypedDict):
-    training: Training
-    algorithm: Algorithm
+class Sections(TypedDict):
+    training: dict[str, Any]
+    algorithm: dict[str, Any]
 
 
 @with_config(STRICT)
@@ -77,7 +79,7 @@ class Trained(TypedDict):
     plan: Plan
     environment: Environment
     code: NotRequired[dict[str, str]]
-    config: Config
+    config: Sections
 
 
 def check(path: Path, step: int, summary: Any, *, by_clew: bool) -> None:
@@ -95,10 +97,28 @@ def check(path: Path, step: int, summary: Any, *, by_clew: bool) -> None:
     except ValidationError as error:
         [first, *_] = error.errors(include_url=False)
         where = ".".join(map(str, first["loc"]))
-        why = "this Clew has no such field" if first["type"] == "extra_forbidden" else first["msg"]
-        said = f"no {where}" if first["type"] == "missing" else f"{where}: {first['input']!r:.60} ({why})"
+        said = f"no {where}" if first["type"] == "missing" else f"{where}: {first['input']!r:.60} ({first['msg']})"
     if said:
         raise RecordError(f"{path} says {said}: it was altered after it was written. {RESTORE.capitalize()}.")
+
+
+def configured(path: Path, summary: dict[str, Any]) -> tuple[Training, Algorithm]:
+    """What a step of Clew's was trained with. Raises RecordError: altered, or of another version of Clew.
+
+    path: of the step's JSON."""
+    from clew.config import Algorithm, Training
+
+    sections = summary["config"]
+    try:
+        return Training(**sections["training"]), Algorithm(**sections["algorithm"])
+    except ValidationError as error:
+        [first, *_] = error.errors(include_url=False)
+        why = "this Clew has no such field" if first["type"] == "extra_forbidden" else first["msg"]
+        where = ".".join(["config", error.title.lower(), *map(str, first["loc"])])
+        raise RecordError(
+            f"{path} says {where}: {first['input']!r:.60} ({why}): it was altered after it was written, or another "
+            f"version of Clew wrote it. {RESTORE.capitalize()}."
+        ) from None
 
 
 @cache

@@ -240,9 +240,11 @@ class TrainEngine:
 
     def configure(self, training: Training, algorithm: Algorithm) -> None:
         """Go on with other settings of optimizer and algorithm. (advantages=gae needs its critic from the start.)
-        Raises ModelError where a KL term needs a reference that cannot be loaded."""
+        Raises ModelError where that is not so, or a KL term needs a reference that cannot be loaded."""
         self.config = self.config.model_copy(update={"training": training, "algorithm": algorithm})
         self._refer()
+        if algorithm.advantages == "gae" and self.critic is None:
+            raise ModelError(f"algorithm.advantages=gae needs a critic, and there is none at version {self.version}.")
         if algorithm.advantages != "gae" and self.critic is not None:
             self.critic, self._digests = None, None
         self.packs = self._can_pack()
