@@ -184,7 +184,7 @@ def in_tensors(
     i = differing[0]
     name = names[i] if i < len(names) else f"parameter {i}"
     shown = [f"digest {side[i]:016x}" if i < len(side) else "absent" for side in (then, now)]
-    more = f"{len(differing)} of {len(then)} parameters differ" if len(differing) > 1 else ""
+    more = f"{len(differing)} of {max(len(then), len(now))} parameters differ" if len(differing) > 1 else ""
     return Difference(
         step=step, stage=stage, where=f"{name}{update}", position=None, recorded=shown[0], found=shown[1], more=more
     )

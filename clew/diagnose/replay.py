@@ -210,9 +210,10 @@ def compare(
     found: list[Difference | None] = []
 
     def hold(name: str, rows: SequenceABC[int]) -> Difference | None:
-        if name not in stages.arrays:
+        there = ["present" if name in side else "absent" for side in (stages.arrays, result.stages)]
+        if "absent" in there:
             return Difference(
-                step=step, stage=name, where="the stage", position=None, recorded="absent", found="computed"
+                step=step, stage=name, where="the stage", position=None, recorded=there[0], found=there[1]
             )
         ids = [batch[row].id for row in rows]
         then = [stages.arrays[name][each] for each in ids]
@@ -223,13 +224,13 @@ def compare(
             difference = suspected(difference, batch, stages, recorded, engine.config.algorithm, checked=True)
         return difference
 
-    computed = [name for name in differences.STAGES if name in result.stages]
-    for name in computed:
+    known = [name for name in differences.STAGES if name in result.stages or name in stages.arrays]
+    for name in known:
         if name not in differences.OF_UPDATES:
             found.append(hold(name, range(len(batch))))
     for number, minibatch in enumerate(result.plan):
         rows = sorted(row for micro in minibatch for row in micro)
-        for name in computed:
+        for name in known:
             if name in differences.OF_UPDATES:
                 found.append(hold(name, rows))
         if tolerance.exact:

@@ -92,7 +92,8 @@ def _check_recorded(
     """Raise RecordError when a stage is not on record, or what it is computed from."""
     if sorted(row for minibatch in plan for rows in minibatch for row in rows) != list(range(len(batch))):
         raise RecordError(
-            f"{run.steps.json_path(step)}: its plan is not of the step's {len(batch)} sequences, each once: it was altered."
+            f"{run.steps.json_path(step)}: its plan has not each of the step's {len(batch)} sequences once: it was "
+            f"altered."
         )
     values = ("values",) if algorithm.advantages == "gae" else ()
     of_loss = ("advantages", "proximal_logprobs", "logprobs", "loss")

@@ -86,9 +86,11 @@ def check(path: Path, step: int, summary: Any, *, by_clew: bool) -> None:
     """Raise RecordError when a step's JSON lacks what readers need, has what cannot be meant, or is of a newer format
     or another step.
 
-    by_clew: Clew itself trained the step; another trainer need not know all of it.
+    by_clew: Clew itself trained the step; another trainer need not know all of it, nor does a bundle of the steps
+    before those that it holds.
     """
     found = summary if isinstance(summary, dict) else {}
+    by_clew = by_clew and found.get("committed_at", 0) is not None
     check_format(path, found.get("clew_format", FORMAT))
     try:
         for kind in (Committed, Trained) if by_clew else (Committed,):

@@ -587,6 +587,58 @@ def test_steps_without_sequences_are_left_out(run: RunDirectory, capsys: pytest.
         again(run, "1")
 
 
+@pytest.mark.parametrize(
+    ("path", "value", "told_by_replay", "told_by_stages"),
+    [
+        ("tensors.gradients", [], "step 2, gradients: model.embed_tokens.weight, update 0: recorded absent", ""),
+        ("groups", ["g1"], "step 2, groups: of all: recorded ['g1'], here ['g000006'", ""),
+        ("metrics.more", 1.0, "step 2, metrics: more: recorded 1, here absent", ""),
+        (
+            "plan",
+            [[[0]]],
+            "step 2, plan: of all: recorded [[[0]]], here ",
+            "has not each of the step's 9 sequences once",
+        ),
+        ("config.algorithm.nonsense", 3, "config.algorithm.nonsense: 3 (this Clew has no such field)", "no such field"),
+        (
+            "config.algorithm.advantages",
+            "gae",
+            "has no critic (trainer/critic), which algorithm.advantages=gae needs",
+            "no stage 'values'",
+        ),
+        (
+            "config.algorithm.kl_coef",
+            0.0,
+            "step 2, reference_logprobs: the stage: recorded present, here absent",
+            "loss",
+        ),
+    ],
+)
+def test_what_a_steps_json_says_is_compared_and_told(
+    run: RunDirectory,
+    capsys: pytest.CaptureFixture[str],
+    path: str,
+    value: Any,
+    told_by_replay: str,
+    told_by_stages: str,
+) -> None:
+    said = run.steps.read(2)
+    *sections, last = path.split(".")
+    place: Any = said
+    for name in sections:
+        place = place[name]
+    place[last] = value
+    run.steps.json_path(2).write_text(json.dumps(said))
+    for stages, expected in ((None, told_by_replay), ("advantages,loss", told_by_stages)):
+        try:
+            agrees = again(run, "2", stages=stages)
+        except ClewError as error:
+            agrees, shown = False, str(error)
+        else:
+            shown = capsys.readouterr().out
+        assert agrees == (not expected) and expected in shown, shown
+
+
 def test_what_cannot_be_read_is_said(run: RunDirectory) -> None:
     path = run.steps.data_path(2)
     whole = path.read_bytes()
