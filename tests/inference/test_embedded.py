@@ -53,8 +53,8 @@ def run(engine: Core, asked: Asked) -> list[Completion]:
     return [done[str(index)] for index in range(len(asked))]
 
 
-def assert_equal(expected: Completion, found: Completion, tolerance: float = 1e-5) -> None:
-    """tolerance: nats."""
+def assert_equal(expected: Completion, found: Completion, tolerance: float = 5e-5) -> None:
+    """tolerance: nats; what float32 rounds differs from processor to processor."""
     assert found.output_ids == expected.output_ids
     assert found.logprobs == pytest.approx(expected.logprobs, abs=tolerance)
     assert (found.finish_reason, found.matched) == (expected.finish_reason, expected.matched)

@@ -106,8 +106,6 @@ def test_a_step_counts_once_its_json_is_there(run: RunDirectory) -> None:
         ("plan", None, "no plan"),
         ("plan", "x", "plan: 'x' "),
         ("config", None, "no config"),
-        ("config.training.lr", "x", "config.training.lr: 'x' "),
-        ("config.algorithm.nonsense", 3, r"config.algorithm.nonsense: 3 \(this Clew has no such field\)"),
         ("digests.weights", None, "no digests.weights"),
         ("step", 1, "step: 1"),
     ],
