@@ -22,7 +22,7 @@ from clew.record.digest import digest_rows
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
 
-STEPS = 8
+STEPS = 16
 LONG_STEPS, GROUPS, SAMPLES = 10_000, 100, 1
 
 
@@ -59,22 +59,22 @@ def size(run: RunDirectory, folder: Path) -> float:
 
 
 def speed(run: RunDirectory) -> tuple[float, float]:
-    """Bare training over replay, the median of the steps, and seconds of a bare step."""
+    """Bare training over replay, which take turns: the median of the steps; and seconds of a bare step."""
     from clew.diagnose.replay import engine_at, replay
 
-    bare, engine = [], engine_at(run, 0)
+    engine = engine_at(run, 0)
     batches = [run.steps.read_data(step) for step in range(STEPS)]
+    steps = replay(run, engine_at(run, 0), STEPS - 1)
+    bare, replayed = [], []
     for batch in batches:
         began = time.perf_counter()
         engine.train_step(batch)
         bare.append(time.perf_counter() - began)
-    replayed, engine = [], engine_at(run, 0)
-    began = time.perf_counter()
-    for done in replay(run, engine, STEPS - 1):
-        assert not done.differences
-        replayed.append(time.perf_counter() - began)
         began = time.perf_counter()
-    return statistics.median(bare[1:]) / statistics.median(replayed[1:]), statistics.median(bare[1:])
+        assert not next(steps).differences
+        replayed.append(time.perf_counter() - began)
+    ratios = [one / other for one, other in zip(bare[1:], replayed[1:], strict=True)]
+    return statistics.median(ratios), statistics.median(bare[1:])
 
 
 def a_sequence(group: int, sample: int, tokens: int) -> Sequence:
@@ -117,17 +117,10 @@ def commit(run: RunDirectory, step: int, batch: list[Sequence]) -> dict[str, Any
         ).per_token_N.numpy()
         loss.append(np.where(row.loss_mask, per_token, np.float32(0)))
     stages = {"advantages": advantages, "proximal_logprobs": logprobs, "logprobs": logprobs, "loss": loss}
-    summary = {
-        "groups": sorted({row.group_id for row in batch}),
-        "versions": [step, step],
-        "digests": {"data": "0", "gradients": ["0"], "weights": "0"},
-        "metrics": {"reward": 0.5, "loss": 0.0, "grad_norm": 1.0},
-        "environment": {},
-        "config": {"training": Training().model_dump(mode="json"), "algorithm": Algorithm().model_dump(mode="json")},
-        "plan": [],
-        "timings": {},
-        "committed_at": 0.0,
-    }
+    groups = sorted({row.group_id for row in batch})
+    sections = {"training": Training().model_dump(mode="json"), "algorithm": Algorithm().model_dump(mode="json")}
+    plan = [[list(range(len(batch)))]]
+    summary = {**summary_of(step, groups), "config": sections, "plan": plan}
     run.steps.write_data(step, rows.to_table(batch))
     run.steps.write_stages(step, 0, digest_rows(batch), stages)
     run.steps.commit(step, summary)
@@ -145,7 +138,7 @@ def long_record(folder: Path) -> RunDirectory:
             summary = commit(run, step, batch)
         else:
             names = [f"g{group:06d}" for group in range(first, first + GROUPS)]
-            summary = commit_json(step, names)
+            summary = summary_of(step, names)
             run.steps.json_path(step).write_text(json.dumps(summary))
         lines.append(
             json.dumps({"step": step, **{key: summary[key] for key in ("groups", "versions", "digests")}}) + "\n"
@@ -154,11 +147,23 @@ def long_record(folder: Path) -> RunDirectory:
     return run
 
 
-def commit_json(step: int, groups: list[str]) -> dict[str, Any]:
-    """What readers of a step without data look at."""
-    digests = {"data": f"{step:016x}", "gradients": [f"{step:016x}"], "weights": f"{step:016x}"}
-    known = {"clew_format": rows.FORMAT, "step": step, "groups": groups, "versions": [step, step], "digests": digests}
-    return {**known, "metrics": {"reward": 0.5, "loss": 0.1, "grad_norm": 1.0}, "timings": {}, "committed_at": 0.0}
+def summary_of(step: int, groups: list[str]) -> dict[str, Any]:
+    """What step-N.json says of a step that nothing trained."""
+    digest = f"{step:016x}"
+    return {
+        "clew_format": rows.FORMAT,
+        "step": step,
+        "groups": groups,
+        "versions": [step, step],
+        "digests": {"data": digest, "gradients": [digest], "weights": digest},
+        "tensors": {"gradients": [digest], "weights": digest},
+        "metrics": {"reward": 0.5, "loss": 0.1, "grad_norm": 1.0},
+        "plan": [],
+        "environment": {"ranks": 1, "threads": 1, "device": "cpu", "packages": {}},
+        "config": {"training": {}, "algorithm": {}},
+        "timings": {},
+        "committed_at": 0.0,
+    }
 
 
 def main() -> None:
