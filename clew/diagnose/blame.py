@@ -131,10 +131,8 @@ def _show(
     for each in found[: max(1, min(top, 2))]:
         console.print(_tokens(engine, prepared, each, step, tokens))
         console.print(_conversation(each.sequence))
-    worst, recorded = (
-        max((each.worst for each in found), key=_badness),
-        _recorded_not_finite([each.sequence for each in found]),
-    )
+    worst = max((each.worst for each in found), key=_badness)
+    recorded = _recorded_not_finite([each.sequence for each in found])
     critics = [each for each in found if not math.isfinite(_badness_of_critic(each.critics))]
     if recorded is not None or not math.isfinite(_badness(worst)):
         where = recorded or worst.first_not_finite or "everything is finite when this sequence is computed alone"

@@ -61,9 +61,9 @@ def explain_disk_errors(path: Path) -> Iterator[None]:
                 f"record.keep_steps and checkpoint.keep, then start the same command again"
             )
         else:
-            ours = error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS)
-            right = "" if ours else ". Give this user the right to write there, or choose another root=FOLDER"
-            remedy = f"{error.strerror or error}{right}"
+            remedy = str(error.strerror or error)
+            if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+                remedy += ". Give this user the right to write there, or choose another root=FOLDER"
         raise RecordError(f"cannot write {path}: {remedy}.") from error
 
 

@@ -696,19 +696,25 @@ class TrainEngine:
         elif math.isfinite(logprob):
             cause = "So it is its advantage, its behaviour logprob or a coefficient of the loss that is not finite."
         else:
-            cause = TOO_FAST if self.optimizer.updates else NOT_YET
+            cause = self._advice
         return (
             f"the loss of token {where - tokens.starts[row]} of {tokens.ids[row]} is {done.loss_S[where]} (its logprob "
             f"is {logprob:.6g}); {int(bad.sum())} of its micro-batch's {len(bad)} are not finite. {cause}"
         )
+
+    @property
+    def _advice(self) -> str:
+        """Where the weights made a number that is none."""
+        return TOO_FAST if self.optimizer.updates else NOT_YET
 
     def bad_norm(self, norm: float) -> str | None:
         """What is wrong with the norm of a gradient, for which its update is not made; None: nothing."""
         if not math.isfinite(norm):
             names = self._not_finite(self.optimizer.gradients().items())
             where = names[0] if names else "the sum"
-            cause = TOO_FAST if self.optimizer.updates else NOT_YET
-            return f"the norm of the gradient is {norm}, first in {where}, although every loss is finite. {cause}"
+            return (
+                f"the norm of the gradient is {norm}, first in {where}, although every loss is finite. {self._advice}"
+            )
         factor = self.config.training.spike_factor
         if factor is None or len(self.recent_norms) < ENOUGH_NORMS:
             return None
