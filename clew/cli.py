@@ -383,7 +383,7 @@ def bundle(
     path = write_bundle(directory, step, stages_only=stages_only, to=to)
     summary = directory.steps.read(step)
     works = f"`clew replay {path}` runs it, on any machine."
-    if "trainer" in summary["environment"]:  # then nothing says how the loss was computed
+    if not directory.steps.by_clew:  # then nothing says how the loss was computed
         works = f"`clew replay {path} --stage data` checks it, `clew show {path}` shows it."
     print(f"{path} ({path.stat().st_size / 1e6:.2f} MB). {works}")
     for field in summary.get("code", {}):

@@ -80,8 +80,7 @@ def engine_at(run: RunDirectory, step: int, device: str | None = None, ranks: Ra
     before = [version for version in folders if version <= step]
     if not before:
         there = ", ".join(map(str, folders)) or "none"
-        by_clew = not run.steps.count() or "algorithm" in run.steps.read(0).get("config", {})
-        alone = "advantages,loss" if by_clew else "data"
+        alone = "advantages,loss" if run.steps.by_clew else "data"
         raise RecordError(
             f"{run.path} has no checkpoint at or before step {step} (there: {there}), and steps are trained again from "
             f"a checkpoint on. `clew replay RUN --step {step} --stage {alone}` needs none."

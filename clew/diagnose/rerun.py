@@ -66,8 +66,7 @@ def rerun(
                     f"more of the run, which are not in it."
                 )
             print("this bundle has no weights: the stages that need none are compared")
-            by_clew = "algorithm" in run.steps.read(first).get("config", {})
-            return _stages(run, first, last, ALONE if by_clew else ("data",), only)
+            return _stages(run, first, last, ALONE if run.steps.by_clew else ("data",), only)
         if reward:
             return _rewards(run, first, last, only)
         if overrides:

@@ -47,8 +47,7 @@ def check_stages(run: RunDirectory, step: int, stages: SequenceABC[str], only: s
         now = {name: digest for name, digest in digest_rows(batch).items() if name in kept}
         found.append(differences.in_data(step, then, now))
     summary = run.steps.read(step)
-    by_clew = "algorithm" in summary.get("config", {})
-    algorithm = configured(run.steps.json_path(step), summary)[1] if by_clew else None
+    algorithm = configured(run.steps.json_path(step), summary)[1] if run.steps.by_clew else None
     if algorithm is None and (others := [stage for stage in stages if stage != "data"]):
         raise RecordError(
             f"the {others[0]} of step {step} cannot be computed again: another trainer recorded it, whose {others[0]} "

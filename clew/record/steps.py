@@ -173,12 +173,12 @@ class Steps:
         if not path.exists():
             raise RecordError(f"{path} is missing: step {step} was not committed; the next step is {self.count()}.")
         said = read_json(path)
-        summary.check(path, step, said, by_clew=self._by_clew)
+        summary.check(path, step, said, by_clew=self.by_clew)
         return said
 
     @cached_property
-    def _by_clew(self) -> bool:
-        """Whether run.json names no other trainer."""
+    def by_clew(self) -> bool:
+        """Whether Clew trained these steps: run.json names no other trainer."""
         run_json = self.folder.parent / "run.json"
         return not run_json.exists() or read_json(run_json).get("trainer") is None
 
