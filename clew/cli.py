@@ -352,9 +352,11 @@ def blame(
     step: Annotated[int, typer.Option(help="The step; also one that failed, and has only its batch on record.")],
     top: Annotated[int, typer.Option(min=1, help="How many sequences to show.")] = 10,
     tokens: Annotated[int, typer.Option(min=1, help="How many tokens of the worst to show.")] = 8,
-    by: Annotated[str, typer.Option(help="gradient, loss, or critic (its gradient).")] = "gradient",
+    by: Annotated[
+        str | None, typer.Option(help="gradient (the default), loss, kl, behaviour_k3, pull, or critic (its gradient).")
+    ] = None,
 ) -> None:
-    """Find which sequences and tokens caused a spike or a NaN: each one's part in the gradient of a step, worst first.
+    """Find which sequences and tokens caused a spike (of gradient, loss or KL) or a NaN: each one's part, worst first.
 
     Example: clew blame runs/addition/grpo --step 3 --top 5
     """

@@ -550,10 +550,6 @@ class Config(Section):
 
 def load(path: Path | str, overrides: list[str] | tuple[str, ...] = ()) -> Config:
     """Read `path`, apply `key=value` overrides, resolve `${...}` and check. Raises ConfigError."""
-    import yaml
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
     path = Path(path)
     try:
         text = path.read_text()
@@ -561,6 +557,15 @@ def load(path: Path | str, overrides: list[str] | tuple[str, ...] = ()) -> Confi
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}.") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}).") from None
+    return parse(text, path, overrides)
+
+
+def parse(text: str, path: Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:
+    """The same of a file's content. path: where it is from, for errors."""
+    import yaml
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
     try:
         merged = OmegaConf.create(text)
         if any(override.startswith("algorithm.preset=") for override in overrides):

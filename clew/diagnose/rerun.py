@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from clew import config as configuration
+from clew.config import Algorithm
 from clew.diagnose.differences import Difference
-from clew.diagnose.stages import ALONE, check_stages
+from clew.diagnose.stages import ALONE, OF_ANOTHER, check_stages
 from clew.errors import ConfigError, Interrupted, RecordError
 from clew.record.bundle import opened
 from clew.record.run import RunDirectory
@@ -44,7 +45,8 @@ def rerun(
         raise ConfigError(f"--only {only} goes with --stage or --reward: a step is trained as a whole.")
     ways = {"--stage": stages, "--reward": reward, "--break": stop, "key=value": overrides}
     asked = [name for name, value in ways.items() if value]
-    if len(asked) > 1:
+    both = stages is not None and bool(overrides)  # of another trainer's record they go together
+    if len(asked) > 1 + both:
         raise ConfigError(f"{' and '.join(asked)} are different ways to replay: ask for one of them.")
     if not verify and (stages is not None or reward or overrides):
         raise ConfigError(f"--no-verify trains again without comparing; {asked[0]} does something else.")
@@ -58,7 +60,10 @@ def rerun(
                 f"--stage and --ranks it is trained here; --break stops in it, and `clew blame` says what caused it."
             )
         if stages is not None:
-            return _stages(run, first, last, stages.split(","), only)
+            if both and run.steps.by_clew:
+                raise ConfigError(f"{' and '.join(asked)} are different ways to replay: ask for one of them.")
+            algorithm = _algorithm_of_another(overrides) if both else None
+            return _stages(run, first, last, stages.split(","), only, algorithm)
         if bundle is not None and bundle["stages_only"]:
             if asked or device is not None:
                 raise RecordError(
@@ -102,17 +107,36 @@ def _range(run: RunDirectory, steps: str | None, bundle: dict[str, Any] | None) 
     return first, last
 
 
-def _stages(run: RunDirectory, first: int, last: int, stages: Sequence[str], only: str | None) -> bool:
+def _algorithm_of_another(overrides: list[str]) -> Algorithm:
+    """What overrides say of how another trainer computed its advantages and its loss. Raises ConfigError."""
+    for override in overrides:
+        if not override.startswith("algorithm."):
+            raise ConfigError(
+                f"{override}: of another trainer's record, key=value with --stage says how advantages and loss were "
+                f"computed: expected fields of algorithm, such as algorithm.advantages=group."
+            )
+    needed = "{experiment: another, model: {path: another}, data: {path: another}}"
+    return configuration.parse(needed, Path("key=value"), overrides).algorithm
+
+
+def _stages(
+    run: RunDirectory,
+    first: int,
+    last: int,
+    stages: Sequence[str],
+    only: str | None,
+    algorithm: Algorithm | None = None,
+) -> bool:
     found: list[Difference] = []
     for step in range(first, last + 1):
-        found = check_stages(run, step, stages, only)
+        found = check_stages(run, step, stages, only, algorithm)
         if found:
             break
     _tell(found)
     if not found:
-        print(
-            f"{_named(first, last)}: {', '.join(stages)} follow from the recorded inputs{f' ({only})' if only else ''}."
-        )
+        near = f", {OF_ANOTHER}" if algorithm is not None else ""
+        of = f" ({only})" if only else ""
+        print(f"{_named(first, last)}: {', '.join(stages)} follow from the recorded inputs{near}{of}.")
     return not found
 
 

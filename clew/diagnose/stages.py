@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceABC
 from typing import Any
 
@@ -25,11 +25,21 @@ ALONE = ("data", "rewards", "advantages", "loss")
 LOSS = Tolerance(absolute=1e-6, relative=1e-6)
 """Another processor rounds the last bit of an exponential otherwise."""
 
+OF_ANOTHER = Tolerance(absolute=1e-3, relative=1e-3)
+"""Another trainer rounds otherwise all along, and adds another epsilon to a deviation."""
 
-def check_stages(run: RunDirectory, step: int, stages: SequenceABC[str], only: str | None = None) -> list[Difference]:
+
+def check_stages(
+    run: RunDirectory,
+    step: int,
+    stages: SequenceABC[str],
+    only: str | None = None,
+    algorithm: Algorithm | None = None,
+) -> list[Difference]:
     """The first difference of each of these stages of a step.
 
     only: the ID of a group, an episode or a sequence; its rows alone are compared.
+    algorithm: how another trainer computed advantages and loss; None: not known. Clew's own steps say it.
     Raises ConfigError for a stage that needs the model, RecordError for an `only` that the step has not.
     """
     for stage in stages:
@@ -47,12 +57,11 @@ def check_stages(run: RunDirectory, step: int, stages: SequenceABC[str], only: s
         now = {name: digest for name, digest in digest_rows(batch).items() if name in kept}
         found.append(differences.in_data(step, then, now))
     summary = run.steps.read(step)
-    algorithm = configured(run.steps.json_path(step), summary)[1] if run.steps.by_clew else None
-    if algorithm is None and (others := [stage for stage in stages if stage != "data"]):
-        raise RecordError(
-            f"the {others[0]} of step {step} cannot be computed again: another trainer recorded it, whose {others[0]} "
-            f"may follow otherwise than Clew's. --stage data can."
-        )
+    if run.steps.by_clew:
+        algorithm = configured(run.steps.json_path(step), summary)[1]
+    else:
+        summary = summary | {"plan": summary.get("plan") or [[list(range(len(batch)))]]}
+        _check_anothers(step, stages, algorithm)
     if "rewards" in stages:
         found.append(differences.in_rewards(step, [row for row in batch if row.id in set(kept)]))
     for stage in ("advantages", "loss"):
@@ -60,10 +69,11 @@ def check_stages(run: RunDirectory, step: int, stages: SequenceABC[str], only: s
             _check_recorded(run, step, batch, recorded, stage, algorithm, summary["plan"])
             # From values, which are kept in fewer bits than a float64 critic has.
             tolerance = EXACT if stage == "advantages" and algorithm.advantages != "gae" else LOSS
+            tolerance = tolerance if run.steps.by_clew else OF_ANOTHER
             again = _COMPUTED[stage](batch, recorded, summary["plan"], algorithm)
             then, now = ([side[name] for name in kept] for side in (recorded.arrays[stage], again))
             differs = differences.in_stage(step, stage, kept, then, now, tolerance)
-            if differs is not None:
+            if differs is not None and run.steps.by_clew:
                 differs = suspected(differs, batch, recorded, summary, algorithm, checked=False)
             found.append(differs)
     return [each for each in found if each is not None]
@@ -77,6 +87,22 @@ def chosen(run: RunDirectory, step: int, batch: list[Sequence], only: str | None
         listed = ", ".join(groups[:8]) + (f" and {len(groups) - 8} more" if len(groups) > 8 else "")
         raise RecordError(f"step {step} of {run.path} has no {only}. It consumed {listed}.")
     return found
+
+
+def _check_anothers(step: int, stages: SequenceABC[str], algorithm: Algorithm | None) -> None:
+    """Raise RecordError for a stage of another trainer's that cannot be computed again."""
+    for stage in stages:
+        if stage == "rewards":
+            raise RecordError(
+                f"the rewards of step {step} cannot be computed again: another trainer recorded them, which may have "
+                f"weighted or clipped their parts. --stage data,advantages,loss can."
+            )
+        if stage != "data" and algorithm is None:
+            raise RecordError(
+                f"the {stage} of step {step} cannot be computed again: another trainer recorded it, and how it was "
+                f"computed is not on record. Say it in Clew's words: `--stage {stage} algorithm.preset=grpo`, or any "
+                f"fields of algorithm."
+            )
 
 
 def _check_recorded(
@@ -94,17 +120,26 @@ def _check_recorded(
             f"{run.steps.json_path(step)}: its plan has not each of the step's {len(batch)} sequences once: it was "
             f"altered."
         )
-    values = ("values",) if algorithm.advantages == "gae" else ()
-    of_loss = ("advantages", "proximal_logprobs", "logprobs", "loss")
-    for name in (*values, "advantages") if stage == "advantages" else of_loss:
+    reference = ["reference_logprobs"] * (algorithm.kl_coef > 0 and (algorithm.kl_in == "loss") == (stage == "loss"))
+    of_advantages = [*reference, *["values"] * (algorithm.advantages == "gae"), "advantages"]
+    entropies = ["entropies"] * (algorithm.entropy_coef > 0)
+    of_loss = ["advantages", "proximal_logprobs", *reference, "logprobs", *entropies, "loss"]
+    for name in of_advantages if stage == "advantages" else of_loss:
         if name not in recorded.arrays:
-            raise RecordError(f"{run.steps.stage_path(step, 0)} has no stage {name!r}: it was altered.")
+            why = "it was altered" if run.steps.by_clew else f"the {stage} cannot be computed again without it"
+            raise RecordError(f"{run.steps.stage_path(step, 0)} has no stage {name!r}: {why}.")
+        check_aligned(run, step, batch, recorded, [name])
+
+
+def check_aligned(run: RunDirectory, step: int, batch: list[Sequence], recorded: Stages, names: Iterable[str]) -> None:
+    """Raise RecordError when a stage has other than a number a token."""
+    for name in names:
         for row in batch:
-            if len(recorded.arrays[name][row.id]) != len(row.input_ids):
+            there = len(recorded.arrays[name][row.id])
+            if there != len(row.input_ids):
                 raise RecordError(
-                    f"{run.steps.stage_path(step, 0).parent}: {name} of {row.id} has "
-                    f"{len(recorded.arrays[name][row.id])} numbers, the sequence {len(row.input_ids)} tokens: one of "
-                    f"the two was altered."
+                    f"{run.steps.stage_path(step, 0).parent}: {name} of {row.id} has {there} numbers, the sequence "
+                    f"{len(row.input_ids)} tokens: one of the two was altered."
                 )
 
 

@@ -42,8 +42,7 @@ def write_bundle(run: RunDirectory, step: int, *, stages_only: bool, to: Path | 
     first = step
     folders: list[Path] = []
     if not stages_only:
-        versions = sorted(int(path.parent.name[5:]) for path in run.checkpoints.glob("step-*/checkpoint.json"))
-        before = [version for version in versions if version <= step]
+        before = [version for version in run.checkpointed() if version <= step]
         if not before:
             raise RecordError(
                 f"{run.path} has no checkpoint at or before step {step}: bundle it with --stages-only, or another step."

@@ -87,6 +87,10 @@ class RunDirectory:
                 path.unlink()
         return settled
 
+    def checkpointed(self) -> list[int]:
+        """The versions of which there are checkpoints, oldest first."""
+        return sorted(int(path.parent.name[5:]) for path in self.checkpoints.glob("step-*/checkpoint.json"))
+
     # What the run is -------------------------------------------------------------------------------------------------
 
     def describe(self, config: Config | None, **facts: Any) -> None:

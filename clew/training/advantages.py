@@ -16,6 +16,7 @@ from clew.config import Algorithm
 from clew.errors import TrainingError
 from clew.record.rows import Sequence
 from clew.training.custom import CustomAdvantages
+from clew.training.metrics import divergences
 
 EPSILON = 1e-6
 """Added to a group's standard deviation; it keeps equal rewards from dividing by zero."""
@@ -125,7 +126,7 @@ def shaped_rewards(
     if algorithm.kl_in == "reward" and algorithm.kl_coef > 0:
         assert reference is not None, "a KL divergence needs the reference's logprobs"
         summed = [
-            float(divergences(each, logprobs_T, algorithm.kl_estimator).sum())
+            float(divergences(each.logprobs[each.loss_mask], logprobs_T[each.loss_mask], algorithm.kl_estimator).sum())
             for each, logprobs_T in zip(sequences, reference, strict=True)
         ]
         sequences = [
@@ -164,14 +165,3 @@ def overlong(sequence: Sequence, cache: int) -> float:
             f"no interactions. Unset it."
         )
     return max(found, default=0.0)
-
-
-def divergences(sequence: Sequence, reference_T: np.ndarray, estimator: str) -> np.ndarray:
-    """[N] float64: KL(behaviour || reference) at each trained token of a sequence: k1, k2 or k3, as in
-    `clew.training.losses`. The papers take k1 (arXiv 2203.02155, 2402.14740, 2501.03262)."""
-    log_ratio_N = (sequence.logprobs.astype(np.float64) - reference_T)[sequence.loss_mask]
-    if estimator == "k1":
-        return log_ratio_N
-    if estimator == "k2":
-        return log_ratio_N**2 / 2
-    return np.exp(-log_ratio_N) + log_ratio_N - 1

@@ -14,7 +14,8 @@ import numpy as np
 
 from clew.config import Algorithm
 from clew.record.rows import Sequence
-from clew.training.advantages import EPSILON, divergences, sequence_advantages_function, without_overlong
+from clew.training.advantages import EPSILON, sequence_advantages_function, without_overlong
+from clew.training.metrics import divergences
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +91,9 @@ def token_rewards(sequence: Sequence, algorithm: Algorithm, reference_T: np.ndar
     rewards_N[-1] += rest
     if algorithm.kl_in == "reward" and algorithm.kl_coef > 0:
         assert reference_T is not None, "a KL divergence needs the reference's logprobs"
-        rewards_N -= algorithm.kl_coef * divergences(sequence, reference_T, algorithm.kl_estimator)
+        rewards_N -= algorithm.kl_coef * divergences(
+            sequence.logprobs[mask_T], reference_T[mask_T], algorithm.kl_estimator
+        )
     return rewards_N
 
 

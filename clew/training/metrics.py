@@ -54,5 +54,18 @@ def gap_metrics(behaviour_N: np.ndarray, proximal_N: np.ndarray) -> dict[str, fl
     return {
         "behaviour_gap_mean": float(np.abs(difference_N).mean()),
         "behaviour_gap_max": float(np.abs(difference_N).max()),
-        "behaviour_k3": float((np.exp(difference_N) - difference_N - 1).mean()),
+        "behaviour_k3": float(divergences(behaviour_N, proximal_N, "k3").mean()),
     }
+
+
+def divergences(logprobs_N: np.ndarray, other_N: np.ndarray, estimator: str) -> np.ndarray:
+    """[N] float64: KL(p || q) at each token by k1, k2 or k3, as in `clew.training.losses`.
+
+    logprobs_N: log p.   other_N: log q.
+    """
+    log_ratio_N = logprobs_N.astype(np.float64) - other_N
+    if estimator == "k1":
+        return log_ratio_N
+    if estimator == "k2":
+        return log_ratio_N**2 / 2
+    return np.exp(-log_ratio_N) + log_ratio_N - 1

@@ -14,16 +14,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from clew.diagnose.blame import blame
+from clew.diagnose.parts import parts_of
 from clew.diagnose.replay import configure_as, engine_at, replay
 from clew.errors import ConfigError, RecordError, TrainingError
 from clew.record import rows
+from clew.record.bundle import opened, write_bundle
 from clew.record.run import RunDirectory
 from clew.trainer.learn import learn_inline
 from clew.training.contributions import contributions, critic_contributions, first_not_finite
 from tests.diagnose.planted import configure
 
 
-def shown(run: RunDirectory, step: int, capsys: pytest.CaptureFixture[str], by: str = "gradient") -> list[str]:
+def shown(run: RunDirectory, step: int, capsys: pytest.CaptureFixture[str], by: str | None = None) -> list[str]:
     blame(run.path, step, top=3, tokens=2, by=by)
     return capsys.readouterr().out.splitlines()
 
@@ -159,8 +161,8 @@ def test_what_the_critic_met_is_named(
     parts = list(critic_contributions(engine, engine.prepare(batch)))
     assert sorted(part.row for part in parts) == list(range(len(batch)))
     lines = shown(run, 0, capsys, by="critic")
-    assert lines[1].endswith("critic's gradient  critic's loss") and "FIRST NOT FINITE" not in "".join(lines)
-    gradients = [float(line.split()[-2]) for line in lines[2:5]]
+    assert "loss  critic's gradient  critic's loss  reward" in lines[1] and "FIRST NOT FINITE" not in "".join(lines)
+    gradients = [float(line.split()[4]) for line in lines[2:5]]
     assert gradients == sorted(gradients, reverse=True)
     losses = run.steps.read(0)["metrics"]["critic/loss"] * len(run.steps.read(0)["plan"])
     assert math.isclose(sum(part.loss for part in parts), losses, rel_tol=0.2)  # its mini-batches differ in length
@@ -226,8 +228,51 @@ def test_a_step_that_failed_is_blamed_too(run: RunDirectory, capsys: pytest.Capt
         RecordError, match="has no batch of step 6: it has committed the steps 0 to 4, and begun step 5"
     ):
         blame(run.path, 6, top=1, tokens=1, by="loss")
-    with pytest.raises(ConfigError, match="--by size: expected gradient, loss or critic"):
+    with pytest.raises(ConfigError, match=r"--by size: expected gradient, loss, kl, .* or critic"):
         blame(run.path, 5, top=1, tokens=1, by="size")
+
+
+def test_divergences_add_up_to_the_metrics_and_the_worst_comes_first(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts, metrics = parts_of(run, 2).parts, run.steps.read(2)["metrics"]
+    for name in ("kl", "behaviour_k3"):
+        assert math.isclose(sum(part.measures[name] for part in parts), metrics[name], rel_tol=1e-3, abs_tol=1e-9)
+    batch = run.steps.read_data(2)
+    position = int(np.flatnonzero(batch[4].loss_mask)[1])
+    batch[4].logprobs[position] -= 3
+    run.steps.write_data(2, rows.to_table(batch))
+    lines = shown(run, 2, capsys, by="behaviour_k3")
+    title = next(
+        place for place, line in enumerate(lines) if line.startswith(f"{batch[4].id}: the tokens with the most")
+    )
+    assert lines[2].startswith(batch[4].id) and lines[title + 2].split()[0] == str(position)
+    assert "worst first by kl (" in shown(run, 2, capsys, by="kl")[0]
+    recorded = run.steps.read(2)
+    recorded["config"]["algorithm"]["kl_coef"] = 0.0
+    run.steps.json_path(2).write_text(json.dumps(recorded))
+    with pytest.raises(ConfigError, match="--by kl: this step has no logprobs of a reference model"):
+        shown(run, 2, capsys, by="kl")
+
+
+def test_without_a_checkpoint_the_record_says_what_it_can(
+    run: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained = {part.sequence.id: part for part in parts_of(run, 2).parts}
+    path = write_bundle(run, 2, stages_only=True, to=tmp_path / "of-a-bug-report.stages.clew.zip")
+    with opened(path) as (bundled, _):
+        found = parts_of(bundled, 2)
+        assert found.alone == "there is no checkpoint at or before step 2 (there: none)"
+        for part in found.parts:
+            again = trained[part.sequence.id]
+            for name in ("kl", "behaviour_k3"):
+                assert math.isclose(part.measures[name], again.measures[name], rel_tol=1e-3, abs_tol=1e-8)
+            for name in ("behaviour", "proximal", "current", "reference", "advantage", "loss", "lag"):
+                assert np.allclose(part.tokens[name], again.tokens[name], atol=1e-5), name
+    blame(path, 2, top=1, tokens=1, by="loss")
+    assert "from the record alone: there is no checkpoint" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="--by gradient: it is found by training the step again; there is no"):
+        blame(path, 2, top=1, tokens=1, by="gradient")
 
 
 def test_an_altered_weight_is_found_on_the_way(run: RunDirectory) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from clew.diagnose.blame import blame
+from clew.diagnose.rerun import rerun
 from clew.record import Writer
 from clew.record.run import open_run
 from clew.training.advantages import group_advantages
@@ -58,7 +60,7 @@ def train(folder: Path, steps: int, **changes: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # TRL's own
-def test_trl_leaves_a_run_of_clew(tmp_path: Path) -> None:
+def test_trl_leaves_a_run_of_clew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tokenizer = tiny_tokenizer(tmp_path / "model", chat=False)
     train(tmp_path, 2)
     train(tmp_path, 1)  # it goes on where the record ends
@@ -86,3 +88,12 @@ def test_trl_leaves_a_run_of_clew(tmp_path: Path) -> None:
             assert set(row.temperatures[row.loss_mask]) == {np.float32(0.7)}
             there = stages["advantages"][row.id]
             assert there[row.loss_mask] == pytest.approx(advantages[row.id], rel=1e-2, abs=1e-3)
+    capsys.readouterr()
+    blame(run.path, 2, top=3, tokens=2, by=None)
+    lines = capsys.readouterr().out.splitlines()
+    pulls = {  # of one update: the weights are those that sampled, and nothing is clipped
+        row.id: np.sum(np.abs(stages["advantages"][row.id]) * (1 - np.exp(row.logprobs))) for row in batch
+    }
+    assert [line.split()[0] for line in lines[3:6]] == sorted(pulls, key=lambda name: -pulls[name])[:3]
+    options: dict[str, Any] = {"only": None, "stop": None, "reward": False, "device": None}
+    assert rerun(run.path, None, stages="advantages", overrides=["algorithm.advantages=group"], **options)

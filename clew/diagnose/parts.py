@@ -1,0 +1,251 @@
+"""The part of each sequence in a step: found by training the step again, or as far as the record alone has it."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as SequenceABC
+from dataclasses import dataclass
+
+import numpy as np
+
+from clew.diagnose.differences import STAGES
+from clew.diagnose.stages import check_aligned
+from clew.errors import TrainingError
+from clew.record.rows import Sequence
+from clew.record.run import RunDirectory
+from clew.record.steps import Stages
+from clew.training.metrics import divergences
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Of one sequence."""
+
+    sequence: Sequence
+    measures: Mapping[str, float]
+    """By what `clew blame --by` takes: gradient, pull, loss, kl, behaviour_k3, critic; those that are known."""
+    shown: Mapping[str, float]
+    """What is told of it besides, by name."""
+    tokens: Mapping[str, np.ndarray]
+    """[N] of its trained tokens, by name: position, pull, behaviour, advantage, ...; those that are known."""
+    finite: bool
+    """All numbers of its loss and gradient, or of what is on record of it, are."""
+    not_finite: str | None = None
+    """Where NaN or infinity first appeared when it was computed alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """Of all sequences of a step."""
+
+    parts: list[Part]
+    decode: Callable[[int], str]
+    """The text of a token."""
+    alone: str = ""
+    """Why the record alone was read; empty where the step was trained again."""
+    without: Mapping[str, str]
+    """Why a measure is not known, by its name."""
+    not_finite: str | None
+    """The first place on record at which a number is none; None: there is no such, and parts that are not finite say
+    where they became so."""
+
+
+def parts_of(run: RunDirectory, step: int) -> Parts:
+    """The parts of a committed step, or of one that failed. Raises ClewError."""
+    checkpoints = run.checkpointed()
+    if not run.steps.by_clew:
+        return _recorded(run, step, "another trainer wrote it, which leaves no checkpoint that Clew can train from")
+    if not any(version <= step for version in checkpoints):
+        there = ", ".join(map(str, checkpoints)) or "none"
+        return _recorded(run, step, f"there is no checkpoint at or before step {step} (there: {there})")
+    return _trained(run, step)
+
+
+# Trained again ---------------------------------------------------------------------------------------------------
+
+
+def _trained(run: RunDirectory, step: int) -> Parts:
+    from clew.diagnose.replay import batch_as_it_is, configure_as, engine_at, replay
+    from clew.training.contributions import contributions, critic_contributions
+
+    engine, batch = engine_at(run, step), batch_as_it_is(run, step)
+    for done in replay(run, engine, step - 1):
+        if done.differences:
+            print(f"on the way there: {done.differences[0]}", file=sys.stderr)
+    configure_as(run, engine, run.steps.read(step) if step < run.steps.count() else None)
+    with np.errstate(invalid="ignore"):  # what is not finite is told
+        prepared = engine.prepare(batch)
+    try:
+        found = list(contributions(engine, prepared))
+        critics = {part.row: part for part in critic_contributions(engine, prepared)}
+    except TrainingError as error:
+        raise TrainingError(
+            f"{error}\n`clew blame` computes each sequence alone, as it may be in any micro-batch."
+        ) from error
+    parts: list[Part] = []
+    total = int(prepared.tokens.loss_mask_S.sum())
+    for part in found:
+        row, where_N = batch[part.row], part.where_N
+        tokens = {
+            **_of_data(row, step),
+            "pull": np.where(np.isfinite(part.weights_N), part.weights_N, np.inf),
+            "proximal": part.logprobs_N if prepared.proximal_S is None else prepared.proximal_S[where_N],
+            "current": part.logprobs_N,
+            "advantage": prepared.advantages_S[where_N],
+            "loss": part.losses_N,
+        }
+        if prepared.reference_S is not None:
+            tokens["reference"] = prepared.reference_S[where_N]
+        diverging = _divergences(tokens, engine.config.algorithm.kl_estimator)
+        measures = {
+            "gradient": part.gradient_norm,
+            "loss": part.loss,
+            "pull": float(tokens["pull"].sum()),
+            **{name: float(values.sum()) / total for name, values in diverging.items()},
+        }
+        shown = {"gradient": part.gradient_norm, "share": part.share, "loss": part.loss}
+        if engine.critic is not None:
+            critic = critics.get(part.row)  # None: nothing of it is trained on
+            measures["critic"] = 0.0 if critic is None else critic.gradient_norm + 0 * critic.loss
+            if critic is not None:
+                shown |= {"critic's gradient": critic.gradient_norm, "critic's loss": critic.loss}
+        parts.append(
+            Part(
+                sequence=row,
+                measures=measures,
+                shown=shown,
+                tokens=tokens | diverging,
+                finite=math.isfinite(part.gradient_norm + part.loss),
+                not_finite=part.first_not_finite,
+            )
+        )
+    return Parts(
+        parts=parts,
+        decode=lambda token: str(engine.tokenizer.decode([token])),
+        without={"kl": _NO_REFERENCE, "critic": "this step has none (algorithm.advantages=gae has)"},
+        not_finite=_data_not_finite([part.sequence for part in parts]),
+    )
+
+
+# The record alone ------------------------------------------------------------------------------------------------
+
+
+def _recorded(run: RunDirectory, step: int, why: str) -> Parts:
+    """What follows from data and stages. The pull is that of the plain policy gradient: |advantage x current /
+    behaviour probability| x (1 - current probability), over the number of trained tokens."""
+    batch, committed = run.steps.read_data(step), run.steps.json_path(step).exists()
+    stages = Stages(digests={}, arrays={})
+    if run.steps.stage_path(step, 0).exists():  # else the step failed before it had any
+        stages = run.steps.read_stages(step, batch)
+    check_aligned(run, step, batch, stages, stages.arrays)
+    summary = run.steps.read(step) if committed else {}
+    estimator = summary.get("config", {}).get("algorithm", {}).get("kl_estimator", "k3")
+    total = max(1, sum(int(row.loss_mask.sum()) for row in batch))
+    assumed = _over_mean(batch)
+    parts: list[Part] = []
+    for row in batch:
+        mask = row.loss_mask
+        known = {name: values[row.id][mask] for name, values in stages.arrays.items()}
+        tokens = {_CALLED.get(name, name): values for name, values in known.items()} | _of_data(row, step)
+        tokens.setdefault("advantage", np.full(int(mask.sum()), assumed[row.id]))
+        current = tokens.get("current", tokens["behaviour"])
+        with np.errstate(invalid="ignore", over="ignore"):
+            ratio = np.exp(current.astype(np.float64) - tokens["behaviour"])
+            tokens["pull"] = np.abs(tokens["advantage"] * ratio) * -np.expm1(current) / total
+        tokens |= _divergences(tokens, estimator)
+        # A trained token's share of the mean over all of the step
+        means = {name: tokens[name] / total for name in ("loss", "kl", "behaviour_k3") if name in tokens}
+        measures = {name: float(values.sum()) for name, values in {"pull": tokens["pull"], **means}.items()}
+        shown = {name: measures[name] for name in ("pull", "loss") if name in measures}
+        numbers = (row.reward, tokens["behaviour"], *known.values())
+        finite = all(bool(np.isfinite(each).all()) for each in numbers)
+        parts.append(Part(sequence=row, measures=measures, shown=shown, tokens=tokens, finite=finite))
+    if "advantages" not in stages.arrays:
+        why += "; it has no advantages: a reward less the mean of its group's stands for them"
+    trains = "it is found by training the step again"
+    return Parts(
+        parts=parts,
+        decode=lambda token: "",
+        alone=why,
+        without={
+            "gradient": trains,
+            "critic": trains,
+            "loss": "the record has no stage 'loss'",
+            "kl": _NO_REFERENCE,
+            "behaviour_k3": "the record has no stage 'logprobs'",
+        },
+        not_finite=(
+            _data_not_finite(batch)
+            or _stages_not_finite(batch, stages)
+            or _metrics_not_finite(summary.get("metrics", {}))
+        ),
+    )
+
+
+_CALLED = {
+    "advantages": "advantage",
+    "proximal_logprobs": "proximal",
+    "logprobs": "current",
+    "reference_logprobs": "reference",
+}
+"""What a stage is called beside the other numbers of a token."""
+_NO_REFERENCE = "this step has no logprobs of a reference model (algorithm.kl_coef is 0, or they are not on record)"
+
+
+def _of_data(row: Sequence, step: int) -> dict[str, np.ndarray]:
+    return {
+        "position": np.flatnonzero(row.loss_mask),
+        "behaviour": row.logprobs[row.loss_mask],
+        "lag": step - row.versions[row.loss_mask],
+    }
+
+
+def _divergences(tokens: Mapping[str, np.ndarray], estimator: str) -> dict[str, np.ndarray]:
+    """Of each token, what the step's metrics kl and behaviour_k3 are the means of."""
+    found: dict[str, np.ndarray] = {}
+    with np.errstate(invalid="ignore", over="ignore"):
+        if "reference" in tokens and "current" in tokens:
+            found["kl"] = divergences(tokens["current"], tokens["reference"], estimator)
+        proximal = tokens.get("proximal", tokens.get("current"))
+        if proximal is not None:
+            found["behaviour_k3"] = divergences(tokens["behaviour"], proximal, "k3")
+    return found
+
+
+def _over_mean(batch: SequenceABC[Sequence]) -> dict[str, float]:
+    """By sequence ID: its reward less the mean of its group's episodes."""
+    rewards: dict[str, dict[str, float]] = {}
+    for row in batch:
+        rewards.setdefault(row.group_id, {})[row.episode_id] = row.reward
+    means = {group: sum(each.values()) / len(each) for group, each in rewards.items()}
+    return {row.id: row.reward - means[row.group_id] for row in batch}
+
+
+def _data_not_finite(batch: Iterable[Sequence]) -> str | None:
+    """What of the data itself no number can come of: others' advantages follow from it, too."""
+    for row in batch:
+        if not math.isfinite(row.reward):
+            return f"the recorded reward of {row.id}: {row.reward}"
+        of_tokens = {"behaviour logprob": np.isfinite(row.logprobs), "temperature": row.temperatures > 0}
+        for kind, good_T in of_tokens.items():
+            bad = np.flatnonzero(row.loss_mask & ~good_T)
+            if len(bad):
+                return f"the recorded {kind} of token {bad[0]} of {row.id}"
+    return None
+
+
+def _stages_not_finite(batch: Iterable[Sequence], stages: Stages) -> str | None:
+    """The first stage with a number that is none, and where."""
+    for name in [*(name for name in STAGES if name in stages.arrays), *sorted(set(stages.arrays) - set(STAGES))]:
+        for row in batch:
+            bad = np.flatnonzero(row.loss_mask & ~np.isfinite(stages.arrays[name][row.id]))
+            if len(bad):
+                return f"the recorded {name} of token {bad[0]} of {row.id} ({len(bad)} tokens)"
+    return None
+
+
+def _metrics_not_finite(metrics: Mapping[str, float]) -> str | None:
+    bad = [name for name, value in metrics.items() if not math.isfinite(value)]
+    return f"the metric {bad[0]} ({metrics[bad[0]]}); all that is on record of the sequences is finite" if bad else None

@@ -1,0 +1,147 @@
+"""What blame and replay say of a record that another trainer wrote."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from clew.diagnose.blame import blame
+from clew.diagnose.parts import parts_of
+from clew.diagnose.rerun import rerun
+from clew.errors import ClewError, ConfigError
+from clew.record import Writer
+from clew.record.run import RunDirectory
+
+
+def blamed(run: RunDirectory, capsys: pytest.CaptureFixture[str], by: str | None = None) -> list[str]:
+    blame(run.path, 0, top=3, tokens=2, by=by)
+    return capsys.readouterr().out.splitlines()
+
+
+def anothers(path: Path, **planted: dict[int, float]) -> RunDirectory:
+    """A step of another trainer: a group of three, of four tokens each. planted: by column or stage, of which rows."""
+    logprob = math.log(0.5)
+    columns: dict[str, list[Any]] = {
+        "reward": [1.0, 0.0, 0.0],
+        "logprobs": [logprob] * 3,
+        "advantages": [2.0, -1.0, -1.0],
+        "current": [logprob] * 3,
+        "loss": [math.nan if "metric" in planted else 0.5],
+    }
+    for name, changes in planted.items():
+        for row, value in changes.items():
+            columns[name][row] = value
+    with Writer(path, trainer="mine") as writer:
+        sequence = {"group_id": "g000000", "input_ids": [1, 2, 3, 4], "loss_mask": [0, 0, 1, 1], "data": {"q": "1+1"}}
+        given = zip(columns["reward"], columns["logprobs"], strict=True)
+        writer.step(
+            [{**sequence, "reward": reward, "logprobs": logprobs} for reward, logprobs in given],
+            stages={"advantages": columns["advantages"], "logprobs": columns["current"]},
+            metrics={"loss": columns["loss"][0]},
+        )
+    return writer.run
+
+
+def test_another_trainers_step_is_blamed_by_what_it_recorded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = anothers(tmp_path / "run", current={1: math.log(0.75)})
+    found = {part.sequence.id: part for part in parts_of(run, 0).parts}
+    assert found["g000000.e0.s0"].measures["pull"] == pytest.approx(2 * (2 * 1 * 0.5) / 6)
+    assert found["g000000.e1.s0"].measures["pull"] == pytest.approx(2 * (1 * 1.5 * 0.25) / 6)
+    assert found["g000000.e1.s0"].measures["behaviour_k3"] == pytest.approx(2 * (1.5 - math.log(1.5) - 1) / 6)
+    lines = blamed(run, capsys)
+    assert lines[1].startswith("from the record alone: another trainer wrote it")
+    assert lines[3].split() == ["g000000.e0.s0", "0.3333", "1", "2", "2", "0"]
+    assert "  data        {'q': '1+1'}" in lines and "FIRST NOT FINITE" not in lines[-1]
+    assert blamed(run, capsys, by="behaviour_k3")[3].startswith("g000000.e1.s0")
+    for by, why in {
+        "gradient": "training the step again",
+        "loss": "no stage 'loss'",
+        "kl": "no logprobs of a ref",
+    }.items():
+        with pytest.raises(ConfigError, match=f"--by {by}: .*{why}.*; another trainer"):
+            blamed(run, capsys, by=by)
+
+
+@pytest.mark.parametrize(
+    ("planted", "said"),
+    [
+        ({"reward": {1: math.nan}}, "the recorded reward of g000000.e1.s0: nan"),
+        ({"logprobs": {1: -math.inf}}, "the recorded behaviour logprob of token 2 of g000000.e1.s0"),
+        ({"current": {2: math.nan}}, "the recorded logprobs of token 2 of g000000.e2.s0 (2 tokens)"),
+        ({"metric": {}}, "the metric loss (nan); all that is on record of the sequences is finite"),
+    ],
+)
+def test_where_another_trainers_numbers_are_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], planted: dict[str, dict[int, float]], said: str
+) -> None:
+    lines = blamed(anothers(tmp_path / "run", **planted), capsys)
+    assert lines[-1] == f"FIRST NOT FINITE  {said}"
+    if worst := [row for changes in planted.values() for row in changes]:
+        assert lines[3].startswith(f"g000000.e{worst[0]}.s0")
+
+
+def test_without_advantages_rewards_over_their_groups_mean_stand_for_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Writer(tmp_path / "run", trainer="mine") as writer:
+        sequence = {"input_ids": [1, 2], "loss_mask": [0, 1], "logprobs": math.log(0.5)}
+        writer.step(
+            [
+                {"group_id": group, "reward": reward, **sequence}
+                for group, reward in [("g000000", 5.0), ("g000000", 5.0), ("g000001", 1.0), ("g000001", 0.0)]
+            ]
+        )
+    lines = blamed(writer.run, capsys)
+    assert lines[1].endswith("it has no advantages: a reward less the mean of its group's stands for them")
+    assert lines[3].split() == ["g000001.e0.s0", "0.0625", "1", "0.5", "1", "0"]
+
+
+def replayed(run: RunDirectory, stages: str, *overrides: str, **options: Any) -> bool:
+    chosen: dict[str, Any] = {"only": None, "stop": None, "reward": False, "device": None, **options}
+    return rerun(run.path, None, stages=stages, overrides=[*overrides], **chosen)
+
+
+def test_what_it_computed_is_computed_again_where_the_user_says_how(
+    run: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    batch, stages = run.steps.read_data(2), run.steps.read_stages(2).arrays
+    known = {name: [values[row.id].copy() for row in batch] for name, values in stages.items()}
+    algorithm = ("algorithm.kl_coef=0.01", "algorithm.minibatches=2")
+
+    def write(name: str, **stages: list[np.ndarray]) -> RunDirectory:
+        with Writer(tmp_path / name, trainer="mine") as writer:
+            writer.step(batch, stages=stages)
+        return writer.run
+
+    ours = write("ours", **known)
+    assert replayed(ours, "data,advantages,loss", *algorithm)
+    assert "advantages, loss follow from the recorded inputs, within 0.001 + 0.001 x" in capsys.readouterr().out
+    assert not replayed(ours, "loss", "algorithm.kl_coef=1.0")
+    assert not replayed(ours, "advantages", "algorithm.preset=dr_grpo")
+    capsys.readouterr()
+    position = int(np.flatnonzero(batch[4].loss_mask)[1])
+    known["advantages"][4][position] += 0.01
+    altered = write("altered", **known)
+    assert not replayed(altered, "advantages", *algorithm)
+    assert f"FIRST DIFFERENCE  step 0, advantages: {batch[4].id}, token {position}: " in capsys.readouterr().out
+    assert replayed(altered, "advantages", *algorithm, only=batch[0].id)
+    without = write("without", advantages=known["advantages"], logprobs=known["logprobs"])
+    for stages, overrides, said in (
+        ("advantages", [], "how it was computed is not on record. Say it in Clew's words"),
+        ("rewards", [], "may have weighted or clipped"),
+        ("loss", algorithm, "has no stage 'proximal_logprobs': the loss cannot be computed again without it"),
+        ("advantages", ["lr=1"], "lr=1: of another trainer's record, key=value with --stage says how"),
+        ("advantages", ["algorithm.kl=1"], "override algorithm.kl=1: there is no field 'algorithm.kl'"),
+        ("advantages", ["algorithm.kl_coef=1", "algorithm.kl_in=reward"], "has no stage 'reference_logprobs'"),
+    ):
+        with pytest.raises(ClewError) as told:
+            replayed(without, stages, *overrides)
+        assert said in str(told.value)
+    with pytest.raises(ConfigError, match="--stage and key=value are different ways to replay"):
+        replayed(run, "loss", *algorithm)
