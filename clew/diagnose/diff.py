@@ -22,16 +22,13 @@ from clew.diagnose import differences
 from clew.diagnose.differences import EXACT, Difference, Tolerance
 from clew.errors import ConfigError, RecordError
 from clew.record.bundle import opened
-from clew.record.rows import ALIGNED, RESTORE, SCHEMA, Sequence
+from clew.record.rows import ALIGNED, RESTORE, SCHEMA, TIMES, Sequence
 from clew.record.run import RunDirectory
 
 TOLERANCE = Tolerance(absolute=1e-3, relative=1e-3)
 """Of stages that were computed in different environments."""
 
 DRIFT = ("reward", "loss", "grad_norm", "entropy", "behaviour_k3")
-
-TIMES = ("admitted_version", "admitted_at", "started_at", "finished_at", "consumed_at")
-"""Of a sequence and its interactions: they differ each time that the same is computed."""
 
 NOT_CAUSES = ("experiment", "trial", "root", "debug.", "launch.restarts", "record.", "eval.", "checkpoint.")
 """Of the configuration: what no step depends on."""

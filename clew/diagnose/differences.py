@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from clew.record import rows
-from clew.record.digest import digest_batch, digest_rows, from_hex
+from clew.record.digest import RowDigest, digest_batch, digest_rows, from_hex
 
 STAGES = (
     "data",
@@ -162,15 +162,30 @@ def in_rewards(step: int, batch: Sequence[rows.Sequence]) -> Difference | None:
     return None
 
 
-def in_data(step: int, recorded: Mapping[str, int], found: Mapping[str, int]) -> Difference | None:
+ORIGIN = "group, episode, turns, finish reason, rewards by name, data or interactions"
+"""What a digest of a sequence's origin covers."""
+
+
+def in_data(step: int, recorded: Mapping[str, RowDigest], found: Mapping[str, RowDigest]) -> Difference | None:
     """The first sequence whose data has another digest, or which only one side has. Digests by sequence ID."""
+    return _in_digests(step, *({name: each.data for name, each in side.items()} for side in (recorded, found)), what="")
+
+
+def in_origins(step: int, recorded: Mapping[str, RowDigest], found: Mapping[str, RowDigest]) -> Difference | None:
+    """The first sequence that comes from elsewhere. Digests by sequence ID; older records have none."""
+    known = {name: each.origin for name, each in recorded.items() if each.origin is not None}
+    return _in_digests(step, known, {name: found[name].origin or 0 for name in known}, what=f", its {ORIGIN}")
+
+
+def _in_digests(step: int, recorded: Mapping[str, int], found: Mapping[str, int], *, what: str) -> Difference | None:
     differing = [name for name in {**recorded, **found} if recorded.get(name) != found.get(name)]
     if not differing:
         return None
     name = differing[0]
     shown = [f"digest {side[name]:016x}" if name in side else "absent" for side in (recorded, found)]
     more = f"{len(differing)} sequences differ" if len(differing) > 1 else ""
-    return Difference(step=step, stage="data", where=name, position=None, recorded=shown[0], found=shown[1], more=more)
+    where = f"{name}{what}"
+    return Difference(step=step, stage="data", where=where, position=None, recorded=shown[0], found=shown[1], more=more)
 
 
 def in_tensors(
@@ -191,14 +206,14 @@ def in_tensors(
 
 
 def in_batch(
-    step: int, recorded: Mapping[str, int], batch: Sequence[rows.Sequence], whole: str | None = None
+    step: int, recorded: Mapping[str, RowDigest], batch: Sequence[rows.Sequence], whole: str | None = None
 ) -> Difference | None:
     """What of a batch is not what was trained on: data, rewards, the order of the sequences.
 
     recorded: the digests of its sequences.   whole: that of all, as the step's JSON has it; None: not committed.
     """
     digests = digest_rows(batch)
-    found = in_data(step, recorded, digests) or in_rewards(step, batch)
+    found = in_data(step, recorded, digests) or in_rewards(step, batch) or in_origins(step, recorded, digests)
     now = digest_batch(digests)
     if found is not None or whole in (None, now):
         return found

@@ -55,7 +55,7 @@ def check_stages(
     if "data" in stages:
         then = {name: digest for name, digest in recorded.digests.items() if only is None or name in kept}
         now = {name: digest for name, digest in digest_rows(batch).items() if name in kept}
-        found.append(differences.in_data(step, then, now))
+        found.append(differences.in_data(step, then, now) or differences.in_origins(step, then, now))
     summary = run.steps.read(step)
     if run.steps.by_clew:
         algorithm = configured(run.steps.json_path(step), summary)[1]

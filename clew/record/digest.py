@@ -10,10 +10,12 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceABC
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
+import orjson
 
-from clew.record.rows import Sequence
+from clew.record.rows import ENCODER, TIMES, Sequence
 
 BLOCK = 1 << 16
 _MASK = (1 << 64) - 1
@@ -80,8 +82,33 @@ def digest_arrays(named: Iterable[tuple[str, np.ndarray]]) -> str:
     return total(digest_array(array, name=name) for name, array in named)
 
 
-def digest_rows(batch: SequenceABC[Sequence]) -> dict[str, int]:
-    """The digest of all that training reads of each row, by the row's ID."""
+class RowDigest(NamedTuple):
+    """Of one row."""
+
+    data: int
+    """Of what the model is trained on: tokens, mask, logprobs, versions, temperatures, reward, images."""
+    origin: int | None
+    """Of where it comes from: group, episode, turns, finish reason, rewards by name, the prompt's row, interactions.
+    None: recorded before there was this digest."""
+
+
+def digest_rows(batch: SequenceABC[Sequence]) -> dict[str, RowDigest]:
+    """The digests of each row, by its ID: of all but when and at which version it was admitted, made and consumed."""
+    of_data = zip((row.id for row in batch), _digests_of_data(batch), strict=True)
+    return {name: RowDigest(data, _digest_of_origin(row)) for (name, data), row in zip(of_data, batch, strict=True)}
+
+
+def _digest_of_origin(row: Sequence) -> int:
+    interactions = [{key: said for key, said in each.items() if key not in TIMES} for each in row.interactions]
+    said = (row.group_id, row.episode_id, row.finish_reason, row.rewards, row.data, interactions)
+    try:
+        text = orjson.dumps(said)
+    except TypeError:  # a lone surrogate, a whole number of more than 64 bits
+        text = ENCODER.encode(said).encode()
+    return int.from_bytes(hashlib.blake2b(text + row.turn_ids.tobytes(), digest_size=8).digest(), "little")
+
+
+def _digests_of_data(batch: SequenceABC[Sequence]) -> list[int]:
     starts = np.cumsum([0, *(len(row.input_ids) for row in batch)])
     lengths = np.diff(starts)
     position_S = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
@@ -97,7 +124,7 @@ def digest_rows(batch: SequenceABC[Sequence]) -> dict[str, int]:
         bits_S = flat_S.view(f"u{flat_S.dtype.itemsize}").astype(np.uint64)
         sums = np.concatenate([[np.uint64(0)], np.cumsum((bits_S + np.uint64(1)) * mixed_S, dtype=np.uint64)])
         digests += (sums[starts[1:]] - sums[starts[:-1]]) * np.uint64(_salt(name, flat_S.dtype.str))
-    return dict(zip((row.id for row in batch), digests.tolist(), strict=True))
+    return digests.tolist()
 
 
 def digest_images(names: SequenceABC[str]) -> int:
@@ -105,9 +132,9 @@ def digest_images(names: SequenceABC[str]) -> int:
     return sum(_salt(f"image {place} {name}", "<u8") for place, name in enumerate(names)) & _MASK
 
 
-def digest_batch(digests: Mapping[str, int]) -> str:
-    """Digest of all that training reads of a batch, from `digest_rows`."""
-    return digest_arrays([("rows", np.array(list(digests.values()), np.uint64))])
+def digest_batch(digests: Mapping[str, RowDigest]) -> str:
+    """Digest of what the model is trained on of a batch, from `digest_rows`."""
+    return digest_arrays([("rows", np.array([each.data for each in digests.values()], np.uint64))])
 
 
 def total(digests: Iterable[int]) -> str:

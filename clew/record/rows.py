@@ -64,6 +64,8 @@ ALIGNED = {
     "temperatures": np.float32,
 }
 """The aligned columns and their types."""
+TIMES = ("admitted_version", "admitted_at", "started_at", "finished_at", "consumed_at")
+"""Of a sequence and its interactions: they differ each time that the same is computed."""
 _ALIGNED = attrgetter(*ALIGNED)
 _NESTED = ("rewards", "data", "interactions")
 ENCODER = json.JSONEncoder(default=str)

@@ -24,18 +24,22 @@ import pyarrow as pa
 
 from clew.errors import RecordError
 from clew.record import rows, summary
+from clew.record.digest import RowDigest
 from clew.record.files import explain_disk_errors, read_json, remove_strays, write_bytes, write_json
 
 _INDEXED = ("groups", "versions", "digests")
 """What the index repeats of a step's JSON."""
+
+_OF_ROWS = {"id": pa.string(), "digest": pa.uint64(), "origin": pa.uint64()}
+"""The columns of a file of stages that are no stages."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stages:
     """What was computed of a step's sequences."""
 
-    digests: dict[str, int]
-    """Of what training read of each sequence, by its ID; see `clew.record.digest.digest_rows`."""
+    digests: dict[str, RowDigest]
+    """Of each sequence that training read, by its ID."""
     arrays: dict[str, dict[str, np.ndarray]]
     """By stage and sequence ID: float32, aligned with the sequence's tokens, 0 where a token is not trained on."""
 
@@ -118,13 +122,14 @@ class Steps:
         )
 
     def write_stages(
-        self, step: int, rank: int, digests: Mapping[str, int], stages: Mapping[str, Sequence[np.ndarray]]
+        self, step: int, rank: int, digests: Mapping[str, RowDigest], stages: Mapping[str, Sequence[np.ndarray]]
     ) -> None:
         """2: what `rank` computed from its rows: one list, kept as float32, aligned with the tokens, a sequence and
         stage; and the digests of what it read of each, from `clew.record.digest.digest_rows`."""
         columns: dict[str, pa.Array] = {
             "id": pa.array(list(digests)),
-            "digest": pa.array(list(digests.values()), pa.uint64()),
+            "digest": pa.array([each.data for each in digests.values()], pa.uint64()),
+            "origin": pa.array([each.origin for each in digests.values()], pa.uint64()),
         }
         for name, values in stages.items():
             offsets = np.zeros(len(values) + 1, np.int32)
@@ -146,8 +151,12 @@ class Steps:
             _check_stages(path, table, tables[0])
         table = pa.concat_tables(tables)
         ids = table.column("id").to_pylist()
-        names = [name for name in table.column_names if name not in ("id", "digest")]
-        has_digests = "digest" in table.column_names
+        names = [name for name in table.column_names if name not in _OF_ROWS]
+        digests: dict[str, RowDigest] = {}
+        if "digest" in table.column_names:
+            older = [None] * table.num_rows
+            origins = table.column("origin").to_pylist() if "origin" in table.column_names else older
+            digests = dict(zip(ids, map(RowDigest, table.column("digest").to_pylist(), origins), strict=True))
         there = set(ids)
         if unknown := [row.id for row in batch if row.id not in there]:
             raise RecordError(
@@ -155,7 +164,7 @@ class Steps:
                 f"the two was altered."
             )
         return Stages(
-            digests=dict(zip(ids, table.column("digest").to_pylist(), strict=True)) if has_digests else {},
+            digests=digests,
             arrays={
                 name: dict(zip(ids, rows.split_lists(table.column(name), np.float32), strict=True)) for name in names
             },
@@ -239,11 +248,10 @@ class Steps:
 
 def _check_stages(path: Path, table: pa.Table, first: pa.Table) -> None:
     """Raise RecordError when a file of stages has other columns than `Steps.write_stages` gives it. first: rank 0's."""
-    kinds = {"id": pa.string(), "digest": pa.uint64()}
     there = dict(zip(table.column_names, table.schema.types, strict=False))
-    older = {"digest"} if rows.format_of(table) < rows.FORMAT else set[str]()
-    wrong = [name for name, kind in there.items() if kind != kinds.get(name, pa.list_(pa.float32()))]
-    wrong += sorted(({*kinds, *first.column_names} ^ {*there}) - older)
+    older = {"digest", "origin"} if rows.format_of(table) < rows.FORMAT else {"origin"}
+    wrong = [name for name, kind in there.items() if kind != _OF_ROWS.get(name, pa.list_(pa.float32()))]
+    wrong += sorted({*_OF_ROWS} - {*there} - older) + sorted({*first.column_names} ^ {*there})
     if wrong:
         raise rows.altered(path, f"the column {wrong[0]!r} is {there.get(wrong[0], 'absent')}")
 

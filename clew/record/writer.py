@@ -103,7 +103,8 @@ class Writer:
         if not batch:
             raise RecordError(f"step {number} has no sequences; a step consumes one or more.")
         arrays = {name: _stage(name, values, batch) for name, values in (stages or {}).items()}
-        digests = digest_rows(batch)
+        table = rows.to_table(batch)
+        digests = digest_rows(rows.from_table(table))  # as whoever reads it will find it
         versions = np.concatenate([row.versions[row.loss_mask] for row in batch])
         summary = {
             "groups": sorted({row.group_id for row in batch}),
@@ -119,7 +120,7 @@ class Writer:
             "committed_at": now,
             "timings": _numbers("timing", timings),
         }
-        self.run.steps.write_data(number, rows.to_table(batch))
+        self.run.steps.write_data(number, table)
         self.run.steps.write_stages(number, 0, digests, arrays)
         self.run.steps.commit(number, summary)
         self._count_groups(summary["groups"])

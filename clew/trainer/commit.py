@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from clew.record.digest import digest_batch
+from clew.record.digest import RowDigest, digest_batch
 from clew.record.rows import Sequence
 from clew.record.run import PACKAGES, RunDirectory
 from clew.training.custom import code_of
@@ -53,7 +53,9 @@ def _packages() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in PACKAGES if name != "clew"}
 
 
-def write_stages(run: RunDirectory, step: int, digests: Mapping[str, int], result: StepResult, ranks: Ranks) -> None:
+def write_stages(
+    run: RunDirectory, step: int, digests: Mapping[str, RowDigest], result: StepResult, ranks: Ranks
+) -> None:
     """Write what this rank computed from its rows; of a group that computed the same, the first writes. digests: of all
     rows, in their order."""
     if ranks.tp_rank:
@@ -80,7 +82,7 @@ def facts_of(batch: list[Sequence], version: int) -> dict[str, Any]:
 
 
 def summarize(
-    run: RunDirectory, batch: list[Sequence], digests: Mapping[str, int], result: StepResult, engine: TrainEngine
+    run: RunDirectory, batch: list[Sequence], digests: Mapping[str, RowDigest], result: StepResult, engine: TrainEngine
 ) -> dict[str, Any]:
     """What step-N.json holds, but for the timings. digests: of the batch, from `clew.record.digest.digest_rows`."""
     evaluation = run.newest_eval()

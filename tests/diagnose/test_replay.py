@@ -639,6 +639,24 @@ def test_what_a_steps_json_says_is_compared_and_told(
         assert agrees == (not expected) and expected in shown, shown
 
 
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [("group_id", "g000999"), ("finish_reason", "abort"), ("interactions", []), ("data", {"prompt": "other"})],
+)
+def test_where_a_sequence_comes_from_is_held_against_the_record(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str], column: str, value: Any
+) -> None:
+    batch = run.steps.read_data(2)
+    batch[4] = dataclasses.replace(batch[4], **{column: value})
+    run.steps.write_data(2, rows.to_table(batch))
+    for stages in (None, "data"):
+        assert not again(run, "2", stages=stages)
+        assert told(capsys).startswith(f"FIRST DIFFERENCE  step 2, data: {batch[4].id}, its group, episode, turns, ")
+    path = run.steps.stage_path(2, 0)
+    rows.write_table(path, rows.read_table(path).drop_columns(["origin"]))  # an older record
+    assert again(run, "2", stages="data") and (column in ("group_id", "finish_reason") or again(run, "2"))
+
+
 def test_what_cannot_be_read_is_said(run: RunDirectory) -> None:
     path = run.steps.data_path(2)
     whole = path.read_bytes()

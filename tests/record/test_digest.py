@@ -1,11 +1,17 @@
 """Digests: every bit and place counts; the way an array is split does not."""
 
+import dataclasses
+from typing import Any
+
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from clew.record.digest import digest_array, digest_arrays
+from clew.record import rows
+from clew.record.digest import digest_array, digest_arrays, digest_rows
+from tests.record.test_rows import a_sequence
 
 BLOCK = 65536
 arrays = hnp.arrays(np.float32, st.integers(1, 50), elements=st.floats(width=32, allow_nan=False))
@@ -48,3 +54,34 @@ def test_names_and_types_count() -> None:
     assert digest_arrays([("a", a), ("b", b)]) != digest_arrays([("a", b), ("b", a)])
     assert digest_array(a) != digest_array(a.view(np.int32))
     assert digest_array(np.array([0.0])) != digest_array(np.array([-0.0]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "data", "origin"),
+    [
+        ({}, False, False),
+        ({"admitted_at": 7.0, "consumed_at": 8.0, "admitted_version": 9}, False, False),
+        ({"interactions": [{"id": "a.i0", "seed": 7, "started_at": 5.0, "finished_at": 6.0}]}, False, False),
+        ({"reward": 0.25}, True, False),
+        ({"images": ["0" * 32]}, True, False),
+        ({"logprobs": np.array([0, -0.0], np.float32)}, True, False),
+        ({"group_id": "g000001"}, False, True),
+        ({"episode_id": "g000001.e0"}, False, True),
+        ({"turn_ids": np.array([-1, 1], np.int32)}, False, True),
+        ({"finish_reason": "length"}, False, True),
+        ({"rewards": {"other": 1.0}}, False, True),
+        ({"data": {"prompt": "2+1="}}, False, True),
+        ({"interactions": [{"id": "i0", "output_tokens": 2}]}, False, True),
+    ],
+)
+def test_each_column_of_a_row_counts_in_one_of_its_digests(changes: dict[str, Any], data: bool, origin: bool) -> None:
+    row = dataclasses.replace(a_sequence("a", 2), turn_ids=np.array([-1, 0], np.int32))
+    before, after = (digest_rows([each])["a"] for each in (row, dataclasses.replace(row, **changes)))
+    assert (before.data != after.data, before.origin != after.origin) == (data, origin)
+
+
+def test_a_row_that_is_read_has_the_digests_that_it_was_written_with() -> None:
+    odd = {"surrogate": "\ud800", "large": 2**80, "nan": float("nan"), "tenth": 0.1, "nested": [{"é": None}]}
+    written = dataclasses.replace(a_sequence("a"), data=odd, interactions=[odd], rewards={"ü": 1e300})
+    [read] = rows.from_table(rows.to_table([written]))
+    assert digest_rows([read]) == digest_rows([written])

@@ -155,9 +155,10 @@ def test_stages_that_nobody_writes_are_told(run: RunDirectory) -> None:
     path = run.steps.stage_path(0, 1)
     table = rows.read_table(path)
     for names, said in {
-        ("id", "digest", "lots"): "the column 'loss' is absent",
-        ("it", "digest", "loss"): "the column 'it' is string",
-        ("id", "loss", "digest"): "the column 'loss' is uint64",
+        ("id", "digest", "origin", "lots"): "the column 'loss' is absent",
+        ("it", "digest", "origin", "loss"): "the column 'it' is string",
+        ("id", "loss", "origin", "digest"): "the column 'loss' is uint64",
+        ("id", "digest", "loss", "lots"): "the column 'loss' is uint64",
     }.items():
         rows.write_table(path, table.rename_columns(list(names)))
         with pytest.raises(RecordError, match=rf"rank-1\.parquet was altered after it was written: {said}"):
@@ -202,10 +203,15 @@ def test_stages_open_as_lists(run: RunDirectory) -> None:
     batch = [a_sequence("a"), a_sequence("b")]
     run.steps.write_stages(0, 0, digest_rows(batch), {"advantages": [np.ones(2, np.float32), np.zeros(3, np.float32)]})
     table = rows.read_table(run.steps.stage_path(0, 0)).to_pydict()
-    digests = list(digest_rows(batch).values())
-    assert table == {"id": ["a", "b"], "digest": digests, "advantages": [[1, 1], [0, 0, 0]]}
+    digests = digest_rows(batch)
+    data, origins = zip(*digests.values(), strict=True)
+    expected = {"id": ["a", "b"], "digest": [*data], "origin": [*origins], "advantages": [[1, 1], [0, 0, 0]]}
+    assert table == expected
     stages = run.steps.read_stages(0)
-    assert stages.digests == dict(zip("ab", digests, strict=True))
+    assert stages.digests == digests
+    path = run.steps.stage_path(0, 0)
+    rows.write_table(path, rows.read_table(path).drop_columns(["origin"]))  # as it was written before there was one
+    assert [each.origin for each in run.steps.read_stages(0).digests.values()] == [None, None]
     assert stages.arrays["advantages"]["b"].tolist() == [0, 0, 0]
 
 
