@@ -122,7 +122,7 @@ def train(config: ConfigFile, overrides: Overrides = None) -> None:
 
 
 def _train_on_record(config: Config, run: RunDirectory) -> None:
-    """`clew train` with debug.replay_rollout_data, as one rank."""
+    """`clew train` or `clew learn` with debug.replay_rollout_data, as one rank."""
     from clew.diagnose.counterfactual import begun
     from clew.trainer.learn import learn_from_record
     from clew.view.terminal import Progress
@@ -225,7 +225,10 @@ def learn(config: ConfigFile, overrides: Overrides = None) -> None:
 
     _log()
     loaded, run = _open(config, overrides)
-    _on_ranks(loaded.launch.ranks, lambda: run_trainer(loaded), run.logs)
+    from_record = loaded.debug.replay_rollout_data
+    _on_ranks(
+        loaded.launch.ranks, lambda: _train_on_record(loaded, run) if from_record else run_trainer(loaded), run.logs
+    )
 
 
 @app.command()

@@ -147,8 +147,10 @@ def _rewards(run: RunDirectory, first: int, last: int, only: str | None) -> bool
     found = rewards_again(run, config, range(first, last + 1), only)
     for each in found:
         print(each)
+    if traces := [each.traceback.rstrip() for each in found if each.traceback]:
+        print(f"the first that was raised:\n{traces[0]}")
     count = "1 episode is" if len(found) == 1 else f"{len(found)} episodes are"
-    rewards = "the rewards of all episodes are" if not found else f"those of {count} not"
+    rewards = "the rewards of all episodes are" if not found else f"the rewards of {count} not"
     print(f"{_named(first, last)}: {rewards} what {config.rollout.reward or config.rollout.workflow} gives now.")
     return not found
 

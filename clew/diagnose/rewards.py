@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass
+from traceback import format_exception
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,9 @@ class Disagreement:
     episode_id: str
     recorded: dict[str, float]
     now: dict[str, float] | str
-    """The rewards, or why there is none."""
+    """The rewards, or why there is none, in a line."""
+    traceback: str = ""
+    """Of what the user's code raised."""
 
     def __str__(self) -> str:
         now = self.now if isinstance(self.now, str) else _named(self.now)
@@ -106,16 +109,22 @@ async def _rewards_again(
             for row in chosen(run, step, run.steps.read_data(step), only):
                 episodes.setdefault(row.episode_id, []).append(row)
             for episode_id, rows in episodes.items():
-                session = RecordedSession(shared, episode_id, interactions_of(rows))
+                session, trace = RecordedSession(shared, episode_id, interactions_of(rows)), ""
                 try:
                     now: dict[str, float] | str = by_name(await workflow.run_episode(session, dict(rows[0].data)))
                 except ConfigError:
                     raise
                 except Exception as error:  # the user's code
-                    now = f"{type(error).__name__}: {error}"
+                    # a reward's own traceback comes with the message, from the process that it ran in
+                    first, _, trace = str(error).partition("\n")
+                    now = first if isinstance(error, EpisodeError) else f"{type(error).__name__}: {first}"
+                    if not isinstance(error, EpisodeError):
+                        trace = "".join(format_exception(error))
                 recorded = rows[0].rewards
                 if isinstance(now, str) or not _same(recorded, now):
-                    found.append(Disagreement(step=step, episode_id=episode_id, recorded=recorded, now=now))
+                    found.append(
+                        Disagreement(step=step, episode_id=episode_id, recorded=recorded, now=now, traceback=trace)
+                    )
     finally:
         if isinstance(reward, RewardPool):
             reward.close()

@@ -345,6 +345,12 @@ def test_a_reward_function_with_a_new_bug(run: RunDirectory, folder: Path, capsy
         wrong = {row.episode_id for step in (0, 1) for row in run.steps.read_data(step) if disagrees(row)}
         assert wrong and {line.split(": recorded")[0].split(", ")[1] for line in lines} == wrong
         assert f"{len(wrong)} episodes are not what planted_rewards.digits gives now" in last
+        module.write_text(REWARD.replace("len(completion) / 100", "1 / 0"))
+        shutil.rmtree(folder / "__pycache__", ignore_errors=True)
+        assert not again(run, "1", reward=True)
+        shown = capsys.readouterr().out
+        assert shown.count("now reward planted_rewards.digits raised ZeroDivisionError: division by zero\n") == 9
+        assert shown.count("Traceback") == 1 and "the first that was raised:\nTraceback" in shown
     finally:
         module.write_text(REWARD)
     run.config_path.write_text(run.config_path.read_text().replace("planted_rewards.digits", "gone_rewards.digits"))

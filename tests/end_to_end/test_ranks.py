@@ -65,10 +65,10 @@ def test_training_goes_on_from_a_later_step_on_any_number_of_ranks(project):
     assert project.clew("train").code == 0
     later = ("debug.replay_rollout_data=true", f"debug.path={project.path}", "debug.first_step=2")
     alone = "compared bit for bit up to step 1, then within 0.001 + 0.001 x |recorded| (ranks: 2 → 1)"
-    for options, how in (("trial=both",), "compared bit for bit\n"), (("trial=alone", "launch.ranks=1"), alone):
-        ended = project.clew("train", *later, *options)
+    both, one = ("train", "both", "launch.ranks=2"), ("learn", "alone", "launch.ranks=1")
+    for (command, trial, ranks), how in (both, "compared bit for bit\n"), (one, alone):
+        ended = project.clew(command, *later, f"trial={trial}", ranks)
         assert ended.code == 0 and ended.output.count("trained 3 steps") == 1
-        trial = options[0].removeprefix("trial=")
         assert how in said_by(project, "diff", str(project.path), str(project.path.parent / trial))
 
 
