@@ -12,7 +12,8 @@ from rich.table import Table
 
 from clew import config as configuration
 from clew.config import Config
-from clew.diagnose.replay import batch_as_it_is, engine_at, replay
+from clew.diagnose.replay import engine_at, replay
+from clew.diagnose.stages import batch_as_it_is
 from clew.errors import ConfigError, Interrupted, RecordError
 from clew.record.run import RunDirectory
 from clew.trainer.branch import branch

@@ -206,14 +206,23 @@ def in_tensors(
 
 
 def in_batch(
-    step: int, recorded: Mapping[str, RowDigest], batch: Sequence[rows.Sequence], whole: str | None = None
+    step: int,
+    recorded: Mapping[str, RowDigest],
+    batch: Sequence[rows.Sequence],
+    whole: str | None = None,
+    *,
+    rewards_add_up: bool = True,
 ) -> Difference | None:
     """What of a batch is not what was trained on: data, rewards, the order of the sequences.
 
     recorded: the digests of its sequences.   whole: that of all, as the step's JSON has it; None: not committed.
+    rewards_add_up: each reward is the sum of its parts, as Clew's own are.
     """
     digests = digest_rows(batch)
-    found = in_data(step, recorded, digests) or in_rewards(step, batch) or in_origins(step, recorded, digests)
+    found = in_data(step, recorded, digests)
+    if rewards_add_up:
+        found = found or in_rewards(step, batch)
+    found = found or in_origins(step, recorded, digests)
     now = digest_batch(digests)
     if found is not None or whole in (None, now):
         return found

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from clew.diagnose.differences import STAGES
-from clew.diagnose.stages import check_aligned
+from clew.diagnose.stages import batch_as_it_is, check_aligned
 from clew.errors import TrainingError
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
@@ -67,7 +67,7 @@ def parts_of(run: RunDirectory, step: int) -> Parts:
 
 
 def _trained(run: RunDirectory, step: int) -> Parts:
-    from clew.diagnose.replay import batch_as_it_is, configure_as, engine_at, replay
+    from clew.diagnose.replay import configure_as, engine_at, replay
     from clew.training.contributions import contributions, critic_contributions
 
     engine, batch = engine_at(run, step), batch_as_it_is(run, step)
@@ -85,7 +85,7 @@ def _trained(run: RunDirectory, step: int) -> Parts:
             f"{error}\n`clew blame` computes each sequence alone, as it may be in any micro-batch."
         ) from error
     parts: list[Part] = []
-    total = int(prepared.tokens.loss_mask_S.sum())
+    total = max(1, int(prepared.tokens.loss_mask_S.sum()))
     for part in found:
         row, where_N = batch[part.row], part.where_N
         tokens = {
@@ -135,7 +135,7 @@ def _trained(run: RunDirectory, step: int) -> Parts:
 def _recorded(run: RunDirectory, step: int, why: str) -> Parts:
     """What follows from data and stages. The pull is that of the plain policy gradient: |advantage x current /
     behaviour probability| x (1 - current probability), over the number of trained tokens."""
-    batch, committed = run.steps.read_data(step), run.steps.json_path(step).exists()
+    batch, committed = batch_as_it_is(run, step), run.steps.json_path(step).exists()
     stages = Stages(digests={}, arrays={})
     if run.steps.stage_path(step, 0).exists():  # else the step failed before it had any
         stages = run.steps.read_stages(step, batch)

@@ -26,7 +26,7 @@ from clew import config as configuration
 from clew.config import Algorithm, Config
 from clew.diagnose import differences
 from clew.diagnose.differences import EXACT, Difference, Tolerance
-from clew.diagnose.stages import suspected
+from clew.diagnose.stages import DifferenceFound, suspected
 from clew.errors import ModelError, RecordError
 from clew.record.digest import to_hex
 from clew.record.files import read_json
@@ -45,14 +45,6 @@ TOLERANCES = {
     "bfloat16": Tolerance(absolute=5e-2, relative=5e-2),
 }
 """Of logprobs, losses and the gradient's norm, where bits are not promised; by model.dtype."""
-
-
-class DifferenceFound(RecordError):
-    """A batch is not what was trained on."""
-
-    def __init__(self, run: RunDirectory, difference: Difference) -> None:
-        super().__init__(f"{run.path} was altered: {difference}")
-        self.difference = difference
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,17 +159,6 @@ def replay(run: RunDirectory, engine: TrainEngine, last: int, *, verify: bool = 
         result = engine.train_step(batch)
         found = compare(run, step, batch, result, recorded, stages, engine, tolerance) if verify else []
         yield Step(step=step, result=result, tolerance=tolerance, because=because, differences=found)
-
-
-def batch_as_it_is(run: RunDirectory, step: int) -> list[Sequence]:
-    """The batch of a step; stderr says where it is not what was trained on."""
-    batch = run.steps.read_data(step)
-    if run.steps.stage_path(step, 0).exists():  # else the step failed before it had any
-        whole = run.steps.read(step)["digests"]["data"] if run.steps.json_path(step).exists() else None
-        found = differences.in_batch(step, run.steps.read_stages(step).digests, batch, whole)
-        if found is not None:
-            print(DifferenceFound(run, found), file=sys.stderr)
-    return batch
 
 
 def configure_as(run: RunDirectory, engine: TrainEngine, recorded: dict[str, Any] | None) -> None:

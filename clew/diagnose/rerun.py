@@ -11,7 +11,7 @@ from typing import Any
 from clew import config as configuration
 from clew.config import Algorithm
 from clew.diagnose.differences import Difference
-from clew.diagnose.stages import ALONE, OF_ANOTHER, check_stages
+from clew.diagnose.stages import ALONE, OF_ANOTHER, DifferenceFound, check_stages
 from clew.errors import ConfigError, Interrupted, RecordError
 from clew.record.bundle import opened
 from clew.record.run import RunDirectory
@@ -158,7 +158,7 @@ def _rewards(run: RunDirectory, first: int, last: int, only: str | None) -> bool
 def _train_again(
     run: RunDirectory, first: int, last: int, stop: str | None, device: str | None, verify: bool, *, named: Path
 ) -> bool:
-    from clew.diagnose.replay import DifferenceFound, configure_as, engine_at, replay, stop_at
+    from clew.diagnose.replay import configure_as, engine_at, replay, stop_at
     from clew.training.ranks import Ranks
 
     with Ranks.joined() as ranks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceABC
 from typing import Any
@@ -77,6 +78,26 @@ def check_stages(
                 differs = suspected(differs, batch, recorded, summary, algorithm, checked=False)
             found.append(differs)
     return [each for each in found if each is not None]
+
+
+class DifferenceFound(RecordError):
+    """A batch is not what was trained on."""
+
+    def __init__(self, run: RunDirectory, difference: Difference) -> None:
+        super().__init__(f"{run.path} was altered: {difference}")
+        self.difference = difference
+
+
+def batch_as_it_is(run: RunDirectory, step: int) -> list[Sequence]:
+    """The batch of a step; stderr says where it is not what was trained on."""
+    batch = run.steps.read_data(step)
+    if run.steps.stage_path(step, 0).exists():  # else the step failed before it had any
+        whole = run.steps.read(step)["digests"]["data"] if run.steps.json_path(step).exists() else None
+        digests = run.steps.read_stages(step).digests
+        found = differences.in_batch(step, digests, batch, whole, rewards_add_up=run.steps.by_clew)
+        if found is not None:
+            print(DifferenceFound(run, found), file=sys.stderr)
+    return batch
 
 
 def chosen(run: RunDirectory, step: int, batch: list[Sequence], only: str | None) -> list[Sequence]:

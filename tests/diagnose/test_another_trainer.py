@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from clew.diagnose.blame import blame
 from clew.diagnose.parts import parts_of
 from clew.diagnose.rerun import rerun
 from clew.errors import ClewError, ConfigError
-from clew.record import Writer
+from clew.record import Writer, rows
 from clew.record.run import RunDirectory
 
 
@@ -100,6 +101,19 @@ def test_without_advantages_rewards_over_their_groups_mean_stand_for_them(
     lines = blamed(writer.run, capsys)
     assert lines[1].endswith("it has no advantages: a reward less the mean of its group's stands for them")
     assert lines[3].split() == ["g000001.e0.s0", "0.0625", "1", "0.5", "1", "0"]
+
+
+def test_a_record_that_was_altered_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = anothers(tmp_path / "run")
+    batch = [dataclasses.replace(row, rewards={"one": 2.0, "other": 3.0}) for row in run.steps.read_data(0)]
+    with Writer(run.path, trainer="mine") as writer:
+        writer.step(batch)  # its rewards need not add up
+    blame(run.path, 1, top=1, tokens=1, by=None)
+    assert not capsys.readouterr().err
+    batch[1].logprobs[2] -= 1
+    run.steps.write_data(1, rows.to_table(batch))
+    blame(run.path, 1, top=1, tokens=1, by=None)
+    assert f"{run.path} was altered: step 1, data: {batch[1].id}: recorded digest" in capsys.readouterr().err
 
 
 def replayed(run: RunDirectory, stages: str, *overrides: str, **options: Any) -> bool:
