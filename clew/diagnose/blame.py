@@ -74,7 +74,8 @@ def _show(found: Parts, step: int, *, top: int, tokens: int, by: str) -> None:
     parts = sorted(found.parts, key=lambda part: (-_badness(part, by), part.sequence.id))
     median = statistics.median_low(_badness(part, by) for part in parts)
     mean = f"{sum(part.measures[by] for part in parts):.3g} in all, " if by in ("kl", "behaviour_k3") else ""
-    print(f"step {step}: {len(parts)} sequences, worst first by {by} ({mean}median {median:.3g})")
+    count = f"{len(parts)} sequences" if len(parts) == found.count else f"{len(parts)} of {found.count} sequences"
+    print(f"step {step}: {count}, worst first by {by} ({mean}median {median:.3g})")
     if found.alone:
         print(f"from the record alone: {found.alone}")
     console.print(_sequences(parts[:top], step, by))
@@ -95,7 +96,7 @@ def _sequences(parts: list[Part], step: int, by: str) -> Table:
         row, numbers = part.sequence, {**part.measures, **part.shown}
         generated = row.versions[row.loss_mask]
         table.add_row(
-            row.id,
+            Text(row.id),
             *(
                 "" if name not in numbers else f"{numbers[name]:{'.1%' if name == 'share' else '.4g'}}"
                 for name in names
@@ -112,7 +113,7 @@ def _tokens(part: Part, found: Parts, count: int, by: str) -> Table:
     """Those that pull most, or that do most to what was asked for."""
     row, worst = part.sequence, by if by in TOKEN else "pull"
     title = f"{row.id}: the tokens that pull most" if worst == "pull" else f"{row.id}: the tokens with the most {worst}"
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table = Table(title=Text(title), title_justify="left", box=None, pad_edge=False)
     names = [name for name in TOKEN if name in part.tokens and (name == by or name not in ("kl", "behaviour_k3"))]
     for name in ("token", "text", *names):
         table.add_column(name, justify="left" if name == "text" else "right")
@@ -129,12 +130,12 @@ def _conversation(row: Sequence) -> Text:
     shown = Text(
         f"{row.id}: {row.episode_id}, {row.finish_reason or 'not known how it ended'}, rewards {row.rewards}\n"
     )
-    for said in row.interactions:
-        shown.append(
-            f"  prompt      {shortened(said['prompt'], CUT)}\n  completion  {shortened(said['completion'], CUT)}\n"
-        )
-    if not row.interactions:  # another trainer may know none
-        shown.append(f"  data        {shortened(row.data, CUT)}\n")
+    for said in row.interactions or [row.data]:  # another trainer may know none, or have others
+        if isinstance(said, dict) and {"prompt", "completion"} <= said.keys():
+            shown.append(f"  prompt      {shortened(said['prompt'], CUT)}\n")
+            shown.append(f"  completion  {shortened(said['completion'], CUT)}\n")
+        else:
+            shown.append(f"  {'interaction' if row.interactions else 'data       '} {shortened(said, CUT)}\n")
     return shown
 
 

@@ -41,6 +41,9 @@ class Parts:
     """Of all sequences of a step."""
 
     parts: list[Part]
+    """Where the step ended at an update: of those up to it."""
+    count: int
+    """Of the step's sequences."""
     decode: Callable[[int], str]
     """The text of a token."""
     alone: str = ""
@@ -123,6 +126,7 @@ def _trained(run: RunDirectory, step: int) -> Parts:
         )
     return Parts(
         parts=parts,
+        count=len(batch),
         decode=lambda token: str(engine.tokenizer.decode([token])),
         without={"kl": _NO_REFERENCE, "critic": "this step has none (algorithm.advantages=gae has)"},
         not_finite=_data_not_finite([part.sequence for part in parts]),
@@ -136,37 +140,42 @@ def _recorded(run: RunDirectory, step: int, why: str) -> Parts:
     """What follows from data and stages. The pull is that of the plain policy gradient: |advantage x current /
     behaviour probability| x (1 - current probability), over the number of trained tokens."""
     batch, committed = batch_as_it_is(run, step), run.steps.json_path(step).exists()
-    stages = Stages(digests={}, arrays={})
-    if run.steps.stage_path(step, 0).exists():  # else the step failed before it had any
-        stages = run.steps.read_stages(step, batch)
+    stages, summary = Stages(digests={}, arrays={}), {}
+    if committed:  # else it failed, and may have the stages of some ranks
+        stages, summary = run.steps.read_stages(step, batch), run.steps.read(step)
     check_aligned(run, step, batch, stages, stages.arrays)
-    summary = run.steps.read(step) if committed else {}
     estimator = summary.get("config", {}).get("algorithm", {}).get("kl_estimator", "k3")
-    total = max(1, sum(int(row.loss_mask.sum()) for row in batch))
+    trained = [int(row.loss_mask.sum()) for row in batch]
+    total, of_updates = max(1, sum(trained)), _trained_in_updates(trained, summary.get("plan", []))
     assumed = _over_mean(batch)
     parts: list[Part] = []
-    for row in batch:
+    for row, of_update in zip(batch, of_updates, strict=True):
         mask = row.loss_mask
         known = {name: values[row.id][mask] for name, values in stages.arrays.items()}
-        tokens = {_CALLED.get(name, name): values for name, values in known.items()} | _of_data(row, step)
+        tokens = {name: known[stage] for stage, name in _STAGES.items() if stage in known} | _of_data(row, step)
         tokens.setdefault("advantage", np.full(int(mask.sum()), assumed[row.id]))
-        current = tokens.get("current", tokens["behaviour"])
+        current = tokens.get("current", tokens["behaviour"]).astype(np.float64)
         with np.errstate(invalid="ignore", over="ignore"):
-            ratio = np.exp(current.astype(np.float64) - tokens["behaviour"])
-            tokens["pull"] = np.abs(tokens["advantage"] * ratio) * -np.expm1(current) / total
+            ratio = np.exp(current - tokens["behaviour"])
+            pull = np.abs(tokens["advantage"] * ratio) * -np.expm1(np.minimum(current, 0)) / of_update
+        tokens["pull"] = np.where(tokens["advantage"] == 0, 0, pull)
         tokens |= _divergences(tokens, estimator)
-        # A trained token's share of the mean over all of the step
-        means = {name: tokens[name] / total for name in ("loss", "kl", "behaviour_k3") if name in tokens}
-        measures = {name: float(values.sum()) for name, values in {"pull": tokens["pull"], **means}.items()}
+        measures = {"pull": float(tokens["pull"].sum())}
+        if "loss" in tokens:
+            measures["loss"] = float(tokens["loss"].sum()) / of_update
+        measures |= {name: float(tokens[name].sum()) / total for name in ("kl", "behaviour_k3") if name in tokens}
         shown = {name: measures[name] for name in ("pull", "loss") if name in measures}
-        numbers = (row.reward, tokens["behaviour"], *known.values())
+        numbers = (row.reward, tokens["behaviour"], row.temperatures[mask], *known.values())
         finite = all(bool(np.isfinite(each).all()) for each in numbers)
         parts.append(Part(sequence=row, measures=measures, shown=shown, tokens=tokens, finite=finite))
+    if "reference_logprobs" in stages.arrays and "kl" not in stages.arrays and not run.steps.by_clew:
+        why += "; its kl is estimated by k3"
     if "advantages" not in stages.arrays:
         why += "; it has no advantages: a reward less the mean of its group's stands for them"
     trains = "it is found by training the step again"
     return Parts(
         parts=parts,
+        count=len(batch),
         decode=lambda token: "",
         alone=why,
         without={
@@ -184,13 +193,15 @@ def _recorded(run: RunDirectory, step: int, why: str) -> Parts:
     )
 
 
-_CALLED = {
+_STAGES = {
     "advantages": "advantage",
     "proximal_logprobs": "proximal",
     "logprobs": "current",
     "reference_logprobs": "reference",
+    "kl": "kl",
+    "loss": "loss",
 }
-"""What a stage is called beside the other numbers of a token."""
+"""The stages that are looked at, and what they are called among the numbers of a token."""
 _NO_REFERENCE = "this step has no logprobs of a reference model (algorithm.kl_coef is 0, or they are not on record)"
 
 
@@ -206,20 +217,33 @@ def _divergences(tokens: Mapping[str, np.ndarray], estimator: str) -> dict[str, 
     """Of each token, what the step's metrics kl and behaviour_k3 are the means of."""
     found: dict[str, np.ndarray] = {}
     with np.errstate(invalid="ignore", over="ignore"):
-        if "reference" in tokens and "current" in tokens:
-            found["kl"] = divergences(tokens["current"], tokens["reference"], estimator)
+        if "reference" in tokens and "kl" not in tokens:
+            current = tokens.get("current", tokens["behaviour"])
+            found["kl"] = divergences(current, tokens["reference"], estimator)
         proximal = tokens.get("proximal", tokens.get("current"))
         if proximal is not None:
             found["behaviour_k3"] = divergences(tokens["behaviour"], proximal, "k3")
     return found
 
 
+def _trained_in_updates(trained: list[int], plan: list[list[list[int]]]) -> list[int]:
+    """Of each sequence, how many tokens were trained in its update; where that is not on record, in the step.
+
+    trained: of each sequence."""
+    found = [max(1, sum(trained))] * len(trained)
+    for minibatch in plan:
+        rows = [row for micro in minibatch for row in micro if row < len(trained)]
+        for row in rows:
+            found[row] = max(1, sum(trained[each] for each in rows))
+    return found
+
+
 def _over_mean(batch: SequenceABC[Sequence]) -> dict[str, float]:
     """By sequence ID: its reward less the mean of its group's episodes."""
-    rewards: dict[str, dict[str, float]] = {}
+    rewards: dict[str, dict[str, list[float]]] = {}
     for row in batch:
-        rewards.setdefault(row.group_id, {})[row.episode_id] = row.reward
-    means = {group: sum(each.values()) / len(each) for group, each in rewards.items()}
+        rewards.setdefault(row.group_id, {}).setdefault(row.episode_id, []).append(row.reward)
+    means = {group: float(np.mean([np.mean(of_rows) for of_rows in each.values()])) for group, each in rewards.items()}
     return {row.id: row.reward - means[row.group_id] for row in batch}
 
 
@@ -228,7 +252,10 @@ def _data_not_finite(batch: Iterable[Sequence]) -> str | None:
     for row in batch:
         if not math.isfinite(row.reward):
             return f"the recorded reward of {row.id}: {row.reward}"
-        of_tokens = {"behaviour logprob": np.isfinite(row.logprobs), "temperature": row.temperatures > 0}
+        of_tokens = {
+            "behaviour logprob": np.isfinite(row.logprobs),
+            "temperature": (row.temperatures > 0) & np.isfinite(row.temperatures),
+        }
         for kind, good_T in of_tokens.items():
             bad = np.flatnonzero(row.loss_mask & ~good_T)
             if len(bad):

@@ -62,7 +62,7 @@ def rerun(
         if stages is not None:
             if both and run.steps.by_clew:
                 raise ConfigError(f"{' and '.join(asked)} are different ways to replay: ask for one of them.")
-            algorithm = _algorithm_of_another(overrides) if both else None
+            algorithm = _algorithm_of_another(overrides, stages) if both else None
             return _stages(run, first, last, stages.split(","), only, algorithm)
         if bundle is not None and bundle["stages_only"]:
             if asked or device is not None:
@@ -74,6 +74,11 @@ def rerun(
             return _stages(run, first, last, ALONE if run.steps.by_clew else ("data",), only)
         if reward:
             return _rewards(run, first, last, only)
+        if overrides and not run.steps.by_clew:
+            raise RecordError(
+                f"another trainer wrote {run.path}: there is nothing that Clew could train from. `--stage advantages` "
+                f"with key=value computes that again."
+            )
         if overrides:
             from clew.diagnose.counterfactual import counterfactual
 
@@ -107,16 +112,32 @@ def _range(run: RunDirectory, steps: str | None, bundle: dict[str, Any] | None) 
     return first, last
 
 
-def _algorithm_of_another(overrides: list[str]) -> Algorithm:
+LIMIT = "sampling.max_new_tokens"
+"""What algorithm.loss_constant and overlong_penalty follow from, where they are not set themselves."""
+
+
+def _algorithm_of_another(overrides: list[str], stages: str) -> Algorithm:
     """What overrides say of how another trainer computed its advantages and its loss. Raises ConfigError."""
-    for override in overrides:
-        if not override.startswith("algorithm."):
+    said = [override.partition("=")[0] for override in overrides]
+    for name, override in zip(said, overrides, strict=True):
+        if not name.startswith("algorithm.") and name != LIMIT:
             raise ConfigError(
                 f"{override}: of another trainer's record, key=value with --stage says how advantages and loss were "
-                f"computed: expected fields of algorithm, such as algorithm.advantages=group."
+                f"computed: expected fields of algorithm, such as algorithm.advantages=group, or {LIMIT}."
             )
     needed = "{experiment: another, model: {path: another}, data: {path: another}}"
-    return configuration.parse(needed, Path("key=value"), overrides).algorithm
+    algorithm = configuration.parse(needed, Path("key=value"), overrides).algorithm
+    for name in ("loss_constant", "overlong_penalty"):
+        value = getattr(algorithm, name)
+        if value is not None and not {f"algorithm.{name}", LIMIT} & {*said}:
+            raise ConfigError(f"algorithm.{name} follows from {LIMIT}, which is not on record: say one of the two.")
+    if algorithm.minibatches > 1 and algorithm.loss_mean != "token" and "loss" in stages.split(","):
+        raise ConfigError(
+            f"algorithm.minibatches={algorithm.minibatches} with algorithm.loss_mean={algorithm.loss_mean}: which "
+            f"sequences shared a mini-batch is not on record, and their loss depends on it. --stage advantages can be "
+            f"computed again."
+        )
+    return algorithm
 
 
 def _stages(

@@ -56,7 +56,9 @@ def check_stages(
     if "data" in stages:
         then = {name: digest for name, digest in recorded.digests.items() if only is None or name in kept}
         now = {name: digest for name, digest in digest_rows(batch).items() if name in kept}
-        found.append(differences.in_data(step, then, now) or differences.in_origins(step, then, now))
+        altered = differences.in_data(step, then, now) or differences.in_origins(step, then, now)
+        if altered is not None:  # what follows from it is no news, or an error of the algorithm
+            return [altered]
     summary = run.steps.read(step)
     if run.steps.by_clew:
         algorithm = configured(run.steps.json_path(step), summary)[1]
@@ -91,8 +93,8 @@ class DifferenceFound(RecordError):
 def batch_as_it_is(run: RunDirectory, step: int) -> list[Sequence]:
     """The batch of a step; stderr says where it is not what was trained on."""
     batch = run.steps.read_data(step)
-    if run.steps.stage_path(step, 0).exists():  # else the step failed before it had any
-        whole = run.steps.read(step)["digests"]["data"] if run.steps.json_path(step).exists() else None
+    if run.steps.json_path(step).exists():  # else it failed, and may have the stages of some ranks
+        whole = run.steps.read(step)["digests"]["data"]
         digests = run.steps.read_stages(step).digests
         found = differences.in_batch(step, digests, batch, whole, rewards_add_up=run.steps.by_clew)
         if found is not None:

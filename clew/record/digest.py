@@ -13,7 +13,6 @@ from functools import cache
 from typing import NamedTuple
 
 import numpy as np
-import orjson
 
 from clew.record.rows import ENCODER, TIMES, Sequence
 
@@ -99,13 +98,14 @@ def digest_rows(batch: SequenceABC[Sequence]) -> dict[str, RowDigest]:
 
 
 def _digest_of_origin(row: Sequence) -> int:
-    interactions = [{key: said for key, said in each.items() if key not in TIMES} for each in row.interactions]
+    """Over JSON as Python's own library writes it: others spell some numbers otherwise from one version to the next."""
+    interactions = [
+        {key: said for key, said in each.items() if key not in TIMES} if isinstance(each, dict) else each
+        for each in row.interactions
+    ]
     said = (row.group_id, row.episode_id, row.finish_reason, row.rewards, row.data, interactions)
-    try:
-        text = orjson.dumps(said)
-    except TypeError:  # a lone surrogate, a whole number of more than 64 bits
-        text = ENCODER.encode(said).encode()
-    return int.from_bytes(hashlib.blake2b(text + row.turn_ids.tobytes(), digest_size=8).digest(), "little")
+    content = ENCODER.encode(said).encode() + row.turn_ids.tobytes()
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 
 def _digests_of_data(batch: SequenceABC[Sequence]) -> list[int]:

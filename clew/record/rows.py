@@ -23,8 +23,8 @@ import pyarrow.parquet as pq
 from clew.errors import RecordError
 from clew.record.files import write_bytes
 
-FORMAT = 2
-"""Version of this table. A reader refuses a newer one. (1 had no images.)"""
+FORMAT = 3
+"""Version of the record. A reader refuses a newer one. (1 had no images, 2 no digests of where sequences come from.)"""
 
 SCHEMA = pa.schema(
     [
@@ -260,7 +260,7 @@ def read_table(path: Path, remedy: str = RESTORE) -> pa.Table:
 def _strange_column(table: pa.Table) -> str:
     """Which column a table of sequences has not, or not as its format has it."""
     there, found = set(table.column_names), format_of(table)
-    if not there & {"group_id", "input_ids"} or found not in (1, FORMAT):  # stages; another's table
+    if not there & {"group_id", "input_ids"} or not 1 <= found <= FORMAT:  # stages; another's table
         return ""
     for column in SCHEMA:
         if column.name not in there and not (column.name == "images" and found == 1):

@@ -30,8 +30,8 @@ from clew.record.files import explain_disk_errors, read_json, remove_strays, wri
 _INDEXED = ("groups", "versions", "digests")
 """What the index repeats of a step's JSON."""
 
-_OF_ROWS = {"id": pa.string(), "digest": pa.uint64(), "origin": pa.uint64()}
-"""The columns of a file of stages that are no stages."""
+OF_ROWS = {"id": (pa.string(), 1), "digest": (pa.uint64(), 2), "origin": (pa.uint64(), 3)}
+"""The columns of a file of stages that are no stages: their types, and the format that brought them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +151,7 @@ class Steps:
             _check_stages(path, table, tables[0])
         table = pa.concat_tables(tables)
         ids = table.column("id").to_pylist()
-        names = [name for name in table.column_names if name not in _OF_ROWS]
+        names = [name for name in table.column_names if name not in OF_ROWS]
         digests: dict[str, RowDigest] = {}
         if "digest" in table.column_names:
             older = [None] * table.num_rows
@@ -249,9 +249,9 @@ class Steps:
 def _check_stages(path: Path, table: pa.Table, first: pa.Table) -> None:
     """Raise RecordError when a file of stages has other columns than `Steps.write_stages` gives it. first: rank 0's."""
     there = dict(zip(table.column_names, table.schema.types, strict=False))
-    older = {"digest", "origin"} if rows.format_of(table) < rows.FORMAT else {"origin"}
-    wrong = [name for name, kind in there.items() if kind != _OF_ROWS.get(name, pa.list_(pa.float32()))]
-    wrong += sorted({*_OF_ROWS} - {*there} - older) + sorted({*first.column_names} ^ {*there})
+    expected = {name for name, (_, since) in OF_ROWS.items() if since <= rows.format_of(table)}
+    wrong = [name for name, kind in there.items() if kind != OF_ROWS.get(name, (pa.list_(pa.float32()), 1))[0]]
+    wrong += sorted(expected - {*there}) + sorted({*first.column_names} ^ {*there})
     if wrong:
         raise rows.altered(path, f"the column {wrong[0]!r} is {there.get(wrong[0], 'absent')}")
 

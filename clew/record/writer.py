@@ -23,11 +23,14 @@ from clew.record.digest import digest_batch, digest_rows
 from clew.record.files import write_bytes
 from clew.record.inbox import group_name
 from clew.record.run import RunDirectory
+from clew.record.steps import OF_ROWS
 
 NEEDED = ("group_id", "input_ids", "loss_mask", "logprobs", "reward")
 """What nobody can make up."""
 UNTRAINED = {"loss_mask": False, "logprobs": 0, "versions": -1, "turn_ids": -1, "temperatures": 1}
 """What an aligned column holds for a token that was not generated, and for padding."""
+KINDS: dict[str, type] = {"data": dict, "rewards": dict, "interactions": list, "images": list, "finish_reason": str}
+"""What readers count on, where it is given."""
 
 
 class Writer:
@@ -140,10 +143,14 @@ def complete(sequences: Iterable[Mapping[str, Any] | rows.Sequence], *, version:
     episodes: Counter[str] = Counter()
     parts: Counter[str] = Counter()
     for place, given in enumerate(sequences):
+        where = f"sequence {place}"
+        for name, kind in KINDS.items():
+            value = getattr(given, name) if isinstance(given, rows.Sequence) else given.get(name)
+            if value is not None and not isinstance(value, kind):
+                raise RecordError(f"{where}: {name} is {value!r:.60}; expected a {kind.__name__}.")
         if isinstance(given, rows.Sequence):
             made.append(given)
             continue
-        where = f"sequence {place}"
         missing = [name for name in NEEDED if given.get(name) is None]
         if missing:
             raise RecordError(f"{where} has no {', '.join(missing)}; expected at least {', '.join(NEEDED)}.")
@@ -216,9 +223,15 @@ def _aligned(name: str, value: Any, where: str, mask: np.ndarray) -> np.ndarray:
 
 
 def _stage(name: str, values: SequenceABC[Any], batch: list[rows.Sequence]) -> list[np.ndarray]:
+    """Of each sequence, 0 where a token is not trained on."""
+    if name in OF_ROWS:
+        raise RecordError(f"a stage cannot be called {name!r}: beside the stages stand {', '.join(OF_ROWS)}.")
     if len(values) != len(batch):
         raise RecordError(f"stage {name!r} has {len(values)} entries; expected one for each of {len(batch)} sequences.")
-    return [_aligned(f"stage {name!r}", value, row.id, row.loss_mask) for value, row in zip(values, batch, strict=True)]
+    aligned = (
+        _aligned(f"stage {name!r}", value, row.id, row.loss_mask) for value, row in zip(values, batch, strict=True)
+    )
+    return [np.where(row.loss_mask, value, np.float32(0)) for value, row in zip(aligned, batch, strict=True)]
 
 
 def _array(value: Any, dtype: type) -> np.ndarray:

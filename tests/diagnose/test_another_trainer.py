@@ -103,6 +103,27 @@ def test_without_advantages_rewards_over_their_groups_mean_stand_for_them(
     assert lines[3].split() == ["g000001.e0.s0", "0.0625", "1", "0.5", "1", "0"]
 
 
+def test_rows_of_every_shape(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Several an episode, ids like markup, interactions of any kind, a stage with a name of blame's own."""
+    sequence = {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "logprobs": math.log(0.5), "group_id": "math[/easy]"}
+    interactions = ["said", {"role": "user", "content": "hello"}, {"prompt": "1+1=", "completion": "2"}]
+    with Writer(tmp_path / "run", trainer="mine") as writer:
+        writer.step(
+            [
+                {**sequence, "episode_id": "one", "reward": 1.0, "interactions": interactions},
+                {**sequence, "episode_id": "one", "reward": 0.5},
+                {**sequence, "episode_id": "other", "id": "[red]other", "reward": 0.0},
+            ],
+            stages={"reference_logprobs": [math.log(0.25)] * 3, "advantage": [7.0] * 3},
+        )
+    lines = blamed(writer.run, capsys)
+    assert [line.split()[0] for line in lines[3:6]] == ["one.s0", "[red]other", "one.s1"]
+    assert [line.split()[3] for line in lines[3:6]] == ["0.625", "-0.375", "0.125"]  # means of episodes have a mean
+    assert "  interaction 'said'" in lines and "  prompt      '1+1='" in lines
+    by_kl = blamed(writer.run, capsys, by="kl")  # of the behaviour policy: no other logprobs are there
+    assert "its kl is estimated by k3" in by_kl[1] and f"{0.5 + math.log(2) - 1:.3g} in all" in by_kl[0]
+
+
 def test_a_record_that_was_altered_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = anothers(tmp_path / "run")
     batch = [dataclasses.replace(row, rewards={"one": 2.0, "other": 3.0}) for row in run.steps.read_data(0)]
@@ -116,7 +137,7 @@ def test_a_record_that_was_altered_is_told(tmp_path: Path, capsys: pytest.Captur
     assert f"{run.path} was altered: step 1, data: {batch[1].id}: recorded digest" in capsys.readouterr().err
 
 
-def replayed(run: RunDirectory, stages: str, *overrides: str, **options: Any) -> bool:
+def replayed(run: RunDirectory, stages: str | None, *overrides: str, **options: Any) -> bool:
     chosen: dict[str, Any] = {"only": None, "stop": None, "reward": False, "device": None, **options}
     return rerun(run.path, None, stages=stages, overrides=[*overrides], **chosen)
 
@@ -137,7 +158,7 @@ def test_what_it_computed_is_computed_again_where_the_user_says_how(
     assert replayed(ours, "data,advantages,loss", *algorithm)
     assert "advantages, loss follow from the recorded inputs, within 0.001 + 0.001 x" in capsys.readouterr().out
     assert not replayed(ours, "loss", "algorithm.kl_coef=1.0")
-    assert not replayed(ours, "advantages", "algorithm.preset=dr_grpo")
+    assert not replayed(ours, "advantages", "algorithm.preset=dr_grpo", "sampling.max_new_tokens=10")
     capsys.readouterr()
     position = int(np.flatnonzero(batch[4].loss_mask)[1])
     known["advantages"][4][position] += 0.01
@@ -153,6 +174,10 @@ def test_what_it_computed_is_computed_again_where_the_user_says_how(
         ("advantages", ["lr=1"], "lr=1: of another trainer's record, key=value with --stage says how"),
         ("advantages", ["algorithm.kl=1"], "override algorithm.kl=1: there is no field 'algorithm.kl'"),
         ("advantages", ["algorithm.kl_coef=1", "algorithm.kl_in=reward"], "has no stage 'reference_logprobs'"),
+        ("loss", ["algorithm.loss_mean=sequence", "algorithm.minibatches=2"], "which sequences shared a mini-batch is"),
+        ("loss", ["algorithm.preset=dr_grpo"], "algorithm.loss_constant follows from sampling.max_new_tokens"),
+        ("advantages", ["algorithm.overlong_penalty=4096"], "is above sampling.max_new_tokens (256)"),
+        (None, ["algorithm.kl_coef=1"], "there is nothing that Clew could train from"),
     ):
         with pytest.raises(ClewError) as told:
             replayed(without, stages, *overrides)

@@ -655,11 +655,12 @@ def test_where_a_sequence_comes_from_is_held_against_the_record(
     batch = run.steps.read_data(2)
     batch[4] = dataclasses.replace(batch[4], **{column: value})
     run.steps.write_data(2, rows.to_table(batch))
-    for stages in (None, "data"):
+    for stages in (None, "data", "data,rewards,advantages,loss"):
         assert not again(run, "2", stages=stages)
         assert told(capsys).startswith(f"FIRST DIFFERENCE  step 2, data: {batch[4].id}, its group, episode, turns, ")
     path = run.steps.stage_path(2, 0)
-    rows.write_table(path, rows.read_table(path).drop_columns(["origin"]))  # an older record
+    older = rows.read_table(path).drop_columns(["origin"]).replace_schema_metadata({"clew_format": "2"})
+    rows.write_table(path, older)
     assert again(run, "2", stages="data") and (column in ("group_id", "finish_reason") or again(run, "2"))
 
 

@@ -1,6 +1,7 @@
 """Digests: every bit and place counts; the way an array is split does not."""
 
 import dataclasses
+import hashlib
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,6 @@ arrays = hnp.arrays(np.float32, st.integers(1, 50), elements=st.floats(width=32,
 def test_a_number_worked_out_by_hand() -> None:
     """One element, zero: (0 + 1) * mix(0) * mix(0) * salt, with splitmix64's first output for seed 0, made odd."""
     mixed = 0xE220A8397B1DCDAF | 1
-    import hashlib
-
     salt = int.from_bytes(hashlib.blake2b(b"w:<u4", digest_size=8).digest(), "little") | 1
     assert digest_array(np.zeros(1, np.uint32), name="w") == mixed * mixed * salt % 2**64
 
@@ -85,3 +84,16 @@ def test_a_row_that_is_read_has_the_digests_that_it_was_written_with() -> None:
     written = dataclasses.replace(a_sequence("a"), data=odd, interactions=[odd], rewards={"ü": 1e300})
     [read] = rows.from_table(rows.to_table([written]))
     assert digest_rows([read]) == digest_rows([written])
+
+
+def test_an_origin_worked_out_by_hand() -> None:
+    """No version of a library may spell it otherwise: 6.02e23, and what is no ASCII."""
+    row = dataclasses.replace(
+        a_sequence("a", 2), data={"ü": 6.02e23, "tiny": 1e-7}, turn_ids=np.array([-1, 0], np.int32)
+    )
+    text = (
+        b'["a", "a", "stop", {"exact": 0.5}, {"\\u00fc": 6.02e+23, "tiny": 1e-07}, [{"id": "a.i0", "seed": 7}]]'
+        b"\xff\xff\xff\xff\x00\x00\x00\x00"
+    )
+    expected = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+    assert digest_rows([row])["a"].origin == expected

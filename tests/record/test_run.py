@@ -141,7 +141,7 @@ def test_what_another_trainer_does_not_know(tmp_path: Path) -> None:
 def test_a_format_that_is_none_is_told(run: RunDirectory) -> None:
     commit(run, 0)
     path = run.steps.json_path(0)
-    path.write_text(path.read_text().replace('"clew_format": 2', '"clew_format": "x"'))
+    path.write_text(path.read_text().replace('"clew_format": 3', '"clew_format": "x"'))
     with pytest.raises(RecordError, match=r"step-000000\.json is of format 'x': it was altered"):
         run.steps.read(0)
 
@@ -210,7 +210,11 @@ def test_stages_open_as_lists(run: RunDirectory) -> None:
     stages = run.steps.read_stages(0)
     assert stages.digests == digests
     path = run.steps.stage_path(0, 0)
-    rows.write_table(path, rows.read_table(path).drop_columns(["origin"]))  # as it was written before there was one
+    older = rows.read_table(path).drop_columns(["origin"])
+    rows.write_table(path, older)
+    with pytest.raises(RecordError, match="the column 'origin' is absent"):
+        run.steps.read_stages(0)
+    rows.write_table(path, older.replace_schema_metadata({"clew_format": "2"}))
     assert [each.origin for each in run.steps.read_stages(0).digests.values()] == [None, None]
     assert stages.arrays["advantages"]["b"].tolist() == [0, 0, 0]
 
@@ -242,7 +246,7 @@ def test_servers_come_and_go(run: RunDirectory) -> None:
 
 def test_a_directory_of_a_newer_format_is_refused(run: RunDirectory) -> None:
     run.run_json.write_text(json.dumps({"clew_format": rows.FORMAT + 1}))
-    with pytest.raises(RecordError, match=r"run\.json is a record of format 3"):
+    with pytest.raises(RecordError, match=r"run\.json is a record of format 4"):
         RunDirectory(run.path)
 
 

@@ -195,3 +195,20 @@ def test_it_needs_no_torch(path: Path) -> None:
     )
     subprocess.run([sys.executable, "-c", code], check=True)
     assert open_run(path).steps.count() == 1
+
+
+def test_what_no_reader_could_make_sense_of_is_refused(path: Path) -> None:
+    refused: dict[str, tuple[Any, str]] = {
+        "data": ([1, 2], r"\[1, 2\]; expected a dict"),
+        "finish_reason": (3, "3; expected a str"),
+        "interactions": ("hello", "'hello'; expected a list"),
+    }
+    with Writer(path) as writer:
+        for name, (value, said) in refused.items():
+            with pytest.raises(RecordError, match=f"sequence 0: {name} is {said}"):
+                writer.step([given(**{name: value})])
+        for name in ("id", "digest", "origin"):
+            with pytest.raises(RecordError, match=f"a stage cannot be called '{name}'"):
+                writer.step([given()], stages={name: [0.0]})
+        assert writer.step([given(interactions=["hello"])], stages={"advantages": [[5, 5, 1, -1]]}) == 0
+    assert writer.run.steps.read_stages(0).arrays["advantages"]["g000000.e0.s0"].tolist() == [0, 0, 1, -1]

@@ -171,7 +171,7 @@ def test_a_pickled_object_is_refused_and_not_executed(tmp_path: Path) -> None:
         ({"id": ["a"]}, r"id is a list of 1; expected a list of 4 texts"),
         ({"id": list("abca")}, r"batch\.pt: the id 'a' names 2 sequences"),
         ({"data": ["{"] * 4}, r"one of rewards_by_name, data, interactions, images is not JSON"),
-        ({"clew_format": 3}, r"is a record of format 3; this Clew reads formats up to 2"),
+        ({"clew_format": 4}, r"is a record of format 4; this Clew reads formats up to 3"),
         ({"loss_mask": torch.ones(4, 5)}, r"batch\.pt: sequence 0 .* its first token is in loss_mask"),
     ],
 )
@@ -280,7 +280,7 @@ def test_a_line_of_jsonl_is_a_sequence(run: RunDirectory, tmp_path: Path) -> Non
     first, second = (json.loads(line, parse_constant=strict) for line in files[3].read_text().splitlines())
     assert first["input_ids"] == odd[0].input_ids.tolist() and first["rewards"] == {"match": odd[0].reward}
     assert second["reward"] is None and second["data"] == {"a": [None, {"b": "\ud83d"}]}
-    assert second["stages"] == {"loss": [None] * len(odd[1].input_ids)}
+    assert second["stages"] == {"loss": [None if trained else 0.0 for trained in odd[1].loss_mask]}
 
 
 def test_which_steps_are_meant(run: RunDirectory, tmp_path: Path) -> None:
