@@ -105,6 +105,10 @@ def in_stage(
     tolerance: Tolerance = EXACT,
 ) -> Difference | None:
     """The first token of a stage that differs. One float32 array a sequence."""
+    if list(map(len, recorded)) == list(map(len, found)):
+        then, now = (np.concatenate([np.empty(0, np.float32), *side], dtype=np.float32) for side in (recorded, found))
+        if tolerance.agree(then, now).all():  # as it should be: at once, not row by row
+            return None
     first: Difference | None = None
     tokens, sequences = 0, 0
     for name, then, now in zip(ids, recorded, found, strict=True):
