@@ -13,7 +13,6 @@ from clew.config import Algorithm
 from clew.diagnose import differences
 from clew.diagnose.differences import EXACT, Difference, Tolerance
 from clew.errors import ConfigError, RecordError
-from clew.record.digest import digest_rows
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
 from clew.record.steps import Stages
@@ -51,22 +50,22 @@ def check_stages(
             )
     batch = run.steps.read_data(step)
     recorded = run.steps.read_stages(step, batch)
-    kept = [row.id for row in chosen(run, step, batch, only)]
+    rows, summary = chosen(run, step, batch, only), run.steps.read(step)
+    kept = [row.id for row in rows]
     found: list[Difference | None] = []
     if "data" in stages:
         then = {name: digest for name, digest in recorded.digests.items() if only is None or name in kept}
-        now = {name: digest for name, digest in digest_rows(batch).items() if name in kept}
-        altered = differences.in_data(step, then, now) or differences.in_origins(step, then, now)
+        whole = summary["digests"].get("data") if only is None else None
+        altered = differences.in_batch(step, then, rows, whole, rewards_add_up=run.steps.by_clew)
         if altered is not None:  # what follows from it is no news, or an error of the algorithm
             return [altered]
-    summary = run.steps.read(step)
     if run.steps.by_clew:
         algorithm = configured(run.steps.json_path(step), summary)[1]
     else:
         summary = summary | {"plan": summary.get("plan") or [[list(range(len(batch)))]]}
         _check_anothers(step, stages, algorithm)
     if "rewards" in stages:
-        found.append(differences.in_rewards(step, [row for row in batch if row.id in set(kept)]))
+        found.append(differences.in_rewards(step, rows))
     for stage in ("advantages", "loss"):
         if stage in stages and algorithm is not None:
             _check_recorded(run, step, batch, recorded, stage, algorithm, summary["plan"])
