@@ -288,13 +288,11 @@ def format_of(table: pa.Table) -> int:
     return int((table.schema.metadata or {}).get(b"clew_format", b"0"))
 
 
-def check_format(path: Path, found: Any) -> None:
+def check_format(path: Path, found: Any, newest: int = FORMAT) -> None:
     """Raise RecordError when `path` is of a newer format than this Clew writes, or of none."""
     if not isinstance(found, int):
         raise RecordError(
             f"{path} is of format {found!r:.60}: it was altered after it was written. {RESTORE.capitalize()}."
         )
-    if found > FORMAT:
-        raise RecordError(
-            f"{path} is a record of format {found}; this Clew reads formats up to {FORMAT}. Upgrade Clew."
-        )
+    if found > newest:
+        raise RecordError(f"{path} is of format {found}; this Clew reads formats up to {newest}. Upgrade Clew.")

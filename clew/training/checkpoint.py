@@ -255,7 +255,7 @@ def _said_in(folder: Path) -> dict[str, Any]:
     path = folder / "checkpoint.json"
     said = read_json(path)
     if isinstance(said, dict) and "format" in said:
-        check_format(path, said["format"])
+        check_format(path, said["format"], FORMAT)
     missing = [name for name in _SAID if not isinstance(said, dict) or name not in said]
     if missing:
         raise _altered(folder, f"checkpoint.json says no {missing[0]}")

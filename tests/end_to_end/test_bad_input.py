@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from clew.record import rows
+from clew.training.checkpoint import FORMAT as CHECKPOINT_FORMAT
 from tests.end_to_end.project import USER_CODE, Ended, Project
 
 REWARDS = """
@@ -351,7 +352,8 @@ def newer_checkpoint(project: Project) -> Path:
 @pytest.mark.parametrize("newer", [newer_step, newer_run, newer_commit, newer_checkpoint])
 def test_a_record_of_a_newer_format(resuming: Project, newer) -> None:
     file = newer(resuming)
-    failed(resuming.inline(), str(file.relative_to(resuming.folder)), "format 9", "up to 2", "Upgrade Clew")
+    newest = CHECKPOINT_FORMAT if newer is newer_checkpoint else rows.FORMAT
+    failed(resuming.inline(), str(file.relative_to(resuming.folder)), "format 9", f"up to {newest}", "Upgrade Clew")
 
 
 @pytest.mark.slow

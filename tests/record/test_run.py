@@ -246,7 +246,7 @@ def test_servers_come_and_go(run: RunDirectory) -> None:
 
 def test_a_directory_of_a_newer_format_is_refused(run: RunDirectory) -> None:
     run.run_json.write_text(json.dumps({"clew_format": rows.FORMAT + 1}))
-    with pytest.raises(RecordError, match=r"run\.json is a record of format 4"):
+    with pytest.raises(RecordError, match=r"run\.json is of format 4"):
         RunDirectory(run.path)
 
 

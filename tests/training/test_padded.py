@@ -171,7 +171,7 @@ def test_a_pickled_object_is_refused_and_not_executed(tmp_path: Path) -> None:
         ({"id": ["a"]}, r"id is a list of 1; expected a list of 4 texts"),
         ({"id": list("abca")}, r"batch\.pt: the id 'a' names 2 sequences"),
         ({"data": ["{"] * 4}, r"one of rewards_by_name, data, interactions, images is not JSON"),
-        ({"clew_format": 4}, r"is a record of format 4; this Clew reads formats up to 3"),
+        ({"clew_format": 4}, r"is of format 4; this Clew reads formats up to 3"),
         ({"loss_mask": torch.ones(4, 5)}, r"batch\.pt: sequence 0 .* its first token is in loss_mask"),
     ],
 )
