@@ -285,7 +285,11 @@ def replay(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, or a file that `clew bundle` wrote.")],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="What to do otherwise: into a new run directory, side by side."),
+        typer.Argument(
+            metavar="[KEY=VALUE]...",
+            help="What to do otherwise: into a new run directory, side by side. "
+            "With --stage, of another trainer's record: how it computed.",
+        ),
     ] = None,
     steps: Annotated[
         str | None, typer.Option("--step", "--steps", metavar="N|FIRST:END", help="Which steps; without it, all.")
@@ -356,7 +360,11 @@ def blame(
     top: Annotated[int, typer.Option(min=1, help="How many sequences to show.")] = 10,
     tokens: Annotated[int, typer.Option(min=1, help="How many tokens of the worst to show.")] = 8,
     by: Annotated[
-        str | None, typer.Option(help="gradient (the default), loss, kl, behaviour_k3, pull, or critic (its gradient).")
+        str | None,
+        typer.Option(
+            help="gradient, loss, kl, behaviour_k3, pull, or critic (its gradient). Default: gradient; pull where "
+            "there is no checkpoint."
+        ),
     ] = None,
 ) -> None:
     """Find which sequences and tokens caused a spike (of gradient, loss or KL) or a NaN: each one's part, worst first.

@@ -100,7 +100,7 @@ def _left_unfinished(config: Config, run: RunDirectory, last: int) -> bool:
     debug = then.debug.model_copy(update={"path": config.debug.path})  # a bundle is unpacked elsewhere each time
     return (
         then.model_copy(update={"model": model, "debug": debug}) == config
-        and max(checkpoint.versions(new.checkpoints), default=-1) >= first
+        and max(new.checkpointed(), default=-1) >= first
         and new.steps.index()[:first] == run.steps.index()[:first]
         and new.steps.count() <= last
     )

@@ -22,7 +22,7 @@ from clew.diagnose import differences
 from clew.diagnose.differences import EXACT, Difference, Tolerance
 from clew.errors import ConfigError, RecordError
 from clew.record.bundle import opened
-from clew.record.rows import ALIGNED, RESTORE, SCHEMA, TIMES, Sequence
+from clew.record.rows import ALIGNED, RESTORE, SCHEMA, TIMES, Sequence, timeless
 from clew.record.run import RunDirectory
 
 TOLERANCE = Tolerance(absolute=1e-3, relative=1e-3)
@@ -226,9 +226,12 @@ def _fields(row: Sequence) -> Iterator[tuple[str, Any]]:
         if name not in (*ALIGNED, *TIMES, "data", "interactions"):
             yield name, getattr(row, name)
     yield "the number of interactions", len(row.interactions)
-    for number, said in enumerate(row.interactions):
+    for number, said in enumerate(map(timeless, row.interactions)):
+        if not isinstance(said, dict):
+            yield f"interaction {number}", said
+            continue
         yield f"the keys of interaction {number}", sorted(said)
-        for key in sorted(said.keys() - {*TIMES}):
+        for key in sorted(said):
             yield f"{key} of interaction {number}", said[key]
 
 

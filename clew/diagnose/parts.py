@@ -11,11 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from clew.diagnose.differences import STAGES
-from clew.diagnose.stages import batch_as_it_is, check_aligned
+from clew.diagnose.stages import batch_as_it_is, check_aligned, tell_altered
 from clew.errors import TrainingError
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
 from clew.record.steps import Stages
+from clew.training.advantages import centre
 from clew.training.metrics import divergences
 
 
@@ -57,9 +58,9 @@ class Parts:
 
 def parts_of(run: RunDirectory, step: int) -> Parts:
     """The parts of a committed step, or of one that failed. Raises ClewError."""
-    checkpoints = run.checkpointed()
     if not run.steps.by_clew:
         return _recorded(run, step, "another trainer wrote it, which leaves no checkpoint that Clew can train from")
+    checkpoints = run.checkpointed()
     if not any(version <= step for version in checkpoints):
         there = ", ".join(map(str, checkpoints)) or "none"
         return _recorded(run, step, f"there is no checkpoint at or before step {step} (there: {there})")
@@ -139,10 +140,10 @@ def _trained(run: RunDirectory, step: int) -> Parts:
 def _recorded(run: RunDirectory, step: int, why: str) -> Parts:
     """What follows from data and stages. The pull is that of the plain policy gradient: |advantage x current /
     behaviour probability| x (1 - current probability), over the number of trained tokens."""
-    batch, committed = batch_as_it_is(run, step), run.steps.json_path(step).exists()
-    stages, summary = Stages(digests={}, arrays={}), {}
-    if committed:  # else it failed, and may have the stages of some ranks
+    batch, stages, summary = run.steps.read_data(step), Stages(digests={}, arrays={}), {}
+    if run.steps.json_path(step).exists():  # else it failed, and may have the stages of some ranks
         stages, summary = run.steps.read_stages(step, batch), run.steps.read(step)
+        tell_altered(run, batch, stages, summary)
     check_aligned(run, step, batch, stages, stages.arrays)
     estimator = summary.get("config", {}).get("algorithm", {}).get("kl_estimator", "k3")
     trained = [int(row.loss_mask.sum()) for row in batch]
@@ -240,11 +241,16 @@ def _trained_in_updates(trained: list[int], plan: list[list[list[int]]]) -> list
 
 def _over_mean(batch: SequenceABC[Sequence]) -> dict[str, float]:
     """By sequence ID: its reward less the mean of its group's episodes."""
-    rewards: dict[str, dict[str, list[float]]] = {}
+    groups: dict[str, dict[str, list[Sequence]]] = {}
     for row in batch:
-        rewards.setdefault(row.group_id, {}).setdefault(row.episode_id, []).append(row.reward)
-    means = {group: float(np.mean([np.mean(of_rows) for of_rows in each.values()])) for group, each in rewards.items()}
-    return {row.id: row.reward - means[row.group_id] for row in batch}
+        groups.setdefault(row.group_id, {}).setdefault(row.episode_id, []).append(row)
+    found: dict[str, float] = {}
+    for episodes in groups.values():
+        with np.errstate(invalid="ignore"):  # a reward that is not finite is told
+            over_E = centre([[row.reward for row in of_episode] for of_episode in episodes.values()])
+        ids = [row.id for of_episode in episodes.values() for row in of_episode]
+        found |= zip(ids, over_E.tolist(), strict=True)
+    return found
 
 
 def _data_not_finite(batch: Iterable[Sequence]) -> str | None:

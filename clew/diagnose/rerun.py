@@ -45,14 +45,14 @@ def rerun(
         raise ConfigError(f"--only {only} goes with --stage or --reward: a step is trained as a whole.")
     ways = {"--stage": stages, "--reward": reward, "--break": stop, "key=value": overrides}
     asked = [name for name, value in ways.items() if value]
-    both = stages is not None and bool(overrides)  # of another trainer's record they go together
-    if len(asked) > 1 + both:
-        raise ConfigError(f"{' and '.join(asked)} are different ways to replay: ask for one of them.")
     if not verify and (stages is not None or reward or overrides):
         raise ConfigError(f"--no-verify trains again without comparing; {asked[0]} does something else.")
     if ranks > 1 and asked:
         raise ConfigError(f"--ranks {ranks} trains again and compares; {asked[0]} is done by one process.")
     with opened(target) as (run, bundle):
+        says_how = asked == ["--stage", "key=value"] and not run.steps.by_clew  # another trainer's record does not
+        if len(asked) > 1 and not says_how:
+            raise ConfigError(f"{' and '.join(asked)} are different ways to replay: ask for one of them.")
         first, last = _range(run, steps, bundle)
         if not run.steps.json_path(first).exists() and (stages is not None or ranks > 1):
             raise RecordError(
@@ -60,9 +60,7 @@ def rerun(
                 f"--stage and --ranks it is trained here; --break stops in it, and `clew blame` says what caused it."
             )
         if stages is not None:
-            if both and run.steps.by_clew:
-                raise ConfigError(f"{' and '.join(asked)} are different ways to replay: ask for one of them.")
-            algorithm = _algorithm_of_another(overrides, stages) if both else None
+            algorithm = _algorithm_of_another(overrides, stages) if says_how else None
             return _stages(run, first, last, stages.split(","), only, algorithm)
         if bundle is not None and bundle["stages_only"]:
             if asked or device is not None:

@@ -114,12 +114,11 @@ async def _rewards_again(
                     now: dict[str, float] | str = by_name(await workflow.run_episode(session, dict(rows[0].data)))
                 except ConfigError:
                     raise
+                except EpisodeError as error:  # a reward's traceback comes with the message, from its own process
+                    now, _, trace = str(error).partition("\n")
                 except Exception as error:  # the user's code
-                    # a reward's own traceback comes with the message, from the process that it ran in
-                    first, _, trace = str(error).partition("\n")
-                    now = first if isinstance(error, EpisodeError) else f"{type(error).__name__}: {first}"
-                    if not isinstance(error, EpisodeError):
-                        trace = "".join(format_exception(error))
+                    now, *_ = f"{type(error).__name__}: {error}".splitlines()
+                    trace = "".join(format_exception(error))
                 recorded = rows[0].rewards
                 if isinstance(now, str) or not _same(recorded, now):
                     found.append(

@@ -1,4 +1,5 @@
-"""`clew replay --stage`: stages that follow from recorded inputs alone, computed again without model or checkpoint."""
+"""What a step's record says of itself, without model or checkpoint: whether its batch is what was trained on, and
+`clew replay --stage`: stages that follow from recorded inputs alone, computed again."""
 
 from __future__ import annotations
 
@@ -70,8 +71,8 @@ def check_stages(
         if stage in stages and algorithm is not None:
             _check_recorded(run, step, batch, recorded, stage, algorithm, summary["plan"])
             # From values, which are kept in fewer bits than a float64 critic has.
-            tolerance = EXACT if stage == "advantages" and algorithm.advantages != "gae" else LOSS
-            tolerance = tolerance if run.steps.by_clew else OF_ANOTHER
+            of_clew = EXACT if stage == "advantages" and algorithm.advantages != "gae" else LOSS
+            tolerance = of_clew if run.steps.by_clew else OF_ANOTHER
             again = _COMPUTED[stage](batch, recorded, summary["plan"], algorithm)
             then, now = ([side[name] for name in kept] for side in (recorded.arrays[stage], again))
             differs = differences.in_stage(step, stage, kept, then, now, tolerance)
@@ -93,12 +94,16 @@ def batch_as_it_is(run: RunDirectory, step: int) -> list[Sequence]:
     """The batch of a step; stderr says where it is not what was trained on."""
     batch = run.steps.read_data(step)
     if run.steps.json_path(step).exists():  # else it failed, and may have the stages of some ranks
-        whole = run.steps.read(step)["digests"]["data"]
-        digests = run.steps.read_stages(step).digests
-        found = differences.in_batch(step, digests, batch, whole, rewards_add_up=run.steps.by_clew)
-        if found is not None:
-            print(DifferenceFound(run, found), file=sys.stderr)
+        tell_altered(run, batch, run.steps.read_stages(step), run.steps.read(step))
     return batch
+
+
+def tell_altered(run: RunDirectory, batch: list[Sequence], stages: Stages, summary: dict[str, Any]) -> None:
+    """Say on stderr where a batch is not what was trained on. stages, summary: what the step recorded."""
+    whole = summary["digests"]["data"]
+    found = differences.in_batch(summary["step"], stages.digests, batch, whole, rewards_add_up=run.steps.by_clew)
+    if found is not None:
+        print(DifferenceFound(run, found), file=sys.stderr)
 
 
 def chosen(run: RunDirectory, step: int, batch: list[Sequence], only: str | None) -> list[Sequence]:

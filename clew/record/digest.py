@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from clew.record.rows import ENCODER, TIMES, Sequence
+from clew.record.rows import ENCODER, Sequence, timeless
 
 BLOCK = 1 << 16
 _MASK = (1 << 64) - 1
@@ -99,10 +99,7 @@ def digest_rows(batch: SequenceABC[Sequence]) -> dict[str, RowDigest]:
 
 def _digest_of_origin(row: Sequence) -> int:
     """Over JSON as Python's own library writes it: others spell some numbers otherwise from one version to the next."""
-    interactions = [
-        {key: said for key, said in each.items() if key not in TIMES} if isinstance(each, dict) else each
-        for each in row.interactions
-    ]
+    interactions = list(map(timeless, row.interactions))
     said = (row.group_id, row.episode_id, row.finish_reason, row.rewards, row.data, interactions)
     content = ENCODER.encode(said).encode() + row.turn_ids.tobytes()
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")

@@ -122,6 +122,13 @@ class Sequence:
 _FIELDS = attrgetter(*SCHEMA.names)
 
 
+def timeless(interaction: Any) -> Any:
+    """An interaction without its times. Another trainer's need not be an object."""
+    if not isinstance(interaction, dict):
+        return interaction
+    return {key: said for key, said in interaction.items() if key not in TIMES}
+
+
 def to_table(sequences: SequenceABC[Sequence]) -> pa.Table:
     """One row a sequence."""
     columns: list[pa.Array] = []

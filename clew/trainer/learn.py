@@ -288,7 +288,7 @@ def _train(
         if config.debug.dump_rollout_data:
             dump(config, run, step)
         if config.record.keep_steps is not None:
-            resumable = checkpoint.versions(run.checkpoints)[1:]  # from any of them, but the first
+            resumable = run.checkpointed()[1:]  # from any of them, but the first
             run.prune(min(step + 1 - config.record.keep_steps, min(resumable, default=0)))
         on_step(step, summary)
 

@@ -154,14 +154,9 @@ def saved(checkpoints: Path) -> list[Path]:
     return sorted(path.parent for path in checkpoints.glob("step-*/checkpoint.json"))
 
 
-def versions(checkpoints: Path) -> list[int]:
-    """The versions of which there are checkpoints, oldest first."""
-    return [int(folder.name.removeprefix("step-")) for folder in saved(checkpoints)]
-
-
 def latest_version(checkpoints: Path) -> int:
     """The version of the newest checkpoint; 0 where there is none (the run then begins with its model)."""
-    return max(versions(checkpoints), default=0)
+    return max((int(folder.name.removeprefix("step-")) for folder in saved(checkpoints)), default=0)
 
 
 def clean(checkpoints: Path) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from clew.diagnose.blame import blame
+from clew.diagnose.diff import diff
 from clew.diagnose.parts import parts_of
 from clew.diagnose.rerun import rerun
 from clew.errors import ClewError, ConfigError
@@ -122,6 +123,16 @@ def test_rows_of_every_shape(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "  interaction 'said'" in lines and "  prompt      '1+1='" in lines
     by_kl = blamed(writer.run, capsys, by="kl")  # of the behaviour policy: no other logprobs are there
     assert "its kl is estimated by k3" in by_kl[1] and f"{0.5 + math.log(2) - 1:.3g} in all" in by_kl[0]
+
+
+def test_interactions_that_are_no_objects_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sequence = {"group_id": "g0", "input_ids": [1, 2], "loss_mask": [0, 1], "logprobs": -0.5, "reward": 1.0}
+    for name, said in (("one", ["hello", "you"]), ("same", ["hello", "you"]), ("other", ["hello", {"role": "you"}])):
+        with Writer(tmp_path / name, trainer="mine") as writer:
+            writer.step([{**sequence, "interactions": said}])
+    assert diff(tmp_path / "one", tmp_path / "same", ignore=[], plot=None)
+    assert not diff(tmp_path / "one", tmp_path / "other", ignore=[], plot=None)
+    assert 'data: g0.e0.s0, interaction 1: one "you", other ' in capsys.readouterr().out
 
 
 def test_a_record_that_was_altered_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
