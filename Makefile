@@ -4,7 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Where this is set, as in many containers, each process compiles torch and transformers for itself: 25 s a time.
 unexport PYTHONDONTWRITEBYTECODE
-INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check
+# At the versions that Clew is developed with.
+INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 .PHONY: demo tour test slow chaos bench clean
 
@@ -37,16 +38,16 @@ $(BIN):
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) --upgrade pip
 
-$(VENV)/demo: pyproject.toml | $(BIN)
+$(VENV)/demo: pyproject.toml constraints.txt | $(BIN)
 	$(INSTALL) -e .
 	touch $@
 
 # What a test imports is compiled then; to compile everything beforehand takes as long as all of the rest.
-$(VENV)/dev: pyproject.toml | $(BIN)
+$(VENV)/dev: pyproject.toml constraints.txt | $(BIN)
 	$(INSTALL) --no-compile -e '.[dev]'
 	touch $@
 
-$(VENV)/bench: pyproject.toml bench/areal.txt | $(BIN)
+$(VENV)/bench: pyproject.toml constraints.txt bench/areal.txt | $(BIN)
 	$(INSTALL) -e '.[dev,bench]'
 	$(INSTALL) --no-deps --upgrade --target $(VENV)/areal -r bench/areal.txt
 	touch $@
