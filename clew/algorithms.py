@@ -15,6 +15,13 @@ WITHIN_GROUP = ("group", "mean", "leave_one_out")
 LOSSES = ("clip", "cispo")
 """Built in. Anything else is the dotted path of a function."""
 
+FORMULAS = 2
+"""Rises when a formula of Clew's own gives other numbers than before from the same inputs, so that a replay knows which
+ones a record holds. 2: k3 is computed with expm1; clip_share counts what CISPO and the dual clip hold."""
+
+LOG_RATIO_LIMIT = 20.0
+"""The largest logarithm of a ratio of probabilities that is exponentiated (a ratio of 4.9e8). verl has the same."""
+
 _PRESETS: dict[str, dict[str, Any]] = {
     # DeepSeekMath, arXiv 2402.03300: section 4.2 has the coefficient of the KL term
     "grpo": {"advantages": "group", "loss_mean": "sequence", "kl_coef": 0.04},
@@ -52,8 +59,16 @@ _PRESETS: dict[str, dict[str, Any]] = {
         "kl_estimator": "k1",
         "kl_coef": 0.02,
     },
-    # arXiv 2507.18071: section 5.1 has the clip
-    "gspo": {"advantages": "group", "ratio": "sequence", "loss_mean": "sequence", "clip_low": 3e-4, "clip_high": 4e-4},
+    # arXiv 2507.18071: section 5.1 has the clip. Its ratio is of whole sequences, so the importance weight is, too: a
+    # sequence whose one token has become unlikely under lag would otherwise keep the mean weight of the others.
+    "gspo": {
+        "advantages": "group",
+        "ratio": "sequence",
+        "importance": "sequence_truncate",
+        "loss_mean": "sequence",
+        "clip_low": 3e-4,
+        "clip_high": 4e-4,
+    },
     # MiniMax-M1, arXiv 2506.13585: no lower bound; the upper one is that of ScaleRL, arXiv 2510.13786
     "cispo": {"advantages": "group", "loss": "cispo", "loss_mean": "token", "clip_low": 1.0, "clip_high": 4.0},
 }

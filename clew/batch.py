@@ -79,10 +79,10 @@ async def _rollout_batch(config: Config, rows: list[dict[str, Any]], server: str
     from clew.rollout.process import gateway_for
     from clew.rollout.reward_pool import RewardPool
     from clew.rollout.session import resources
-    from clew.rollout.setup import load_reward, load_workflow
+    from clew.rollout.setup import load_reward, load_workflow, side_by_side
     from clew.vision import load_vision
 
-    engine = HTTPEngine(server) if server is not None else load_engine(config)
+    engine = HTTPEngine(server) if server is not None else load_engine(config, max_running=side_by_side(config))
     reward, gateway = load_reward(config), gateway_for(config)
     agent = agent_workflow(config, gateway) if gateway is not None else None
     workflow = agent or load_workflow(config)

@@ -31,7 +31,8 @@ Compute = Callable[[SequenceABC[Sequence], SequenceABC[np.ndarray] | None], Iter
 def normalise(rewards_E: np.ndarray) -> np.ndarray:
     """[E] float64 → [E]: (reward - mean) / (standard deviation + EPSILON) over the episodes of one group.
 
-    The standard deviation divides by E - 1. Equal rewards give zeros. GRPO, arXiv 2402.03300, equation 3.
+    The standard deviation divides by E - 1. Equal rewards give zero but for rounding: about 1e-10. GRPO, arXiv
+    2402.03300, equation 3.
     """
     return normalise_sequences([[reward] for reward in rewards_E.tolist()])
 

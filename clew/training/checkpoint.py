@@ -13,26 +13,34 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import re
 from collections.abc import Iterable, Mapping
 from hashlib import file_digest, sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired
 
 import torch
+from pydantic import with_config
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from typing_extensions import TypedDict
 
 from clew.config import Config
 from clew.errors import ModelError, RecordError
 from clew.models import load_value_model
-from clew.record.files import read_json, remove_strays, write_json
+from clew.reading import STRICT, Count, Number, read_json
+from clew.reading import check as check_fields
+from clew.record.files import remove_strays, write_json
 from clew.record.rows import check_format
 from clew.training.digests import Digests, digest_tensors
 from clew.training.engine import TrainEngine
 from clew.training.folders import remove_folder, save_model, save_tokenizer, written_aside
 from clew.training.sharding import collect, like, state_of
+
+log = logging.getLogger("clew.training")
 
 FORMAT = 1
 """Version of checkpoint.json. A reader refuses a newer one."""
@@ -43,8 +51,24 @@ ADAPTER = "adapter"
 _RANDOM = "random.torch"
 """What checkpoints held before each step had a seed of its own."""
 _NUMBERS = ("version", "updates", "critic_updates", "recent_norms")
-_SAID = ("format", *_NUMBERS, "weights", "state")
-"""What a checkpoint.json says at least."""
+GO_ON = "remove the checkpoint, and the run goes on from the one before; or restore it from a copy"
+
+
+@with_config(STRICT)
+class Said(TypedDict):
+    """Content of checkpoint.json."""
+
+    format: Count
+    version: Count
+    updates: Count
+    critic_updates: Count | None
+    dtype: NotRequired[str]
+    lora_rank: NotRequired[Count | None]
+    recent_norms: list[Number]
+    weights: dict[str, str]
+    state: dict[str, str]
+    numbers: NotRequired[str]
+    files: NotRequired[dict[str, str]]
 
 
 def is_due(version: int, config: Config) -> bool:
@@ -52,21 +76,26 @@ def is_due(version: int, config: Config) -> bool:
     return version % config.checkpoint.every_steps == 0 or version == config.training.steps
 
 
-def save(engine: TrainEngine, folder: Path) -> None:
+def save(engine: TrainEngine, folder: Path, *, follows: str | None = None) -> None:
     """Write a checkpoint, which any number of ranks can load; `folder` appears whole. One that is there already and is
     the same is left as it is. Every rank calls this at once; rank 0 writes.
 
-    Raises RecordError when the disk is full.
+    Args:
+        engine: The engine whose state is written.
+        folder: The folder to write.
+        follows: The digest of the step's JSON that led here (`clew.record.chain`); None at the model that a run begins
+            with, and where no steps are recorded.
+
+    Raises:
+        RecordError: The disk is full.
     """
     state = _state(engine)
     said = {
         "format": FORMAT,
-        "version": engine.version,
-        "updates": engine.optimizer.updates,
-        "critic_updates": engine.critic.optimizer.updates if engine.critic is not None else None,
+        **numbers_of(engine),
         "dtype": engine.config.model.dtype,
         "lora_rank": engine.config.training.lora_rank,
-        "recent_norms": list(engine.recent_norms),
+        "follows": follows,
         "weights": _said(engine.weights_digests()),
         "state": _said(digest_tensors(state.items(), engine.ranks)),
     }
@@ -77,6 +106,8 @@ def save(engine: TrainEngine, folder: Path) -> None:
         return path.exists() and {**read_json(path), "files": None} == {**said, "files": None}
 
     if engine.ranks.agree(f"whether {folder.name} is written already", there):
+        if engine.ranks.leads:
+            point_latest(folder)  # a kill may have come between the two
         return
     weights, state = engine.published_state(), collect(state, engine.ranks)
     adapters = None if engine.adapters is None else state_of(engine.model, engine.ranks)
@@ -95,6 +126,7 @@ def save(engine: TrainEngine, folder: Path) -> None:
                 save_tokenizer(engine.tokenizer, aside / CRITIC)
             save_file(state, aside / STATE)
             write_json(aside / "checkpoint.json", {**said, "files": _files(aside, merged=engine.adapters is not None)})
+        point_latest(folder)
     engine.ranks.meet()
 
 
@@ -105,7 +137,7 @@ def load(engine: TrainEngine, folder: Path) -> None:
     """
     if not (folder / "checkpoint.json").exists():
         raise RecordError(f"{folder} is no checkpoint: it holds no checkpoint.json.")
-    said = _said_in(folder)
+    said = facts(folder)
     for field, now in (
         ("model.dtype", engine.config.model.dtype),
         ("training.lora_rank", engine.config.training.lora_rank),
@@ -130,6 +162,16 @@ def load(engine: TrainEngine, folder: Path) -> None:
     engine.restored(said["version"], said["recent_norms"])
 
 
+def numbers_of(engine: TrainEngine) -> dict[str, Any]:
+    """Return the numbers that a checkpoint would hold now beside its tensors, by their names in checkpoint.json."""
+    return {
+        "version": engine.version,
+        "updates": engine.optimizer.updates,
+        "critic_updates": engine.critic.optimizer.updates if engine.critic is not None else None,
+        "recent_norms": list(engine.recent_norms),
+    }
+
+
 def digests_of(engine: TrainEngine) -> dict[str, dict[str, str]]:
     """The digest of each tensor that a checkpoint would hold now, by kind and name."""
     return {
@@ -141,12 +183,19 @@ def digests_of(engine: TrainEngine) -> dict[str, dict[str, str]]:
 def digests_in(folder: Path, engine: TrainEngine) -> dict[str, dict[str, str]]:
     """The same of the files in a checkpoint. Raises RecordError: truncated; or its numbers, or files of which no tensor
     is digested, were altered."""
-    return _digests(engine, *_read(folder, engine, _said_in(folder)))
+    return _digests(engine, *_read(folder, engine, facts(folder)))
 
 
 def check(folder: Path, engine: TrainEngine) -> None:
     """Raise RecordError when a checkpoint's files do not hold what its checkpoint.json says."""
     _check_digests(folder, engine, digests_in(folder, engine))
+
+
+def check_files(folder: Path) -> None:
+    """Raise RecordError when one of a checkpoint's files is no file, or one of which no tensor is digested was altered:
+    before other libraries read them, which may wait for ever or say nothing that helps."""
+    if wrong := _wrong_file(folder, facts(folder).get("files", {})):
+        raise _altered(folder, wrong)
 
 
 def saved(checkpoints: Path) -> list[Path]:
@@ -170,12 +219,18 @@ def prune(checkpoints: Path, keep: int) -> None:
         remove_folder(folder)
 
 
-def point_latest(checkpoints: Path, folder: Path) -> None:
-    """Have `checkpoints/latest` point at this checkpoint, from one moment to the next."""
-    link = checkpoints / ".latest"
-    link.unlink(missing_ok=True)
-    link.symlink_to(folder.name)
-    link.replace(checkpoints / "latest")
+def point_latest(folder: Path) -> None:
+    """Have the link `latest` beside this checkpoint name it, from one moment to the next.
+
+    The link is for people and for model.path: a file system that has none is only worth a warning.
+    """
+    link = folder.with_name(f".latest.{os.getpid()}")
+    try:
+        link.unlink(missing_ok=True)
+        link.symlink_to(folder.name)
+        link.replace(folder.with_name("latest"))
+    except OSError as error:
+        log.warning("cannot make the link %s: %s", folder.with_name("latest"), error)
 
 
 def _files(folder: Path, *, merged: bool) -> dict[str, str]:
@@ -195,7 +250,10 @@ def _digest_of(path: Path) -> str:
 
 
 def _wrong_file(folder: Path, said: Mapping[str, str]) -> str:
-    """Which file is not what checkpoint.json says, and how; empty where all are."""
+    """Return which file is not what checkpoint.json says, and how; empty where all are."""
+    for path in sorted(folder.rglob("*")):  # safetensors would wait for ever at a named pipe
+        if not path.is_file() and not path.is_dir():
+            return f"{path.relative_to(folder)} is no file"
     for name, digest in said.items():
         now = _digest_of(folder / name) if (folder / name).is_file() else None
         if now is None:
@@ -245,15 +303,13 @@ def _by_owner(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Te
     return {name: tensor for name, tensor in state.items() if not name.startswith("critic.")}, critic
 
 
-def _said_in(folder: Path) -> dict[str, Any]:
+def facts(folder: Path) -> dict[str, Any]:
     """What checkpoint.json says. Raises RecordError: newer, altered, of another version than the folder's name says."""
     path = folder / "checkpoint.json"
     said = read_json(path)
     if isinstance(said, dict) and "format" in said:
         check_format(path, said["format"], FORMAT)
-    missing = [name for name in _SAID if not isinstance(said, dict) or name not in said]
-    if missing:
-        raise _altered(folder, f"checkpoint.json says no {missing[0]}")
+    check_fields(path, said, Said, GO_ON)
     now = _digest_of_numbers(said)
     if said.get("numbers", now) != now:  # older ones have none
         raise _altered(folder, f"{', '.join(_NUMBERS)} in checkpoint.json have the digest {now}, not {said['numbers']}")
@@ -274,7 +330,7 @@ def _digests(engine: TrainEngine, weights: dict[str, Tensor], state: dict[str, T
 
 
 def _check_digests(folder: Path, engine: TrainEngine, found: dict[str, dict[str, str]]) -> None:
-    said = _said_in(folder)
+    said = facts(folder)
     for kind, digests in found.items():
         for name, digest in digests.items():
             if said[kind].get(name) == digest:
@@ -309,7 +365,4 @@ def _shape(shape: tuple[int, ...] | None) -> str:
 
 
 def _altered(folder: Path, why: str) -> RecordError:
-    return RecordError(
-        f"checkpoint {folder} was altered after it was written: {why}. Remove it, and the run goes on "
-        f"from the one before; or restore it from a copy."
-    )
+    return RecordError(f"checkpoint {folder} was altered after it was written: {why}. {GO_ON[0].upper()}{GO_ON[1:]}.")

@@ -14,6 +14,7 @@ import pyarrow as pa
 from clew.errors import ConfigError, RecordError
 from clew.record import rows
 from clew.record.files import explain_disk_errors, write_bytes
+from clew.record.foreign import IMPORTED
 from clew.record.run import RunDirectory
 from clew.record.steps import parse_steps
 from clew.record.writer import Writer
@@ -65,7 +66,7 @@ def import_steps(files: Sequence[Path], folder: Path, group_size: int | None) ->
     """
     if folder.exists():
         raise RecordError(f"{folder} exists already; expected the name of a new run directory. Choose another --to.")
-    with written_aside(folder) as aside, Writer(aside, trainer="clew import") as writer:
+    with written_aside(folder) as aside, Writer(aside, trainer=IMPORTED) as writer:
         for file in files:
             batch = load_padded(file, group_size=group_size, first_group=writer.next_group)
             try:

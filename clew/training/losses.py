@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clew.algorithms import LOSSES
+from clew.algorithms import LOG_RATIO_LIMIT, LOSSES
 from clew.config import Algorithm
 from clew.errors import ConfigError, TrainingError
 from clew.training.custom import UserFunction
@@ -64,6 +64,8 @@ def policy_loss(
     it was sampled; a constant, truncated or masked. Where proximal equals behaviour (no lag) it is 1, and clip is GRPO
     (arXiv 2402.03300).
     dual_clip: where A < 0, the objective is at least dual_clip x A (arXiv 1912.09729).
+    No logarithm of a ratio above LOG_RATIO_LIMIT is exponentiated: such a ratio counts as the limit's, and has no
+    gradient.
 
     logprobs_N: current; a gradient flows through them and, with an entropy_coef, through entropies_N alone.
     proximal_N: at the start of the step.   behaviour_N: of the weights that sampled the token.
@@ -72,21 +74,25 @@ def policy_loss(
     rows_N: int64, which sequence a token belongs to, from 0; needed by options of whole sequences.
     """
     log_ratio_N = logprobs_N - proximal_N
-    ratio_N = torch.exp(log_ratio_N if ratio == "token" else sequence_means(log_ratio_N, rows_N))
+    ratio_N = exp_limited(log_ratio_N if ratio == "token" else sequence_means(log_ratio_N, rows_N))
     clipped_N = ratio_N.clamp(1 - clip_low, 1 + clip_high)
     weight_N = importance_weights(proximal_N - behaviour_N, rows_N, importance=importance, cap=importance_cap)
     if loss == "cispo":
         objective_N = clipped_N.detach() * advantages_N * logprobs_N
+        clips_N = (clipped_N != ratio_N) & (advantages_N != 0)
     else:
         objective_N = torch.minimum(ratio_N * advantages_N, clipped_N * advantages_N)
+        clips_N = clipped_N * advantages_N < ratio_N * advantages_N
     if dual_clip is not None:
+        bounds_N = (advantages_N < 0) & (objective_N < dual_clip * advantages_N)
         bounded_N = torch.maximum(objective_N, dual_clip * advantages_N)
         objective_N = torch.where(advantages_N < 0, bounded_N, objective_N)
+        clips_N = clips_N | bounds_N
     loss_N = -weight_N * objective_N
     with torch.no_grad():
         masked = importance.endswith("mask")
         sums = {
-            "clip_share": (clipped_N * advantages_N < ratio_N * advantages_N).sum(),
+            "clip_share": clips_N.sum(),
             "importance_weight": weight_N.sum(),
             "importance_capped_share": (weight_N == 0 if masked else weight_N >= importance_cap).sum(),
         }
@@ -104,10 +110,16 @@ def importance_weights(log_weight_N: Tensor, rows_N: Tensor | None, *, importanc
     """Proximal over behaviour probability of each token, or of its whole sequence (the product over its tokens):
     truncated to `cap` (TIS), or 0 where it is outside [1/cap, cap] (IcePop, arXiv 2510.18855; MIS)."""
     level, _, kind = importance.partition("_")
-    weight_N = torch.exp(log_weight_N if level == "token" else sequence_sums(log_weight_N, rows_N))
+    weight_N = exp_limited(log_weight_N if level == "token" else sequence_sums(log_weight_N, rows_N))
     if kind == "truncate":
         return weight_N.clamp(max=cap)
     return weight_N.masked_fill((weight_N < 1 / cap) | (weight_N > cap), 0.0)
+
+
+def exp_limited(log_ratio_N: Tensor) -> Tensor:
+    """exp of the logarithm of a ratio, which counts as at most LOG_RATIO_LIMIT. float32 overflows above 88.7, and
+    infinity times an advantage of 0 is NaN. A smaller logarithm is left as it is, to the last bit."""
+    return torch.exp(log_ratio_N.clamp(max=LOG_RATIO_LIMIT))
 
 
 def sequence_sums(values_N: Tensor, rows_N: Tensor | None) -> Tensor:
@@ -234,14 +246,18 @@ def k1(logprobs_N: Tensor, other_N: Tensor) -> Tensor:
 
 
 def k2(logprobs_N: Tensor, other_N: Tensor) -> Tensor:
-    """The same by log(p/q)^2 / 2: biased, but its gradient on samples of p is that of KL(p || q)."""
+    """KL(p || q) of each token, estimated by log(p/q)^2 / 2: biased, but its gradient on samples of p is KL's."""
     return 0.5 * (logprobs_N - other_N) ** 2
 
 
 def k3(logprobs_N: Tensor, other_N: Tensor) -> Tensor:
-    """The same by q/p - log(q/p) - 1: unbiased, never negative, zero where p = q."""
-    log_ratio_N = other_N - logprobs_N
-    return torch.exp(log_ratio_N) - log_ratio_N - 1
+    """KL(p || q) of each token, estimated by q/p - log(q/p) - 1: unbiased, never negative, zero where p = q.
+
+    expm1 keeps what exp(x) - 1 would round away: in float32, for p and q that differ by less than 1e-4, the sum would
+    be noise of either sign. log(q/p) counts as at most LOG_RATIO_LIMIT.
+    """
+    log_ratio_N = (other_N - logprobs_N).clamp(max=LOG_RATIO_LIMIT)
+    return torch.expm1(log_ratio_N) - log_ratio_N
 
 
 KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}

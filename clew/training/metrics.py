@@ -6,6 +6,7 @@ from collections.abc import Sequence as SequenceABC
 
 import numpy as np
 
+from clew.algorithms import LOG_RATIO_LIMIT
 from clew.record.rows import Sequence
 
 
@@ -59,7 +60,7 @@ def gap_metrics(behaviour_N: np.ndarray, proximal_N: np.ndarray) -> dict[str, fl
 
 
 def divergences(logprobs_N: np.ndarray, other_N: np.ndarray, estimator: str) -> np.ndarray:
-    """[N] float64: KL(p || q) at each token by k1, k2 or k3, as in `clew.training.losses`.
+    """Return [N] float64: KL(p || q) at each token by k1, k2 or k3, as in `clew.training.losses`.
 
     logprobs_N: log p.   other_N: log q.
     """
@@ -68,4 +69,5 @@ def divergences(logprobs_N: np.ndarray, other_N: np.ndarray, estimator: str) -> 
         return log_ratio_N
     if estimator == "k2":
         return log_ratio_N**2 / 2
-    return np.exp(-log_ratio_N) + log_ratio_N - 1
+    inverse_N = np.minimum(-log_ratio_N, LOG_RATIO_LIMIT)
+    return np.expm1(inverse_N) - inverse_N

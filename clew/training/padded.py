@@ -34,6 +34,8 @@ JSON = {"rewards_by_name": "rewards", "data": "data", "interactions": "interacti
 """Lists of B str, each a JSON text, and the columns that they are in the record."""
 NUMBERS = ("admitted_version", "admitted_at", "started_at", "finished_at", "consumed_at")
 """Tensors [B]; a consumed_at of NaN: not consumed."""
+ALWAYS_ELEMENTS = 2**24
+"""The tensors of any file may have so many elements together; those of a larger file one for each of its bytes."""
 
 
 def save_padded(
@@ -125,12 +127,18 @@ def _cut(values_BT: Tensor, attention_mask_BT: Tensor) -> list[np.ndarray]:
 def _read(path: Path) -> dict[str, Any]:
     """The content of a .pt file, checked for what `NEEDED` promises."""
     try:
-        content = torch.load(path, weights_only=True, map_location="cpu")
+        zipped = zipfile.is_zipfile(path)
+        if zipped:
+            _check_packed(path)
+        # Mapped from the file: nothing is read or allocated before it is known how much there is.
+        content = torch.load(path, weights_only=True, map_location="cpu", mmap=zipped)
         if isinstance(content, dict) and "clew_format" in content:  # torch.load looks at no checksum
             with zipfile.ZipFile(path) as archive:
                 altered = archive.testzip() is not None
         else:
             altered = False
+    except RecordError:
+        raise
     except FileNotFoundError:
         raise RecordError(f"{path} is missing.") from None
     except Exception as error:  # what a damaged file makes of a pickle's instructions may raise anything
@@ -156,8 +164,45 @@ def _read(path: Path) -> dict[str, Any]:
             f"{path} has no {', '.join(missing)}; it holds {', '.join(map(str, content))}. Expected the padded batch "
             f"of docs/record.md: {', '.join(NEEDED)}."
         )
+    _check_size(path, content)
     _check_shapes(path, content)
     return content
+
+
+def _check_packed(path: Path) -> None:
+    """Raise RecordError for an archive that torch did not write: it compresses nothing, and a few MB may be GBs."""
+    with zipfile.ZipFile(path) as archive:
+        members = archive.infolist()
+    unpacked, size = sum(member.file_size for member in members), path.stat().st_size
+    if unpacked > size or any(member.compress_type != zipfile.ZIP_STORED for member in members):
+        raise RecordError(
+            f"Cannot read {path}: its {size} bytes are compressed and hold {unpacked}; torch.save compresses nothing. "
+            f"Write it again with torch.save."
+        )
+
+
+def _check_size(path: Path, content: dict[str, Any]) -> None:
+    """Raise RecordError for tensors that are much larger than the file, such as expanded views of a single number."""
+    stages = content.get("stages")
+    named = {
+        **content,
+        **{f"stages.{name}": each for name, each in (stages if isinstance(stages, dict) else {}).items()},
+    }
+    size, elements = path.stat().st_size, 0
+    for name, value in named.items():
+        if isinstance(value, Tensor):
+            if type(value) is not Tensor or value.layout != torch.strided or value.device.type != "cpu":
+                raise RecordError(f"Cannot read {path}: {name} is not a dense tensor of numbers. Save it as one.")
+            elements += value.numel()
+            if elements > max(ALWAYS_ELEMENTS, size):
+                raise RecordError(
+                    f"Cannot read {path}: with {name}, {list(value.shape)}, its tensors have {elements} elements, and "
+                    f"the file has {size} bytes. Some are expanded views of fewer: save them with .contiguous()."
+                )
+        elif isinstance(value, list):
+            elements += sum(len(each) for each in value if isinstance(each, str))
+            if elements > max(16 * ALWAYS_ELEMENTS, 16 * size):
+                raise RecordError(f"Cannot read {path}: the texts of {name} are longer than the whole file.")
 
 
 def _check_shapes(path: Path, content: dict[str, Any]) -> None:

@@ -5,19 +5,23 @@ Killed anywhere and started again, it goes on from its last checkpoint and ends 
 
 from __future__ import annotations
 
+import logging
 import time
 
 import torch
 from rich.console import Console
 
 from clew.config import Config
+from clew.console import EscapingConsole
 from clew.errors import RecordError
 from clew.processes import cores
-from clew.record.run import RunDirectory
+from clew.record.run import RunDirectory, warn_of_changes
 from clew.training import checkpoint
 from clew.training.demonstrations import Demonstrations
 from clew.training.engine import StepResult, TrainEngine, make_deterministic
 from clew.training.ranks import Ranks, process_here
+
+log = logging.getLogger("clew.training")
 
 PROGRESS_S = 2.0
 """Seconds between lines of progress."""
@@ -31,28 +35,30 @@ def sft(config: Config) -> None:
     torch.set_num_threads(config.launch.threads or max(1, cores() // config.launch.ranks))
     make_deterministic(config.training)
     run = RunDirectory(config.run_path)
-    with run.hold(process_here()), Ranks.joined() as ranks:
-        console = Console(highlight=False, soft_wrap=True, quiet=not ranks.leads)
+    with run.hold(process_here()), run.report(process_here()) as reporter, Ranks.joined() as ranks:
+        console = EscapingConsole(highlight=False, soft_wrap=True, quiet=not ranks.leads)
         if run.steps.count():
             raise RecordError(f"{run.path} holds a run of `clew train`. Choose another trial=NAME.")
         if ranks.leads:
             checkpoint.clean(run.checkpoints)
         engine = TrainEngine(config, ranks=ranks)
         demonstrations = Demonstrations(config, engine.tokenizer, context=engine.context)
-        if ranks.leads:
-            run.describe(
-                config, threads=torch.get_num_threads(), topology={"ranks": ranks.size, "tp": config.training.tp}
-            )
         resume(engine, run, console)
+        if ranks.leads:
+            warn_of_changes(log, config, run, engine.version, config.training.steps)
+            if engine.version < config.training.steps:
+                topology = {"ranks": ranks.size, "tp": config.training.tp}
+                run.describe(config, step=engine.version, threads=torch.get_num_threads(), topology=topology)
         progress = _Progress(console, config.training.steps)
+        reporter.set(doing="training", version=engine.version)
         while engine.version < config.training.steps:
             result = engine.supervised_step(demonstrations.batch(engine.version))
             progress.say(engine.version, result)
+            reporter.set(version=engine.version)
             if checkpoint.is_due(engine.version, config):
                 folder = run.checkpoints / f"step-{engine.version:06d}"
                 checkpoint.save(engine, folder)
                 if ranks.leads:
-                    checkpoint.point_latest(run.checkpoints, folder)
                     checkpoint.prune(run.checkpoints, config.checkpoint.keep)
         console.print(f"{engine.version} steps are trained. The model: {run.checkpoints / 'latest'}")
 
@@ -64,7 +70,7 @@ def resume(engine: TrainEngine, run: RunDirectory, console: Console) -> None:
         return
     checkpoint.load(engine, folders[-1])
     if engine.ranks.leads:
-        checkpoint.point_latest(run.checkpoints, folders[-1])  # a kill may have come between the two
+        checkpoint.point_latest(folders[-1])  # a kill may have come between the two
     steps = engine.config.training.steps
     if engine.version > steps:
         raise RecordError(

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from clew.record.weights import WeightRef
+from clew.record.weights import DIGEST_KEY, WeightRef
 from clew.training.engine import TrainEngine
 from clew.training.folders import written_aside
 from clew.training.scoring import score
@@ -28,15 +28,15 @@ def write_weights(engine: TrainEngine, folder: Path, version: int, probe_ids: Se
     Raises RecordError when the disk is full.
     """
     probe = list(default_probe(engine) if probe_ids is None else probe_ids)
-    tensors = _each_once(engine.published_state())
+    tensors, digest = _each_once(engine.published_state()), engine.weights_digest()
     if engine.ranks.leads:
         with written_aside(folder) as aside:
-            save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"})
+            save_file(tensors, aside / "model.safetensors", metadata={"format": "pt", DIGEST_KEY: digest})
             engine.model.config.save_pretrained(aside)
     return WeightRef(
         version=version,
         path=str(folder),
-        digest=engine.weights_digest(),
+        digest=digest,
         probe_ids=probe,
         probe_logprob=probe_logprob(engine, probe),
     )

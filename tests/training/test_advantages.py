@@ -11,7 +11,14 @@ import torch
 from clew.config import Algorithm
 from clew.errors import ConfigError, TrainingError
 from clew.record.rows import Sequence
-from clew.training.advantages import group_advantages, normalise, overlong, sequence_advantages_function
+from clew.training.advantages import (
+    centre,
+    group_advantages,
+    leave_one_out,
+    normalise,
+    overlong,
+    sequence_advantages_function,
+)
 from clew.training.gae import advantages_function
 from tests.training.sequences import make_config, make_sequence
 
@@ -26,8 +33,8 @@ def test_four_rewards_by_hand():
     assert normalise(np.array([1.0, 0.0, 0.0, 0.0])) == pytest.approx([1.5, -0.5, -0.5, -0.5], rel=1e-5)
 
 
-def test_equal_rewards_teach_nothing():
-    assert np.abs(normalise(np.array([0.3, 0.3, 0.3]))).max() < 1e-9
+def test_equal_rewards_teach_nothing_but_rounding():
+    assert 0 < np.abs(normalise(np.array([0.7] * 6))).max() < 1e-9
 
 
 def test_statistics_are_over_episodes_and_within_a_group():
@@ -42,6 +49,18 @@ def test_statistics_are_over_episodes_and_within_a_group():
     advantages = group_advantages(rows)
     assert advantages.dtype == np.float32
     assert advantages == pytest.approx([half, half, -half, -half, half], rel=1e-5)
+
+
+def test_leave_one_out_of_several_sequences_is_more_than_a_multiple_of_mean():
+    """(R_i - mean of its episode) + G / (G - 1) (mean of its episode - m); G / (G - 1) times `mean` of one sequence."""
+    rewards = [[4.0, 2.0], [3.0], [9.0]]
+    m, of_first = 5.0, 3.0
+    found = leave_one_out(rewards)
+    assert found.tolist() == pytest.approx(
+        [(4 - of_first) + 1.5 * (of_first - m), (2 - of_first) + 1.5 * (of_first - m), 1.5 * (3 - m), 1.5 * (9 - m)]
+    )
+    assert found[2:].tolist() == pytest.approx((1.5 * centre(rewards))[2:].tolist())
+    assert found[0] != pytest.approx(1.5 * centre(rewards)[0])
 
 
 @pytest.mark.parametrize("method", ["group", "mean", "leave_one_out", "batch"])

@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from clew.training.losses import (
     supervised_loss,
     value_loss,
 )
+from clew.training.metrics import divergences
 from clew.training.scoring import Scores, score
 from tests.models import tiny_model, tiny_tokenizer
 from tests.training.sequences import make_config, make_sequence
@@ -282,6 +284,109 @@ def test_k1_and_k2_by_hand():
         assert float(grad) == pytest.approx(0.5 * gradient)
 
 
+def test_gspo_lets_go_of_a_sequence_that_has_become_unlikely():
+    """Under lag: since it was sampled, one of its tokens has become 1e4 times less likely, the others have not."""
+    current = logs(1e-5, 0.5, 0.5, 0.5).requires_grad_()
+    behaviour = logs(0.1, 0.5, 0.5, 0.5)
+    algorithm = make_config("unused", algorithm={"preset": "gspo"}).algorithm
+    loss = loss_function(algorithm)(
+        logprobs_N=current,
+        proximal_N=current.detach(),
+        behaviour_N=behaviour,
+        advantages_N=torch.full((4,), -1.0, dtype=torch.float64),
+        rows_N=torch.zeros(4, dtype=torch.int64),
+    )
+    (gradient,) = torch.autograd.grad(loss.per_token_N.mean(), current)
+    # weights of tokens would give 3/4 of a fresh sequence's gradient to each of them, the unlikely one included
+    assert gradient.tolist() == pytest.approx([1e-4 / 4] * 4)
+
+
+@pytest.mark.parametrize("apart", [89.0, 700.0, -89.0, -700.0])
+@pytest.mark.parametrize("options", [{}, {"ratio": "sequence"}, {"loss": "cispo"}, {"dual_clip": 3.0}])
+@pytest.mark.parametrize("importance", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_probabilities_however_far_apart_give_a_finite_loss_and_gradient(
+    apart: float, options: dict[str, Any], importance: str, estimator: str
+):
+    """float32 overflows above e^88.7, and infinity times an advantage of 0 is NaN."""
+    for far in ("proximal_N", "behaviour_N", "reference_N"):
+        inputs = {name: torch.full((3,), -1.0) for name in ("proximal_N", "behaviour_N", "reference_N")}
+        inputs[far] -= apart
+        current = torch.full((3,), -1.0, requires_grad=True)
+        loss = policy_loss(
+            logprobs_N=current,
+            advantages_N=torch.tensor([0.0, 2.0, -2.0]),
+            rows_N=torch.arange(3),
+            importance=importance,
+            kl_coef=0.1,
+            kl_estimator=estimator,
+            **inputs,
+            **OPTIONS,
+            **options,
+        )
+        (gradient,) = torch.autograd.grad(loss.per_token_N.sum(), current)
+        assert loss.per_token_N.isfinite().all() and gradient.isfinite().all(), far
+        assert all(math.isfinite(value) for value in loss.sums.values())
+        others = divergences(current.detach().numpy(), inputs["reference_N"].numpy(), estimator)
+        assert others.tolist() == pytest.approx((loss.sums["kl"] / 3).expand(3).tolist(), rel=1e-6)
+
+
+def test_a_ratio_within_the_limit_is_left_as_it_is_to_the_last_bit():
+    torch.manual_seed(0)
+    proximal = -3 * torch.rand(10_000)
+    start = proximal + 4 * torch.randn(10_000)
+    advantages, weight = torch.randn(10_000), torch.exp(proximal - start / 2).clamp(max=2)
+
+    def gradient(loss: Any) -> tuple[Tensor, Tensor]:
+        current = start.clone().requires_grad_()
+        values = loss(current)
+        return values, torch.autograd.grad(values.sum(), current)[0]
+
+    def ours(current: Tensor) -> Tensor:
+        inputs: dict[str, Any] = {"proximal_N": proximal, "behaviour_N": start / 2, "advantages_N": advantages}
+        return policy_loss(logprobs_N=current, **inputs, **OPTIONS).per_token_N
+
+    def unlimited(current: Tensor) -> Tensor:
+        ratio = torch.exp(current - proximal)
+        return -weight * torch.minimum(ratio * advantages, ratio.clamp(1 - 0.2, 1 + 0.3) * advantages)
+
+    for found, expected in zip(gradient(ours), gradient(unlimited), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_k3_of_nearly_equal_probabilities_is_not_noise():
+    torch.manual_seed(0)
+    differences = 1e-4 * torch.randn(1_000_000)
+    exact = float((torch.expm1(differences.double()) - differences.double()).mean())
+    found = k3(torch.zeros(1_000_000), differences)
+    assert exact == pytest.approx(5e-9, rel=0.01)
+    assert float(found.mean()) == pytest.approx(exact, rel=1e-3) and float(found.min()) >= 0
+    tiny = 1e-9 * np.random.default_rng(0).normal(size=1_000_000)  # where float64 is noise, too
+    assert divergences(np.zeros(1_000_000), tiny, "k3").mean() == pytest.approx(5e-19, rel=0.01)
+
+
+def test_clip_share_counts_every_token_that_a_bound_holds():
+    def share(current: float, advantage: float, **options: Any) -> float:
+        return float(
+            policy_loss(
+                logprobs_N=logs(current),
+                proximal_N=logs(0.1),
+                behaviour_N=logs(0.1),
+                advantages_N=torch.tensor([advantage], dtype=torch.float64),
+                **OPTIONS | options,
+            ).sums["clip_share"]
+        )
+
+    for above, below in ((1.0, 0.0), (-1.0, 1.0)):  # clip: of an advantage's sign, only one side is clipped
+        assert share(0.5, above) == max(above, 0) and share(0.01, above) == below
+    for advantage in (1.0, -1.0):  # CISPO's ratio is clipped whatever the advantage
+        assert share(0.5, advantage, loss="cispo") == share(0.01, advantage, loss="cispo") == 1
+        assert share(0.11, advantage, loss="cispo") == 0
+    assert share(0.5, 0.0, loss="cispo") == share(0.5, 0.0) == 0  # nothing is held where nothing pulls
+    assert share(0.5, -1.0, dual_clip=3.0) == 1 and share(0.25, -1.0, dual_clip=3.0) == 0
+    assert share(0.01, -1.0, dual_clip=3.0) == 1 and share(0.5, 1.0, dual_clip=3.0) == 1
+
+
 # The user's own ------------------------------------------------------------------------------------------------------
 
 
@@ -508,6 +613,10 @@ CLIP = {"epsilon": 0.2, "epsilon_high": 0.3}
         (
             {"loss_type": "grpo", "importance_sampling_level": "sequence", "beta": 0.1, **CLIP},
             {"ratio": "sequence", "loss_mean": "sequence", "clip_high": 0.3, "kl_coef": 0.1},
+        ),
+        (
+            {"loss_type": "luspo", "importance_sampling_level": "sequence", **CLIP},
+            {"ratio": "sequence", "loss_mean": "constant", "loss_constant": 1, "clip_high": 0.3},
         ),
         ({"loss_type": "bnpo", "entropy_coef": 0.1, **CLIP}, {"clip_high": 0.3, "entropy_coef": 0.1}),
         ({"loss_type": "dapo", "delta": 1.4, **CLIP}, {"clip_high": 0.3, "dual_clip": 1.4}),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from hypothesis.extra import numpy as hnp
 from clew.errors import ConfigError, RecordError
 from clew.record import Writer, rows
 from clew.record.rows import Sequence
-from clew.record.run import RunDirectory, open_run
+from clew.record.run import RunDirectory, _git_revision, open_run
 from clew.training.exchange import choose_steps, export_steps, import_steps
 from clew.training.padded import load_padded, load_stages, save_padded
 from tests.training.sequences import make_batch
@@ -58,7 +60,7 @@ def sequences(draw: st.DrawFn, name: str = "s") -> Sequence:
         finish_reason=draw(st.text()),
         data=draw(st.dictionaries(st.text(), nested, max_size=3)),
         interactions=draw(st.lists(st.dictionaries(st.text(), nested, max_size=2), max_size=2)),
-        images=draw(st.lists(st.text(), max_size=2)),
+        images=draw(st.lists(st.from_regex(r"[0-9a-f]{32}\.(png|jpg|gif|webp|bin)", fullmatch=True), max_size=2)),
         error=draw(st.none() | st.text(st.characters())),
         admitted_version=draw(int32s),
         admitted_at=draw(numbers),
@@ -171,13 +173,51 @@ def test_a_pickled_object_is_refused_and_not_executed(tmp_path: Path) -> None:
         ({"id": ["a"]}, r"id is a list of 1; expected a list of 4 texts"),
         ({"id": list("abca")}, r"batch\.pt: the id 'a' names 2 sequences"),
         ({"data": ["{"] * 4}, r"one of rewards_by_name, data, interactions, images is not JSON"),
-        ({"clew_format": 4}, r"is of format 4; this Clew reads formats up to 3"),
+        ({"clew_format": 5}, r"is of format 5; this Clew reads formats up to 4"),
         ({"loss_mask": torch.ones(4, 5)}, r"batch\.pt: sequence 0 .* its first token is in loss_mask"),
     ],
 )
 def test_what_is_not_a_batch_is_said_so(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(RecordError, match=message):
         load_padded(areals(tmp_path / "batch.pt", **changes))
+
+
+IMAGE = f"{'0' * 32}.png"
+
+
+@pytest.mark.parametrize("name", ["../../secret.txt", "/etc/passwd", f"../{IMAGE}", f"{IMAGE}\n", IMAGE.upper(), 7])
+def test_images_are_named_by_their_hash_and_nothing_else(tmp_path: Path, name: Any) -> None:
+    path = areals(tmp_path / "batch.pt", images=[json.dumps([IMAGE, name])] * 4)
+    with pytest.raises(RecordError, match=r"batch\.pt: sequence 0: images names .*; expected names of files in media/"):
+        load_padded(path)
+
+
+def test_a_small_file_cannot_claim_much_memory(tmp_path: Path) -> None:
+    """4 rows of 2e9 tokens, of which the file holds one."""
+    expanded = torch.ones(1).expand(4, 2 * 10**9)
+    path = tmp_path / "batch.pt"
+    cases: list[dict[str, Any]] = [{name: expanded for name in ("attention_mask", "logprobs")}]
+    for changes in [*cases, {"stages": {"loss": expanded}}]:
+        areals(path, **changes)
+        assert path.stat().st_size < 10_000
+        with pytest.raises(RecordError, match=r"\[4, 2000000000\], its tensors have .* elements.*\.contiguous\(\)"):
+            load_padded(path)
+    areals(path, rewards=torch.ones(4, device="meta"))
+    with pytest.raises(RecordError, match="rewards is not a dense tensor"):
+        load_padded(path)
+    shared = "x" * 2**20
+    areals(path, data=[shared] * 400)
+    with pytest.raises(RecordError, match="the texts of data are longer than the whole file"):
+        load_padded(path)
+
+
+def test_a_compressed_file_is_not_unpacked(tmp_path: Path) -> None:
+    path, small = areals(tmp_path / "batch.pt", data=["{}" + " " * 10**6] * 4), tmp_path / "small.pt"
+    with zipfile.ZipFile(path) as whole, zipfile.ZipFile(small, "w", zipfile.ZIP_DEFLATED) as packed:
+        for member in whole.infolist():
+            packed.writestr(member.filename, whole.read(member))
+    with pytest.raises(RecordError, match=r"small\.pt: its \d+ bytes are compressed and hold 1\d{6}"):
+        load_padded(small)
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
@@ -254,6 +294,30 @@ def test_an_import_is_whole_or_nothing(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match=r"empty\.pt: step 0 has no sequences"):
         import_steps([empty], tmp_path / "other", None)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt", "b.pt", "c.pt", "empty.pt", "run"]
+
+
+def test_an_import_runs_nothing_that_a_repository_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The current folder may be a stranger's: git would run a filter or a watcher that its .git/config names."""
+    path = areals(tmp_path / "batch.pt")
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    monkeypatch.chdir(theirs)
+    (theirs / "watch").write_text(f"#!/bin/sh\ntouch {tmp_path}/was-run\n")
+    (theirs / "watch").chmod(0o755)
+    for words in (("init", "-q"), ("config", "core.fsmonitor", f"{theirs}/watch"), ("rev-parse", "--git-dir")):
+        subprocess.run(["git", *words], check=True, capture_output=True)
+    (theirs / ".gitattributes").write_text("* filter=theirs\n")
+    subprocess.run(["git", "-c", "core.fsmonitor=false", "add", "."], check=True)
+    identity = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "core.fsmonitor=false")
+    subprocess.run(["git", *identity, "commit", "-qm", "theirs"], check=True)
+    _git_revision()  # of a run that is trained here
+    assert not (tmp_path / "was-run").exists()
+    subprocess.run(["git", "config", "filter.theirs.clean", f"{theirs}/watch"], check=True)
+    (theirs / ".gitattributes").touch()
+    import_steps([path], tmp_path / "imported", None)
+    assert not (tmp_path / "was-run").exists()
+    subprocess.run(["git", "status"], check=True, capture_output=True)
+    assert (tmp_path / "was-run").exists()  # as it would have been
 
 
 def test_a_parquet_file_is_a_steps_with_its_stages_beside(run: RunDirectory, tmp_path: Path) -> None:
