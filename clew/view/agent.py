@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.text import Text
 
+from clew.console import EscapingConsole
 from clew.record.rows import Sequence
 from clew.view.text import as_text, visible
 from clew.view.tokens import Tokenizer, shown_once, times, token_texts
@@ -44,7 +45,9 @@ def show_ran(
     for warning in warnings:
         console.print(Text(f"  warning: {visible(warning)}", style="yellow"), soft_wrap=True)
     if not sequences:
-        console.print(Text("  a provider tells no tokens: nothing of this could be trained on", style="dim"))
+        console.print(
+            Text("  API providers do not return token IDs, so this episode cannot be trained on", style="dim")
+        )
     elif sequences[0].error is not None:
         console.print(Text("  the trainer would put this episode into rejected/", style="red"))
     else:
@@ -85,7 +88,7 @@ class Replayed(Protocol):
 
 def show_replay(replay: Replayed) -> None:
     """How far the agent went as it did then, and how it ended."""
-    console = Console(highlight=False, markup=False, emoji=False)
+    console = EscapingConsole(highlight=False, markup=False, emoji=False)
     live = f", {replay.live} by the served model" if replay.live else ""
     console.print(f"{replay.answered} of {replay.recorded} recorded responses were asked for again{live}")
     colours = {"+": "green", "-": "red", "@": "dim"}

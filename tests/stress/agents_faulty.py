@@ -89,7 +89,7 @@ LOCK = asyncio.Lock()
 class GlobalLock(Agent):
     async def run(self, data: dict, **given: Any) -> float:
         async with LOCK:
-            await asyncio.sleep(0.03)
+            await asyncio.sleep(0.1)
         return await super().run(data, **given)
 
 
@@ -136,7 +136,7 @@ class OneWorker(Agent):
     workers = ThreadPoolExecutor(1)
 
     async def run(self, data: dict, **given: Any) -> float:
-        await asyncio.get_running_loop().run_in_executor(self.workers, time.sleep, 0.03)
+        await asyncio.get_running_loop().run_in_executor(self.workers, time.sleep, 0.1)
         return await super().run(data, **given)
 
 

@@ -53,6 +53,9 @@ class Strangers:
     def find(self, key: str) -> AgentSession:
         return AgentSession(Session(self._resources, f"g{next(self._numbers):06d}.e0"), Limits())
 
+    def own(self, key: str) -> AgentSession:
+        return self.find(key)
+
     def start(self, key: str) -> tuple[AgentSession, str]:
         raise NotImplementedError
 

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 
-from clew.diagnose.stress import files, growth, repeat, serial, shared, watch
-from clew.diagnose.stress.frames import Code, Place
+from clew.diagnose.stress import files, growth, repeat, rows, serial, shared, watch
+from clew.diagnose.stress.frames import Code, Place, stack_of_thread
 from clew.diagnose.stress.growth import Sample, grows
 from clew.diagnose.stress.repeat import Told
+from clew.diagnose.stress.report import Report
 from clew.diagnose.stress.requests import Noted, Request, Requests
 from clew.diagnose.stress.serial import Crowd
 from clew.diagnose.stress.shared import Change
 from clew.diagnose.stress.standin import StandIn
 from clew.diagnose.stress.steps import Episode
+from clew.diagnose.stress.verdict import Verdict
+from clew.diagnose.stress.writes import Sources
 from clew.inference.protocol import Completion, SamplingParams
 from tests.models import tiny_tokenizer
 
@@ -96,6 +102,7 @@ def test_concurrency_of_intervals() -> None:
 
 
 def crowd(width: int, seconds: float, mean_s: float, waited: float, busy: float = 0.1, model_s: float = 1.0) -> Crowd:
+    """The mean of the first two episodes is that of all. busy: a share of the time."""
     return Crowd(
         width=width,
         seconds=seconds,
@@ -103,7 +110,8 @@ def crowd(width: int, seconds: float, mean_s: float, waited: float, busy: float 
         mean_s=mean_s,
         model_s=model_s,
         waits={Place("lock"): waited, Place("elsewhere"): 1.0},
-        busy_share=busy,
+        busy_s=busy * seconds,
+        took={"a": mean_s, "b": mean_s},
     )
 
 
@@ -325,3 +333,109 @@ def test_a_block_is_timed_and_placed() -> None:
     assert "test_judgements.py" in verdict.where
     assert verdict.evidence[0].startswith("2 times")
     assert sum(each.seconds for each in watched.blocks) == pytest.approx(0.2, abs=0.06)
+
+
+def test_three_outcomes() -> None:
+    certain = Verdict(kind="serial", what="waits")
+    perhaps = replace(certain, certain=False)
+
+    def outcome(verdicts: list[Verdict], notes: list[str]) -> str:
+        return Report(
+            agent="a", batch=1, group=1, dp=1, width=1, rows=1, rows_used=1, waves=[], failures=[], growth=[],
+            verdicts=verdicts, notes=notes,
+        ).outcome  # fmt: skip
+
+    assert outcome([], []) == outcome([perhaps], []) == "fit"
+    assert outcome([certain], []) == outcome([certain], ["why"]) == "not fit"
+    assert outcome([], ["why"]) == outcome([perhaps], ["why"]) == "not judged"
+
+
+def test_a_lock_is_found_beside_a_busy_processor_and_a_busy_processor_is_no_lock() -> None:
+    alone, narrow = crowd(1, 1.0, 1.0, 0.0), crowd(4, 4.0, 2.5, 1.5)
+    held = crowd(16, 40.0, 21.0, 20.0, busy=0.6)  # 16 s of sleep under a lock, and 24 s without a processor
+    assert serial.verdict(alone, narrow, held) is not None
+    starved = crowd(16, 16.0, 8.5, 7.5, busy=0.92)
+    assert serial.verdict(alone, narrow, starved) is None and serial.slows(narrow, starved)
+
+
+def test_a_row_that_takes_long_is_no_lock() -> None:
+    alone, narrow = crowd(1, 1.0, 1.0, 0.0), crowd(4, 1.0, 1.0, 0.0)
+    wide = replace(crowd(16, 10.0, 1.6, 0.6), took={"a": 1.0, "b": 1.0, "c": 10.0})
+    assert serial.verdict(alone, narrow, wide) is None
+
+
+def test_a_pool_that_closes_connections_hides_no_leak() -> None:
+    pool, leaked = [2, 16, 4, 9, 1], [2, 10, 18, 22, 26]
+    samples = [
+        Sample(
+            episodes=episodes,
+            counts={"sockets": a + b},
+            examples={"sockets": "connected at agent.py:3 ask"},
+            by_line={"sockets": {"agent.py:3 ask": a, "agent.py:9 run": b}},
+        )
+        for episodes, a, b in zip([2, 10, 18, 22, 26], pool, leaked, strict=True)
+    ]
+    assert grows(samples, "sockets") is None
+    (found,) = growth.verdicts(samples)
+    assert "agent.py:9 run" in found.where and found.what == "sockets left behind: +1.0 sockets with every episode"
+
+
+def test_text_of_another_row() -> None:
+    rows_ = [Episode(id=id, data={"prompt": f"Where is {town} today?"}) for id, town in zip("ab", ("Rome", "Oslo"))]  # noqa: B905
+    own = [request(each.id, f"user {each.data['prompt']}", "x") for each in rows_]
+    assert rows.foreign(rows_, own) == []
+    (found,) = rows.foreign(rows_, [*own, request("b", "user Where is Rome today?", "x")])
+    assert (found.asker.id, found.owner.id, found.text) == ("b", "a", "Where is Rome today?")
+    quoted = [request("b", "user hello", "Where is Rome today?"), request("b", "user Where is Rome today?", "x")]
+    assert rows.foreign(rows_, quoted) == []
+
+
+def test_a_dictionary_is_one_finding_and_its_line_is_named() -> None:
+    first, second = episodes()
+
+    def put(episode: Episode, value: str) -> tuple[Episode, Callable[[Any], None]]:
+        return episode, lambda a: a.cache.update({f"k{number}": value for number in range(11)})
+
+    agent = Holder()
+    steps = [put(first, "one"), put(second, "two"), put(first, "three")]
+    (found,) = shared.verdicts(
+        changes_of(agent, steps), matters=True, sources=Sources(files=[__file__], classes=["Holder"])
+    )
+    assert found.certain and found.where.startswith("agent.cache.k") and "test_judgements.py" in found.where
+    assert any("10 more of agent.cache" in line for line in found.evidence)
+
+
+def test_a_thread_that_sleeps_in_a_call_is_told_from_one_that_waits_for_a_lock() -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    sleeper = threading.Thread(target=time.sleep, args=(0.5,), daemon=True)
+    waiter = threading.Thread(target=lock.acquire, daemon=True)
+    hears = threading.Event()
+    hearer = threading.Thread(target=hears.wait, daemon=True)
+    for thread in (sleeper, waiter, hearer):
+        thread.start()
+    time.sleep(0.1)
+    assert watch.sleeps_in_a_call(sleeper.native_id or 0) and not watch.sleeps_in_a_call(waiter.native_id or 0)
+    told = stack_of_thread(hearer.ident or 0)
+    assert watch.sleeps_in_a_call(hearer.native_id or 0, told), "threading's own wait is not the interpreter's"
+    hears.set()
+    lock.release()
+
+
+def test_a_loop_that_waits_for_a_worker_is_blocked() -> None:
+    with ThreadPoolExecutor(1) as pool:
+
+        async def block() -> watch.Watched:
+            async with watch.LoopWatch(Code(Holder())) as loop_watch:
+                await asyncio.sleep(0.02)
+                pool.submit(time.sleep, 0.3).result()
+                await asyncio.sleep(0.02)
+                return loop_watch.take()
+
+        (verdict,) = watch.verdicts(asyncio.run(block()))
+    assert "test_judgements.py" in verdict.where and verdict.what == "blocks the event loop"
+
+
+def test_a_report_with_open_files_is_json() -> None:
+    sample = Sample(episodes=2, counts={"files": 1.0}, by_line={"files": {"agent.py:3 ask": 1}})
+    assert json.loads(json.dumps(asdict(sample)))["by_line"] == {"files": {"agent.py:3 ask": 1}}

@@ -6,23 +6,15 @@ import itertools
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from clew.diagnose.stress import audit
 from clew.diagnose.stress.frames import Code, lines_of
 from clew.diagnose.stress.steps import Episode, current_episode
 from clew.diagnose.stress.verdict import Verdict
-
-_hears: Callable[[Any, int], None] | None = None
-"""Python's audit hooks stay for good, so there is one, which tells whoever listens."""
-
-
-def _hook(event: str, arguments: tuple[Any, ...]) -> None:
-    if _hears is not None and event == "open":
-        path, _, flags = arguments
-        _hears(path, flags)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,25 +29,22 @@ class Opened:
 class Files:
     """While it is entered, notes the files that episodes open to write them anew."""
 
-    _hooked = False
-
     def __init__(self, code: Code) -> None:
         self._code = code
         self.opened: list[Opened] = []
 
     async def __aenter__(self) -> Files:
-        global _hears
-        if not Files._hooked:
-            sys.addaudithook(_hook)
-            Files._hooked = True
-        _hears = self._note
+        self._listening = audit.listening(self._note)
+        self._listening.__enter__()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        global _hears
-        _hears = None
+        self._listening.__exit__(None, None, None)
 
-    def _note(self, path: Any, flags: int) -> None:
+    def _note(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event != "open":
+            return
+        path, _, flags = arguments
         writes = flags & (os.O_WRONLY | os.O_RDWR) and not flags & (os.O_APPEND | os.O_EXCL)
         episode = current_episode()
         if episode is None or not writes or not isinstance(path, (str, bytes)):

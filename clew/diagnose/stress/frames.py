@@ -85,6 +85,16 @@ def stack_of_thread(thread_id: int) -> list[Line]:
     return list(lines_of(sys._current_frames().get(thread_id)))
 
 
+def waits_for_events(thread_id: int) -> bool:
+    """Whether a thread's event loop has nothing to do. To ask the loop itself would wake it, and on a busy machine each
+    time it would have to wait for a processor."""
+    frame = sys._current_frames().get(thread_id)
+    if frame is None or not frame.f_code.co_filename.endswith("selectors.py") or frame.f_back is None:
+        return False
+    caller = frame.f_back.f_code  # subprocess waits in a selector, too, and blocks the loop
+    return is_loop(caller.co_filename) and caller.co_name in _RUNS
+
+
 def lines_of(frame: FrameType | None) -> Iterator[Line]:
     """The stack above a frame, innermost first, down to its event loop or its beginning."""
     while frame is not None:

@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from clew.diagnose.stress.busy import children
 from clew.diagnose.stress.frames import Code, is_clew, is_loop, shown_path, stack_of_coroutine, stack_of_thread
+from clew.diagnose.stress.origins import Origins
 from clew.diagnose.stress.verdict import Verdict
 from clew.diagnose.stress.watch import WATCHING
 
@@ -28,7 +30,9 @@ DEPTH = 8
 QUANTITIES = {
     "tasks": (0.05, 2, "{:.1f} tasks"),
     "threads": (0.05, 2, "{:.1f} threads"),
-    "files": (0.05, 2, "{:.1f} open files or sockets"),
+    "processes": (0.05, 2, "{:.1f} processes"),
+    "files": (0.05, 2, "{:.1f} open files or pipes"),
+    "sockets": (0.05, 2, "{:.1f} sockets"),
     "sessions": (0.05, 2, "{:.1f} sessions"),
     "memory": (512, 16 * 2**10, "{:,.0f} bytes"),
     "resident": (64 * 2**10, 16 * 2**20, "{:,.0f} bytes of resident memory"),
@@ -47,6 +51,9 @@ class Sample:
     """By the names of QUANTITIES."""
     examples: dict[str, str] = field(default_factory=dict)
     """The commonest of each: where it is from."""
+    by_line: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Of files and sockets, by the line that opened them: a pool that closes idle connections hides no leak. (No
+    Counter: dataclasses.asdict would count its items.)"""
 
 
 def grows(samples: Sequence[Sample], quantity: str) -> float | None:
@@ -64,19 +71,44 @@ def grows(samples: Sequence[Sample], quantity: str) -> float | None:
     return mean if steady and points[-1][1] - points[0][1] >= least_in_all else None
 
 
+def line_that_leaks(samples: Sequence[Sample], quantity: str) -> tuple[str, list[float]]:
+    """The line whose part of a quantity grows steadily, and its counts; empty when there is none."""
+    counted = [sample for sample in samples if quantity in sample.counts]
+    lines = {line for sample in counted for line in sample.by_line.get(quantity, ()) if line}
+    for line in sorted(lines):
+        values = [float(sample.by_line.get(quantity, {}).get(line, 0)) for sample in counted]
+        series = [
+            Sample(episodes=sample.episodes, counts={quantity: value})
+            for sample, value in zip(counted, values, strict=True)
+        ]
+        if grows(series, quantity) is not None:
+            return line, values
+    return "", []
+
+
 def verdicts(samples: Sequence[Sample]) -> list[Verdict]:
     """What grows. The process's memory is named only when the user's code does not explain it."""
     found = []
     for quantity, (_, _, told) in QUANTITIES.items():
-        slope = grows(samples, quantity)
+        slope, where = grows(samples, quantity), samples[-1].examples.get(quantity, "")
+        line, part = line_that_leaks(samples, quantity)
+        if line:
+            span = samples[-1].episodes - samples[0].episodes
+            slope, where = (
+                (part[-1] - part[0]) / span,
+                next(
+                    (each.examples[quantity] for each in reversed(samples) if line in each.examples.get(quantity, "")),
+                    f"opened at {line}",
+                ),
+            )
         if slope is None or (quantity == "resident" and any(v.what.startswith("memory") for v in found)):
             continue
-        values = [s.counts[quantity] for s in samples if quantity in s.counts]
+        values = part or [s.counts[quantity] for s in samples if quantity in s.counts]
         found.append(
             Verdict(
                 kind="growth",
                 what=f"{quantity} left behind: +{told.format(slope)} with every episode",
-                where=samples[-1].examples.get(quantity, ""),
+                where=where,
                 evidence=["after each wave of episodes: " + ", ".join(f"{value:,.0f}" for value in values)],
             )
         )
@@ -86,13 +118,15 @@ def verdicts(samples: Sequence[Sample]) -> list[Verdict]:
 class Sampler:
     """Takes samples in the event loop in which it was made; what was there before is not counted."""
 
-    def __init__(self, code: Code, sessions: Callable[[], int] | None = None) -> None:
+    def __init__(self, code: Code, origins: Origins, sessions: Callable[[], int] | None = None) -> None:
         """sessions: how many the gateway holds open."""
         self._code = code
+        self._origins = origins
         self._sessions = sessions
         self._tasks = set(asyncio.all_tasks())
         self._threads = set(threading.enumerate())
         self._files = _open_files()
+        self._processes = set(children())
 
     def left_tasks(self) -> list[asyncio.Task]:
         """Tasks that run, and did not when this was made."""
@@ -106,19 +140,42 @@ class Sampler:
         tasks = self.left_tasks()
         threads = [each for each in threading.enumerate() if each not in self._threads and each.name not in WATCHING]
         files = {number: name for number, name in _open_files().items() if self._files.get(number) != name}
+        by_line: dict[str, dict[str, int]] = {}
         counts: dict[str, float] = {"tasks": len(tasks), "threads": len(threads)}
         examples = {
             "tasks": _commonest(
-                str(self._code.place(stack_of_coroutine(task.get_coro())) or task.get_name()) for task in tasks
+                _with(
+                    str(self._code.place(stack_of_coroutine(task.get_coro())) or task.get_name()),
+                    "created at",
+                    self._origins.tasks.get(task, ""),
+                )
+                for task in tasks
             ),
             "threads": _commonest(
-                f"{re.sub(r'[0-9]+', '#', thread.name)}, at {self._code.place(stack_of_thread(thread.ident or 0))}"
+                _with(
+                    f"{re.sub(r'[0-9]+', '#', thread.name)}, at {self._code.place(stack_of_thread(thread.ident or 0))}",
+                    "started at",
+                    self._origins.threads.get(thread, ""),
+                )
                 for thread in threads
             ),
         }
         if sys.platform == "linux":
-            counts["files"] = len(files)
-            examples["files"] = _commonest(re.sub(r"\d+", "#", name) for name in files.values())
+            sockets = {number for number, name in files.items() if name.startswith("socket:")}
+            counts["processes"] = len(set(children()) - self._processes)
+            counts["files"], counts["sockets"] = len(files) - len(sockets), len(sockets)
+            examples["processes"] = _with("", "started at", _commonest(self._origins.processes.elements()))
+            examples["files"] = _commonest(
+                _with(re.sub(r"\d+", "#", name), "opened at", self._opened_at(name))
+                for number, name in files.items()
+                if number not in sockets
+            )
+            examples["sockets"] = _with(
+                "", "connected at", _commonest(filter(None, map(self._origins.sockets.get, sockets)))
+            )
+            opened = (self._opened_at(name) for number, name in files.items() if number not in sockets)
+            by_line["files"] = dict(Counter(opened))
+            by_line["sockets"] = dict(Counter(self._origins.sockets.get(number, "") for number in sockets))
             counts["resident"] = _resident()
         if self._sessions is not None:
             counts["sessions"] = self._sessions()
@@ -127,7 +184,12 @@ class Sampler:
             counts["memory"] = held.total()
             examples["memory"] = held.most_common(1)[0][0] if held else ""
             del counts["resident"]  # to trace costs memory itself
-        return Sample(episodes=episodes, counts=counts, examples=examples)
+        return Sample(episodes=episodes, counts=counts, examples=examples, by_line=by_line)
+
+    def _opened_at(self, name: str) -> str:
+        """The user's line that opened what a descriptor is of; a file without a name was opened by its folder's."""
+        path = Path(name.removesuffix(" (deleted)"))
+        return self._origins.files.get(str(path)) or self._origins.files.get(str(path.parent), "")
 
     def _held(self) -> Counter[str]:
         """Bytes that the user's code holds, by the line that allocated them."""
@@ -140,6 +202,11 @@ class Sampler:
                     held[f"{shown_path(frame.filename)}:{frame.lineno}"] += trace.size
                     break
         return held
+
+
+def _with(what: str, how: str, place: str) -> str:
+    """What is left behind, and where it is from, as far as either is known."""
+    return ", ".join(filter(None, (what, f"{how} {place}" if place else "")))
 
 
 def _resident() -> int:

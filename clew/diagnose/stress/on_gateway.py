@@ -8,10 +8,12 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from clew.diagnose.agent_run import MAX_NEW_TOKENS
+from clew.diagnose.stress.child import Source
 from clew.diagnose.stress.provider import NotedProvider
 from clew.diagnose.stress.report import Report
 from clew.diagnose.stress.requests import Noted, Requests
 from clew.diagnose.stress.run import stress
+from clew.diagnose.stress.stage import TIMEOUT_S
 from clew.diagnose.stress.stuck import STUCK_S
 from clew.inference.protocol import Engine, SamplingParams
 from clew.rollout.agents import SharedClient
@@ -103,12 +105,12 @@ def stressed(
     batch: int,
     group: int,
     dp: int = 1,
-    timeout_s: float | None = None,
+    timeout_s: float = TIMEOUT_S,
     stuck_s: float = STUCK_S,
+    source: Source | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Report:
-    """See `clew.diagnose.stress.run.stress`. The agent's code runs on this thread's event loop; the gateway is stopped
-    at the end."""
+    """Run `clew.diagnose.stress.run.stress` on this thread's event loop, and stop the gateway at the end."""
 
     async def work() -> Report:
         client = SharedClient()
@@ -132,6 +134,7 @@ def stressed(
                 dp=dp,
                 timeout_s=timeout_s,
                 stuck_s=stuck_s,
+                source=source,
                 sessions=gateway.sessions,
                 say=say,
             )

@@ -5,18 +5,18 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Iterator
-from html import escape
 from typing import Any
 
 from clew.diagnose.stress.growth import QUANTITIES
 from clew.diagnose.stress.report import PARTS, Report, growth_shown
+from clew.printing import in_html as escape
 
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
 table { border-collapse: collapse; margin: 1rem 0 } td, th { padding: .15rem .8rem .15rem 0; text-align: right }
 td:first-child, th:first-child { text-align: left } .verdict { border-left: 4px solid #c33; padding: .1rem .8rem;
 margin: .8rem 0 } .perhaps { border-color: #da3 } code { background: #f4f4f4; white-space: pre-wrap;
-overflow-wrap: anywhere } img { max-width: 100% } .fit { color: #183 } .unfit { color: #c33 }
+overflow-wrap: anywhere } img { max-width: 100% } .fit { color: #183 } .unfit { color: #c33 } .unjudged { color: #a70 }
 """
 
 
@@ -29,10 +29,12 @@ def _lines(report: Report) -> Iterator[str]:
     title = f"Stress of {escape(report.agent)}"
     yield f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
     yield f"</head><body><h1>{title}</h1>"
-    fit = ("fit", "fit for training") if report.fit else ("unfit", "not fit for training")
+    said = {"fit": ("fit", "fit for training"), "not fit": ("unfit", "not fit for training")}
+    style, outcome = said.get(report.outcome, ("unjudged", "not judged"))
     yield (
-        f"<p>Batch {report.batch} over {report.dp}, group {report.group}: {report.width} episodes at once. "
-        f'<strong class="{fit[0]}">{fit[1]}</strong></p>'
+        f"<p>Batch {report.batch} over {report.dp}, group {report.group}: {report.width} episodes at once; "
+        f"{report.rows_used} of {report.rows} rows of the data. "
+        f'<strong class="{style}">{outcome}</strong></p>'
     )
     for verdict in report.verdicts:
         yield f'<div class="verdict{"" if verdict.certain else " perhaps"}"><strong>{escape(verdict.kind)}: '

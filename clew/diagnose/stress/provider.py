@@ -117,7 +117,8 @@ class NotedProvider:
 
         asking.exchanges.append(exchange)
         try:
-            await self._passed_on(scope, heard, told)
+            with self._requests.asking(asking.episode):
+                await self._passed_on(scope, heard, told)
         finally:
             if exchange in asking.exchanges:
                 asking.exchanges.remove(exchange)

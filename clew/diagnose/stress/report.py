@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -15,6 +15,8 @@ from clew.diagnose.stress.requests import Request
 from clew.diagnose.stress.serial import concurrency, union
 from clew.diagnose.stress.steps import Episode
 from clew.diagnose.stress.verdict import Verdict
+
+Outcome = Literal["fit", "not fit", "not judged"]
 
 PARTS = ("episode", "model", "agent code", "tools", "reward")
 """episode: from start to end. model: at least one request is with the engine. reward: from the model's last answer to
@@ -77,18 +79,25 @@ class Report:
     dp: int
     width: int
     """Episodes at once: batch / dp prompts, each `group` times."""
+    rows: int
+    """Of the data ..."""
+    rows_used: int
+    """... and how many of them were run."""
     waves: list[WaveReport]
     failures: list[Failure]
     growth: list[Sample]
     verdicts: list[Verdict]
     """Facts first, then suspicions."""
     notes: list[str]
-    """What could not be judged, and why."""
+    """What could not be judged, why, and what to do."""
 
     @property
-    def fit(self) -> bool:
-        """Nothing certain speaks against training with this agent."""
-        return not any(verdict.certain for verdict in self.verdicts)
+    def outcome(self) -> Outcome:
+        """Not fit when something certain speaks against training with this agent; not judged when something could not
+        be looked at."""
+        if any(verdict.certain for verdict in self.verdicts):
+            return "not fit"
+        return "not judged" if self.notes else "fit"
 
     @property
     def measured(self) -> WaveReport:
@@ -97,7 +106,7 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return asdict(self) | {"fit": self.fit}
+        return asdict(self) | {"outcome": self.outcome}
 
 
 def parts(episode: Episode, requests: Sequence[Request]) -> dict[str, float]:

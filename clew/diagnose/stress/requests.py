@@ -3,8 +3,11 @@ requests are passed on to a provider."""
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -37,9 +40,37 @@ class Requests:
 
     def __init__(self) -> None:
         self._requests: list[Request] = []
+        self._open: dict[int, tuple[str, float]] = {}
+        self._numbers = itertools.count()
+        self.moved = time.monotonic()
+        """When the last request came, or was answered."""
 
     def note(self, request: Request) -> None:
         self._requests.append(request)
+
+    @contextmanager
+    def asking(self, episode: str) -> Iterator[None]:
+        """While it is entered, the model has a request of this episode."""
+        number, self.moved = next(self._numbers), time.monotonic()
+        self._open[number] = episode, self.moved
+        try:
+            yield
+        finally:
+            del self._open[number]
+            self.moved = time.monotonic()
+
+    def with_the_model(self) -> dict[str, float]:
+        """Episode to the seconds for which the model had requests of it, of those that have one there now or had."""
+        now, seconds = time.monotonic(), defaultdict[str, float](float)
+        for request in list(self._requests):
+            seconds[request.episode] += request.done - request.came
+        for episode, came in list(self._open.values()):
+            seconds[episode] += now - came
+        return seconds
+
+    def now_asking(self) -> set[str]:
+        """Episodes of which the model has a request now."""
+        return {episode for episode, _ in list(self._open.values())}
 
     def take(self) -> list[Request]:
         """All so far, in the order in which they came; they are forgotten here."""
@@ -65,9 +96,10 @@ class Noted:
         on_token: OnToken | None = None,
     ) -> Completion:
         came = time.monotonic()
-        completion = await self._engine.generate(
-            input_ids, params, images=images, request_id=request_id, on_token=on_token
-        )
+        with self._requests.asking(request_id.rpartition(".i")[0]):
+            completion = await self._engine.generate(
+                input_ids, params, images=images, request_id=request_id, on_token=on_token
+            )
         done = time.monotonic()
         self._requests.note(
             Request(

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import re
 import sys
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import Context, ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FunctionType, ModuleType
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ from clew.diagnose.stress.frames import Code
 from clew.diagnose.stress.requests import Request
 from clew.diagnose.stress.steps import Episode
 from clew.diagnose.stress.verdict import Verdict
+from clew.diagnose.stress.writes import Sources
 
 MARK = 48
 """Characters of an answer by which it is known again; a shorter answer is known whole ..."""
@@ -37,6 +39,8 @@ WIDTH = 256
 
 MANY = 4096
 """A dictionary with more entries is a table, and left alone."""
+
+NO_SOURCES = Sources()
 
 _PLAIN = (str, int, float, bool, bytes, type(None))
 
@@ -93,6 +97,8 @@ class Change:
 
     name: str
     """Of the object: agent, agent.messages, module.CACHE."""
+    top: str
+    """Of the attribute or global that it is, or lies within: one finding is about all of it."""
     key: str
     """Of a dictionary's entry or an object's attribute."""
     kind: Kind
@@ -112,8 +118,13 @@ class State:
     def __init__(self, agent: object, code: Code) -> None:
         self._code = code
         self._roots = list(_roots(agent, code))
+        self.sources = Sources(
+            files=sorted({file for name, _ in self._roots if (file := _file_of(name))}),
+            classes={each.__qualname__ for each in type(agent).__mro__},
+        )
         self._lock = threading.Lock()
         self._seen: dict[str, set[int]] = defaultdict(set)
+        self._tops: dict[str, str] = {}
         self._before = self._now()
         self.changes: list[Change] = []
 
@@ -125,12 +136,27 @@ class State:
                 self._compare(name, self._before[name], now[name], episode)
             self._before = now
 
+    def held(self) -> dict[str, Any]:
+        """Name to what it holds now, shallow."""
+        return self._now()
+
+    def place_of(self, text: str) -> str:
+        """The attribute or global within which this text stands, and the line that changes it; empty without one."""
+        name = holding(self, text)
+        lines = self.sources.lines_that_change(re.sub(r"\[.*", "", name).rpartition(".")[2]) if name else []
+        return f"{name}, changed at {lines[0]}" if lines else name
+
+    def top_of(self, name: str) -> str:
+        """The attribute or global that the object of this name is, or lies within."""
+        return self._tops.get(name, "")
+
     def _compare(self, name: str, before: Any, now: Any, episode: Episode) -> None:
         def note(key: str, kind: Kind, value: Any, known: bool = False) -> None:
             number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
             told = repr(value)[:80] if isinstance(value, _PLAIN) else type(value).__qualname__
+            top = self._tops.get(name) or full_name(name, key)
             self.changes.append(
-                Change(name=name, key=key, kind=kind, value=told, number=number, known=known, episode=episode)
+                Change(name=name, top=top, key=key, kind=kind, value=told, number=number, known=known, episode=episode)
             )
 
         if isinstance(now, dict) and isinstance(before, dict):
@@ -154,19 +180,22 @@ class State:
     def _now(self) -> dict[str, Any]:
         """Name to what it holds, shallow: a dictionary; a list as (length, last elements); a set."""
         held: dict[str, Any] = {}
+        looked: set[int] = set()
         for name, values in self._roots:
-            self._look(name, values, held, 0, set())
+            self._look(name, values, held, 0, "", looked)
         return held
 
-    def _look(self, name: str, value: Any, held: dict[str, Any], depth: int, above: set[int]) -> None:
-        if depth > DEPTH or id(value) in above:
+    def _look(self, name: str, value: Any, held: dict[str, Any], depth: int, top: str, looked: set[int]) -> None:
+        """top: of what lies within an attribute or global. looked: objects that have been seen under another name."""
+        if depth > DEPTH or id(value) in looked:
             return
-        above = above | {id(value)}
+        looked.add(id(value))
         if isinstance(value, ContextVar):  # what it is where nobody has set it: one object for all
             try:
                 value = Context().run(value.get)
             except LookupError:
                 return
+        self._tops[name] = top
         if isinstance(value, (list, deque)):
             last = tuple(value)[-8:] if isinstance(value, deque) else tuple(value[-8:])
             held[name] = (len(value), last)
@@ -182,13 +211,28 @@ class State:
             for key, each in list(entries.items())[:WIDTH]:
                 if not isinstance(each, _PLAIN):
                     inner = f"{name}.{key}" if depth == 0 or not isinstance(value, dict) else f"{name}[{key!r}]"
-                    self._look(inner, each, held, depth + 1, above)
+                    self._look(inner, each, held, depth + 1, top or inner, looked)
 
     def _is_users_object(self, value: Any) -> bool:
         if isinstance(value, (type, ModuleType, FunctionType)) or not hasattr(value, "__dict__"):
             return False
         file = getattr(sys.modules.get(type(value).__module__), "__file__", None)
         return bool(file and self._code.is_user(file))
+
+
+def _file_of(name: str) -> str:
+    """The source file of the module that a root's name begins with."""
+    return str(getattr(sys.modules.get(name), "__file__", None) or "")
+
+
+def holding(state: State, text: str) -> str:
+    """The name of an attribute or global within which this text stands, without those that hold all rows' alike."""
+    for name, value in state.held().items():
+        entries = value.values() if isinstance(value, dict) else value[1] if isinstance(value, tuple) else ()
+        for key, each in value.items() if isinstance(value, dict) else enumerate(entries):
+            if isinstance(each, str) and text in each:
+                return state.top_of(name) or full_name(name, repr(key))
+    return ""
 
 
 def _roots(agent: object, code: Code) -> Iterator[tuple[str, Any]]:
@@ -237,36 +281,51 @@ def _differ(a: Any, b: Any) -> bool:
     return not _same(a, b)
 
 
-def verdicts(changes: Sequence[Change], *, matters: bool) -> list[Verdict]:
-    """By the object: facts and suspicions. matters: what episodes do was seen to depend on one another."""
+def full_name(name: str, key: str) -> str:
+    """Of an entry of the object of this name."""
+    return f"{name}[{key}]" if key and not key.startswith("'") else f"{name}.{key[1:-1]}" if key else name
+
+
+def verdicts(changes: Sequence[Change], *, matters: bool, sources: Sources = NO_SOURCES) -> list[Verdict]:
+    """One for each object, facts and suspicions. matters: what episodes do was seen to depend on one
+    another. sources: where to find the line that changes it."""
     by_place: dict[tuple[str, str], list[Change]] = defaultdict(list)
     for change in changes:
         by_place[change.name, change.key].append(change)
     several_rows = any(change.episode.data != changes[0].episode.data for change in changes)
-    facts: dict[str, Verdict] = {}
-    suspicions: dict[str, Verdict] = {}
+    by_top: dict[str, list[tuple[str, Verdict]]] = defaultdict(list)
     for (name, key), made in by_place.items():
         pair = _overlapping(made)
         if pair is None:
             continue
-        full = f"{name}[{key}]" if key and not key.startswith("'") else f"{name}.{key[1:-1]}" if key else name
+        full = full_name(name, key)
         suspicion = _suspicion(made, several_rows, matters)
         episodes = sorted({change.episode.id for change in made})
+        lines = sources.lines_that_change(re.sub(r"\[.*", "", made[0].top).rpartition(".")[2])
         verdict = Verdict(
             kind="shared",
             what=f"{full} is changed by episodes that run at the same time"
             + (f", {suspicion}" if suspicion else "; each sees the other's"),
-            where=full,
+            where=f"{full}, changed at {lines[0]}" if lines else full,
             evidence=[
                 f"{pair[0].episode.id} left {pair[0].value} there, and {pair[1].episode.id} "
                 f"{'changed it' if pair[1].kind == 'changed' else 'put ' + pair[1].value + ' in its place'} "
                 f"while {pair[0].episode.id} still ran",
                 f"changed by {len(episodes)} episodes: {', '.join(episodes[:6])}{', …' if len(episodes) > 6 else ''}",
+                *([f"also changed at {', '.join(lines[1:4])}"] if lines[1:] else []),
             ],
             certain=not suspicion,
         )
-        (suspicions if suspicion else facts)[name if suspicion else full] = verdict
-    return [*facts.values(), *(each for name, each in suspicions.items() if name not in facts)]
+        by_top[made[0].top].append((full, verdict))
+    found = []
+    for top, entries in by_top.items():
+        entries.sort(key=lambda entry: not entry[1].certain)
+        (full, verdict), others = entries[0], [name for name, _ in entries[1:]]
+        if others:
+            among = ", ".join(others[:3]) + (", …" if len(others) > 3 else "")
+            verdict = replace(verdict, evidence=[*verdict.evidence, f"and so are {len(others)} more of {top}: {among}"])
+        found.append(verdict)
+    return sorted(found, key=lambda verdict: not verdict.certain)
 
 
 def _overlapping(made: Sequence[Change]) -> tuple[Change, Change] | None:

@@ -42,7 +42,11 @@ class Episode:
     error: str | None = None
     """Type and message."""
     at: str = ""
-    """Where the error was raised."""
+    """Where the error was raised, or where it waited when it was stopped."""
+    stopped: str = ""
+    """Why it was stopped, when it came to no end by itself."""
+    idle_from: float = 0.0
+    """What `BusyWatch.idle_s` said when it started."""
     coroutine: Coroutine | None = None
     """Of an `async def run`, while it runs."""
     thread_id: int | None = None
@@ -133,8 +137,11 @@ def driven(clew_drives: Coroutine, episode: Episode, stepped: Stepped | None) ->
             advance = lambda: clew_drives.throw(failure)  # noqa: E731, B023
 
 
-def task_factory(stepped: Stepped | None) -> Callable[..., asyncio.Task]:
-    """For loop.set_task_factory: tasks that an episode starts are known as its own."""
+def task_factory(stepped: Stepped | None, made: Callable[[asyncio.Task], None]) -> Callable[..., asyncio.Task]:
+    """For loop.set_task_factory: tasks that an episode starts are known as its own.
+
+    made: called with each of them, in the call that makes it.
+    """
 
     def make(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task:
         episode = _current.get()
@@ -146,6 +153,7 @@ def task_factory(stepped: Stepped | None) -> Callable[..., asyncio.Task]:
 
         task = asyncio.Task(of_episode(coroutine), loop=loop, **options)
         task.add_done_callback(lambda _: coroutine.close())  # one that was cancelled before it began
+        made(task)
         return task
 
     return make

@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Collection
 from types import FrameType
 
-from clew.diagnose.stress.frames import Code, lines_of, stack_of_thread, told
+from clew.diagnose.stress.busy import scheduled
+from clew.diagnose.stress.frames import Code, lines_of, stack_of_thread, told, waits_for_events
 from clew.diagnose.stress.serial import waits_at
 from clew.diagnose.stress.steps import Episode
 from clew.diagnose.stress.verdict import Verdict
@@ -24,7 +25,7 @@ AGAIN_S = 0.05
 """After that has been seen once, each further such call is interrupted after so long."""
 
 COMPUTES = 0.1
-"""A thread that computes for a larger share of the time does not stand still."""
+"""A thread that computes, or waits for a processor, for a larger share of the time does not stand still."""
 
 SIGNAL = signal.SIGUSR2
 """Interrupts the call; Python does so in the main thread alone."""
@@ -48,7 +49,7 @@ class StuckWatch:
 
     async def __aenter__(self) -> StuckWatch:
         self._loop = asyncio.get_running_loop()
-        self._thread_id = threading.get_ident()
+        self._thread_id, self._native_id = threading.get_ident(), threading.get_native_id()
         self._watches = threading.current_thread() is threading.main_thread()
         if self._watches:
             self._handler = signal.signal(SIGNAL, self._interrupt)
@@ -68,21 +69,28 @@ class StuckWatch:
             raise Stuck("the event loop stood still here, and was interrupted")
 
     def _run(self) -> None:
-        clock = time.pthread_getcpuclockid(self._thread_id)
         while not self._stop.wait(AGAIN_S):
+            if waits_for_events(self._thread_id):
+                continue
             answered = threading.Event()
             self._loop.call_soon_threadsafe(answered.set)
             patience = self._stuck_s if self.verdict is None else AGAIN_S
-            computed = time.clock_gettime(clock)
+            wanted = self._wanted_s()
             while not answered.wait(patience) and not self._stop.is_set():
-                before, computed = computed, time.clock_gettime(clock)
-                if computed - before > COMPUTES * patience:
+                before, wanted = wanted, self._wanted_s()
+                place = self._code.place(stack_of_thread(self._thread_id))
+                if wanted - before > COMPUTES * patience or place is None or not place.user:
                     continue
                 if self.verdict is None:
                     self.verdict = self._judged()
                     self._loop.call_soon_threadsafe(self.happened.set)
                 patience = AGAIN_S
                 signal.pthread_kill(self._thread_id, SIGNAL)
+
+    def _wanted_s(self) -> float:
+        """Seconds for which the loop's thread has computed or, where the kernel tells, waited for a processor."""
+        computed = time.clock_gettime(time.pthread_getcpuclockid(self._thread_id))
+        return max(computed, sum(scheduled(self._native_id)))
 
     def _judged(self) -> Verdict:
         stack = stack_of_thread(self._thread_id)

@@ -11,6 +11,13 @@ from rich.text import Text
 from clew.diagnose.stress.report import PARTS, Report, growth_shown
 from clew.diagnose.stress.verdict import Verdict
 
+_SAID = {
+    "fit": "fit for training",
+    "not fit": "not fit for training",
+    "not judged": "not judged: nothing was found, and not all could be looked at",
+}
+_STYLES = {"fit": "green", "not fit": "red", "not judged": "yellow"}
+
 
 def rendered(report: Report) -> Group:
     """For rich's Console.print."""
@@ -19,7 +26,9 @@ def rendered(report: Report) -> Group:
 
 def _blocks(report: Report) -> Iterator[RenderableType]:
     asked = f"batch {report.batch} over {report.dp}, group {report.group}: {report.width} episodes at once"
-    yield Text(f"{report.agent}, {asked}")
+    used = f"{report.rows_used} of {report.rows} rows of the data"
+    yield Text(f"{report.agent}, {asked}; {used}")
+    yield from _findings(report)
     waves = _table("wave", "at once", "worked on", "episodes/s", "failed", "seconds", "cores", "model requests at once")
     for wave in report.waves:
         figures = (f"{wave.episodes_at_once:.1f}", f"{wave.episodes_per_s:.2f}", str(wave.failed))
@@ -40,16 +49,17 @@ def _blocks(report: Report) -> Iterator[RenderableType]:
             shown = {episodes: f"{value:,.0f}" for episodes, value in points}
             left.add_row(quantity, *(shown.get(sample.episodes, "") for sample in report.growth))
         yield left
+    yield Text(f"{report.agent}: {_SAID[report.outcome]}", style=f"bold {_STYLES[report.outcome]}")
+
+
+def _findings(report: Report) -> Iterator[Text]:
+    for verdict in report.verdicts:
+        yield from _told(verdict)
     for failure in report.failures:
         yield Text(f"{failure.count} episodes failed: {failure.error}", style="red")
         yield Text(f"    {failure.at}  ({', '.join(failure.episodes)})", style="dim")
-    for verdict in report.verdicts:
-        yield from _told(verdict)
     for note in report.notes:
         yield Text(f"not judged: {note}", style="yellow")
-    yield Text(
-        "fit for training" if report.fit else "not fit for training", style="bold green" if report.fit else "bold red"
-    )
 
 
 def _told(verdict: Verdict) -> Iterator[Text]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-Kind = Literal["blocks", "serial", "shared", "growth", "differs", "fails"]
-"""blocks: calls that block the event loop. serial: something admits only so many at a time. shared: state shared
-between episodes. growth: something grows with every episode. differs: the same seeds, other results. fails: episodes
-that fail."""
+Kind = Literal["hangs", "blocks", "serial", "shared", "growth", "differs", "fails"]
+"""hangs: episodes that do not end. blocks: calls that block the event loop. serial: something admits only so many at a
+time. shared: state shared between episodes. growth: something grows with every episode. differs: the same seeds, other
+results. fails: episodes that fail."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import platform
 import threading
 import time
 from collections import Counter, defaultdict
@@ -12,15 +13,20 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from clew.diagnose.stress.frames import Code, Line, Place, stack_of_thread
+from clew.diagnose.stress.busy import BUSY_THREAD, scheduled
+from clew.diagnose.stress.frames import Code, Line, Place, stack_of_thread, waits_for_events
+from clew.diagnose.stress.serial import WAITS_THREAD
 from clew.diagnose.stress.verdict import Verdict
 
 ASYNCIO = str(Path(asyncio.__file__).parent)
 
 WATCH_THREAD = "clew loop watch"
 STUCK_THREAD = "clew stuck watch"
-WATCHING = (WATCH_THREAD, STUCK_THREAD)
-"""Names of threads."""
+WATCHING = (WATCH_THREAD, STUCK_THREAD, BUSY_THREAD, WAITS_THREAD)
+"""Names of threads that watch."""
+
+FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
+"""The system call in which a thread waits for a lock; also for the interpreter's, which is nobody's fault."""
 
 BEAT_S = 0.005
 """How often the loop is asked for a sign of life, and how often its stack is looked at while it gives none."""
@@ -69,9 +75,11 @@ class Hold:
     task: object
     places: Counter[Place]
     """Samples."""
+    slept_s: float = 0.0
+    """Time for which the loop's thread slept in a system call that is no lock's."""
     waited_s: float = 0.0
-    """Time that went by, as far as this process had a processor to see it go by, and no other thread computed: that one
-    may have had the interpreter, for which the loop's then waited."""
+    """Other time that went by, as far as this process had a processor to see it go by, and no other thread computed:
+    that one may have had the interpreter, for which the loop's then waited."""
     cpu_s: float = 0.0
     """Time that the loop's thread computed."""
 
@@ -81,8 +89,8 @@ class Hold:
         if not self.places:
             return None
         place = self.places.most_common(1)[0][0]
-        seconds = slept * (self.waited_s - self.cpu_s)
-        if place.user and seconds > 0.5 * self.waited_s:
+        seconds = self.slept_s + slept * max(0.0, self.waited_s - self.cpu_s)
+        if place.user and seconds > 0.5 * (self.slept_s + max(self.waited_s, self.cpu_s)):
             return Block(place=place, seconds=seconds, computing=False)
         if self.cpu_s >= COMPUTES_S:
             return Block(place=place, seconds=self.cpu_s, computing=True)
@@ -103,6 +111,7 @@ class LoopWatch:
         self._loop = asyncio.get_running_loop()
         self._thread_id = threading.get_ident()
         self._cpu_clock = time.pthread_getcpuclockid(self._thread_id)
+        self._native_id = threading.get_native_id()
         self._since = time.monotonic()
         self._thread = threading.Thread(target=self._run, name=WATCH_THREAD, daemon=True)
         self._thread.start()
@@ -123,18 +132,22 @@ class LoopWatch:
 
     def _run(self) -> None:
         while not self._stop.is_set():
+            if waits_for_events(self._thread_id):
+                self._stop.wait(BEAT_S)
+                continue
             answered = threading.Event()
-            sent = time.monotonic()
+            sent, ran = time.monotonic(), sum(scheduled(self._native_id))
             try:
                 self._loop.call_soon_threadsafe(answered.set)
             except RuntimeError:  # the loop is closed
                 return
             if not answered.wait(2 * BEAT_S):
-                self._blocks += self._sample_until(answered)
+                self._blocks += self._sample_until(answered, sent, ran)
                 self._late_s += time.monotonic() - sent
             self._stop.wait(BEAT_S)
 
-    def _sample_until(self, answered: threading.Event) -> list[Block]:
+    def _sample_until(self, answered: threading.Event, sent: float, ran: float) -> list[Block]:
+        """sent: when the loop was asked for a sign of life. ran: for how long its thread had then run, or wanted to."""
         holds: list[Hold] = []
         seen, computed, others = time.monotonic(), time.clock_gettime(self._cpu_clock), self._others_s()
         threads = working_threads()
@@ -145,14 +158,19 @@ class LoopWatch:
             task = asyncio.current_task(self._loop)
             stack = stack_of_thread(self._thread_id)
             now, cpu, by_others = time.monotonic(), time.clock_gettime(self._cpu_clock), self._others_s()
+            wanted = sum(scheduled(self._native_id))
             place = self._code.place(stack)
             if place is not None and not self._asyncios(stack):
                 if not holds or holds[-1].task is not task:
                     holds.append(Hold(task, Counter()))
                 hold = holds[-1]
                 hold.places[place] += 1
-                hold.waited_s += max(0.0, min(now - seen, 2 * BEAT_S) + waits - (by_others - others))
+                if sleeps_in_a_call(self._native_id, stack):
+                    hold.slept_s += max(0.0, now - sent - (wanted - ran))
+                else:
+                    hold.waited_s += max(0.0, min(now - seen, 2 * BEAT_S) + waits - (by_others - others))
                 hold.cpu_s += cpu - computed
+            sent, ran = now, wanted
             seen, computed, others, waits = now, cpu, by_others, 0.0
             if answered.wait(BEAT_S) or self._stop.is_set():
                 break
@@ -175,11 +193,23 @@ class LoopWatch:
 
 def denied_s(threads: Iterable[int]) -> float:
     """Seconds for which these threads of this process (native IDs) were ready to run and had no processor, on Linux."""
-    delays = 0
-    for thread in threads:
-        with suppress(OSError):  # it may have ended
-            delays += int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[1])
-    return delays / 1e9
+    return sum(scheduled(thread)[1] for thread in threads)
+
+
+def sleeps_in_a_call(thread: int, stack: Sequence[Line] = ()) -> bool:
+    """Whether a thread of this process (native ID) waits in a system call, where the kernel tells, and not for the
+    interpreter.
+
+    stack: what it does, innermost first. A lock that it waits for within `threading` is not the interpreter's, unless
+    it starts a thread, which has to get the interpreter first.
+    """
+    within = [code.co_name for code, _ in stack if code.co_filename == threading.__file__]
+    waits = bool(stack) and stack[0][0].co_filename == threading.__file__ and "start" not in within
+    with suppress(OSError, ValueError):
+        call = Path(f"/proc/self/task/{thread}/syscall").read_text().split(maxsplit=1)[0]
+        if call != "running" and FUTEX is not None:
+            return waits if int(call) == FUTEX else int(call) != -1
+    return False
 
 
 def threads() -> set[int]:

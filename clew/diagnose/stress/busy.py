@@ -1,0 +1,112 @@
+"""How busy the processor is with what episodes wait for: the threads of this process, and the processes they start.
+
+The sum is what counts, not the share of the machine: a lock that is held across a sleep leaves all of them idle,
+however many other programs compete for the cores, and a crowd that waits for a processor does not.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from clew.processes import cores
+
+LOOK_S = 0.02
+"""Seconds between two looks ..."""
+
+COST = 10
+"""... and at least so many times what a look takes."""
+
+LATE_S = 0.2
+"""The kernel counts a wait for a processor when it is over; it may have begun so many seconds before a look."""
+
+BUSY_THREAD = "clew busy watch"
+
+
+class BusyWatch:
+    """Adds up, while it is entered, for how long threads and child processes computed or waited for a processor."""
+
+    def __init__(self, ignored: tuple[str, ...]) -> None:
+        """ignored: names of threads that only watch."""
+        self._ignored = (*ignored, BUSY_THREAD)
+        self._stop = threading.Event()
+        self._busy_s = 0.0
+        self._began = time.monotonic()
+
+    async def __aenter__(self) -> BusyWatch:
+        self._began = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name=BUSY_THREAD, daemon=True)
+        self._thread.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def busy_s(self) -> float:
+        """Seconds since it was entered in which something was ready to run, or ran."""
+        return self._busy_s
+
+    def idle_s(self) -> float:
+        """Seconds since it was entered in which nothing was."""
+        return max(0.0, time.monotonic() - self._began - self._busy_s)
+
+    def _run(self) -> None:
+        before = self._wanted()
+        seen, idle, cost = time.monotonic(), 0.0, 0.0
+        while not self._stop.wait(max(LOOK_S, COST * cost)):
+            computed = time.thread_time()
+            now, wanted = time.monotonic(), self._wanted()
+            span, seen = now - seen, now
+            new = sum(seconds - before.get(thread, 0.0) for thread, seconds in wanted.items())
+            new += span * min(1.0, self._children_ready() / cores())
+            before = wanted
+            busy = min(max(0.0, new), span + idle)
+            self._busy_s += busy
+            idle = min(LATE_S, max(0.0, idle + span - busy))
+            cost = time.thread_time() - computed
+
+    def _wanted(self) -> dict[int, float]:
+        """Seconds for which each thread has computed or waited for a processor, by its native ID."""
+        wanted = {}
+        for thread in threading.enumerate():
+            if thread.native_id is not None and thread.name not in self._ignored:
+                wanted[thread.native_id] = sum(scheduled(thread.native_id))
+        if not any(wanted.values()):  # not on Linux
+            wanted = {0: time.process_time()}
+        return wanted
+
+    def _children_ready(self) -> int:
+        """How many processes below this one run, or are ready to."""
+        return sum(state_of(pid) == "R" for pid in children())
+
+
+def scheduled(thread: int) -> tuple[float, float]:
+    """Seconds for which a thread of this process (native ID) computed, and was ready to run and had no processor."""
+    with suppress(OSError, ValueError):  # it may have ended
+        computed, waited, _ = Path(f"/proc/self/task/{thread}/schedstat").read_text().split()
+        return int(computed) / 1e9, int(waited) / 1e9
+    return 0.0, 0.0
+
+
+def children() -> Iterator[int]:
+    """The process IDs of all processes below this one, on Linux."""
+    for thread in threading.enumerate():
+        yield from _below(f"/proc/self/task/{thread.native_id}/children")
+
+
+def _below(listing: str) -> Iterator[int]:
+    with suppress(OSError):
+        for pid in Path(listing).read_text().split():
+            yield int(pid)
+            yield from _below(f"/proc/{pid}/task/{pid}/children")
+
+
+def state_of(pid: int) -> str:
+    """The state of a process as the kernel abbreviates it, such as R or Z; empty when it is gone."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]
+    return ""

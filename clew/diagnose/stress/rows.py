@@ -1,0 +1,68 @@
+"""Text of one row of the data that stands in another row's requests: a cache with a wrong key, for example."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from clew.diagnose.stress.requests import Request
+from clew.diagnose.stress.steps import Episode
+from clew.diagnose.stress.words import texts
+
+LEAST = 8
+"""Characters of a row's text by which it is known; a shorter one may stand anywhere ..."""
+
+MARK = 48
+"""... and so many of a longer text are looked for at a time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Foreign:
+    """A request that holds text of another episode's row."""
+
+    asker: Episode
+    owner: Episode
+    text: str
+    asked: str
+
+
+def row_of(data: dict[str, Any]) -> str:
+    """The same text for equal rows."""
+    return json.dumps(data, sort_keys=True, default=repr)
+
+
+def foreign(episodes: Sequence[Episode], requests: Sequence[Request]) -> list[Foreign]:
+    """One for each pair of rows. Text that several rows hold is no mark, nor what the model itself had said."""
+    rows = {row_of(episode.data): episode for episode in episodes}
+    whole = {row: "\n".join(texts(episode.data)) for row, episode in rows.items()}
+    marks: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    """By their first characters: the mark, and its row."""
+    for row, episode in rows.items():
+        for mark in {mark for text in texts(episode.data) for mark in _marks(text.strip())}:
+            if not any(mark in text for other, text in whole.items() if other != row):
+                marks[mark[:LEAST]].append((mark, row))
+    by_id = {episode.id: episode for episode in episodes}
+    told: dict[str, str] = defaultdict(str)
+    found: dict[tuple[str, str], Foreign] = {}
+    for request in requests:
+        asker = by_id.get(request.episode)
+        if asker is None:
+            continue
+        own = row_of(asker.data)
+        for start in range(len(request.asked) - LEAST + 1):
+            for mark, row in marks.get(request.asked[start : start + LEAST], ()):
+                if row == own or (own, row) in found or not request.asked.startswith(mark, start):
+                    continue
+                if mark not in told[asker.id]:
+                    found[own, row] = Foreign(asker=asker, owner=rows[row], text=mark, asked=request.asked)
+        told[asker.id] += request.answered + "\n"
+    return list(found.values())
+
+
+def _marks(text: str) -> list[str]:
+    if len(text) < LEAST:
+        return []
+    return [text[start : start + MARK] for start in range(0, max(1, len(text) - MARK + 1), MARK)]

@@ -1,0 +1,97 @@
+"""A wave of episodes: what ran, and what was seen meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from clew.diagnose.stress import repeat, serial
+from clew.diagnose.stress.report import WaveReport, wave_report
+from clew.diagnose.stress.requests import Request
+from clew.diagnose.stress.serial import Crowd
+from clew.diagnose.stress.steps import Episode
+from clew.diagnose.stress.watch import Watched
+
+
+@dataclass(kw_only=True)
+class Wave:
+    """Episodes that ran, and what was seen meanwhile."""
+
+    name: str
+    width: int
+    episodes: list[Episode]
+    requests: list[Request]
+    seconds: float
+    cpu_s: float
+    busy_s: float
+    """Time in which something that the episodes may wait for computed, or waited for a processor."""
+    waits: Mapping[Any, float]
+    at_model: Collection[Any]
+    """Places where mostly the model is waited for."""
+    waits_at: Mapping[str, Any]
+    """Where each episode was last seen to wait, by its ID."""
+    watched: Watched
+
+    @property
+    def ended(self) -> list[Episode]:
+        """Those that came to an end by themselves."""
+        return [episode for episode in self.episodes if not episode.stopped]
+
+    @property
+    def stopped(self) -> list[Episode]:
+        """The others."""
+        return [episode for episode in self.episodes if episode.stopped]
+
+    @property
+    def mean_s(self) -> float:
+        return sum(episode.seconds for episode in self.ended) / max(1, len(self.ended))
+
+    @property
+    def model_s(self) -> float:
+        """Seconds of a mean episode in which the model had a request of it."""
+        by_episode: dict[str, list[serial.Interval]] = {episode.id: [] for episode in self.ended}
+        for request in self.requests:
+            if request.episode in by_episode:
+                by_episode[request.episode].append((request.came, request.done))
+        return sum(map(serial.union, by_episode.values())) / max(1, len(by_episode))
+
+    @property
+    def crowd(self) -> Crowd:
+        """As `serial` judges it: what is over once the last has ended that ends by itself."""
+        ended = self.ended
+        began = min((episode.started for episode in self.episodes), default=0.0)
+        seconds = self.seconds
+        if self.stopped and ended:
+            seconds = max(episode.finished for episode in ended) - began
+        return Crowd(
+            width=self.width,
+            seconds=max(seconds, 1e-6),
+            episodes=len(ended),
+            mean_s=self.mean_s,
+            model_s=self.model_s,
+            waits={place: waited / max(1, len(ended)) for place, waited in self.waits.items()},
+            busy_s=min(self.busy_s, seconds),
+            at_model=self.at_model,
+            took={episode.id: episode.seconds for episode in ended},
+        )
+
+    @property
+    def told(self) -> dict[str, repeat.Told]:
+        """As `repeat` compares it: of the episodes that did not fail."""
+        return {
+            episode.id: repeat.Told(
+                requests=[request for request in self.requests if request.episode == episode.id], reward=episode.reward
+            )
+            for episode in self.episodes
+            if episode.error is None
+        }
+
+    @property
+    def refused_last(self) -> list[str]:
+        """How the provider refused the last request of episodes that failed."""
+        last = {request.episode: request.refused for request in self.requests}
+        return [last[each.id] for each in self.episodes if each.error is not None and last.get(each.id)]
+
+    def report(self, alone_s: float | None) -> WaveReport:
+        return wave_report(self.name, self.width, self.episodes, self.requests, self.seconds, self.cpu_s, alone_s)
