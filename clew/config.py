@@ -16,13 +16,16 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from clew.algorithms import ADVANTAGES, LOSSES, PRESET_FIELDS, PRESETS, WITHIN_GROUP, Preset, preset_options
-from clew.errors import ConfigError
+from clew.errors import ConfigError, RecordError
+from clew.printing import visible
 from clew.processes import cores
+from clew.reading import check_yaml, read_text
 
 DPO_BETA = 0.1
 """algorithm.kl_coef of training.objective=dpo, where nothing else sets it: the paper's beta."""
 
 SERVERS_VARIABLE = "CLEW_LLM_SERVER_ADDRS"
+TOKEN_VARIABLE = "CLEW_LLM_SERVER_TOKEN"
 
 
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
@@ -59,6 +62,11 @@ class Data(Section):
         default="rejected", description="Column with the completion that was not preferred, for dpo and reward_model."
     )
     limit: int | None = Field(default=None, ge=1, description="Use only the first so many rows.")
+    max_prompt_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Rollout leaves out rows whose prompt has more tokens than this, and says how many; null: none.",
+    )
 
 
 class Rollout(Section):
@@ -98,7 +106,8 @@ class Rollout(Section):
         default=0.2,
         ge=0,
         le=1,
-        description="Share of failed episodes, among the last 64 or more, beyond which the run stops.",
+        description="Share of failed episodes beyond which the run stops. It stops within about a batch where all "
+        "fail, and later the nearer the share is to this, so that chance does not stop a healthy run.",
     )
     episode_timeout_s: float = Field(
         default=600.0, gt=0, description="Seconds after which an episode is cancelled: an error."
@@ -432,8 +441,8 @@ class Launch(Section):
 class Config(Section):
     """Everything that can be configured. Sections that a command does not need are ignored by it."""
 
-    experiment: str = Field(pattern=r"^[\w.-]+$", description="Names the run directory, ROOT/EXPERIMENT/TRIAL.")
-    trial: str = Field(default="0", pattern=r"^[\w.-]+$", description="Second part of the run directory's name.")
+    experiment: str = Field(pattern=r"^[\w-][\w.-]*$", description="Names the run directory, ROOT/EXPERIMENT/TRIAL.")
+    trial: str = Field(default="0", pattern=r"^[\w-][\w.-]*$", description="Second part of the run directory's name.")
     root: str = Field(default="runs", description="Folder that holds the run directories.")
     seed: int = Field(default=1, ge=0, description="All seeds derive from this one and the IDs of things.")
     model: Model
@@ -552,11 +561,9 @@ def load(path: Path | str, overrides: list[str] | tuple[str, ...] = ()) -> Confi
     """Read `path`, apply `key=value` overrides, resolve `${...}` and check. Raises ConfigError."""
     path = Path(path)
     try:
-        text = path.read_text()
-    except OSError as error:
-        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}.") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}).") from None
+        text = read_text(path, "name a YAML file, or restore this one from a copy")
+    except RecordError as error:
+        raise ConfigError(str(error)) from None
     return parse(text, path, overrides)
 
 
@@ -567,7 +574,7 @@ def parse(text: str, path: Path, overrides: list[str] | tuple[str, ...] = ()) ->
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        merged = OmegaConf.create(text)
+        merged = _merged(text)
         if any(override.startswith("algorithm.preset=") for override in overrides):
             _forget_preset(merged)
         for override in overrides:
@@ -576,13 +583,24 @@ def parse(text: str, path: Path, overrides: list[str] | tuple[str, ...] = ()) ->
             merged = OmegaConf.merge(merged, OmegaConf.from_dotlist([override]))
         values = OmegaConf.to_container(merged, resolve=True)
     except (yaml.YAMLError, OmegaConfBaseException, ValueError, AssertionError) as error:
-        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{path}: {' '.join(str(error).split())[:500]}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected sections such as model: and data:, found {type(values).__name__}.")
     try:
         return Config.model_validate(values)
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(problem, path, text, overrides) for problem in error.errors())) from None
+
+
+def _merged(text: str) -> Any:
+    """OmegaConf's view of a YAML text. Raises ValueError for what is YAML and ends in an error of the parser's own."""
+    from omegaconf import OmegaConf
+
+    check_yaml(text)
+    try:
+        return OmegaConf.create(text)
+    except (AttributeError, OverflowError, RecursionError, TypeError) as error:
+        raise ValueError(f"expected sections with plain values ({type(error).__name__}: {error})") from None
 
 
 def _section(values: Any, name: str) -> dict[str, Any]:
@@ -624,13 +642,21 @@ def dump(config: Config) -> str:
     """The resolved configuration as YAML; `load` reads it back."""
     import yaml
 
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    content = config.model_dump(mode="json")
+    text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
+    return text if visible(text) == text else yaml.safe_dump(content, sort_keys=False)  # which spells out all but ASCII
 
 
 def server_addresses() -> list[str]:
     """The host:port of each inference server that CLEW_LLM_SERVER_ADDRS (separated by commas) names; without it the
     servers of the run directory are used."""
     return [address.strip() for address in os.environ.get(SERVERS_VARIABLE, "").split(",") if address.strip()]
+
+
+def server_token() -> str:
+    """Return the token of the servers that CLEW_LLM_SERVER_ADDRS names: the value of CLEW_LLM_SERVER_TOKEN, or an empty
+    string. A server that is started with this variable set uses it, too."""
+    return os.environ.get(TOKEN_VARIABLE, "").strip()
 
 
 def provider() -> tuple[str, str]:

@@ -112,7 +112,8 @@ def _read_with_datasets(path: str, split: str) -> Iterator[dict]:
             f"a folder that `datasets` can load, or a hub name such as openai/gsm8k."
         )
     try:
-        rows: Any = datasets.load_dataset(str(Path(path).expanduser()) if looks_local else path, split=split)
+        source = str(Path(path).expanduser()) if looks_local else path
+        rows: Any = datasets.load_dataset(source, split=split, trust_remote_code=False)  # older ones would ask
     except (OSError, ValueError) as error:
         raise DataError(f"cannot load the data set {path}, split {split}: {error}") from error
     yield from rows

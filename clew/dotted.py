@@ -1,4 +1,7 @@
-"""Names in the configuration that stand for the user's code: `my_project.rewards.exact_match`."""
+"""Names in the configuration that stand for the user's code: `my_project.rewards.exact_match`.
+
+Every such name is resolved by `load`, which also decides whether it may be: see `only_trusted`.
+"""
 
 from __future__ import annotations
 
@@ -8,31 +11,88 @@ import inspect
 import pkgutil
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from clew.errors import ConfigError
 
+BUILT_IN = ("clew.rollout.workflows",)
+"""Modules of Clew's own that hold what a configuration may name."""
+
+
+@dataclass(frozen=True)
+class Guard:
+    """A rule that holds while a stranger's record is open: see `only_trusted`."""
+
+    record: str
+    """Which record it is and why it is a stranger's, for the message."""
+    modules: frozenset[str]
+    """The modules that the user trusts."""
+
+
+guards: list[Guard] = []
+"""The rules that hold now. A process that resolves names for this one must be given them."""
+
+
+@contextmanager
+def only_trusted(record: str | None, modules: Iterable[str] = ()) -> Iterator[None]:
+    """Resolve only names of trusted modules for as long as the block runs, in every thread.
+
+    Args:
+        record: Which record names the code and why it is a stranger's, such as "x.clew.zip is a bundle". None where
+            the record is the user's own: then every name is resolved.
+        modules: What the user said with --trust. An object counts only where its own `__module__` is named.
+    """
+    if record is None:
+        yield
+        return
+    guard = Guard(record, frozenset(modules))
+    guards.append(guard)
+    try:
+        yield
+    finally:
+        guards.remove(guard)
+
 
 def load(path: str, field: str) -> Any:
-    """The class or function that `path` (module.name) names; modules in the current directory are found too.
+    """Return the class or function that `path` (module.name) names. Modules in the current folder are found, too.
 
-    field: where the path was configured, for the message.
-    Raises ConfigError: no such module, no such name in it, a module that raises when it is imported.
+    Args:
+        path: The dotted path.
+        field: Where the path was configured, for the message.
+
+    Raises:
+        ConfigError: There is no such module, or no such name in it; the module raises when it is imported; or a
+            stranger's record is open and the user does not trust the module.
     """
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
     module_name, _, name = path.rpartition(".")
     if not module_name or not all(part.isidentifier() for part in path.split(".")):
         example = path if path.isidentifier() else "name"
         raise ConfigError(f"{field} is {path!r}; expected a dotted path such as my_module.{example}.")
+    wary = next((guard for guard in guards if module_name not in (*guard.modules, *BUILT_IN)), None)
+    if wary is not None:
+        raise ConfigError(
+            f"Cannot load {field}={path}: {wary.record}, and whoever wrote it chose this code, which could do anything "
+            f"here. Nothing was imported. If you know the module and trust it, add --trust {module_name}."
+        )
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)  # at the end: no file that lies here stands in for an installed package
     module = _import(module_name, path, field)
     if name not in vars(module):
         public = [each for each in vars(module) if not each.startswith("_")]
         raise ConfigError(f"{field}={path}: {module.__file__ or module_name} has no {name!r}.{_nearest(name, public)}")
-    return vars(module)[name]
+    found = vars(module)[name]
+    home = getattr(found, "__module__", None)
+    if guards and home != module_name:
+        raise ConfigError(
+            f"Cannot load {field}={path}: {guards[0].record}, and {name!r} is not {module_name}'s own: it was defined "
+            f"in {home}. --trust reaches only what a trusted module defines itself."
+        )
+    return found
 
 
 def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any], field: str) -> None:

@@ -7,6 +7,7 @@
     ├── DataError          the user's data set: a missing file, a missing column, too few rows
     ├── ModelError         the model folder: no weights, no tokenizer, another architecture
     ├── RecordError        the run directory: truncated, of a newer format, held by another trainer
+    │   └── FileMissing    a file that is not there; also a FileNotFoundError (see clew.reading)
     ├── EngineError        the inference side: unreachable, refused a request, loaded the wrong weights
     │   └── ImageError     an image that cannot be read, or is not where its tokens are
     ├── EpisodeError       one episode failed: workflow, agent or reward; it becomes part of the record
@@ -16,7 +17,7 @@
     └── Interrupted        somebody asked the process to end before its work is done
 
 A message says what was found, where, what was expected and what to do. The command line prints it without a
-traceback and exits with 1. A programmer's mistake is an ``assert``.
+traceback and exits with 2, after an Interrupted with 130. A programmer's mistake is an ``assert``.
 """
 
 

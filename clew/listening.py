@@ -1,27 +1,373 @@
-"""What every HTTP server of Clew's has alike: uvicorn, and an event loop that nobody may hold up."""
+"""What every HTTP server of Clew's shares: who may call it, how much a client may send, and how slowly.
+
+::
+
+    Connection   closes connections that send or read too slowly
+      └─► Guard        403 foreign Host or Origin, 401 no token or key, 415 not JSON, 413 too large
+            └─► the application, which gets a request's body in one piece
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+import re
+import secrets
+from asyncio import TimerHandle, Transport
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from dataclasses import dataclass
+from ipaddress import ip_address
+from typing import Any, cast
 
+import orjson
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from clew.config import TOKEN_VARIABLE
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+ASGI = Callable[[Message, Receive, Send], Awaitable[None]]
 
 LARGE_TEXT = 50_000
 """Characters of a text whose tokens are made beside the event loop: some 20 ms."""
 
+MAX_TEXT = 1_000_000
+"""Characters of a text whose tokens are made at all, where the model's context has no room for more, see `max_text`. A
+million take seconds, and a process cannot end before."""
+
+LARGE_BODY = 256 * 2**10
+"""Bytes of a request that is checked beside the event loop."""
+
+MAX_BODY = 32 * 2**20
+"""Bytes of a request's body."""
+
+MAX_VALUES = 2_000_000
+"""Commas in a body, a measure of the values in it. To parse two million takes about 0.1 s, and holds up the loop."""
+
+MAX_HEADERS = 64 * 2**10
+"""Bytes of a request's headers."""
+
+STALL_S = 30.0
+"""Seconds that a client has to send a request: its headers, and a body of a few bytes."""
+
+MIN_RATE = 16 * 2**10
+"""Bytes a second at which a longer request has to come."""
+
+WRITE_STALL_S = 300.0
+"""Seconds for which a client may leave an answer unread, once the buffers are full. People look at breakpoints."""
+
+SAFE = ("GET", "HEAD", "OPTIONS")
+"""Methods that change nothing on any server of Clew's."""
+
+WITHOUT_TOKEN = ("/generate", "/rl/set_reward", "/rl/end_session")
+"""Other calls that need no token: to sample changes nothing, and a session's own key is checked by the gateway."""
+
+WITHOUT_TOKEN_BELOW = ("/v1/", "/chat/completions", "/completions", "/responses", "/messages")
+"""The same, by how a path begins; see also `clew.rollout.gateway.paths`."""
+
+HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::[0-9]{1,5})?", re.IGNORECASE)
+ORIGIN = re.compile(rf"https?://({HOST.pattern})", re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Access:
+    """Who may call a server."""
+
+    loopback: bool = True
+    """It listens on a loopback address."""
+    token: str = ""
+    """Opens every call. Empty: this server has no calls that need one."""
+    key: str = ""
+    """The API key that clients send. Empty: any will do."""
+    has_session: Callable[[str], bool] = lambda key: False
+    """Whether a key is that of an open session of the gateway, and so as good as `key`."""
+
+
+class Guard:
+    """ASGI: refuses what may not come in.
+
+    1. Host: on loopback a name or address of loopback, so that no name of a web page's own can be pointed here (DNS
+       rebinding). Elsewhere every call but /health needs a key, which no web page has.
+    2. Origin, which browsers add: on loopback another page of this machine; elsewhere the same host.
+    3. The token, for calls that change the server's state; elsewhere than on loopback, or where it was asked for, the
+       API key for all others.
+    4. A body is JSON and says so: a web page cannot send that to another site without asking first.
+    5. A body has at most MAX_BODY bytes and MAX_VALUES values.
+    """
+
+    def __init__(self, application: ASGI, access: Access) -> None:
+        self._application = application
+        self._access = access
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        headers = _Headers(scope["headers"])
+        refusal = self._refusal(scope["method"], scope["path"], headers)
+        if refusal is not None:
+            await respond(send, *refusal)
+            return
+        if not headers.has_body:
+            await self._application(scope, receive, send)
+            return
+        body = await _body(receive)
+        if body is None:  # the client has gone
+            return
+        if len(body) > MAX_BODY or body.count(b",") > MAX_VALUES:
+            await respond(send, *_too_large())
+            return
+        first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive_whole() -> Message:
+            return first.pop() if first else await receive()
+
+        await self._application(scope, receive_whole, send)
+
+    def _refusal(self, method: str, path: str, headers: _Headers) -> tuple[int, Message] | None:
+        return (
+            self._foreign(headers)
+            or self._without_credentials(method, path, headers.credentials)
+            or (_not_json() if headers.has_body and not headers.is_json else None)
+            or (_too_large() if headers.length > MAX_BODY else None)
+        )
+
+    def _foreign(self, headers: _Headers) -> tuple[int, Message] | None:
+        if self._access.loopback and not (len(headers.hosts) == 1 and is_loopback(headers.hosts[0])):
+            named = f"the Host {headers.hosts[0]!r}" if headers.hosts else "no Host"
+            return _error(
+                403,
+                f"Cannot answer a request with {named}: this server listens on loopback, and answers to localhost, "
+                f"127.0.0.1 and [::1], with any port.",
+            )
+        for origin in headers.origins:
+            page = ORIGIN.fullmatch(origin)
+            same = page is not None and (
+                is_loopback(page[1]) if self._access.loopback else [page[1].lower()] == headers.hosts
+            )
+            if not same:
+                return _error(
+                    403,
+                    f"Cannot answer a web page of {origin!r}: only pages of this server's own host may call it. "
+                    f"Programs need no Origin header.",
+                )
+        return None
+
+    def _without_credentials(self, method: str, path: str, given: bytes) -> tuple[int, Message] | None:
+        access = self._access
+        if access.token and secrets.compare_digest(given, access.token.encode()):
+            return None
+        needs_no_token = method in SAFE or path in WITHOUT_TOKEN or path.startswith(WITHOUT_TOKEN_BELOW)
+        if access.token and not needs_no_token:
+            return _error(
+                401,
+                f"Cannot {method} {path}: it needs the run's token, as `Authorization: Bearer TOKEN`. Clew's own "
+                f"processes read it from servers.json in the run's directory; give it to others in {TOKEN_VARIABLE}.",
+            )
+        if not access.key or path == "/health" or secrets.compare_digest(given, access.key.encode()):
+            return None
+        if access.has_session(given.decode("latin-1")):
+            return None
+        return _error(
+            401,
+            f"Cannot {method} {path}: unknown API key. Send the one that `clew serve` printed, as `Authorization: "
+            f"Bearer KEY` or `x-api-key: KEY`; POST /rl/start_session, with the run's token, gives further ones.",
+        )
+
+
+class _Headers:
+    """What the guard reads of a request's headers."""
+
+    def __init__(self, headers: list[tuple[bytes, bytes]]) -> None:
+        self.hosts: list[str] = []
+        self.origins: list[str] = []
+        self.credentials = b""
+        self.length = 0
+        self.has_body = self.is_json = False
+        for name, value in headers:
+            if name == b"host":
+                self.hosts.append(value.decode("latin-1").lower())
+            elif name == b"origin":
+                self.origins.append(value.decode("latin-1"))
+            elif name == b"authorization" and value[:7].lower() == b"bearer ":
+                self.credentials = self.credentials or value[7:].strip()
+            elif name == b"x-api-key":
+                self.credentials = self.credentials or value.strip()
+            elif name == b"content-length":
+                self.length = int(value)
+                self.has_body |= self.length > 0
+            elif name == b"transfer-encoding":
+                self.has_body = True
+            elif name == b"content-type":
+                media_type = value.partition(b";")[0].strip().lower()
+                self.is_json = media_type == b"application/json" or (
+                    media_type.startswith(b"application/") and media_type.endswith(b"+json")
+                )
+
+
+def max_text(context: int | None) -> int:
+    """Return how many characters a text may have, for a context of so many tokens: more than any would fill it with."""
+    return MAX_BODY if context is None else max(MAX_TEXT, 16 * context)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host, with or without a port, is localhost or an address of loopback."""
+    match = HOST.fullmatch(host)
+    if match is None:
+        return False
+    name = match[1].lower()
+    if name == "localhost":
+        return True
+    try:
+        return ip_address(name.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+async def _body(receive: Receive) -> bytes | None:
+    """Return the body, or its beginning where it is larger than MAX_BODY; None when the client has gone."""
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            return None
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if size > MAX_BODY or not message.get("more_body"):
+            return b"".join(parts)
+
+
+def _not_json() -> tuple[int, Message]:
+    return _error(
+        415,
+        "Cannot read the body: its Content-Type is not application/json. With curl: -H 'Content-Type: "
+        "application/json'",
+    )
+
+
+def _too_large() -> tuple[int, Message]:
+    return _error(
+        413,
+        f"Cannot read the body: it has more than {MAX_BODY >> 20} MiB, or more than {MAX_VALUES} values. Send less in "
+        f"one request.",
+    )
+
+
+def _error(status: int, message: str) -> tuple[int, Message]:
+    """In a shape that the clients of OpenAI, Anthropic and SGLang all read."""
+    kinds = {401: "authentication_error", 403: "permission_error", 413: "request_too_large"}
+    kind = kinds.get(status, "invalid_request_error")
+    return status, {"type": "error", "error": {"type": kind, "message": message}}
+
+
+async def respond(send: Send, status: int, content: Any) -> None:
+    """Send a whole answer, as JSON."""
+    body = orjson.dumps(content)
+    await send(
+        {
+            "type": "http.response.start",
+            "status": status,
+            "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())],
+        }
+    )
+    await send({"type": "http.response.body", "body": body})
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's, with limits: it waits for ever for the rest of a request, and for a client to read its answer."""
+
+    _incomplete = False
+    """A request has begun to come."""
+    _in_headers = False
+    _header_bytes = 0
+    _timer: TimerHandle | None = None
+    """Runs while the rest of a request is awaited ..."""
+    _since = 0.0
+    """... since when, on the loop's clock ..."""
+    _bytes = 0
+    """... with how many bytes since then."""
+    _write_timer: TimerHandle | None = None
+
+    def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_rest()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        for timer in (self._timer, self._write_timer):
+            if timer is not None:
+                timer.cancel()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._incomplete = self._in_headers = True
+        self._header_bytes = 0
+
+    def on_headers_complete(self) -> None:
+        self._in_headers = False
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._incomplete = False
+        super().on_message_complete()
+
+    def data_received(self, data: bytes) -> None:
+        self._bytes += len(data)
+        super().data_received(data)
+        if self.transport.is_closing():
+            return
+        if self._in_headers:
+            self._header_bytes += len(data)
+            if self._header_bytes > MAX_HEADERS:
+                self.send_400_response(f"The headers have more than {MAX_HEADERS >> 10} KiB.")
+                return
+        answering = self.cycle is not None and not self.cycle.response_complete
+        idle = self.timeout_keep_alive_task is not None
+        if self._incomplete or not (answering or idle):
+            if self._timer is None:
+                self._await_rest()
+        elif self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _await_rest(self) -> None:
+        self._since, self._bytes = self.loop.time(), 0
+        self._timer = self.loop.call_later(STALL_S, self._look)
+
+    def _look(self) -> None:
+        """Close the connection when it is behind its time."""
+        if self.flow.read_paused:  # nothing can come: an earlier request on this connection is still being answered
+            self._await_rest()
+            return
+        left = self._since + STALL_S + self._bytes / MIN_RATE - self.loop.time()
+        if left > 0:
+            self._timer = self.loop.call_later(left, self._look)
+        else:
+            self.transport.close()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._write_timer = self.loop.call_later(WRITE_STALL_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
 
 class Listener(uvicorn.Server):
-    """Serves an ASGI application on the running event loop; `should_exit = True` ends it. Signals are its owner's:
-    uvicorn's own handler would raise them again, past all clean-up."""
+    """Serves an ASGI application, behind a `Guard`, on the running event loop; `should_exit = True` ends it.
 
-    def __init__(self, application: Any) -> None:
+    Signals are its owner's: uvicorn's own handler would raise them again, past all clean-up."""
+
+    def __init__(self, application: Any, access: Access) -> None:
         super().__init__(
             uvicorn.Config(
-                application,
+                cast(Any, Guard(application, access)),
                 loop="none",
-                http="httptools",
+                http=Connection,
                 lifespan="off",
                 log_level="warning",
                 access_log=False,

@@ -108,13 +108,15 @@ def _load(
     try:
         if new is not None:
             transformers_logging.set_verbosity_error()  # it would warn of what is done on purpose
-        loaded: Any = kind.from_pretrained(path, dtype=getattr(torch, dtype), output_loading_info=True, **options)
+        loaded: Any = kind.from_pretrained(
+            path, dtype=getattr(torch, dtype), output_loading_info=True, trust_remote_code=False, **options
+        )
     except SafetensorError as error:
         raise ModelError(
             f"the weights in {path} cannot be read ({error}): a file was truncated or altered. Copy or save the model "
             f"there again."
         ) from error
-    except (OSError, ValueError, RuntimeError, MemoryError) as error:
+    except Exception as error:  # transformers raises whatever an odd config.json leads to
         if is_out_of_memory(error):
             raise ModelError(
                 f"the model in {path} ({field}) does not fit into this machine's memory: {first_line(error)} Use a "
@@ -243,8 +245,8 @@ def config_of(path: str) -> Any:
     if not path:  # transformers would look here
         return None
     try:
-        return AutoConfig.from_pretrained(os.path.expanduser(path))  # noqa: PTH111 - as above
-    except (OSError, ValueError):
+        return AutoConfig.from_pretrained(os.path.expanduser(path), trust_remote_code=False)  # noqa: PTH111 - as above
+    except Exception:  # as above
         return None
 
 
@@ -257,7 +259,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     try:
         # AutoTokenizer takes the class of the architecture, which splits text its own way whatever the file says.
         cls = PreTrainedTokenizerFast if _is_all_in_its_file(path) else AutoTokenizer
-        tokenizer: Any = cls.from_pretrained(path)
+        tokenizer: Any = cls.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises nothing more specific for a broken tokenizer.json
         raise ModelError(f"cannot load a tokenizer from {path}: {error}") from error
     if tokenizer.vocab_size < 2:
@@ -315,6 +317,43 @@ def _check_folder(path: str, needed: str, what: str, remedy: str, field: str = "
         raise ModelError(
             f"{path} ({field}) holds no {needed}, so no {what} can be loaded from it; found {_listing(path)}. {remedy}"
         )
+    refuse_own_code(path, field)
+
+
+_CONFIGURATIONS = ("config.json", "*_config.json", "preprocessor*.json", "processor*.json")
+"""Files in which a model folder may name code."""
+
+
+def refuse_own_code(path: str, field: str = "model.path") -> None:
+    """Raise ModelError when a model folder can only be loaded by running code that it names.
+
+    That is an architecture of its own (`auto_map` with a `model_type` that transformers does not have) or a kernel from
+    the hub. Many published models name code although transformers has their architecture; `trust_remote_code=False`
+    then takes transformers' own. A hub name passes here, for the same reason.
+    """
+    from transformers import CONFIG_MAPPING
+
+    for pattern in _CONFIGURATIONS:
+        for file in sorted(Path(path).glob(pattern)):
+            try:
+                said = json.loads(file.read_bytes())
+            except (ValueError, OSError, RecursionError):
+                continue  # whoever reads it for its content says what is wrong
+            said = said if isinstance(said, dict) else {}
+            kernels = [said.get(f"{start}attn_implementation") for start in ("", "_")]
+            if said.get("auto_map") and file.name == "config.json" and said.get("model_type") not in CONFIG_MAPPING:
+                what = (
+                    f"names code of its own (auto_map), and transformers has no architecture {said.get('model_type')!r}"
+                )
+                remedy = "Use another model."
+            elif any("/" in str(each) for each in kernels):
+                what, remedy = "names code on the hub (attn_implementation)", "Remove that line."
+            else:
+                continue
+            raise ModelError(
+                f"Cannot load {path} ({field}): {file.name} {what}. Clew runs no code that a model folder names. "
+                f"{remedy}"
+            )
 
 
 def _listing(path: str) -> str:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from clew.errors import ImageError, ModelError
-from clew.models import config_of, first_line, sees
+from clew.models import config_of, first_line, refuse_own_code, sees
 
 if TYPE_CHECKING:
     import torch
@@ -130,7 +130,9 @@ def load_vision(path: str) -> Vision | None:
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
-        processor = AutoProcessor.from_pretrained(os.path.expanduser(path))  # noqa: PTH111 - a hub name is no path
+        folder = os.path.expanduser(path)  # noqa: PTH111 - a hub name is no path
+        refuse_own_code(folder)
+        processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
         config = config_of(path)
         image_id: Any = getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)
         parts = (image_id, getattr(processor, "image_token", None), getattr(processor, "image_processor", None))

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +17,7 @@ from clew.errors import ModelError
 from clew.inference.local import load_engine
 from clew.models import load_model, load_tokenizer
 from clew.training.engine import TrainEngine
+from clew.vision import load_vision
 from tests.models import ATTENTION_FAMILIES, VOCAB, tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")
@@ -30,6 +35,60 @@ def test_a_base_model_without_a_head_is_refused(tmp_path: Path) -> None:
     AutoModel.from_pretrained(tmp_path / "whole").save_pretrained(tmp_path / "base")
     with pytest.raises(ModelError, match=r"lack 1 tensors of Qwen2ForCausalLM: lm_head\.weight\..*random"):
         load_model(str(tmp_path / "base"), "float32", CPU)
+
+
+AUTO_MAPS = {
+    "config.json": {"AutoConfig": "mine.C", "AutoModelForCausalLM": "mine.M"},
+    "tokenizer_config.json": {"AutoTokenizer": ["mine.T", None]},
+    "processor_config.json": {"AutoProcessor": "mine.P"},
+}
+
+
+@pytest.fixture
+def with_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A model folder with code of its own; transformers would ask on a terminal, and "y" would run it."""
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    tiny_tokenizer(tmp_path)
+    tiny_model(tmp_path)
+    (tmp_path / "mine.py").write_text(f"open('{tmp_path}/was-run', 'w')")
+    yield tmp_path
+    assert not (tmp_path / "was-run").exists()
+
+
+def change(path: Path, **fields: Any) -> None:
+    before = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(before | fields))
+
+
+def test_a_model_that_names_code_is_loaded_by_transformers_own(with_code: Path) -> None:
+    """Many published models still name the code from before transformers had their architecture."""
+    for file, said in AUTO_MAPS.items():
+        change(with_code / file, auto_map=said)
+    assert type(load_model(str(with_code), "float32", CPU)).__name__ == "Qwen2ForCausalLM"
+    assert load_tokenizer(str(with_code)).eos_token == "<eos>"
+    load_vision(str(with_code))
+
+
+def test_an_architecture_of_its_own_is_refused(with_code: Path) -> None:
+    change(with_code / "config.json", auto_map=AUTO_MAPS["config.json"], model_type="of_its_own")
+    for load in (lambda: load_model(str(with_code), "float32", CPU), lambda: load_tokenizer(str(with_code))):
+        with pytest.raises(ModelError, match=r"auto_map.*'of_its_own'"):
+            load()
+
+
+def test_a_kernel_on_the_hub_is_refused(with_code: Path) -> None:
+    change(with_code / "config.json", attn_implementation="somebody/kernel")
+    for load in (lambda: load_model(str(with_code), "float32", CPU), lambda: load_tokenizer(str(with_code))):
+        with pytest.raises(ModelError, match="attn_implementation"):
+            load()
+
+
+def test_every_loading_by_transformers_says_that_it_trusts_no_code() -> None:
+    for path in (Path(__file__).parent.parent / "clew").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("from_pretrained", "load_dataset"):
+                said = [ast.unparse(each) for each in node.keywords]
+                assert "trust_remote_code=False" in said, f"{path}:{node.lineno}"
 
 
 def test_the_home_directory_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,8 @@ shows. Everything else is FastAPI.
 from __future__ import annotations
 
 import asyncio
-import secrets
-from collections.abc import Awaitable, Callable, MutableMapping
+import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,40 +18,35 @@ from starlette.responses import Response
 
 from clew.errors import EngineError
 from clew.inference.local import LocalEngine
-from clew.inference.protocol import Completion, EngineUnreachable
+from clew.inference.protocol import Completion, EngineUnreachable, RequestTooLong
 from clew.inference.shapes import Ask, Call, answer, parse_call
-from clew.listening import LARGE_TEXT
+from clew.listening import ASGI, LARGE_BODY, LARGE_TEXT, Message, Receive, Send, max_text, respond
 from clew.record.weights import WeightRef
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-
-ASGI = Callable[[Message, Receive, Send], Awaitable[None]]
 
 PAUSE_LEASE_S = 60.0
 """How long a pause lasts when the caller names no lease_s."""
 
-
-ADMINISTRATIVE = (
-    "/pause_generation",
-    "/continue_generation",
-    "/abort_request",
-    "/update_weights_from_disk",
-    "/release_memory_occupation",
-    "/resume_memory_occupation",
-    "/flush_cache",
-)
+MAX_LEASE_S = 600.0
+"""The longest pause; whoever needs a longer one renews it."""
 
 
 class Application:
-    """ASGI."""
+    """ASGI. Who may call it is decided by `clew.listening.Guard`, which stands before it."""
 
-    def __init__(self, engine: LocalEngine, model_path: str, token: str = "", beside: ASGI | None = None) -> None:
-        """token: asked for by the administrative endpoints, as `Authorization: Bearer TOKEN`; empty: none is.
-        beside: answers everything that is not SGLang's."""
+    def __init__(
+        self,
+        engine: LocalEngine,
+        model_path: str,
+        beside: ASGI | None = None,
+        weights_below: Iterable[Path] = (),
+    ) -> None:
+        """
+        Args:
+            beside: Answers everything that is not SGLang's.
+            weights_below: Folders; weights are loaded from these, and from folders in them.
+        """
         self.engine = engine
-        self.token = token
+        self._weights_below = [folder.resolve() for folder in weights_below]
         folder = Path(model_path).expanduser()
         self.model_path = str(folder.resolve()) if folder.is_dir() else model_path
         self.ready = False
@@ -63,25 +58,31 @@ class Application:
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] == "/generate" and scope["method"] == "POST":
             await self._generate(receive, send)
-        elif scope["type"] == "http" and scope["path"] in ADMINISTRATIVE and not self._may_administrate(scope):
-            message = f"{scope['path']} wants the header `Authorization: Bearer TOKEN`; servers.json has the token."
-            await _respond(send, 401, {"error": {"message": message}})
         elif scope["type"] != "http" or scope["path"] in self._admin_paths:
             await self._admin(scope, receive, send)
         else:
             await self._beside(scope, receive, send)
 
-    def _may_administrate(self, scope: Message) -> bool:
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        return not self.token or secrets.compare_digest(given, f"Bearer {self.token}".encode())
+    def refuse_foreign_weights(self, path: str) -> None:
+        """Raise EngineError unless a folder, and each file of weights in it, lies below `weights_below`."""
+        folder = Path(path).resolve()
+        for each in (folder, *(file.resolve() for file in folder.glob("*.safetensors"))):
+            if not any(each.is_relative_to(allowed) for allowed in self._weights_below):
+                allowed = ", ".join(map(str, self._weights_below)) or "nowhere"
+                raise EngineError(
+                    f"Cannot load weights from {path}: {each} lies outside the folders that this server loads from "
+                    f"({allowed}). Start it with `clew serve --allow-weights {folder}`."
+                )
 
     async def _generate(self, receive: Receive, send: Send) -> None:
-        body = await _body(receive)
+        body = (await receive()).get("body", b"")
         work: asyncio.Future[Any] | None = None
         try:
             if not self.ready:
                 raise EngineUnreachable("here", "starting: the weights are being loaded")
-            call = parse_call(orjson.loads(body), self.engine.core.default_stop_ids)
+            content, stop_ids = orjson.loads(body), self.engine.core.default_stop_ids
+            large = len(body) > LARGE_BODY
+            call = await asyncio.to_thread(parse_call, content, stop_ids) if large else parse_call(content, stop_ids)
             asks = [(ask, await self._ids(ask)) for ask in call.asks]
             if call.stream:
                 await self._stream(call, asks, receive, send)
@@ -93,18 +94,18 @@ class Application:
                 answers = await work
             finally:
                 gone.cancel()
-            await _respond(send, 200, answers)
+            await respond(send, 200, answers)
         except asyncio.CancelledError:
             if work is None or not work.cancelled():  # the server is ending; otherwise the client has gone
                 raise
         except orjson.JSONDecodeError as error:
-            await _respond(send, 400, {"error": {"message": f"the body is not JSON: {error}"}})
+            await respond(send, 400, {"error": {"message": f"the body is not JSON: {error}"}})
         except EngineUnreachable as error:
-            await _respond(send, 503, {"error": {"message": error.reason}})
+            await respond(send, 503, {"error": {"message": error.reason}})
         except EngineError as error:
             # a failed step is not the request's fault: the client submits it again, to the server that comes next
             status = 400 if self.engine.failure is None else 503
-            await _respond(send, status, {"error": {"message": str(error), "type": type(error).__name__}})
+            await respond(send, status, {"error": {"message": str(error), "type": type(error).__name__}})
 
     async def _one(self, call: Call, ask: Ask, ids: list[int]) -> dict[str, Any]:
         completion = await self.engine.generate(ids, ask.params, images=ask.images, request_id=ask.rid)
@@ -133,6 +134,10 @@ class Application:
         tokenizer = self.engine.core.tokenizer
         if tokenizer is None:
             raise EngineError("text needs a tokenizer, and this server has none. Send input_ids.")
+        if len(ask.text) > (limit := max_text(self.engine.core.context)):
+            raise RequestTooLong(
+                f"the prompt has {len(ask.text)} characters; for this model's context at most {limit} are read."
+            )
         if len(ask.text) < LARGE_TEXT:
             return tokenizer(ask.text)["input_ids"]
         return (await asyncio.to_thread(tokenizer, ask.text))["input_ids"]
@@ -199,15 +204,6 @@ class Application:
             work.cancel()
 
 
-async def _body(receive: Receive) -> bytes:
-    message = await receive()
-    body = message.get("body", b"")
-    while message.get("more_body"):
-        message = await receive()
-        body += message.get("body", b"")
-    return body
-
-
 async def _disconnected(receive: Receive, work: asyncio.Future[Any]) -> None:
     """Cancel `work` when the client goes away."""
     while (await receive())["type"] != "http.disconnect":
@@ -215,16 +211,23 @@ async def _disconnected(receive: Receive, work: asyncio.Future[Any]) -> None:
     work.cancel()
 
 
-async def _respond(send: Send, status: int, content: Any) -> None:
-    body = orjson.dumps(content)
-    await send(
-        {
-            "type": "http.response.start",
-            "status": status,
-            "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())],
-        }
+def weight_ref(body: dict[str, Any], next_version: int) -> WeightRef:
+    """Read the body of `/update_weights_from_disk`. Raises EngineError, which names the field that is wrong."""
+    path, version, clew = body.get("model_path"), body.get("weight_version", next_version), body.get("clew") or {}
+    if not isinstance(path, str) or "\0" in path:
+        raise EngineError("expected model_path, a folder with *.safetensors that this server can read.")
+    if isinstance(version, bool) or not (str(version).isascii() and str(version).isdigit() and int(version) < 2**31):
+        raise EngineError(f"weight_version is {version!r}, expected a whole number of steps.")
+    if not isinstance(clew, dict):
+        raise EngineError(f"clew is {type(clew).__name__}, expected an object with digest, probe_ids, probe_logprob.")
+    ids, logprob = clew.get("probe_ids", []), clew.get("probe_logprob", 0.0)
+    if not isinstance(ids, list) or not set(map(type, ids)) <= {int}:
+        raise EngineError("clew.probe_ids: expected a list of integers.")
+    if isinstance(logprob, bool) or not isinstance(logprob, int | float) or not math.isfinite(logprob):
+        raise EngineError(f"clew.probe_logprob is {logprob!r}, expected a number.")
+    return WeightRef(
+        version=int(version), path=path, digest=str(clew.get("digest", "")), probe_ids=ids, probe_logprob=float(logprob)
     )
-    await send({"type": "http.response.body", "body": body})
 
 
 def _json(content: Any, status: int = 200) -> Response:
@@ -285,8 +288,8 @@ def _admin(application: Application) -> FastAPI:
         if body.get("mode", "abort") != "abort":
             raise EngineError(f'pause mode {body["mode"]!r}: this server knows only "abort".')
         lease = body.get("lease_s", PAUSE_LEASE_S)
-        if not isinstance(lease, int | float) or not 0 < lease <= 86400:
-            raise EngineError(f"lease_s is {lease!r}, expected seconds, above 0 and at most 86400.")
+        if not isinstance(lease, int | float) or not 0 < lease <= MAX_LEASE_S:
+            raise EngineError(f"lease_s is {lease!r}, expected seconds, above 0 and at most {MAX_LEASE_S:g}.")
         await engine.pause(lease)
         return _json({"message": f"Generation paused; it resumes by itself after {lease:g} s.", "status": "ok"})
 
@@ -295,13 +298,13 @@ def _admin(application: Application) -> FastAPI:
         await engine.resume()
         return _json({"message": "Generation continued.", "status": "ok"})
 
-    @app.api_route("/release_memory_occupation", methods=["GET", "POST"])
+    @app.post("/release_memory_occupation")
     async def release_memory_occupation(request: Request) -> Response:
         check_tags(await read(request))
-        await engine.release_memory()
+        await engine.release_memory(PAUSE_LEASE_S)
         return _json({"message": "The cache's memory is free; requests wait.", "status": "ok"})
 
-    @app.api_route("/resume_memory_occupation", methods=["GET", "POST"])
+    @app.post("/resume_memory_occupation")
     async def resume_memory_occupation(request: Request) -> Response:
         check_tags(await read(request))
         await engine.resume_memory()
@@ -322,26 +325,15 @@ def _admin(application: Application) -> FastAPI:
     @app.post("/update_weights_from_disk")
     async def update_weights_from_disk(request: Request) -> Response:
         body = await read(request)
-        clew = body.get("clew") or {}
-        if not isinstance(body.get("model_path"), str):
-            raise EngineError("expected model_path, a folder with *.safetensors that this server can read.")
-        version = body.get("weight_version")
-        if version is not None and not str(version).isdigit():
-            raise EngineError(f"weight_version is {version!r}, expected a whole number of steps.")
-        ref = WeightRef(
-            version=engine.core.version + 1 if version is None else int(version),
-            path=body["model_path"],
-            digest=str(clew.get("digest", "")),
-            probe_ids=list(clew.get("probe_ids", [])),
-            probe_logprob=float(clew.get("probe_logprob", 0.0)),
-        )
+        ref = weight_ref(body, engine.core.version + 1)
         try:
+            application.refuse_foreign_weights(ref.path)
             await engine.load_weights(ref)
         except EngineError as error:
             return _json({"success": False, "message": str(error), "num_paused_requests": 0}, 400)
         return _json({"success": True, "message": f"version {ref.version} is loaded", "num_paused_requests": 0})
 
-    @app.api_route("/flush_cache", methods=["GET", "POST"])
+    @app.post("/flush_cache")
     async def flush_cache() -> Response:
         """Equal prompts share a prefill only while they run, so nothing is kept that could be flushed."""
         return Response("Cache flushed.\n")

@@ -24,8 +24,8 @@ from clew.inference.protocol import (
     SamplingParams,
     SchemaUnsupported,
 )
-from clew.inference.weights import copy_weights
-from clew.models import context_in
+from clew.inference.weights import backed_up, check_weights, copy_weights, restore
+from clew.models import context_in, described
 from clew.record.weights import WeightRef
 from clew.vision import Vision
 
@@ -51,6 +51,15 @@ class Request:
         """Whether an abort of a request, an id, or all (None) is about this one."""
         return which is None or which is self or which == self.id
 
+
+MAX_STOPS = 64
+"""Stop strings of a request, which are looked for after each token ..."""
+
+MAX_STOP_LENGTH = 1024
+"""... of so many characters, and ..."""
+
+MAX_STOP_IDS = 1024
+"""... ids that end it."""
 
 _UNBOUNDED = 2**40
 """The context of models without positions (Mamba)."""
@@ -79,7 +88,7 @@ class Core:
             self.never_drawn[0, vision.image_id] = True
         self.version = 0
         self.broken: str | None = None
-        """Why nothing is served, after a load that failed."""
+        """Why nothing is served: a step failed, or a load that could not be undone."""
         self.waiting: deque[Request] = deque()
         self.generated_tokens = 0
         self.prefilled_tokens = 0
@@ -183,17 +192,27 @@ class Core:
     def load_weights(self, ref: WeightRef) -> None:
         """Load weights in place and score the probe. The caller has aborted what was in flight.
 
-        Raises EngineError when file and model do not match or the probe differs; then nothing is served until a load
-        succeeds.
+        The files are checked before a live weight is touched, and the old weights are put back when a file breaks or
+        the probe differs, so that a failed load changes nothing. Until it is over, it takes as much main memory again
+        as the model has weights.
+
+        Raises:
+            EngineError: The weights are refused; those from before are served. Or they could not be put back: then
+                `broken` says so, and nothing is served until a load succeeds.
         """
+        files = check_weights(self.model, ref.path, ref.digest)
         self.abort()  # what a failed step may have left; what was in flight has been aborted by the caller
+        before, backup = self.broken, backed_up(self.model)
         self.broken = f"loading version {ref.version} from {ref.path} did not finish"
         try:
-            copy_weights(self.model, ref.path)
+            copy_weights(self.model, ref.path, files)
             self._check_probe(ref)
-        except EngineError as error:
-            self.broken = str(error)
-            raise
+        except Exception as error:  # the device may be out of memory, for example
+            restore(self.model, backup)
+            self.broken = before
+            if isinstance(error, EngineError):
+                raise
+            raise EngineError(f"cannot load version {ref.version} from {ref.path}: {described(error)}.") from error
         self.version, self.broken = ref.version, None
 
     def _check_probe(self, ref: WeightRef) -> None:
@@ -206,7 +225,7 @@ class Core:
                 f"version {ref.version} from {ref.path}: the engine gives the probe the logprob "
                 f"{found:.6f}, the trainer gave it {ref.probe_logprob:.6f} (tolerance {tolerance:g}, "
                 f"{str(self.model.dtype).removeprefix('torch.')}). They do not hold the same weights, or "
-                f"do not compute the same model. Nothing is served until a load succeeds."
+                f"do not compute the same model. The weights from before are served on."
             )
 
     # Stop rules ------------------------------------------------------------------------------------------------------
@@ -275,6 +294,10 @@ def _contradiction(params: SamplingParams) -> str | None:
         return f"min_p is {params.min_p}, expected at least 0, below 1"
     if "" in params.stop:
         return "stop holds an empty string"
+    if len(params.stop) > MAX_STOPS or max(map(len, params.stop), default=0) > MAX_STOP_LENGTH:
+        return f"stop has more than {MAX_STOPS} strings, or one of more than {MAX_STOP_LENGTH} characters"
+    if len(params.stop_token_ids or ()) > MAX_STOP_IDS:
+        return f"stop_token_ids has {len(params.stop_token_ids or ())} entries, expected at most {MAX_STOP_IDS}"
     return None
 
 

@@ -8,6 +8,7 @@ import aiohttp
 
 from clew.errors import EngineError
 from clew.inference.client import HTTPEngine
+from clew.inference.protocol import SamplingParams
 from clew.inference.vllm import VLLMEngine
 
 
@@ -22,6 +23,15 @@ class FoundEngine:
     """Folder or hub name; its tokenizer is the model's."""
     takes_images: bool = False
     """Beside token ids."""
+
+    @property
+    def advice(self) -> str:
+        """What whoever attaches the server should know about its logprobs; "" if there is nothing."""
+        return self.engine.advice if isinstance(self.engine, VLLMEngine) else ""
+
+    def wrong_logprobs(self, params: SamplingParams) -> str:
+        """Return why the logprobs of such a request are not what training needs; "" if they are."""
+        return self.engine.wrong_logprobs(params) if isinstance(self.engine, VLLMEngine) else ""
 
 
 async def find_engine(base_url: str, api_key: str = "") -> FoundEngine | None:
@@ -58,5 +68,9 @@ async def find_engine(base_url: str, api_key: str = "") -> FoundEngine | None:
     for model in listed:
         if model.get("owned_by") == "vllm":
             engine = VLLMEngine(address, model["id"], model["max_model_len"], api_key)
+            try:
+                await engine.probe()
+            finally:
+                await engine.close()  # the engine may be used on another event loop
             return FoundEngine(kind="vLLM", engine=engine, model=model.get("root") or model["id"])
     return None

@@ -21,6 +21,7 @@ from clew.errors import EngineError
 from clew.inference.core import Core, Finished, Request
 from clew.inference.embedded import build_engine
 from clew.inference.protocol import Completion, EngineUnreachable, OnToken, SamplingParams
+from clew.inference.weights import check_weights
 from clew.models import check_vocabulary, load_model, load_tokenizer, pick_device
 from clew.record.weights import WeightRef
 from clew.vision import load_vision
@@ -45,6 +46,7 @@ class LocalEngine:
         self.released = False
         """Requests wait until `resume_memory`, or what ends a pause."""
         self._lease: asyncio.TimerHandle | None = None
+        self._release_lease: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._calls: deque[Callable[[], None]] = deque()
@@ -90,9 +92,11 @@ class LocalEngine:
             del self._futures[request]
 
     async def load_weights(self, ref: WeightRef) -> None:
-        """See the protocol."""
+        """See the protocol. A load that is refused leaves everything as it was, also what is in flight; one that fails
+        later, or whose probe differs, has aborted what was in flight, and the old weights serve on."""
 
         def load() -> None:
+            check_weights(self.core.model, ref.path, ref.digest)
             self._deliver(self.core.abort())
             self.core.load_weights(ref)
 
@@ -139,19 +143,32 @@ class LocalEngine:
         if self._lease is not None:
             self._lease.cancel()
             self._lease = None
+        self._take_memory()
+
+    def _take_memory(self) -> None:
+        if self._release_lease is not None:
+            self._release_lease.cancel()
+            self._release_lease = None
         self.released = False
         self._run(lambda: None)
 
-    async def release_memory(self) -> None:
+    async def release_memory(self, lease_s: float | None = None) -> None:
         """Abort what is running, give the cache's memory back to the device, and start nothing until `resume_memory`,
-        or whatever ends a pause."""
+        or whatever ends a pause; outside a pause for lease_s seconds at most (None: no limit)."""
         self.released = True
+        if self._release_lease is not None:
+            self._release_lease.cancel()
+        if lease_s is not None:
+            self._release_lease = asyncio.get_running_loop().call_later(lease_s, self._end_release)
         await self._call(lambda: self._deliver(self.core.release_memory()))
 
     async def resume_memory(self) -> None:
         """Serve again, unless there is a pause: the memory is taken as requests need it."""
-        self.released = False
-        self._run(lambda: None)
+        self._take_memory()
+
+    def _end_release(self) -> None:
+        if not self.paused:  # the end of the pause takes the memory, too
+            self._take_memory()
 
     # Drivers ---------------------------------------------------------------------------------------------------------
 
@@ -273,22 +290,24 @@ def _settle(future: asyncio.Future[Any], result: Any, error: EngineError | None)
         future.set_result(result)
 
 
-def _at_once(config: Config) -> int:
-    """Sequences that the engine computes side by side. Who shares a batch shows in the last bits of a logprob, and an
-    agent's requests come over sockets, in whatever order: a run of one that is to repeat has batches of one."""
-    repeats = config.launch.mode == "inline" and config.rollout.agent is not None and config.rollout.max_lag == 0
-    return 1 if repeats else config.inference.max_running
+def load_engine(config: Config, *, gather_s: float = 0.0, max_running: int | None = None) -> LocalEngine:
+    """Load the embedded engine (or the slow reference, for models that need it) on the configuration's model. A thread
+    of its own on CUDA, where the loop can talk to clients meanwhile. Raises ModelError.
 
-
-def load_engine(config: Config, *, gather_s: float = 0.0) -> LocalEngine:
-    """The embedded engine (or the slow reference, for models that need it) on the configuration's model. A thread of
-    its own on CUDA, where the loop can talk to clients meanwhile. Raises ModelError."""
+    max_running: sequences that are computed side by side; None takes inference.max_running.
+    """
     torch.set_num_threads(config.threads)
     device = pick_device(config.model.device)
     tokenizer = load_tokenizer(config.model.path)
     model = load_model(config.model.path, config.model.dtype, device)
     check_vocabulary(model, tokenizer, config.model.path)
     vision = load_vision(config.model.path)
-    core = build_engine(model, tokenizer, vision, max_running=_at_once(config), cache_gib=config.inference.cache_gib)
+    core = build_engine(
+        model,
+        tokenizer,
+        vision,
+        max_running=max_running or config.inference.max_running,
+        cache_gib=config.inference.cache_gib,
+    )
     threaded = device.type == "cuda" and config.launch.mode != "inline"
     return LocalEngine(core, threaded=threaded, gather_s=gather_s)

@@ -83,6 +83,8 @@ class Completion:
     finish_reason: FinishReason
     matched: int | str | None = None
     """The stop id or stop string that ended it."""
+    wrong_logprobs: str = ""
+    """Why the logprobs are not of that distribution, and what to do; "" if they are."""
 
 
 class Engine(Protocol):

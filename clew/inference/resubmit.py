@@ -60,7 +60,12 @@ async def generate_through_aborts(
         if part.finish_reason != "abort" or len(output_ids) >= params.max_new_tokens:
             reason = "length" if part.finish_reason == "abort" else part.finish_reason
             return Completion(
-                output_ids=output_ids, logprobs=logprobs, versions=versions, finish_reason=reason, matched=part.matched
+                output_ids=output_ids,
+                logprobs=logprobs,
+                versions=versions,
+                finish_reason=reason,
+                matched=part.matched,
+                wrong_logprobs=part.wrong_logprobs,
             )
         if params.json_schema is not None and output_ids:
             raise EngineUnreachable(

@@ -9,18 +9,21 @@ import os
 import secrets
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Protocol
 
 import uvloop
 
-from clew.config import SERVERS_VARIABLE, Config
+from clew.config import SERVERS_VARIABLE, Config, server_token
 from clew.errors import EngineError
-from clew.inference.app import ASGI, Application
+from clew.inference.app import Application
 from clew.inference.local import LocalEngine, load_engine
-from clew.listening import Listener
+from clew.listening import ASGI, Access, Listener
+from clew.printing import print
 from clew.record.run import RunDirectory, Server
+from clew.record.weights import outside_folder
 from clew.waits import Reporter, waiting
 
 NAME = "server"
@@ -45,20 +48,38 @@ class Beside(Protocol):
         """The server answers from now on."""
         ...
 
+    def has_session(self, key: str) -> bool:
+        """Whether an open session has this key."""
+        ...
+
     async def run(self) -> None:
         """Whatever is to be done meanwhile; cancelled at the end, after which everything is to be closed."""
         ...
 
 
-def serve(config: Config, beside: Callable[[LocalEngine, str], Beside] | None = None) -> None:
-    """Serve until SIGTERM or SIGINT. Raises EngineError when the port is taken, ModelError, RecordError.
+def serve(
+    config: Config,
+    beside: Callable[[LocalEngine, str], Beside] | None = None,
+    *,
+    api_key: str = "",
+    allow_weights: Sequence[Path] = (),
+) -> None:
+    """Serve until SIGTERM or SIGINT.
 
-    beside: made of the engine and the administrative token, empty on a loopback address."""
+    Args:
+        beside: Makes the application beside this one from the engine and the API key, which is empty where any will do.
+        api_key: What clients have to send; empty: on loopback any key will do, elsewhere one is made.
+        allow_weights: Folders to load weights from, besides the run's own.
+
+    Raises:
+        EngineError: The port is taken, for example.
+        ModelError, RecordError: The model or the run directory cannot be read.
+    """
     run = RunDirectory(config.run_path)
-    with run.hold("server"), Reporter(run.status, NAME) as reporter, _bind(config.inference.listen) as listener:
+    with run.hold("server"), run.report(NAME) as reporter, _bind(config.inference.listen) as listener:
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(_serve(config, run, listener, reporter, beside))
+                runner.run(_serve(config, run, listener, reporter, beside, api_key, allow_weights))
         finally:
             run.remove_server(NAME)
 
@@ -69,19 +90,34 @@ async def _serve(
     listener: socket.socket,
     reporter: Reporter,
     make_beside: Callable[[LocalEngine, str], Beside] | None,
+    api_key: str,
+    allow_weights: Sequence[Path],
 ) -> None:
     host, port = listener.getsockname()[:2]
     address = f"{socket.gethostname() if host == '0.0.0.0' else host}:{port}"
-    token = "" if ipaddress.ip_address(host).is_loopback else secrets.token_urlsafe(16)
+    loopback, token = ipaddress.ip_address(host).is_loopback, server_token() or secrets.token_urlsafe(32)
+    key = api_key or ("" if loopback else secrets.token_urlsafe(16))
     entry = Server(name=NAME, address=address, pid=os.getpid(), ready=False, token=token)
 
     reporter.set(doing=f"loading {config.model.path}", address=address)
     run.register_server(entry)
     engine = load_engine(config, gather_s=GATHER_S)
-    beside = make_beside(engine, token) if make_beside is not None else None
-    application = Application(engine, config.model.path, token, beside.app if beside is not None else None)
+    beside = make_beside(engine, key) if make_beside is not None else None
+    published = [] if config.inference.weights is None else [outside_folder(config.inference.weights, run.path)]
+    application = Application(
+        engine,
+        config.model.path,
+        beside.app if beside is not None else None,
+        weights_below=[run.path, *published, *allow_weights],
+    )
+    access = Access(
+        loopback=loopback,
+        token=token,
+        key=key,
+        has_session=beside.has_session if beside is not None else lambda key: False,
+    )
     listening = asyncio.Event()
-    server = _Server(application, listening)
+    server = _Server(application, access, listening)
     loop = asyncio.get_running_loop()
     keeper = loop.create_task(_keep_listed(run, entry, application, reporter, listening, beside))
     keeper.add_done_callback(lambda _: setattr(server, "should_exit", True))
@@ -148,8 +184,8 @@ async def _load_newest(engine: LocalEngine, run: RunDirectory, reporter: Reporte
 class _Server(Listener):
     """Says when it listens. Signals end it in `_end_on_signal`."""
 
-    def __init__(self, application: Application, listening: asyncio.Event) -> None:
-        super().__init__(application)
+    def __init__(self, application: Application, access: Access, listening: asyncio.Event) -> None:
+        super().__init__(application, access)
         self._listening = listening
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -35,6 +35,13 @@ SAMPLING_FIELDS = (
 )
 """Fields of sampling_params. The last three are accepted, and change nothing: the text is for people."""
 
+MAX_SEQUENCES = 4096
+"""Sequences that one call may ask for: its prompts, times their n."""
+
+
+LARGEST = 2**64
+"""Above any number that a request could mean; seeds have 64 bits."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
@@ -65,19 +72,29 @@ def parse_call(body: Any, default_stop_ids: tuple[int, ...]) -> Call:
     if not isinstance(body, dict):
         raise EngineError(f"the body is {type(body).__name__}, expected a JSON object with input_ids or text.")
     clew = body.get("clew") or {}
+    if not isinstance(clew, dict):
+        raise EngineError(f"clew is {type(clew).__name__}, expected an object.")
     prompts, texts, batch = _prompts(body)
     count = len(prompts if prompts is not None else texts or [])
+    if count > MAX_SEQUENCES:
+        raise EngineError(
+            f"Cannot generate for {count} prompts in one call: at most {MAX_SEQUENCES}. Send several calls."
+        )
     sampling = body.get("sampling_params")
     each = sampling if isinstance(sampling, list) else [sampling or {}] * count
     if len(each) != count:
         raise EngineError(f"sampling_params is a list of {len(each)}, and there are {count} prompts.")
-    rids = body.get("rid")
-    rids = rids if isinstance(rids, list) else [rids or ""] * count if count == 1 else [""] * count
+    rids = _rids(body.get("rid"), count)
     shown = _images(body.get("image_data"), count, batch)
     asks: list[Ask] = []
     several = False
     for index in range(count):
         params, copies = _params(each[index], clew, default_stop_ids)
+        if len(asks) + copies > MAX_SEQUENCES:
+            raise EngineError(
+                f"Cannot generate more than {MAX_SEQUENCES} sequences in one call: {count} prompts, with n {copies}. "
+                f"Send several calls."
+            )
         several |= copies > 1
         for copy in range(copies):
             asks.append(
@@ -85,18 +102,62 @@ def parse_call(body: Any, default_stop_ids: tuple[int, ...]) -> Call:
                     input_ids=None if prompts is None else prompts[index],
                     text=None if texts is None else texts[index],
                     params=params if copies == 1 else _with_seed(params, params.seed + copy),
-                    rid=str(rids[index] or ""),
+                    rid=rids[index],
                     images=shown[index],
                 )
             )
     return Call(
         asks=asks,
         single=not batch and not several,
-        stream=bool(body.get("stream")),
-        deltas=bool(clew.get("deltas")),
-        return_logprob=bool(body.get("return_logprob")),
-        with_text=clew.get("text", True),
+        stream=_flag(body, "stream"),
+        deltas=_flag(clew, "deltas"),
+        return_logprob=_flag(body, "return_logprob"),
+        with_text=_flag(clew, "text", default=True),
     )
+
+
+def _shown(value: Any) -> str:
+    """A value of a request, cut short."""
+    return f"{value!r:.60}"
+
+
+def _rids(given: Any, count: int) -> list[str]:
+    """The ID of each prompt's request; empty where it has none."""
+    if isinstance(given, str | None):
+        return [given or "" if count == 1 else ""] * count
+    if not isinstance(given, list) or len(given) != count or not all(isinstance(rid, str | None) for rid in given):
+        raise EngineError(f"rid is {_shown(given)}, expected a string, or a list of {count} strings.")
+    return [rid or "" for rid in given]
+
+
+def _flag(fields: dict[str, Any], name: str, default: bool = False) -> bool:
+    value = fields.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool | int):
+        raise EngineError(f"{name} is {_shown(value)}, expected true or false.")
+    return bool(value)
+
+
+def _number(fields: dict[str, Any], name: str, default: float) -> float:
+    """A finite number; the default where there is none, or null."""
+    value = fields.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -LARGEST <= value <= LARGEST:
+        raise EngineError(f"sampling_params: {name} is {_shown(value)}, expected a number.")
+    return float(value)
+
+
+def _whole(fields: dict[str, Any], name: str, default: int) -> int:
+    """A whole number; the default where there is none, or null."""
+    value = fields.get(name)
+    if value is None:
+        return default
+    whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    if isinstance(value, bool) or not whole or not -LARGEST <= value <= LARGEST:
+        raise EngineError(f"sampling_params: {name} is {_shown(value)}, expected a whole number.")
+    return int(value)
 
 
 def _prompts(body: dict[str, Any]) -> tuple[list[list[int]] | None, list[str] | None, bool]:
@@ -155,24 +216,31 @@ def _params(given: Any, clew: dict[str, Any], default_stop_ids: tuple[int, ...])
         stop_ids = tuple(extra or ())
     else:
         stop_ids = None if not extra else tuple(sorted({*default_stop_ids, *extra}))
-    seed = given.get("sampling_seed")
-    try:
-        params = SamplingParams(
-            max_new_tokens=int(given.get("max_new_tokens") or 128),
-            min_new_tokens=int(given.get("min_new_tokens") or 0),
-            temperature=float(given.get("temperature", 1.0)),
-            top_p=float(given.get("top_p", 1.0)),
-            top_k=max(0, int(given.get("top_k", -1))),
-            min_p=float(given.get("min_p", 0.0)),
-            stop=(stop,) if isinstance(stop, str) else tuple(stop),
-            stop_token_ids=stop_ids,
-            seed=random.getrandbits(63) if seed is None else int(seed),
-            continues=int(clew.get("continues", 0)),
-            json_schema=given.get("json_schema"),
-        )
-        return params, int(given.get("n") or 1)
-    except (TypeError, ValueError) as error:
-        raise EngineError(f"sampling_params: {error}.") from None
+    if not isinstance(stop, str | list | tuple):
+        raise EngineError(f"sampling_params: stop is {_shown(stop)}, expected a string or a list of strings.")
+    schema = given.get("json_schema")
+    if not isinstance(schema, str | None):
+        raise EngineError(f"sampling_params: json_schema is {_shown(schema)}, expected JSON text.")
+    continues = _whole(clew, "continues", 0)
+    copies = _whole(given, "n", 1) or 1
+    if continues < 0:
+        raise EngineError(f"clew: continues is {continues}, expected 0 or more.")
+    if copies < 1:
+        raise EngineError(f"sampling_params: n is {copies}, expected at least 1.")
+    params = SamplingParams(
+        max_new_tokens=_whole(given, "max_new_tokens", 128) or 128,
+        min_new_tokens=_whole(given, "min_new_tokens", 0),
+        temperature=_number(given, "temperature", 1.0),
+        top_p=_number(given, "top_p", 1.0),
+        top_k=max(0, _whole(given, "top_k", -1)),
+        min_p=_number(given, "min_p", 0.0),
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        stop_token_ids=stop_ids,
+        seed=_whole(given, "sampling_seed", random.getrandbits(63)),
+        continues=continues,
+        json_schema=schema,
+    )
+    return params, copies
 
 
 def _with_seed(params: SamplingParams, seed: int) -> SamplingParams:

@@ -1,19 +1,35 @@
 """`protocol.Engine` over vLLM's OpenAI server: token ids in, token ids out, through /v1/completions.
 
-The behaviour logprobs are those of the distribution after temperature only when the server runs with
-``--logprobs-mode processed_logprobs``; vLLM's default gives those before it.
+vLLM says nowhere which logprobs it reports, so `VLLMEngine.probe` finds out:
+
+=========================== ============================================ =======================================
+--logprobs-mode             logprobs of the distribution                 not what training needs
+=========================== ============================================ =======================================
+raw_logprobs (the default)  before temperature and truncation            at a temperature other than 1 (or 0)
+processed_logprobs          after temperature and truncation             with top_p, top_k, min_p, min_tokens
+=========================== ============================================ =======================================
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from clew.errors import EngineError, ImageError
 from clew.inference.client import HTTPEngine
-from clew.inference.protocol import Completion, OnToken, SamplingParams
+from clew.inference.protocol import Completion, EngineUnreachable, OnToken, SamplingParams
 from clew.record.weights import WeightRef
+
+LogprobsMode = Literal["raw", "processed", "unknown"]
+
+PROBE_IDS = [0, 1, 2, 3]
+PROBE_TEMPERATURE = 0.5
+SMALLEST_GAP = 1e-2
+"""Nats between two tokens; below this the modes cannot be told apart."""
+
+RESTART = "Start vLLM with --logprobs-mode processed_logprobs"
 
 
 class VLLMEngine(HTTPEngine):
@@ -23,6 +39,75 @@ class VLLMEngine(HTTPEngine):
         """model: the name under which the server serves it. context: its max_model_len. api_key: its --api-key."""
         super().__init__(address, api_key, context)
         self.model = model
+        self.logprobs_mode: LogprobsMode = "unknown"
+
+    async def probe(self) -> None:
+        """Find out which logprobs the server reports, by the same next token at two temperatures.
+
+        Raises:
+            EngineError: The server reports logits in their place, or answers no such request.
+        """
+        one, other = [await self._likeliest(temperature) for temperature in (1.0, PROBE_TEMPERATURE)]
+        if max(sum(map(math.exp, each.values())) for each in (one, other)) > 1 + SMALLEST_GAP:
+            raise EngineError(
+                f"Cannot use vLLM at {self.address}: it reports logits in the place of logprobs. {RESTART}."
+            )
+        self.logprobs_mode = mode_of(one, other, PROBE_TEMPERATURE)
+
+    async def _likeliest(self, temperature: float) -> dict[str, float]:
+        """Logprobs of the likeliest next tokens of the probe, by token."""
+        body = {
+            "model": self.model,
+            "prompt": PROBE_IDS,
+            "max_tokens": 1,
+            "temperature": temperature,
+            "logprobs": 5,
+            "return_tokens_as_token_ids": True,
+        }
+        try:
+            answer = await self._post("/v1/completions", body)
+            return dict(answer["choices"][0]["logprobs"]["top_logprobs"][0])
+        except EngineUnreachable:
+            raise
+        except (EngineError, LookupError, TypeError, ValueError) as error:
+            raise EngineError(
+                f"Cannot find out which logprobs vLLM at {self.address} reports: {error}. {RESTART}, and allow at "
+                f"least 5 with --max-logprobs."
+            ) from None
+
+    @property
+    def advice(self) -> str:
+        """What whoever attaches the server should know about its logprobs; "" if they are right at any temperature."""
+        if self.logprobs_mode == "processed":
+            return ""
+        why = "before temperature" if self.logprobs_mode == "raw" else "of a kind that cannot be told from a probe"
+        return (
+            f"vLLM at {self.address} reports logprobs {why}: only at temperature 1 can its tokens be trained on. "
+            f"{RESTART}"
+        )
+
+    def wrong_logprobs(self, params: SamplingParams) -> str:
+        """Return why the logprobs of such a request are not what training needs; "" if they are."""
+        reports = f"vLLM at {self.address} reports logprobs"
+        if self.logprobs_mode == "processed":
+            named = {"top_p": params.top_p < 1, "top_k": params.top_k > 0, "min_p": params.min_p > 0}
+            set_ = ", ".join(
+                name for name, is_set in (named | {"min_tokens": params.min_new_tokens > 0}).items() if is_set
+            )
+            if not set_ or params.temperature == 0:
+                return ""
+            return (
+                f"{reports} after {set_}, which are too high by -ln of the probability that was kept, and training "
+                f"needs those before. Leave {set_} out"
+            )
+        if params.temperature in (0, 1):
+            return ""
+        if self.logprobs_mode == "raw":
+            return (
+                f"{reports} before temperature, and the temperature is {params.temperature:g}. {RESTART}, or set "
+                f"the temperature to 1"
+            )
+        return f"{reports} of a kind that cannot be told from a probe. {RESTART}"
 
     async def generate(
         self,
@@ -61,6 +146,7 @@ class VLLMEngine(HTTPEngine):
             assert completion is not None
         else:
             completion = await self._streamed("/v1/completions", body, on_token)
+        completion = replace(completion, wrong_logprobs=self.wrong_logprobs(params))
         if completion.finish_reason == "stop" and completion.matched is None and completion.output_ids:
             return replace(completion, matched=completion.output_ids[-1])  # an end token goes unnamed
         return completion
@@ -95,3 +181,21 @@ class VLLMEngine(HTTPEngine):
 
     async def abort(self, request_id: str | None = None) -> None:
         """Nothing: a request ends when its connection closes."""
+
+
+def mode_of(at_one: Mapping[str, float], at_other: Mapping[str, float], temperature: float) -> LogprobsMode:
+    """Return which logprobs a server reports. After temperature, differences between tokens are divided by it.
+
+    Args:
+        at_one: Logprobs of the likeliest tokens at temperature 1.
+        at_other: The same tokens' at `temperature`.
+        temperature: Neither 0 nor 1.
+    """
+    both = sorted(at_one.keys() & at_other.keys(), key=lambda token: at_one[token])
+    if not both:
+        return "unknown"
+    low, high = both[0], both[-1]
+    gap, other_gap = at_one[high] - at_one[low], at_other[high] - at_other[low]
+    if not gap >= SMALLEST_GAP:
+        return "unknown"
+    return "raw" if abs(other_gap - gap) < abs(other_gap - gap / temperature) else "processed"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,29 +11,69 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from clew.errors import EngineError
+from clew.record.weights import DIGEST_KEY
 
 
-def copy_weights(model: Any, path: str) -> None:
-    """Copy every tensor of the folder's *.safetensors into `model`, casting to its dtype.
+def check_weights(model: Any, path: str, digest: str = "") -> list[Path]:
+    """Return the folder's *.safetensors, once they are known to fit `model`. Changes nothing.
 
-    Strict: each of the model's tensors once, under the name that it has in memory (of tied tensors one name
-    suffices), in its shape, and nothing else. Raises EngineError, before anything is changed unless the file breaks.
+    They fit when they hold each of the model's tensors once, under the name that it has in memory (of tied tensors one
+    name suffices), in its shape, and nothing else. A truncated file does not open.
+
+    Args:
+        digest: WeightRef.digest; compared with the one that Clew's trainer wrote into the files' metadata, if it did.
+
+    Raises:
+        EngineError: The folder cannot be read, or holds other weights.
     """
     files = sorted(Path(path).glob("*.safetensors"))
     if not files:
         raise EngineError(f"cannot load weights from {path}: it holds no *.safetensors.")
-    own = model.state_dict()
     shapes: dict[str, list[int]] = {}
-    try:
+    with _reading(path):
         for file in files:
             with safe_open(file, framework="pt") as opened:
+                written = (opened.metadata() or {}).get(DIGEST_KEY, digest)
+                if digest and written != digest:
+                    raise EngineError(
+                        f"cannot load weights from {path}: {file.name} was written with the digest {written}, and the "
+                        f"update names {digest}. The folder holds the weights of another step or another run."
+                    )
                 shapes |= {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
-        _check_names(own, shapes, path)
-        with torch.no_grad():
-            for file in files:
-                with safe_open(file, framework="pt") as opened:
-                    for name in opened.keys():  # noqa: SIM118
-                        own[name].copy_(opened.get_tensor(name))
+    _check_names(model.state_dict(), shapes, path)
+    return files
+
+
+@torch.no_grad()
+def copy_weights(model: Any, path: str, files: list[Path]) -> None:
+    """Copy every tensor of the files into `model`, casting to its dtype. Raises EngineError when a file breaks."""
+    own = model.state_dict()
+    with _reading(path):
+        for file in files:
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118
+                    own[name].copy_(opened.get_tensor(name))
+
+
+@torch.no_grad()
+def backed_up(model: Any) -> dict[str, torch.Tensor]:
+    """Return a copy of the model's tensors in main memory, by name; tied ones once."""
+    distinct = {_identity(tensor): (name, tensor) for name, tensor in model.state_dict().items()}
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in distinct.values()}
+
+
+@torch.no_grad()
+def restore(model: Any, backup: dict[str, torch.Tensor]) -> None:
+    """Put back what `backed_up` copied, bit for bit."""
+    own = model.state_dict()
+    for name, tensor in backup.items():
+        own[name].copy_(tensor)
+
+
+@contextmanager
+def _reading(path: str) -> Iterator[None]:
+    try:
+        yield
     except (SafetensorError, OSError) as error:
         raise EngineError(f"cannot load weights from {path}: {error}") from error
 

@@ -14,12 +14,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
-from clew.config import SERVERS_VARIABLE, Config
-from clew.errors import LaunchError
+from clew.config import SERVERS_VARIABLE, TOKEN_VARIABLE, Config
+from clew.errors import Interrupted, LaunchError, RecordError
 from clew.processes import PARENT_VARIABLE
-from clew.record.files import read_json
+from clew.reading import read_json
 from clew.record.run import RunDirectory
 
 ROLES = {"server": "serve", "rollout": "rollout", "trainer": "learn"}
@@ -41,7 +43,8 @@ class Child:
 
     def start(self) -> None:
         """In a session of its own, so that Ctrl-C reaches the supervisor alone; it writes to logs/<role>.log."""
-        environment = {name: value for name, value in os.environ.items() if name != SERVERS_VARIABLE}  # it has its own
+        others = (SERVERS_VARIABLE, TOKEN_VARIABLE)  # this run has servers of its own
+        environment = {name: value for name, value in os.environ.items() if name not in others}
         with (self.run.logs / f"{self.role}.log").open("ab") as log:
             self.process = subprocess.Popen(
                 self.command,
@@ -55,8 +58,8 @@ class Child:
     def last_words(self) -> str:
         """What the process said of its end: its error, or the end of its log."""
         status = self.run.status / f"{self.role}.json"
-        if status.exists():
-            words = read_json(status)
+        with suppress(RecordError):  # it may have been killed before it wrote any
+            words = read_json(status, dict[str, Any])
             if words.get("pid") == self.process.pid and "error" in words:
                 return str(words["error"])
         if shutil.disk_usage(self.run.path).free < 2**16:
@@ -67,16 +70,19 @@ class Child:
 
 
 def supervise(config: Config, arguments: list[str], refresh: Callable[[], None]) -> None:
-    """Run until the trainer has made its last step. Raises LaunchError with step and cause when it does not.
+    """Run until the trainer has made its last step.
+
+    Raises LaunchError with step and cause when it does not, and Interrupted when somebody asked this process to end.
 
     arguments: the configuration file and overrides, as each process gets them. refresh: called ten times a second.
     """
     run = RunDirectory(config.run_path)
     for role in reversed(ROLES):
         run.hold(role).close()  # another run in this directory is an error here, not in a log file
-    children = {
-        role: Child(role, [sys.executable, "-m", "clew", command, *arguments], run) for role, command in ROLES.items()
-    }
+    for server in run.servers():  # left by a run that was killed: nobody listens there any more
+        run.remove_server(server.name)
+    python = [sys.executable, "-P", "-m", "clew"]
+    children = {role: Child(role, [*python, command, *arguments], run) for role, command in ROLES.items()}
     stop: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: stop.append(number))
@@ -93,7 +99,7 @@ def supervise(config: Config, arguments: list[str], refresh: Callable[[], None])
         refresh()
     done = run.steps.count()
     if done < config.training.steps:
-        raise LaunchError(
+        raise Interrupted(
             f"interrupted at step {done} of {config.training.steps}; nothing recorded is lost. "
             f"Start the same command again to go on."
         )

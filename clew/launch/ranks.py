@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from clew.errors import ConfigError, LaunchError
+from clew.errors import ConfigError, Interrupted, LaunchError
 from clew.processes import PARENT_VARIABLE
 
 ERROR_VARIABLE = "TORCHELASTIC_ERROR_FILE"
@@ -34,8 +34,10 @@ TOGETHER_S = 0.5
 
 
 def place(ranks: int, arguments: list[str], logs: Path | None = None) -> None:
-    """Run `clew ARGUMENTS` in `ranks` processes until all are done. Raises LaunchError with the first cause where one
-    fails; the others have then been killed.
+    """Run `clew ARGUMENTS` in `ranks` processes until all are done.
+
+    Raises LaunchError with the first cause when one fails; the others have then been killed. Raises Interrupted when
+    they ended because somebody asked them to, and SystemExit when a rank printed what it found and says no more.
 
     Rank 0 has this process's terminal, and is told of SIGINT and SIGTERM.
     logs: the others write to trainer-R.log there; None: nowhere.
@@ -56,7 +58,9 @@ def place(ranks: int, arguments: list[str], logs: Path | None = None) -> None:
                 child.wait()
         if failed:
             cause = _first_cause(failed, ranks, errors, logs)
-            raise LaunchError(cause) if cause else SystemExit(1)
+            if not cause:  # a rank has said all, and its exit code is the answer
+                raise SystemExit(max(failed.values()))
+            raise Interrupted(cause) if min(failed.values()) > 128 else LaunchError(cause)
 
 
 def named(rank: int, ranks: int, port: int) -> dict[str, str]:
@@ -110,7 +114,7 @@ def _start(
         output = (logs / f"trainer-{rank}.log").open("ab") if logs is not None else subprocess.DEVNULL
     try:
         return subprocess.Popen(
-            [sys.executable, "-m", "clew", *arguments],
+            [sys.executable, "-P", "-m", "clew", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

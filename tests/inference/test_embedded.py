@@ -23,7 +23,7 @@ from clew.inference.protocol import Completion, SamplingParams
 from clew.inference.reference import ReferenceEngine
 from clew.inference.resubmit import generate_through_aborts
 from clew.models import load_model, load_tokenizer
-from clew.record.weights import WeightRef
+from clew.record.weights import DIGEST_KEY, WeightRef
 from tests.models import ATTENTION_FAMILIES, tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")
@@ -387,10 +387,11 @@ def test_loads_weights_in_place_and_checks_the_probe(tmp_path: Path) -> None:
     reference, _ = engines(second)
     probe = [7, 8, 9, 10, 11]
     right = WeightRef(version=3, path=str(second), digest="", probe_ids=probe, probe_logprob=reference.score(probe))
+    wrong_probe = replace(right, probe_logprob=right.probe_logprob - 1)
+    before = run(engine, various(1, 4))
     with pytest.raises(EngineError, match=r"version 3 .*logprob .*tolerance 0\.001, float32"):
-        engine.load_weights(replace(right, path=str(first)))
-    with pytest.raises(EngineError, match="serves nothing"):
-        engine.submit(Request(id="", input_ids=[7], params=SamplingParams()))
+        engine.load_weights(wrong_probe)
+    assert engine.version == 0 and run(engine, various(1, 4)) == before
     engine.load_weights(right)
     assert engine.version == 3
     asked = various(1, 4)
@@ -407,6 +408,7 @@ def test_refuses_weights_that_are_not_this_models(tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()
     norm = "model.norm.weight"
+    before = run(engine, various(1, 4))
     for change, words in [
         ({norm: None}, f"missing 1: {norm}"),
         ({"extra": torch.zeros(1)}, "unknown 1: extra"),
@@ -416,11 +418,18 @@ def test_refuses_weights_that_are_not_this_models(tmp_path: Path) -> None:
         save_file(kept, broken / "model.safetensors")
         with pytest.raises(EngineError, match=words):
             engine.load_weights(WeightRef(version=1, path=str(broken), digest=""))
-    (broken / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:1000])
-    with pytest.raises(EngineError, match=str(broken)):
-        engine.load_weights(WeightRef(version=1, path=str(broken), digest=""))
-    with pytest.raises(EngineError, match=r"no \*\.safetensors"):
-        engine.load_weights(WeightRef(version=1, path=str(tmp_path), digest=""))
+    whole = (path / "model.safetensors").read_bytes()
+    for length in (1000, len(whole) - 1):
+        (broken / "model.safetensors").write_bytes(whole[:length])
+        with pytest.raises(EngineError, match=str(broken)):
+            engine.load_weights(WeightRef(version=1, path=str(broken), digest=""))
+    save_file(tensors, broken / "model.safetensors", metadata={DIGEST_KEY: "0a"})
+    with pytest.raises(EngineError, match="written with the digest 0a, and the update names 0b"):
+        engine.load_weights(WeightRef(version=1, path=str(broken), digest="0b"))
+    for folder in (tmp_path, tmp_path / "nope"):
+        with pytest.raises(EngineError, match=r"no \*\.safetensors"):
+            engine.load_weights(WeightRef(version=1, path=str(folder), digest=""))
+    assert engine.version == 0 and run(engine, various(1, 4)) == before
     engine.load_weights(WeightRef(version=2, path=str(path), digest=""))
 
 

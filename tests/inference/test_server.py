@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
+import logging
 import signal
+import socket
+import stat
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +23,7 @@ import torch
 
 from clew.config import Config, load
 from clew.errors import EngineError, ImageError
+from clew.inference import server as inference_server
 from clew.inference.client import HTTPEngine
 from clew.inference.core import Core, Request
 from clew.inference.embedded import build_engine
@@ -36,24 +42,29 @@ from tests.models import picture, seeing_model, tiny_model, tiny_tokenizer
 PROMPT = [7, 8, 9]
 
 
+def write_config(folder: Path, experiment: str, listen: str = "127.0.0.1:0") -> Path:
+    path = folder / f"{experiment}.yaml"
+    sections = {
+        "experiment": experiment,
+        "root": str(folder / "runs"),
+        "model": {"path": str(folder / "model")},
+        "data": {"path": "none"},
+        "inference": {"listen": listen, "max_running": 8},
+        "launch": {"threads": 1},
+    }
+    path.write_text(json.dumps(sections))
+    return path
+
+
 class ServerProcess:
     """A server in a process of its own."""
 
-    def __init__(self, folder: Path, listen: str = "127.0.0.1:0", serve: Callable[[Config], None] = serve) -> None:
-        self.serve = serve
-        self.config_path = folder / "config.yaml"
-        self.config_path.write_text(
-            json.dumps(
-                {
-                    "experiment": "test",
-                    "root": str(folder / "runs"),
-                    "model": {"path": str(folder / "model")},
-                    "data": {"path": "none"},
-                    "inference": {"listen": listen, "max_running": 8},
-                    "launch": {"threads": 1},
-                }
-            )
-        )
+    def __init__(
+        self, folder: Path, listen: str = "127.0.0.1:0", serve: Callable[..., None] = serve, **options: Any
+    ) -> None:
+        """options: of `serve`; weights are loaded from anywhere in the folder unless they say otherwise."""
+        self.serve = functools.partial(serve, **{"allow_weights": [folder], **options})
+        self.config_path = write_config(folder, "test", listen)
         self.start()
 
     def start(self) -> None:
@@ -64,6 +75,11 @@ class ServerProcess:
             raise RuntimeError(self.process.communicate()[1])
         self.line = line.rstrip("\n")
         self.address = self.line.rpartition("=")[2]
+
+    @property
+    def token(self) -> str:
+        """The run's, as Clew's own processes find it."""
+        return RunDirectory(load(self.config_path).run_path).servers()[0].token
 
     def end(self, number: int = signal.SIGTERM) -> None:
         """Raises TimeoutExpired when it takes long: a busy machine may take seconds, a server that waits for somebody
@@ -89,10 +105,10 @@ def server(folder: Path) -> Iterator[ServerProcess]:
 
 
 def with_engine(server: ServerProcess, scenario: Any) -> Any:
-    """Run `await scenario(engine)` against the server."""
+    """Run `await scenario(engine)` against the server, with its token."""
 
     async def run() -> Any:
-        engine = HTTPEngine(server.address)
+        engine = HTTPEngine(server.address, server.token)
         try:
             return await scenario(engine)
         finally:
@@ -101,10 +117,15 @@ def with_engine(server: ServerProcess, scenario: Any) -> Any:
     return asyncio.run(run())
 
 
-def post(server: ServerProcess, path: str, body: Any) -> tuple[int, Any]:
+def post(server: ServerProcess, path: str, body: Any, token: str | None = None) -> tuple[int, Any]:
+    """token: None takes the server's."""
+
     async def run() -> tuple[int, Any]:
         data = body if isinstance(body, bytes) else json.dumps(body)
-        async with aiohttp.ClientSession() as session, session.post(f"http://{server.address}{path}", data=data) as got:
+        bearer = server.token if token is None else token
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {bearer}"}
+        url = f"http://{server.address}{path}"
+        async with aiohttp.ClientSession(headers=headers) as session, session.post(url, data=data) as got:
             text = await got.text()
             return got.status, json.loads(text) if text[:1] in "[{" and text else text
 
@@ -208,6 +229,7 @@ def test_a_long_text_holds_nobody_up_while_its_tokens_are_made(server: ServerPro
         ("/generate", {"input_ids": []}, "empty"),
         ("/generate", {"input_ids": [7] * 256}, "context"),
         ("/generate", {"input_ids": [5000]}, "5000"),
+        ("/generate", {"text": "a" * 1_000_001}, "1000001 characters"),
         ("/generate", {"input_ids": PROMPT, "sampling_params": {"temprature": 1}}, "Did you mean temperature"),
         ("/generate", {"input_ids": PROMPT, "sampling_params": {"top_p": 0}}, "top_p"),
         (
@@ -221,7 +243,32 @@ def test_a_long_text_holds_nobody_up_while_its_tokens_are_made(server: ServerPro
             "5000",
         ),
         ("/generate", {"input_ids": PROMPT, "sampling_params": {"stop": [7]}}, "stop holds 7"),
+        ("/generate", {"input_ids": PROMPT, "sampling_params": {"n": 5000}}, "more than 4096 sequences"),
+        ("/generate", {"input_ids": PROMPT, "sampling_params": {"n": 10**9}}, "more than 4096 sequences"),
+        ("/generate", {"input_ids": [PROMPT] * 3, "sampling_params": {"n": 2000}}, "more than 4096 sequences"),
+        ("/generate", {"input_ids": [PROMPT] * 5000}, "5000 prompts"),
+        ("/generate", {"input_ids": PROMPT, "sampling_params": {"n": -1}}, "n is -1"),
+        ("/generate", {"input_ids": PROMPT, "sampling_params": {"stop": ["a"] * 65}}, "more than 64 strings"),
+        ("/generate", {"input_ids": PROMPT, "sampling_params": {"stop": "a" * 1025}}, "1024 characters"),
+        ("/generate", {"input_ids": PROMPT, "clew": [1]}, "clew is list"),
+        ("/pause_generation", {"lease_s": 86400}, "at most 600"),
+        ("/update_weights_from_disk", {"model_path": "/tmp", "clew": [1]}, "clew is list"),
+        ("/update_weights_from_disk", {"model_path": "/tmp", "clew": {"probe_ids": "ab"}}, "probe_ids"),
+        ("/update_weights_from_disk", {"model_path": "/tmp", "clew": {"probe_logprob": []}}, "probe_logprob"),
+        ("/update_weights_from_disk", {"model_path": "/tmp", "weight_version": []}, "weight_version"),
         ("/generate", {"input_ids": PROMPT, "stream": True, "sampling_params": {"top_p": 0}}, "top_p"),
+        ("/generate", {"input_ids": PROMPT, "clew": "x"}, "clew is str, expected an object"),
+        ("/generate", {"input_ids": PROMPT, "clew": {"continues": -1}}, "continues is -1"),
+        ("/generate", {"input_ids": PROMPT, "rid": 5}, "rid is 5, expected a string"),
+        ("/generate", {"input_ids": [PROMPT, PROMPT], "rid": ["a"]}, "rid is ['a'], expected a string, or a list of 2"),
+        ("/generate", {"input_ids": PROMPT, "stream": "no"}, "stream is 'no', expected true or false"),
+        ("/generate", {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1e30}}, "max_new_tokens is 1e+30"),
+        ("/generate", {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": "5"}}, "max_new_tokens is '5'"),
+        ("/generate", {"input_ids": PROMPT, "sampling_params": {"top_k": 2.5}}, "top_k is 2.5, expected a whole"),
+        ("/generate", {"input_ids": PROMPT, "sampling_params": {"temperature": [1]}}, "temperature is [1]"),
+        ("/generate", {"input_ids": PROMPT, "sampling_params": {"stop": 7}}, "stop is 7, expected a string or a list"),
+        ("/generate", {"input_ids": PROMPT, "sampling_params": {"n": -2}}, "n is -2"),
+        ("/generate", {"input_ids": PROMPT, "sampling_params": {"json_schema": {}}}, "json_schema is {}, expected"),
         ("/pause_generation", {"mode": "retract"}, "abort"),
         ("/release_memory_occupation", {"tags": ["weights"]}, "kv_cache"),
         ("/abort_request", {}, "rid"),
@@ -232,16 +279,15 @@ def test_a_long_text_holds_nobody_up_while_its_tokens_are_made(server: ServerPro
 def test_refuses_with_words(server: ServerProcess, path: str, body: Any, words: str) -> None:
     status, answer = post(server, path, body)
     assert status == 400 and words in json.dumps(answer)
-    if "nowhere" in words:
-        assert post(server, "/generate", {"input_ids": PROMPT})[0] == 503  # serves nothing until a load succeeds
 
 
-def serve_broken(config: Config) -> None:
+def serve_broken(config: Config, **options: Any) -> None:
     def matched_stop(self: Core, request: Request, output_ids: list[int]) -> None:
         raise RuntimeError("no such kernel")
 
     Core.matched_stop = matched_stop  # type: ignore[assignment]
-    serve(config)
+    logging.basicConfig()  # as `clew serve` does: otherwise the traceback of the failed step is in no output
+    serve(config, **options)
 
 
 @pytest.mark.slow
@@ -289,6 +335,99 @@ def test_loads_weights_while_requests_go_on(server: ServerProcess, folder: Path)
     with_engine(server, lambda engine: engine.load_weights(WeightRef(version=0, path=str(folder / "model"), digest="")))
 
 
+def test_weights_that_are_refused_leave_the_old_ones_serving(server: ServerProcess, folder: Path) -> None:
+    params = SamplingParams(max_new_tokens=20, seed=3, stop_token_ids=())
+    before = with_engine(server, lambda engine: engine.generate(PROMPT, params))
+    tiny_model(folder / "other", seed=1)
+    halved = folder / "halved"
+    halved.mkdir()
+    content = (folder / "other" / "model.safetensors").read_bytes()
+    (halved / "model.safetensors").write_bytes(content[: len(content) // 2])
+    probed = WeightRef(version=7, path=str(folder / "other"), digest="", probe_ids=PROMPT, probe_logprob=1.0)
+    for ref, words in [
+        (replace(probed, path=str(folder / "nope")), "holds no"),
+        (replace(probed, path=str(halved)), "halved"),
+        (probed, "the trainer gave it 1.0"),
+    ]:
+        with pytest.raises(EngineError, match=words):
+            with_engine(server, lambda engine, ref=ref: engine.load_weights(ref))
+        assert with_engine(server, lambda engine: engine._request("GET", "/health", None)) == {}
+        assert with_engine(server, lambda engine: engine.generate(PROMPT, params)) == before
+
+
+def test_the_trainer_ends_with_the_servers_words_when_its_weights_are_refused(
+    server: ServerProcess, folder: Path
+) -> None:
+    refused = pytest.raises(EngineError, match=r"refused /update_weights_from_disk \(400\).*no \*\.safetensors")
+    with closing(Servers(RunDirectory(folder / "runs" / "test" / "0"))) as servers, refused:
+        servers.load(WeightRef(version=8, path=str(folder / "nope"), digest=""))
+
+
+def test_weights_load_only_from_the_folders_that_are_allowed(server: ServerProcess, folder: Path) -> None:
+    run = RunDirectory(folder / "runs" / "test" / "0")
+    outside = folder.parent / f"{folder.name}-outside"
+    tiny_model(outside, seed=1)
+    linked, files = run.path / "linked", run.path / "files"
+    linked.symlink_to(outside)
+    files.mkdir()
+    (files / "model.safetensors").symlink_to(outside / "model.safetensors")
+    for path in (outside, linked, files, folder / ".." / outside.name, Path("/etc")):
+        status, answer = post(server, "/update_weights_from_disk", {"model_path": str(path)})
+        assert status == 400 and "clew serve --allow-weights" in answer["message"]
+    assert post(server, "/generate", {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1}})[0] == 200
+
+
+def test_only_its_user_reads_the_token(server: ServerProcess, folder: Path) -> None:
+    assert stat.S_IMODE((folder / "runs" / "test" / "0" / "servers.json").stat().st_mode) == 0o600
+    assert len(server.token) > 32 and server.token not in server.line
+    for path in ("/pause_generation", "/release_memory_occupation", "/abort_request", "/update_weights_from_disk"):
+        assert post(server, path, {}, token="None")[0] == 401
+        assert asyncio.run(got(server, path)) == 405
+    asked = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1}}
+    assert post(server, "/generate", asked, token="None")[0] == 200
+
+
+async def got(server: ServerProcess, path: str) -> int:
+    """The status of a GET, with the token."""
+    headers = {"Authorization": f"Bearer {server.token}"}
+    async with aiohttp.ClientSession(headers=headers) as client, client.get(f"http://{server.address}{path}") as answer:
+        return answer.status
+
+
+def test_memory_that_is_released_without_a_pause_comes_back_by_itself(tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    tiny_tokenizer(path)
+    tiny_model(path)
+
+    async def scenario() -> None:
+        engine = LocalEngine(build_engine(load_model(str(path), "float32", torch.device("cpu")), None))
+        await engine.release_memory(0.2)
+        assert len((await engine.generate(PROMPT, SamplingParams(max_new_tokens=3))).output_ids) == 3
+        assert not engine.released
+        await engine.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_signal_ends_it_whatever_hangs(tmp_path: Path) -> None:
+    """Connections that sent nothing, half a request, or do not read; requests that wait in a pause, and that run."""
+    tiny_tokenizer(tmp_path / "model")
+    tiny_model(tmp_path / "model")
+    server = ServerProcess(tmp_path)
+    host, port = server.address.split(":")
+    head = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
+    asked = b'{"input_ids": [7], "stream": true, "sampling_params": {"max_new_tokens": 250, "ignore_eos": true}}'
+    clients = [socket.create_connection((host, int(port))) for _ in range(40)]
+    for number, client in enumerate(clients):
+        client.sendall([b"", head, head + b"999\r\n\r\n{", head + b"%d\r\n\r\n" % len(asked) + asked][number % 4])
+    assert post(server, "/pause_generation", {"lease_s": 600})[0] == 200
+    began = time.monotonic()
+    server.end()
+    assert server.process.returncode == 0 and time.monotonic() - began < 30
+    for client in clients:
+        client.close()
+
+
 def test_a_pause_is_a_lease(server: ServerProcess) -> None:
     async def scenario(engine: HTTPEngine) -> float:
         await engine.pause(lease_s=0.5)
@@ -320,8 +459,52 @@ def test_memory_is_released_for_as_long_as_the_trainer_says_and_requests_go_on(
             while time.monotonic() < until:
                 assert state() == (True, False) and not request.done()
         found = request.result(20)
-    assert found.output_ids == plain.output_ids and found.logprobs == pytest.approx(plain.logprobs, abs=1e-5)
+    assert found.output_ids == plain.output_ids and found.logprobs == pytest.approx(
+        plain.logprobs, abs=1e-4
+    )  # other batches round otherwise
     assert state() == (False, False)
+
+
+def serve_once_published(config: Config) -> None:
+    """`clew serve`, whose model takes until the file `published` is there to load."""
+    quick = inference_server.load_engine
+
+    def load_engine(*arguments: Any, **options: Any) -> LocalEngine:
+        while not Path(config.root, "published").exists():
+            time.sleep(0.01)
+        return quick(*arguments, **options)
+
+    inference_server.load_engine = load_engine
+    serve(config)
+
+
+def test_a_server_that_is_still_starting_is_no_cause_for_alarm(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The trainer publishes while the server loads its model: that is how most runs begin."""
+    config = load(write_config(folder, "starting"))
+    run = RunDirectory(config.run_path)
+    tiny_model(run.path / "weights" / "first", seed=3)
+    with Forked(serve_once_published, config) as process, closing(Servers(run)) as servers:
+        while not run.servers():
+            assert process.poll() is None
+            time.sleep(0.01)
+        ref = WeightRef(version=4, path=str(run.path / "weights" / "first"), digest="")
+        run.announce_weights(ref)
+        servers.load(ref)
+        assert [server.ready for server in run.servers()] == [False]
+        Path(config.root, "published").touch()
+        address = process.stdout.readline().rstrip("\n").rpartition("=")[2]
+        servers.load(replace(ref, version=5))
+
+        async def version() -> int:
+            engine = HTTPEngine(address)
+            try:
+                return await engine.version()
+            finally:
+                await engine.close()
+
+        assert asyncio.run(version()) == 5
+        assert caplog.text == ""
+        process.terminate()
 
 
 def test_released_memory_is_a_lease_too(server: ServerProcess) -> None:
@@ -427,18 +610,19 @@ def test_one_that_was_taken_out_loads_the_newest_weights_and_comes_back(tmp_path
         server.end()
 
 
-def test_beyond_loopback_its_administration_wants_a_token(tmp_path: Path) -> None:
+def test_beyond_loopback_all_of_it_needs_a_key_and_its_administration_a_token(tmp_path: Path) -> None:
     tiny_tokenizer(tmp_path / "model")
     tiny_model(tmp_path / "model")
-    server = ServerProcess(tmp_path, listen="0.0.0.0:0")
+    server = ServerProcess(tmp_path, listen="0.0.0.0:0", api_key="sk-mine")
     server.address = f"127.0.0.1:{server.address.rpartition(':')[2]}"
     try:
         [entry] = RunDirectory(tmp_path / "runs" / "test" / "0").servers()
-        assert len(entry.token) > 16
-        status, said = post(server, "/update_weights_from_disk", {"model_path": str(tmp_path / "model")})
+        asked = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1}}
+        status, said = post(server, "/generate", asked, token="any")
+        assert status == 401 and "unknown API key" in said["error"]["message"]
+        assert post(server, "/generate", asked, token="sk-mine")[0] == 200
+        status, said = post(server, "/update_weights_from_disk", {"model_path": str(tmp_path / "model")}, "sk-mine")
         assert status == 401 and "Authorization: Bearer TOKEN" in said["error"]["message"]
-        status, _ = post(server, "/generate", {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1}})
-        assert status == 200
 
         async def load() -> None:
             engine = HTTPEngine(server.address, entry.token)

@@ -1,0 +1,202 @@
+"""Reading files that someone else may have altered: each becomes what was expected of it, or a RecordError that says
+which file and field, what was expected and what was found. Importing this imports no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from typing_extensions import is_typeddict
+
+from clew.errors import RecordError
+
+RESTORE = "restore it from a copy of the run directory"
+
+DEEPEST = 100
+"""Levels of objects and lists within one another. Deeper ones could end in Python's own limit anywhere."""
+
+STRICT = ConfigDict(strict=True)
+"""Text is no number, and a number no text. Of a TypedDict; the types below are strict in themselves."""
+Count = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
+"""A step, a version, a process: what numbers files and columns."""
+Finite = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Number = Annotated[float, Field(strict=True)]
+"""It may be NaN."""
+Flag = Annotated[bool, Field(strict=True)]
+Moment = Annotated[float, Field(strict=True, ge=0, lt=1e11)]
+"""Seconds since the epoch."""
+
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+class FileMissing(RecordError, FileNotFoundError):
+    """There is no such file."""
+
+
+def read_bytes(path: Path | str, remedy: str = RESTORE) -> bytes:
+    """Read a regular file. Never waits, as reading a named pipe or a device would.
+
+    Raises FileMissing, or RecordError when it is something else than a file, or may not be read.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise FileMissing(f"Cannot read {path}: it is missing. {_sentence(remedy)}.") from None
+    except OSError as error:
+        raise RecordError(f"Cannot read {path}: {error.strerror}. {_remedy_of(error, remedy)}.") from None
+    kind = stat.S_IFMT(os.fstat(handle).st_mode)
+    if kind != stat.S_IFREG:
+        os.close(handle)
+        found = _KINDS.get(kind, "something else")
+        raise RecordError(f"Cannot read {path}: expected a file, found {found}. {_sentence(remedy)}.")
+    with os.fdopen(handle, "rb") as file:
+        return file.read()
+
+
+def _sentence(remedy: str) -> str:
+    return remedy[:1].upper() + remedy[1:]
+
+
+def _remedy_of(error: OSError, remedy: str) -> str:
+    if isinstance(error, PermissionError):
+        return "Give this user the right to read it"
+    return _sentence(remedy)
+
+
+def read_text(path: Path, remedy: str = RESTORE) -> str:
+    """Read a file of UTF-8 text. Raises RecordError, as `read_bytes` does, and when it is not UTF-8."""
+    try:
+        return read_bytes(path, remedy).decode()
+    except UnicodeDecodeError as error:
+        raise RecordError(
+            f"Cannot read {path}: expected UTF-8 text, found the byte 0x{error.object[error.start]:02x} at position "
+            f"{error.start}. {_sentence(remedy)}."
+        ) from None
+
+
+def read_json(path: Path, kind: Any = None, remedy: str = RESTORE) -> Any:
+    """Read one JSON document. Raises FileMissing, or RecordError when it is no JSON, or not of this kind.
+
+    kind: what it must be, as a type that pydantic can check (a TypedDict, a dataclass, dict[str, int]); None: anything.
+    """
+    try:
+        found = parse_json(read_bytes(path, remedy))
+    except ValueError as error:
+        raise RecordError(
+            f"Cannot read {path}: expected JSON, found {path.stat().st_size} bytes that are not ({error}). It was "
+            f"altered after it was written: {remedy}."
+        ) from None
+    return found if kind is None else check(path, found, kind, remedy)
+
+
+def parse_json(text: bytes | str) -> Any:
+    """Raises ValueError: no JSON, the same key twice, or more than `DEEPEST` levels."""
+    try:
+        found = json.loads(text, object_pairs_hook=_object)
+    except RecursionError:
+        found = None
+        levels = DEEPEST + 1
+    else:
+        levels = 0
+    if levels or is_deep(found):
+        raise ValueError(f"more than {DEEPEST} objects and lists within one another")
+    return found
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r:.60} stands there twice")
+    return found
+
+
+def is_deep(value: Any) -> bool:
+    """Whether objects and lists lie within one another on more than `DEEPEST` levels."""
+    level = [value]
+    for _ in range(DEEPEST):
+        level = [
+            part
+            for whole in level
+            if isinstance(whole, (dict, list))
+            for part in (whole.values() if isinstance(whole, dict) else whole)
+            if isinstance(part, (dict, list))
+        ]
+        if not level:
+            return False
+    return True
+
+
+def check(path: Path, found: Any, kind: Any, remedy: str = RESTORE) -> Any:
+    """Return what was read from `path`: as it is, or as the dataclasses that `kind` asks for. Raises RecordError with
+    the first field that is not as expected."""
+    try:
+        checked = _adapter(kind).validate_python(found)
+        return found if is_typeddict(kind) else checked
+    except ValidationError as error:
+        [first, *_] = error.errors(include_url=False, include_context=False)
+        raise RecordError(
+            f"Cannot read {path}: {wrong_field(first)}. It was altered after it was written: {remedy}."
+        ) from None
+
+
+def wrong_field(error: Any) -> str:
+    """One of pydantic's errors in plain words: the field, what was found and what was expected."""
+    where = ".".join(str(part)[:60] for part in error["loc"])
+    if error["type"] == "missing":
+        return f"the field {where} is missing"
+    expected = error["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    return f"{where or 'the document'} is {error['input']!r:.60}; expected {expected[:1].lower()}{expected[1:]}"
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def check_yaml(text: str) -> None:
+    """Raise ValueError when a YAML text has more than `DEEPEST` levels, at which libyaml ends the whole process, or
+    repeats what repeats something itself (`*name` within `&name`), which fills any memory; yaml.YAMLError when it is no
+    YAML."""
+    import yaml
+
+    anchored: list[bool] = []  # for each level that is open, whether it can be repeated
+    for event in yaml.parse(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+        if isinstance(event, yaml.CollectionStartEvent):
+            anchored.append(event.anchor is not None)
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchored.pop()
+        elif isinstance(event, yaml.AliasEvent) and any(anchored):
+            raise ValueError(f"*{event.anchor} stands within what can be repeated itself")
+        if len(anchored) > DEEPEST:
+            raise ValueError(f"more than {DEEPEST} mappings and lists within one another")
+
+
+def read_yaml(path: Path, remedy: str = RESTORE) -> dict[str, Any]:
+    """Read a configuration as it stands: a mapping, unchecked. Raises RecordError, as `read_text` does, and when it is
+    no YAML, holds anything but plain values, or is no mapping."""
+    import yaml
+
+    text = read_text(path, remedy)
+    try:
+        check_yaml(text)
+        found = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise RecordError(
+            f"Cannot read {path}: expected YAML ({' '.join(str(error).split())[:300]}). {_sentence(remedy)}."
+        ) from None
+    if not isinstance(found, dict) or any(not isinstance(name, str) for name in found):
+        kind = type(found).__name__ if not isinstance(found, dict) else "a key that is no text"
+        raise RecordError(f"Cannot read {path}: expected sections by name, found {kind}. {_sentence(remedy)}.")
+    return found
