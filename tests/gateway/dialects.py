@@ -81,7 +81,7 @@ class Served:
                 for delta in deltas_of(self._answers[0]):
                     yield delta
 
-        stream = Stream(ids=[ID], created_at=1e9, input_tokens=3, deltas=deltas(), replies=self._reply)
+        stream = Stream(ids=[ID], created_at=1e9, input_ids=[1, 2, 3], deltas=deltas(), replies=self._reply)
         place = len(self.events)
         try:
             async for chunk in self._dialect.events(ask, stream):

@@ -207,7 +207,8 @@ def test_a_client_that_writes_the_models_words_anew(told: Told) -> None:
     told.post("/chat/completions", {"messages": [QUESTION, back, *results], "tools": [CHAT_TOOL]})
     assert told.sequences() == [[0], [1]]
     [warning] = told.session.warnings
-    assert warning == f"the client does not send {first['id']} back as the model said it: a new sequence starts"
+    assert f"does not continue {first['id']}: message 2 (assistant), not as the model said it, differs" in warning
+    assert "'I add:' became ''" in warning
 
 
 def test_another_answer_to_the_same_messages_is_not_the_models_words_anew(told: Told) -> None:
@@ -230,7 +231,7 @@ def test_a_client_that_offers_other_tools_in_mid_conversation(told: Told) -> Non
     told.post("/chat/completions", {"messages": [QUESTION, message, *results]})
     assert told.sequences() == [[0], [1]]
     [warning] = told.session.warnings
-    assert warning.startswith(f"the client has other tools to offer after {first['id']}: a new sequence starts")
+    assert f"does not continue {first['id']}: the client offers other tools (add before, none now). A new" in warning
 
 
 @pytest.mark.parametrize("told", [{"template": THINKING}], indirect=True)
@@ -240,10 +241,11 @@ def test_a_template_that_drops_reasoning_which_the_client_sent_is_told_from_a_cl
     message = first["choices"][0]["message"]
     more = {"role": "user", "content": "more?"}
     told.post("/chat/completions", {"messages": [QUESTION, message, more]})
-    told.post("/chat/completions", {"messages": [QUESTION, {"role": "assistant", "content": "3"}, more]})
+    other = {"role": "user", "content": "other?"}
+    told.post("/chat/completions", {"messages": [QUESTION, {"role": "assistant", "content": "3"}, other]})
     by_template, by_client = told.session.warnings
-    assert by_template.startswith(f"the chat template does not keep {first['id']} as the model wrote it: a new")
-    assert "the client sends no reasoning back" in by_client
+    assert f"the chat template does not keep {first['id']} as the model wrote it; its text differs" in by_template
+    assert "(the client sends no reasoning back)" in by_client
 
 
 THREAD = {"max_tokens": 500, "stream": False}

@@ -16,10 +16,15 @@ import openai
 import pytest
 from aiohttp import web
 
+from clew.inference.protocol import SamplingParams
+from clew.models import load_tokenizer
 from clew.record.rows import from_table
 from clew.record.run import RunDirectory
+from clew.rollout.gateway import served
+from clew.rollout.gateway.chat import Refusal
 from clew.rollout.gateway.front import PassedOn
 from clew.rollout.gateway.thread import ServingThread
+from clew.rollout.session import Resources
 from tests.forked import clew
 from tests.models import tiny_model, tiny_tokenizer
 
@@ -238,14 +243,73 @@ def test_a_provider_need_not_answer_whom_nobody_waits_for() -> None:
     asyncio.run(run())
 
 
+def test_an_agent_whose_conversations_branch(config: Path, behind: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": "2+2="}\n')
+    asked = ["tests.rollout.user_agents.Clock", "--data", str(tmp_path / "rows.jsonl"), "--n", "2"]
+    with clew("agent", "run", *asked, "--base-url", behind) as ran:
+        shown, errors = ran.communicate(60)
+        assert ran.returncode == 0, errors
+    assert shown.count("does not continue") == 2
+    assert shown.count('message 1 (system) differs at character 7: "It is 0 o\'clock." became "It is 1 o\'clock') == 2
+    assert "2 of 2 episodes branched (100%)" in shown
+
+
 def test_in_front_of_nothing(config: Path) -> None:
     with clew("serve", str(config), "--engine", "http://127.0.0.1:9/v1") as failed:
-        assert "nothing that serves a model answers at" in failed.communicate(60)[1] and failed.returncode == 1
+        assert "nothing that serves a model answers at" in failed.communicate(60)[1] and failed.returncode == 2
+
+
+def test_a_session_is_rewarded_and_ended_with_its_own_key_and_started_with_the_token(config: Path, behind: str) -> None:
+    with serving(str(config), "--engine", behind, CLEW_LLM_SERVER_TOKEN="the-token") as (url, _):
+        root = url.removesuffix("/v1")
+
+        def post(path: str, key: str | None, body: Any) -> httpx2.Response:
+            headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+            return httpx2.post(f"{root}{path}", json=body, headers=headers)
+
+        asked = {"model": "model", "prompt": "a", "max_tokens": 2}
+        assert [post("/v1/completions", key, asked).status_code for key in (None, "sk-mine")] == [200, 200]
+        for path, body in (("/rl/set_reward", {"reward": 1}), ("/rl/end_session", {})):
+            assert [post(path, key, body).status_code for key in (None, "sk-other", "sk-mine")] == [401, 401, 200]
+        assert [post("/rl/start_session", key, {}).status_code for key in (None, "sk-mine")] == [401, 401]
+        started = post("/rl/start_session", "the-token", {"data": {"a": 1}})
+        assert started.status_code == 200
+        key = started.json()["api_key"]
+        assert post("/v1/completions", key, asked).json()["id"].startswith(started.json()["session_id"])
+        large = post("/rl/start_session", "the-token", {"data": {"a": "x" * 2**20}})
+        assert large.status_code == 413 and "1024 KiB" in large.json()["error"]["message"]
+
+
+def test_sessions_are_limited_in_number_and_bytes(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served, "MAX_SESSIONS", 3)
+    shared = Resources(
+        engine=None,  # type: ignore[arg-type]
+        tokenizer=load_tokenizer(str(config.parent / "model")),
+        sampling=SamplingParams(),
+        seed=0,
+        prompt_column="prompt",
+        reward=None,
+    )
+    sessions = served.ServedSessions(shared, ["model"], record=None)
+    first, _, third = (sessions.find(key) for key in "abc")
+    with pytest.raises(Refusal, match="3 sessions are open") as refused:
+        sessions.find("d")
+    assert refused.value.status == 429 and sessions.find("a") is first
+    first.last_used -= 61  # a minute ago
+    assert sessions.find("d") and not sessions.has_session("a") and first.ended is not None
+    third.received_bytes = served.MAX_BYTES
+    with pytest.raises(Refusal, match="1024 MiB of requests"):
+        sessions.find("c")
+    third.last_used -= 61
+    assert sessions.find("c") is not third
 
 
 def test_beyond_this_machine_a_session_wants_a_key(config: Path, behind: str) -> None:
     with serving(str(config), "--engine", behind, "inference.listen=0.0.0.0:0") as (url, lines):
         key = lines[-1].split("OPENAI_API_KEY=")[1].strip()
+        assert key != "sk-clew"
         here = url.replace("0.0.0.0", "127.0.0.1")
 
         async def ask(key: str) -> str:
@@ -254,8 +318,8 @@ def test_beyond_this_machine_a_session_wants_a_key(config: Path, behind: str) ->
                 return said.id
 
         assert asyncio.run(ask(key)) == "g000000.e0.i0"
-        with pytest.raises(openai.AuthenticationError, match="unknown API key; POST /rl/start_session"):
+        with pytest.raises(openai.AuthenticationError, match=r"unknown API key.*POST /rl/start_session"):
             asyncio.run(ask("sk-clew"))
     provider = behind.removesuffix("/v1") + "/nowhere"
     with clew("serve", str(config), "--engine", provider, "inference.listen=0.0.0.0:0") as refused:
-        assert "would lend your key" in refused.communicate(60)[1] and refused.returncode == 1
+        assert "would lend your key" in refused.communicate(60)[1] and refused.returncode == 2

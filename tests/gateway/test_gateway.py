@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 
 from clew.inference.protocol import EngineUnreachable, RequestTooLong
 from clew.rollout.capture import assemble
-from clew.rollout.gateway import app
+from clew.rollout.gateway import app, sessions
 from clew.rollout.gateway.sessions import AgentSession, Limits
 from clew.rollout.gateway.thread import GatewayThread
 from tests.gateway.chatml import chatml_tokenizer
@@ -44,7 +44,7 @@ class Running:
         return openai.AsyncOpenAI(base_url=self.gateway.base_url, api_key=key or self.key, **options)
 
     async def post(self, path: str, raw: bytes, key: str | None = None, **headers: str) -> tuple[int, Any]:
-        given = {"Authorization": f"Bearer {key or self.key}", **headers}
+        given = {"Authorization": f"Bearer {key or self.key}", "Content-Type": "application/json", **headers}
         url = self.gateway.base_url + path
         async with aiohttp.ClientSession() as client, client.post(url, data=raw, headers=given) as response:
             return response.status, await response.json()
@@ -359,6 +359,15 @@ def test_images_are_refused_in_each_dialects_form_by_a_model_that_takes_none(
     assert answer["type"] == "error" if path == "/messages" else error["param"] == param
 
 
+def test_a_text_that_no_context_holds_is_refused_before_its_tokens_are_made(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "max_text", lambda context: 10_000)
+    body = json.dumps({"model": "x", "messages": [{"role": "user", "content": "a" * 10_001}]}).encode()
+    status, answer = asyncio.run(running.post("/chat/completions", body))
+    assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
+
+
 def test_a_body_of_100_mb(running: Running) -> None:
     port = int(running.gateway.base_url.rpartition(":")[2].partition("/")[0])
     size = 100_000_000
@@ -366,7 +375,8 @@ def test_a_body_of_100_mb(running: Running) -> None:
     async def send() -> bytes:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         try:
-            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {size}\r\n\r\n"
+            head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            head += f"Content-Length: {size}\r\n\r\n"
             writer.write(head.encode())
             answer = asyncio.ensure_future(reader.readline())
             for _ in range(size // 1_000_000):

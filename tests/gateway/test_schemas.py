@@ -76,6 +76,9 @@ class Remote:
         return odd_ids(self.tokenizer, SAID)[: self.cut] + ([] if self.cut else [self.tokenizer.eos_token_id])
 
     async def _completions(self, request: web.Request) -> web.Response:
+        if (await request.json()).get("return_tokens_as_token_ids"):  # the probe of its logprobs
+            likeliest = {"token_id:5": -0.5, "token_id:6": -1.5}
+            return web.json_response({"choices": [{"logprobs": {"top_logprobs": [likeliest]}}]})
         ids, ended = await self._ids(request), "abort" if self.cut else "stop"
         if not self.bodies[-1].get("stream"):
             return web.json_response(_choice(ids, ended))

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from clew.rollout.capture import aligned, assemble
 from clew.rollout.gateway import openai_chat
-from clew.rollout.gateway.chat import Message, Refusal, Reply
-from clew.rollout.gateway.sessions import AgentSession, Limits, message_of
+from clew.rollout.gateway.chat import Message, Refusal, Reply, message_of
+from clew.rollout.gateway.sessions import AgentSession, Limits
 from clew.rollout.gateway.turns import common_suffix
 from tests.gateway.chatml import CHATML, THINKING, chatml_tokenizer
 from tests.gateway.spoken import Script, Spoken, session_on
@@ -130,7 +130,9 @@ def test_a_template_that_strips_reasoning_starts_a_new_sequence_and_says_what_it
     assert (first.reasoning, first.content) == ("hello", "the answer")
     assert talk.sequences() == [[first.id], [second.id]]
     assert "think" not in talk.text(second.interaction.input_ids)
-    assert f"{len(first.interaction.all_ids)} tokens" in talk.session.warnings[0]
+    again = talk.text(second.interaction.input_ids).partition("<|im_end|>\n<|im_start|>user\nhello")[0]
+    encoded: Any = talk.tokenizer(again, add_special_tokens=False)
+    assert f"{len(encoded['input_ids'])} tokens" in talk.session.warnings[0]
     assert second.interaction.details["follows"] == first.id
 
 

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 
 from clew.rollout.gateway.chat import Ask, Form, Message, Refusal, Reply, Stream, ToolCall, encoded, is_utf8, pieces
 from clew.rollout.gateway.images import Base64, Content, by_name, content_of
+from clew.rollout.gateway.neutral import Lenient, notes_on_extras
 from clew.rollout.gateway.openai_chat import notes_on_strict
 from clew.rollout.gateway.strict import LARGEST, Strict, read
 
@@ -99,7 +100,7 @@ class _ToolUse(Strict):
     cache_control: Any = None
 
 
-class _ToolResult(Strict):
+class _ToolResult(Lenient):
     type: Literal["tool_result"]
     tool_use_id: str
     content: Annotated[_Results, BeforeValidator(_as_blocks, json_schema_input_type=str | _Results)] = Field(
@@ -118,7 +119,7 @@ class _System(Strict):
     content: _Texts
 
 
-class _User(Strict):
+class _User(Lenient):
     role: Literal["user"]
     content: Annotated[_UserBlocks, BeforeValidator(_as_blocks, json_schema_input_type=str | _UserBlocks)]
 
@@ -266,9 +267,11 @@ def _variables(request: CountRequest) -> dict[str, Any]:
 def _notes(request: CountRequest) -> list[str]:
     edits = request.context_management.edits if request.context_management else []
     asked = [edit.type for edit in edits if edit.keep != "all"]
-    if not asked:
-        return []
-    return [f"the client asks for {', '.join(asked)}: the gateway leaves the context as it is"]
+    notes = [f"the client asks for {', '.join(asked)}: the gateway leaves the context as it is"] if asked else []
+    users = [message for message in request.messages if isinstance(message, _User)]
+    results = [block for message in users for block in message.content if isinstance(block, _ToolResult)]
+    extras = [*(("user messages", each) for each in users), *(("results of tools", each) for each in results)]
+    return [*notes, *notes_on_extras(extras)]
 
 
 def _form(config: _OutputConfig | None) -> Form | None:
@@ -443,7 +446,7 @@ EMPTY: dict[str, dict[str, Any]] = {
 async def events(ask: Ask, stream: Stream) -> AsyncIterator[bytes]:
     """See the protocol: a block for the thinking, one for the text, and one for each call of a tool."""
     [id] = stream.ids
-    start = _event({"type": "message_start", "message": _begun(ask, id, stream.input_tokens)})
+    start = _event({"type": "message_start", "message": _begun(ask, id, len(stream.input_ids))})
     started, index, open = False, -1, ""
     async for part in stream.deltas:
         if not started:

@@ -23,15 +23,19 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 
+from clew.listening import LARGE_BODY
 from clew.rollout.gateway import anthropic_messages, openai_chat, openai_completions, openai_responses
-from clew.rollout.gateway.chat import Ask, Dialect, Refusal, encoded
-from clew.rollout.gateway.sessions import AgentSession, Request, message_of
+from clew.rollout.gateway.chat import Ask, Dialect, Refusal, encoded, message_of
+from clew.rollout.gateway.sessions import AgentSession, Request
 from clew.rollout.gateway.strict import Strict, read
 
 log = logging.getLogger("clew.gateway")
 
-MAX_BODY = 32 * 2**20
-"""Bytes."""
+MAX_KEYS = 100_000
+"""Keys of JSON objects in a body, those in texts included: to check a thousand takes some 20 ms."""
+
+MAX_DATA = 2**20
+"""Bytes of a session's data."""
 
 KEEP_ALIVE_S = 5.0
 """How long a stream is silent, at most; an error before that still has its HTTP status."""
@@ -49,7 +53,11 @@ class Sessions(Protocol):
         ...
 
     def find(self, key: str) -> AgentSession:
-        """Raises Refusal: unknown, or ended."""
+        """The session of a key; where any key will do, a new one is opened. Raises Refusal: unknown, or ended."""
+        ...
+
+    def own(self, key: str) -> AgentSession:
+        """The session of a key that has one already. Raises Refusal."""
         ...
 
     def start(self, key: str) -> tuple[AgentSession, str]:
@@ -165,11 +173,12 @@ async def _complete(sessions: Sessions, dialect: Dialect, http: HTTPRequest) -> 
     body = _object(raw)
     if dialect is openai_responses:
         body = openai_responses.with_items(body, session.turn)
-    ask = dialect.parse(body)
+    ask = dialect.parse(body) if len(raw) < LARGE_BODY else await asyncio.to_thread(dialect.parse, body)
     _refuse_unless_served(sessions, ask.model)
     ask = _with_earlier(session, ask)
     fingerprint = hashlib.sha256(http.url.path.encode() + b"\n" + raw).digest()
     request = await session.submit(ask, fingerprint, retry=_is_retry(http))
+    session.received_bytes += len(raw)
     gone = asyncio.ensure_future(disconnected(http))
     watched: set[asyncio.Future[Any]] = {gone}
     if ask.stream:
@@ -255,22 +264,26 @@ async def _count_tokens(sessions: Sessions, dialect: Dialect, http: HTTPRequest)
 
 
 async def _start_session(sessions: Sessions, dialect: Dialect, http: HTTPRequest) -> Response:
-    body = read(StartSession, _object(await _read(http) or b"{}"))
+    raw = await _read(http) or b"{}"
+    if len(raw) > MAX_DATA:
+        raise Refusal(413, f"Cannot start a session: its data has more than {MAX_DATA >> 10} KiB.", param="data")
+    body = read(StartSession, _object(raw))
     session, key = sessions.start(key_of(http))
     session.data = body.data or {}
+    session.received_bytes = len(raw)
     return json_response({"session_id": session.id, "api_key": key})
 
 
 async def _set_reward(sessions: Sessions, dialect: Dialect, http: HTTPRequest) -> Response:
     body = read(SetReward, _object(await _read(http)))
-    session = sessions.find(key_of(http))
+    session = sessions.own(key_of(http))
     session.set_reward(body.reward, body.interaction_id)
     return json_response({"session_id": session.id, "rewards": session.rewards})
 
 
 async def _end_session(sessions: Sessions, dialect: Dialect, http: HTTPRequest) -> Response:
     read(StartSession, _object(await _read(http) or b"{}"))
-    session = sessions.find(key_of(http))
+    session = sessions.own(key_of(http))
     await sessions.end(key_of(http))
     return json_response({"session_id": session.id, "interactions": len(session.session.interactions)})
 
@@ -289,14 +302,11 @@ def _is_retry(http: HTTPRequest) -> bool:
 
 
 async def _read(http: HTTPRequest) -> bytes:
-    """Raises Refusal for a body that is too large, before all of it is read."""
-    size, parts = 0, []
-    async for part in http.stream():
-        size += len(part)
-        if size > MAX_BODY:
-            raise Refusal(413, f"the body is larger than {MAX_BODY >> 20} MiB.")
-        parts.append(part)
-    return b"".join(parts)
+    """The body, whose size `clew.listening.Guard` limits. Raises Refusal when there are too many objects in it."""
+    raw = await http.body()
+    if raw.count(b'":') > MAX_KEYS:
+        raise Refusal(413, f"Cannot read the body: its objects have more than {MAX_KEYS} keys. Send less at once.")
+    return raw
 
 
 def _object(raw: bytes) -> dict[str, Any]:

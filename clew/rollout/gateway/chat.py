@@ -148,6 +148,23 @@ class Reply:
         return len(self.interaction.output_ids)
 
 
+def message_of(reply: Reply) -> Message:
+    """Return a reply as a message of the conversation that goes on from it."""
+    message: Message = {"role": "assistant", "content": reply.content}
+    if reply.reasoning:
+        message["reasoning_content"] = reply.reasoning
+    if reply.tool_calls:
+        message["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.loads(call.arguments)},
+            }
+            for call in reply.tool_calls
+        ]
+    return message
+
+
 @dataclass(frozen=True, kw_only=True)
 class Token:
     """One token of a reply's content."""
@@ -179,7 +196,7 @@ class Stream:
     """Of their interactions."""
     created_at: float
     """Seconds since the epoch."""
-    input_tokens: int
+    input_ids: Sequence[int]
     deltas: AsyncIterator[Delta]
     """They end when the replies are there."""
     replies: Callable[[], Awaitable[Sequence[Reply]]]

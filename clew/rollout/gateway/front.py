@@ -11,6 +11,7 @@ import ipaddress
 import secrets
 import signal
 import socket
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -20,13 +21,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from clew.config import Config, provider
+from clew.config import TOKEN_VARIABLE, Config, provider, server_token
 from clew.errors import EngineError
 from clew.inference.found import find_engine
-from clew.listening import Listener
+from clew.listening import Access, Listener
 from clew.models import load_tokenizer
+from clew.printing import print
 from clew.rollout.gateway.app import disconnected
 from clew.rollout.gateway.serving import ServedGateway, gateway_on
+from clew.rollout.session import sampling_params
 from clew.vision import load_vision
 
 DROPPED = frozenset(("host", "connection", "content-length", "transfer-encoding", "content-encoding", "keep-alive"))
@@ -96,31 +99,39 @@ class PassedOn:
         await self._client.aclose()
 
 
-def serve_in_front(config: Config, url: str, record: Path | None) -> None:
-    """Serve until SIGTERM or SIGINT. Raises EngineError when nothing answers at `url`, ModelError."""
+def serve_in_front(config: Config, url: str, record: Path | None, *, api_key: str = "") -> None:
+    """Serve until SIGTERM or SIGINT. Raises EngineError when nothing answers at `url`, ModelError.
+
+    api_key: what clients have to send; empty: on loopback any key will do, elsewhere one is made.
+    """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(config, url, record))
+        runner.run(_serve(config, url, record, api_key))
 
 
-async def _serve(config: Config, url: str, record: Path | None) -> None:
+async def _serve(config: Config, url: str, record: Path | None, key: str) -> None:
     _, api_key = provider()
     found = await find_engine(url, api_key)
     if found is None and record is not None:
         raise EngineError(f"{url} takes no token ids, so there is nothing to record. Leave --record out.")
+    wrong = found.wrong_logprobs(sampling_params(config.sampling)) if found is not None else ""
+    if wrong and record is not None:
+        raise EngineError(f"Cannot record what {url} generates with the configured sampling: {wrong}.")
     gateway: ServedGateway | None = None
     passed_on = PassedOn(url, api_key)
+    loopback, token = _is_loopback(config.inference.listen), ""
     if found is not None:
-        token = "" if _is_loopback(config.inference.listen) else secrets.token_urlsafe(16)
+        token = server_token() or secrets.token_urlsafe(32)
+        key = key or ("" if loopback else secrets.token_urlsafe(16))
         gateway = gateway_on(
             config,
             found.engine,
             load_tokenizer(found.model),
             found.model,
             record,
-            token,
+            key,
             vision=load_vision(found.model) if found.takes_images else None,
         )
-    elif not _is_loopback(config.inference.listen):
+    elif not loopback:
         raise EngineError(
             f"inference.listen={config.inference.listen} would lend your key for {url} to whoever comes. "
             f"Listen on 127.0.0.1."
@@ -130,7 +141,11 @@ async def _serve(config: Config, url: str, record: Path | None) -> None:
     keeping: list[asyncio.Task[None]] = []
     if gateway is not None and found is not None:
         print(f"in front of {found.kind} at {url}, with the tokenizer of {found.model}", flush=True)
+        if advice := wrong or found.advice:
+            print(f"warning: {advice}.", flush=True)
         gateway.launched(address)
+        if not server_token():
+            print(f"export {TOKEN_VARIABLE}={token}", flush=True)
         keeping.append(asyncio.ensure_future(gateway.run()))
     else:
         print(
@@ -138,7 +153,10 @@ async def _serve(config: Config, url: str, record: Path | None) -> None:
             f"tokens are captured, and nothing of this can be trained on.\nexport OPENAI_BASE_URL=http://{address}/v1",
             flush=True,
         )
-    server = Listener(gateway.app if gateway is not None else passed_on)
+    access = Access(loopback=loopback, key=key)
+    if gateway is not None:
+        access = replace(access, token=token, has_session=gateway.has_session)
+    server = Listener(gateway.app if gateway is not None else passed_on, access)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, lambda: setattr(server, "should_exit", True))
     try:

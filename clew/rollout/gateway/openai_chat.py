@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 
 from clew.rollout.gateway.chat import (
     ANY_OBJECT,
@@ -21,6 +21,7 @@ from clew.rollout.gateway.chat import (
     pieces,
 )
 from clew.rollout.gateway.images import DataURL, by_name, content_of
+from clew.rollout.gateway.neutral import Lenient, Neutral, notes_on_extras, notes_on_neutral
 from clew.rollout.gateway.strict import LARGEST, Strict, arguments_of, read
 
 KEEP_ALIVE = b": waiting for the model\n\n"
@@ -42,6 +43,7 @@ class _Refused(Strict):
 
 class _URL(Strict):
     url: DataURL
+    format: Any = Field(default=None, description="litellm sends it; the file says it itself.")
     detail: Any = Field(default=None, description="The model sees an image as its processor makes it.")
 
 
@@ -72,7 +74,7 @@ class _Call(Strict):
     function: _Function
 
 
-class _Given(Strict):
+class _Given(Lenient):
     role: Literal["system", "developer", "user", "tool"]
     content: _Parts | None = None
     name: str | None = None
@@ -121,6 +123,16 @@ class _Choice(Strict):
     function: _Chosen
 
 
+class _Allowed(Strict):
+    mode: Literal["auto", "required"]
+    tools: list[_Choice] = Field(min_length=1)
+
+
+class _AllowedTools(Strict):
+    type: Literal["allowed_tools"]
+    allowed_tools: _Allowed
+
+
 class _Plain(Strict):
     type: Literal["text", "json_object"]
 
@@ -140,12 +152,7 @@ class _Schema(Strict):
 class _StreamOptions(Strict):
     include_usage: bool = False
     include_obfuscation: bool = False
-
-
-def _zero(value: float) -> float:
-    if value:
-        raise ValueError("the engine samples without it")
-    return value
+    continuous_usage_stats: Literal[False] = False
 
 
 def _as_texts(stop: Any) -> Any:
@@ -166,7 +173,7 @@ class _Hints(Strict):
     verbosity: Any = None
 
 
-class Sampling(_Hints):
+class Sampling(_Hints, Neutral):
     """What the two endpoints call alike."""
 
     model: str
@@ -181,9 +188,10 @@ class Sampling(_Hints):
         default_factory=list
     )
     n: int = Field(default=1, ge=1, le=128)
-    frequency_penalty: Annotated[float, AfterValidator(_zero)] = 0.0
-    presence_penalty: Annotated[float, AfterValidator(_zero)] = 0.0
-    logit_bias: dict[str, float] = Field(default_factory=dict, max_length=0, description="The engine has none.")
+    min_tokens: int = Field(default=0, ge=0, le=LARGEST, description="As vLLM takes it.")
+    return_token_ids: bool = Field(
+        default=False, description="As vLLM takes it: the answer has prompt_token_ids and token_ids."
+    )
 
 
 class Request(Sampling):
@@ -195,7 +203,10 @@ class Request(Sampling):
     logprobs: bool = False
     top_logprobs: int = Field(default=0, ge=0, le=20)
     tools: list[_Tool] = Field(default_factory=list)
-    tool_choice: Literal["auto", "none", "required"] | _Choice = "auto"
+    tool_choice: (
+        Literal["auto", "none", "required"] | Annotated[_Choice | _AllowedTools, Field(discriminator="type")]
+    ) = "auto"
+    function_call: Literal["auto", "none"] = Field(default="auto", description="Of functions, which tools replaced.")
     parallel_tool_calls: bool = True
     response_format: Annotated[_Plain | _Schema, Field(discriminator="type")] | None = None
     modalities: list[Literal["text"]] = Field(default_factory=list)
@@ -208,16 +219,28 @@ class Request(Sampling):
 def parse(body: dict[str, Any]) -> Ask:
     """See the protocol."""
     request = read(Request, body)
+    if request.top_logprobs and not request.logprobs:
+        raise Refusal(400, "top_logprobs needs logprobs=true. Set it, or leave top_logprobs out.", param="top_logprobs")
     choice = request.tool_choice
     tools = [
         tool.model_dump(exclude_none=True, exclude={"function": {"strict"}, "cache_control": True})
         for tool in request.tools
     ]
-    tool_choice = choice if isinstance(choice, str) else choice.function.name
-    if not isinstance(choice, str) and tool_choice not in [tool["function"]["name"] for tool in tools]:
-        raise Refusal(400, f"tool_choice names {tool_choice!r}, which is not among the tools.", param="tool_choice")
-    if choice == "required" and not tools:
+    notes = notes_on_strict([tool.function.name for tool in request.tools if tool.function.strict])
+    if isinstance(choice, _AllowedTools):
+        allowed = [tool.function.name for tool in choice.allowed_tools.tools]
+        tools, tool_choice, note = allowed_tools(tools, allowed, choice.allowed_tools.mode)
+        notes.append(note)
+    else:
+        tool_choice = choice if isinstance(choice, str) else choice.function.name
+        if not isinstance(choice, str) and tool_choice not in [tool["function"]["name"] for tool in tools]:
+            raise Refusal(400, f"tool_choice names {tool_choice!r}, which is not among the tools.", param="tool_choice")
+    if tool_choice == "required" and not tools:
         raise Refusal(400, "tool_choice: required wants a tool, and there are none in tools.", param="tool_choice")
+    notes += notes_on_neutral(request)
+    notes += notes_on_extras(
+        (f"{message.role} messages", message) for message in request.messages if isinstance(message, _Given)
+    )
     sampling = sampling_of(request)
     if (limit := request.max_completion_tokens or request.max_tokens) is not None:
         sampling["max_new_tokens"] = limit
@@ -235,8 +258,8 @@ def parse(body: dict[str, Any]) -> Ask:
         logprobs=request.top_logprobs if request.logprobs else None,
         stream=request.stream,
         template={**request.chat_template_kwargs, **variables_of_effort(request.reasoning_effort)},
-        notes=notes_on_strict([tool.function.name for tool in request.tools if tool.function.strict]),
-        extras={"usage": request.stream_options.include_usage},
+        notes=notes,
+        extras={"usage": request.stream_options.include_usage, "token_ids": request.return_token_ids},
     )
 
 
@@ -262,6 +285,36 @@ def notes_on_strict(names: Sequence[str]) -> list[str]:
     return [f"the client sets strict for {', '.join(names)}: the engine cannot hold arguments to a schema, check them"]
 
 
+def allowed_tools(
+    tools: Sequence[dict[str, Any]], allowed: Sequence[str], mode: str
+) -> tuple[list[dict[str, Any]], str, str]:
+    """Honour the tool_choice `allowed_tools`: the model is told of the allowed tools alone.
+
+    Args:
+        tools: All tools, as chat templates take them.
+        allowed: Names.
+        mode: auto or required.
+
+    Returns:
+        The tools, the tool_choice that remains, and a warning.
+
+    Raises:
+        Refusal: A name is not among the tools.
+    """
+    names = [tool["function"]["name"] for tool in tools]
+    for name in allowed:
+        if name not in names:
+            raise Refusal(400, f"tool_choice allows {name!r}, which is not among the tools.", param="tool_choice")
+    kept = [tool for tool in tools if tool["function"]["name"] in allowed]
+    if len(kept) == len(tools):
+        note = "the client sends tool_choice allowed_tools with all tools: it has no effect and is ignored"
+    else:
+        note = "the client sends tool_choice allowed_tools: the model is told of the allowed tools alone"
+    if mode == "required" and len(kept) == 1:
+        return kept, kept[0]["function"]["name"], note
+    return kept, mode, note
+
+
 def sampling_of(request: Sampling) -> dict[str, Any]:
     """Fields of SamplingParams."""
     sampling: dict[str, Any] = {
@@ -273,6 +326,8 @@ def sampling_of(request: Sampling) -> dict[str, Any]:
         sampling["top_k"] = max(0, request.top_k)
     if request.stop:
         sampling["stop"] = tuple(request.stop)
+    if request.min_tokens:
+        sampling["min_new_tokens"] = request.min_tokens
     return sampling
 
 
@@ -315,11 +370,27 @@ def respond(ask: Ask, replies: Sequence[Reply]) -> dict[str, Any]:
             "logprobs": logprobs_of(reply.tokens) if ask.logprobs is not None else None,
             "finish_reason": reply.finish_reason,
             "interaction_id": reply.id,
+            **token_ids_of(ask, reply),
         }
         for index, reply in enumerate(replies)
     ]
     head = _head(ask, replies[0].id, replies[0].created_at, "chat.completion")
-    return {**head, "choices": choices, "usage": usage_of(replies)}
+    return {
+        **head,
+        **prompt_token_ids(ask, replies[0].interaction.input_ids),
+        "choices": choices,
+        "usage": usage_of(replies),
+    }
+
+
+def token_ids_of(ask: Ask, reply: Reply) -> dict[str, Any]:
+    """Return the field token_ids, where the client asked for it: the exact tokens, special ones included."""
+    return {"token_ids": reply.interaction.output_ids} if ask.extras.get("token_ids") else {}
+
+
+def prompt_token_ids(ask: Ask, input_ids: Sequence[int]) -> dict[str, Any]:
+    """Return the field prompt_token_ids, where the client asked for it."""
+    return {"prompt_token_ids": list(input_ids)} if ask.extras.get("token_ids") else {}
 
 
 def _head(ask: Ask, id: str, created_at: float, object: str) -> dict[str, Any]:
@@ -369,13 +440,19 @@ async def events(ask: Ask, stream: Stream) -> AsyncIterator[bytes]:
     chunks of some words, chunks of calls, and one with the finish reason; then [DONE]."""
     head = _head(ask, stream.ids[0], stream.created_at, "chat.completion.chunk")
 
+    begins = prompt_token_ids(ask, stream.input_ids)
+
     def chunk(choices: list[dict[str, Any]], **more: Any) -> bytes:
         if ask.extras.get("usage"):
             more = {"usage": None, **more}
-        return event({**head, "choices": choices, **more})
+        first = dict(begins)
+        begins.clear()  # the first chunk alone has them
+        return event({**head, **first, "choices": choices, **more})
 
     def delta(index: int, reason: str | None = None, logprobs: Any = None, **said: Any) -> bytes:
         choice = {"index": index, "delta": said, "logprobs": logprobs, "finish_reason": reason}
+        if reason is not None:
+            choice |= token_ids_of(ask, done[index])
         return chunk([choice])
 
     calls: dict[int, int] = {}

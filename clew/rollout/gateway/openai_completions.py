@@ -10,14 +10,17 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from clew.rollout.gateway.chat import Ask, Refusal, Reply, Stream, Token
+from clew.rollout.gateway.neutral import notes_on_neutral
 from clew.rollout.gateway.openai_chat import (
     DONE,
     KEEP_ALIVE,
     Sampling,
     event,
+    prompt_token_ids,
     refuse,
     refuse_in_stream,
     sampling_of,
+    token_ids_of,
     usage_of,
 )
 from clew.rollout.gateway.strict import LARGEST, read
@@ -57,7 +60,8 @@ def parse(body: dict[str, Any]) -> Ask:
         n=request.n,
         logprobs=request.logprobs,
         stream=request.stream,
-        extras={"usage": request.stream_options.include_usage},
+        notes=notes_on_neutral(request),
+        extras={"usage": request.stream_options.include_usage, "token_ids": request.return_token_ids},
     )
 
 
@@ -65,6 +69,8 @@ def respond(ask: Ask, replies: Sequence[Reply]) -> dict[str, Any]:
     """See the protocol."""
     choices = [
         _choice(ask, index, reply.id, reply.content, reply.tokens, finish_reason=_reason(reply))
+        | token_ids_of(ask, reply)
+        | prompt_token_ids(ask, reply.interaction.input_ids)
         for index, reply in enumerate(replies)
     ]
     return {**_head(ask, replies[0].id, replies[0].created_at), "choices": choices, "usage": usage_of(replies)}
@@ -106,14 +112,24 @@ async def events(ask: Ask, stream: Stream) -> AsyncIterator[bytes]:
     head = _head(ask, stream.ids[0], stream.created_at)
     usage = {"usage": None} if ask.extras.get("usage") else {}
     offsets = [0] * len(stream.ids)
+    opened: set[int] = set()
+
+    def opens(index: int) -> dict[str, Any]:
+        """The first chunk of each choice has the prompt's tokens."""
+        if index in opened:
+            return {}
+        opened.add(index)
+        return prompt_token_ids(ask, stream.input_ids)
+
     async for part in stream.deltas:
         index = part.index
         offset, offsets[index] = offsets[index], offsets[index] + sum(len(token.text) for token in part.tokens)
         choice = _choice(ask, index, stream.ids[index], part.content, part.tokens, finish_reason=None, offset=offset)
-        yield event({**head, "choices": [choice], **usage})
+        yield event({**head, "choices": [choice | opens(index)], **usage})
     done = await stream.replies()
     for index, reply in enumerate(done):
-        yield event({**head, "choices": [_choice(ask, index, reply.id, "", finish_reason=_reason(reply))], **usage})
+        choice = _choice(ask, index, reply.id, "", finish_reason=_reason(reply))
+        yield event({**head, "choices": [choice | opens(index) | token_ids_of(ask, reply)], **usage})
     if usage:
         yield event({**head, "choices": [], "usage": usage_of(done)})
     yield DONE

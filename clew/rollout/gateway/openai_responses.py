@@ -23,8 +23,9 @@ from clew.rollout.gateway.chat import (
     pieces,
 )
 from clew.rollout.gateway.images import by_name
-from clew.rollout.gateway.openai_chat import notes_on_strict, refuse, variables_of_effort
-from clew.rollout.gateway.responses_input import Items, images_of, messages_of
+from clew.rollout.gateway.neutral import Neutral, notes_on_extras, notes_on_neutral
+from clew.rollout.gateway.openai_chat import allowed_tools, notes_on_strict, refuse, variables_of_effort
+from clew.rollout.gateway.responses_input import Items, given_in, images_of, messages_of
 from clew.rollout.gateway.strict import LARGEST, Strict, read
 from clew.rollout.gateway.turns import Turn
 
@@ -84,13 +85,26 @@ class _ToolChoice(Strict):
     name: str | None = None
 
 
+class _AllowedTool(Strict):
+    type: Literal["function"]
+    name: str
+
+
+class _AllowedTools(Strict):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[_AllowedTool] = Field(min_length=1)
+
+
 def _as_choice(choice: Any) -> Any:
     return {"type": choice} if isinstance(choice, str) else choice
 
 
 _Choice = Annotated[
-    _ToolChoice,
-    BeforeValidator(_as_choice, json_schema_input_type=Literal["auto", "none", "required"] | _ToolChoice),
+    Annotated[_ToolChoice | _AllowedTools, Field(discriminator="type")],
+    BeforeValidator(
+        _as_choice, json_schema_input_type=Literal["auto", "none", "required"] | _ToolChoice | _AllowedTools
+    ),
 ]
 
 
@@ -125,7 +139,7 @@ class _StreamOptions(Strict):
     include_obfuscation: bool = Field(default=False, description="Accepted; there is none.")
 
 
-class Request(_Hints):
+class Request(_Hints, Neutral):
     """The body."""
 
     model: str
@@ -181,13 +195,22 @@ def parse(body: dict[str, Any]) -> Ask:
     earlier ones, and takes the place of earlier instructions."""
     request = read(Request, body)
     choice = request.tool_choice
-    tools = _functions(request.tools)
-    names = [tool.name for tool in tools]
+    functions = _functions(request.tools)
+    tools = [
+        {"type": "function", "function": tool.model_dump(exclude_none=True, exclude={"type", "strict"})}
+        for tool in functions
+    ]
+    notes = [*notes_on_strict([tool.name for tool in functions if tool.strict]), *_notes(request)]
+    if isinstance(choice, _AllowedTools):
+        tools, tool_choice, note = allowed_tools(tools, [tool.name for tool in choice.tools], choice.mode)
+        notes.append(note)
+    else:
+        tool_choice = choice.name or "" if choice.type == "function" else choice.type
+        if choice.type == "function" and choice.name not in [tool.name for tool in functions]:
+            raise Refusal(400, f"tool_choice names {choice.name!r}, which is not among the tools.", param="tool_choice")
     instructions = [{"role": "system", "content": request.instructions}] if request.instructions else []
-    if choice.type == "required" and not names:
+    if tool_choice == "required" and not tools:
         raise Refusal(400, "tool_choice: required wants a tool, and there are none in tools.", param="tool_choice")
-    if choice.type == "function" and choice.name not in names:
-        raise Refusal(400, f"tool_choice names {choice.name!r}, which is not among the tools.", param="tool_choice")
     asked = {
         "max_new_tokens": request.max_output_tokens,
         "temperature": request.temperature,
@@ -195,15 +218,12 @@ def parse(body: dict[str, Any]) -> Ask:
     }
     return Ask(
         model=request.model,
-        notes=[*notes_on_strict([tool.name for tool in tools if tool.strict]), *_notes(request)],
+        notes=notes,
         follows=request.previous_response_id or None,
         messages=[*instructions, *messages_of(request.input)],
         images=by_name(images_of(request.input)),
-        tools=[
-            {"type": "function", "function": tool.model_dump(exclude_none=True, exclude={"type", "strict"})}
-            for tool in tools
-        ],
-        tool_choice=choice.name or "" if choice.type == "function" else choice.type,
+        tools=tools,
+        tool_choice=tool_choice,
         parallel_tool_calls=request.parallel_tool_calls,
         sampling={name: value for name, value in asked.items() if value is not None},
         form=_form(request.text.format),
@@ -238,7 +258,7 @@ def _notes(request: Request) -> list[str]:
     ]
     if request.truncation == "auto":
         notes.append("the client asks for truncation: the gateway leaves the context as it is")
-    return notes
+    return [*notes, *notes_on_neutral(request), *notes_on_extras(given_in(request.input))]
 
 
 def _form(asked: _Plain | _Schema) -> Form | None:
@@ -265,7 +285,7 @@ def _echo(request: Request) -> dict[str, Any]:
         "store": request.store,
         "temperature": 1.0 if request.temperature is None else request.temperature,
         "text": request.text.model_dump(by_alias=True),
-        "tool_choice": choice.model_dump() if choice.type == "function" else choice.type,
+        "tool_choice": choice.model_dump() if choice.type in ("function", "allowed_tools") else choice.type,
         "tools": [_shown(tool) for tool in request.tools],
         "top_logprobs": request.top_logprobs,
         "top_p": 1.0 if request.top_p is None else request.top_p,

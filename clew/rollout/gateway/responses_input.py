@@ -6,10 +6,11 @@ import base64
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag
 
 from clew.rollout.gateway.chat import Message, Refusal
 from clew.rollout.gateway.images import Content, DataURL, content_of
+from clew.rollout.gateway.neutral import Lenient
 from clew.rollout.gateway.strict import Strict, arguments_of
 
 
@@ -41,7 +42,7 @@ class _Item(Strict):
     status: str | None = None
 
 
-class _Message(_Item):
+class _Message(_Item, Lenient):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: _Parts
@@ -73,7 +74,7 @@ class _FunctionCall(_Item):
     caller: _Direct | None = None
 
 
-class _FunctionCallOutput(_Item):
+class _FunctionCallOutput(_Item, Lenient):
     type: Literal["function_call_output"]
     call_id: str
     output: _Parts
@@ -150,6 +151,13 @@ def _name_of(call: _FunctionCall) -> str:
 
 def _joined(parts: Sequence[_Part]) -> Content:
     return content_of([part.text if isinstance(part, _Text) else part.image_url for part in parts])
+
+
+def given_in(items: Sequence[Item]) -> list[tuple[str, BaseModel]]:
+    """Return the client's own messages and results of tools, each with what warnings call its kind."""
+    messages = [(f"{item.role} messages", item) for item in items if isinstance(item, _Message)]
+    results = [("results of tools", item) for item in items if isinstance(item, _FunctionCallOutput)]
+    return [pair for pair in [*messages, *results] if pair[0] != "assistant messages"]
 
 
 def images_of(items: Sequence[Item]) -> list[bytes]:

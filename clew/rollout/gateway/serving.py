@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clew.config import Config
+from clew.config import TOKEN_VARIABLE, Config
+from clew.printing import print
 from clew.record.run import RunDirectory
 from clew.rollout.gateway.app import application
 from clew.rollout.gateway.paths import AnyBase
@@ -25,15 +26,17 @@ ANY_KEY = "sk-clew"
 class ServedGateway:
     """What `clew.inference.server.serve` has beside itself."""
 
-    def __init__(self, sessions: ServedSessions, tokenizer: PreTrainedTokenizerBase, token: str) -> None:
+    def __init__(self, sessions: ServedSessions, tokenizer: PreTrainedTokenizerBase, key: str) -> None:
+        """key: what clients have to send; empty where any will do."""
         self.app = AnyBase(application(sessions))
+        self.has_session = sessions.has_session
         self._sessions = sessions
         self._chat = tokenizer.chat_template is not None
-        self._token = token
+        self._key = key
 
     def launched(self, address: str) -> None:
         """Print how to reach it, in lines that can be pasted."""
-        key = ANY_KEY if not self._token else self._sessions.start(self._token)[1]
+        key = self._key or ANY_KEY
         model = self._sessions.models[0] if self._sessions.models else "any"
         path, asked = ("chat/completions", {"messages": [{"role": "user", "content": "Hello"}]})
         if not self._chat:
@@ -47,10 +50,10 @@ class ServedGateway:
             f"-d '{body}'",
             flush=True,
         )
-        if self._token:
+        if self._key:
             print(
-                f"This key is one session's. For another: curl -X POST http://{address}/rl/start_session "
-                f"-H 'Authorization: Bearer {self._token}'",
+                f"All requests with this key are one session. For another: curl -X POST http://{address}"
+                f'/rl/start_session -H "Authorization: Bearer ${TOKEN_VARIABLE}"',
                 flush=True,
             )
 
@@ -65,9 +68,9 @@ class ServedGateway:
 def gateway_beside(config: Config, record: Path | None) -> Callable[[Any, str], ServedGateway]:
     """Made by the server once it has its engine."""
 
-    def make(engine: Any, token: str) -> ServedGateway:
+    def make(engine: Any, key: str) -> ServedGateway:
         core = engine.core
-        return gateway_on(config, engine, core.tokenizer, config.model.path, record, token, vision=core.vision)
+        return gateway_on(config, engine, core.tokenizer, config.model.path, record, key, vision=core.vision)
 
     return make
 
@@ -78,14 +81,19 @@ def gateway_on(
     tokenizer: PreTrainedTokenizerBase,
     model: str,
     record: Path | None,
-    token: str,
+    key: str,
     *,
     vision: Sight | None,
 ) -> ServedGateway:
-    """In front of an engine of this event loop. model: its folder or hub name. token: of who may open sessions; empty
-    where any key will do. vision: of a model and an engine that take images."""
+    """Return a gateway in front of an engine of this event loop.
+
+    Args:
+        model: Its folder or hub name.
+        key: What clients have to send; empty where any key will do.
+        vision: Of a model and an engine that take images.
+    """
     media = RunDirectory(record).media if record is not None else None
     shared = resources(config, engine, tokenizer, None, vision=vision, media=media)
     names = dict.fromkeys([model, Path(model).name])
-    sessions = ServedSessions(shared, list(names), token=token, record=record)
-    return ServedGateway(sessions, tokenizer, token)
+    sessions = ServedSessions(shared, list(names), record=record)
+    return ServedGateway(sessions, tokenizer, key)

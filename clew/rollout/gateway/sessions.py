@@ -17,9 +17,9 @@ from typing import Any
 
 from clew.errors import EngineError, EpisodeError
 from clew.inference.protocol import EngineUnreachable, RequestTooLong, SchemaUnsupported
-from clew.listening import LARGE_TEXT
+from clew.listening import LARGE_TEXT, max_text
 from clew.rollout.capture import Interaction
-from clew.rollout.gateway.chat import Ask, Message, Refusal, Reply, Stream, Token, ToolCall
+from clew.rollout.gateway.chat import Ask, Refusal, Reply, Stream, Token, ToolCall, message_of
 from clew.rollout.gateway.images import shown_in
 from clew.rollout.gateway.speech import Draft, Speech, Transcript
 from clew.rollout.gateway.tools import (
@@ -55,7 +55,7 @@ class Request:
     fingerprint: bytes
     created_at: float
     """Seconds since the epoch."""
-    input_tokens: int
+    input_ids: Sequence[int]
     speech: Speech
     """What the model says, where the client wants a stream."""
     replies: asyncio.Task[list[Reply]]
@@ -67,7 +67,7 @@ class Request:
         return Stream(
             ids=self.ids,
             created_at=self.created_at,
-            input_tokens=self.input_tokens,
+            input_ids=self.input_ids,
             deltas=self.speech.follow(),
             replies=self.answered,
         )
@@ -91,6 +91,8 @@ class AgentSession:
         """The row that its client named, where no data set has one."""
         self.started_at = time.time()
         self.last_used = time.monotonic()
+        self.received_bytes = 0
+        """Size of the requests that are kept, as they came."""
         self._limits = limits
         self._turns = Turns(session.tokenizer, session.resources.context, session.resources.vision)
         self._requests: list[Request] = []
@@ -103,6 +105,11 @@ class AgentSession:
         return self.session.episode_id
 
     @property
+    def busy(self) -> bool:
+        """Whether a request is being answered."""
+        return any(not request.replies.done() for request in self._requests)
+
+    @property
     def rewards(self) -> dict[str, float]:
         """By interaction ID."""
         return self.session.turn_rewards
@@ -110,7 +117,7 @@ class AgentSession:
     @property
     def warnings(self) -> list[str]:
         """What its owner should know, once each."""
-        return self.session.warnings
+        return list(self.session.warnings)
 
     async def submit(self, ask: Ask, fingerprint: bytes, *, retry: bool) -> Request:
         """Begin to answer a request, or find the one that it is a retry of.
@@ -129,7 +136,7 @@ class AgentSession:
         self._refuse_beyond_limits()
         ask, begin = self._constrained(ask)
         prompt = await self._prompt(ask, begin)
-        self._advise(ask, prompt)
+        self._advise(ask)
         indices = [self.session.reserve() for _ in range(ask.n)]
         speech = Speech()
         answer = asyncio.get_running_loop().create_task(self._answer(ask, prompt, begin, indices, speech))
@@ -137,7 +144,7 @@ class AgentSession:
             ids=[self.session.interaction_id(index) for index in indices],
             fingerprint=fingerprint,
             created_at=time.time(),
-            input_tokens=len(prompt.input_ids),
+            input_ids=prompt.input_ids,
             speech=speech,
             replies=answer,
         )
@@ -173,10 +180,9 @@ class AgentSession:
                 unseen = {reply.id for reply in request.replies.result()}
                 self.session.interactions[:] = [each for each in self.session.interactions if each.id not in unseen]
 
-    def warn(self, warning: str) -> None:
-        """For the session's owner, once."""
-        if warning not in self.warnings:
-            self.warnings.append(warning)
+    def warn(self, warning: str, kind: str | None = None) -> None:
+        """See `Session.warn`."""
+        self.session.warn(warning, kind)
 
     # One request -----------------------------------------------------------------------------------------------------
 
@@ -187,6 +193,11 @@ class AgentSession:
 
     async def _prompt(self, ask: Ask, begin: str = "") -> Prompt:
         """See `Turns.prompt`; in a thread where it takes so long that the other sessions would notice."""
+        if ask.characters > (limit := max_text(self.session.resources.context)):
+            message = (
+                f"the messages have {ask.characters} characters; for this model's context at most {limit} are read."
+            )
+            raise Refusal(400, message, param="messages", code="context_length_exceeded")
         if ask.characters < LARGE_TEXT and not ask.images:
             return self._turns.prompt(ask, begin)
         prompt = await asyncio.to_thread(self._turns.prompt, ask, begin)
@@ -206,9 +217,9 @@ class AgentSession:
     def _constrained(self, ask: Ask) -> tuple[Ask, str]:
         """What the request asks of the form of the reply, as words to begin with and strings to stop at."""
         if ask.logprobs:
-            raise Refusal(
-                400, "the engine gives the logprob of the sampled token alone; ask for no others.", param="top_logprobs"
-            )
+            field = "top_logprobs" if ask.text is None else "logprobs"
+            message = f"Cannot honour {field}={ask.logprobs}: the engine gives the logprob of the sampled token alone."
+            raise Refusal(400, f"{message} Set {field}=0.", param=field)
         forced = ask.tool_choice not in ("auto", "none")
         if forced:
             ask = replace(ask, form=None)  # of text, and there will be none
@@ -249,11 +260,9 @@ class AgentSession:
                 raise Refusal(400, f"the model's chat template knows no {name}.", param=name)
         return replace(ask, template={name: value for name, value in ask.template.items() if name not in unknown})
 
-    def _advise(self, ask: Ask, prompt: Prompt) -> None:
-        if prompt.advice:
-            self.warn(prompt.advice)
+    def _advise(self, ask: Ask) -> None:
         for note in ask.notes:
-            self.warn(note)
+            self.warn(note, kind=note)
         if ask.form is not None:
             self.warn(
                 "replies are held to a JSON schema: the logprobs of their tokens are those among what the schema "
@@ -275,10 +284,41 @@ class AgentSession:
             raise Refusal(400, str(error)) from None
         except EngineError as error:
             raise Refusal(503 if isinstance(error, EngineUnreachable) else 400, str(error)) from None
-        for reply in replies:
-            raw = self._decode(reply.interaction.output_ids)
-            self._turns.add(Turn(ask=ask, rendered=prompt.rendered, reply=reply, raw=raw))
+        turns = [
+            Turn(
+                ask=ask,
+                rendered=prompt.rendered,
+                reply=reply,
+                raw=self._decode(reply.interaction.output_ids),
+                follows=prompt.extends or prompt.rewritten,
+                extends=prompt.extends is not None,
+            )
+            for reply in replies
+        ]
+        for turn in turns:
+            self._turns.add(turn)
+        await self._mark_branch(turns)
         return replies
+
+    async def _mark_branch(self, turns: Sequence[Turn]) -> None:
+        """Say, in a warning and in the record, if a request does not continue the conversation that it should have."""
+        find = functools.partial(self._turns.branch, turns[0])
+        branch = await asyncio.to_thread(find) if turns[0].ask.characters >= LARGE_TEXT else find()
+        if branch is None:
+            return
+        for turn in turns:
+            turn.reply.interaction.details["branch"] = {
+                "of": branch.of.reply.id,
+                "message": branch.message,
+                "why": branch.why,
+                "tokens": branch.tokens,
+            }
+        ids = ", ".join(turn.reply.id for turn in turns)
+        self.warn(
+            f"{ids} does not continue {branch.of.reply.id}: {branch.why}. A new sequence starts, and {branch.tokens} "
+            f"tokens are processed again in training",
+            kind=f"a branch ({branch.kind})",
+        )
 
     def _draft(self, ask: Ask, prompt: Prompt, begin: str, reply: tuple[int, int], speech: Speech) -> Draft | None:
         """Of the reply with that number among the request's and that index among the session's, where a stream tells
@@ -313,9 +353,9 @@ class AgentSession:
             images=[ask.images[name] for name in shown_in(ask.messages)],
             index=index,
             on_token=draft.add if draft is not None else None,
+            details={"model": ask.model, "tools": ask.shown_tools},
             **sampling,
         )
-        interaction.details["model"] = ask.model
         before = prompt.extends or prompt.rewritten
         if before is not None:
             interaction.details["follows"] = before.reply.id
@@ -382,20 +422,3 @@ class AgentSession:
 def _before(prompt: Prompt, begin: str) -> str:
     """What the model's words follow, those that were put into its mouth included."""
     return prompt.rendered.removesuffix(begin) if begin else prompt.rendered
-
-
-def message_of(reply: Reply) -> Message:
-    """A reply as a message of the conversation that goes on from it."""
-    message: Message = {"role": "assistant", "content": reply.content}
-    if reply.reasoning:
-        message["reasoning_content"] = reply.reasoning
-    if reply.tool_calls:
-        message["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": json.loads(call.arguments)},
-            }
-            for call in reply.tool_calls
-        ]
-    return message

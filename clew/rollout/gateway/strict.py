@@ -12,6 +12,9 @@ from clew.rollout.gateway.chat import Refusal
 LARGEST = 2**31 - 1
 """Of the counts that a client may send."""
 
+NOT_HONOURED = "not_honoured"
+"""Type of the errors of fields that the gateway knows, at a value that it cannot honour."""
+
 NOT_SERVED = {
     "input_audio": "the model takes text alone",
     "file": "the model takes text alone",
@@ -43,7 +46,15 @@ def read(model: type[S], body: dict[str, Any]) -> S:
     why = first["msg"]
     kind = first.get("ctx", {}).get("tag") or (first["input"] if first["loc"][-1:] == ("type",) else None)
     if first["type"] == "extra_forbidden":
-        raise Refusal(400, f"{param}: no such field is served here.", param=param, code="unknown_parameter")
+        raise Refusal(
+            400,
+            f"Cannot honour {param}: no such field is served here. Leave it out.",
+            param=param,
+            code="unknown_parameter",
+        )
+    if first["type"] == NOT_HONOURED:
+        value = f"={first['input']}" if isinstance(first["input"], int | float) else ""
+        raise Refusal(400, f"Cannot honour {param}{value}: {why.replace('{name}', param)}.", param=param)
     if isinstance(kind, str):
         served = first.get("ctx", {}).get("expected_tags") or first.get("ctx", {}).get("expected")
         why = NOT_SERVED.get(kind) or f"{kind!r} is not served here, only {served}"

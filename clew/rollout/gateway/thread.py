@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import uvloop
 
-from clew.listening import Listener
+from clew.listening import Access, Listener
 from clew.rollout.gateway.app import application
 from clew.rollout.gateway.chat import Refusal
 from clew.rollout.gateway.paths import ASGI, AnyBase
@@ -51,6 +51,10 @@ class EpisodeKeys(Generic[T]):
         shown = f"{key[:12]}…" if len(key) > 12 else key
         raise Refusal(401, f"no session has the API key {shown!r}; an agent is given its own.", code="invalid_api_key")
 
+    def own(self, key: str) -> T:
+        """What is kept for it: each key here is a session's own. Raises Refusal."""
+        return self.find(key)
+
     def close(self, key: str) -> T:
         """Give up a key whose episode is over, and what was kept for it."""
         self._ended[key], kept = self._kept.pop(key)
@@ -82,7 +86,7 @@ class ServingThread:
         """Where everything of the application happens."""
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
         self.base_url = f"http://127.0.0.1:{self._listener.getsockname()[1]}/v1"
-        self._server = Listener(AnyBase(app))
+        self._server = Listener(AnyBase(app), Access())
         self._close = close
         self._thread = threading.Thread(target=self._serve, name="gateway", daemon=True)
         self._thread.start()

@@ -8,7 +8,8 @@
 
 A request extends a turn when its messages go on from that turn's, the message after them stands for what the model
 wrote, and the template still renders all of it. Then its tokens are that turn's exact tokens, and only the tail is
-tokenized: nothing that the model wrote is decoded and tokenized again. Otherwise a new sequence starts.
+tokenized: nothing that the model wrote is decoded and tokenized again. Otherwise a new sequence starts. If the
+request was to continue a recorded conversation, that is a branch, and `Turns.branch` says what differs.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,7 +26,8 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, TemplateError, meta
 
 from clew.errors import ImageError
-from clew.rollout.gateway.chat import Ask, Message, Refusal, Reply
+from clew.rollout.gateway.branches import Difference, excerpt, first_difference, key_of
+from clew.rollout.gateway.chat import Ask, Message, Refusal, Reply, message_of
 from clew.rollout.gateway.images import shown_in
 from clew.vision import Sight
 
@@ -53,10 +56,46 @@ class Turn:
     reply: Reply
     raw: str
     """What the model wrote, special tokens included."""
+    follows: Turn | None = None
+    """The turn that its messages go on from."""
+    extends: bool = False
+    """Whether it keeps the tokens of that turn."""
 
     @property
     def all_ids(self) -> list[int]:
         return self.reply.interaction.all_ids
+
+    @cached_property
+    def conversation(self) -> list[Message]:
+        """The messages of the request, and the reply."""
+        return [*self.ask.messages, message_of(self.reply)]
+
+    @cached_property
+    def keys(self) -> list[str]:
+        """See `key_of`; of the conversation."""
+        return [key_of(message) for message in self.conversation]
+
+    def comes_after(self, turn: Turn) -> bool:
+        """Whether its messages go on from that turn's, also through others."""
+        follows = self.follows
+        while follows is not None and follows is not turn:
+            follows = follows.follows
+        return follows is turn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Branch:
+    """A request that was to continue a recorded conversation, and does not keep its tokens."""
+
+    of: Turn
+    """The conversation: up to this turn's reply."""
+    kind: str
+    """Warnings of one kind are shown a few times only."""
+    message: int | None
+    """The first message of the request that differs, from 1; None if none does."""
+    why: str
+    tokens: int
+    """How many tokens of the conversation are processed once more in training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +107,6 @@ class Prompt:
     extends: Turn | None = None
     rewritten: Turn | None = None
     """A turn that the messages go on from, and whose tokens they do not keep: a new sequence starts."""
-    advice: str = ""
-    """Why they do not; also where they go on from a turn otherwise than the model went."""
 
 
 class Turns:
@@ -104,7 +141,6 @@ class Turns:
         rendered = self._render(ask, ask.messages) + begin
         self._refuse_what_never_fits(rendered, "messages")
         rewritten: Turn | None = None
-        advice, reworded = "", 0
         for turn in sorted(self._turns, key=lambda turn: -len(turn.ask.messages)):
             place = len(turn.ask.messages)
             if turn.ask.text is not None or place >= len(ask.messages):
@@ -116,16 +152,72 @@ class Turns:
             stands = stands_for(message, turn.reply)
             tail_ids = self._tail_ids(ask, rendered, turn) if stands or goes_on_in(message, turn.reply) else None
             if tail_ids is not None:
-                advice = advice if reworded > place else ""  # at the same place it is another answer to the same
-                return Prompt(input_ids=turn.all_ids + tail_ids, rendered=rendered, extends=turn, advice=advice)
-            if ask.messages[:place] != turn.ask.messages or message.get("role") != "assistant":
-                continue
-            if stands and rewritten is None:
-                rewritten, advice = turn, _why_rewritten(ask, turn)
-            elif not advice:
-                advice = f"the client does not send {turn.reply.id} back as the model said it: a new sequence starts"
-                reworded = place
-        return Prompt(input_ids=self._encode(rendered), rendered=rendered, rewritten=rewritten, advice=advice)
+                return Prompt(input_ids=turn.all_ids + tail_ids, rendered=rendered, extends=turn)
+            if stands and rewritten is None and ask.messages[:place] == turn.ask.messages:
+                rewritten = turn
+        return Prompt(input_ids=self._encode(rendered), rendered=rendered, rewritten=rewritten)
+
+    def branch(self, turn: Turn) -> Branch | None:
+        """Return what a turn differs in from the conversation that it was to continue.
+
+        A request is to continue a conversation if it has a reply of the model among its messages, or another message
+        in the place of one. What has neither (a sub-agent, say) is a conversation of its own, and no branch; nor is
+        the same request made again, for another answer.
+        """
+        extended = turn.follows if turn.extends else None
+        begin = 0
+        if extended is not None:  # a turn is added after the one that it goes on from
+            begin = next(place for place, other in enumerate(self._turns) if other is extended) + 1
+        others = [other for other in self._turns[begin:] if other.ask is not turn.ask and other.ask.text is None]
+        again = any(other.rendered == turn.rendered for other in others)
+        if turn.ask.text is not None or again or not others:
+            return None
+        sent = [key_of(message) for message in turn.ask.messages]
+        if extended is not None:
+            tail = set(sent[len(extended.keys) :])
+            others = [other for other in others if other.comes_after(extended) or other.keys[-1] in tail]
+        else:
+            known = {key for other in others for key in other.keys}
+            new = (place for place, key in enumerate(sent) if key not in known)
+            reworded = next((place for place in new if turn.ask.messages[place]["role"] == "assistant"), 0)
+            others = [other for other in others if _goes_on_from(sent, reworded, other)]
+        if not others:
+            return None
+        counts = Counter(sent)
+
+        def alike(other: Turn) -> tuple[int, bool]:
+            """How many messages they have in common, and whether they are all of the other's."""
+            return sum((counts & Counter(other.keys)).values()), sent[: len(other.keys)] == other.keys
+
+        best = max(reversed(others), key=alike)
+        difference = first_difference(best.conversation, turn.ask.messages)
+        kind, why = (difference.kind, difference.what) if difference is not None else _why_rewritten(turn, best)
+        tokens = self._processed_again(turn, best, sent, difference)
+        message = difference.index + 1 if difference is not None else None
+        return Branch(of=best, kind=kind, message=message, why=why, tokens=tokens)
+
+    def _processed_again(self, turn: Turn, best: Turn, sent: Sequence[str], difference: Difference | None) -> int:
+        """The tokens of a turn's prompt that the recorded conversation has, too, or has others in their place."""
+        input_ids = turn.reply.interaction.input_ids
+        both = zip(input_ids, best.all_ids, strict=False)
+        same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], both)) if turn.extends else 0
+        recorded = set(best.keys)
+        last = max((place for place, key in enumerate(sent) if key in recorded), default=0)
+        if difference is not None and turn.ask.messages[difference.index]["role"] == "assistant":
+            last = max(last, difference.index)
+        if turn.ask.messages[last]["role"] == "assistant":
+            tail = self._after_words(turn.ask, last)
+        else:
+            until = self._render_or_none(turn.ask, turn.ask.messages[: last + 1])
+            tail = turn.rendered.removeprefix(until) if until and turn.rendered.startswith(until) else None
+        new = len(self._encode(tail)) if tail and turn.rendered.endswith(tail) else 0
+        return max(same, len(input_ids) - new)
+
+    def _render_or_none(self, ask: Ask, messages: Sequence[Message]) -> str | None:
+        try:
+            return self._render(ask, messages, generation=False)
+        except Refusal:
+            return None
 
     def _refuse_what_never_fits(self, text: str, param: str) -> None:
         """Without making tokens of all of it: a beginning that has twice as many as the context takes is enough."""
@@ -277,14 +369,42 @@ def goes_on_in(message: Message, reply: Reply) -> bool:
     return reply.stop_string is not None and str(said).startswith(reply.content + reply.stop_string)
 
 
-def _why_rewritten(ask: Ask, turn: Turn) -> str:
-    """Why the rendered text does not keep the tokens of a turn whose reply is among the messages."""
-    why = f"the chat template does not keep {turn.reply.id} as the model wrote it"
-    if ask.shown_tools != turn.ask.shown_tools:
-        why = f"the client has other tools to offer after {turn.reply.id}"
-    elif turn.reply.reasoning and not ask.messages[len(turn.ask.messages)].get("reasoning_content"):
-        why += " (the client sends no reasoning back)"
-    return f"{why}: a new sequence starts, and {len(turn.all_ids)} tokens are computed once more in training"
+def _goes_on_from(sent: Sequence[str], reworded: int, turn: Turn) -> bool:
+    """Return whether a request has that turn's reply, or another message in its place.
+
+    Args:
+        sent: Keys of the request's messages.
+        reworded: Place of the first words of the assistant that no model said; 0 if there are none.
+        turn: The turn.
+    """
+    *asked, replied = turn.keys
+    spoke = turn.reply.content.strip() or turn.reply.tool_calls
+    if (spoke and replied in sent) or (len(sent) > len(asked) and sent[: len(asked)] == asked):
+        return True
+    words = {key for key, message in zip(asked, turn.ask.messages, strict=True) if message["role"] != "system"}
+    return not words.isdisjoint(sent[:reworded])
+
+
+def _why_rewritten(turn: Turn, before: Turn) -> tuple[str, str]:
+    """Return why the rendered text does not keep an earlier turn that the messages go on from.
+
+    Returns:
+        The kind of it, and a clause that says it.
+    """
+    ask, earlier, id = turn.ask, before.ask, before.reply.id
+    if ask.shown_tools != earlier.shown_tools:
+        both = (earlier.shown_tools, ask.shown_tools)
+        earlier_names, names = (", ".join(tool["function"]["name"] for tool in tools) or "none" for tools in both)
+        texts = [json.dumps(tools, ensure_ascii=False) for tools in both]
+        differ = f"({earlier_names} before, {names} now)" if earlier_names != names else excerpt(*texts)
+        return "other tools", f"the client offers other tools {differ}"
+    if ask.template != earlier.template:
+        texts = [json.dumps(variables, sort_keys=True) for variables in (earlier.template, ask.template)]
+        return "chat template arguments", f"the arguments of the chat template differ {excerpt(*texts)}"
+    what = f"the chat template does not keep {id} as the model wrote it"
+    if before.reply.reasoning and not ask.messages[len(earlier.messages)].get("reasoning_content"):
+        what += " (the client sends no reasoning back)"
+    return "chat template", f"{what}; its text differs {excerpt(before.rendered + before.raw, turn.rendered)}"
 
 
 def with_one_system(messages: Sequence[Message]) -> list[Message]:

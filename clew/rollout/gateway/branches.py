@@ -1,0 +1,139 @@
+"""How a request differs from the recorded conversation that it should have continued, in words for people."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from clew.rollout.gateway.chat import Message
+
+AROUND = 24
+"""Characters shown before and after the first one that differs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """The first difference between two conversations."""
+
+    index: int
+    """Of the message in the request."""
+    kind: str
+    """Differences of one kind are shown a few times only."""
+    what: str
+    """A clause, such as: message 1 (system) differs at character 9: 'a' became 'b'."""
+
+
+def key_of(message: Message) -> str:
+    """Return what makes two messages the same for the model: role, words, calls. Neither ids nor reasoning."""
+    words = message.get("content") or ""
+    return json.dumps(
+        [message.get("role"), words.strip() if isinstance(words, str) else words, _calls_of(message)], sort_keys=True
+    )
+
+
+def first_difference(recorded: Sequence[Message], sent: Sequence[Message]) -> Difference | None:
+    """Return the first difference between a recorded conversation and the beginning of a request.
+
+    Args:
+        recorded: The messages of a request, and the model's reply as the last one.
+        sent: The messages of a later request.
+
+    Returns:
+        None if `sent` goes on from all of `recorded`.
+    """
+    last = len(recorded) - 1
+    for index, before in enumerate(recorded):
+        if index >= len(sent):
+            what = f"the request ends after message {index}, where the recorded conversation goes on"
+            return Difference(index=max(0, index - 1), kind="a shorter conversation", what=what)
+        after = sent[index]
+        field = _differing(_spoken(before, after) if index == last else before, after)
+        if field is not None:
+            return _moved(recorded, sent, index) or _changed(before, after, index, field, reply=index == last)
+    return None
+
+
+def _spoken(reply: Message, after: Message) -> Message:
+    """The reply as a client may send it back: with other white space around it, and without its reasoning."""
+    spoken = dict(reply)
+    words = after.get("content") or ""
+    if isinstance(words, str) and words.strip() == reply["content"].strip():
+        spoken["content"] = words
+    if (after.get("reasoning_content") or "").strip() in ("", (reply.get("reasoning_content") or "").strip()):
+        spoken["reasoning_content"] = after.get("reasoning_content")
+    return spoken
+
+
+def _differing(before: Message, after: Message) -> str | None:
+    """The first field that the model may read and that differs; ids of calls are not among them."""
+    for field in ("role", "content", "reasoning_content"):
+        if (before.get(field) or "") != (after.get(field) or ""):
+            return field
+    return "tool_calls" if _calls_of(before) != _calls_of(after) else None
+
+
+def _moved(recorded: Sequence[Message], sent: Sequence[Message], index: int) -> Difference | None:
+    """Messages that were left out or put in at this place, if the others go on as they were."""
+    before, after = [key_of(message) for message in recorded[index:]], [key_of(message) for message in sent[index:]]
+    if before[0] == after[0]:
+        return None
+    if after[0] in before and before[0] not in after:
+        count = before.index(after[0])
+        roles = ", ".join(str(message.get("role")) for message in recorded[index : index + count])
+        numbers = f"message {index + 1}" if count == 1 else f"messages {index + 1} to {index + count}"
+        what = f"{numbers} ({_short(roles)}) of the recorded conversation {'is' if count == 1 else 'are'} left out"
+        return Difference(index=index, kind="messages left out", what=what)
+    if before[0] in after and after[0] not in before:
+        count = after.index(before[0])
+        numbers = f"message {index + 1}" if count == 1 else f"messages {index + 1} to {index + count}"
+        first = _short(_text(sent[index], "content"))
+        what = f"{numbers} ({sent[index].get('role')}) {'was' if count == 1 else 'were'} put in: {first!r}"
+        return Difference(index=index, kind="messages put in", what=what)
+    return None
+
+
+def _changed(before: Message, after: Message, index: int, field: str, *, reply: bool) -> Difference:
+    role = str(after.get("role"))
+    place = f"message {index + 1} ({role})"
+    if field == "role":
+        if reply:
+            what = f"the model's reply is left out, and {place} is in its place: {_short(_text(after, 'content'))!r}"
+            return Difference(index=index, kind="a reply left out", what=what)
+        what = f"{place} was of role {before.get('role')}"
+        return Difference(index=index, kind="another role", what=what)
+    if field == "reasoning_content" and not after.get(field):
+        what = f"the client sends no reasoning back in {place}"
+        return Difference(index=index, kind="no reasoning", what=what)
+    named = "" if field == "content" else f" in {field}"
+    said = ", not as the model said it," if reply else ""
+    what = f"{place}{said} differs{named} {excerpt(_text(before, field), _text(after, field))}"
+    return Difference(index=index, kind=f"{role} message", what=what)
+
+
+def excerpt(before: str, after: str) -> str:
+    """Return where two texts differ first, and both from shortly before there on; white space can be seen."""
+    pairs = zip(before, after, strict=False)
+    place = next((number for number, (one, other) in enumerate(pairs) if one != other), min(len(before), len(after)))
+    return f"at character {place + 1}: {_around(before, place)} became {_around(after, place)}"
+
+
+def _around(text: str, place: int) -> str:
+    begin, end = max(0, place - AROUND), place + AROUND
+    return f"{'…' * (begin > 0)}{text[begin:end]!r}{'…' * (end < len(text))}"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 2 * AROUND else f"{text[: 2 * AROUND]}…"
+
+
+def _text(message: Message, field: str) -> str:
+    """A field as text; images by their names."""
+    value = _calls_of(message) if field == "tool_calls" else message.get(field)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) if value else ""
+
+
+def _calls_of(message: Message) -> list[dict[str, Any]]:
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    return [{"name": call["name"], "arguments": call["arguments"]} for call in calls]
