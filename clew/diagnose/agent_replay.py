@@ -7,9 +7,9 @@ to the same request. At the first that is another it stops and shows the differe
 from __future__ import annotations
 
 import asyncio
-import difflib
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from clew.diagnose.rewards import interactions_of
 from clew.errors import ConfigError, EngineError, EpisodeError, RecordError
 from clew.inference.found import find_engine
 from clew.models import load_tokenizer
+from clew.record.media import media_name
 from clew.record.rows import Sequence as Row
 from clew.record.run import RunDirectory
 from clew.rollout.agents import AgentWorkflow, load_agent
@@ -27,6 +28,7 @@ from clew.rollout.gateway.sessions import Limits
 from clew.rollout.gateway.thread import GatewayThread
 from clew.rollout.rewards import total
 from clew.rollout.session import Resources, Session, resources
+from clew.seeds import derive_seed
 from clew.training import checkpoint
 from clew.vision import load_vision
 
@@ -72,33 +74,165 @@ class RecordedModel(Session):
         prompt: str | list[dict[str, Any]] | None = None,
         images: Sequence[bytes] = (),
         index: int | None = None,
+        details: Mapping[str, Any] | None = None,
         **overrides: Any,
     ) -> Interaction:
-        """See `Session`. Raises EpisodeError at the first request that the episode has not."""
+        """See `Session`. Raises EpisodeError at the first request that differs from every recorded one."""
         index = self.reserve() if index is None else index
-        plain = json.loads(json.dumps(prompt, default=str))
-        answer = next((each for each in self._unused if each.prompt == plain and not self.replay.difference), None)
-        if answer is not None:
-            self._unused.remove(answer)
-            self.replay.answered += 1
-            interaction = Interaction(**{**vars(answer), "id": self.interaction_id(index), "index": index})
-            self.interactions.append(interaction)
-            return interaction
         if not self.replay.difference:
-            self.replay.difference = self._difference(index, plain)
+            now = self._request(index, input_ids, prompt, images, details or {}, overrides)
+            answer = next((each for each in self._unused if self._difference(each, now) is None), None)
+            if answer is not None:
+                self._unused.remove(answer)
+                self.replay.answered += 1
+                own = {"id": self.interaction_id(index), "index": index, "details": dict(details or {})}
+                interaction = Interaction(**{**vars(answer), **own})
+                self.interactions.append(interaction)
+                return interaction
+            self.replay.difference = self._told(now)
         if not self._live:
             raise EpisodeError(
-                f"request {index} is not in the record of {self.episode_id}: the agent asks something else than then."
+                f"Cannot answer request {index} from the record of {self.episode_id}: the agent asks something else "
+                f"than then. {self.replay.difference[0].removesuffix(':')}."
             )
         self.replay.live += 1
-        return await super().generate(input_ids, prompt=prompt, images=images, index=index, **overrides)
+        return await super().generate(
+            input_ids, prompt=prompt, images=images, index=index, details=details, **overrides
+        )
 
-    def _difference(self, index: int, prompt: Any) -> list[str]:
+    def _request(
+        self,
+        index: int,
+        input_ids: list[int],
+        prompt: Any,
+        images: Sequence[bytes],
+        details: Mapping[str, Any],
+        overrides: dict[str, Any],
+    ) -> Interaction:
+        """Return a request as it would be on record, without an answer."""
+        overrides.pop("on_token", None)
+        id = self.interaction_id(index)
+        return Interaction(
+            id=id,
+            index=index,
+            input_ids=list(input_ids),
+            output_ids=[],
+            logprobs=[],
+            versions=[],
+            finish_reason="",
+            text="",
+            params=self._params(dict(overrides), derive_seed(self.resources.seed, id)),
+            images=tuple(media_name(image) for image in images),
+            prompt=json.loads(json.dumps(prompt, default=str)),
+            started_at=0.0,
+            finished_at=0.0,
+            details=json.loads(json.dumps(details, default=str)),
+        )
+
+    def _difference(self, then: Interaction, now: Interaction) -> Divergence | None:
+        """Return the first of what the model reads and how it samples that differs; None: it is the same request."""
+        if found := first_difference(then.prompt, now.prompt, "message" if isinstance(now.prompt, list) else "prompt"):
+            return found
+        # Older records do not name the tools; what the template made of them is among the tokens.
+        before, after = then.details.get("tools"), now.details.get("tools", [])
+        if before is not None and (found := first_difference(before, after, "tool")):
+            return found
+        if then.images != now.images:
+            return first_difference(list(then.images), list(now.images), "image")
+        if then.input_ids != now.input_ids:
+            return self._in_tokens(then.input_ids, now.input_ids)
+        before, after = (self._sampling(each) for each in (then, now))
+        return first_difference(before, after, "sampling") or first_difference(
+            then.details.get("model"), now.details.get("model"), "model"
+        )
+
+    def _in_tokens(self, then: list[int], now: list[int]) -> Divergence:
+        """Return where the text that the model reads differs although the messages are the same."""
+        where = "what the chat template makes of messages and tools"
+        texts = [self.tokenizer.decode(ids, skip_special_tokens=False) for ids in (then, now)]
+        found = first_difference(texts[0], texts[1], where)
+        if found is not None:
+            return found
+        at = next(
+            (i for i, pair in enumerate(zip(then, now, strict=False)) if pair[0] != pair[1]), min(len(then), len(now))
+        )
+        shown = (f"tokens {side[at : at + 8]}" for side in (then, now))
+        return Divergence(f"the tokens of {where}, token {at}", *shown)
+
+    def _sampling(self, request: Interaction) -> dict[str, Any]:
+        """Return how a request samples; its seed only where the client set one."""
+        said = {name: value for name, value in vars(request.params).items() if name not in ("seed", "continues")}
+        if request.params.seed != derive_seed(self.resources.seed, request.id):
+            said["seed"] = request.params.seed - request.index
+        return json.loads(json.dumps(said))
+
+    def _told(self, now: Interaction) -> list[str]:
         if not self._unused:
-            return [f"request {index} is one more than the {self.replay.recorded} that are recorded:", *_lines(prompt)]
-        then, now = _lines(self._unused[0].prompt), _lines(prompt)
-        head = f"request {index} differs from the recorded {self._unused[0].id}:"
-        return [head, *difflib.unified_diff(then, now, "recorded", "now", lineterm="", n=1)]
+            head = f"request {now.index} is one more than the {self.replay.recorded} that are recorded:"
+            return [head, *_lines(now.prompt)]
+        then = next((each for each in self._unused if each.index == now.index), self._unused[0])
+        found = self._difference(then, now)
+        assert found is not None, "it would have been answered"
+        head = f"request {now.index} differs from the recorded {then.id} in {found.where}:"
+        return [head, f"-recorded: {found.then}", f"+now:      {found.now}"]
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Where two requests differ first."""
+
+    where: str
+    """In words: message, field, character."""
+    then: str
+    now: str
+
+
+AROUND = 60
+"""Characters that are shown before and after the first one that differs."""
+ABSENT = object()
+
+
+def first_difference(then: Any, now: Any, where: str) -> Divergence | None:
+    """Return the first place where two JSON values differ; None: they are equal. Of text it is the character, with what
+    is around it, spaces and line breaks made visible."""
+    if then == now and isinstance(then, bool) == isinstance(now, bool):
+        return None
+    if isinstance(then, dict) and isinstance(now, dict):
+        for name in {**then, **now}:
+            found = first_difference(then.get(name, ABSENT), now.get(name, ABSENT), f"{where}, {name}")
+            if found is not None:
+                return found
+        return None
+    if isinstance(then, list) and isinstance(now, list):
+        for place, pair in enumerate(itertools.zip_longest(then, now, fillvalue=ABSENT)):
+            if found := first_difference(*pair, f"{where} {place}{_role(pair)}"):
+                return found
+        return None
+    if isinstance(then, str) and isinstance(now, str):
+        at = next((i for i, (a, b) in enumerate(zip(then, now, strict=False)) if a != b), min(len(then), len(now)))
+        return Divergence(f"{where}, character {at}", _around(then, at), _around(now, at))
+    return Divergence(where, _value(then), _value(now))
+
+
+def _value(value: Any) -> str:
+    return "absent" if value is ABSENT else _around(json.dumps(value, ensure_ascii=False), 0)
+
+
+def _role(pair: Sequence[Any]) -> str:
+    """Return whose message it is, where it is one."""
+    roles = [side["role"] for side in pair if isinstance(side, dict) and isinstance(side.get("role"), str)]
+    return f" ({roles[0]})" if roles else ""
+
+
+def _around(text: str, at: int) -> str:
+    begin, end = max(0, at - AROUND), at + AROUND
+    shown = _with_blanks(text[begin:end])
+    return f"{'…' if begin else ''}{shown}{'…' if end < len(text) else ''}" if shown else "(nothing)"
+
+
+def _with_blanks(text: str) -> str:
+    """Return the text on one line, with a mark for each space, line break and tab."""
+    return text.translate({ord(" "): "·", ord("\n"): "⏎", ord("\r"): "␍", ord("\t"): "⇥", 0xA0: "⍽"})
 
 
 def _lines(prompt: Any) -> list[str]:
@@ -146,6 +280,8 @@ async def _replay(
         raise EngineError(f"{base_url} takes no token ids, so the gateway cannot go on with it. Use `clew serve`.")
     engine: Any = found.engine if found is not None else None
     shared = resources(config, engine, tokenizer, None, vision=load_vision(tokenizer.name_or_path))
+    if rows[0].group_id.startswith("v"):
+        shared = shared.at_temperature(config.eval.temperature)  # an episode of an evaluation
     session = RecordedModel(shared, answers, rows[0].episode_id, live=found is not None)
     gateway = GatewayThread(Limits(turns=config.rollout.max_turns, tokens=config.rollout.max_episode_tokens))
     workflow, replay = AgentWorkflow(agent, gateway), session.replay

@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 import statistics
 import sys
+from collections.abc import Sequence as SequenceABC
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from clew.console import EscapingConsole
 from clew.diagnose.parts import Part, Parts, parts_of
 from clew.errors import ConfigError, RecordError
+from clew.printing import print
 from clew.record.bundle import opened
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
@@ -38,15 +40,15 @@ TOKEN = {
 """What is told of a token where it is known; kl and behaviour_k3 where they are asked for."""
 
 
-def blame(target: Path, step: int, *, top: int, tokens: int, by: str | None) -> None:
+def blame(target: Path, step: int, *, top: int, tokens: int, by: str | None, trust: SequenceABC[str] = ()) -> None:
     """Print the sequences of a step, worst first. Raises ClewError.
 
     by: one of `BY`; None: the gradient, or the pull where the record alone is read. tokens: how many of each sequence
-    are shown.
+    are shown. trust: modules, see `clew.dotted.only_trusted`.
     """
     if by not in (None, *BY):
         raise ConfigError(f"--by {by}: expected {', '.join(BY[:-1])} or {BY[-1]}.")
-    with opened(target) as (run, _):
+    with opened(target, trust) as (run, _):
         _check_there(run, step)
         found = parts_of(run, step)
         by = by or ("pull" if found.alone else "gradient")
@@ -70,7 +72,7 @@ def _badness(part: Part, by: str) -> float:
 
 
 def _show(found: Parts, step: int, *, top: int, tokens: int, by: str) -> None:
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = EscapingConsole(width=None if sys.stdout.isatty() else 160)
     parts = sorted(found.parts, key=lambda part: (-_badness(part, by), part.sequence.id))
     median = statistics.median_low(_badness(part, by) for part in parts)
     mean = f"{sum(part.measures[by] for part in parts):.3g} in all, " if by in ("kl", "behaviour_k3") else ""

@@ -7,14 +7,17 @@ import shutil
 import sys
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from clew import config as configuration
 from clew.config import Config
+from clew.console import EscapingConsole
 from clew.diagnose.replay import engine_at, replay
 from clew.diagnose.stages import batch_as_it_is
+from clew.dotted import only_trusted
 from clew.errors import ConfigError, Interrupted, RecordError
+from clew.printing import print
+from clew.record.foreign import mark_foreign, why_foreign
 from clew.record.run import RunDirectory
 from clew.trainer.branch import branch
 from clew.trainer.learn import learn_from_record
@@ -31,11 +34,12 @@ def counterfactual(run: RunDirectory, first: int, last: int, overrides: list[str
     before its last step goes on; one that failed before it committed a step of its own leaves nothing, but where
     `clew blame` can say more about its batch.
 
-    kept: whether the run directory stays where it is; else the new one goes where the run's own configuration says.
+    kept: whether the run directory stays where it is, and the new one goes beside it; else the new one goes to the
+    default `root`, for the configuration of a bundle is a stranger's.
     Raises ClewError.
     """
     recorded = configuration.load(run.config_path)
-    root = run.path.parent.parent if kept else Path(recorded.root)
+    root = run.path.parent.parent if kept else Path(Config.model_fields["root"].default)
     ours = [
         f"root={root}",
         f"experiment={recorded.experiment}",
@@ -65,6 +69,8 @@ def counterfactual(run: RunDirectory, first: int, last: int, overrides: list[str
             f"trial=NAME, or remove it."
         )
     new = RunDirectory(config.run_path)
+    if why := "it came as a bundle" if not kept else why_foreign(run):
+        mark_foreign(new, why)  # its configuration is a stranger's as well
     print(f"into {new.path}, from step {first} on with {' '.join(overrides)}", flush=True)
     try:
         learn_from_record(config, lambda step, summary: None, begun=begun if going_on else begin, until=last + 1)
@@ -85,7 +91,7 @@ def counterfactual(run: RunDirectory, first: int, last: int, overrides: list[str
         print(f"no metric differs: {' '.join(overrides)} is nothing that these steps depend on, on the same data.")
         return
     width = None if sys.stdout.isatty() else 200
-    Console(width=width).print(table)
+    EscapingConsole(width=width).print(table)
 
 
 def _left_unfinished(config: Config, run: RunDirectory, last: int) -> bool:
@@ -129,13 +135,15 @@ def begin(config: Config, ranks: Ranks) -> Config:
             f"directory with checkpoints. Name the run directory, or leave debug.first_step out."
         )
     source, new = RunDirectory(path), RunDirectory(config.run_path)
-    engine = engine_at(source, first, ranks=ranks)
-    for done in replay(source, engine, first - 1):
-        if done.differences:
-            raise RecordError(
-                f"step {done.step} of {path} differs when it is trained again, so nothing can begin at step {first}: "
-                f"{done.differences[0]}"
-            )
+    ours = (config.algorithm.loss, config.algorithm.advantages)  # the user named these
+    with only_trusted(why_foreign(source), [name.rpartition(".")[0] for name in ours]):
+        engine = engine_at(source, first, ranks=ranks)
+        for done in replay(source, engine, first - 1):
+            if done.differences:
+                raise RecordError(
+                    f"step {done.step} of {path} differs when it is trained again, so nothing can begin at step "
+                    f"{first}: {done.differences[0]}"
+                )
     branch(source, new, engine)
     return _with_first_model(config, new)
 

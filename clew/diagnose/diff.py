@@ -13,17 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
-from rich.console import Console
 from rich.table import Table
 
 from clew.config import field_names, flat
+from clew.console import EscapingConsole
 from clew.diagnose import differences
 from clew.diagnose.differences import EXACT, Difference, Tolerance
+from clew.diagnose.stages import chain_holds
 from clew.errors import ConfigError, RecordError
+from clew.printing import print
+from clew.reading import read_json, read_yaml
 from clew.record.bundle import opened
 from clew.record.rows import ALIGNED, RESTORE, SCHEMA, TIMES, Sequence, timeless
 from clew.record.run import RunDirectory
+from clew.record.summary import rounding_doubt
 
 TOLERANCE = Tolerance(absolute=1e-3, relative=1e-3)
 """Of stages that were computed in different environments."""
@@ -43,26 +46,59 @@ def diff(a: Path, b: Path, *, ignore: list[str], plot: Path | None) -> bool:
         steps = _common(left, right, bundle_a, bundle_b)
         apart = _apart(left, right, steps)
         tolerance, environments = _tolerance(left, right, apart[0]) if apart else (EXACT, [])
+        alike = range(steps.start, apart.start)
+        found = _first_difference(left, right, alike, EXACT) or _first_difference(left, right, apart, tolerance)
+        if found is not None and found.step in apart and tolerance.exact:
+            doubt = _rounding(left, right, found)
+            near = _first_difference(left, right, apart, TOLERANCE) if doubt else found
+            if str(near) != str(found):  # the first difference is within rounding
+                tolerance, environments, found = TOLERANCE, [doubt], near
         how = str(tolerance)
         if environments:
             before = f"{EXACT} up to step {apart[0] - 1}, then " if apart[0] > steps[0] else ""
             how = f"{before}{tolerance} ({'; '.join(environments)})"
         print(f"{names[0]} and {names[1]}: steps {steps[0]} to {steps[-1]} of both, compared {how}")
-        alike = range(steps.start, apart.start)
-        found = _first_difference(left, right, alike, EXACT) or _first_difference(left, right, apart, tolerance)
+        whole = [chain_holds(run, steps, f"{name}: ") for run, name in zip((left, right), names, strict=True)]
         lacking = _without_data(left, right, steps, names)
         for line in lacking:
             print(line)
+        besides = _besides(left, right, steps) if found is None and tolerance.exact else []
         if found is None:
             print("what is compared agrees." if lacking else "every stage of every step agrees.")
+            for line in besides:
+                print(f"DIFFERENT ALL THE SAME  {line}")
             _note_configuration(left, right, steps, names, ignore)
+            print(
+                "not looked at: what the files of checkpoints and images hold"
+                f"{'' if tolerance.exact else ', plans of micro-batches'} (`clew replay` of each run does that)."
+            )
         else:
             print(f"FIRST DIFFERENCE  {found.told(*names)}")
             _explain(left, right, found, names, ignore, environments)
         _drift(left, right, steps, names)
         if plot is not None:
             print(f"plot: {_plot(left, right, steps, names, plot)}")
-        return found is None
+        return found is None and not besides and all(whole)
+
+
+def _besides(left: RunDirectory, right: RunDirectory, steps: range) -> list[str]:
+    """Return what differs although all stages agree: plans of micro-batches, and what checkpoint.json says.
+
+    A checkpoint's own files are not read here, only the digests that it names.
+    """
+    lines = []
+    for step in steps:
+        plans = [run.steps.read(step).get("plan") for run in (left, right)]
+        if None not in plans and plans[0] != plans[1]:
+            lines.append(f"step {step}: the plan of micro-batches")
+            break
+    for version in sorted({*left.checkpointed()} & {*right.checkpointed()} & {*steps, steps.stop}):
+        name = f"step-{version:06d}"
+        said = [read_json(run.checkpoints / name / "checkpoint.json", dict[str, Any]) for run in (left, right)]
+        keys = sorted(key for key in {*said[0], *said[1]} - {"follows"} if said[0].get(key) != said[1].get(key))
+        if keys:
+            lines.append(f"checkpoints/{name}: {', '.join(keys)}")
+    return lines
 
 
 def _names(a: Path, b: Path) -> tuple[str, str]:
@@ -96,13 +132,39 @@ def _apart(left: RunDirectory, right: RunDirectory, steps: range) -> range:
 
 def _tolerance(left: RunDirectory, right: RunDirectory, step: int) -> tuple[Tolerance, list[str]]:
     """Bit for bit where both computed the step in the same environment; otherwise what differs in it."""
-    then, now = (flat(run.steps.read(step).get("environment", {})) for run in (left, right))
+    sides = (run.steps.read(step).get("environment", {}) for run in (left, right))
+    then, now = (flat({name: each[name] for name in each if name != "rounding"}) for each in sides)
     changed = [
         f"{name}: {then.get(name, 'absent')} → {now.get(name, 'absent')}"
         for name in sorted({*then, *now})
         if then.get(name) != now.get(name)
     ]
     return (TOLERANCE if changed else EXACT), changed
+
+
+ROUNDED = (
+    "data",
+    "values",
+    "returns",
+    "proximal_logprobs",
+    "reference_logprobs",
+    "logprobs",
+    "entropies",
+    "loss",
+    "gradients",
+)
+"""Stages that hold what a model computed; data holds the logprobs of the tokens when they were sampled."""
+
+
+def _rounding(left: RunDirectory, right: RunDirectory, found: Difference) -> str:
+    """Return why a difference may be rounding alone; empty where it may not. Gradients or weights that agree bit for
+    bit show that both rounded alike."""
+    then, now = (run.steps.read(found.step) for run in (left, right))
+    if found.stage not in ROUNDED or not ("environment" in then and "environment" in now):
+        return ""
+    if any(then["digests"].get(kind) == now["digests"].get(kind) for kind in ("gradients", "weights")):
+        return ""
+    return rounding_doubt(then["environment"], now["environment"])
 
 
 def _without_data(left: RunDirectory, right: RunDirectory, steps: range, names: tuple[str, str]) -> list[str]:
@@ -320,7 +382,7 @@ def _configuration(left: RunDirectory, right: RunDirectory, step: int) -> dict[s
     """The fields that differ, and how: as the step had them, and those of the run."""
     sides = []
     for run in (left, right):
-        of_run = flat(yaml.safe_load(run.config_path.read_text())) if run.config_path.exists() else {}
+        of_run = flat(read_yaml(run.config_path)) if run.config_path.exists() else {}
         sides.append({**of_run, **flat(run.steps.read(step).get("config", {}))})
     return {
         name: f"{name}: {sides[0].get(name, 'absent')!r} → {sides[1].get(name, 'absent')!r}"
@@ -343,7 +405,7 @@ def _drift(left: RunDirectory, right: RunDirectory, steps: range, names: tuple[s
     for step, then, now in rows:
         cells = [f"{then[n]:.4g}" if then[n] == now[n] else f"{then[n]:.4g} → {now[n]:.4g}" for n in metrics]
         table.add_row(str(step), *cells)
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    EscapingConsole(width=None if sys.stdout.isatty() else 160).print(table)
 
 
 def _plot(left: RunDirectory, right: RunDirectory, steps: range, names: tuple[str, str], path: Path) -> Path:

@@ -188,8 +188,19 @@ def _in_digests(step: int, recorded: Mapping[str, int], found: Mapping[str, int]
     name = differing[0]
     shown = [f"digest {side[name]:016x}" if name in side else "absent" for side in (recorded, found)]
     more = f"{len(differing)} sequences differ" if len(differing) > 1 else ""
+    other = next((each for each in differing[1:] if _exchanged(recorded, found, name, each)), None)
+    if other is not None:
+        more = f"{name} and {other} have changed places; {more}"
+    elif len(differing) > 1:
+        more = f"{more}, {differing[1]} next"
     where = f"{name}{what}"
     return Difference(step=step, stage="data", where=where, position=None, recorded=shown[0], found=shown[1], more=more)
+
+
+def _exchanged(recorded: Mapping[str, int], found: Mapping[str, int], a: str, b: str) -> bool:
+    """Whether two sequences have each other's content."""
+    there = a in recorded and b in recorded and a in found and b in found
+    return there and recorded[a] == found[b] and recorded[b] == found[a]
 
 
 def in_tensors(
@@ -230,6 +241,15 @@ def in_batch(
     now = digest_batch(digests)
     if found is not None or whole in (None, now):
         return found
+    moved = [(then, row.id) for then, row in zip(recorded, batch, strict=False) if then != row.id]
+    before = {name: digests[name] for name in recorded if name in digests}
+    if moved and digest_batch(before) == whole:  # several ranks record their rows in another order than the batch's
+        where = f"the order of the sequences, number {list(recorded).index(moved[0][0])}"
+        more = f"{len(moved)} sequences are in other places"
+        if len(moved) == 2:
+            more = f"{moved[0][0]} and {moved[1][0]} have changed places"
+        then, here = moved[0]
+        return Difference(step=step, stage="data", where=where, position=None, recorded=then, found=here, more=more)
     return Difference(step=step, stage="data", where="all, in their order", position=None, recorded=whole, found=now)
 
 

@@ -11,9 +11,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from clew.console import EscapingConsole
 from clew.processes import cores
 
 GIB = 2**30
@@ -39,9 +40,9 @@ def examine() -> bool:
     for name, check in checks:
         verdict, found, remedy = check()
         sound &= verdict != "bad"
-        mark = {"good": "[green]ok[/]", "warn": "[yellow]warn[/]", "bad": "[red]bad[/]"}[verdict]
+        mark = {"good": Text("ok", "green"), "warn": Text("warn", "yellow"), "bad": Text("bad", "red")}[verdict]
         table.add_row(mark, name, found, remedy)
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    EscapingConsole(width=None if sys.stdout.isatty() else 160).print(table)
     return sound
 
 

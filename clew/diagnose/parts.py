@@ -13,6 +13,7 @@ import numpy as np
 from clew.diagnose.differences import STAGES
 from clew.diagnose.stages import batch_as_it_is, check_aligned, tell_altered
 from clew.errors import TrainingError
+from clew.printing import print
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
 from clew.record.steps import Stages

@@ -11,8 +11,9 @@ from typing import Any
 from clew import config as configuration
 from clew.config import Algorithm
 from clew.diagnose.differences import Difference
-from clew.diagnose.stages import ALONE, OF_ANOTHER, DifferenceFound, check_stages
+from clew.diagnose.stages import ALONE, OF_ANOTHER, DifferenceFound, chain_holds, check_stages
 from clew.errors import ConfigError, Interrupted, RecordError
+from clew.printing import print
 from clew.record.bundle import opened
 from clew.record.run import RunDirectory
 from clew.record.steps import parse_steps
@@ -32,10 +33,11 @@ def rerun(
     ranks: int = 1,
     verify: bool = True,
     overrides: list[str],
+    trust: Sequence[str] = (),
 ) -> bool:
     """True when everything agrees with the record, or nothing is compared. Raises ClewError.
 
-    ranks: how many processes train; this is one of them.
+    ranks: how many processes train; this is one of them. trust: modules, see `clew.dotted.only_trusted`.
     """
     if stop is not None and stop not in BREAKS:
         raise ConfigError(f"--break {stop}: expected one of {', '.join(BREAKS)}.")
@@ -49,7 +51,7 @@ def rerun(
         raise ConfigError(f"--no-verify trains again without comparing; {asked[0]} does something else.")
     if ranks > 1 and asked:
         raise ConfigError(f"--ranks {ranks} trains again and compares; {asked[0]} is done by one process.")
-    with opened(target) as (run, bundle):
+    with opened(target, trust) as (run, bundle):
         says_how = asked == ["--stage", "key=value"] and not run.steps.by_clew  # another trainer's record does not
         if len(asked) > 1 and not says_how:
             raise ConfigError(f"{' and '.join(asked)} are different ways to replay: ask for one of them.")
@@ -110,6 +112,12 @@ def _range(run: RunDirectory, steps: str | None, bundle: dict[str, Any] | None) 
     return first, last
 
 
+NOT_RECOMPUTED = (
+    "not computed again: metrics (such as metrics.response_length), evaluation, timings, committed_at, environment, "
+    "tensors, the other stages, and checkpoints. Without --stage, metrics, tensors, stages and checkpoints are."
+)
+"""What `--stage` does not look at."""
+
 LIMIT = "sampling.max_new_tokens"
 """What algorithm.loss_constant and overlong_penalty follow from, where they are not set themselves."""
 
@@ -147,6 +155,7 @@ def _stages(
     algorithm: Algorithm | None = None,
 ) -> bool:
     found: list[Difference] = []
+    whole = chain_holds(run, range(first, last + 1))
     for step in range(first, last + 1):
         found = check_stages(run, step, stages, only, algorithm)
         if found:
@@ -156,7 +165,8 @@ def _stages(
         near = f", {OF_ANOTHER}" if algorithm is not None else ""
         of = f" ({only})" if only else ""
         print(f"{_named(first, last)}: {', '.join(stages)} follow from the recorded inputs{near}{of}.")
-    return not found
+        print(NOT_RECOMPUTED)
+    return whole and not found
 
 
 def _rewards(run: RunDirectory, first: int, last: int, only: str | None) -> bool:
@@ -186,7 +196,9 @@ def _train_again(
         print(f"from checkpoint {engine.version} of {named} ({time.perf_counter() - began:.1f} s)", flush=True)
         if stop is not None:
             stop_at(engine, range(first, last + 1), stop)
-        because = None
+        because, whole = None, True
+        if verify and ranks.leads:
+            whole = chain_holds(run, range(engine.version, min(last + 1, run.steps.count())))
         try:
             for done in replay(run, engine, min(last, run.steps.count() - 1), verify=verify):
                 if verify and done.because != because:
@@ -216,7 +228,7 @@ def _train_again(
         except BdbQuit:
             raise Interrupted("left the debugger; nothing was compared from there on, and nothing written.") from None
         print(f"{_named(first, last)}: {'every stage agrees with the record' if verify else 'nothing was compared'}.")
-        return True
+        return whole
 
 
 def _tell(found: list[Difference]) -> None:

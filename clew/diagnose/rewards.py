@@ -163,4 +163,5 @@ def _interaction(row: Sequence, said: dict[str, Any]) -> Interaction:
         prompt=said["prompt"],
         started_at=said["started_at"],
         finished_at=said["finished_at"],
+        details={name: said[name] for name in ("model", "tools") if name in said},
     )

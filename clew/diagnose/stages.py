@@ -14,6 +14,8 @@ from clew.config import Algorithm
 from clew.diagnose import differences
 from clew.diagnose.differences import EXACT, Difference, Tolerance
 from clew.errors import ConfigError, RecordError
+from clew.printing import print
+from clew.record import chain
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
 from clew.record.steps import Stages
@@ -25,6 +27,9 @@ ALONE = ("data", "rewards", "advantages", "loss")
 
 LOSS = Tolerance(absolute=1e-6, relative=1e-6)
 """Another processor rounds the last bit of an exponential otherwise."""
+
+_BREAKS = 5
+"""How many breaks of the chain are named."""
 
 OF_ANOTHER = Tolerance(absolute=1e-3, relative=1e-3)
 """Another trainer rounds otherwise all along, and adds another epsilon to a deviation."""
@@ -96,6 +101,24 @@ def batch_as_it_is(run: RunDirectory, step: int) -> list[Sequence]:
     if run.steps.json_path(step).exists():  # else it failed, and may have the stages of some ranks
         tell_altered(run, batch, run.steps.read_stages(step), run.steps.read(step))
     return batch
+
+
+def chain_holds(run: RunDirectory, steps: range, whose: str = "") -> bool:
+    """Print what does not fit in the chain of commits, and what has no digest in it; return whether all of it fits.
+
+    Args:
+        run: The run directory.
+        steps: The steps whose data and stages are held against their digests.
+        whose: What the run is called, where there are two.
+    """
+    found = chain.breaks(run, steps)
+    for each in found[:_BREAKS]:
+        print(f"BROKEN CHAIN  {whose}{each}")
+    if len(found) > _BREAKS:
+        print(f"and {len(found) - _BREAKS} more places where {whose or 'the record '}does not fit together")
+    if unlooked := chain.unlooked(run, steps):
+        print(f"{whose}{unlooked}")
+    return not found
 
 
 def tell_altered(run: RunDirectory, batch: list[Sequence], stages: Stages, summary: dict[str, Any]) -> None:

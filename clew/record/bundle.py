@@ -3,19 +3,47 @@
 from __future__ import annotations
 
 import json
+import shutil
+import stat
 import tempfile
 import zipfile
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+from pydantic import with_config
+from typing_extensions import TypedDict
+
+from clew.dotted import only_trusted
 from clew.errors import ClewError, RecordError
+from clew.reading import STRICT, Count, read_json
 from clew.record import rows
-from clew.record.files import explain_disk_errors, read_json, write_json
+from clew.record.files import explain_disk_errors, write_json
+from clew.record.foreign import NAME, why_foreign
 from clew.record.run import RunDirectory, open_run
 
-NAME = "bundle.json"
+MEMBERS = 100_000
+"""Files that a bundle may hold."""
+
+ALWAYS_BYTES = 2**28
+"""Any bundle may unpack to so much: 256 MiB."""
+
+LARGER = 50
+"""A larger one may unpack to so many times its own size. Weights hardly shrink; an optimizer's moments may be zeros."""
+
+
+@with_config(STRICT)
+class Bundle(TypedDict):
+    """Content of bundle.json."""
+
+    clew_format: int
+    step: Count
+    first: Count
+    stages_only: bool
+    run: str
+
 
 UNKNOWN = {
     "tensors": {},
@@ -58,12 +86,21 @@ def write_bundle(run: RunDirectory, step: int, *, stages_only: bool, to: Path | 
     for each in range(first, step + 1):
         files += [run.steps.data_path(each), run.steps.json_path(each), *run.steps.stage_paths(each)]
     files += [file for folder in folders for file in sorted(folder.rglob("*")) if file.is_file()]
-    files += sorted({run.media.path(name) for each in range(first, step + 1) for name in _shown(run, each)})
+    images = sorted({name for each in range(first, step + 1) for name in _shown(run, each)})
+    for name in images:
+        run.media.read(name)  # it is what its name says
+    files += [run.media.path(name) for name in images]
     missing = [file for file in files if not file.exists()]
     if missing:
         raise RecordError(
             f"{missing[0]} is missing, which the bundle of step {step} needs. record.keep_steps may have removed it."
         )
+    for file in files:
+        if not file.resolve().is_relative_to(run.path.resolve()):
+            raise RecordError(
+                f"Cannot bundle step {step}: {file} is a link to {file.resolve()}, which is not in the run directory. "
+                f"Put a copy of the file there."
+            )
     for each in range(first, step + 1):  # what cannot be read cannot be replayed
         run.steps.read_data(each)
         run.steps.read_stages(each)
@@ -89,7 +126,7 @@ def _shown(run: RunDirectory, step: int) -> list[str]:
 
 
 def _index(run: RunDirectory, step: int) -> list[str]:
-    return [json.dumps(entry) + "\n" for entry in run.steps.index()[: step + 1]]
+    return [json.dumps(entry) + "\n" for entry in run.steps.index_lines()[: step + 1]]
 
 
 def is_bundle(path: Path) -> bool:
@@ -98,22 +135,76 @@ def is_bundle(path: Path) -> bool:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[tuple[RunDirectory, dict[str, Any] | None]]:
+def opened(path: Path, trust: Iterable[str] = ()) -> Iterator[tuple[RunDirectory, dict[str, Any] | None]]:
     """A run directory, or what a bundle unpacks to, for as long as the block runs; and what the bundle says of itself.
 
-    Raises RecordError when `path` is neither. What the block raises names the bundle, not the folder it is unpacked to.
+    Args:
+        path: A run directory or a bundle.
+        trust: The modules whose code the block may load although a stranger's record names it.
+
+    Raises:
+        RecordError: `path` is neither. What the block raises names the bundle, not the folder it is unpacked to.
     """
     if path.is_dir():
-        yield open_run(path), None
+        run = open_run(path)
+        with only_trusted(why_foreign(run), trust):
+            yield run, None
         return
     with tempfile.TemporaryDirectory(prefix="clew-bundle-") as name:
         folder = Path(name) / path.name
         said = _unpack(path, folder)
         try:
-            yield RunDirectory(folder), said
+            with only_trusted(f"{path} is a bundle", trust):
+                yield RunDirectory(folder), said
         except ClewError as error:
             error.args = tuple(each.replace(str(folder), str(path)) for each in error.args)
             raise
+
+
+def _check_members(path: Path, archive: zipfile.ZipFile) -> None:
+    """Raise RecordError for an archive that no `write_bundle` made, before anything of it is written."""
+    members = archive.infolist()
+    limit = max(ALWAYS_BYTES, LARGER * path.stat().st_size)
+    unpacked = sum(member.file_size for member in members)
+    free = shutil.disk_usage(tempfile.gettempdir()).free
+    wrong = ""
+    if len(members) > MEMBERS:
+        wrong = f"it holds {len(members)} files, and a bundle has at most {MEMBERS}"
+    elif unpacked > limit:
+        wrong = f"its {path.stat().st_size} bytes unpack to {unpacked}, and a bundle of this size has at most {limit}"
+    elif unpacked > free:
+        wrong = (
+            f"it unpacks to {unpacked} bytes, and {tempfile.gettempdir()} has {free} left. Set TMPDIR to another folder"
+        )
+    names: set[str] = set()
+    for member in members if not wrong else ():
+        name = member.orig_filename
+        kind = stat.S_IFMT(member.external_attr >> 16)
+        plain = name.removesuffix("/") == str(PurePosixPath(name)) and not {"..", "."} & {*name.split("/")}
+        if not plain or name.startswith("/") or "\\" in name or "\0" in name:
+            wrong = f"its member {name!r:.80} is no plain path within it"
+        elif kind not in (0, stat.S_IFREG, stat.S_IFDIR):
+            wrong = f"its member {name!r:.80} is a link or a device"
+        elif name in names:
+            wrong = f"it holds {name!r:.80} twice"
+        names.add(name)
+        if wrong:
+            break
+    if wrong:
+        raise RecordError(f"Cannot unpack {path}: {wrong}.")
+
+
+def _extract(archive: zipfile.ZipFile, member: zipfile.ZipInfo, folder: Path) -> None:
+    """Write one member, and no byte more than it was said to have."""
+    target = folder / member.filename
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with archive.open(member) as source, target.open("xb") as file:
+        left = member.file_size
+        while content := source.read(min(2**20, left + 1)):
+            left -= len(content)
+            if left < 0:
+                raise zipfile.BadZipFile(f"{member.filename!r:.80} is longer than it says")
+            file.write(content)
 
 
 def _unpack(path: Path, folder: Path) -> dict[str, Any]:
@@ -122,15 +213,18 @@ def _unpack(path: Path, folder: Path) -> dict[str, Any]:
         with zipfile.ZipFile(path) as archive, explain_disk_errors(folder):
             if NAME not in archive.namelist():
                 raise RecordError(f"{path} is no bundle of Clew: it holds no {NAME}.")
-            archive.extractall(folder)  # members that point outside lose what does
+            _check_members(path, archive)
+            for member in archive.infolist():
+                if not member.is_dir():
+                    _extract(archive, member, folder)
     except FileNotFoundError:
         raise RecordError(f"{path} does not exist: expected a run directory or a bundle.") from None
-    except zipfile.BadZipFile as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
         raise RecordError(f"{path} is neither a run directory nor a bundle ({error}); it may be truncated.") from None
-    said = read_json(folder / NAME)
+    said = read_json(folder / NAME, Bundle)
     rows.check_format(path, said["clew_format"])
     steps = RunDirectory(folder).steps
-    for entry in steps.index()[: said["first"]]:
+    for entry in steps.index_lines()[: said["first"]]:
         if not steps.json_path(entry["step"]).exists():
             write_json(steps.json_path(entry["step"]), {"clew_format": rows.FORMAT, **UNKNOWN, **entry})
     return said

@@ -16,14 +16,19 @@ from pathlib import Path
 from typing import Any
 
 from clew.errors import RecordError
+from clew.reading import read_json as read_json
 
 
-def write_bytes(path: Path, content: bytes | memoryview) -> None:
-    """Write `content` to `path` atomically. Raises RecordError when the disk is full, or not ours to write."""
+def write_bytes(path: Path, content: bytes | memoryview, *, private: bool = False) -> None:
+    """Write `content` to `path` atomically. Raises RecordError when the disk is full, or not ours to write.
+
+    private: only this user can read the file (mode 0600), from before anything is in it.
+    """
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     with explain_disk_errors(path):
         try:
-            with beside.open("wb") as file:
+            beside.unlink(missing_ok=True)
+            with open(beside, "xb", opener=_open_private if private else None) as file:
                 file.write(content)
             beside.replace(path)
         except OSError:
@@ -31,20 +36,13 @@ def write_bytes(path: Path, content: bytes | memoryview) -> None:
             raise
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write one JSON document atomically."""
-    write_bytes(path, json.dumps(value).encode())
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
-def read_json(path: Path) -> Any:
-    """Read one JSON document. Raises RecordError when it is none."""
-    try:
-        return json.loads(path.read_bytes())
-    except ValueError as error:
-        raise RecordError(
-            f"{path} is not JSON ({error}); {path.stat().st_size} bytes. It was altered after it was "
-            f"written: restore it from a copy of the run directory."
-        ) from None
+def write_json(path: Path, value: Any, *, private: bool = False) -> None:
+    """Write one JSON document atomically; see `write_bytes`."""
+    write_bytes(path, json.dumps(value).encode(), private=private)
 
 
 @contextmanager
@@ -53,18 +51,37 @@ def explain_disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        # copytree puts the errors of all its files into the words of one
-        if any(f"[Errno {number}]" in str(error) for number in (errno.ENOSPC, errno.EDQUOT)):
-            free = shutil.disk_usage(path.parent).free / 2**20
-            remedy = (
-                f"no space left ({free:.0f} MiB free). Nothing recorded is lost: free some space, or lower "
-                f"record.keep_steps and checkpoint.keep, then start the same command again"
-            )
-        else:
-            remedy = str(error.strerror or error)
-            if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-                remedy += ". Give this user the right to write there, or choose another root=FOLDER"
-        raise RecordError(f"cannot write {path}: {remedy}.") from error
+        if isinstance(error, RecordError):  # from reading, and explained already
+            raise
+        raise disk_error(path, error) from error
+
+
+OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+"""What an operating system answers when a disk is full, or is not this user's to write."""
+
+
+def disk_error(path: Path, error: OSError) -> RecordError:
+    """The refusal to write `path`, with what can be done."""
+    # copytree puts the errors of all its files into the words of one
+    if any(f"[Errno {number}]" in str(error) for number in (errno.ENOSPC, errno.EDQUOT)):
+        remedy = (
+            f"no space left ({_left(path)}). Nothing recorded is lost: free some space, or lower record.keep_steps and "
+            f"checkpoint.keep, then start the same command again"
+        )
+    else:
+        remedy = str(error.strerror or error)
+        if error.errno in OF_THE_DISK:
+            remedy += ". Give this user the right to write there, or choose another root=FOLDER"
+    return RecordError(f"cannot write {path}: {remedy}.")
+
+
+def _left(path: Path) -> str:
+    """What a file system has left: its space, or its files where they are what it lacks."""
+    there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    found = os.statvfs(there)
+    if found.f_files and not found.f_favail:
+        return "no inodes: it holds as many files as it can"
+    return f"{found.f_bavail * found.f_frsize / 2**20:.0f} MiB free"
 
 
 def remove_strays(folder: Path, *names: str) -> None:
@@ -75,7 +92,7 @@ def remove_strays(folder: Path, *names: str) -> None:
     """
     for name in names:
         for stray in folder.glob(f".{name}.*"):
-            if stray.is_dir():
+            if stray.is_dir() and not stray.is_symlink():
                 shutil.rmtree(stray, ignore_errors=True)
             else:
                 stray.unlink(missing_ok=True)

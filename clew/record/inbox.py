@@ -12,12 +12,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import pyarrow as pa
+from typing_extensions import TypedDict
 
+from clew.errors import RecordError
+from clew.reading import Count, read_bytes, read_json
 from clew.record import rows
-from clew.record.files import read_json, write_bytes, write_json
+from clew.record.files import write_bytes, write_json
 
 CHECK_BYTES = 4
 """The checksum at the end of a group's file."""
+
+REMAKE = "remove it, and rollout makes the group again"
+
+
+class Published(TypedDict):
+    """Content of version.json."""
+
+    version: Count
 
 
 def group_name(number: int) -> str:
@@ -38,7 +49,6 @@ class Inbox:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
         self._seen: dict[str, pa.Table] = {}
 
     def put(self, group_id: str, sequences: Sequence[rows.Sequence]) -> None:
@@ -50,18 +60,23 @@ class Inbox:
         write_bytes(self.path(group_id), b"".join((table, zlib.crc32(table).to_bytes(CHECK_BYTES, "little"))))
 
     def path(self, group_id: str) -> Path:
-        """Where a waiting group lies."""
+        """Return where a waiting group lies. Raises RecordError for an ID that is not a file's name."""
+        if not group_id or "/" in group_id or "\0" in group_id:
+            raise RecordError(f"Cannot look for the group {group_id!r:.80} in {self.folder}: that is no group's ID.")
         return self.folder / f"{group_id}.arrows"
 
     def read(self, group_id: str) -> pa.Table:
-        """A waiting group. Raises RecordError when its file cannot be read, FileNotFoundError when there is none."""
-        path, remedy = self.path(group_id), "remove it, and rollout makes the group again"
-        content = memoryview(path.read_bytes())
+        """Return a waiting group. Raises FileMissing, or RecordError when its file is not what `put` writes."""
+        path = self.path(group_id)
+        content = memoryview(read_bytes(path, REMAKE))
         table, check = content[:-CHECK_BYTES], content[-CHECK_BYTES:]
         if zlib.crc32(table) != int.from_bytes(check, "little") or not table:
-            raise rows.unreadable(path, "its checksum is another", len(content), remedy)
-        found = pa.ipc.open_stream(pa.py_buffer(table)).read_all()
-        rows.check_format(path, rows.format_of(found))
+            raise rows.unreadable(path, "its checksum is another", len(content), REMAKE)
+        found = rows.sound(path, lambda: pa.ipc.open_stream(pa.py_buffer(table)).read_all(), len(content), REMAKE)
+        if not rows.looks_sound(found):
+            rows.checked(path, found, REMAKE)
+        if strangers := {*found.column("group_id").to_pylist()} - {group_id}:
+            raise rows.altered(path, f"it holds sequences of {min(strangers)}", REMAKE)
         return rows.completed(found)
 
     def names(self) -> set[str]:
@@ -92,7 +107,7 @@ class Inbox:
     def running(self) -> dict[str, int]:
         """Group ID to the version at which it was admitted, for the groups that are being made."""
         path = self.folder / "running.json"
-        running = read_json(path) if path.exists() else {}
+        running = read_json(path, dict[str, Count]) if path.exists() else {}
         finished = self.names()  # afterwards: a group is filed before it is left out of running.json
         return {name: version for name, version in running.items() if name not in finished}
 
@@ -103,6 +118,6 @@ class Inbox:
     def published(self) -> int | None:
         """The newest published version; None before the trainer has published any."""
         try:
-            return read_json(self.folder / "version.json")["version"]
+            return read_json(self.folder / "version.json", Published)["version"]
         except FileNotFoundError:
             return None

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from clew.errors import RecordError
+from clew.reading import FileMissing, read_bytes
 from clew.record.files import write_bytes
 
 UNUSED_S = 86400.0
@@ -20,6 +22,14 @@ LOOK_S = 3600.0
 
 _KINDS = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpg", b"GIF8": "gif", b"RIFF": "webp"}
 """Endings, by how such files begin."""
+
+
+_NAME = re.compile(f"[0-9a-f]{{32}}[.](?:{'|'.join(_KINDS.values())}|bin)")
+
+
+def is_media_name(name: object) -> bool:
+    """Return whether this is a name that `media_name` makes, which is no path to anywhere else."""
+    return isinstance(name, str) and _NAME.fullmatch(name) is not None
 
 
 def media_name(content: bytes) -> str:
@@ -46,13 +56,19 @@ class Media:
         return name
 
     def path(self, name: str) -> Path:
+        """Return where an image lies. Raises RecordError for a name that is not the hash of a content."""
+        if not is_media_name(name):
+            raise RecordError(
+                f"Cannot look for the image {name!r:.80} in {self.folder}: images are named by 32 hexadecimal digits "
+                f"of their hash and an ending such as .png. The record that names it was altered or made by hand."
+            )
         return self.folder / name
 
     def read(self, name: str) -> bytes:
-        """Raises RecordError: missing, altered."""
+        """Return the content of an image. Raises RecordError: no such name, missing, altered."""
         try:
-            content = self.path(name).read_bytes()
-        except FileNotFoundError:
+            content = read_bytes(self.path(name))
+        except FileMissing:
             raise RecordError(
                 f"{self.path(name)} is missing, which a sequence shows. Restore it from a copy of the run directory."
             ) from None

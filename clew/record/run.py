@@ -7,24 +7,32 @@ from __future__ import annotations
 
 import fcntl
 import importlib.metadata
+import logging
 import platform
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Annotated, Any, NotRequired
+
+from pydantic import Field, with_config
+from typing_extensions import TypedDict
 
 from clew import config as configuration
 from clew.config import Config
 from clew.errors import RecordError
 from clew.processes import hold_lock
-from clew.record import rows
-from clew.record.files import read_json, remove_strays, write_bytes, write_json
+from clew.reading import STRICT, Count, Flag, Moment, Number, check, read_json
+from clew.record import chain, rows
+from clew.record.files import remove_strays, write_bytes, write_json
 from clew.record.inbox import Inbox
 from clew.record.media import Media
 from clew.record.steps import Steps
+from clew.record.warned import kept_warnings
 from clew.record.weights import WeightRef
+from clew.waits import Reporter
 
 PACKAGES = ("clew", "torch", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow")
 
@@ -36,31 +44,74 @@ class Server:
     name: str
     address: str
     """host:port"""
-    pid: int
-    ready: bool
+    pid: Count
+    ready: Flag
     """It has loaded the newest weights, or answers 503 until it has."""
     token: str = ""
-    """What its administrative endpoints ask for; empty where only this machine can reach them."""
+    """What calls that change its state need."""
+
+
+@with_config(STRICT)
+class Changed(TypedDict):
+    """A change of the configuration: the first step with it, and the old and the new value of each field."""
+
+    step: Count
+    fields: dict[str, Annotated[list[Any], Field(min_length=2, max_length=2)]]
+
+
+@with_config(STRICT)
+class Facts(TypedDict, total=False):
+    """Content of run.json; whoever wrote it may have added more."""
+
+    clew_format: int
+    created: Moment
+    packages: dict[str, str]
+    python: str
+    platform: str
+    git: str | None
+    trainer: str | None
+    parameters: list[str]
+    changes: list[Changed]
+    foreign: str
+
+
+class Evaluated(TypedDict):
+    """Content of an evaluation's JSON; besides, there are numbers named pass@1 and so on."""
+
+    version: Count
+    reward: NotRequired[Number | None]
+    rewards: NotRequired[dict[str, Number | None]]
+    length: NotRequired[Number | None]
+    truncated: NotRequired[Number | None]
+    episodes: NotRequired[Number | None]
+    failed: NotRequired[Number | None]
 
 
 class RunDirectory:
     """Paths and files of one run. Opening it creates what is missing and checks the format."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises RecordError when the directory is of a newer format."""
+    def __init__(self, path: Path, *, make: bool = True) -> None:
+        """Raises RecordError when the directory is of a newer format.
+
+        make: make the folders that are missing. Whoever only reads changes nothing; see `open_run`.
+        """
         self.path = path
         self.run_json = path / "run.json"
         if self.run_json.exists():
-            rows.check_format(self.run_json, read_json(self.run_json).get("clew_format", 0))
+            rows.check_format(self.run_json, self.facts().get("clew_format", 0))
         self.config_path = path / "config.yaml"
+        self.warnings_path = path / "warnings.jsonl"
         self.status = path / "status"
         self.logs = path / "logs"
         self.checkpoints = path / "checkpoints"
         self.reports = path / "reports"
         self.rejected = path / "rejected"
         self.evals = path / "evals"
-        for folder in (self.status, self.logs, self.checkpoints, self.reports, self.rejected, self.evals):
-            folder.mkdir(parents=True, exist_ok=True)
+        if make:
+            for folder in (self.status, self.logs, self.checkpoints, self.reports, self.rejected, self.evals):
+                folder.mkdir(parents=True, exist_ok=True)
+            for name in ("inbox", "steps"):
+                (path / name).mkdir(exist_ok=True)
         self.inbox = Inbox(path / "inbox")
         self.steps = Steps(path / "steps")
         self.media = Media(path / "media")
@@ -68,6 +119,12 @@ class RunDirectory:
     def hold(self, role: str) -> IO[str]:
         """Be the one `role` ("trainer", "rollout", "server") of this run until the process ends. Raises RecordError."""
         return hold_lock(self.status / f"{role}.lock", role)
+
+    @contextmanager
+    def report(self, process: str) -> Iterator[Reporter]:
+        """Write what this process is doing into status/, and append its warnings to warnings.jsonl."""
+        with Reporter(self.status, process) as reporter, kept_warnings(self.warnings_path, reporter):
+            yield reporter
 
     def clean_after_trainer(self) -> None:
         """Complete the index, and remove what a killed trainer left half-written. Only a trainer calls it."""
@@ -93,26 +150,44 @@ class RunDirectory:
 
     # What the run is -------------------------------------------------------------------------------------------------
 
-    def describe(self, config: Config | None, **facts: Any) -> None:
+    def changes(self, config: Config) -> dict[str, list[Any]]:
+        """Return the fields in which `config` differs from config.yaml, with the old and the new value of each. The
+        fields that name the run directory do not count: it may have been moved."""
+        if not self.config_path.exists():
+            return {}
+        before, now = (
+            configuration.flat(each.model_dump(mode="json")) for each in (configuration.load(self.config_path), config)
+        )
+        names = [name for name in now if name not in ("root", "experiment", "trial")]
+        return {name: [before.get(name), now[name]] for name in names if before.get(name) != now[name]}
+
+    def describe(self, config: Config | None, *, step: int = 0, **facts: Any) -> None:
         """Write config.yaml and run.json: format, packages, git revision, platform, and `facts` (threads, topology).
 
-        config: None where another trainer has one of its own."""
+        Call it only when a step is about to be trained with `config`, so that config.yaml says what was trained.
+
+        Args:
+            config: None where another trainer has one of its own.
+            step: the next step. What changed from an earlier step to it is added to `changes` in run.json.
+        """
+        before = self.facts() or {"created": time.time()}
         if config is not None:
+            if step and (changed := self.changes(config)):
+                facts["changes"] = [*before.get("changes", []), {"step": step, "fields": changed}]
             write_bytes(self.config_path, configuration.dump(config).encode())
-        before = read_json(self.run_json) if self.run_json.exists() else {"created": time.time()}
         described = {
             "clew_format": rows.FORMAT,
             "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
             "python": platform.python_version(),
             "platform": platform.platform(),
-            "git": _git_revision(),
             **facts,
+            "git": facts["git"] if "git" in facts else _git_revision(),
         }
         write_json(self.run_json, {**before, **described})
 
     def facts(self) -> dict[str, Any]:
         """What run.json says; empty before the first `describe`."""
-        return read_json(self.run_json) if self.run_json.exists() else {}
+        return read_json(self.run_json, Facts) if self.run_json.exists() else {}
 
     def prune(self, before: int) -> None:
         """Remove the data of the steps before `before`, and images that nothing refers to any more."""
@@ -142,23 +217,26 @@ class RunDirectory:
     # Evaluations -----------------------------------------------------------------------------------------------------
 
     def write_eval(self, version: int, sequences: Sequence[rows.Sequence], summary: dict[str, Any]) -> None:
-        """File an evaluation; its JSON (written last) says that it is complete."""
-        rows.write_table(self.evals / f"version-{version:06d}.parquet", rows.to_table(sequences))
-        write_json(self.evals / f"version-{version:06d}.json", {"version": version, **summary})
+        """Write an evaluation. Its JSON is written last and says that it is complete; `rows` in it is the digest of the
+        file with its sequences."""
+        path = self.evals / f"version-{version:06d}.parquet"
+        rows.write_table(path, rows.to_table(sequences))
+        said = {"version": version, **summary, "rows": chain.digest(path.read_bytes())}
+        write_json(path.with_suffix(".json"), said)
 
     def read_eval(self, version: int) -> dict[str, Any] | None:
         """The summary of an evaluation, None while it is not complete."""
         path = self.evals / f"version-{version:06d}.json"
-        return read_json(path) if path.exists() else None
+        return read_evaluation(path) if path.exists() else None
 
     def newest_eval(self) -> dict[str, Any] | None:
         """The newest complete evaluation."""
         path = max(self.evals.glob("version-*.json"), default=None)
-        return read_json(path) if path else None
+        return read_evaluation(path) if path else None
 
     def read_evals(self) -> list[dict[str, Any]]:
         """All complete evaluations, by version."""
-        return [read_json(path) for path in sorted(self.evals.glob("version-*.json"))]
+        return [read_evaluation(path) for path in sorted(self.evals.glob("version-*.json"))]
 
     # Weights and servers ---------------------------------------------------------------------------------------------
 
@@ -174,7 +252,7 @@ class RunDirectory:
     def register_server(self, server: Server) -> None:
         """Enter (or update) a server in servers.json. A server registers before it looks for the newest weights, and
         the trainer announces weights before it looks for servers: so one of the two sees the other."""
-        self._change_servers(lambda servers: {**servers, server.name: asdict(server)})
+        self._change_servers(lambda servers: {**servers, server.name: server})
 
     def remove_server(self, name: str) -> None:
         """Take a server out of servers.json."""
@@ -183,24 +261,57 @@ class RunDirectory:
     def servers(self) -> list[Server]:
         """The servers that are registered, ready or not, alive or not."""
         path = self.path / "servers.json"
-        return [Server(**entry) for entry in read_json(path).values()] if path.exists() else []
+        return list(read_json(path, dict[str, Server]).values()) if path.exists() else []
 
     def _change_servers(self, change: Any) -> None:
         with (self.status / "servers.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # held for microseconds
             path = self.path / "servers.json"
-            write_json(path, change(read_json(path) if path.exists() else {}))
+            there = read_json(path, dict[str, Server]) if path.exists() else {}
+            # private: it has their tokens
+            write_json(path, {name: asdict(server) for name, server in change(there).items()}, private=True)
+
+
+def read_evaluation(path: Path) -> dict[str, Any]:
+    """Read an evaluation's JSON. Raises RecordError when it is something else."""
+    found = read_json(path, Evaluated)
+    check(path, {name: value for name, value in found.items() if name.startswith("pass@")}, dict[str, Number | None])
+    return found
+
+
+def changes_in_words(changes: Mapping[str, Sequence[Any]]) -> str:
+    """Return changed fields as one line, such as "training.lr 0.001 -> 0.01"; see `RunDirectory.changes`."""
+    return ", ".join(f"{name} {old!r} -> {new!r}" for name, (old, new) in changes.items())
+
+
+def warn_of_changes(log: logging.Logger, config: Config, run: RunDirectory, step: int, until: int) -> None:
+    """Announce what changed in the configuration since the run was last trained.
+
+    Args:
+        step: the next one.
+        until: the step before which the run ends.
+    """
+    if not (changed := run.changes(config)):
+        return
+    if step < until:
+        log.warning("from step %d on the configuration is another: %s", step, changes_in_words(changed))
+    else:
+        log.warning(
+            "no step is left to train, so these changes of the configuration have no effect, and config.yaml stays as "
+            "it is: %s",
+            changes_in_words(changed),
+        )
 
 
 def open_run(path: Path | str) -> RunDirectory:
-    """Open a run directory that must exist already. Raises RecordError."""
+    """Open a run directory that must exist already, to read it: no file or folder is made. Raises RecordError."""
     path = Path(path)
     if not (path / "status").is_dir():
         raise RecordError(
             f"{path} is no run directory: it holds no status/. A run lies in ROOT/EXPERIMENT/TRIAL, "
             f"for example runs/addition/0."
         )
-    return RunDirectory(path)
+    return RunDirectory(path, make=False)
 
 
 def _git_revision() -> str | None:
@@ -209,7 +320,9 @@ def _git_revision() -> str | None:
         revision = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10)
         if revision.returncode != 0:
             return None
-        changes = subprocess.run(["git", "status", "--porcelain", "-uno"], capture_output=True, text=True, timeout=10)
+        # A repository's own configuration may name a program that watches files, which `status` would run.
+        status = ["git", "-c", "core.fsmonitor=false", "status", "--porcelain", "-uno"]
+        changes = subprocess.run(status, capture_output=True, text=True, timeout=10)
         return revision.stdout.strip() + ("+" if changes.stdout.strip() else "")
     except (OSError, subprocess.TimeoutExpired):
         return None

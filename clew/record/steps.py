@@ -23,12 +23,10 @@ import orjson
 import pyarrow as pa
 
 from clew.errors import RecordError
-from clew.record import rows, summary
+from clew.reading import FileMissing, read_bytes, read_json
+from clew.record import chain, rows, summary
 from clew.record.digest import RowDigest
-from clew.record.files import explain_disk_errors, read_json, remove_strays, write_bytes, write_json
-
-_INDEXED = ("groups", "versions", "digests")
-"""What the index repeats of a step's JSON."""
+from clew.record.files import explain_disk_errors, remove_strays, write_bytes
 
 OF_ROWS = {"id": (pa.string(), 1), "digest": (pa.uint64(), 2), "origin": (pa.uint64(), 3)}
 """The columns of a file of stages that are no stages: their types, and the format that brought them."""
@@ -70,7 +68,6 @@ class Steps:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
 
     def data_path(self, step: int) -> Path:
         return self.folder / f"step-{step:06d}.parquet"
@@ -171,44 +168,75 @@ class Steps:
         )
 
     def commit(self, step: int, said: Mapping[str, Any]) -> None:
-        """3 and 4. said: as `clew.record.summary` has it; the index repeats `groups`, `versions` and `digests`."""
-        write_json(self.json_path(step), {"clew_format": rows.FORMAT, "step": step, **said})
+        """Write `step-N.json`, which commits the step, and its line of the index (3 and 4).
+
+        Args:
+            step: The number of the step. Its data and the stages of all ranks are written.
+            said: What the step says of itself, as `clew.record.summary` has it. The format, the number and the chain
+                are added; the index repeats `groups`, `versions` and `digests`.
+        """
+        link = chain.link(self, step, said.get("evaluation"))
+        content = json.dumps({"clew_format": rows.FORMAT, "step": step, "chain": link, **said}).encode()
+        write_bytes(self.json_path(step), content)
+        line = {**_entry(step, said), "json": chain.digest(content)}
         with explain_disk_errors(self.index_path), self.index_path.open("ab") as index:
-            index.write(_line(_entry(step, said)))
+            index.write(_line(line))
 
     def read(self, step: int) -> dict[str, Any]:
-        """What was committed for `step`. Raises RecordError: missing, altered, newer."""
+        """Return what was committed for `step`. Raises RecordError: missing, altered, newer."""
         path = self.json_path(step)
         if not path.exists():
-            raise RecordError(f"{path} is missing: step {step} was not committed; the next step is {self.count()}.")
+            count = self.count()
+            if step < count or self.committed_after(step) is not None:
+                raise RecordError(
+                    f"Cannot read step {step}: {path} is missing, although the step was committed (a later step or "
+                    f"index.jsonl says so). {rows.RESTORE.capitalize()}."
+                )
+            raise RecordError(f"{path} is missing: step {step} was not committed; the next step is {count}.")
         said = read_json(path)
         summary.check(path, step, said, by_clew=self.by_clew)
         return said
+
+    def committed_digest(self, step: int) -> str | None:
+        """Return the digest of a committed step's JSON, by which the chain names it; None where it is not on record."""
+        return chain.committed_digest(self, step)
+
+    def committed_after(self, step: int) -> int | None:
+        """Return the first later step whose JSON is there; None where there is no such step."""
+        names = (path.stem.removeprefix("step-") for path in self.folder.glob("step-*.json"))
+        return min((int(name) for name in names if name.isdecimal() and int(name) > step), default=None)
 
     @cached_property
     def by_clew(self) -> bool:
         """Whether Clew trained these steps: run.json names no other trainer."""
         run_json = self.folder.parent / "run.json"
-        return not run_json.exists() or read_json(run_json).get("trainer") is None
+        return not run_json.exists() or read_json(run_json, dict[str, Any]).get("trainer") is None
 
     def index(self) -> list[dict[str, Any]]:
-        """A dictionary a committed step (step, groups, versions, digests), in order; a torn last line is left out."""
+        """Return a dictionary for each committed step (step, groups, versions, digests), in order; a torn last line is
+        left out."""
+        return [_entry(line["step"], line) for line in self.index_lines()]
+
+    def index_lines(self) -> list[dict[str, Any]]:
+        """Return what the lines of the index say, or should say: `index`, and under `json` the digest of each step's
+        JSON. Lines of a format before 4 have no `json`."""
         try:
-            lines = self.index_path.read_bytes().split(b"\n")[:-1]
-        except FileNotFoundError:
+            lines = read_bytes(self.index_path).split(b"\n")[:-1]
+        except FileMissing:
             lines = []
         entries: list[dict[str, Any]] = []
         for line in lines:
             try:
                 said = orjson.loads(line)
-                entry = _entry(said["step"], said)
+                entry = _entry(said["step"], said) | ({"json": said["json"]} if "json" in said else {})
             except (orjson.JSONDecodeError, KeyError, TypeError):  # altered: the steps' own files say the same
                 break
-            if entry["step"] != len(entries):
+            if entry["step"] != len(entries) or not _is_entry(entry):
                 break
             entries.append(entry)
         while self.json_path(len(entries)).exists():  # committed, but killed before its line was written
-            entries.append(_entry(len(entries), self.read(len(entries))))
+            step = len(entries)
+            entries.append(_entry(step, self.read(step)) | {"json": self.committed_digest(step)})
         return entries
 
     def count(self) -> int:
@@ -231,7 +259,7 @@ class Steps:
         made by other ranks now), after a kill. Only the trainer calls it."""
         for folder in (self.folder, *self.folder.glob("step-*/")):
             remove_strays(folder, "*")
-        entries = self.index()
+        entries = self.index_lines()
         shutil.rmtree(self.stage_path(len(entries), 0).parent, ignore_errors=True)
         whole = b"".join(map(_line, entries))
         if not self.index_path.exists() or self.index_path.read_bytes() != whole:
@@ -254,11 +282,30 @@ def _check_stages(path: Path, table: pa.Table, first: pa.Table) -> None:
     wrong += sorted(expected - {*there}) + sorted({*first.column_names} ^ {*there})
     if wrong:
         raise rows.altered(path, f"the column {wrong[0]!r} is {there.get(wrong[0], 'absent')}")
+    empty = [name for name in there if _has_empty_places(table.column(name))]
+    if empty:
+        raise rows.altered(path, f"the column {empty[0]!r} has an empty place")
+    ids = table.column("id").to_pylist()
+    if len(set(ids)) < len(ids):
+        raise rows.altered(path, "it holds the same sequence twice")
+
+
+def _has_empty_places(column: pa.ChunkedArray) -> bool:
+    within = (chunk.values.null_count for chunk in column.chunks if pa.types.is_list(column.type))
+    return column.null_count > 0 or any(within)
 
 
 def _entry(step: int, said: Mapping[str, Any]) -> dict[str, Any]:
     """What the index says of a step."""
-    return {"step": step, **{key: said[key] for key in _INDEXED}}
+    return {"step": step, **{key: said[key] for key in chain.INDEXED}}
+
+
+def _is_entry(entry: Mapping[str, Any]) -> bool:
+    """Whether an entry of the index has the types that a step gives it. (A schema takes ten times as long, and there
+    may be ten thousand lines.)"""
+    groups, versions, digests = (entry[key] for key in chain.INDEXED)
+    lists = isinstance(groups, list) and isinstance(versions, list) and isinstance(digests, dict)
+    return lists and set(map(type, groups)) <= {str} and list(map(type, versions)) == [int, int]
 
 
 def _line(entry: Mapping[str, Any]) -> bytes:

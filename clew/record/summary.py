@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NotRequired
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from pydantic import Field, ValidationError, with_config
 from typing_extensions import TypedDict
 
+from clew import reading
 from clew.errors import RecordError
-from clew.record.rows import FORMAT, RESTORE, check_format
+from clew.reading import RESTORE, STRICT, Count, Moment
+from clew.record.chain import SINCE
+from clew.record.rows import FORMAT, check_format
 
 if TYPE_CHECKING:
     from clew.config import Algorithm, Training
 
 Digests = Annotated[str, Field(pattern="^([0-9a-f]{16})*$")]
 """As `clew.record.digest.to_hex` writes them."""
-Count = Annotated[int, Field(ge=1)]
-Plan = list[list[list[Annotated[int, Field(ge=0)]]]]
-STRICT = ConfigDict(strict=True)
-"""A text is no number."""
+AtLeastOne = Annotated[int, Field(strict=True, ge=1, lt=2**31)]
+Plan = list[list[list[Count]]]
 
 
 @with_config(STRICT)
@@ -29,12 +30,19 @@ class Committed(TypedDict):
 
     clew_format: int
     groups: list[str]
-    step: int
+    step: Count
     versions: Annotated[list[int], Field(min_length=2, max_length=2)]
     digests: dict[str, Any]
+    chain: NotRequired[dict[str, Annotated[str, Field(pattern="^[0-9a-f]{32}$")]]]
     metrics: NotRequired[dict[str, float]]
     plan: NotRequired[Plan]
     timings: NotRequired[dict[str, float]]
+    committed_at: NotRequired[Moment | None]
+    evaluation: NotRequired[dict[str, Any] | None]
+    environment: NotRequired[dict[str, Any]]
+    code: NotRequired[dict[str, Any]]
+    config: NotRequired[dict[str, Any]]
+    tensors: NotRequired[dict[str, Any]]
 
 
 @with_config(STRICT)
@@ -56,17 +64,29 @@ class Metrics(TypedDict):
 
 
 @with_config(STRICT)
+class Rounding(TypedDict):
+    """What decides how floats are rounded, besides packages and threads. Text, as it is shown."""
+
+    formulas: AtLeastOne
+    processor: NotRequired[str]
+    instructions: NotRequired[str]
+    variables: NotRequired[str]
+
+
+@with_config(STRICT)
 class Environment(TypedDict):
-    ranks: Count
-    tp: NotRequired[Count]
-    threads: Count
+    ranks: AtLeastOne
+    tp: NotRequired[AtLeastOne]
+    threads: AtLeastOne
     device: str
     packages: dict[str, str]
+    rounding: NotRequired[Rounding]
 
 
 class Sections(TypedDict):
     training: dict[str, Any]
     algorithm: dict[str, Any]
+    seed: NotRequired[Annotated[int, Field(strict=True)]]
 
 
 @with_config(STRICT)
@@ -92,16 +112,17 @@ def check(path: Path, step: int, summary: Any, *, by_clew: bool) -> None:
     found = summary if isinstance(summary, dict) else {}
     by_clew = by_clew and found.get("committed_at", 0) is not None
     check_format(path, found.get("clew_format", FORMAT))
-    try:
-        for kind in (Committed, Trained) if by_clew else (Committed,):
-            _adapter(kind).validate_python(found)
-        said = f"step: {found['step']}" if found["step"] != step else ""
-    except ValidationError as error:
-        [first, *_] = error.errors(include_url=False)
-        where = ".".join(map(str, first["loc"]))
-        said = f"no {where}" if first["type"] == "missing" else f"{where}: {first['input']!r:.60} ({first['msg']})"
-    if said:
-        raise RecordError(f"{path} says {said}: it was altered after it was written. {RESTORE.capitalize()}.")
+    for kind in (Committed, Trained) if by_clew else (Committed,):
+        reading.check(path, summary, kind)
+    if found["step"] != step:
+        raise RecordError(
+            f"Cannot read {path}: step is {found['step']}; expected {step}. It was altered after it was written: "
+            f"{RESTORE}."
+        )
+    if "chain" not in found and found["clew_format"] >= SINCE and found.get("committed_at", 0) is not None:
+        raise RecordError(
+            f"Cannot read {path}: the field chain is missing. It was altered after it was written: {RESTORE}."
+        )
 
 
 def configured(path: Path, summary: dict[str, Any]) -> tuple[Training, Algorithm]:
@@ -123,6 +144,24 @@ def configured(path: Path, summary: dict[str, Any]) -> tuple[Training, Algorithm
         ) from None
 
 
-@cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
+def environment_of(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the environment of a committed step. Before there was training.tp, records did not name it; before
+    `rounding` they did not tell it, which is then empty."""
+    return {"tp": 1, "rounding": {}, **recorded["environment"]}
+
+
+def rounding_doubt(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return why two environments that are otherwise the same may round differently; empty where they cannot.
+
+    The same package computes the last bit of a sum otherwise with other instruction sets, which its libraries choose by
+    the processor and by variables.
+    """
+    before, after = then.get("rounding", {}), now.get("rounding", {})
+    if not before or not after:
+        return (
+            "the record does not say which instruction sets it was computed with, and k3 was rounded differently then"
+        )
+    differing = [name for name in sorted({*before, *after}) if before.get(name) != after.get(name)]
+    return "; ".join(
+        f"{name} {before.get(name) or 'none'} recorded, {after.get(name) or 'none'} here" for name in differing
+    )

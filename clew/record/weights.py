@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from clew.record.files import read_json, write_json
+from clew.reading import Count, Finite, read_json
+from clew.record.files import write_json
+
+DIGEST_KEY = "clew_digest"
+"""Key of WeightRef.digest in the metadata of the safetensors file that the trainer writes."""
+
+
+def outside_folder(parent: str, run: Path) -> Path:
+    """Return the folder for a run's weights in inference.weights, which several runs may share."""
+    name = hashlib.blake2b(str(run.resolve()).encode(), digest_size=6).hexdigest()
+    return Path(parent) / f"clew-{name}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightRef:
     """Where the weights of a version lie. Valid until its successor is loaded everywhere."""
 
-    version: int
+    version: Count
     path: str
     """A folder with model.safetensors (and config.json); on disk or shared memory, readable by every engine."""
     digest: str
     """Of all parameters, see `clew.record.digest`."""
-    probe_ids: list[int] = field(default_factory=list)
+    probe_ids: list[Count] = field(default_factory=list)
     """A short sequence that is scored after each load ..."""
-    probe_logprob: float = 0.0
+    probe_logprob: Finite = 0.0
     """... and the logprob that the trainer's own model gives its last token, given those before (temperature 1)."""
 
     def write(self, path: Path) -> None:
@@ -28,8 +39,8 @@ class WeightRef:
 
     @classmethod
     def read(cls, path: Path) -> WeightRef:
-        """Read what `write` wrote."""
-        return cls(**read_json(path))
+        """Read what `write` wrote. Raises RecordError when it is not that."""
+        return read_json(path, cls)
 
     def exists(self) -> bool:
         """Whether the weights are still where it says."""

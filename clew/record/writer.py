@@ -18,10 +18,12 @@ from typing import Any
 import numpy as np
 
 from clew.errors import RecordError
-from clew.record import rows
+from clew.record import chain, rows
 from clew.record.digest import digest_batch, digest_rows
 from clew.record.files import write_bytes
+from clew.record.foreign import IMPORTED
 from clew.record.inbox import group_name
+from clew.record.media import is_media_name
 from clew.record.run import RunDirectory
 from clew.record.steps import OF_ROWS
 
@@ -53,8 +55,15 @@ class Writer:
         if self.run.newest_weights() is not None:
             raise RecordError(f"{path} is a run of `clew train`, not of another trainer. Choose another folder.")
         self._lock = self.run.hold("trainer")
+        for found in chain.breaks(self.run):
+            if not found.harmless:
+                self._lock.close()
+                raise RecordError(f"Cannot go on with {path}: {found} Or choose another folder.")
         self.run.clean_after_trainer()
-        self.run.describe(None, trainer=trainer)
+        # An import runs none of the user's code, so the current folder's revision says nothing of it; it may be a
+        # stranger's, and git runs programs that a repository names.
+        unknown: dict[str, Any] = {"git": None} if trainer == IMPORTED else {}
+        self.run.describe(None, trainer=trainer, **unknown)
         if config is not None:
             import yaml
 
@@ -148,6 +157,12 @@ def complete(sequences: Iterable[Mapping[str, Any] | rows.Sequence], *, version:
             value = getattr(given, name) if isinstance(given, rows.Sequence) else given.get(name)
             if value is not None and not isinstance(value, kind):
                 raise RecordError(f"{where}: {name} is {value!r:.60}; expected a {kind.__name__}.")
+        images = (given.images if isinstance(given, rows.Sequence) else given.get("images")) or []
+        if strange := [name for name in images if not is_media_name(name)]:
+            raise RecordError(
+                f"{where}: images names {strange[0]!r:.80}; expected names of files in media/, which are the hashes of "
+                f"their contents. Put the image there with RunDirectory.media.put(content), which returns its name."
+            )
         if isinstance(given, rows.Sequence):
             made.append(given)
             continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import pyarrow as pa
 
 from clew import config as configuration
 from clew.config import Config
-from clew.record import rows
+from clew.record import chain, rows
 from clew.record.run import RunDirectory
 
 REWARD = """
@@ -72,3 +73,40 @@ def change_stage(run: RunDirectory, step: int, stage: str, row: int, position: i
 def generated_at(run: RunDirectory, step: int, row: int) -> int:
     """The position of the second generated token of a row."""
     return int(np.flatnonzero(run.steps.read_data(step)[row].loss_mask)[1])
+
+
+def seal(run: RunDirectory) -> None:
+    """Make the chain of commits fit again, as if the run had been recorded as it is now."""
+    lines = []
+    for step in range(run.steps.count()):
+        path = run.steps.json_path(step)
+        said = json.loads(path.read_text())
+        for name in said.get("chain", {}):
+            if (run.path / name).exists():
+                said["chain"][name] = chain.digest((run.path / name).read_bytes())
+        path.write_text(json.dumps(said))
+        digest = chain.digest(path.read_bytes())
+        lines.append(json.dumps({"step": step, **{key: said[key] for key in chain.INDEXED}, "json": digest}))
+        following = run.checkpoints / f"step-{step + 1:06d}" / "checkpoint.json"
+        if following.exists():
+            following.write_text(json.dumps(json.loads(following.read_text()) | {"follows": digest}))
+    run.steps.index_path.write_text("".join(f"{line}\n" for line in lines))
+
+
+def as_format_3(run: RunDirectory, before: int | None = None) -> None:
+    """Make the steps before `before` (default: all) what a Clew without a chain of commits recorded."""
+    lines = run.steps.index_path.read_text().splitlines()
+    for step in range(run.steps.count() if before is None else before):
+        path = run.steps.json_path(step)
+        said = json.loads(path.read_text())
+        path.write_text(json.dumps({key: each for key, each in said.items() if key != "chain"} | {"clew_format": 3}))
+        for file in (run.steps.data_path(step), *run.steps.stage_paths(step)):
+            table = rows.read_table(file)
+            rows.write_table(file, table.replace_schema_metadata({"clew_format": "3"}))
+        line = {key: each for key, each in json.loads(lines[step]).items() if key != "json"}
+        lines[step] = json.dumps(line)
+        for folder in (run.checkpoints / f"step-{version:06d}" for version in {step, step + 1}):
+            if (path := folder / "checkpoint.json").exists():
+                said = json.loads(path.read_text())
+                path.write_text(json.dumps({key: each for key, each in said.items() if key != "follows"}))
+    run.steps.index_path.write_text("".join(f"{line}\n" for line in lines))

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from clew import config as configuration
+from clew.cli import app
 from clew.diagnose.agent_replay import Replay, replay_agent
 from clew.record.run import RunDirectory
 from clew.view.find import Name, find_episode
@@ -20,14 +22,22 @@ from tests.rollout.test_agents import rolled_out
 def recorded(tmp_path: Path, agent: str, **rollout: Any) -> RunDirectory:
     _, run = asyncio.run(rolled_out(tmp_path, agent, **rollout))
     chatml_tokenizer(tmp_path / "model")
-    section = {"agent": f"tests.rollout.user_agents.{agent}", "reward": None, **rollout}
-    run.config_path.write_text(configuration.dump(config_for(tmp_path, rollout=section)))
+    configure(run, tmp_path, agent, **rollout)
     return run
 
 
-def replayed(run: RunDirectory, episode: str, agent: str | None = None) -> Replay:
+def configure(run: RunDirectory, tmp_path: Path, agent: str, **rollout: Any) -> None:
+    section = {"agent": f"tests.rollout.user_agents.{agent}", "reward": None, **rollout}
+    run.config_path.write_text(configuration.dump(config_for(tmp_path, rollout=section)))
+
+
+def replayed(run: RunDirectory, episode: str, agent: str | None = None, *, older: bool = False) -> Replay:
+    """older: as if recorded before tools were."""
     path = None if agent is None else f"tests.rollout.user_agents.{agent}"
-    return replay_agent(run, find_episode(run, Name.parse(episode)), agent=path, base_url=None)
+    rows = find_episode(run, Name.parse(episode))
+    for interaction in (each for row in rows for each in row.interactions if older):
+        del interaction["tools"]
+    return replay_agent(run, rows, agent=path, base_url=None)
 
 
 def test_unchanged_code_does_and_gets_what_it_did_and_got(tmp_path: Path) -> None:
@@ -41,9 +51,54 @@ def test_the_first_request_that_differs_is_shown(tmp_path: Path) -> None:
     run = recorded(tmp_path, "Turns")
     changed = replayed(run, "g000000.e0", "Rude")
     assert not changed.same and changed.answered == 1
-    assert changed.difference[0] == "request 1 differs from the recorded g000000.e0.i1:"
-    assert "+user: content: No!" in changed.difference
+    where = "message 2 (user), content, character 0"
+    assert changed.difference[0] == f"request 1 differs from the recorded g000000.e0.i1 in {where}:"
+    assert changed.difference[2] == "+now:      No!" and where in (changed.error or "")
     assert "asks something else than then" in (changed.error or "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "where", "then", "now"),
+    [
+        ({"temperature": 0.5}, "sampling, temperature", "1.0", "0.5"),
+        ({"top_p": 0.9}, "sampling, top_p", "1.0", "0.9"),
+        ({"max_tokens": 5}, "sampling, max_new_tokens", "6", "5"),
+        ({"stop": ["\n"]}, "sampling, stop 0", "absent", '"\\n"'),
+        ({"seed": 7}, "sampling, seed", "absent", "7"),
+        ({"model": "other"}, "model, character 0", "policy", "other"),
+        ({"about": "adds two  numbers"}, "tool 0, function, description, character 9", "adds·two·n", "adds·two··n"),
+        ({"said": "and now?\n"}, "message 2 (user), content, character 8", "and·now?", "and·now?⏎"),
+        ({"said": "and now? "}, "message 2 (user), content, character 8", "and·now?", "and·now?·"),
+    ],
+)
+@pytest.mark.parametrize("older", [False, True])
+def test_all_that_decides_what_the_model_reads_and_how_it_samples_is_compared(
+    tmp_path: Path, arguments: dict[str, Any], where: str, then: str, now: str, older: bool
+) -> None:
+    run = recorded(tmp_path, "Asking")
+    if older:
+        where = where.replace("tool 0, function, description, character 9", "what the chat template makes of messages")
+    assert replayed(run, "g000000.e0", older=older).same
+    configure(run, tmp_path, "Asking", workflow_kwargs=arguments)
+    changed = replayed(run, "g000000.e0", older=older)
+    assert not changed.same and changed.answered == 1
+    head, before, after = changed.difference
+    assert head.startswith(f"request 1 differs from the recorded g000000.e0.i1 in {where}")
+    assert then in before and now in after and before != after
+
+
+def test_another_chat_template_is_a_difference(tmp_path: Path) -> None:
+    run = recorded(tmp_path, "Once")
+    assert replayed(run, "g000000.e0").same
+    tokenizer = chatml_tokenizer(tmp_path / "model")
+    tokenizer.chat_template = str(tokenizer.chat_template).replace("<|im_start|>user", "<|im_start|>user:")
+    tokenizer.save_pretrained(tmp_path / "model")
+    changed = replayed(run, "g000000.e0")
+    head, before, after = changed.difference
+    assert not changed.same and "in what the chat template makes of messages and tools, character " in head
+    assert "<|im_start|>user⏎" in before and "<|im_start|>user:⏎" in after
+    done = CliRunner().invoke(app, ["agent", "replay", str(run.path), "--episode", "g000000.e0"])
+    assert done.exit_code == 1 and "+now:" in done.output
 
 
 def test_code_that_asks_for_less_or_more(tmp_path: Path) -> None:

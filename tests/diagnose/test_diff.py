@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
+import platform
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +23,7 @@ from clew.record import rows
 from clew.record.bundle import write_bundle
 from clew.record.run import RunDirectory
 from clew.trainer.learn import learn_inline
-from tests.diagnose.planted import change_stage, configure, everything, generated_at
+from tests.diagnose.planted import change_stage, configure, everything, generated_at, seal
 
 
 @pytest.fixture
@@ -45,6 +50,22 @@ def test_a_run_and_its_copy_are_the_same(
     bundle = write_bundle(run, 3, stages_only=False)
     assert diff(bundle, other.path, ignore=[], plot=None)
     assert "steps 2 to 3 of both" in capsys.readouterr().out
+
+
+def test_plans_and_checkpoints_are_compared_too(
+    run: RunDirectory, other: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = other.steps.json_path(2)
+    said = json.loads(path.read_text())
+    said["plan"][0] = said["plan"][0][::-1] if len(said["plan"][0]) > 1 else [said["plan"][0][0][::-1]]
+    path.write_text(json.dumps(said))
+    version = other.checkpointed()[-1]
+    facts = other.checkpoints / f"step-{version:06d}" / "checkpoint.json"
+    facts.write_text(json.dumps(json.loads(facts.read_text()) | {"updates": 99}))
+    seal(other)
+    shown = told(capsys, run.path, other.path)
+    assert "DIFFERENT ALL THE SAME  step 2: the plan of micro-batches" in shown
+    assert f"DIFFERENT ALL THE SAME  checkpoints/step-{version:06d}: updates" in shown
 
 
 def test_an_altered_advantage(run: RunDirectory, other: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,11 +152,39 @@ def test_logprobs_of_weights_that_another_environment_computed(
     path = other.steps.json_path(1)
     digest = run.steps.read(1)["digests"]["data"]
     path.write_text(path.read_text().replace(digest, "0" * 16).replace('"threads": 1,', f'"threads": {threads},'))
-    other.steps.index_path.write_text(other.steps.index_path.read_text().replace(digest, "0" * 16))
+    seal(other)
     assert diff(run.path, other.path, ignore=[], plot=None) is same
     shown = capsys.readouterr().out
     assert ("(threads: 1 → 2)" in shown) is (threads == 2)
     assert (f"FIRST DIFFERENCE  step 1, data: {batch[0].id}, logprobs, token {position}" in shown) is not same
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the variables are those of x86 libraries")
+def test_a_run_with_other_instruction_sets_differs_by_rounding(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = configure(folder, f"root={tmp_path}", "training.steps=2")
+    learn_inline(config, lambda step, summary: None)
+    limits = {"MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"}
+    elsewhere = {**os.environ, **limits, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
+    command = [sys.executable, "-m", "clew", "train", str(folder / "config.yaml")]
+    changes = [f"root={tmp_path}", "trial=limited", "training.steps=2"]
+    subprocess.run([*command, *changes], env=elsewhere, check=True, capture_output=True)
+    first, limited = config.run_path, RunDirectory(tmp_path / "e" / "limited")
+    assert diff(first, limited.path, ignore=["trial"], plot=None)
+    shown = capsys.readouterr().out
+    assert "then within 0.001" in shown or "compared within 0.001" in shown
+    assert "(variables " in shown and "MKL_CBWR=COMPATIBLE" in shown
+    path = limited.steps.json_path(0)  # which tells nothing of itself: what is more than rounding is told there, too
+    said = json.loads(path.read_text())
+    del said["environment"]["rounding"]
+    path.write_text(json.dumps(said))
+    seal(limited)
+    assert diff(first, limited.path, ignore=["trial"], plot=None)
+    assert "does not say which instruction sets" in capsys.readouterr().out
+    position = generated_at(limited, 1, 0)
+    name = change_stage(limited, 1, "loss", 0, position, 0.5)
+    assert f"step 1, loss: {name}, token {position}" in told(capsys, first, limited.path)
 
 
 def test_runs_without_a_step(run: RunDirectory, tmp_path: Path) -> None:
@@ -180,6 +229,8 @@ def test_what_an_interaction_says_but_for_its_times(
             re.sub(r'"plan": \[+.*?\]\]\]', '"plan": []', each.steps.json_path(1).read_text())
         )
     put(started_at=4.0, finished_at=5.0)
+    for each in (run, other):
+        seal(each)
     assert diff(run.path, other.path, ignore=[], plot=None)
     capsys.readouterr()
     put(output_tokens=3)
@@ -218,7 +269,7 @@ def test_what_is_not_there_is_not_said_to_agree(
 def test_a_stage_file_that_is_missing_or_of_another_step(run: RunDirectory, other: RunDirectory) -> None:
     paths = [other.steps.stage_path(step, 0) for step in (1, 2)]
     paths[0].rename(other.path / "aside")
-    with pytest.raises(RecordError, match=r"second/steps/step-000001/rank-0\.parquet is missing"):
+    with pytest.raises(RecordError, match=r"second/steps/step-000001/rank-0\.parquet: it is missing"):
         diff(run.path, other.path, ignore=[], plot=None)
     paths[1].rename(paths[0])
     (other.path / "aside").rename(paths[1])
@@ -231,6 +282,7 @@ def test_a_configuration_that_changed_nothing_is_noted(
 ) -> None:
     path = other.steps.json_path(3)
     path.write_text(path.read_text().replace('"lr": 0.001', '"lr": 0.002'))
+    seal(other)
     assert diff(run.path, other.path, ignore=[], plot=None)
     shown = capsys.readouterr().out
     assert "every stage of every step agrees.\nand yet the configuration of step 3 differs (first → second):\n" in shown

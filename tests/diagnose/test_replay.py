@@ -5,8 +5,12 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import os
+import platform
 import shutil
+import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +25,20 @@ from clew import config as configuration
 from clew.diagnose.blame import blame
 from clew.diagnose.counterfactual import begun
 from clew.diagnose.diff import diff
+from clew.diagnose.replay import engine_at
 from clew.diagnose.rerun import rerun
 from clew.errors import ClewError, ConfigError, Interrupted, ModelError, RecordError, TrainingError
 from clew.record import rows
 from clew.record.bundle import opened, write_bundle
 from clew.record.run import RunDirectory
+from clew.trainer.commit import environment
 from clew.trainer.learn import learn_from_record, learn_inline
-from clew.training import checkpoint
+from clew.trainer.resume import verify
+from clew.training import checkpoint, losses, metrics
 from clew.training.digests import digest_tensors
 from clew.training.engine import TrainEngine
 from clew.view.show import show
-from tests.diagnose.planted import REWARD, change_stage, configure, everything, generated_at
+from tests.diagnose.planted import REWARD, change_stage, configure, everything, generated_at, seal
 from tests.models import tiny_model, tiny_tokenizer
 
 
@@ -49,6 +56,15 @@ def told(capsys: pytest.CaptureFixture[str]) -> str:
     (line,) = [line for line in shown.splitlines() if line.startswith("FIRST DIFFERENCE")]
     assert "differ too" not in shown, shown
     return line
+
+
+def change_summary(run: RunDirectory, step: int, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change what step-N.json says, as if it had been committed so."""
+    path = run.steps.json_path(step)
+    said = json.loads(path.read_text())
+    change(said)
+    path.write_text(json.dumps(said))
+    seal(run)
 
 
 def test_a_copied_run_replays_bit_for_bit_without_its_model_and_is_left_as_it_is(
@@ -77,10 +93,13 @@ def test_an_altered_stage_is_named_to_the_token(
 def test_stages_alone_need_no_model(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.rmtree(run.checkpoints)
     assert again(run, stages="data,rewards,advantages,loss")
+    shown = capsys.readouterr().out
+    assert "not computed again: metrics (such as metrics.response_length), evaluation, timings, committed_at" in shown
     with pytest.raises(RecordError, match=r"no checkpoint at or before step 2 .*--stage advantages,loss` needs none"):
         again(run, "2")
     position = generated_at(run, 2, 1)
     name = change_stage(run, 2, "advantages", 1, position, 0.5)
+    seal(run)
     capsys.readouterr()
     assert not again(run, "2", stages="advantages")
     assert f"step 2, advantages: {name}, token {position}" in told(capsys)
@@ -142,7 +161,35 @@ def test_sequences_in_another_order_are_told(run: RunDirectory, capsys: pytest.C
     batch = run.steps.read_data(1)
     run.steps.write_data(1, rows.to_table([*batch[1:], batch[0]]))
     assert not again(run, "1")
-    assert "step 1, data: all, in their order: recorded" in told(capsys)
+    assert "step 1, data: the order of the sequences, number 0: recorded " in (line := told(capsys))
+    assert f"({len(batch)} sequences are in other places)" in line
+
+
+def test_two_sequences_that_changed_places_are_both_named(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    batch = run.steps.read_data(1)
+    batch[1], batch[3] = batch[3], batch[1]
+    run.steps.write_data(1, rows.to_table(batch))
+    assert not again(run, "1")
+    assert f"({batch[3].id} and {batch[1].id} have changed places)" in told(capsys)
+    batch[1], batch[3] = (dataclasses.replace(batch[at], id=batch[other].id) for at, other in ((1, 3), (3, 1)))
+    run.steps.write_data(1, rows.to_table([*batch[:1], batch[1], batch[2], batch[3], *batch[4:]]))
+    assert not again(run, "1", stages="data")
+    assert f"{batch[1].id} and {batch[3].id} have changed places; 2 sequences differ" in told(capsys)
+
+
+def test_the_numbers_of_a_checkpoint_are_held_against_the_training(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where its own digest of them was changed with them."""
+    path = run.checkpoints / "step-000006" / "checkpoint.json"
+    said = json.loads(path.read_text())
+    said["updates"] += 2
+    said["numbers"] = checkpoint._digest_of_numbers(said)
+    path.write_text(json.dumps(said))
+    assert not again(run)
+    assert f"step 5, step-000006 (checkpoint.json): updates: recorded {said['updates']}, here 12" in told(capsys)
 
 
 def test_a_stage_of_the_second_update_comes_after_the_loss_of_the_first(
@@ -198,7 +245,7 @@ def test_a_checkpoint_of_another_version_is_refused(run: RunDirectory) -> None:
     with pytest.raises(RecordError, match=r"step-000004 was altered .*: version, updates, critic_updates, rec"):
         again(run, "4")
     (run.checkpoints / "step-000002" / "checkpoint.json").write_text("{}")
-    with pytest.raises(RecordError, match=r"step-000002 was altered .*: checkpoint.json says no format"):
+    with pytest.raises(RecordError, match=r"step-000002/checkpoint\.json: the field format is missing"):
         again(run, "2")
 
 
@@ -248,7 +295,7 @@ def test_rows_that_nobody_writes_are_told(run: RunDirectory, how: str, said: str
 @pytest.mark.parametrize("content", ["[]", "{}", '{"clew_format": 2}'])
 def test_a_step_whose_json_says_too_little_is_told(run: RunDirectory, content: str) -> None:
     run.steps.json_path(1).write_text(content)
-    with pytest.raises(RecordError, match=r"step-000001\.json says no (clew_format|groups): it was altered"):
+    with pytest.raises(RecordError, match=r"step-000001\.json: the (document is \[\]|field clew_format|field groups)"):
         again(run, "1")
 
 
@@ -278,9 +325,9 @@ def test_a_rank_whose_stages_are_missing_is_named(run: RunDirectory) -> None:
     path = run.steps.json_path(1)
     path.write_text(path.read_text().replace('"ranks": 1,', '"ranks": 2,'))
     for stages in (None, "data"):
-        with pytest.raises(RecordError, match=r"rank-1\.parquet is missing"):
+        with pytest.raises(RecordError, match=r"rank-1\.parquet: it is missing"):
             again(run, "1", stages=stages)
-    with pytest.raises(RecordError, match=r"rank-1\.parquet is missing"):
+    with pytest.raises(RecordError, match=r"rank-1\.parquet: it is missing"):
         write_bundle(run, 1, stages_only=True)
 
 
@@ -329,9 +376,88 @@ def test_another_package_is_said_and_compared_within_a_tolerance(
     said = json.loads(path.read_text())
     said["environment"]["packages"]["torch"] = "2.11.0"
     path.write_text(json.dumps(said))
+    seal(run)
     assert again(run, "4")
     shown = capsys.readouterr().out
     assert "compared within 0.001 + 0.001 x |recorded|: torch 2.11.0 recorded, " in shown
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the variables are those of x86 libraries")
+def test_other_instruction_sets_are_no_difference_beyond_rounding(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same package rounds a sum otherwise with the instruction sets that a variable allows it."""
+    limits = {"MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"}
+    command = [sys.executable, "-m", "clew", "replay", str(run.path), "--steps", "0:5"]
+    elsewhere = {**os.environ, **limits, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, env=elsewhere, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "compared within 0.001" in done.stdout and "this is within rounding, and variables " in done.stdout
+    assert "MKL_CBWR=COMPATIBLE" in done.stdout
+    # What is more than rounding is told there, too.
+    position = generated_at(run, 3, 4)
+    name = change_stage(run, 3, "loss", 4, position, 0.5)
+    done = subprocess.run(command, env=elsewhere, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and f"FIRST DIFFERENCE  step 3, loss: {name}, token {position}" in done.stdout
+    # Here everything else agrees bit for bit, which shows that nothing was rounded otherwise.
+    assert not again(run, "3")
+    assert f"step 3, loss: {name}, token {position}" in told(capsys)
+
+
+def test_a_record_that_does_not_tell_its_instruction_sets(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of before: bit for bit where they agree, altered where one number alone does not, else within rounding."""
+    for step in range(6):
+        change_summary(run, step, lambda said: said["environment"].pop("rounding"))
+    assert again(run)
+    assert "compared bit for bit\n" in capsys.readouterr().out
+    position = generated_at(run, 3, 4)
+    name = change_stage(run, 3, "logprobs", 4, position, 1e-5)
+    assert not again(run, "3")
+    assert f"step 3, logprobs: {name}, token {position}" in told(capsys)
+
+
+def test_k3_of_an_older_record_differs_by_rounding_alone(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was exp(x) - x - 1 before, in the loss and in metrics."""
+
+    def older(logprobs: Any, other: Any, *_: Any) -> Any:
+        return (other - logprobs).exp() - (other - logprobs) - 1
+
+    def older_metric(logprobs: Any, other: Any, estimator: str) -> Any:
+        apart = logprobs.astype(np.float64) - other
+        return np.exp(-apart) + apart - 1
+
+    def record(*overrides: str) -> RunDirectory:
+        config = configure(folder, f"root={tmp_path}", "training.steps=3", "checkpoint.every_steps=9", *overrides)
+        with monkeypatch.context() as before:
+            before.setitem(losses.KL_ESTIMATORS, "k3", older)
+            before.setattr(metrics, "divergences", older_metric)
+            learn_inline(config, lambda step, summary: None)
+        run = RunDirectory(config.run_path)
+        assert not again(run), "what a record of today would be called"
+        assert "FIRST DIFFERENCE  step " in capsys.readouterr().out
+        for step in range(3):
+            change_summary(run, step, lambda said: said["environment"].pop("rounding"))
+        assert again(run)
+        assert "steps 0 to 2: every stage agrees with the record." in (shown := capsys.readouterr().out)
+        assert ("this is within rounding, and the record does not say which instruction sets" in shown) == kl
+        return run
+
+    kl = True
+    run = record("trial=kl", "algorithm.kl_coef=1")
+    summary = run.steps.read(1)
+    here = {**summary, "digests": summary["digests"] | {"gradients": ["0"], "weights": "0"}}
+    verify(run, 1, here | {"environment": environment(engine_at(run, 0))})  # as a run that goes on does
+    with pytest.raises(TrainingError, match="beyond the tolerance"):
+        verify(run, 1, here | {"environment": summary["environment"], "metrics": {"loss": 1.0, "grad_norm": 9.0}})
+    kl = False
+    run = record("trial=none", "algorithm.kl_coef=0")
+    change_summary(run, 0, lambda said: said["metrics"].update(behaviour_k3=0.5))
+    assert not again(run, "0")
+    assert "step 0, metrics: behaviour_k3: recorded 0.5" in told(capsys)
 
 
 def test_a_reward_function_with_a_new_bug(run: RunDirectory, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -422,13 +548,13 @@ def test_an_interrupted_counterfactual_goes_on_with_the_same_command(
     for source, steps, trial in ((run.path, "3:6", "stopped"), (bundle, "4:6", "unpacked")):
         (tmp_path / "interrupt").touch()
         with pytest.raises(Interrupted, match=rf"The same command with trial={trial} goes on with .*{trial}\."):
-            again(source, steps, [change, f"trial={trial}", f"root={tmp_path}/runs"])
+            again(source, steps, [change, f"trial={trial}", f"root={tmp_path}/runs"], trust=["planted_losses"])
         new = RunDirectory(run.path.parent / trial)
         before = new.steps.index()
         assert len(before) == int(steps[0]) + 1
         with pytest.raises(RecordError, match="is not what this command left unfinished"):
             again(source, steps, ["training.lr=1e-4", f"trial={trial}", f"root={tmp_path}/runs"])
-        assert again(source, steps, [change, f"trial={trial}", f"root={tmp_path}/runs"])
+        assert again(source, steps, [change, f"trial={trial}", f"root={tmp_path}/runs"], trust=["planted_losses"])
         assert new.steps.count() == 6 and new.steps.index()[: len(before)] == before
 
 
@@ -635,6 +761,7 @@ def test_what_a_steps_json_says_is_compared_and_told(
         place = place[name]
     place[last] = value
     run.steps.json_path(2).write_text(json.dumps(said))
+    seal(run)
     for stages, expected in ((None, told_by_replay), ("advantages,loss", told_by_stages)):
         try:
             agrees = again(run, "2", stages=stages)
@@ -661,6 +788,7 @@ def test_where_a_sequence_comes_from_is_held_against_the_record(
     path = run.steps.stage_path(2, 0)
     older = rows.read_table(path).drop_columns(["origin"]).replace_schema_metadata({"clew_format": "2"})
     rows.write_table(path, older)
+    seal(run)
     assert again(run, "2", stages="data") and (column in ("group_id", "finish_reason") or again(run, "2"))
 
 
@@ -775,3 +903,14 @@ def test_dump_and_replay_exclude_each_other(folder: Path) -> None:
         configure(folder, "debug.dump_rollout_data=true", "debug.replay_rollout_data=true", "debug.path=x")
     with pytest.raises(ConfigError, match=r"debug\.path is missing"):
         configure(folder, "debug.dump_rollout_data=true")
+
+
+def test_a_named_pipe_in_the_place_of_a_checkpoints_tensors_is_told(run: RunDirectory) -> None:
+    for step in (0, 2):  # the one that replay begins at, and one that it compares
+        path = run.checkpoints / f"step-{step:06d}" / "trainer" / "state.safetensors"
+        path.rename(run.path / "aside")
+        os.mkfifo(path)
+        with pytest.raises(RecordError, match=rf"step-{step:06d} was altered .*: trainer/state.safetensors is no file"):
+            again(run, "0:3")
+        path.unlink()
+        (run.path / "aside").rename(path)

@@ -166,7 +166,7 @@ def test_a_first_token_cannot_be_trained_on(tmp_path: Path) -> None:
 def test_a_newer_format_is_refused(file: Path) -> None:
     table = pq.read_table(file).replace_schema_metadata({"clew_format": str(rows.FORMAT + 1)})
     pq.write_table(table, file)
-    with pytest.raises(RecordError, match=r"is of format 4; this Clew reads formats up to 3\. Upgrade Clew"):
+    with pytest.raises(RecordError, match=r"is of format 5; this Clew reads formats up to 4\. Upgrade Clew"):
         rows.read_table(file)
 
 

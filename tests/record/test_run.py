@@ -93,21 +93,21 @@ def test_a_step_counts_once_its_json_is_there(run: RunDirectory) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
-        ("tensors", None, "no tensors"),
-        ("tensors.weights", "zz", "tensors.weights: 'zz' "),
-        ("metrics", None, "no metrics"),
-        ("metrics.loss", "null", r"metrics.loss: None \(Input should be a valid number"),
-        ("metrics.entropy", "0.5", "metrics.entropy: '0.5' "),
-        ("metrics.grad_norm", None, "no metrics.grad_norm"),
-        ("environment", None, "no environment"),
-        ("environment.ranks", "x", "environment.ranks: 'x' "),
-        ("environment.threads", 0, "environment.threads: 0 "),
-        ("environment.packages", "null", "environment.packages: None "),
-        ("plan", None, "no plan"),
-        ("plan", "x", "plan: 'x' "),
-        ("config", None, "no config"),
-        ("digests.weights", None, "no digests.weights"),
-        ("step", 1, "step: 1"),
+        ("tensors", None, "the field tensors is missing"),
+        ("tensors.weights", "zz", "tensors.weights is 'zz'; expected "),
+        ("metrics", None, "the field metrics is missing"),
+        ("metrics.loss", "null", "metrics.loss is None; expected a valid number"),
+        ("metrics.entropy", "0.5", "metrics.entropy is '0.5'; expected a valid number"),
+        ("metrics.grad_norm", None, "the field metrics.grad_norm is missing"),
+        ("environment", None, "the field environment is missing"),
+        ("environment.ranks", "x", "environment.ranks is 'x'; expected a valid integer"),
+        ("environment.threads", 0, "environment.threads is 0; expected greater than"),
+        ("environment.packages", "null", "environment.packages is None; expected "),
+        ("plan", None, "the field plan is missing"),
+        ("plan", "x", "plan is 'x'; expected a valid list"),
+        ("config", None, "the field config is missing"),
+        ("digests.weights", None, "the field digests.weights is missing"),
+        ("step", 1, "step is 1; expected 0"),
     ],
 )
 def test_what_a_step_must_say(run: RunDirectory, key: str, value: Any, said: str) -> None:
@@ -122,9 +122,7 @@ def test_what_a_step_must_say(run: RunDirectory, key: str, value: Any, said: str
     inside.pop(name, None)
     inside |= {} if value is None else {name: None if value == "null" else value}
     path.write_text(json.dumps(summary))
-    with pytest.raises(
-        RecordError, match=rf"step-000000\.json says {said}.*: it was altered .* Restore it from a copy"
-    ):
+    with pytest.raises(RecordError, match=rf"step-000000\.json: {said}.* It was altered .* restore it from a copy"):
         run.steps.read(0)
 
 
@@ -134,14 +132,14 @@ def test_what_another_trainer_does_not_know(tmp_path: Path) -> None:
     run.steps.commit(0, {"groups": [], "versions": [0, 0], "digests": {}, "environment": {"trainer": "another"}})
     run.steps.commit(1, {"groups": [], "versions": [0, 0], "digests": {}, "metrics": {"loss": "x"}})
     assert run.steps.read(0)["groups"] == []
-    with pytest.raises(RecordError, match=r"step-000001\.json says metrics.loss: 'x' "):
+    with pytest.raises(RecordError, match=r"step-000001\.json: metrics.loss is 'x'; expected"):
         run.steps.read(1)
 
 
 def test_a_format_that_is_none_is_told(run: RunDirectory) -> None:
     commit(run, 0)
     path = run.steps.json_path(0)
-    path.write_text(path.read_text().replace('"clew_format": 3', '"clew_format": "x"'))
+    path.write_text(path.read_text().replace('"clew_format": 4', '"clew_format": "x"'))
     with pytest.raises(RecordError, match=r"step-000000\.json is of format 'x': it was altered"):
         run.steps.read(0)
 
@@ -246,7 +244,7 @@ def test_servers_come_and_go(run: RunDirectory) -> None:
 
 def test_a_directory_of_a_newer_format_is_refused(run: RunDirectory) -> None:
     run.run_json.write_text(json.dumps({"clew_format": rows.FORMAT + 1}))
-    with pytest.raises(RecordError, match=r"run\.json is of format 4"):
+    with pytest.raises(RecordError, match=r"run\.json is of format 5"):
         RunDirectory(run.path)
 
 
@@ -285,3 +283,12 @@ def test_a_full_disk_is_said_and_loses_nothing(tmp_path: Path) -> None:
             shutil.copytree(tmp_path / "from", mounted / "to")
     finally:
         subprocess.run(["umount", mounted], check=True)
+
+
+def test_whoever_only_reads_a_run_makes_no_folder(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    for folder in (run.logs, run.checkpoints, run.reports, run.rejected, run.evals, run.inbox.folder, run.steps.folder):
+        folder.rmdir()
+    read = open_run(tmp_path / "run")
+    assert read.steps.count() == 0 and not read.inbox.names() and not read.checkpointed() and not read.read_evals()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["status"]

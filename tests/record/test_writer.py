@@ -122,7 +122,7 @@ def test_a_step_has_the_keys_of_clews_own(path: Path, tmp_path: Path) -> None:
         writer.step(batch, stages=result.stages, metrics=result.metrics, timings=result.timings)
         own = summarize(writer.run, batch, digest_rows(batch), result, engine)
     summary = open_run(path).steps.read(0)
-    assert summary.keys() == own.keys() | {"clew_format", "step", "timings"}
+    assert summary.keys() == own.keys() | {"clew_format", "step", "chain", "timings"}
     same = ("groups", "versions", "metrics")
     assert {name: summary[name] for name in same} == {name: own[name] for name in same}
     assert summary["digests"]["data"] == own["digests"]["data"]

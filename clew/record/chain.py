@@ -1,0 +1,410 @@
+"""The chain of commits: each step's JSON holds digests of the files that were there when it was written.
+
+::
+
+    step-000136.json ◄── step-000137.json ◄── step-000138.json ◄── checkpoints/step-000139/checkpoint.json
+                               │
+                               ├── step-000137.parquet, step-000137/rank-*.parquet    what the step was computed from
+                               ├── checkpoints/step-000130/checkpoint.json            the newest checkpoint
+                               └── evals/version-000130.json                          the newest evaluation
+
+A step that was replaced does not fit the step after it, its line in index.jsonl, or the checkpoint that follows it.
+Files that the run itself removes (`record.keep_steps`, `checkpoint.keep`) break nothing: digests are compared where the
+file is there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from clew.reading import RESTORE, read_bytes
+
+if TYPE_CHECKING:
+    from clew.record.run import RunDirectory
+    from clew.record.steps import Steps
+
+SINCE = 4
+"""The format of the record that brought the chain."""
+
+INDEXED = ("groups", "versions", "digests")
+"""What a line of index.jsonl repeats of its step's JSON."""
+
+_HEAD = re.compile(rb'\{"clew_format": (\d+), "step": \d+, "chain": (\{[^{}]*\}), ')
+"""How `Steps.commit` begins a step's JSON. What follows is long: of thousands of steps it is digested, not parsed."""
+_LINE = re.compile(rb'\{"step": (\d+), (.*), "json": "([0-9a-f]{32})"\}')
+"""How it writes a line of the index; what stands between step and digest stands so in the step's JSON."""
+_CHECKPOINT = re.compile(r"checkpoints/step-(\d{6,})/checkpoint\.json")
+_EVALUATION = re.compile(r"evals/version-(\d{6,})\.json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Break:
+    """A file that does not fit the commits around it."""
+
+    step: int
+    file: str
+    """Its path in the run directory."""
+    why: str
+    remedy: str
+    harmless: bool = False
+    """The file only repeats what others say, and contradicts none of them: the trainer writes it again."""
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.file} {self.why}. {self.remedy}"
+
+
+def digest(content: bytes) -> str:
+    """Return the digest of a file's content: the first 32 hexadecimal digits of its SHA-256."""
+    return sha256(content).hexdigest()[:32]
+
+
+def link(steps: Steps, step: int, evaluation: Mapping[str, Any] | None) -> dict[str, str]:
+    """Return the digests of the files that `step` is committed with, by their paths in the run directory.
+
+    Args:
+        steps: The steps of the run.
+        step: The step that is about to be committed. Its data and its stages are written.
+        evaluation: What it says of the newest evaluation.
+    """
+    run = steps.folder.parent
+    files = [steps.data_path(step), *steps.stage_paths(step)]
+    newest = max(run.glob("checkpoints/step-*/checkpoint.json"), default=None)
+    if newest is not None:
+        files.append(newest)
+    if evaluation is not None:
+        files.append(run / "evals" / f"version-{evaluation['version']:06d}.json")
+    before = {_name(steps, step - 1): committed_digest(steps, step - 1)} if step else {}
+    own = {path.relative_to(run).as_posix(): digest(read_bytes(path)) for path in files if path.exists()}
+    return {name: found for name, found in (before | own).items() if found is not None}
+
+
+def committed_digest(steps: Steps, step: int) -> str | None:
+    """Return the digest of a committed step's JSON; None where the step is not on record."""
+    path = steps.json_path(step)
+    return _digest_of(read_bytes(path)) if path.exists() else None
+
+
+def breaks(run: RunDirectory, files_of: range = range(0)) -> list[Break]:
+    """Return what does not fit in the chain of commits, by step; an empty list when all of it fits.
+
+    Reads index.jsonl, the JSON of every step and that of each checkpoint and evaluation. Steps of a format before
+    `SINCE` have no chain: they are held against the index alone.
+
+    Args:
+        run: The run directory; it is left as it is.
+        files_of: The steps whose data and stages are held against their digests, too, and the sequences of the
+            evaluations before, between and after these steps. These files are read whole.
+    """
+    found = list(_Chain(run).breaks())
+    told = {each.file for each in found}
+    for step in files_of:
+        found += [*_files(run, step), *_evaluation(run, step, told)]
+    found += _rows_of_evaluations(run, files_of)
+    return sorted(found, key=lambda each: each.step)
+
+
+def unlooked(run: RunDirectory, steps: Iterable[int]) -> str:
+    """Return a sentence that says what of these steps has no digest, because an older Clew recorded them; empty where
+    all of it has one."""
+    older = [step for step in steps if not _parsed(run.steps.json_path(step)).get("chain")]
+    if not older:
+        return ""
+    which = f"step {older[0]} has" if len(older) == 1 else f"steps {older[0]} to {older[-1]} have"
+    return (
+        f"{which} no chain, because an older Clew recorded them. Not looked at: whether a step was replaced as a "
+        f"whole, and admitted_version, error and times of its sequences."
+    )
+
+
+class _Chain:
+    """All commits of a run, as their files say."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self.run = run
+        self.steps = run.steps
+        self.said: dict[int, dict[str, Any]] = {}
+        """What each step's JSON says: `clew_format` and `chain` where it has a chain, otherwise all of it."""
+        self.own: dict[int, str | None] = {}
+        """The digest of each step's JSON; None: not known, because a bundle left it out."""
+        self.differing: dict[int, list[str]] = {}
+        """The keys that a line of the index has otherwise than its step's JSON, by step."""
+        self.strange: list[Break] = []
+        self.told: set[str] = set()
+        """The files that do not fit, as far as they were looked at."""
+        self.indexed = self.steps.index_path.is_file()
+        *raw, torn = read_bytes(self.steps.index_path).split(b"\n") if self.indexed else [b""]
+        self.torn = bool(torn)
+        self.lines: list[dict[str, Any] | None] = [None] * len(raw)
+        """What the lines of the index say: `step` and `json`; None: no JSON object."""
+        for step, content in _contents(self.steps.folder):
+            head = _HEAD.match(content)
+            said = {"clew_format": int(head[1]), "chain": _decoded(head[2])} if head else _decoded(content)
+            if not isinstance(said, dict):
+                self.strange.append(self._break(step, _name(self.steps, step), "is not a JSON object"))
+                said = {}
+            self.said[step], self.own[step] = said, digest(content) if head else _digest_of(content, said)
+            if step < len(raw):
+                self._compare(step, raw[step], content)
+        for step, line in enumerate(raw):  # of steps whose JSON is missing
+            if step not in self.said and isinstance(said := _decoded(line), dict):
+                self.lines[step] = said
+
+    def _compare(self, step: int, line: bytes, content: bytes) -> None:
+        """Hold a line of the index against its step's JSON."""
+        written = _LINE.fullmatch(line)
+        if written and int(written[1]) == step and written[2] in content:
+            self.lines[step] = {"step": step, "json": written[3].decode()}
+            return
+        there, said = _decoded(line), _decoded(content)
+        if isinstance(there, dict) and isinstance(said, dict):
+            self.differing[step] = [key for key in INDEXED if there.get(key) != said.get(key)]
+        self.lines[step] = there if isinstance(there, dict) else None
+
+    def breaks(self) -> Iterator[Break]:
+        """Each file is told once."""
+        for found in self._all():
+            if found.file not in self.told or found.file.endswith("index.jsonl"):
+                self.told.add(found.file)
+                yield found
+
+    def _all(self) -> Iterator[Break]:
+        yield from self.strange
+        yield from self._missing()
+        yield from self._index()
+        yield from self._unchained()
+        yield from self._replaced()
+        yield from self._named("checkpoints", _CHECKPOINT, "newest checkpoint")
+        yield from self._named("evals", _EVALUATION, "newest evaluation")
+
+    def _break(self, step: int, file: str, why: str, remedy: str = f"{RESTORE.capitalize()}.", **more: Any) -> Break:
+        return Break(step=step, file=file, why=why, remedy=remedy, **more)
+
+    def _remove_index(self) -> str:
+        return f"Remove {self.steps.index_path}: it only repeats what the steps say, and is made again from them."
+
+    def _missing(self) -> Iterator[Break]:
+        """Steps that were committed and whose JSON is gone."""
+        indexed = (step for step, line in enumerate(self.lines) if line is not None and line.get("step") == step)
+        last = max([*self.said, *indexed], default=-1)
+        for step in range(last + 1):
+            if step not in self.said:
+                later = next((each for each in range(step + 1, last + 1) if each in self.said), None)
+                witness = (
+                    "its line in index.jsonl is there" if later is None else f"step {later} was committed after it"
+                )
+                yield self._break(step, _name(self.steps, step), f"is missing, although {witness}")
+
+    def _index(self) -> Iterator[Break]:
+        """Lines of the index that are not what the steps say."""
+        name = "steps/index.jsonl"
+        remedy = self._remove_index()
+        for step, line in enumerate(self.lines):
+            if step not in self.said:
+                continue
+            if line is None:
+                yield self._break(step, name, "has a line for this step that is no JSON object", remedy, harmless=True)
+                continue
+            if line.get("step") != step:
+                yield self._break(step, name, f"has a line of step {line.get('step')!r:.20} in its place", remedy)
+                continue
+            if differing := self.differing.get(step):
+                yield self._break(step, name, f"says other {differing[0]} than {_name(self.steps, step)}", remedy)
+            elif "json" not in line and self._chained(step):
+                yield self._break(step, name, "has no digest of the step's JSON", remedy)
+        lacking = len(self.said) - len(self.lines)
+        if self.indexed and lacking > 1:  # a kill leaves out the last line at most
+            yield self._break(len(self.lines), name, "ends before this step", remedy, harmless=True)
+        if lacking < 0 or (self.torn and lacking == 0):
+            yield self._break(len(self.said), name, "goes on after the last step", remedy, harmless=True)
+
+    def _unchained(self) -> Iterator[Break]:
+        """Steps without a chain after one that has it, or whose chain leaves out the step before."""
+        for step, said in self.said.items():
+            name, chain = _name(self.steps, step), said.get("chain")
+            if chain is None and self._unknown(step):
+                continue
+            if not isinstance(chain, dict):
+                if self._chained(step - 1) or self._format(step) >= SINCE:
+                    yield self._break(step, name, "has no chain, which every step has since format 4")
+            elif step and step - 1 in self.said and _name(self.steps, step - 1) not in chain:
+                yield self._break(step, name, f"does not name the commit before it ({_name(self.steps, step - 1)})")
+
+    def _replaced(self) -> Iterator[Break]:
+        """Commits, lines of the index and checkpoints that name one another wrongly. A replaced step disagrees with all
+        around it, so that the file with the most disagreements is named, and what they explain is not told again."""
+        agree: Counter[tuple[str, int]] = Counter()
+        against: list[tuple[tuple[str, int], tuple[str, int]]] = []
+        for commit, witness, then in self._names():
+            own = self.own.get(commit[1])
+            if own == then:
+                agree.update((commit, witness))
+            elif own is not None:
+                against.append((commit, witness))
+        while against:
+            count = Counter(file for pair in against for file in pair)
+            worst = max(count, key=lambda file: (count[file], -agree[file], file[1], file[0] == "step"))
+            others = [other for pair in against if worst in pair for other in pair if other != worst]
+            against = [pair for pair in against if worst not in pair]
+            yield self._misfit(worst, others)
+
+    def _names(self) -> Iterator[tuple[tuple[str, int], tuple[str, int], Any]]:
+        """Commits, the files that name them, and the digest by which they do."""
+        for step, line in enumerate(self.lines):
+            if line is not None and "json" in line:
+                yield ("step", step), ("index", step), line["json"]
+        for step in self.said:
+            named = self._chain_of(step).get(_name(self.steps, step - 1))
+            if named is not None:
+                yield ("step", step - 1), ("step", step), named
+        for path in self.run.checkpoints.glob("step-*/checkpoint.json"):
+            said, version = _parsed(path), path.parent.name.removeprefix("step-")
+            if version.isdecimal() and isinstance(said.get("follows"), str):
+                yield ("step", int(version) - 1), ("checkpoint", int(version)), said["follows"]
+
+    def _misfit(self, file: tuple[str, int], others: list[tuple[str, int]]) -> Break:
+        kind, number = file
+        if kind == "index":
+            why = f"names another commit than {_name(self.steps, number)}"
+            return self._break(number, "steps/index.jsonl", why, self._remove_index())
+        if kind == "checkpoint":
+            why = f"follows another step {number - 1} than the one on record: it comes from another run"
+            remedy = f"{RESTORE.capitalize()}, or remove the folder."
+            return self._break(number - 1, f"checkpoints/step-{number:06d}/checkpoint.json", why, remedy)
+        naming = [_called(other) for other in others if other != ("step", number - 1)]
+        reasons = [f"{_listed(naming)} {'name' if naming[1:] else 'names'} another"] if naming else []
+        if ("step", number - 1) in others:
+            reasons.append(f"it follows another step {number - 1} than the one on record")
+        why = f"does not fit the commits around it ({'; '.join(reasons)}): it was altered, or comes from another run"
+        return self._break(number, _name(self.steps, number), why)
+
+    def _named(self, folder: str, pattern: re.Pattern[str], what: str) -> Iterator[Break]:
+        """Checkpoints or evaluations that are not what the steps after them name; one break for each."""
+        now: dict[str, str | None] = {}
+        for step in self.said:
+            if _name(self.steps, step) in self.told:
+                continue
+            for name, then in self._chain_of(step).items():
+                if name.startswith(folder) and pattern.fullmatch(name) and name not in self.told:
+                    if name not in now:
+                        path = self.run.path / name
+                        now[name] = digest(read_bytes(path)) if path.is_file() else None
+                    if now[name] not in (None, then):
+                        yield self._break(step, name, f"is not the one that this step names as the {what}")
+
+    def _chain_of(self, step: int) -> dict[str, Any]:
+        chain = self.said[step].get("chain") if step in self.said else None
+        return chain if isinstance(chain, dict) else {}
+
+    def _chained(self, step: int) -> bool:
+        return step in self.said and isinstance(self.said[step].get("chain"), dict)
+
+    def _unknown(self, step: int) -> bool:
+        """Whether a bundle left this step out, so that only its line in the index is known."""
+        return self.said[step].get("committed_at", 0) is None
+
+    def _format(self, step: int) -> int:
+        found = self.said[step].get("clew_format")
+        return found if isinstance(found, int) else 0
+
+
+def _files(run: RunDirectory, step: int) -> Iterator[Break]:
+    """The data and the stages of a step that are not the files that it was committed with."""
+    said = _parsed(run.steps.json_path(step))
+    if not isinstance(said.get("chain"), dict) or not run.steps.has_data(step):
+        return
+    mine = (f"steps/step-{step:06d}.parquet", f"steps/step-{step:06d}/")
+    then = {name: each for name, each in said["chain"].items() if name.startswith(mine)}
+    paths = [run.steps.data_path(step), *run.steps.stage_paths(step)]
+    now = {path.relative_to(run.path).as_posix(): path for path in paths if path.is_file()}
+    for name in sorted({*then, *now}):
+        why = ""
+        if name not in now:
+            why = "is missing"
+        elif name not in then:
+            why = "is not among the files that the step was committed with"
+        elif digest(read_bytes(now[name])) != then[name]:
+            why = "is not the file that the step was committed with: it was altered, or comes from another run"
+        if why:
+            yield Break(step=step, file=name, why=why, remedy=f"{RESTORE.capitalize()}.")
+
+
+def _evaluation(run: RunDirectory, step: int, told: set[str]) -> Iterator[Break]:
+    """The evaluation in a step's JSON, where it is not what its own file says. told: files that do not fit anyway."""
+    said = _parsed(run.steps.json_path(step)).get("evaluation")
+    version = said.get("version") if isinstance(said, dict) else None
+    path = run.evals / f"version-{version:06d}.json" if isinstance(version, int) else None
+    if path is None or not path.is_file() or told & {f"evals/{path.name}", _name(run.steps, step)}:
+        return
+    then = _parsed(path)
+    if then != said and json.dumps(then) != json.dumps(said):  # NaN is not equal to NaN
+        why = f"has another evaluation than evals/{path.name}"
+        yield Break(step=step, file=_name(run.steps, step), why=why, remedy=f"{RESTORE.capitalize()}.")
+
+
+def _rows_of_evaluations(run: RunDirectory, steps: range) -> Iterator[Break]:
+    """Yield the files of evaluated sequences that are not what the JSON of their evaluation says.
+
+    A step starts from the version of its own number, and makes the next one.
+    """
+    for version in sorted({*steps, *(step + 1 for step in steps)}):
+        path = run.evals / f"version-{version:06d}.json"
+        said, rows = _parsed(path), path.with_suffix(".parquet")
+        if "rows" in said and rows.is_file() and digest(read_bytes(rows)) != said["rows"]:
+            why = f"is not the file that {path.name} was written with: it was altered, or comes from another run"
+            yield Break(step=version, file=f"evals/{rows.name}", why=why, remedy=f"{RESTORE.capitalize()}.")
+
+
+def _contents(folder: Path) -> Iterator[tuple[int, bytes]]:
+    """The number and the JSON of each step. With plain paths: pathlib takes longer than reading."""
+    for name in sorted(os.listdir(folder)):  # noqa: PTH208
+        number = name.removeprefix("step-").removesuffix(".json")
+        if name == f"step-{number}.json" and number.isdecimal():
+            yield int(number), read_bytes(f"{folder}/{name}")
+
+
+def _digest_of(content: bytes, said: Any = None) -> str | None:
+    """The digest of a step's JSON. Of a step that a bundle left out: the one that the index had."""
+    said = _decoded(content) if said is None else said
+    unknown = isinstance(said, dict) and said.get("committed_at", 0) is None
+    return said.get("json") if unknown else digest(content)
+
+
+def _parsed(path: Path) -> dict[str, Any]:
+    """What a JSON file says; empty where it is missing, or no object."""
+    said = _decoded(read_bytes(path)) if path.is_file() else {}
+    return said if isinstance(said, dict) else {}
+
+
+def _decoded(content: bytes) -> Any:
+    """What JSON text says; None where it is none. orjson is quick, but refuses NaN, which metrics may have."""
+    try:
+        return orjson.loads(content)
+    except orjson.JSONDecodeError:
+        pass
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _name(steps: Steps, step: int) -> str:
+    return f"steps/{steps.json_path(step).name}"
+
+
+def _called(file: tuple[str, int]) -> str:
+    kind, number = file
+    return {"index": "index.jsonl", "step": f"step {number}", "checkpoint": f"checkpoints/step-{number:06d}"}[kind]
+
+
+def _listed(names: list[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)

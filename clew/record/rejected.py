@@ -1,0 +1,60 @@
+"""What a run rejected: episodes that failed and groups that were left out, counted by their reasons."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from clew.record import rows
+from clew.record.run import RunDirectory
+from clew.record.warned import kind_of
+
+FILTERED = "filtered: "
+"""Beginning of the reason why a filter left a group out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rejected:
+    """Counts over a whole run."""
+
+    episodes: Counter[str] = field(default_factory=Counter)
+    """Failed episodes, by the kind of their error."""
+    failed_groups: int = 0
+    """Groups of which too few episodes were scored."""
+    filtered_groups: Counter[str] = field(default_factory=Counter)
+    """Groups that a filter left out, by the kind of the reason."""
+
+    def lines(self) -> list[str]:
+        """Return what a person should know, the most common reason first; empty when nothing was rejected."""
+        said = []
+        if failed := self.episodes.total():
+            lost = f", and {self.failed_groups} whole groups with them" if self.failed_groups else ""
+            said.append(f"{failed} {'episode' if failed == 1 else 'episodes'} failed{lost}:")
+            said += [f"  {count} times {kind}" for kind, count in self.episodes.most_common(5)]
+            if len(self.episodes) > 5:
+                said.append(f"  and {len(self.episodes) - 5} other kinds of error")
+        for reason, count in self.filtered_groups.most_common():
+            said.append(f"{count} {'group' if count == 1 else 'groups'} left out: {reason}")
+        return said
+
+
+def count_rejected(run: RunDirectory) -> Rejected:
+    """Read rejected/ and count. Raises RecordError for a file that is none of Clew's."""
+    episodes, filtered, groups = Counter[str](), Counter[str](), 0
+    for path in sorted(run.rejected.glob("g*.parquet")):
+        table = rows.read_table(path)
+        if "error" not in table.column_names:
+            raise rows.altered(path, "there is no column 'error'")
+        errors = [str(error) for error in table.column("error").to_pylist()]
+        failed = [
+            error
+            for error, reason in zip(errors, table.column("finish_reason").to_pylist(), strict=True)
+            if reason == "error"
+        ]
+        episodes.update(map(kind_of, failed))
+        if "." not in path.stem:
+            reason = next((error for error in errors if error.startswith(FILTERED)), None)
+            groups += reason is None
+            if reason is not None:
+                filtered[kind_of(reason.removeprefix(FILTERED))] += 1
+    return Rejected(episodes=episodes, failed_groups=groups, filtered_groups=filtered)

@@ -1,0 +1,113 @@
+"""The warnings of a run: every process appends its own to warnings.jsonl, one JSON object a line."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from clew.waits import Reporter
+
+
+@dataclass(frozen=True, kw_only=True)
+class Warned:
+    """One warning."""
+
+    time: float
+    """Seconds since the epoch."""
+    process: str
+    step: int | None
+    """The process's version when it warned; None before there was one."""
+    text: str
+
+
+class _Appending(logging.Handler):
+    """Appends each warning in one write, so that those of several processes do not mix."""
+
+    def __init__(self, path: Path, reporter: Reporter) -> None:
+        super().__init__(logging.WARNING)
+        self._path = path
+        self._reporter = reporter
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.name == "clew.waits":  # status/ shows waits while they last
+            return
+        entry = {
+            "time": record.created,
+            "process": self._reporter.process,
+            "step": self._reporter.facts.get("version"),
+            "text": record.getMessage(),
+        }
+        try:
+            file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            try:
+                os.write(file, json.dumps(entry).encode() + b"\n")
+            finally:
+                os.close(file)
+        except OSError:  # a full disk: the record itself reports it
+            pass
+
+
+@contextmanager
+def kept_warnings(path: Path, reporter: Reporter) -> Iterator[None]:
+    """Append to `path` what any module of Clew warns of while the block runs."""
+    handler = _Appending(path, reporter)
+    logger = logging.getLogger("clew")
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
+def read_warnings(path: Path, offset: int = 0) -> tuple[list[Warned], int]:
+    """Return the whole lines of warnings.jsonl from `offset` (in bytes) on, and the offset after them.
+
+    A line that is not as Clew writes it is left out: a killed process may have left half of one.
+    """
+    if not path.is_file():
+        return [], offset
+    with path.open("rb") as file:
+        file.seek(offset)
+        whole, ended, _ = file.read().rpartition(b"\n")
+    found = []
+    for line in whole.splitlines():
+        try:
+            entry = json.loads(line)
+            step = entry["step"]
+            found.append(
+                Warned(
+                    time=float(entry["time"]),
+                    process=str(entry["process"]),
+                    step=None if step is None else int(step),
+                    text=str(entry["text"]),
+                )
+            )
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+            continue
+    return found, offset + len(whole) + len(ended)
+
+
+def kind_of(error: str) -> str:
+    """Return the first line without its numbers: texts that differ only in those are of one kind."""
+    return re.sub(r"\d+", "#", error.partition("\n")[0])
+
+
+def in_words(warnings: list[Warned]) -> list[str]:
+    """Return a line for each kind of warning, in the order of their first: the newest of the kind, and how often it
+    came. Warnings that differ only in numbers are of one kind."""
+    kinds: dict[tuple[str, str], list[Warned]] = {}
+    for warning in warnings:
+        kinds.setdefault((warning.process, kind_of(warning.text)), []).append(warning)
+    lines = []
+    for (process, _), alike in kinds.items():
+        steps = sorted({warning.step for warning in alike if warning.step is not None})
+        where = f", step {steps[0]}" if len(steps) == 1 else f", steps {steps[0]} to {steps[-1]}" if steps else ""
+        often = f", {len(alike)} times" if len(alike) > 1 else ""
+        lines.append(f"{process}{where}{often}: {alike[-1].text}")
+    return lines

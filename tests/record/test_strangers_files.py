@@ -1,0 +1,117 @@
+"""Bundles and names out of records that somebody made by hand."""
+
+from __future__ import annotations
+
+import json
+import stat
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from clew.errors import RecordError
+from clew.record import bundle as bundles
+from clew.record.bundle import opened, write_bundle
+from clew.record.media import media_name
+from clew.record.run import RunDirectory
+from clew.record.writer import Writer
+
+PICTURE = b"\x89PNG and so on"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    """Of another trainer, with a picture."""
+    with Writer(tmp_path / "run") as writer:
+        name = writer.run.media.put(PICTURE)
+        row = {"group_id": "g0", "input_ids": [1, 2], "loss_mask": [0, 1], "logprobs": [0, -1], "reward": 1.0}
+        writer.step([row | {"images": [name]}])
+    return writer.run
+
+
+def altered(path: Path, **changes: str) -> Path:
+    """A copy of a bundle with members added."""
+    with zipfile.ZipFile(path, "a") as archive:
+        for name, content in changes.items():
+            archive.writestr(name, content)
+    return path
+
+
+def test_a_bundle_takes_the_picture_along(run: RunDirectory, tmp_path: Path) -> None:
+    path = write_bundle(run, 0, stages_only=True, to=tmp_path / "a.zip")
+    with opened(path) as (there, _):
+        assert there.media.read(media_name(PICTURE)) == PICTURE
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../outside", "/tmp/outside", "steps/../../outside", "./a", "a//b", "C:\\\\a", "a\\\\..\\\\b", "..", "logs/.."],
+)
+def test_members_that_point_elsewhere_are_refused(run: RunDirectory, tmp_path: Path, name: str) -> None:
+    path = altered(write_bundle(run, 0, stages_only=True, to=tmp_path / "in" / "a.zip"), **{name: "owned"})
+    with pytest.raises(RecordError, match="is no plain path within it"), opened(path):
+        pass
+    assert not (tmp_path / "outside").exists()
+
+
+def test_links_and_members_that_come_twice_are_refused(run: RunDirectory, tmp_path: Path) -> None:
+    path = write_bundle(run, 0, stages_only=True, to=tmp_path / "a.zip")
+    link = zipfile.ZipInfo("checkpoints/latest")
+    link.external_attr = (stat.S_IFLNK | 0o777) << 16
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr(link, "/etc")
+    with pytest.raises(RecordError, match="latest' is a link or a device"), opened(path):
+        pass
+    path = write_bundle(run, 0, stages_only=True, to=tmp_path / "b.zip")
+    with pytest.warns(UserWarning, match="Duplicate"):
+        altered(path, **{"run.json": "{}"})
+    with pytest.raises(RecordError, match=r"it holds 'run\.json' twice"), opened(path):
+        pass
+
+
+def test_a_bundle_that_unpacks_to_much_is_refused_before_anything_is_written(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_bundle(run, 0, stages_only=True, to=tmp_path / "a.zip")
+    with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as archive, archive.open("logs/zeros", "w") as zeros:
+        for _ in range(300):
+            zeros.write(bytes(2**20))
+    assert path.stat().st_size < 2**20
+    monkeypatch.setattr(bundles, "_extract", None)  # it does not come to that
+    said = r"bytes unpack to 31\d{7}, and a bundle of this size has at most 268435456"
+    with pytest.raises(RecordError, match=said), opened(path):
+        pass
+    monkeypatch.setattr(bundles, "MEMBERS", 3)
+    with pytest.raises(RecordError, match=r"it holds \d+ files, and a bundle has at most 3"), opened(path):
+        pass
+
+
+def test_a_member_that_is_longer_than_it_says_ends_there(run: RunDirectory, tmp_path: Path) -> None:
+    path = altered(write_bundle(run, 0, stages_only=True, to=tmp_path / "a.zip"), **{"logs/x": "y" * 10_000})
+    content = path.read_bytes()
+    said = (10_000).to_bytes(4, "little")
+    path.write_bytes(content.replace(said, (10).to_bytes(4, "little")))
+    with pytest.raises(RecordError, match="neither a run directory nor a bundle"), opened(path):
+        pass
+
+
+def test_pictures_that_are_not_what_their_name_says_leave_no_run(run: RunDirectory, tmp_path: Path) -> None:
+    run.media.path(media_name(PICTURE)).write_bytes(b"\x89PNG another")
+    with pytest.raises(RecordError, match="has other content than when it was written"):
+        write_bundle(run, 0, stages_only=True, to=tmp_path / "a.zip")
+    with pytest.raises(RecordError, match=r"Cannot look for the image '\.\./run\.json'"):
+        run.media.read("../run.json")
+
+
+def test_a_bundle_follows_no_link_out_of_the_run(run: RunDirectory, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text(json.dumps({}))
+    run.steps.stage_path(0, 0).rename(tmp_path / "elsewhere")
+    run.steps.stage_path(0, 0).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RecordError, match=r"rank-0\.parquet is a link to .*elsewhere, which is not in the run"):
+        write_bundle(run, 0, stages_only=True, to=tmp_path / "a.zip")
+
+
+@pytest.mark.parametrize("name", ["../../x", "a/b", "", "\0"])
+def test_ids_of_groups_are_no_paths(run: RunDirectory, name: str) -> None:
+    with pytest.raises(RecordError, match="no group's ID"):
+        run.inbox.remove([name])
