@@ -110,8 +110,8 @@ class Run:
                 command = process.cmdline()
                 if process.status() == psutil.STATUS_ZOMBIE or "resource_tracker" in " ".join(command):
                     continue
-                name = COMMANDS.get(command[3], "other") if command[1:3] == ["-m", "clew"] else "reward worker"
-                found[process] = name
+                words = [word for word in command[1:] if word != "-P"]
+                found[process] = COMMANDS.get(words[2], "other") if words[:2] == ["-m", "clew"] else "reward worker"
             except (psutil.NoSuchProcess, psutil.ZombieProcess, IndexError):
                 continue
         return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-import importlib.metadata
+import logging
 import os
 import sys
 import traceback
@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from clew import __version__
 from clew.cli_agent import agent_app
 from clew.errors import ClewError, Interrupted
+from clew.printing import VisibleFormatter, VisibleRecord, print
 
 if TYPE_CHECKING:
     from clew.config import Config
@@ -23,7 +25,9 @@ if TYPE_CHECKING:
 app = typer.Typer(
     name="clew",
     help="Reinforcement learning for LLM agents in which every training step leaves a thread back to its cause.",
-    epilog="The examples of each command's --help use what `make demo`, and the examples of those above, make.",
+    epilog="The examples of each command's --help use what `make demo`, and the examples of those above, make. "
+    "Exit codes: 0 sound; 1 something was found (a difference, an unfit agent); 2 could not run (bad input, or a run "
+    "that ended before its last step); 3 not judged; 70 a defect of Clew; 130 interrupted.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -33,6 +37,14 @@ app = typer.Typer(
 app.add_typer(agent_app, name="agent")
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file; `clew config --schema` describes it.")]
+Trust = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--trust",
+        metavar="MODULE",
+        help="Load code of this module where a stranger's record (docs/time_machine.md) names it; repeat it.",
+    ),
+]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Fields to override, such as training.steps=100.")
 ]
@@ -40,7 +52,7 @@ Overrides = Annotated[
 
 def _say_version(wanted: bool) -> None:
     if wanted:
-        print(f"clew {importlib.metadata.version('clew')}")
+        print(f"clew {__version__}")
         raise typer.Exit
 
 
@@ -52,12 +64,22 @@ def _clew(
 ) -> None: ...
 
 
+COULD_NOT_RUN = 2
+"""Exit code after a ClewError; Typer's own for a command line that it cannot parse."""
+
+DEFECT = 70
+"""Exit code after an error that Clew did not raise on purpose."""
+
 INTERRUPTED = 130
-"""Exit code after Ctrl-C: 128 + SIGINT."""
+"""Exit code after Ctrl-C, and after SIGTERM where a run can go on later: 128 + SIGINT."""
 
 
 def main() -> None:
-    """Entry point. A ClewError exits with 1 and its message; anything else is a defect: 70 and a traceback."""
+    """Run the command line. A ClewError exits with 2 and its message; anything else is a defect: 70 and a traceback.
+
+    A command that found something (a difference, an unfit agent) raises SystemExit(1) itself, one that could not judge
+    SystemExit(3).
+    """
     from clew.launch.ranks import tell
     from clew.processes import die_with_parent
 
@@ -67,31 +89,44 @@ def main() -> None:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     # Imports make a million objects that stay: to look for garbage every 700 of them takes 5 to 15 % of the time.
     gc.set_threshold(10_000)
-    sys.path.insert(0, str(Path.cwd()))  # dotted paths in a configuration start from here
+    logging.setLogRecordFactory(VisibleRecord)  # of every library's log, too
     try:
         app()
     except ClewError as error:
         if not tell(error):
             print(f"clew: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
+        raise SystemExit(INTERRUPTED if isinstance(error, Interrupted) else COULD_NOT_RUN) from None
     except (KeyboardInterrupt, SystemExit) as ended:
         if isinstance(ended, KeyboardInterrupt) or ended.code == INTERRUPTED:  # Typer makes one of the other
             said = Interrupted("interrupted; nothing recorded is lost. The same command goes on from here.")
             if not tell(said):
                 print(f"clew: {said}", file=sys.stderr)
             raise SystemExit(INTERRUPTED) from None
-        if ended.code == 1:
+        if ended.code:
             tell(ended)
         raise
     except Exception as error:
+        if (explained := _disk_error(error)) is not None:
+            if not tell(explained):
+                print(f"clew: {explained}", file=sys.stderr)
+            raise SystemExit(COULD_NOT_RUN) from None
         tell(error)
-        traceback.print_exc()
+        print(traceback.format_exc(), end="", file=sys.stderr)
         print(
             "clew: this is a defect of Clew, not of your configuration. The run directory is intact.", file=sys.stderr
         )
-        raise SystemExit(70) from None
+        raise SystemExit(DEFECT) from None
     finally:
         gc.freeze()  # all that is left ends with the process: to look through it once more takes a second, with torch
+
+
+def _disk_error(error: Exception) -> ClewError | None:
+    """Return what to say of a full or read-only disk, which shows wherever a file or folder is made; otherwise None."""
+    if not isinstance(error, OSError) or not isinstance(error.filename, str | Path):
+        return None
+    from clew.record.files import OF_THE_DISK, disk_error
+
+    return disk_error(Path(error.filename), error) if error.errno in OF_THE_DISK else None
 
 
 @app.command()
@@ -135,14 +170,18 @@ def _train_on_record(config: Config, run: RunDirectory) -> None:
 
 
 def _say_trained(config: Config, run: RunDirectory) -> None:
+    """Print what a run that is complete has made, and what it rejected."""
+    from clew.record.rejected import count_rejected
+
     done = run.steps.count()
     said = f"trained {done} steps."
     if done > config.training.steps:
         said = (
             f"{done} steps were trained before, and training.steps is {config.training.steps}: there is nothing to do."
         )
-    weights = (run.checkpoints / "latest").resolve().name
-    print(f"{said} Weights: {run.checkpoints / weights}  Curve: {run.reports / 'learning_curve.png'}")
+    for line in count_rejected(run).lines():
+        print(line)
+    print(f"{said} Weights: {run.checkpoints / 'latest'}  Curve: {run.reports / 'learning_curve.png'}")
 
 
 @app.command()
@@ -171,6 +210,14 @@ def serve(
             metavar="URL", help="No model of its own: the gateway alone, in front of vLLM, SGLang, a provider."
         ),
     ] = None,
+    api_key: Annotated[
+        str,
+        typer.Option(metavar="KEY", help="What clients must send. Without it: any key on loopback, else a new one."),
+    ] = "",
+    allow_weights: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="DIR", help="Also load weights from there, not only from the run; may be repeated."),
+    ] = None,
 ) -> None:
     """Keep a model up, for the run that CONFIG names and for agents: SGLang's, OpenAI's and Anthropic's interfaces.
 
@@ -181,12 +228,12 @@ def serve(
     if engine is not None:
         from clew.rollout.gateway.front import serve_in_front
 
-        serve_in_front(loaded, engine, record)
+        serve_in_front(loaded, engine, record, api_key=api_key)
     else:
         from clew.inference.server import serve as run_server
         from clew.rollout.gateway.serving import gateway_beside
 
-        run_server(loaded, gateway_beside(loaded, record))
+        run_server(loaded, gateway_beside(loaded, record), api_key=api_key, allow_weights=allow_weights or [])
 
 
 @app.command()
@@ -240,13 +287,12 @@ def status(
 
     Example: clew status runs/addition/grpo
     """
-    from rich.console import Console
-
+    from clew.console import EscapingConsole
     from clew.record.run import open_run
     from clew.view.terminal import status_table
 
     found = open_run(run if run.is_dir() else _load(run, overrides).run_path)
-    Console(width=None if sys.stdout.isatty() else 200).print(status_table(found))
+    EscapingConsole(width=None if sys.stdout.isatty() else 200).print(status_table(found))
 
 
 @app.command()
@@ -270,12 +316,11 @@ def show(
 
     Example: clew show runs/addition/grpo 3
     """
-    from rich.console import Console
-
+    from clew.console import EscapingConsole
     from clew.record.bundle import is_bundle
     from clew.view.show import show as show_record
 
-    console = Console(width=None if sys.stdout.isatty() else 200, highlight=False, markup=False, emoji=False)
+    console = EscapingConsole(width=None if sys.stdout.isatty() else 200, highlight=False, markup=False, emoji=False)
     path = run if run.is_dir() or is_bundle(run) else _load(run, None).run_path
     show_record(path, what, steps=steps, tokens=tokens, console=console)
 
@@ -309,6 +354,7 @@ def replay(
     ] = True,
     device: Annotated[str | None, typer.Option(help="Another device than the run's: cpu or cuda.")] = None,
     ranks: Annotated[int, typer.Option(min=1, help="Train on so many ranks, whatever the run had.")] = 1,
+    trust: Trust = None,
 ) -> None:
     """Train recorded steps again and compare every stage with the record; the first difference is named.
 
@@ -328,6 +374,7 @@ def replay(
             ranks=ranks,
             verify=verify,
             overrides=overrides or [],
+            trust=trust or [],
         ):
             raise SystemExit(1)
 
@@ -366,6 +413,7 @@ def blame(
             "there is no checkpoint."
         ),
     ] = None,
+    trust: Trust = None,
 ) -> None:
     """Find which sequences and tokens caused a spike (of gradient, loss or KL) or a NaN: each one's part, worst first.
 
@@ -373,7 +421,7 @@ def blame(
     """
     from clew.diagnose.blame import blame as assign
 
-    assign(run, step, top=top, tokens=tokens, by=by)
+    assign(run, step, top=top, tokens=tokens, by=by, trust=trust or [])
 
 
 @app.command()
@@ -402,6 +450,7 @@ def bundle(
     for field in summary.get("code", {}):
         section, name = field.split(".")
         print(f"It holds no code: {field}={summary['config'][section][name]} must be importable there.")
+        print(f"Whoever replays it says `--trust {summary['config'][section][name].rpartition('.')[0]}`.")
 
 
 @app.command()
@@ -505,9 +554,9 @@ def _open(config: Path, overrides: list[str] | None) -> tuple[Config, RunDirecto
 
 
 def _log() -> None:
-    import logging
-
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    handler = logging.StreamHandler()
+    handler.setFormatter(VisibleFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     for chatty in ("httpx", "matplotlib", "aiohttp.access", "urllib3"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

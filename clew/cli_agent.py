@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from clew.printing import print
 
 agent_app = typer.Typer(
     help="Agents: any class with `async def run(self, data, **extra_kwargs)` that talks to a model provider.",
@@ -39,19 +42,19 @@ def agent_run(
     """
     import asyncio
 
-    from rich.console import Console
-
     from clew.config import provider
+    from clew.console import EscapingConsole
     from clew.data import load_rows
     from clew.diagnose.agent_run import base_url_of, chosen, run_agent
     from clew.view.agent import show_ran
+    from clew.view.terminal import branched_share
 
     async def run() -> bool:
-        console, sound = Console(highlight=False, markup=False, emoji=False), True
+        console, sound = EscapingConsole(highlight=False, markup=False, emoji=False), True
         rows = chosen(load_rows(data, columns=[]), n, seed)
         key = provider()[1] or "sk-clew"
         each = run_agent(agent, _arguments(arg), rows, base_url=base_url_of(base_url), api_key=key, seed=seed)
-        number = 0
+        number = branched = 0
         async for ran, tokenizer in each:
             number += 1
             show_ran(
@@ -65,6 +68,9 @@ def agent_run(
                 tokenizer=getattr(tokenizer, "backend_tokenizer", None),
             )
             sound &= ran.episode is None or ran.episode.error is None
+            branched += ran.episode is not None and ran.episode.branched
+        if share := branched_share(branched, number):
+            console.print(share, style="yellow", soft_wrap=True)
         return sound
 
     if not asyncio.run(run()):
@@ -95,21 +101,27 @@ def agent_stress(
     model: Annotated[
         str | None, typer.Option(help="Folder or hub name whose tokenizer and chat template the stand-in takes.")
     ] = None,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds an episode may take.")] = 600.0,
+    timeout: Annotated[
+        float,
+        typer.Option(
+            min=0.1,
+            help="Seconds an episode may take, not counting the model and a busy processor; five times that in all.",
+        ),
+    ] = 120.0,
     json_to: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON.")] = None,
     html_to: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write it as a page.")] = None,
     arg: AgentArguments = None,
 ) -> None:
-    """Run an agent's episodes by the hundred, as training will, and say whether it is fit for that, and why not.
+    """Run an agent's episodes by the hundred and say whether it is fit to train (exit code 0, unfit 1, not judged 3).
 
     Example: clew agent stress examples.agents.calculator.Calculator --data runs/calculator/material/held_out.jsonl
     """
     import json
 
-    from rich.console import Console
-
+    from clew.console import EscapingConsole
     from clew.data import load_rows
     from clew.diagnose.stress.answerer import answerer
+    from clew.diagnose.stress.child import Source
     from clew.diagnose.stress.on_gateway import stressed
     from clew.diagnose.stress.page import page
     from clew.diagnose.stress.terminal import rendered
@@ -127,15 +139,19 @@ def agent_stress(
         group=group,
         dp=dp,
         timeout_s=timeout,
+        source=Source(path=agent, arguments=_arguments(arg)),
         say=lambda wave: print(wave, file=sys.stderr, flush=True),
     )
-    Console(highlight=False, markup=False, emoji=False).print(rendered(report))
     if json_to is not None:
         write_bytes(json_to, json.dumps(report.as_dict(), indent=1).encode())
     if html_to is not None:
         write_bytes(html_to, page(report).encode())
-    if not report.fit:
-        raise SystemExit(1)
+    sys.stderr.flush()
+    EscapingConsole(highlight=False, markup=False, emoji=False).print(rendered(report))
+    sys.stdout.flush()
+    # The verdict is the last word: threads that the agent left would hold up an ordinary end, and what it left to the
+    # garbage collector would complain.
+    os._exit({"fit": 0, "not fit": 1, "not judged": 3}[report.outcome])
 
 
 @agent_app.command("replay")
@@ -147,6 +163,13 @@ def agent_replay(
         bool, typer.Option("--continue-live", help="Go on with the served model at the first request that differs.")
     ] = False,
     base_url: Annotated[str | None, typer.Option(help="Of that model; default: OPENAI_BASE_URL.")] = None,
+    trust: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="MODULE",
+            help="Load code of this module where a stranger's record names it; repeat it.",
+        ),
+    ] = None,
 ) -> None:
     """Run the agent's present code against the recorded responses of an episode; no model is needed.
 
@@ -154,13 +177,14 @@ def agent_replay(
     """
     from clew.diagnose.agent_replay import replay_agent
     from clew.diagnose.agent_run import base_url_of
-    from clew.record.run import open_run
+    from clew.record.bundle import opened
     from clew.view.agent import show_replay
     from clew.view.find import Name, find_episode
 
-    opened, name = open_run(run), Name.parse(episode)
-    url = base_url_of(base_url) if continue_live else None
-    replayed = replay_agent(opened, find_episode(opened, name), agent=agent, base_url=url)
+    name, url = Name.parse(episode), base_url_of(base_url) if continue_live else None
+    named = [agent.rpartition(".")[0]] if agent else []  # who names an agent here means its code
+    with opened(run, [*(trust or []), *named]) as (directory, _):
+        replayed = replay_agent(directory, find_episode(directory, name), agent=agent, base_url=url)
     show_replay(replayed)
     if not replayed.same:
         raise SystemExit(1)

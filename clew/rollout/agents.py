@@ -14,7 +14,6 @@ import contextvars
 import functools
 import inspect
 import logging
-import re
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -26,7 +25,7 @@ from clew.config import Config
 from clew.errors import ConfigError, EpisodeError
 from clew.rollout.gateway.thread import GatewayThread
 from clew.rollout.rewards import Reward, by_name, checked
-from clew.rollout.session import Session
+from clew.rollout.session import Session, WarningLog
 
 log = logging.getLogger("clew.rollout")
 
@@ -121,7 +120,7 @@ class AgentWorkflow:
         self.agent = agent
         self.gateway = gateway
         self.name = f"{type(agent).__module__}.{type(agent).__qualname__}.run"
-        self._told: set[str] = set()
+        self._warnings = WarningLog(log)
         self._client = SharedClient()
 
     async def run_episode(self, engine: Session, data: dict[str, Any]) -> Reward:
@@ -133,7 +132,8 @@ class AgentWorkflow:
             returned = await self._ended(run_of(self.agent, data, arguments))
         finally:
             await asyncio.shield(self.gateway.close(key))
-            self._tell(engine)
+            for warning, kind in engine.warnings.items():
+                self._warnings.add(engine.episode_id, warning, kind)
         return self._rewards(returned, engine)
 
     async def _ended(self, run: Coroutine[Any, Any, Any]) -> Any:
@@ -153,7 +153,11 @@ class AgentWorkflow:
             task.cancel()
             await asyncio.wait({task}, timeout=CANCEL_S)
             if not task.done():
-                log.warning("%s, cancelled %g s ago, goes on; stopped. Let CancelledError out.", self.name, CANCEL_S)
+                log.warning(
+                    "%s was still running %g s after it was cancelled, and was stopped. Do not swallow CancelledError.",
+                    self.name,
+                    CANCEL_S,
+                )
                 with contextlib.suppress(RuntimeError):  # it may be deaf to GeneratorExit, too
                     run.close()
                 task.cancel()
@@ -162,14 +166,6 @@ class AgentWorkflow:
         if error is not None:
             raise error
         return returned
-
-    def _tell(self, engine: Session) -> None:
-        """Log a warning of each kind once: hundreds of episodes would say the same."""
-        for warning in engine.warnings:
-            kind = re.sub(r"\S*\d\S*", "N", warning)
-            if kind not in self._told:
-                self._told.add(kind)
-                log.warning("%s: %s (and whatever is like it from here on)", engine.episode_id, warning)
 
     async def close(self) -> None:
         """Close the connections."""

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from clew.config import Config, Eval
+from clew.printing import print
 from clew.record.rows import from_table
 from clew.record.run import RunDirectory
 from clew.record.writer import Writer
@@ -33,7 +34,7 @@ def roll_out(config: Config, steps: int, out: Path) -> None:
     with ExitStack() as stack:
         writer = stack.enter_context(Writer(out, config.model_dump(mode="json"), trainer="clew rollout"))
         stack.enter_context(writer.run.hold("rollout"))
-        reporter = stack.enter_context(Reporter(writer.run.status, "rollout"))
+        reporter = stack.enter_context(writer.run.report("rollout"))
         asyncio.run(_roll_out(config, steps, writer, reporter))
 
 

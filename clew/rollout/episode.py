@@ -46,6 +46,11 @@ class Episode:
         return self.sequences[0].error
 
     @property
+    def branched(self) -> bool:
+        """Whether a request did not continue the conversation that it should have; see the gateway's `Branch`."""
+        return any("branch" in each for sequence in self.sequences for each in sequence.interactions)
+
+    @property
     def tokens(self) -> int:
         """Generated tokens."""
         return sum(int(sequence.loss_mask.sum()) for sequence in self.sequences)
@@ -95,10 +100,10 @@ async def run_episode(
     }
     if reward is None:
         failed = _failed(episode_id, error or "", session, known)
-        return Episode(id=episode_id, sequences=[failed], reward=failed.reward, warnings=session.warnings)
+        return Episode(id=episode_id, sequences=[failed], reward=failed.reward, warnings=list(session.warnings))
     whole = total(reward) + math.fsum(session.turn_rewards.values())
     sequences = sequences_of(session, reward, known)
-    return Episode(id=episode_id, sequences=sequences, reward=whole, warnings=session.warnings)
+    return Episode(id=episode_id, sequences=sequences, reward=whole, warnings=list(session.warnings))
 
 
 def sequences_of(session: Session, reward: Reward, known: dict[str, Any]) -> list[Sequence]:

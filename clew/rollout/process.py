@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
+from typing import Any
 
 from clew.config import Config
 from clew.data import load_rows
@@ -16,6 +17,7 @@ from clew.models import load_tokenizer
 from clew.record.run import RunDirectory
 from clew.rollout.gateway.sessions import Limits
 from clew.rollout.gateway.thread import GatewayThread
+from clew.rollout.overlong import leave_out_overlong
 from clew.rollout.runner import RolloutRunner
 from clew.rollout.servers import ServerPool
 from clew.waits import Reporter
@@ -30,7 +32,7 @@ def rollout(config: Config) -> None:
     run = RunDirectory(config.run_path)
     with ExitStack() as stack:
         stack.enter_context(run.hold("rollout"))
-        reporter = stack.enter_context(Reporter(run.status, "rollout"))
+        reporter = stack.enter_context(run.report("rollout"))
         asyncio.run(_roll_out(config, run, reporter))
 
 
@@ -81,10 +83,15 @@ async def runner_on_servers(
 def _runner(
     config: Config, run: RunDirectory, engine: Engine, reporter: Reporter | None, gateway: GatewayThread | None
 ) -> RolloutRunner:
-    data = config.data
+    data, tokenizer = config.data, load_tokenizer(config.model.path)
     rows = load_rows(data.path, split=data.split, limit=data.limit, columns=[data.prompt])
-    eval_rows = load_rows(config.eval.path, columns=[data.prompt]) if config.eval.path is not None else []
-    return RolloutRunner(config, run, engine, load_tokenizer(config.model.path), rows, eval_rows, reporter, gateway)
+    needed = min(config.rollout.batch_groups, len(rows))
+    rows = leave_out_overlong(rows, data.path, config, tokenizer, needed=needed)
+    eval_rows: list[dict[str, Any]] = []
+    if config.eval.path is not None:
+        loaded = load_rows(config.eval.path, columns=[data.prompt])
+        eval_rows = leave_out_overlong(loaded, config.eval.path, config, tokenizer)
+    return RolloutRunner(config, run, engine, tokenizer, rows, eval_rows, reporter, gateway)
 
 
 def end_on_signals() -> list[int]:

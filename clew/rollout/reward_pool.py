@@ -18,6 +18,7 @@ from collections import deque
 from multiprocessing.connection import Connection
 from typing import Any
 
+from clew import dotted
 from clew.errors import ConfigError, EpisodeError
 from clew.rollout.rewards import Reward
 from clew.waits import waiting
@@ -129,7 +130,7 @@ class _Worker:
         with theirs:
             command = f"from clew.rollout.reward_worker import main; main({os.getpid()}, {theirs.fileno()})"
             self._process = subprocess.Popen(
-                [sys.executable, "-c", command],
+                [sys.executable, "-P", "-c", command],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C is the parent's to handle, and what the function started is killed too
@@ -137,7 +138,7 @@ class _Worker:
         self.pid = self._process.pid
         self.ready = False
         self._pipe = Connection(ours.detach())
-        self._pipe.send((sys.path, *setup))
+        self._pipe.send((sys.path, dotted.guards, *setup))
 
     async def start(self) -> None:
         """Return when the worker has imported the function. Raises ConfigError, or EOFError when it ended."""

@@ -1,4 +1,4 @@
-"""What runs in a reward worker: `python -c "from clew.rollout.reward_worker import main; main(...)"`.
+"""What runs in a reward worker: `python -P -c "from clew.rollout.reward_worker import main; main(...)"`.
 
 A job comes as a pickled (completion, data), over a pipe that only this process and its parent hold, and goes back as
 ("returned", reward) or ("failed", message). The process is killed from outside when a job takes too long.
@@ -11,6 +11,7 @@ import sys
 import traceback
 from multiprocessing.connection import Connection
 
+from clew import dotted
 from clew.errors import ConfigError, EpisodeError
 from clew.processes import die_with_parent
 from clew.rollout.rewards import RewardFunction
@@ -21,7 +22,7 @@ def main(parent_pid: int, fd: int) -> None:
     die_with_parent(parent_pid)
     os.dup2(2, 1)  # what the user's function prints goes to the error stream, beside the log
     pipe = Connection(fd)
-    sys.path[:], path, prompt_column = pipe.recv()
+    sys.path[:], dotted.guards[:], path, prompt_column = pipe.recv()
     try:
         function = RewardFunction(path, prompt_column)
     except ConfigError as error:

@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Coroutine, Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from clew.config import Config
@@ -27,6 +28,7 @@ from clew.data import order
 from clew.errors import RolloutError
 from clew.inference.protocol import Engine
 from clew.record.inbox import group_name, group_number
+from clew.record.rejected import FILTERED
 from clew.record.run import RunDirectory
 from clew.rollout.admission import may_start
 from clew.rollout.agents import AgentWorkflow, agent_workflow
@@ -118,14 +120,18 @@ class RolloutRunner:
         self._tasks: list[asyncio.Task[None]] = []
         """Groups and evaluations that are being made, in the order in which they started."""
         self._changed = asyncio.Event()
-        self._failures = FailureWatch(
-            config.rollout.max_failed_share,
-            config.training.steps * config.rollout.batch_groups * config.rollout.n_samples,
-            str(run.rejected),
-        )
+        self._failures = self._failure_watch(run.rejected)
         self._equal = EqualRewards(config.rollout.batch_groups, len(rows))
         self._counts = dict.fromkeys(
-            ("groups_finished", "groups_rejected", "episodes", "episodes_failed", "episodes_running"), 0
+            (
+                "groups_finished",
+                "groups_rejected",
+                "episodes",
+                "episodes_failed",
+                "episodes_branched",
+                "episodes_running",
+            ),
+            0,
         )
         self._generated: deque[tuple[float, int]] = deque()
         """When an episode finished, and its generated tokens; of the last seconds."""
@@ -240,8 +246,7 @@ class RolloutRunner:
         episodes = await self._episodes(self._resources, name, row, self._config.rollout.n_samples, version)
         self._file(name, episodes)
         self._running.pop(name)
-        for episode in episodes:
-            self._failures.add(episode.error)
+        self._failures.add([episode.error for episode in episodes])
 
     async def _episodes(
         self, resources: Resources, group_id: str, row: dict[str, Any], n_samples: int, version: int
@@ -262,11 +267,31 @@ class RolloutRunner:
             )
             self._counts["episodes_running"] -= 1
             self._counts["episodes"] += 1
-            self._counts["episodes_failed"] += finished.error is not None
+            if finished.error is not None:
+                self._warn_of_first_failure(finished)
+                self._counts["episodes_failed"] += 1
+            self._counts["episodes_branched"] += finished.branched
             self._generated.append((time.monotonic(), finished.tokens))
             return finished
 
         return await _side_by_side(episode(number) for number in range(n_samples))
+
+    def _failure_watch(self, where: Path) -> FailureWatch:
+        rollout = self._config.rollout
+        return FailureWatch(rollout.max_failed_share, rollout.batch_groups, str(where))
+
+    def _warn_of_first_failure(self, episode: Episode) -> None:
+        """Warn once in each process: the others are counted at the end of the run."""
+        if not self._counts["episodes_failed"] and episode.error is not None:
+            log.warning(
+                "episode %s failed: %s\nThis is said once. The run goes on without failed episodes, keeps them in %s, "
+                "counts them at its end (`clew show RUN` does so now), and stops when more fail than "
+                "rollout.max_failed_share=%g allows.",
+                episode.id,
+                episode.error.partition("\n")[0],
+                self._run.rejected,
+                self._config.rollout.max_failed_share,
+            )
 
     def _file(self, name: str, episodes: list[Episode]) -> None:
         scored = [episode for episode in episodes if episode.error is None]
@@ -279,7 +304,7 @@ class RolloutRunner:
             equal = len({sequence.reward for episode in scored for sequence in episode.sequences}) == 1
             self._equal.add(scored[0].reward if equal else None)
             if equal:
-                self._reject(name, episodes, f"filtered: all rewards equal ({scored[0].reward:g})")
+                self._reject(name, episodes, f"{FILTERED}all rewards equal ({scored[0].reward:g})")
                 return
         for episode in failed:  # before the group: once that is in the inbox, it is settled
             self._run.reject(episode.id, episode.sequences)
@@ -310,9 +335,7 @@ class RolloutRunner:
             self._episodes(by_temperature, eval_group_id(version, number), row, n_samples, version)
             for number, row in enumerate(self._eval_rows)
         )
-        watch = FailureWatch(
-            self._config.rollout.max_failed_share, len(prompts) * n_samples, f"{self._run.evals} (once complete)"
-        )
+        watch = self._failure_watch(self._run.evals)  # once it is complete
         sequences = [sequence for episodes in prompts for episode in episodes for sequence in episode.sequences]
         for sequence in sequences:
             others = set(sequence.versions[sequence.loss_mask].tolist()) - {version}
@@ -322,8 +345,7 @@ class RolloutRunner:
                     f"({sequence.id}): an inference server loaded other weights meanwhile."
                 )
         for episodes in prompts:
-            for episode in episodes:
-                watch.add(episode.error)
+            watch.add([episode.error for episode in episodes])
         summary = summarize(prompts, n_samples=n_samples, seconds=time.monotonic() - began)
         self._run.write_eval(version, sequences, summary)
         self._evaluating.remove(version)

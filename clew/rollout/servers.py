@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Sequence
 
-from clew.config import server_addresses
+from clew.config import server_addresses, server_token
 from clew.inference.client import HTTPEngine
 from clew.inference.protocol import Completion, EngineUnreachable, OnToken, SamplingParams, SchemaUnsupported
 from clew.record.run import RunDirectory, Server
@@ -30,10 +30,12 @@ class ServerPool:
     def __init__(self, run: RunDirectory) -> None:
         """The servers are those that the environment names, or else those registered in the run directory."""
         self._run = run
-        self._fixed = [Server(name=each, address=each, pid=0, ready=True) for each in server_addresses()]
+        token = server_token()
+        self._fixed = [Server(name=each, address=each, pid=0, ready=True, token=token) for each in server_addresses()]
         self._servers: list[Server] = []
         self._looked_at = 0.0
-        self._engines: dict[str, HTTPEngine] = {}
+        self._engines: dict[tuple[str, str], HTTPEngine] = {}
+        """By address and token: a server that is started again at its address has another token."""
         self._load: dict[str, int] = {}
         """Requests under way, by address."""
         self._avoided: dict[tuple[str, int], float] = {}
@@ -85,9 +87,10 @@ class ServerPool:
             await engine.close()
 
     def _engine(self, server: Server) -> HTTPEngine:
-        if server.address not in self._engines:
-            self._engines[server.address] = HTTPEngine(server.address, server.token)
-        return self._engines[server.address]
+        place = server.address, server.token
+        if place not in self._engines:
+            self._engines[place] = HTTPEngine(server.address, server.token)
+        return self._engines[place]
 
     async def _ready_server(self) -> Server:
         ready = self._ready()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import logging
+import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +23,9 @@ from clew.vision import Sight
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+MAX_WARNINGS = 3
+"""Warnings of one kind that an episode shows."""
 
 _PARAMS = [field.name for field in fields(SamplingParams) if field.name != "continues"]
 """What a workflow may set."""
@@ -46,10 +51,26 @@ class Resources:
     """Where images are kept for the record; None: nothing is recorded."""
     individual: bool = False
     """A sequence an interaction, instead of one for those that extend one another."""
+    on_warning: Callable[[str, str, str], None] | None = None
+    """Told each warning at once: the episode's ID, the warning, its kind."""
 
     def at_temperature(self, temperature: float) -> Resources:
         """The same, for an evaluation."""
         return replace(self, sampling=replace(self.sampling, temperature=temperature))
+
+
+class WarningLog:
+    """Logs one warning of each kind: hundreds of episodes would say the same."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
+        self._logged: set[str] = set()
+
+    def add(self, episode_id: str, warning: str, kind: str) -> None:
+        """Log a warning, unless there was one of its kind."""
+        if kind not in self._logged:
+            self._logged.add(kind)
+            self._log.warning("%s: %s (further warnings of this kind are not shown)", episode_id, warning)
 
 
 class Session:
@@ -62,8 +83,8 @@ class Session:
         """Those that are complete."""
         self.turn_rewards: dict[str, float] = {}
         """By interaction ID: rewards of single turns, besides the episode's."""
-        self.warnings: list[str] = []
-        """What the owner of the workflow or agent should know."""
+        self.warnings: dict[str, str] = {}
+        """What the owner of the workflow or agent should know, and of which kind each warning is."""
         self._requests = 0
 
     @property
@@ -75,6 +96,23 @@ class Session:
     def prompt_column(self) -> str:
         """Name of the column of `data` that holds the prompt."""
         return self.resources.prompt_column
+
+    def warn(self, warning: str, kind: str | None = None) -> None:
+        """Warn the owner of the workflow or agent: once in the same words, and a few times of one kind.
+
+        Args:
+            warning: A sentence.
+            kind: Without one, warnings that differ in nothing but numbers and IDs are of one kind.
+        """
+        kind = kind or re.sub(r"\S*\d\S*", "N", warning)
+        count = sum(each == kind for each in self.warnings.values())
+        if warning in self.warnings or count > MAX_WARNINGS:
+            return
+        if count == MAX_WARNINGS:
+            warning = f"further warnings of this kind are not shown: {kind}"
+        self.warnings[warning] = kind
+        if self.resources.on_warning is not None:
+            self.resources.on_warning(self.episode_id, warning, kind)
 
     def reserve(self) -> int:
         """The index of the next interaction, which is then taken."""
@@ -93,6 +131,7 @@ class Session:
         images: Sequence[bytes] = (),
         index: int | None = None,
         on_token: OnToken | None = None,
+        details: Mapping[str, Any] | None = None,
         **overrides: Any,
     ) -> Interaction:
         """Have the model complete `input_ids`, sampled as the configuration says.
@@ -101,6 +140,7 @@ class Session:
         images: files (PNG, JPEG) that the tokens show, in order; `engine.see` makes such tokens.
         index: from `reserve`, where the request's place in the episode was settled before; None takes the next.
         on_token: told the first tokens as they come; all that the engine's stream has.
+        details: further things for the record, such as the name of the model that a client asked for.
         overrides: fields of SamplingParams, for this request.
         Raises EngineError: the prompt does not fit into the context, or the parameters contradict one another.
         """
@@ -125,7 +165,11 @@ class Session:
             prompt=prompt,
             started_at=started_at,
             finished_at=time.time(),
+            details=dict(details or {}),
         )
+        if completion.wrong_logprobs:
+            interaction.details["wrong_logprobs"] = completion.wrong_logprobs
+            self.warn(f"{request_id} cannot be trained on: {completion.wrong_logprobs}", kind="wrong logprobs")
         self.interactions.append(interaction)
         return interaction
 

@@ -44,6 +44,21 @@ def load_workflow(config: Config) -> Workflow:
     return cls(**config.rollout.workflow_kwargs)  # pyright: ignore[reportReturnType]
 
 
+def side_by_side(config: Config) -> int:
+    """Return how many sequences the engine in this process may compute side by side. Raises ConfigError.
+
+    Who shares a batch shows in the last bits of a logprob. A run that is to repeat has batches of one where requests
+    come in whatever order they come: an agent's, over sockets; those of a workflow, or after a reward, that may wait
+    for something of its own, such as a tool or a timer. Clew's own workflows wait for the engine alone.
+    """
+    rollout = config.rollout
+    if config.launch.mode != "inline" or rollout.max_lag > 0:
+        return config.inference.max_running
+    own = rollout.agent is None and rollout.workflow.startswith("clew.rollout.workflows.")
+    waits = rollout.reward is not None and RewardFunction(rollout.reward, config.data.prompt).is_async
+    return config.inference.max_running if own and not waits else 1
+
+
 def load_reward(config: Config) -> Callable[[str, dict[str, Any]], Awaitable[Reward]] | None:
     """The reward as a session calls it: awaited in this process, called in it (inline), or a pool of worker processes.
     Raises ConfigError."""

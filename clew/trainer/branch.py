@@ -24,7 +24,8 @@ def branch(source: RunDirectory, run: RunDirectory, engine: TrainEngine) -> None
     engine.ranks.meet()  # all have looked
     if engine.ranks.leads:
         _copy_beginning(source, run, engine.version)
-    checkpoint.save(engine, run.checkpoints / f"step-{engine.version:06d}")
+    follows = run.steps.committed_digest(engine.version - 1)
+    checkpoint.save(engine, run.checkpoints / f"step-{engine.version:06d}", follows=follows)
 
 
 def _copy_beginning(source: RunDirectory, run: RunDirectory, count: int) -> None:

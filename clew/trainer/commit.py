@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
+import platform
 import time
 from collections.abc import Mapping
 from functools import cache
@@ -11,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from clew.algorithms import FORMULAS
 from clew.record.digest import RowDigest, digest_batch
 from clew.record.rows import Sequence
 from clew.record.run import PACKAGES, RunDirectory
@@ -22,8 +25,12 @@ CONFIGURED = ("training", "algorithm")
 """The sections that decide what a step computes from its batch. A run may change them when it starts again."""
 
 
+VARIABLES = ("ATEN_CPU_CAPABILITY", "MKL_", "DNNL_", "ONEDNN_", "OMP_", "KMP_", "GOMP_")
+"""How the names of the variables begin that choose instruction sets and threads for torch, MKL and oneDNN."""
+
+
 def environment(engine: TrainEngine) -> dict[str, Any]:
-    """What must be the same for a step to repeat bit for bit."""
+    """Return what must be the same for a step to repeat bit for bit."""
     cuda = engine.device.type == "cuda"
     return {
         "ranks": engine.ranks.size,
@@ -33,18 +40,32 @@ def environment(engine: TrainEngine) -> dict[str, Any]:
         **({"deterministic": torch.are_deterministic_algorithms_enabled()} if cuda else {}),
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "packages": dict(_packages()),
+        "rounding": {"formulas": FORMULAS} if cuda else _rounding(),
     }
 
 
-def environment_of(recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """The same of a committed step. Before there was training.tp, records did not name it."""
-    return {"tp": 1, **recorded["environment"]}
-
-
 def repeats(then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether a step made in one environment is promised bit for bit in the other: the same on the CPU, and on CUDA
-    with training.deterministic."""
-    return then == now and (now["device"] == "cpu" or now["deterministic"])
+    """Return whether a step made in one environment should repeat bit for bit in the other: the same on the CPU, and on
+    CUDA with training.deterministic. Where it does not, `clew.record.summary.rounding_doubt` may say
+    why."""
+    same = {**then, "rounding": None} == {**now, "rounding": None}
+    return same and (now["device"] == "cpu" or now["deterministic"])
+
+
+@cache
+def _rounding() -> dict[str, Any]:
+    """What decides on the CPU how a sum of floats is rounded, besides packages and threads. Looked up once, as the
+    libraries do."""
+    known = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.11 and newer
+    sets = sorted(name for name, value in known.items() if value is True)
+    caches = [f"{name} {known[name]}" for name in ("l1d_cache_size", "l2_cache_size") if name in known]
+    set_here = {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)}
+    return {
+        "formulas": FORMULAS,
+        "processor": " ".join([str(known.get("cpu_name", platform.processor() or platform.machine())), *caches]),
+        "instructions": " ".join(sets),
+        "variables": " ".join(f"{name}={value}" for name, value in set_here.items()),
+    }
 
 
 @cache

@@ -14,7 +14,7 @@ import torch
 
 from clew.config import Config
 from clew.errors import Interrupted, RolloutError, TrainingError
-from clew.record.run import RunDirectory
+from clew.record.run import RunDirectory, warn_of_changes
 from clew.record.weights import WeightRef
 from clew.rollout.evaluation import is_due
 from clew.trainer.batches import ReplayedSource, check_origin, dump, resume_dump
@@ -27,7 +27,7 @@ from clew.trainer.resume import restore
 from clew.trainer.servers import Servers
 from clew.trainer.sources import LiveSource, RecordedSource, SharedSource
 from clew.training import checkpoint
-from clew.training.engine import GradientError, TrainEngine, make_deterministic
+from clew.training.engine import GradientError, StepResult, TrainEngine, make_deterministic
 from clew.training.ranks import ALONE, Ranks, process_here, rank_here
 from clew.waits import Reporter, waiting
 
@@ -73,15 +73,16 @@ def learn_inline(config: Config, on_step: OnStep) -> None:
     rollout.max_lag=0."""
     from clew.inference.local import load_engine
     from clew.rollout.process import gateway_for, inline_runner
+    from clew.rollout.setup import side_by_side
 
     torch.set_num_threads(config.threads)
     run = RunDirectory(config.run_path)
     with ExitStack() as stack:
         stack.enter_context(run.hold("trainer"))
         stack.enter_context(run.hold("rollout"))
-        reporter = stack.enter_context(Reporter(run.status, "trainer"))
+        reporter = stack.enter_context(run.report("trainer"))
         loop = stack.enter_context(closing(asyncio.new_event_loop()))
-        engine = load_engine(config)
+        engine = load_engine(config, max_running=side_by_side(config))
         newest = run.newest_weights()
         if newest is not None and newest.exists():  # an evaluation of that version may not be complete
             loop.run_until_complete(engine.load_weights(newest))
@@ -182,7 +183,7 @@ def _rank_of(config: Config) -> Iterator[tuple[Ranks, RunDirectory, Reporter, In
     run = RunDirectory(config.run_path)
     with ExitStack() as stack:
         stack.enter_context(run.hold(process_here()))
-        reporter = stack.enter_context(Reporter(run.status, process_here()))
+        reporter = stack.enter_context(run.report(process_here()))
         interrupts = Interrupts(leads=rank_here() == 0)
         yield stack.enter_context(Ranks.joined()), run, reporter, interrupts
 
@@ -269,20 +270,30 @@ def _train(
         if config.launch.colocate:
             torch.cuda.empty_cache()  # what the writing of weights took
 
+    until = config.training.steps if until is None else until
     engine = restore(config, run, ranks)
-    if ranks.leads:
+
+    def describe(step: int) -> None:
         run.describe(
             config,
+            step=step,
             threads=torch.get_num_threads(),
             device=engine.device.type,
             topology={"ranks": ranks.size, "tp": config.training.tp},
             parameters=engine.parameter_names,
         )
+
+    if ranks.leads:
+        if run.steps.count() == 0 or not run.config_path.exists():
+            describe(0)
+        else:
+            warn_of_changes(log, config, run, run.steps.count(), until)
     tensorboard = Tensorboard(run, first_step=run.steps.count()) if ranks.leads else None
     nothing_to_learn = NothingToLearn(config.algorithm.advantages)
 
-    def stepped(step: int, summary: dict[str, Any]) -> None:
-        reporter.set(warning=nothing_to_learn.add(step, summary["metrics"]))
+    def stepped(step: int, summary: dict[str, Any], result: StepResult) -> None:
+        largest = max(float(abs(advantages_T).max(initial=0.0)) for advantages_T in result.stages["advantages"])
+        reporter.set(warning=nothing_to_learn.add(step, summary["metrics"], largest))
         if tensorboard is not None:
             tensorboard.add(step, summary)
         if config.debug.dump_rollout_data:
@@ -298,20 +309,21 @@ def _train(
             config,
             run,
             engine,
-            live=SharedSource(live, run, ranks),
+            live=SharedSource(live, run, ranks, described=describe),
             recorded=SharedSource(RecordedSource(run, check), run, ranks),
             publish=published,
             evaluated=lambda version: ranks.agree(f"the evaluation of version {version}", partial(evaluated, version)),
             undisturbed=undisturbed,
             on_step=stepped,
             clock=clock,
-            until=config.training.steps if until is None else until,
+            until=until,
         )
     except (Interrupted, TrainingError) as error:
         folder = run.checkpoints / f"step-{engine.version:06d}"
         together = ranks.size == 1 or not isinstance(error, TrainingError) or isinstance(error, GradientError)
         if together and engine.whole and engine.version == run.steps.count() and not folder.exists():
-            checkpoint.save(engine, folder)  # so that it can go on with another configuration
+            follows = run.steps.committed_digest(engine.version - 1)
+            checkpoint.save(engine, folder, follows=follows)  # so that it can go on with another configuration
         if isinstance(error, TrainingError):
             raise
         raise Interrupted(

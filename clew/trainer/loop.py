@@ -29,7 +29,7 @@ from clew.record.run import RunDirectory
 from clew.trainer.commit import summarize, write_stages
 from clew.trainer.resume import verify
 from clew.training import checkpoint
-from clew.training.engine import TrainEngine
+from clew.training.engine import StepResult, TrainEngine
 
 
 class Source(Protocol):
@@ -74,7 +74,7 @@ def train(
     publish: Callable[[TrainEngine], None],
     evaluated: Callable[[int], None],
     undisturbed: Callable[[], AbstractContextManager[None]],
-    on_step: Callable[[int, dict[str, Any]], None],
+    on_step: Callable[[int, dict[str, Any], StepResult], None],
     clock: Clock,
     until: int,
 ) -> None:
@@ -97,9 +97,10 @@ def train(
             if ranks.leads:
                 with clock("record"):
                     run.inbox.remove(run.steps.read(version - 1)["groups"] if version else ())
-        if checkpoint.is_due(version, config):
+        if not replaying and checkpoint.is_due(version, config):  # a committed step may name the one that was there
             with clock("checkpoint"):
-                checkpoint.save(engine, run.checkpoints / f"step-{version:06d}")
+                follows = run.steps.committed_digest(version - 1)
+                checkpoint.save(engine, run.checkpoints / f"step-{version:06d}", follows=follows)
                 if ranks.leads:
                     checkpoint.prune(run.checkpoints, config.checkpoint.keep)
         if version >= until:
@@ -120,4 +121,4 @@ def train(
             ranks.meet()  # what is committed is there from all of them
         if ranks.leads:
             run.steps.commit(version, {**summary, "timings": {**result.timings, **clock.take()}})
-            on_step(version, run.steps.read(version))
+            on_step(version, run.steps.read(version), result)

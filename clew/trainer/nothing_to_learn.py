@@ -14,16 +14,47 @@ WARN_STEPS = 4
 their number has doubled."""
 
 
+ZERO = 1e-8
+"""An advantage up to this is zero: equal rewards give about 1e-10, by rounding."""
+
+
 class NothingToLearn:
-    """Counts the steps in a row whose rewards were all equal among those that algorithm.advantages compares."""
+    """Counts steps whose advantages are all zero, and steps in a row whose rewards are all equal among those that
+    algorithm.advantages compares."""
 
     def __init__(self, advantages: str) -> None:
         self._within_groups = advantages in WITHIN_GROUP
+        self._advantages = advantages
         self._in_a_row = 0
         self._warn_at = WARN_STEPS
+        self._zero_steps = 0
+        self._warn_zero_at = 1
 
-    def add(self, step: int, metrics: Mapping[str, float]) -> str:
-        """Take a step's metrics; returns what `clew status` shows: nothing, where there is nothing to warn of."""
+    def add(self, step: int, metrics: Mapping[str, float], largest_advantage: float = 1.0) -> str:
+        """Take a step's metrics, and warn where it teaches nothing.
+
+        Args:
+            largest_advantage: the largest absolute advantage of the step's tokens.
+
+        Returns:
+            What `clew status` shows; empty where there is nothing to warn of.
+        """
+        warning = self._equal_rewards(step, metrics)
+        if largest_advantage <= ZERO:
+            self._zero_steps += 1
+            if self._zero_steps == self._warn_zero_at:
+                self._warn_zero_at *= 2
+                if not warning:
+                    log.warning(
+                        "step %d: all advantages are zero (%d such steps so far), so its rewards changed no weights. "
+                        "Either all rewards that algorithm.advantages=%s compares are equal, or that function is wrong",
+                        step,
+                        self._zero_steps,
+                        self._advantages,
+                    )
+        return warning
+
+    def _equal_rewards(self, step: int, metrics: Mapping[str, float]) -> str:
         alike = metrics["equal_groups_share"] == 1 if self._within_groups else metrics["reward_std"] == 0
         if not alike:
             self._in_a_row, self._warn_at = 0, WARN_STEPS

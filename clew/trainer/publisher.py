@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from clew.config import Config
 from clew.record.run import RunDirectory
-from clew.record.weights import WeightRef
+from clew.record.weights import WeightRef, outside_folder
 from clew.training.engine import TrainEngine
 from clew.training.weights import write_weights
 
@@ -31,8 +30,7 @@ class Publisher:
         self._leads = False
         self._outside = config.inference.weights is not None
         if config.inference.weights is not None:
-            name = hashlib.blake2b(str(run.path.resolve()).encode(), digest_size=6).hexdigest()
-            self._folder = Path(config.inference.weights) / f"clew-{name}"
+            self._folder = outside_folder(config.inference.weights, run.path)
 
     def __call__(self, engine: TrainEngine) -> None:
         digest = engine.weights_digest()  # every rank has its part in it

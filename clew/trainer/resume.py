@@ -6,11 +6,12 @@ import logging
 import math
 from typing import Any
 
-from clew import config as configuration
 from clew.config import Config
 from clew.errors import ConfigError, RecordError, TrainingError
-from clew.record.run import RunDirectory
-from clew.trainer.commit import environment_of, repeats
+from clew.record import chain
+from clew.record.run import RunDirectory, changes_in_words
+from clew.record.summary import environment_of, rounding_doubt
+from clew.trainer.commit import repeats
 from clew.training import checkpoint
 from clew.training.custom import code_of
 from clew.training.engine import TrainEngine
@@ -34,6 +35,7 @@ def restore(config: Config, run: RunDirectory, ranks: Ranks) -> TrainEngine:
             f"reinforcement learning."
         )
     if ranks.leads:
+        check_chain(run)
         run.clean_after_trainer()
         checkpoint.clean(run.checkpoints)
     ranks.meet()
@@ -54,7 +56,10 @@ def restore(config: Config, run: RunDirectory, ranks: Ranks) -> TrainEngine:
         log.info("resuming: checkpoint %d, then steps %d to %d from the record", version, version, committed - 1)
     engine = TrainEngine(config, ranks=ranks, media=run.media)
     if saved:
+        checkpoint.check_files(saved[-1])
         checkpoint.load(engine, saved[-1])
+        if ranks.leads:
+            checkpoint.point_latest(saved[-1])  # a newer one may have been removed
     if committed and ranks.leads:
         before = run.steps.read(committed - 1).get("code", {})
         for field, digest in code_of(config.algorithm).items():
@@ -63,11 +68,20 @@ def restore(config: Config, run: RunDirectory, ranks: Ranks) -> TrainEngine:
     return engine
 
 
+def check_chain(run: RunDirectory) -> None:
+    """Raise RecordError when the record that a run would go on from does not fit together. Looks at all commits, and at
+    the data and stages of the steps that are trained on again."""
+    again = range(checkpoint.latest_version(run.checkpoints), run.steps.count())
+    for found in chain.breaks(run, again):
+        if not found.harmless:
+            raise RecordError(
+                f"Cannot go on with {run.path}: {found} Or start another trial=NAME; nothing was changed here."
+            )
+        log.warning("%s: %s (It is made again now.)", run.path, found)
+
+
 def _refuse_changes(config: Config, run: RunDirectory, version: int, committed: int) -> None:
-    before, now = (
-        configuration.flat(each.model_dump(mode="json")) for each in (configuration.load(run.config_path), config)
-    )
-    changed = {name: f"{name} {before[name]!r} -> {now[name]!r}" for name in now if before[name] != now[name]}
+    changed = {name: changes_in_words({name: values}) for name, values in run.changes(config).items()}
     model = [said for name, said in changed.items() if name in ("model.path", "model.dtype")]
     if model:
         raise ConfigError(
@@ -89,12 +103,17 @@ def _refuse_changes(config: Config, run: RunDirectory, version: int, committed: 
 def verify(run: RunDirectory, step: int, again: dict[str, Any]) -> None:
     """Compare a step that was trained again with what was committed.
 
-    Bit for bit on the CPU with the same threads and packages; otherwise loss and gradient norm within `TOLERANCE`
-    (and the log says so). Raises TrainingError at the first difference, before anything is published.
+    Bit for bit on the CPU with the same threads and packages; otherwise, and where instruction sets may differ and the
+    gradients do, loss and gradient norm within `TOLERANCE` (and the log says so). Raises TrainingError at the first
+    difference, before anything is published.
     """
     recorded = run.steps.read(step)
     then, now = environment_of(recorded), again["environment"]
     exact = repeats(then, now)
+    doubt = ""
+    if exact and all(recorded["digests"][kind] != again["digests"][kind] for kind in ("gradients", "weights")):
+        doubt = rounding_doubt(then, now)
+        exact = not doubt
     for stage in ("data", "gradients", "weights") if exact else ("data",):
         if recorded["digests"][stage] != again["digests"][stage]:
             raise TrainingError(
@@ -105,9 +124,12 @@ def verify(run: RunDirectory, step: int, again: dict[str, Any]) -> None:
             )
     if exact:
         return
-    differing = [f"{name} {then.get(name)!r}, here {now[name]!r}" for name in now if then.get(name) != now[name]]
+    others = [name for name in now if name != "rounding" and then.get(name) != now[name]]
+    differing = [f"{name} {then.get(name)!r}, here {now[name]!r}" for name in others]
+    if doubt:
+        differing.append(doubt)
     log.warning(
-        "step %d: compared within a tolerance of %g, not bit for bit; recorded with %s",
+        "step %d: compared within a tolerance of %g, not bit for bit: %s",
         step,
         TOLERANCE,
         "; ".join(differing) or f"device {now['device']}",

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from clew.config import server_addresses
+from clew.config import server_addresses, server_token
 from clew.inference.client import EngineUnreachable, HTTPEngine
 from clew.record.run import RunDirectory, Server
 from clew.record.weights import WeightRef
@@ -72,8 +72,15 @@ class Servers:
                 await self._ask_everywhere("pause", lambda engine: engine.pause(self._lease_s))
 
     async def _ask_everywhere(self, what: str, ask: Ask) -> None:
-        named = [Server(name=each, address=each, pid=0, ready=True) for each in server_addresses()]
-        await asyncio.gather(*(self._ask_one(server, what, ask) for server in named or self._run.servers()))
+        """Ask every server that is ready.
+
+        A server that is not ready is starting, or was taken out. It may not even listen yet, and needs no call: before
+        it serves it registers as ready and then looks for the newest weights, which are announced by now.
+        """
+        token = server_token()
+        named = [Server(name=each, address=each, pid=0, ready=True, token=token) for each in server_addresses()]
+        servers = named or [server for server in self._run.servers() if server.ready]
+        await asyncio.gather(*(self._ask_one(server, what, ask) for server in servers))
 
     async def _ask_one(self, server: Server, what: str, ask: Ask) -> None:
         engine = self._engines.get((server.address, server.token))

@@ -17,18 +17,29 @@ from clew.waits import waiting
 
 
 class SharedSource:
-    """What another source hands out to rank 0, on every rank: the others read it from steps/ when it is there."""
+    """Hands out on every rank what another source hands out to rank 0; the others read it from steps/."""
 
-    def __init__(self, source: Source, run: RunDirectory, ranks: Ranks) -> None:
+    def __init__(
+        self, source: Source, run: RunDirectory, ranks: Ranks, described: Callable[[int], None] | None = None
+    ) -> None:
+        """Share `source`.
+
+        Args:
+            described: called on rank 0 with the first step that has its batch, before that step is trained.
+        """
         self._source = source
         self._run = run
         self._ranks = ranks
+        self._described = described
 
     def batch(self, step: int) -> list[Sequence]:
         batch: list[Sequence] = []
 
         def wait() -> None:
             batch.extend(self._source.batch(step))
+            if self._described is not None:
+                self._described(step)
+                self._described = None
 
         self._ranks.agree(f"the batch of step {step}", wait)
         return batch if self._ranks.leads else self._run.steps.read_data(step)

@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from clew.errors import RecordError
+from clew.reading import read_yaml
 from clew.record import rows
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
@@ -79,7 +80,7 @@ def find_group(run: RunDirectory, name: Name) -> Found:
     step = next((entry["step"] for entry in reversed(index) if group in entry["groups"]), None)
     if step is not None:
         only_failed = not run.steps.has_data(step) and name.episode in {row.episode_id for row in failed}
-        trained = [] if only_failed else _of_group(run.steps.read_table(step), group)
+        trained = [] if only_failed else _of_group(run.steps.data_path(step), run.steps.read_table(step), group)
         fate = f"consumed by step {step}"
         return Found(id=group, fate=fate, sequences=trained, failed=failed, step=step, committed=True)
     step = len(index)
@@ -123,13 +124,8 @@ class Settings:
 
     def __init__(self, run: Path) -> None:
         """Raises RecordError when it is no YAML."""
-        import yaml
-
         path = run / "config.yaml"
-        try:
-            self._values = yaml.safe_load(path.read_text()) if path.exists() else None
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise RecordError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+        self._values = read_yaml(path) if path.exists() else None
 
     def get(self, name: str, default: Any = None) -> Any:
         """A field by its dotted name."""
@@ -156,7 +152,7 @@ def _number(episode_id: str) -> int:
 
 def _of_evaluation(run: RunDirectory, group: str, version: int) -> Found:
     path = run.evals / f"version-{version:06d}.parquet"
-    sequences = _of_group(rows.read_table(path), group) if path.exists() else []
+    sequences = _of_group(path, rows.read_table(path), group) if path.exists() else []
     if not sequences:
         versions = [str(entry["version"]) for entry in run.read_evals()]
         raise RecordError(f"{run.path} has no {group}: versions {', '.join(versions) or 'none'} are evaluated.")
@@ -164,10 +160,10 @@ def _of_evaluation(run: RunDirectory, group: str, version: int) -> Found:
 
 
 def _rows(path: Path) -> list[Sequence]:
-    return rows.from_table(rows.read_table(path)) if path.exists() else []
+    return rows.checked(path, rows.read_table(path)) if path.exists() else []
 
 
-def _of_group(table: pa.Table, group: str) -> list[Sequence]:
-    """Its rows; the others are not unpacked."""
+def _of_group(path: Path, table: pa.Table, group: str) -> list[Sequence]:
+    """The rows of a group; the others are not unpacked. path: where the table was read, for errors."""
     places = [place for place, name in enumerate(table.column("group_id").to_pylist()) if name == group]
-    return rows.from_table(pa.concat_tables([table.slice(place, 1) for place in places])) if places else []
+    return rows.checked(path, pa.concat_tables([table.slice(place, 1) for place in places])) if places else []

@@ -15,10 +15,13 @@ from rich.console import Console
 from rich.text import Text
 
 from clew.errors import RecordError
+from clew.record import chain
 from clew.record.bundle import opened
+from clew.record.rejected import count_rejected
 from clew.record.rows import Sequence
-from clew.record.run import RunDirectory, open_run
+from clew.record.run import RunDirectory, changes_in_words, open_run
 from clew.record.steps import parse_steps
+from clew.record.warned import in_words, read_warnings
 from clew.view.episode import lag, rewards_by_name, show_episode, versions
 from clew.view.find import (
     Found,
@@ -42,6 +45,7 @@ from clew.view.text import (
 
 STEPS_SHOWN = 20
 EVALUATIONS_SHOWN = 10
+BREAKS_SHOWN = 5
 FIELD_SHOWN = 2000
 """Characters of a field of the prompt's data row."""
 
@@ -70,6 +74,18 @@ def show(
             _show_step(console, run, int(what))
         else:
             _show_named(console, run, what, tokens)
+        _show_breaks(console, run)
+
+
+def _show_breaks(console: Console, run: RunDirectory) -> None:
+    """What does not fit in the chain of commits. The data and the stages of steps are not looked at: replay does."""
+    found = chain.breaks(run)
+    if found:
+        console.print()
+    for each in found[:BREAKS_SHOWN]:
+        console.print(Text(f"BROKEN CHAIN  {visible(str(each))}", style="red"))
+    if len(found) > BREAKS_SHOWN:
+        console.print(Text(f"and {len(found) - BREAKS_SHOWN} more places where the record does not fit together"))
 
 
 def _show_named(console: Console, run: RunDirectory, what: str, tokens: bool) -> None:
@@ -125,7 +141,7 @@ def _show_run(console: Console, run: RunDirectory, steps: str | None, path: str,
     count = len(index)
     chosen = range(count)[-STEPS_SHOWN:] if steps is None else parse_steps(steps, count)
     model = [as_text(config.get(f"model.{name}", "")) for name in ("path", "dtype", "device")]
-    inbox, rejected = run.inbox.names(), run.rejected_groups()
+    inbox, rejected, reasons = run.inbox.names(), run.rejected_groups(), count_rejected(run).lines()
     packages = "  ".join(f"{name} {version}" for name, version in facts.get("packages", {}).items())
     console.print(
         pairs(
@@ -138,12 +154,17 @@ def _show_run(console: Console, run: RunDirectory, steps: str | None, path: str,
                 ("git", facts.get("git") or MISSING),
                 ("created", moment(facts.get("created"))),
                 ("steps", _progress(run, count, config)),
+                *(("changed", line) for line in _changes(facts)),
                 ("groups", f"{len(inbox)} waiting in the inbox, {len(rejected)} rejected"),
+                *([("rejected", "\n".join(reasons))] if reasons else []),
                 ("reward", _reward_range(run, count)),
                 ("checkpoints", "  ".join(sorted(p.name for p in run.checkpoints.glob("step-*"))) or MISSING),
             ]
         )
     )
+    if warned := in_words(read_warnings(run.warnings_path)[0]):
+        console.print()
+        console.print(pairs(("warning", line) for line in warned))
     _show_evaluations(console, run.read_evals())
     if not chosen:
         return
@@ -169,6 +190,11 @@ def _show_run(console: Console, run: RunDirectory, steps: str | None, path: str,
             number(sum(timings.values()) if (timings := summary.get("timings")) else None, ".2f"),
         )
     console.print(rows)
+
+
+def _changes(facts: dict[str, Any]) -> list[str]:
+    """Return a line for each change of the configuration, with the step at which it took effect."""
+    return [f"from step {each['step']}: {changes_in_words(each['fields'])}" for each in facts.get("changes", [])]
 
 
 def _latest(run: RunDirectory) -> int | None:
@@ -227,6 +253,8 @@ def _reward_range(run: RunDirectory, count: int) -> str:
 def _show_step(console: Console, run: RunDirectory, step: int) -> None:
     if not run.steps.json_path(step).exists():
         count = run.steps.count()
+        if step < count or run.steps.committed_after(step) is not None:
+            run.steps.read(step)  # raises
         made = f" Step {count} is being made." if run.steps.has_data(count) else ""
         raise RecordError(f"{run.path} has no step {step}: {committed_steps(count)}.{made}")
     summary = run.steps.read(step)

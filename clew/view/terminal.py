@@ -5,21 +5,56 @@ Both only read the run directory, so they show the same from any terminal, and s
 
 from __future__ import annotations
 
+import sys
 import time
-from typing import Any
+from typing import Any, NotRequired
 
+from pydantic import with_config
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
+from typing_extensions import TypedDict
 
+from clew.console import EscapingConsole
 from clew.errors import RecordError
-from clew.record.files import read_json
-from clew.record.run import RunDirectory
+from clew.printing import print
+from clew.reading import STRICT, Count, Moment, read_json
+from clew.record.run import RunDirectory, read_evaluation
+from clew.record.warned import read_warnings
+from clew.view.text import one_line
+from clew.view.text import table as rows_table
 from clew.waits import OLD_S
 
 ROLES = ("trainer", "rollout", "server")
 ENDED = ("ended", "failed")
+
+
+@with_config(STRICT)
+class Waiting(TypedDict):
+    """One kind of wait of a process, as `clew.waits` writes it."""
+
+    what: str
+    alike: Count
+    unblocks: str
+    numbers: str
+    since: Moment
+
+
+@with_config(STRICT)
+class Status(TypedDict):
+    """Content of status/PROCESS.json."""
+
+    process: str
+    pid: Count
+    updated: Moment
+    doing: str
+    version: Count | None
+    waits: list[Waiting]
+    error: NotRequired[str]
+    warning: NotRequired[str | None]
+
+
 STALE_S = 5.0
 """A status file this old belongs to a process that is stopped, hung in C code, or gone."""
 
@@ -27,15 +62,15 @@ STALE_S = 5.0
 def read_statuses(run: RunDirectory) -> list[dict[str, Any]]:
     """The status files of a run's processes, trainer first."""
     paths = sorted(run.status.glob("[!.]*.json"), key=lambda p: ROLES.index(p.stem) if p.stem in ROLES else 9)
-    return [read_json(path) for path in paths]
+    return [read_json(path, Status) for path in paths]
 
 
-def status_table(run: RunDirectory) -> Table:
+def status_table(run: RunDirectory) -> Group:
     """Each process: its version, what it does, what it waits for, since when, and the numbers that decide it."""
     table = Table(expand=True, box=None, pad_edge=False)
     for column in ("process", "version", "doing", "waiting for", "since", "numbers", "unblocked by"):
         table.add_column(column, overflow="fold", no_wrap=column in ("process", "version", "since"))
-    now = time.time()
+    now, captions = time.time(), list[str]()
     for status in read_statuses(run):
         doing = status["doing"]
         age = now - status["updated"]
@@ -50,9 +85,21 @@ def status_table(run: RunDirectory) -> Table:
         )
         for wait in waits[1:]:
             table.add_row("", "", "", *_wait_cells(wait, now))
-        if alive and status.get("warning"):
-            table.caption, table.caption_justify = f"{status['process']}: {status['warning']}", "left"
-    return table
+        notes = [status["warning"]] if alive and status.get("warning") else []
+        if branched := branched_share(status.get("episodes_branched"), status.get("episodes")):
+            notes.append(branched)
+        captions += [f"{status['process']}: {note}" for note in notes]
+    return Group(table, *(Text(each, "yellow", overflow="fold", no_wrap=False) for each in captions))
+
+
+def branched_share(branched: Any, episodes: Any) -> str:
+    """Return how many of the episodes branched, and what that means; "" if none did."""
+    if not isinstance(branched, int) or not isinstance(episodes, int) or not 0 < branched <= episodes:
+        return ""
+    return (
+        f"{branched} of {episodes} episodes branched ({branched / episodes:.0%}): a request did not continue the "
+        f"recorded conversation, so tokens are processed again (docs/agents.md)"
+    )
 
 
 def _wait_cells(wait: dict[str, Any] | None, now: float) -> tuple[str, ...]:
@@ -63,6 +110,14 @@ def _wait_cells(wait: dict[str, Any] | None, now: float) -> tuple[str, ...]:
 
 
 STEP_COLUMNS = ("step", "reward", "length", "lag", "k3", "grad norm", "tok/s", "tok/s trained", "seconds in")
+
+
+SPARE_COLUMNS = ("seconds in", "tok/s trained", "tok/s", "k3", "lag", "grad norm")
+"""Columns that a narrow terminal leaves out, the first of them first; step, reward and length always stay."""
+
+FRAME_LINES = 6
+"""Lines of the live picture beside steps and processes: its heading, the steps' heading, a note on columns that are
+left out (two lines), a blank line, and the cursor's."""
 
 
 def step_cells(summary: dict[str, Any]) -> tuple[str, ...]:
@@ -102,12 +157,15 @@ class Progress:
         """live: False where a debugger may ask for its prompt on the same terminal."""
         self._run = run
         self._total = total_steps
-        self._console = console or Console(soft_wrap=True, highlight=False)
+        self._console = console or EscapingConsole(soft_wrap=True, highlight=False)
         self._next = run.steps.count()
         self._recent: list[tuple[str, ...]] = []
         self._evaluated: set[int] = {entry["version"] for entry in run.read_evals()}
         self._live = Live(console=self._console, refresh_per_second=4) if live and self._console.is_terminal else None
         self._shown = 0.0
+        self._elsewhere = live
+        """The processes write their warnings elsewhere, so that they are to be shown here."""
+        self._warned_to = run.warnings_path.stat().st_size if run.warnings_path.exists() else 0
         self._told: dict[tuple[str, float], float] = {}
 
     def __enter__(self) -> Progress:
@@ -140,16 +198,33 @@ class Progress:
             version = int(path.stem.removeprefix("version-"))
             if version not in self._evaluated:
                 self._evaluated.add(version)
-                line = _evaluation_line(read_json(path))
+                line = _evaluation_line(read_evaluation(path))
                 (self._live.console if self._live else self._console).print(line, markup=False)
+        if self._elsewhere:
+            self._tell_warnings()
         if self._live:
             self._live.update(self._picture())
         else:
             self._tell_old_waits()
 
+    def _tell_warnings(self) -> None:
+        """Write new warnings to stderr, or above the live picture where both are the same terminal."""
+        warnings, self._warned_to = read_warnings(self._run.warnings_path, self._warned_to)
+        for warning in warnings:
+            step = "" if warning.step is None else f", step {warning.step}"
+            line = f"warning ({warning.process}{step}): {warning.text}"
+            if self._live and sys.__stderr__ is not None and sys.__stderr__.isatty():
+                self._live.console.print(line, markup=False, style="yellow")
+            else:
+                print(line, file=sys.__stderr__ if self._live else sys.stderr, flush=True)
+
     def _tell_old_waits(self) -> None:
         """Without a live picture: a line when the oldest wait of a process is 20 s old, and each time that doubles."""
-        for status in read_statuses(self._run):
+        try:
+            statuses = read_statuses(self._run)
+        except RecordError:  # a training run does not end because of what only people read
+            return
+        for status in statuses:
             for wait in status["waits"][:1]:
                 age = time.time() - wait["since"]
                 key = (status["process"], wait["since"])
@@ -163,16 +238,17 @@ class Progress:
                     )
 
     def _picture(self) -> Group:
-        steps = Table(box=None, pad_edge=False, expand=True)
-        for column in STEP_COLUMNS:
-            steps.add_column(column, justify="left" if column == "seconds in" else "right", no_wrap=True)
-        for cells in self._recent:
-            steps.add_row(*cells)
         try:
-            processes: Any = status_table(self._run)
-        except (RecordError, FileNotFoundError):
-            processes = Text("")
-        return Group(Text(f"step {self._next} of {self._total}", style="bold"), steps, Text(""), processes)
+            processes = status_table(self._run)
+        except RecordError:
+            processes = Group(Text(""))
+        taken = len(self._console.render_lines(processes)) + FRAME_LINES
+        steps = rows_table(*STEP_COLUMNS, words=("seconds in",), spare=SPARE_COLUMNS)
+        for cells in self._recent[-max(3, self._console.height - taken) :]:  # what does not fit is cut off at the end
+            steps.add_row(*cells[:-1], one_line(cells[-1]))
+        table, *advice = processes.renderables  # advice comes first, so that it is not cut off
+        heading = Text(f"step {self._next} of {self._total}", style="bold")
+        return Group(heading, steps, Text(""), *advice, table)
 
 
 def _evaluation_line(evaluation: dict[str, Any]) -> str:

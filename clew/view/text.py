@@ -14,18 +14,13 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from clew.printing import visible
+
 MISSING = "-"
 GAP = 2
 """Between two columns."""
 WORDS = 16
 """What a column of text needs at least."""
-
-
-def visible(text: str, keep: str = "\n") -> str:
-    """Control, formatting and other unprintable characters as Python writes them (\\x1b); those in `keep` stay."""
-    if text.isprintable():
-        return text
-    return "".join(char if char.isprintable() or char in keep else repr(char)[1:-1] for char in text)
 
 
 def one_line(text: str, limit: int = 160, style: str = "") -> Text:

@@ -15,6 +15,7 @@ import pytest
 
 from clew.record import rows
 from clew.training.checkpoint import FORMAT as CHECKPOINT_FORMAT
+from tests.diagnose.planted import seal
 from tests.end_to_end.project import USER_CODE, Ended, Project
 
 REWARDS = """
@@ -53,7 +54,7 @@ class Flaky(SingleTurn):
 
 def failed(ended: Ended, *words: str) -> str:
     """The message of a command that failed as it should: all of these words, no traceback of Clew's own."""
-    assert ended.code == 1, ended.output
+    assert ended.code == 2, ended.output
     for word in words:
         assert word in ended.error, f"{word!r} is not in: {ended.error}"
     assert "defect of Clew" not in ended.output
@@ -190,11 +191,11 @@ def test_a_reward_that_is_no_finite_number(project: Project, reward: str, words:
     assert project.digests()[:1] == before
 
 
-@pytest.mark.parametrize("percent", [50, 100])
+@pytest.mark.parametrize("percent", [70, 100])
 def test_a_workflow_that_raises_too_often(project: Project, percent: int) -> None:
     project.code(USER_CODE + FLAKY)
-    flaky = ["rollout.workflow=mine.Flaky", f"rollout.workflow_kwargs.percent={percent}"]
-    said = failed(project.inline(*flaky), "episodes failed", "rollout.max_failed_share (0.2) allows 4 of 24",
+    flaky = ["rollout.workflow=mine.Flaky", f"rollout.workflow_kwargs.percent={percent}", "training.steps=50"]
+    said = failed(project.inline(*flaky), "episodes failed", "rollout.max_failed_share=0.2 is the limit",
                   "RuntimeError: the tool fell over in g0", 'mine.py", line', "runs/tiny/0/rejected")  # fmt: skip
     assert said.count("Traceback") == 1  # of one episode, where the user's code raised
     before, finished = project.digests(), project.run.inbox.names()
@@ -281,16 +282,15 @@ def resuming(project: Project) -> Project:
     return project
 
 
-@pytest.mark.parametrize(("name", "cut", "words"), [
-    ("steps/step-000001.parquet", 0.5, ["cannot be read", "truncated", "restore it from a copy"]),
-    ("steps/step-000001.parquet", 0.0, ["cannot be read", "it has 0 bytes", "restore it from a copy"]),
-    ("steps/step-000001.json", 0.5, ["is not JSON", "restore it from a copy"]),
-])  # fmt: skip
-def test_a_truncated_step(resuming: Project, name: str, cut: float, words: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("name", "cut"),
+    [("steps/step-000001.parquet", 0.5), ("steps/step-000001.parquet", 0.0), ("steps/step-000001.json", 0.5)],
+)
+def test_a_truncated_step(resuming: Project, name: str, cut: float) -> None:
     before, file = resuming.digests(), resuming.path / name
     whole = file.read_bytes()
     file.write_bytes(whole[: int(cut * len(whole))])
-    failed(resuming.inline(), f"runs/tiny/0/{name}", *words)
+    failed(resuming.inline(), "Cannot go on with runs/tiny/0: step 1", name, "Restore it from a copy")
     file.write_bytes(whole)
     completed(resuming.inline(), 4)
     assert resuming.digests()[:3] == before
@@ -352,6 +352,8 @@ def newer_checkpoint(project: Project) -> Path:
 @pytest.mark.parametrize("newer", [newer_step, newer_run, newer_commit, newer_checkpoint])
 def test_a_record_of_a_newer_format(resuming: Project, newer) -> None:
     file = newer(resuming)
+    if newer in (newer_step, newer_commit):
+        seal(resuming.run)  # a newer Clew would have committed the file as it is
     newest = CHECKPOINT_FORMAT if newer is newer_checkpoint else rows.FORMAT
     failed(resuming.inline(), str(file.relative_to(resuming.folder)), "format 9", f"up to {newest}", "Upgrade Clew")
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from clew.record import rows
 from tests.end_to_end.project import USER_CODE, Project
 from tests.models import tiny_model, tiny_tokenizer
 
@@ -141,7 +142,7 @@ def test_a_workflow_that_cannot_be_meant(project: Project) -> None:
         (["rollout.n_samples=1"], ["rollout.n_samples is 1", "Use at least 2"]),
     ):
         ended = project.inline(*overrides)
-        assert ended.code == 1, ended.output
+        assert ended.code == 2, ended.output
         for word in words:
             assert word in ended.error
 
@@ -157,4 +158,4 @@ def test_lag_minibatches_and_kl_together(project: Project) -> None:
     assert len(steps) == 6 and steps[-1]["lag_max"] <= 2
     evaluations = project.run.read_evals()
     assert [each["version"] for each in evaluations] == [0, 3, 6] and "pass@2" in evaluations[0]
-    assert json.loads((project.path / "run.json").read_text())["clew_format"] == 3
+    assert json.loads((project.path / "run.json").read_text())["clew_format"] == rows.FORMAT

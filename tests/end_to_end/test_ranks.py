@@ -39,7 +39,7 @@ def test_a_killed_rank_ends_the_run_which_goes_on_and_replays_on_any_number_of_r
     process = start(project, until_step=2)
     os.kill(project.status("trainer-1")["pid"], signal.SIGKILL)
     ended = project.end(process, seconds=ENDS_IN_S)
-    assert ended.code == 1 and "trainer rank 1 of 2 was killed by signal 9" in ended.error
+    assert ended.code == 2 and "trainer rank 1 of 2 was killed by signal 9" in ended.error
     before = project.run.steps.index()
 
     project.clew("train", "launch.colocate=true")
@@ -83,7 +83,7 @@ def test_the_rank_that_failed_first_is_named(project):
     )
     project.set(launch={"ranks": 2}, algorithm={"loss": "mine.loss"})
     ended = project.clew("train")
-    assert ended.code == 1 and "trainer rank 1 of 2: " in ended.error and "this is the cause" in ended.error
+    assert ended.code == 2 and "trainer rank 1 of 2: " in ended.error and "this is the cause" in ended.error
 
 
 def test_ctrl_c_ends_all_ranks_where_they_can_go_on(project):

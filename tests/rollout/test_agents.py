@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from clew.config import Config
 from clew.errors import ConfigError
@@ -17,6 +20,8 @@ from clew.rollout import agents
 from clew.rollout.process import gateway_for
 from clew.rollout.returns import turn_returns
 from clew.rollout.runner import RolloutRunner
+from clew.view.terminal import status_table
+from clew.waits import Reporter
 from tests.gateway.chatml import chatml_tokenizer
 from tests.gateway.spoken import Spoken
 from tests.rollout.scripted import ROWS, config_for
@@ -33,13 +38,14 @@ async def rolled_out(tmp_path: Path, agent: str, **rollout: Any) -> tuple[list[S
     run.inbox.publish(0)
     gateway = gateway_for(config)
     assert gateway is not None
-    runner = RolloutRunner(config, run, engine, tokenizer, ROWS, [], gateway=gateway)
-    try:
-        while not {"g000000", "g000001", "g000002"} <= run.inbox.names() | run.rejected_groups():
-            await asyncio.wait_for(runner.advance(), 20)
-    finally:
-        await runner.close()
-        gateway.stop()
+    with Reporter(run.status, "rollout") as reporter:
+        runner = RolloutRunner(config, run, engine, tokenizer, ROWS, [], reporter, gateway)
+        try:
+            while not {"g000000", "g000001", "g000002"} <= run.inbox.names() | run.rejected_groups():
+                await asyncio.wait_for(runner.advance(), 20)
+        finally:
+            await runner.close()
+            gateway.stop()
     tables = list(run.inbox.scan().values()) or [read_table(path) for path in run.rejected.glob("*.parquet")]
     return [row for table in tables for row in from_table(table)], run
 
@@ -88,7 +94,24 @@ def test_an_agent_that_catches_its_cancellation_is_stopped(
     monkeypatch.setattr(agents, "CANCEL_S", 0.1)
     rows, _ = asyncio.run(rolled_out(tmp_path, "Stubborn", episode_timeout_s=0.5))
     assert all("cancelled after 0.5 s" in (row.error or "") for row in rows)
-    assert "Let CancelledError out" in caplog.text
+    assert "Do not swallow CancelledError." in caplog.text
+
+
+def test_branched_episodes_are_counted_in_the_status_and_warned_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows, run = asyncio.run(rolled_out(tmp_path, "Clock"))
+    marked = [[each.get("branch", {}).get("message") for each in row.interactions] for row in rows]
+    assert sorted(map(str, marked)) == sorted(["[None]", "[1]"] * (len(rows) // 2))
+    [warning] = [line for line in caplog.messages if "does not continue" in line]
+    assert 'message 1 (system) differs at character 7: "It is 0 o\'clock." became' in warning
+    assert warning.endswith("(further warnings of this kind are not shown)")
+    terminal = io.StringIO()
+    Console(width=200, file=terminal).print(status_table(run))
+    assert re.search(r"rollout: (\d+) of \1 episodes branched \(100%\)", terminal.getvalue())
+    rows, run = asyncio.run(rolled_out(tmp_path / "sound", "Turns"))
+    Console(width=200, file=(sound := io.StringIO())).print(status_table(run))
+    assert "branched" not in sound.getvalue()
 
 
 @pytest.mark.parametrize("agent", ["Plain", "Blocking", "Decorated"])

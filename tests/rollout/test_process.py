@@ -154,7 +154,7 @@ def test_the_server_may_be_named_by_the_environment(tmp_path, start):
 def test_what_cannot_work_ends_it_at_once(tmp_path, start, sections, says):
     prepare(tmp_path, **sections)
     rollout = start("rollout")
-    assert rollout.wait(30) == 1
+    assert rollout.wait(30) == 2
     assert says in " ".join(start.logs().split()) and "Traceback" not in start.logs()
 
 
@@ -164,7 +164,7 @@ def test_a_prompt_longer_than_the_context_is_a_failed_episode_that_says_so(tmp_p
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in long))
     run.inbox.publish(0)
     server, rollout = start("serve"), start("rollout")
-    assert rollout.wait(60) == 1, start.logs()
+    assert rollout.wait(60) == 2, start.logs()
     assert server.poll() is None
     logs = " ".join(start.logs().split())
     assert "episodes failed" in logs and "context" in logs and "256" in logs

@@ -12,6 +12,7 @@ from clew.data import order
 from clew.errors import ConfigError, DataError, RolloutError
 from clew.inference.protocol import RequestTooLong
 from clew.record import rows as record_rows
+from clew.record.rejected import count_rejected
 from clew.record.run import RunDirectory
 from clew.rollout.evaluation import is_due, pass_at_k
 from clew.waits import current_waits
@@ -156,7 +157,7 @@ def test_admission_is_corrected_when_a_version_is_published_meanwhile(tmp_path):
 # Failure -------------------------------------------------------------------------------------------------------------
 
 
-def test_one_episode_in_a_hundred_fails_and_the_run_goes_on(tmp_path):
+def test_one_episode_in_a_hundred_fails_and_the_run_goes_on(tmp_path, caplog):
     config = config_for(
         tmp_path,
         rollout={"workflow": f"{CODE}.Faulty", "workflow_kwargs": {"every": 20}, "n_samples": 4},
@@ -166,13 +167,22 @@ def test_one_episode_in_a_hundred_fails_and_the_run_goes_on(tmp_path):
     run = RunDirectory(config.run_path)
     failed = rejected(run)
     assert len(failed) == 4 and run.steps.count() == 8
+    [warning] = [each.getMessage() for each in caplog.records]
+    assert "failed: RuntimeError: tool 20 is broken" in warning and "This is said once" in warning
+    assert count_rejected(run).lines() == ["4 episodes failed:", "  4 times RuntimeError: tool # is broken"]
     for name, (row,) in failed.items():
         assert row.episode_id == name and row.finish_reason == "error" and math.isnan(row.reward)
         assert len(row.input_ids) == 0
         assert row.error is not None and row.error.startswith("RuntimeError: tool") and "user_code.py" in row.error
 
 
-@pytest.mark.parametrize(("every", "counts"), [(2, "13 of the last 2[4-6]"), (1, "13 of the last 13")])
+@pytest.mark.parametrize(
+    ("every", "counts"),
+    [
+        (2, r"102 of the last 204 episodes failed \(34 groups\)"),
+        (1, r"24 of the last 24 episodes failed \(4 groups\)"),
+    ],
+)
 def test_when_too_many_fail_the_run_stops_with_the_commonest_error(tmp_path, every, counts):
     config = config_for(
         tmp_path,
@@ -182,8 +192,8 @@ def test_when_too_many_fail_the_run_stops_with_the_commonest_error(tmp_path, eve
     with pytest.raises(RolloutError, match=counts) as raised:
         drive(tmp_path, config, Scripted(), range(21))
     message = str(raised.value)
-    assert "RuntimeError: tool" in message and "(13 times)" in message and message.count("Traceback") == 1
-    assert "rollout.max_failed_share (0.2)" in message
+    assert "RuntimeError: tool" in message and " times)" in message and message.count("Traceback") == 1
+    assert "rollout.max_failed_share=0.2 is the limit: repair the cause, or raise it" in message
 
 
 def test_hopeless_runs_stop_whatever_share_is_allowed(tmp_path):
@@ -197,7 +207,7 @@ def test_hopeless_runs_stop_whatever_share_is_allowed(tmp_path):
         },
         training={"steps": 20},
     )
-    with pytest.raises(RolloutError, match="16 of the last 16 episodes failed"):
+    with pytest.raises(RolloutError, match=r"56 of the last 56 episodes failed \(14 groups\)"):
         drive(tmp_path, config, Scripted(), range(21))
 
 

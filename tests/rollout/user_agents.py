@@ -101,7 +101,8 @@ class Blocking:
 
     async def run(self, data: dict[str, Any], base_url: str, api_key: str, http_client: Any) -> float:
         body = json.dumps({"model": "x", "messages": asked(data)}).encode()
-        request = urllib.request.Request(f"{base_url}/chat/completions", body, {"Authorization": f"Bearer {api_key}"})
+        headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
+        request = urllib.request.Request(f"{base_url}/chat/completions", body, headers)
         with urllib.request.urlopen(request) as response:  # noqa: ASYNC210 - the fault that it has
             return float(len(json.load(response)["choices"]))
 
@@ -114,6 +115,43 @@ class Rude:
         answer = await client.chat.completions.create(model="policy", messages=asked(data))
         more = [{"role": "assistant", "content": answer.choices[0].message.content}, {"role": "user", "content": "No!"}]
         await client.chat.completions.create(model="policy", messages=[*asked(data), *more])
+        return 1.0
+
+
+class Asking:
+    """Two requests, the second as the arguments say."""
+
+    def __init__(self, said: str = "and now?", about: str = "adds two numbers", **request: Any) -> None:
+        self.said, self.about = said, about
+        self.request: dict[str, Any] = {"model": "policy", **request}
+
+    async def run(self, data: dict[str, Any], base_url: str, api_key: str, http_client: Any) -> float:
+        client = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client, max_retries=0)
+        first = await client.chat.completions.create(model="policy", messages=asked(data))
+        answer: Any = {"role": "assistant", "content": first.choices[0].message.content}
+        properties = {"type": "object", "properties": {"a": {"type": "integer"}}}
+        tool = {"name": "add", "description": self.about, "parameters": properties}
+        tools: Any = [{"type": "function", "function": tool}]
+        await client.chat.completions.create(
+            messages=[*asked(data), answer, {"role": "user", "content": self.said}],
+            tools=tools,
+            **self.request,
+        )
+        return 1.0
+
+
+class Clock:
+    """Has a clock in its system prompt, and so starts a new sequence at each turn; it sends neutral fields, too."""
+
+    async def run(self, data: dict[str, Any], base_url: str, api_key: str) -> float:
+        messages = asked(data)
+        async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            for turn in range(2):
+                system: Any = {"role": "system", "content": f"It is {turn} o'clock."}
+                answer = await client.chat.completions.create(
+                    model="model", messages=[system, *messages], max_tokens=4, frequency_penalty=0
+                )
+                messages += [{"role": "assistant", "content": answer.choices[0].message.content}, *asked(data)]
         return 1.0
 
 

@@ -26,6 +26,22 @@ class AtItsOwnPace:
         return sum(letter.isdigit() for letter in said) / 10
 
 
+class Dawdles:
+    """A workflow that asks twice, and waits for something of its own before."""
+
+    async def run_episode(self, engine: Any, data: dict[str, Any]) -> float:
+        first = await engine.generate(engine.tokenizer(data["prompt"])["input_ids"])
+        await asyncio.sleep(0.02 * random.random())
+        again = await engine.generate(first.all_ids + engine.tokenizer(" again")["input_ids"])
+        return sum(letter.isdigit() for letter in again.text) / 10
+
+
+async def slow_reward(completion: str, data: dict[str, Any]) -> float:
+    """Waits for something of its own, as a judge on the network does."""
+    await asyncio.sleep(0.02 * random.random())
+    return sum(letter.isdigit() for letter in completion) / 10
+
+
 class Looks:
     """Shows an image, then another one; likes answers with digits."""
 

@@ -1,11 +1,13 @@
 """Whole runs in this process: equal twice, resumed from any checkpoint, and refused when the record was altered."""
 
+import io
 import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from clew import config as configuration
 from clew.config import Config
@@ -14,6 +16,7 @@ from clew.record import rows
 from clew.record.run import RunDirectory
 from clew.trainer.learn import learn_inline
 from clew.trainer.loop import Clock
+from clew.view.show import show
 from tests.models import tiny_model, tiny_tokenizer
 from tests.trainer import losses
 
@@ -52,7 +55,7 @@ def first(folder: Path) -> RunDirectory:
 
 
 def copy(run: RunDirectory, folder: Path, trial: str) -> RunDirectory:
-    shutil.copytree(run.path, folder / "runs" / "learn" / trial)
+    shutil.copytree(run.path, folder / "runs" / "learn" / trial, symlinks=True)
     return RunDirectory(folder / "runs" / "learn" / trial)
 
 
@@ -64,7 +67,7 @@ def keep_checkpoints(run: RunDirectory, *versions: int) -> None:
 
 def test_two_runs_are_equal_bit_for_bit(folder: Path, first: RunDirectory) -> None:
     second = learn(configure(folder, "second"))
-    assert first.steps.index_path.read_bytes() == second.steps.index_path.read_bytes()
+    assert first.steps.index() == second.steps.index()
     for name in ("model.safetensors", "trainer/state.safetensors"):
         last = Path("checkpoints") / "step-000005" / name
         assert (first.path / last).read_bytes() == (second.path / last).read_bytes()
@@ -79,12 +82,29 @@ def test_two_runs_of_an_agent_are_equal_bit_for_bit(folder: Path) -> None:
     """Its requests come over sockets, each time in another order."""
     agent = {"rollout.agent": "tests.trainer.agents.AtItsOwnPace", "rollout.reward": "null", "training.steps": 3}
     one, other = (learn(configure(folder, f"agent-{number}", **agent)) for number in range(2))
-    assert one.steps.index_path.read_bytes() == other.steps.index_path.read_bytes()
+    assert one.steps.index() == other.steps.index()
     started = [
         [each["started_at"] for row in run.steps.read_data(0) for each in row.interactions] for run in (one, other)
     ]
     orders = [sorted(range(len(times)), key=times.__getitem__) for times in started]
     assert orders[0] != orders[1] and len(orders[0]) == 18
+
+
+@pytest.mark.parametrize(
+    "rollout",
+    [
+        {"rollout.workflow": "tests.trainer.agents.Dawdles", "rollout.reward": "null"},
+        {
+            "rollout.workflow": "clew.rollout.workflows.MultiTurnRetry",
+            "rollout.reward": "tests.trainer.agents.slow_reward",
+        },
+    ],
+)
+def test_two_runs_of_a_workflow_that_waits_for_something_else_are_equal(folder: Path, rollout: dict[str, str]) -> None:
+    name = rollout["rollout.workflow"].rpartition(".")[2]
+    changes = {**rollout, "training.steps": 3, "sampling.max_new_tokens": 20}
+    runs = [learn(configure(folder, f"{name}-{number}", **changes)) for number in range(2)]
+    assert runs[0].steps.index() == runs[1].steps.index()
 
 
 def test_taking_turns_on_one_device_frees_the_cache_and_changes_no_bit(folder: Path) -> None:
@@ -96,7 +116,7 @@ def test_taking_turns_on_one_device_frees_the_cache_and_changes_no_bit(folder: P
         assert len(losses.cache_bytes) == 4
         assert all((held == 0) == colocate for held in losses.cache_bytes), losses.cache_bytes
         assert ("release" in run.steps.read(1)["timings"]) == colocate
-        indices.append(run.steps.index_path.read_bytes())
+        indices.append(run.steps.index())
     assert indices[0] == indices[1]
 
 
@@ -149,7 +169,7 @@ def test_an_altered_batch_is_named(folder: Path, first: RunDirectory) -> None:
     logprobs = batch[0].logprobs.copy()
     logprobs[-1] += 0.25
     run.steps.write_data(3, rows.to_table([replace(batch[0], logprobs=logprobs), *batch[1:]]))
-    with pytest.raises(TrainingError, match=r"step 3, trained again from the record, differs in its data: digest .*"):
+    with pytest.raises(RecordError, match=r"Cannot go on with .*: step 3: steps/step-000003\.parquet is not the file"):
         learn(configure(folder, "altered"))
     assert run.steps.index() == first.steps.index()
 
@@ -159,7 +179,7 @@ def test_a_truncated_batch_is_named(folder: Path, first: RunDirectory) -> None:
     keep_checkpoints(run, 0)
     path = run.steps.data_path(2)
     path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(RecordError, match=r"step-000002\.parquet cannot be read"):
+    with pytest.raises(RecordError, match=r"Cannot go on with .*: step 2: steps/step-000002\.parquet is not the file"):
         learn(configure(folder, "truncated"))
 
 
@@ -238,3 +258,48 @@ def test_the_clock_counts_nothing_twice() -> None:
     taken = clock.take()
     assert set(taken) == {"outer", "inner"} and taken["inner"] > taken["outer"] >= 0
     assert clock.take() == {}
+
+
+def test_a_finished_run_keeps_its_configuration_when_nothing_is_trained(
+    folder: Path, first: RunDirectory, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = copy(first, folder, "finished")
+    before = run.config_path.read_bytes(), run.run_json.read_bytes()
+    learn(configure(folder, "finished", seed=99, **{"training.lr": 0.5, "training.steps": 1}))
+    assert (run.config_path.read_bytes(), run.run_json.read_bytes()) == before
+    [said] = [each for each in caplog.messages if "configuration" in each]
+    assert "no step is left to train" in said and "seed 1 -> 99" in said and "training.lr 0.001 -> 0.5" in said
+
+
+def test_changes_of_the_configuration_are_announced_and_kept_with_their_step(
+    folder: Path, first: RunDirectory, caplog: pytest.LogCaptureFixture
+) -> None:
+    copy(first, folder, "changing")
+    learn(configure(folder, "changing", **{"training.lr": 0.01, "training.steps": 6}))
+    assert (
+        "from step 5 on the configuration is another: training.steps 5 -> 6, training.lr 0.001 -> 0.01" in caplog.text
+    )
+    run = learn(configure(folder, "changing", **{"training.lr": 0.002, "training.steps": 7}))
+    learn(configure(folder, "changing", **{"training.lr": 0.002, "training.steps": 7}))
+    assert configuration.load(run.config_path).training.lr == 0.002
+    assert run.facts()["changes"] == [
+        {"step": 5, "fields": {"training.steps": [5, 6], "training.lr": [0.001, 0.01]}},
+        {"step": 6, "fields": {"training.steps": [6, 7], "training.lr": [0.01, 0.002]}},
+    ]
+    shown = Console(width=200, file=io.StringIO(), record=True)
+    show(run.path, console=shown)
+    assert "from step 6: training.steps 6 -> 7, training.lr 0.01 -> 0.002" in shown.export_text()
+
+
+def test_latest_names_the_newest_checkpoint_and_never_dangles(folder: Path, first: RunDirectory) -> None:
+    link = first.checkpoints / "latest"
+    assert link.readlink() == Path("step-000005")
+    run = copy(first, folder, "latest")
+    keep_checkpoints(run, 0, 2)
+    assert not (run.checkpoints / "latest").exists(), "the link dangles"
+    run = learn(configure(folder, "latest", **{"training.steps": 6, "checkpoint.keep": 1}))
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["latest", "step-000000", "step-000006"]
+    assert (run.checkpoints / "latest").readlink() == Path("step-000006")
+    keep_checkpoints(run, 0)
+    learn(configure(folder, "latest", **{"training.steps": 6, "checkpoint.keep": 1}))
+    assert (run.checkpoints / "latest" / "model.safetensors").is_file()

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from clew import config as configuration
 from clew.record.run import RunDirectory
+from clew.record.warned import in_words, read_warnings
 from clew.trainer.learn import learn_inline
 from clew.trainer.nothing_to_learn import WARN_STEPS, NothingToLearn
 from clew.view.terminal import status_table
@@ -38,6 +39,15 @@ def test_it_counts_steps_in_a_row(caplog: pytest.LogCaptureFixture) -> None:
     batch = NothingToLearn("gae")
     assert not any(batch.add(step, metrics(1.0, 0.5)) for step in range(9))  # groups differ from one another
     assert "within the batch" in [batch.add(step, metrics(1.0, 0.0)) for step in range(9)][-1]
+
+
+def test_advantages_that_are_all_zero_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    watch = NothingToLearn("mine.zero")
+    for step in range(9):
+        watch.add(step, metrics(0.0, 0.5), 0.0 if step else 0.3)
+    assert [each.partition(":")[0] for each in caplog.messages] == ["step 1", "step 2", "step 4", "step 8"]
+    assert "all advantages are zero (8 such steps so far)" in caplog.messages[-1]
+    assert "algorithm.advantages=mine.zero" in caplog.messages[-1]
 
 
 def test_a_run_whose_rewards_are_all_equal(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -69,3 +79,7 @@ def test_a_run_whose_rewards_are_all_equal(tmp_path: Path, caplog: pytest.LogCap
         in (record.getMessage())
     )
     assert "nothing to learn for 5 steps" in " ".join(seen[-1].split())
+    kept = in_words(read_warnings(RunDirectory(config.run_path).warnings_path)[0])
+    zero, equal = (" ".join(each.split()) for each in kept)
+    assert zero.startswith("trainer, steps 0 to 1, 2 times: step 1: all advantages are zero (2 such steps so far)")
+    assert equal.startswith("trainer, step 3: nothing to learn for 4 steps")

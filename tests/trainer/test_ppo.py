@@ -14,7 +14,7 @@ from clew.diagnose.rerun import rerun
 from clew.record.bundle import write_bundle
 from clew.record.run import RunDirectory
 from clew.trainer.learn import learn_inline
-from tests.diagnose.planted import change_stage, generated_at
+from tests.diagnose.planted import change_stage, generated_at, seal
 from tests.models import tiny_model, tiny_tokenizer
 
 
@@ -100,5 +100,6 @@ def test_an_altered_stage_is_named_to_the_token(
     name = change_stage(run, 21, stage, 3, position, 0.25)
     assert not replays(run.path, "21")
     assert f"FIRST DIFFERENCE  step 21, {stage}: {name}, token {position}: recorded" in capsys.readouterr().out
+    seal(run)  # otherwise the chain of commits is what is broken
     if stage != "advantages":  # which follow from the recorded values
         assert replays(run.path, "21", "advantages") == (stage == "returns")

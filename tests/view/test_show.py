@@ -228,7 +228,7 @@ def test_a_bundle(run: RunDirectory, tmp_path: Path) -> None:
     assert made.returncode == 0 and "g000004" in made.stdout
     bundle.write_bytes(bundle.read_bytes()[:-100])
     broken = clew(str(bundle))
-    assert broken.returncode == 1 and "small.zip is neither a run directory nor a bundle" in broken.stderr
+    assert broken.returncode == 2 and "small.zip is neither a run directory nor a bundle" in broken.stderr
 
 
 def test_a_record_in_the_making(run: RunDirectory) -> None:
@@ -293,7 +293,7 @@ def test_only_what_is_shown_is_read(run: RunDirectory) -> None:
         run.steps.data_path(step).write_text("garbage")
         run.steps.stage_path(step, 0).write_text("garbage")
     assert shown(run, "2") and shown(run, "g000004") and shown(run, "g000005.e1", tokens=True)
-    with pytest.raises(RecordError, match=r"step-000001\.json is not JSON"):
+    with pytest.raises(RecordError, match=r"step-000001\.json: expected JSON, found"):
         shown(run, "1")
 
 
@@ -526,7 +526,7 @@ def test_from_the_shell_complete_and_without_torch(run: RunDirectory) -> None:
         assert not imported & {"torch", "transformers"} and "clew.view.show" in imported
         assert arguments != ["g000050"] or made.stdout.count("x") >= 100
     wrong = clew(str(run.path), "99")
-    assert wrong.returncode == 1 and "clew: " in wrong.stderr and "has no step 99" in wrong.stderr
+    assert wrong.returncode == 2 and "clew: " in wrong.stderr and "has no step 99" in wrong.stderr
     config = run.path.parent / "config.yaml"
     values = {"experiment": "test", "trial": "0", "model": {"path": "m"}, "data": {"path": "d"}}
     config.write_text(json.dumps({"root": str(run.path.parents[1]), **values}))

@@ -1,0 +1,82 @@
+"""Leaves out the rows of the data whose prompt is longer than data.max_prompt_tokens, before anything starts."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from clew.config import Config
+from clew.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger("clew.rollout")
+
+
+def leave_out_overlong(
+    rows: list[dict[str, Any]], path: str, config: Config, tokenizer: PreTrainedTokenizerBase, *, needed: int = 1
+) -> list[dict[str, Any]]:
+    """Return the rows whose prompt is short enough, and warn with the number of the others.
+
+    Args:
+        path: where the rows are from, for messages.
+        needed: rows that must be left.
+
+    Raises:
+        DataError: fewer rows are left.
+    """
+    limit = config.data.max_prompt_tokens
+    if limit is None:
+        return rows
+    chat = bool(config.rollout.workflow_kwargs.get("chat"))
+    lengths = count_tokens([row[config.data.prompt] for row in rows], tokenizer, chat=chat)
+    kept = [row for row, length in zip(rows, lengths, strict=True) if length <= limit]
+    if len(kept) < needed:
+        raise DataError(
+            f"Cannot form a batch: {len(kept)} of the {len(rows)} rows of {path} have a prompt of at most "
+            f"data.max_prompt_tokens={limit} tokens, and {needed} are needed. Raise the limit, use more data, or lower "
+            f"rollout.batch_groups."
+        )
+    if len(kept) < len(rows):
+        log.warning(
+            "data.max_prompt_tokens=%d leaves out %d of the %d rows of %s; the longest prompt has %d tokens",
+            limit,
+            len(rows) - len(kept),
+            len(rows),
+            path,
+            max(lengths),
+        )
+    return kept
+
+
+def count_tokens(prompts: list[Any], tokenizer: PreTrainedTokenizerBase, *, chat: bool = False) -> list[int]:
+    """Return the number of tokens of each prompt, as the built-in workflows send it to the model.
+
+    Chat messages go through the chat template. An image counts as its placeholder, and what is neither text nor
+    messages as its JSON.
+
+    Args:
+        chat: a text is sent as a user's message (an option of the built-in workflows).
+    """
+    lengths = [0] * len(prompts)
+    texts: dict[bool, list[tuple[int, str]]] = {True: [], False: []}
+    """By whether the tokenizer adds its special tokens: the place in `prompts`, and the text."""
+    for place, prompt in enumerate(prompts):
+        messages = [{"role": "user", "content": prompt}] if chat and isinstance(prompt, str) else prompt
+        if isinstance(messages, list) and messages and tokenizer.chat_template is not None:
+            try:
+                rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            except Exception:  # messages that the model's own template cannot take: the episode will say so
+                continue
+            texts[False].append((place, str(rendered)))
+        else:
+            texts[True].append((place, prompt if isinstance(prompt, str) else orjson.dumps(prompt).decode()))
+    for special, group in texts.items():
+        if group:
+            encoded: Any = tokenizer([text for _, text in group], add_special_tokens=special)
+            for (place, _), ids in zip(group, encoded["input_ids"], strict=True):
+                lengths[place] = len(ids)
+    return lengths

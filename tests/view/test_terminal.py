@@ -1,0 +1,34 @@
+"""The live picture of `clew train` in narrow terminals: the numbers that matter are there, and no advice is cut off."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from clew.record.run import RunDirectory
+from clew.view.terminal import Progress
+
+ADVICE = "nothing to learn for 8 steps: " + " ".join(f"word{number}" for number in range(40)) + " the end of it"
+CELLS = ("0.125", "12.5", "0.50/1", "1.2e-07", "0.31", "1,234", "12,345", "waiting 0.21  training 0.52  recording 0.03")
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 30)])
+def test_step_reward_and_length_are_always_there_and_advice_is_whole(tmp_path: Path, width: int, height: int) -> None:
+    run = RunDirectory(tmp_path / "run")
+    with run.report("trainer") as reporter:
+        reporter.set(doing="training", version=7, warning=ADVICE)
+        reporter.write()
+        console = Console(file=io.StringIO(), soft_wrap=True, width=width, height=height, record=True)
+        progress = Progress(run, 100, console=console)
+        progress._recent = [(str(step), *CELLS) for step in range(12)]
+        console.print(progress._picture())
+    shown = console.export_text()
+    lines = shown.splitlines()
+    assert len(lines) < height and max(map(len, lines)) <= width
+    assert re.search(r"step +reward +length", shown) and re.search(r"11 +0\.125 +12\.5", shown)
+    assert " ".join(ADVICE.split()) in " ".join(shown.split())
+    assert ("recording 0.03" in shown) == (width == 120)
