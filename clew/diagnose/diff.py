@@ -82,7 +82,7 @@ def diff(a: Path, b: Path, *, ignore: list[str], plot: Path | None) -> bool:
 
 
 def _besides(left: RunDirectory, right: RunDirectory, steps: range) -> list[str]:
-    """Return what differs although all stages agree: plans of micro-batches, and what checkpoint.json says.
+    """Return what differs although all stages agree: plans of micro-batches, evaluations, what checkpoint.json says.
 
     A checkpoint's own files are not read here, only the digests that it names.
     """
@@ -95,10 +95,28 @@ def _besides(left: RunDirectory, right: RunDirectory, steps: range) -> list[str]
     for version in sorted({*left.checkpointed()} & {*right.checkpointed()} & {*steps, steps.stop}):
         name = f"step-{version:06d}"
         said = [read_json(run.checkpoints / name / "checkpoint.json", dict[str, Any]) for run in (left, right)]
-        keys = sorted(key for key in {*said[0], *said[1]} - {"follows"} if said[0].get(key) != said[1].get(key))
-        if keys:
+        if keys := _other_keys(*said):
             lines.append(f"checkpoints/{name}: {', '.join(keys)}")
-    return lines
+    return [*lines, *_evaluations(left, right, {*steps, steps.stop})]
+
+
+def _evaluations(left: RunDirectory, right: RunDirectory, versions: set[int]) -> Iterator[str]:
+    """Yield the evaluations that differ. One that only one side has counts where both were to evaluate alike."""
+    sides = [{each["version"]: each for each in run.read_evals()} for run in (left, right)]
+    wanted = [read_yaml(run.config_path).get("eval") if run.config_path.exists() else None for run in (left, right)]
+    for version in sorted({*sides[0], *sides[1]} & versions):
+        then, now = (side.get(version) for side in sides)
+        if then is not None and now is not None:
+            if keys := _other_keys(then, now):
+                yield f"the evaluation of version {version}: {', '.join(keys)}"
+        elif all(sides) and wanted[0] == wanted[1]:  # a bundle has none
+            yield f"the evaluation of version {version}: only one of the two has it"
+
+
+def _other_keys(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Return the keys that say something else, but for those that differ between any two runs."""
+    keys = {*then, *now} - {"follows", "rows", "seal", "seconds"}
+    return sorted(key for key in keys if repr(then.get(key)) != repr(now.get(key)))  # NaN is not equal to NaN
 
 
 def _names(a: Path, b: Path) -> tuple[str, str]:

@@ -9,6 +9,7 @@
                                └── evals/version-000130.json                          the newest evaluation
 
 A step that was replaced does not fit the step after it, its line in index.jsonl, or the checkpoint that follows it.
+Nothing names the newest checkpoint and evaluation yet, so each ends with a seal: a digest of all before it.
 Files that the run itself removes (`record.keep_steps`, `checkpoint.keep`) break nothing: digests are compared where the
 file is there.
 """
@@ -43,6 +44,9 @@ _HEAD = re.compile(rb'\{"clew_format": (\d+), "step": \d+, "chain": (\{[^{}]*\})
 """How `Steps.commit` begins a step's JSON. What follows is long: of thousands of steps it is digested, not parsed."""
 _LINE = re.compile(rb'\{"step": (\d+), (.*), "json": "([0-9a-f]{32})"\}')
 """How it writes a line of the index; what stands between step and digest stands so in the step's JSON."""
+_SEAL = re.compile(rb', "seal": "([0-9a-f]{32})"\}\Z')
+_SEALED = (b'"seal', b'"rows": ', b'"follows": ')
+"""What stands in every checkpoint.json or evaluation that has a seal, as older ones have not."""
 _CHECKPOINT = re.compile(r"checkpoints/step-(\d{6,})/checkpoint\.json")
 _EVALUATION = re.compile(r"evals/version-(\d{6,})\.json")
 
@@ -66,6 +70,19 @@ class Break:
 def digest(content: bytes) -> str:
     """Return the digest of a file's content: the first 32 hexadecimal digits of its SHA-256."""
     return sha256(content).hexdigest()[:32]
+
+
+def sealed(said: Mapping[str, Any]) -> bytes:
+    """Return a JSON object as text that ends with its seal."""
+    content = json.dumps(dict(said)).encode()[:-1]
+    return content + f', "seal": "{digest(content)}"}}'.encode()
+
+
+def seal_broken(content: bytes) -> bool:
+    """Return whether a file is not as `sealed` made it. Older files have no seal."""
+    if found := _SEAL.search(content):
+        return digest(content[: found.start()]) != found[1].decode()
+    return any(key in content for key in _SEALED)
 
 
 def link(steps: Steps, step: int, evaluation: Mapping[str, Any] | None) -> dict[str, str]:
@@ -183,6 +200,7 @@ class _Chain:
         yield from self._index()
         yield from self._unchained()
         yield from self._replaced()
+        yield from self._sealed()
         yield from self._named("checkpoints", _CHECKPOINT, "newest checkpoint")
         yield from self._named("evals", _EVALUATION, "newest evaluation")
 
@@ -287,6 +305,19 @@ class _Chain:
         why = f"does not fit the commits around it ({'; '.join(reasons)}): it was altered, or comes from another run"
         return self._break(number, _name(self.steps, number), why)
 
+    def _sealed(self) -> Iterator[Break]:
+        """Checkpoints and evaluations that are not as they were written."""
+        folders = sorted(self.run.checkpoints.glob("step-*"))  # each appears whole
+        for path in [*(each / "checkpoint.json" for each in folders), *sorted(self.run.evals.glob("version-*.json"))]:
+            name = path.relative_to(self.run.path).as_posix()
+            version = re.search(r"-(\d+)", name)
+            why = "was altered: its seal does not fit"
+            if not path.is_file():
+                why = "is no file" if path.exists() else "is missing"
+            elif not seal_broken(read_bytes(path)):
+                continue
+            yield self._break(int(version[1]) if version else 0, name, why)
+
     def _named(self, folder: str, pattern: re.Pattern[str], what: str) -> Iterator[Break]:
         """Checkpoints or evaluations that are not what the steps after them name; one break for each."""
         now: dict[str, str | None] = {}
@@ -359,8 +390,9 @@ def _rows_of_evaluations(run: RunDirectory, steps: range) -> Iterator[Break]:
     for version in sorted({*steps, *(step + 1 for step in steps)}):
         path = run.evals / f"version-{version:06d}.json"
         said, rows = _parsed(path), path.with_suffix(".parquet")
-        if "rows" in said and rows.is_file() and digest(read_bytes(rows)) != said["rows"]:
+        if "rows" in said and not (rows.is_file() and digest(read_bytes(rows)) == said["rows"]):
             why = f"is not the file that {path.name} was written with: it was altered, or comes from another run"
+            why = why if rows.is_file() else "is missing" if not rows.exists() else "is no file"
             yield Break(step=version, file=f"evals/{rows.name}", why=why, remedy=f"{RESTORE.capitalize()}.")
 
 

@@ -222,7 +222,7 @@ class RunDirectory:
         path = self.evals / f"version-{version:06d}.parquet"
         rows.write_table(path, rows.to_table(sequences))
         said = {"version": version, **summary, "rows": chain.digest(path.read_bytes())}
-        write_json(path.with_suffix(".json"), said)
+        write_bytes(path.with_suffix(".json"), chain.sealed(said))
 
     def read_eval(self, version: int) -> dict[str, Any] | None:
         """The summary of an evaluation, None while it is not complete."""

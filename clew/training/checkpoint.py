@@ -31,9 +31,10 @@ from typing_extensions import TypedDict
 from clew.config import Config
 from clew.errors import ModelError, RecordError
 from clew.models import load_value_model
-from clew.reading import STRICT, Count, Number, read_json
+from clew.reading import STRICT, Count, Number, read_bytes, read_json
 from clew.reading import check as check_fields
-from clew.record.files import remove_strays, write_json
+from clew.record import chain
+from clew.record.files import remove_strays, write_bytes
 from clew.record.rows import check_format
 from clew.training.digests import Digests, digest_tensors
 from clew.training.engine import TrainEngine
@@ -51,6 +52,14 @@ ADAPTER = "adapter"
 _RANDOM = "random.torch"
 """What checkpoints held before each step had a seed of its own."""
 _NUMBERS = ("version", "updates", "critic_updates", "recent_norms")
+_OF_FILES = ("files", "seal")
+"""What checkpoint.json says of the files beside it, and of itself."""
+BY_TENSOR = "by tensor"
+"""In place of the digest of a file of which each tensor has one."""
+LOADED = (".json", ".jinja", ".txt", ".model", ".safetensors", ".bin", ".py")
+"""What transformers or an inference engine may load from a folder. Nobody's business are others, such as README.md."""
+SMALL = 1024
+"""Bytes. A smaller file of tensors holds hardly more than its header, and has a digest of its own."""
 GO_ON = "remove the checkpoint, and the run goes on from the one before; or restore it from a copy"
 
 
@@ -67,8 +76,10 @@ class Said(TypedDict):
     recent_norms: list[Number]
     weights: dict[str, str]
     state: dict[str, str]
+    follows: NotRequired[str | None]
     numbers: NotRequired[str]
     files: NotRequired[dict[str, str]]
+    seal: NotRequired[str]
 
 
 def is_due(version: int, config: Config) -> bool:
@@ -99,11 +110,10 @@ def save(engine: TrainEngine, folder: Path, *, follows: str | None = None) -> No
         "weights": _said(engine.weights_digests()),
         "state": _said(digest_tensors(state.items(), engine.ranks)),
     }
-    said["numbers"] = _digest_of_numbers(said)
 
     def there() -> bool:
         path = folder / "checkpoint.json"
-        return path.exists() and {**read_json(path), "files": None} == {**said, "files": None}
+        return path.exists() and {**read_json(path), **dict.fromkeys(_OF_FILES)} == {**said, **dict.fromkeys(_OF_FILES)}
 
     if engine.ranks.agree(f"whether {folder.name} is written already", there):
         if engine.ranks.leads:
@@ -125,7 +135,8 @@ def save(engine: TrainEngine, folder: Path, *, follows: str | None = None) -> No
                 save_model(engine.critic.inner, aside / CRITIC, critic)
                 save_tokenizer(engine.tokenizer, aside / CRITIC)
             save_file(state, aside / STATE)
-            write_json(aside / "checkpoint.json", {**said, "files": _files(aside, merged=engine.adapters is not None)})
+            said["files"] = _files(aside, merged=engine.adapters is not None)
+            write_bytes(aside / "checkpoint.json", chain.sealed(said))
         point_latest(folder)
     engine.ranks.meet()
 
@@ -234,14 +245,17 @@ def point_latest(folder: Path) -> None:
 
 
 def _files(folder: Path, *, merged: bool) -> dict[str, str]:
-    """The digest of each file of which no tensor is digested, by its path in the folder. merged: with adapters nor are
-    those of the model that they were merged into."""
+    """Return the digest of each file by its path in the folder; `BY_TENSOR` for large files of tensors.
+
+    merged: the model has adapters merged into it, so that its tensors are not those that are digested.
+    """
     found = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    return {
-        name: _digest_of(path)
-        for name, path in found.items()
-        if path.suffix != ".safetensors" or (merged and path.parent == folder)
-    }
+    return {name: BY_TENSOR if _by_tensor(path, folder, merged) else _digest_of(path) for name, path in found.items()}
+
+
+def _by_tensor(path: Path, folder: Path, merged: bool) -> bool:
+    digested = path.suffix == ".safetensors" and not (merged and path.parent == folder)
+    return digested and path.stat().st_size >= SMALL
 
 
 def _digest_of(path: Path) -> str:
@@ -255,11 +269,20 @@ def _wrong_file(folder: Path, said: Mapping[str, str]) -> str:
         if not path.is_file() and not path.is_dir():
             return f"{path.relative_to(folder)} is no file"
     for name, digest in said.items():
-        now = _digest_of(folder / name) if (folder / name).is_file() else None
-        if now is None:
+        if not (folder / name).is_file():
             return f"{name} is missing"
-        if now != digest:
+        if digest != BY_TENSOR and (now := _digest_of(folder / name)) != digest:
             return f"{name} has the digest {now}; checkpoint.json says {digest}"
+    return _added(folder, said)
+
+
+def _added(folder: Path, said: Mapping[str, str]) -> str:
+    """Return which file came later and would be loaded, such as a chat template that the run did not have; empty where
+    none did. Older checkpoints do not say all of their files."""
+    for path in sorted(folder.rglob("*")) if any(name.endswith(".safetensors") for name in said) else ():
+        name = path.relative_to(folder).as_posix()
+        if path.suffix in LOADED and name not in {*said, "checkpoint.json"}:
+            return f"{name} is not among the files that it was saved with"
     return ""
 
 
@@ -310,16 +333,14 @@ def facts(folder: Path) -> dict[str, Any]:
     if isinstance(said, dict) and "format" in said:
         check_format(path, said["format"], FORMAT)
     check_fields(path, said, Said, GO_ON)
-    now = _digest_of_numbers(said)
-    if said.get("numbers", now) != now:  # older ones have none
+    if chain.seal_broken(read_bytes(path)):
+        raise _altered(folder, "the seal of checkpoint.json does not fit what it says")
+    now = sha256(json.dumps([said[name] for name in _NUMBERS]).encode()).hexdigest()[:16]
+    if said.get("numbers", now) != now:  # written before there were seals
         raise _altered(folder, f"{', '.join(_NUMBERS)} in checkpoint.json have the digest {now}, not {said['numbers']}")
     if re.fullmatch(r"step-\d{6,}", folder.name) and folder.name != f"step-{said['version']:06d}":
         raise _altered(folder, f"checkpoint.json says that it is of version {said['version']}")
     return said
-
-
-def _digest_of_numbers(said: Mapping[str, Any]) -> str:
-    return sha256(json.dumps([said[name] for name in _NUMBERS]).encode()).hexdigest()[:16]
 
 
 def _digests(engine: TrainEngine, weights: dict[str, Tensor], state: dict[str, Tensor]) -> dict[str, dict[str, str]]:

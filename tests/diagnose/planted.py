@@ -89,7 +89,8 @@ def seal(run: RunDirectory) -> None:
         lines.append(json.dumps({"step": step, **{key: said[key] for key in chain.INDEXED}, "json": digest}))
         following = run.checkpoints / f"step-{step + 1:06d}" / "checkpoint.json"
         if following.exists():
-            following.write_text(json.dumps(json.loads(following.read_text()) | {"follows": digest}))
+            said = {**json.loads(following.read_text()), "follows": digest}
+            following.write_bytes(chain.sealed({key: said[key] for key in said if key != "seal"}))
     run.steps.index_path.write_text("".join(f"{line}\n" for line in lines))
 
 
@@ -108,5 +109,5 @@ def as_format_3(run: RunDirectory, before: int | None = None) -> None:
         for folder in (run.checkpoints / f"step-{version:06d}" for version in {step, step + 1}):
             if (path := folder / "checkpoint.json").exists():
                 said = json.loads(path.read_text())
-                path.write_text(json.dumps({key: each for key, each in said.items() if key != "follows"}))
+                path.write_text(json.dumps({key: each for key, each in said.items() if key not in ("follows", "seal")}))
     run.steps.index_path.write_text("".join(f"{line}\n" for line in lines))

@@ -176,6 +176,9 @@ def test_the_evaluation_in_a_step_is_held_against_its_own_file(folder: Path, tmp
     whole = path.read_text()
     path.write_text(json.dumps(json.loads(whole) | {"pass@1": 0.9}))
     assert broken(run) == ["step 0: evals/version-000000.json"]
+    unsealed = {key: said for key, said in json.loads(whole).items() if key != "seal"}
+    path.write_bytes(chain.sealed(unsealed | {"pass@1": 0.9}))  # the step after it tells
+    assert broken(run) == ["step 0: evals/version-000000.json"]
     path.write_text(whole)
     said = run.steps.read(1)
     said["evaluation"]["pass@1"] = 0.9

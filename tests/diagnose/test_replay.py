@@ -28,7 +28,7 @@ from clew.diagnose.diff import diff
 from clew.diagnose.replay import engine_at
 from clew.diagnose.rerun import rerun
 from clew.errors import ClewError, ConfigError, Interrupted, ModelError, RecordError, TrainingError
-from clew.record import rows
+from clew.record import chain, rows
 from clew.record.bundle import opened, write_bundle
 from clew.record.run import RunDirectory
 from clew.trainer.commit import environment
@@ -182,12 +182,12 @@ def test_two_sequences_that_changed_places_are_both_named(
 def test_the_numbers_of_a_checkpoint_are_held_against_the_training(
     run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also where its own digest of them was changed with them."""
+    """Also where its seal was changed with them."""
     path = run.checkpoints / "step-000006" / "checkpoint.json"
     said = json.loads(path.read_text())
     said["updates"] += 2
-    said["numbers"] = checkpoint._digest_of_numbers(said)
-    path.write_text(json.dumps(said))
+    del said["seal"]
+    path.write_bytes(chain.sealed(said))
     assert not again(run)
     assert f"step 5, step-000006 (checkpoint.json): updates: recorded {said['updates']}, here 12" in told(capsys)
 
@@ -242,7 +242,7 @@ def test_a_checkpoint_of_another_version_is_refused(run: RunDirectory) -> None:
         again(run, "2")
     said = json.loads((run.checkpoints / "step-000004" / "checkpoint.json").read_text())
     (run.checkpoints / "step-000004" / "checkpoint.json").write_text(json.dumps({**said, "updates": 9}))
-    with pytest.raises(RecordError, match=r"step-000004 was altered .*: version, updates, critic_updates, rec"):
+    with pytest.raises(RecordError, match=r"step-000004 was altered .*: the seal of checkpoint.json"):
         again(run, "4")
     (run.checkpoints / "step-000002" / "checkpoint.json").write_text("{}")
     with pytest.raises(RecordError, match=r"step-000002/checkpoint\.json: the field format is missing"):
@@ -348,8 +348,9 @@ def test_a_nudged_tensor_of_a_checkpoint_is_named(
     assert f"step 1, step-000002 ({kind}): {name}: recorded digest" in told(capsys)
     if concealed:  # by somebody who knows about digests: then the step itself tells
         said = json.loads((folder / "checkpoint.json").read_text())
+        del said["seal"]
         said[kind][name] = f"{digest_tensors([(name, tensors[name])])[name]:016x}"
-        (folder / "checkpoint.json").write_text(json.dumps(said))
+        (folder / "checkpoint.json").write_bytes(chain.sealed(said))
         if kind == "weights":
             with pytest.raises(RecordError, match=rf"step-000002 is not what step 1 left: {name}: digest"):
                 again(run, "2")

@@ -100,24 +100,27 @@ def test_an_altered_file_without_tensors_is_found(tmp_path, name):
     checkpoint.save(engine, folder)
     assert (folder / "checkpoint.json").stat().st_mtime_ns == before  # the same: left as it is
     checkpoint.load(engine, folder)
+    (folder / "added_tokens.json").write_text("{}")
+    with pytest.raises(RecordError, match=r"added_tokens.json is not among the files that it was saved with"):
+        checkpoint.load(engine, folder)
+    (folder / "added_tokens.json").unlink()
     said = json.loads((folder / "checkpoint.json").read_text())
-    del said["files"]  # as older ones have it
+    for newer in ("files", "seal", "follows"):
+        del said[newer]
     (folder / "checkpoint.json").write_text(json.dumps(said))
     (folder / name).write_text(content + " ")
     checkpoint.load(engine, folder)
 
 
-@pytest.mark.parametrize(("number", "value"), [("updates", 9), ("recent_norms", [1.0] * 9)])
-def test_altered_numbers_are_found_by_whoever_reads_the_digests(tmp_path, number, value):
+@pytest.mark.parametrize(("number", "value"), [("updates", 9), ("recent_norms", [1.0] * 9), ("dtype", "bfloat16")])
+def test_an_altered_checkpoint_json_is_found_by_whoever_reads_the_digests(tmp_path, number, value):
     engine = make_engine(tmp_path / "model")
     train(engine, [0])
     folder = tmp_path / "step-000001"
     checkpoint.save(engine, folder)
     said = json.loads((folder / "checkpoint.json").read_text()) | {number: value}
     (folder / "checkpoint.json").write_text(json.dumps(said))
-    with pytest.raises(
-        RecordError, match=r"step-000001 was altered .* recent_norms in checkpoint.json have the digest"
-    ):
+    with pytest.raises(RecordError, match=r"step-000001 was altered .* the seal of checkpoint.json does not fit"):
         checkpoint.digests_in(folder, engine)
 
 
