@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,22 @@ def load(path: str, field: str) -> Any:
             f"in {home}. --trust reaches only what a trusted module defines itself."
         )
     return found
+
+
+def file_of(path: str) -> Path | None:
+    """Return the file of the module that `path` (module.name) names, without importing anything; None where it is
+    Clew's own, or there is none."""
+    module, _, _ = path.rpartition(".")
+    if not module or module in BUILT_IN:
+        return None
+    search: list[str] | None = [*sys.path, str(Path.cwd())]
+    spec = None
+    for name in module.split("."):
+        spec = PathFinder.find_spec(name, search)
+        if spec is None:
+            return None
+        search = list(spec.submodule_search_locations or [])
+    return Path(spec.origin) if spec is not None and spec.origin else None
 
 
 def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any], field: str) -> None:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import filecmp
 import json
+import math
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,12 @@ from clew.config import field_names, flat
 from clew.console import EscapingConsole
 from clew.diagnose import differences
 from clew.diagnose.differences import EXACT, Difference, Tolerance
-from clew.diagnose.stages import chain_holds
+from clew.diagnose.stages import chain_holds, suggestions
 from clew.errors import ConfigError, RecordError
 from clew.printing import print
 from clew.reading import read_json, read_yaml
 from clew.record.bundle import opened
+from clew.record.digest import digest_rows
 from clew.record.rows import ALIGNED, RESTORE, SCHEMA, TIMES, Sequence, timeless
 from clew.record.run import RunDirectory
 from clew.record.summary import rounding_doubt
@@ -74,6 +77,10 @@ def diff(a: Path, b: Path, *, ignore: list[str], plot: Path | None) -> bool:
             )
         else:
             print(f"FIRST DIFFERENCE  {found.told(*names)}")
+            for run, name in zip((left, right), names, strict=True):
+                for line in suggestions(run, found, f"{name}: "):
+                    print(line)
+                found = replace(found, suggests="")  # said once
             _explain(left, right, found, names, ignore, environments)
         _drift(left, right, steps, names)
         if plot is not None:
@@ -215,14 +222,17 @@ def _in_step(left: RunDirectory, right: RunDirectory, step: int, tolerance: Tole
             yield differences.in_metrics(step, *(each.get("metrics", {}) for each in summaries))
         return
     batches = [run.steps.read_data(step) for run in (left, right)]
-    yield _in_batches(step, batches[0], batches[1], tolerance)
+    if (found := _in_batches(step, batches[0], batches[1], tolerance)) is not None:
+        then, now = (digest_rows(batch) for batch in batches)
+        differing = [name for name in then if name in now and then[name] != now[name]]
+        yield replace(found, suggests=differences.of_sequences(differing, list(then), math.inf))
     stages = [run.steps.read_stages(step, batches[0]).arrays for run in (left, right)]
 
-    def hold(name: str, rows: Iterable[int]) -> Difference | None:
+    def hold(name: str, rows: Iterable[int], update: int = 0) -> Difference | None:
         if all(name in side for side in stages):
             ids = [batches[0][row].id for row in rows]
             then, now = ([side[name][each] for each in ids] for side in stages)
-            return differences.in_stage(step, name, ids, then, now, tolerance)
+            return differences.in_stage(step, name, ids, then, now, tolerance, after_update=update > 0)
         if any(name in side for side in stages):
             there = ["present" if name in side else "absent" for side in stages]
             return Difference(
@@ -245,7 +255,7 @@ def _in_step(left: RunDirectory, right: RunDirectory, step: int, tolerance: Tole
     for number, minibatch in enumerate(plan):
         rows = sorted(row for micro in minibatch for row in micro)
         for name in differences.OF_UPDATES:
-            yield hold(name, rows)
+            yield hold(name, rows, number)
         if tolerance.exact and all(number < len(side.get("gradients", [])) for side in (then, now)):
             before, after = (side["gradients"][number] for side in (then, now))
             yield differences.in_tensors(step, "gradients", names, before, after)
@@ -353,18 +363,19 @@ def _explain(
     changed = _configuration(left, right, found.step)
     ignored = [name for name in changed if any(_means(each, name) for each in ignore)]
     lines_changed = [line for name, line in changed.items() if name not in ignored]
-    facts = [flat({key: run.facts().get(key) for key in ("packages", "python", "git")}) for run in (left, right)]
-    for side, run in zip(facts, (left, right), strict=True):
-        side |= run.steps.read(found.step).get("code", {}) if found.step < run.steps.count() else {}
-    packages = [
-        f"{name}: {facts[0].get(name)} → {facts[1].get(name)}"
-        for name in sorted({*facts[0], *facts[1]})
-        if facts[0].get(name) != facts[1].get(name)
-    ]
+    packages = []
+    for what, sides in (
+        ("", [flat({key: run.facts().get(key) for key in ("packages", "python", "git")}) for run in (left, right)]),
+        ("its file is another, ", [run.steps.read(found.step).get("code", {}) for run in (left, right)]),
+        ("of the checkpoint before, ", [_files_before(run, found.step) for run in (left, right)]),
+    ):
+        then, now = sides
+        names_of = sorted(name for name in {*then, *now} if then.get(name) != now.get(name))
+        packages += [f"{name}: {what}{then.get(name)} → {now.get(name)}" for name in names_of]
     for title, lines in (
         ("configuration", lines_changed),
         ("environment of the step", environments),
-        ("packages and code", packages),
+        ("packages, code and files", packages),
     ):
         if lines:
             print(f"{title} ({names[0]} → {names[1]}):")
@@ -374,8 +385,18 @@ def _explain(
         print(f"left out: {', '.join(ignored)}")
     if not (changed or environments or packages):
         print(
-            "configuration, environment, packages and code are the same: what differs was altered, or is not recorded"
+            "configuration, environment, packages, the files that configured functions are from and the tokenizer are "
+            "the same: what differs was altered, or is not recorded"
         )
+
+
+def _files_before(run: RunDirectory, step: int) -> dict[str, str]:
+    """Return the digests of what the last checkpoint up to `step` has beside its tensors, such as its tokenizer."""
+    version = max((each for each in run.checkpointed() if each <= step), default=None)
+    if version is None:
+        return {}
+    said = read_json(run.checkpoints / f"step-{version:06d}" / "checkpoint.json", dict[str, Any])
+    return {name: each for name, each in said.get("files", {}).items() if not name.endswith(".safetensors")}
 
 
 def _note_configuration(

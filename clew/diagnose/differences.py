@@ -63,6 +63,11 @@ class Tolerance:
 
 EXACT = Tolerance()
 
+_OF_OPTIMIZER = "the learning rate does, or another setting of the optimizer"
+
+TINY = 1e-4
+"""Of logprobs, losses and the like: what rounding may make of them."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
@@ -78,6 +83,8 @@ class Difference:
     found: Any
     more: str = ""
     """How much else differs in this stage."""
+    suggests: str = ""
+    """What usually makes such a difference; empty where nothing is known."""
 
     def __str__(self) -> str:
         return self.told("recorded", "here")
@@ -103,14 +110,26 @@ def in_stage(
     recorded: Sequence[np.ndarray],
     found: Sequence[np.ndarray],
     tolerance: Tolerance = EXACT,
+    *,
+    after_update: bool = False,
 ) -> Difference | None:
-    """The first token of a stage that differs. One float32 array a sequence."""
+    """Return the first token of a stage that differs.
+
+    Args:
+        step: The step.
+        stage: Its stage.
+        ids: The IDs of the sequences.
+        recorded: [T] float32 for each sequence.
+        found: The same of the other side.
+        tolerance: Up to which two values agree.
+        after_update: The weights were updated earlier in this step, by gradients that agree.
+    """
     if list(map(len, recorded)) == list(map(len, found)):
         then, now = (np.concatenate([np.empty(0, np.float32), *side], dtype=np.float32) for side in (recorded, found))
         if tolerance.agree(then, now).all():  # as it should be: at once, not row by row
             return None
     first: Difference | None = None
-    tokens, sequences = 0, 0
+    tokens, names, largest = 0, [], 0.0
     for name, then, now in zip(ids, recorded, found, strict=True):
         if len(then) != len(now):
             return Difference(
@@ -119,15 +138,40 @@ def in_stage(
         differs = ~tolerance.agree(np.asarray(then, np.float32), np.asarray(now, np.float32))
         if not differs.any():
             continue
-        tokens, sequences = tokens + int(differs.sum()), sequences + 1
+        tokens += int(differs.sum())
+        names.append(name)
+        largest = max(largest, float(np.abs(np.subtract(then, now, dtype=np.float64))[differs].max()))
         if first is None:
             position = int(differs.argmax())
             first = Difference(
                 step=step, stage=stage, where=name, position=position, recorded=then[position], found=now[position]
             )
-    if first is not None and tokens > 1:
-        return Difference(**{**vars(first), "more": f"{tokens} tokens of {sequences} sequences differ"})
-    return first
+    if first is None:
+        return None
+    more = f"{tokens} tokens of {len(names)} sequences differ" if tokens > 1 else ""
+    return replace(first, more=more, suggests=of_sequences(names, ids, largest, after_update))
+
+
+def of_sequences(differing: Sequence[str], ids: Sequence[str], largest: float, after_update: bool = False) -> str:
+    """Return what it suggests that these sequences of all differ.
+
+    Args:
+        differing: Their IDs.
+        ids: The IDs of all that were compared.
+        largest: The largest difference of two values; inf where what differs are not numbers.
+        after_update: See `in_stage`.
+    """
+    groups = {name.partition(".")[0] for name in differing}
+    whole = [name for name in ids if name.partition(".")[0] in groups]
+    if after_update and len(differing) == len(ids):
+        return f"the gradients of the update before agree and all sequences differ after it: {_OF_OPTIMIZER}"
+    if largest <= TINY and len(differing) > 1:
+        return f"no value differs by more than {largest:.1e}: this is rounding, as by another processor or library"
+    if len(differing) == 1 and len(ids) > 1:
+        return "one sequence differs alone: its row was altered, or what it was computed from"
+    if len(groups) == 1 and len(whole) == len(differing) < len(ids):
+        return f"exactly the sequences of the group {groups.pop()} differ: its prompt does, or a reward"
+    return ""
 
 
 def suspect(found: Difference, then: str | None, now: str | None, *, checked: bool, chance: str) -> Difference:
@@ -214,9 +258,21 @@ def in_tensors(
     i = differing[0]
     name = names[i] if i < len(names) else f"parameter {i}"
     shown = [f"digest {side[i]:016x}" if i < len(side) else "absent" for side in (then, now)]
-    more = f"{len(differing)} of {max(len(then), len(now))} parameters differ" if len(differing) > 1 else ""
+    count = max(len(then), len(now))
+    suggests = ""
+    if stage == "update" and len(differing) == count > 1:
+        suggests = f"gradients agree and all parameters differ: {_OF_OPTIMIZER}"
+    elif stage == "update" and len(differing) == 1:
+        suggests = "gradients agree and one parameter differs: its moments in the optimizer do"
     return Difference(
-        step=step, stage=stage, where=f"{name}{update}", position=None, recorded=shown[0], found=shown[1], more=more
+        step=step,
+        stage=stage,
+        where=f"{name}{update}",
+        position=None,
+        recorded=shown[0],
+        found=shown[1],
+        more=f"{len(differing)} of {count} parameters differ" if len(differing) > 1 else "",
+        suggests=suggests,
     )
 
 

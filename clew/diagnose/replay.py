@@ -199,7 +199,7 @@ def compare(
     """
     found: list[Difference | None] = []
 
-    def hold(name: str, rows: SequenceABC[int]) -> Difference | None:
+    def hold(name: str, rows: SequenceABC[int], update: int = 0) -> Difference | None:
         there = ["present" if name in side else "absent" for side in (stages.arrays, result.stages)]
         if "absent" in there:
             return Difference(
@@ -209,7 +209,7 @@ def compare(
         then = [stages.arrays[name][each] for each in ids]
         now = [result.stages[name][row].astype(np.float32, copy=False) for row in rows]  # as they are kept
         how = EXACT if name == "advantages" and not _from_logprobs(engine.config.algorithm) else tolerance
-        difference = differences.in_stage(step, name, ids, then, now, how)
+        difference = differences.in_stage(step, name, ids, then, now, how, after_update=update > 0)
         if difference is not None and name in ("advantages", "loss") and not any(found):
             difference = suspected(difference, batch, stages, recorded, engine.config.algorithm, checked=True)
         return difference
@@ -222,7 +222,7 @@ def compare(
         rows = sorted(row for micro in minibatch for row in micro)
         for name in known:
             if name in differences.OF_UPDATES:
-                found.append(hold(name, rows))
+                found.append(hold(name, rows, number))
         if tolerance.exact:
             found.append(_gradients(step, number, result, recorded, engine))
     found.append(_weights(step, result, recorded, engine, tolerance))

@@ -11,7 +11,7 @@ from typing import Any
 from clew import config as configuration
 from clew.config import Algorithm
 from clew.diagnose.differences import Difference
-from clew.diagnose.stages import ALONE, OF_ANOTHER, DifferenceFound, chain_holds, check_stages
+from clew.diagnose.stages import ALONE, OF_ANOTHER, DifferenceFound, chain_holds, check_stages, suggestions
 from clew.errors import ConfigError, Interrupted, RecordError
 from clew.printing import print
 from clew.record.bundle import opened
@@ -160,7 +160,7 @@ def _stages(
         found = check_stages(run, step, stages, only, algorithm)
         if found:
             break
-    _tell(found)
+    _tell(run, found)
     if not found:
         near = f", {OF_ANOTHER}" if algorithm is not None else ""
         of = f" ({only})" if only else ""
@@ -205,7 +205,7 @@ def _train_again(
                     because = done.because
                     print(f"compared {done.tolerance}{f': {because}' if because else ''}", flush=True)
                 if done.differences:
-                    _tell(done.differences)
+                    _tell(run, done.differences)
                     return False
                 if done.step >= first:
                     metrics, seconds = done.result.metrics, sum(done.result.timings.values())
@@ -223,7 +223,7 @@ def _train_again(
                 print(f"step {last}: loss {metrics['loss']:.6g}, gradient {metrics['grad_norm']:.6g}")
                 return True
         except DifferenceFound as altered:
-            _tell([altered.difference])
+            _tell(run, [altered.difference])
             return False
         except BdbQuit:
             raise Interrupted("left the debugger; nothing was compared from there on, and nothing written.") from None
@@ -231,11 +231,13 @@ def _train_again(
         return whole
 
 
-def _tell(found: list[Difference]) -> None:
-    """The first difference; of what follows from it, the names of the stages."""
+def _tell(run: RunDirectory, found: list[Difference]) -> None:
+    """Print the first difference and what it suggests; of what follows from it, the names of the stages."""
     if not found:
         return
     print(f"FIRST DIFFERENCE  {found[0]}")
+    for line in suggestions(run, found[0]):
+        print(line)
     if after := [stage for stage in dict.fromkeys(each.stage for each in found) if stage != found[0].stage]:
         print(f"after it, these stages of the step differ too: {', '.join(after)}")
 

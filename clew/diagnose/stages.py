@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from clew.config import Algorithm
+from clew.config import Algorithm, flat
 from clew.diagnose import differences
 from clew.diagnose.differences import EXACT, Difference, Tolerance
 from clew.errors import ConfigError, RecordError
@@ -119,6 +119,25 @@ def chain_holds(run: RunDirectory, steps: range, whose: str = "") -> bool:
     if unlooked := chain.unlooked(run, steps):
         print(f"{whose}{unlooked}")
     return not found
+
+
+def suggestions(run: RunDirectory, found: Difference, whose: str = "") -> list[str]:
+    """Return in words what may have made a difference: what it looks like, and how its step stands out in the run."""
+    odd = _stands_out(run, found.step)
+    return [f"this suggests: {each}" for each in (found.suggests, f"{whose}{odd}" if odd else "") if each]
+
+
+def _stands_out(run: RunDirectory, step: int) -> str:
+    """Return what of a step is otherwise than in the steps before and after it, which agree; empty where nothing is."""
+    around = [each for each in (step - 1, step, step + 1) if run.steps.json_path(each).exists()]
+    if len(around) < 3:
+        return ""
+    said = (run.steps.read(each) for each in around)
+    before, here, after = (flat({key: each.get(key) for key in ("config", "environment", "code")}) for each in said)
+    for name in {**before, **here}:
+        if before.get(name) == after.get(name) != here.get(name):
+            return f"{name} is {here.get(name)} at step {step}, and {before.get(name)} just before and after it"
+    return ""
 
 
 def tell_altered(run: RunDirectory, batch: list[Sequence], stages: Stages, summary: dict[str, Any]) -> None:

@@ -72,10 +72,11 @@ class Media:
             raise RecordError(
                 f"{self.path(name)} is missing, which a sequence shows. Restore it from a copy of the run directory."
             ) from None
-        if media_name(content) != name:
+        if (own := media_name(content)) != name:
+            other = f"that of {own}, which it may have changed places with" if (self.folder / own).exists() else ""
             raise RecordError(
-                f"{self.path(name)} has other content than when it was written ({len(content)} bytes). Restore it from "
-                f"a copy of the run directory."
+                f"{self.path(name)} has other content than when it was written "
+                f"({other or f'{len(content)} bytes'}). Restore it from a copy of the run directory."
             )
         return content
 

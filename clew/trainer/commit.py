@@ -115,7 +115,7 @@ def summarize(
         "evaluation": evaluation,
         "plan": result.plan,
         "environment": environment(engine),
-        "code": code_of(engine.config.algorithm),
+        "code": code_of(engine.config),
         "config": {
             **{name: getattr(engine.config, name).model_dump(mode="json") for name in CONFIGURED},
             "seed": engine.config.seed,

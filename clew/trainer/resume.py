@@ -62,7 +62,7 @@ def restore(config: Config, run: RunDirectory, ranks: Ranks) -> TrainEngine:
             checkpoint.point_latest(saved[-1])  # a newer one may have been removed
     if committed and ranks.leads:
         before = run.steps.read(committed - 1).get("code", {})
-        for field, digest in code_of(config.algorithm).items():
+        for field, digest in code_of(config).items():
             if before.get(field, digest) != digest:
                 log.warning("%s: its file is not what step %d was trained with", field, committed - 1)
     return engine

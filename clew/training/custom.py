@@ -17,15 +17,20 @@ import numpy as np
 
 from clew import dotted
 from clew.algorithms import ADVANTAGES, LOSSES
-from clew.config import Algorithm
+from clew.config import Algorithm, Config
 from clew.errors import ConfigError, TrainingError
 from clew.record.digest import digest_rows
 from clew.record.rows import Sequence
 
 
-def code_of(algorithm: Algorithm) -> dict[str, str]:
-    """{"algorithm.loss": digest of the file that the function is from, as it was loaded}, of what the user wrote."""
-    digests = {f"algorithm.{stage}": source_of(algorithm, stage) for stage in ("advantages", "loss")}
+def code_of(config: Config) -> dict[str, str]:
+    """Return the digest of the file that each of the user's functions and classes is from, by its field, such as
+    "rollout.reward": as it was when this process first asked."""
+    digests = {f"algorithm.{stage}": source_of(config.algorithm, stage) for stage in ("advantages", "loss")}
+    for name in ("workflow", "agent", "reward"):
+        path = getattr(config.rollout, name)
+        if path is not None and (file := dotted.file_of(path)) is not None:
+            digests[f"rollout.{name}"] = digest_of_file(str(file))
     return {field: digest for field, digest in digests.items() if digest is not None}
 
 

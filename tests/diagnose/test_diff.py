@@ -19,7 +19,7 @@ import pytest
 from clew.diagnose.diff import diff
 from clew.diagnose.rerun import rerun
 from clew.errors import ConfigError, RecordError
-from clew.record import rows
+from clew.record import chain, rows
 from clew.record.bundle import write_bundle
 from clew.record.run import RunDirectory
 from clew.trainer.learn import learn_inline
@@ -80,6 +80,7 @@ def test_an_altered_advantage(run: RunDirectory, other: RunDirectory, capsys: py
     shown = told(capsys, run.path, other.path)
     assert f"FIRST DIFFERENCE  step 4, advantages: {name}, token {position}: first " in shown
     assert "what differs was altered, or is not recorded" in shown
+    assert "this suggests: one sequence differs alone" in shown
 
 
 @pytest.mark.parametrize("what", ["advantages", "metrics", "rows"])
@@ -100,6 +101,47 @@ def test_a_step_whose_digests_agree_is_opened_too(
     assert f"FIRST DIFFERENCE  {said}" in told(capsys, run.path, other.path)
 
 
+def test_a_reward_whose_file_was_changed_is_named(
+    run: RunDirectory, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = folder / "changed_rewards.py"
+    for trial, constant in (("before", 0.5), ("after", 0.25)):
+        source.write_text(f"def reward(completion, data):\n    return {constant} * len(completion)\n")
+        command = [sys.executable, "-c", LEARN, str(folder), f"root={tmp_path}", f"trial={trial}",
+                   "rollout.reward=changed_rewards.reward", "training.steps=1"]  # fmt: skip
+        subprocess.run(
+            command, check=True, cwd=folder, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+        )
+    experiment = run.path.parent.name
+    shown = told(capsys, tmp_path / experiment / "before", tmp_path / experiment / "after")
+    assert re.search(r"rollout\.reward: its file is another, [0-9a-f]{16} → [0-9a-f]{16}\n", shown)
+    assert "the same: what differs was altered" not in shown
+
+
+LEARN = """
+import sys
+from pathlib import Path
+from clew.trainer.learn import learn_inline
+from tests.diagnose.planted import configure
+learn_inline(configure(Path(sys.argv[1]), *sys.argv[2:]), lambda step, summary: None)
+"""
+
+
+def test_an_altered_tokenizer_is_named(
+    run: RunDirectory, other: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = change_stage(other, 1, "advantages", 0, generated_at(other, 1, 0), 0.5)
+    path = other.checkpoints / "step-000000" / "checkpoint.json"
+    said = json.loads(path.read_text())
+    del said["seal"]
+    said["files"]["tokenizer.json"] = "0" * 16
+    path.write_bytes(chain.sealed(said))
+    seal(other)
+    shown = told(capsys, run.path, other.path)
+    assert f"FIRST DIFFERENCE  step 1, advantages: {name}" in shown
+    assert "  tokenizer.json: of the checkpoint before, " in shown
+
+
 def test_another_learning_rate(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     options = {"stages": None, "only": None, "stop": None, "reward": False, "device": None}
     assert rerun(run.path, "2:5", overrides=["training.lr=1e-4", "trial=slow"], **options)  # pyright: ignore
@@ -108,6 +150,7 @@ def test_another_learning_rate(run: RunDirectory, capsys: pytest.CaptureFixture[
     assert "FIRST DIFFERENCE  step 2, proximal_logprobs" not in shown
     assert "FIRST DIFFERENCE  step 2, logprobs" in shown or "FIRST DIFFERENCE  step 2, update" in shown
     assert "  training.lr: 0.001 → 0.0001" in shown
+    assert "agree and all sequences differ after it: the learning rate does, or another" in shown
     for ignore in ("lr", "training.lr", "training"):
         shown = told(capsys, run.path, run.path.parent / "slow", ignore=ignore)
         assert "left out: training.lr\n" in shown and "0.001 → 0.0001" not in shown and "was altered" not in shown

@@ -96,7 +96,13 @@ def test_a_member_that_is_longer_than_it_says_ends_there(run: RunDirectory, tmp_
 
 
 def test_pictures_that_are_not_what_their_name_says_leave_no_run(run: RunDirectory, tmp_path: Path) -> None:
+    other = run.media.put(b"\x89PNG another")
     run.media.path(media_name(PICTURE)).write_bytes(b"\x89PNG another")
+    with pytest.raises(
+        RecordError, match=rf"has other content .*that of {other}, which it may have changed places with"
+    ):
+        run.media.read(media_name(PICTURE))
+    run.media.path(media_name(PICTURE)).write_bytes(b"\x89PNG a third")
     with pytest.raises(RecordError, match="has other content than when it was written"):
         write_bundle(run, 0, stages_only=True, to=tmp_path / "a.zip")
     with pytest.raises(RecordError, match=r"Cannot look for the image '\.\./run\.json'"):
