@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+from typing import Any
 
 from clew.diagnose.stress.child import Source
 from clew.diagnose.stress.on_gateway import Gateway, stressed
@@ -13,11 +14,14 @@ from clew.diagnose.stress.stuck import STUCK_S
 ROWS = [{"prompt": f"What is {word} and {word}?"} for word in ("one", "two", "three", "four", "five", "six")]
 
 
-def judged(cls: type, gateway: Gateway, stuck_s: float = STUCK_S, *, elsewhere: bool = False) -> Report:
-    """Run a small stress of an agent, eight episodes at once. elsewhere: some also in other processes."""
+def judged(cls: type, gateway: Gateway, stuck_s: float = STUCK_S, *, elsewhere: bool = False, **more: Any) -> Report:
+    """Run a small stress of an agent, eight episodes at once.
+
+    elsewhere: some also in other processes.   more: of `stressed`.
+    """
     source = Source(path=f"{cls.__module__}.{cls.__qualname__}") if elsewhere else None
     report = stressed(
-        cls(), ROWS, gateway=gateway, batch=8, group=2, dp=2, timeout_s=60, stuck_s=stuck_s, source=source
+        cls(), ROWS, gateway=gateway, batch=8, group=2, dp=2, timeout_s=60, stuck_s=stuck_s, source=source, **more
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)  # of the clients that some of the agents keep

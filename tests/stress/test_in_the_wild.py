@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from clew.diagnose.stress import stage
 from clew.diagnose.stress.on_gateway import BeforeEngine
 from clew.diagnose.stress.report import Report
 from clew.diagnose.stress.standin import StandIn, byte_tokenizer
@@ -30,10 +33,10 @@ def _cleaned_up() -> Iterator[None]:
     wild.clean_up()
 
 
-def stressed(agent: type, latency_s: float) -> Report:
+def stressed(agent: type, latency_s: float, **more: Any) -> Report:
     tokenizer = byte_tokenizer()
     gateway = BeforeEngine(StandIn(tokenizer, latency_s=latency_s), tokenizer, None)
-    return judged(agent, gateway, stuck_s=3.0, elsewhere=True)
+    return judged(agent, gateway, stuck_s=3.0, elsewhere=True, **more)
 
 
 @pytest.mark.parametrize(
@@ -49,6 +52,14 @@ def test_a_fault_is_found_with_its_line(agent: type) -> None:
     assert report.outcome == "not fit"
     found = [(verdict.kind, verdict.where) for verdict in report.verdicts if verdict.certain]
     assert any(each[0] == kind and where in each[1] for each in found), report.verdicts
+
+
+def test_whoever_waits_is_told_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage, "SAY_S", 1.0)
+    said: list[str] = []
+    stressed(wild.NeverTold, 0.1, say=said.append)
+    (line, *_) = [line for line in said if "have ended after" in line]
+    assert re.match(r"\w+: \d+ of \d+ episodes have ended after \d+ s; most wait at .*:\d+ NeverTold\.run", line)
 
 
 @pytest.mark.slow

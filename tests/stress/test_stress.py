@@ -55,7 +55,7 @@ FAULTS = {
     agents_faulty.ChangesFolder: ("shared", "ChangesFolder.run"),
     agents_faulty.SetsVariable: ("shared", "SetsVariable.run"),
     agents_faulty.HandlesSignals: ("shared", "HandlesSignals.run"),
-    agents_faulty.LeaksTasks: ("growth", "LeaksTasks.poll"),
+    agents_faulty.LeaksTasks: ("growth", "LeaksTasks.run"),
     agents_faulty.LeaksThreads: ("growth", "Thread-"),
     agents_faulty.LeaksFiles: ("growth", "(deleted)"),
     agents_faulty.LeaksMemory: ("growth", "agents_faulty.py"),
