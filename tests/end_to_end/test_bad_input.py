@@ -17,6 +17,7 @@ from clew.record import rows
 from clew.training.checkpoint import FORMAT as CHECKPOINT_FORMAT
 from tests.diagnose.planted import seal
 from tests.end_to_end.project import USER_CODE, Ended, Project
+from tests.forked import clew
 
 REWARDS = """
 def nan(completion, data): return float("nan")
@@ -267,6 +268,28 @@ def test_a_full_disk(project: Project, small_disk: Path) -> None:
     subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
     completed(project.inline(), 8)
     assert project.digests()[: len(before)] == before and finished <= project.run.steps.consumed()
+
+
+@pytest.mark.slow
+def test_no_inodes_and_a_disk_that_is_read_only(project: Project, small_disk: Path) -> None:
+    project.set(root="disk/runs", training={"steps": 3})
+    mount = ["mount", str(small_disk), "-o"]
+    subprocess.run([*mount, "remount,size=64m,nr_inodes=20"], check=True)
+    failed(project.inline(), "no space left", "disk/runs/tiny/0")
+    subprocess.run([*mount, "remount,nr_inodes=10000"], check=True)
+    completed(project.inline(), 3)
+    subprocess.run([*mount, "remount,ro"], check=True)
+    for arguments, code in (
+        (["show"], 0),
+        (["status"], 0),
+        (["replay"], 0),
+        (["bundle", "--step", "1", "--to", "disk/a"], 2),
+    ):
+        with clew(arguments[0], "disk/runs/tiny/0", *arguments[1:], cwd=project.folder) as process:
+            _, said = process.communicate(60)
+        assert process.returncode == code, said
+        assert ("cannot write disk/a: Read-only file system" in said) == (code == 2), said
+    failed(project.inline("training.steps=4"), "Read-only file system", "disk/runs/tiny/0")
 
 
 # The record -----------------------------------------------------------------------------------------------------------
