@@ -25,7 +25,9 @@ test: $(VENV)/dev
 
 # What takes too long for every change; CI runs it too.
 slow: $(VENV)/dev
-	$(BIN)/python -m pytest -m slow
+	@# The stress tests measure time: nothing runs beside them.
+	$(BIN)/python -m pytest -m slow tests/stress; alone=$$?; \
+	$(BIN)/python -m pytest -m slow --ignore tests/stress -n 2 --dist loadfile && exit $$alone
 
 chaos: $(VENV)/dev
 	$(BIN)/python -m bench.chaos
