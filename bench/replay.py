@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import subprocess
 import sys
@@ -96,7 +95,7 @@ def a_sequence(group: int, sample: int, tokens: int) -> Sequence:
     )
 
 
-def commit(run: RunDirectory, step: int, batch: list[Sequence]) -> dict[str, Any]:
+def commit(run: RunDirectory, step: int, batch: list[Sequence]) -> None:
     """A step with stages that follow from its data."""
     from clew.config import Algorithm, Training
     from clew.training.advantages import group_advantages
@@ -124,26 +123,17 @@ def commit(run: RunDirectory, step: int, batch: list[Sequence]) -> dict[str, Any
     run.steps.write_data(step, rows.to_table(batch))
     run.steps.write_stages(step, 0, digest_rows(batch), stages)
     run.steps.commit(step, summary)
-    return summary
 
 
 def long_record(folder: Path) -> RunDirectory:
     """10,000 steps of 100 groups: a million sequences in the index; a step's data every thousand steps."""
     run = RunDirectory(folder / "runs" / "long" / "0")
-    lines = []
     for step in range(LONG_STEPS):
         first = step * GROUPS
         if step % 1000 == 137:
-            batch = [a_sequence(first + group, sample, 500) for group in range(GROUPS) for sample in range(2)]
-            summary = commit(run, step, batch)
+            commit(run, step, [a_sequence(first + group, sample, 500) for group in range(GROUPS) for sample in (0, 1)])
         else:
-            names = [f"g{group:06d}" for group in range(first, first + GROUPS)]
-            summary = summary_of(step, names)
-            run.steps.json_path(step).write_text(json.dumps(summary))
-        lines.append(
-            json.dumps({"step": step, **{key: summary[key] for key in ("groups", "versions", "digests")}}) + "\n"
-        )
-    run.steps.index_path.write_text("".join(lines))
+            run.steps.commit(step, summary_of(step, [f"g{group:06d}" for group in range(first, first + GROUPS)]))
     return run
 
 
@@ -151,8 +141,6 @@ def summary_of(step: int, groups: list[str]) -> dict[str, Any]:
     """What step-N.json says of a step that nothing trained."""
     digest = f"{step:016x}"
     return {
-        "clew_format": rows.FORMAT,
-        "step": step,
         "groups": groups,
         "versions": [step, step],
         "digests": {"data": digest, "gradients": [digest], "weights": digest},
