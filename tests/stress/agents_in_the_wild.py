@@ -61,6 +61,19 @@ class AnswerCache:
         return float(len(await ask(f"{data['prompt']} I think: {self.answers[size]}", **given)))
 
 
+LAST: list[str] = []
+
+
+class AsksThenWorks:
+    """What it asks with is everybody's; then a tool holds up the loop, so that it is mostly seen there."""
+
+    async def run(self, data: dict, **given: Any) -> float:
+        LAST.append(data["prompt"])
+        said = await ask(" ".join(LAST[-2:]), **given)
+        time.sleep(0.1)  # noqa: ASYNC251
+        return float(len(said))
+
+
 TOOLS = {"search", "calculator", "browser", "python", "shell"}
 
 
@@ -490,3 +503,4 @@ def clean_up() -> None:
         OneCompiler.pool.shutdown(wait=False, cancel_futures=True)
         OneCompiler.pool = None
     PLANS.clear()
+    LAST.clear()

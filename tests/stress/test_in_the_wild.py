@@ -54,6 +54,11 @@ def test_a_fault_is_found_with_its_line(agent: type) -> None:
     assert any(each[0] == kind and where in each[1] for each in found), report.verdicts
 
 
+def test_where_it_asked_is_not_where_it_worked_after_that() -> None:
+    found = next(each for each in stressed(wild.AsksThenWorks, 0.2).verdicts if each.kind == "differs")
+    assert re.search(r"asked at .*agents_in_the_wild\.py:\d+ ask,", found.where)
+
+
 def test_whoever_waits_is_told_where(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage, "SAY_S", 1.0)
     said: list[str] = []

@@ -123,7 +123,8 @@ def judge_foreign(found: Sequence[Foreign], state: shared.State, crowd: Wave, *,
     if not found:
         return []
     place = crowd.waits_at.get(found[0].asker.id)
-    where = state.place_of(found[0].text) or (f"asked at {place}" if place is not None else "")
+    asked = f"asked at {place}" if place is not None else ""
+    where = state.place_of(found[0].text) or asked
     return [
         Verdict(
             kind="shared",
@@ -132,7 +133,7 @@ def judge_foreign(found: Sequence[Foreign], state: shared.State, crowd: Wave, *,
             where=where,
             evidence=[
                 *(f"{each.asker.id} asked with {each.text!r}, of the row of {each.owner.id}" for each in found[:4]),
-                *([f"asked at {place}"] if place is not None else []),
+                *([asked] if asked and asked != where else []),
             ],
             certain=certain,
         )

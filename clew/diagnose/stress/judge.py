@@ -169,13 +169,15 @@ def _crossing(waves: Sequence[Wave], state: shared.State, *, repeats: bool) -> l
     if not found:
         return []
     place = crowd.waits_at.get(found[0].asker)
+    asked = f"asked at {place}" if place is not None else ""
+    where = state.place_of(found[0].text) or asked
     return [
         Verdict(
             kind="shared",
             what=f"answers cross over, between {len(found)} pairs of episodes",
-            where=state.place_of(found[0].text) or (f"asked at {place}" if place is not None else ""),
+            where=where,
             evidence=[f"{each.asker} asked with {each.text!r}, which {each.owner} had been told" for each in found[:4]]
-            + ([f"asked at {place}"] if place is not None else []),
+            + ([asked] if asked and asked != where else []),
         )
     ]
 

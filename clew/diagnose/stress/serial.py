@@ -156,7 +156,7 @@ class Waits:
         self.model_s: defaultdict[Place, float] = defaultdict(float)
         """The part of it during which the model had a request of the episode."""
         self.asked_at: dict[str, Place] = {}
-        """Where each episode was last seen to wait."""
+        """Where each episode was last seen to wait for the model; for anything, if it never was."""
 
     @property
     def at_model(self) -> set[Place]:
@@ -182,7 +182,8 @@ class Waits:
             for episode in some:
                 place = waits_at(episode, self._code)
                 if place is not None:
-                    self.asked_at[episode.id] = place
+                    if episode.id in asking or episode.id not in self.asked_at:
+                        self.asked_at[episode.id] = place
                     seconds = (now - seen) * len(running) / len(some)
                     self.seconds[place] += seconds
                     if episode.id in asking:
