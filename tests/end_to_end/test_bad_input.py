@@ -319,6 +319,19 @@ def test_a_truncated_step(resuming: Project, name: str, cut: float) -> None:
     assert resuming.digests()[:3] == before
 
 
+def test_an_altered_evaluation(project: Project) -> None:
+    project.set(eval={"path": "prompts.jsonl", "every_steps": 3})
+    completed(project.inline())
+    for version in (0, 3):
+        path = project.path / "evals" / f"version-{version:06d}.json"
+        whole = path.read_text()
+        for altered in (whole.replace('"reward": ', '"reward": "much", "was": '), whole[:-9], "null"):
+            path.write_text(altered)
+            failed(project.inline("training.steps=4"), path.name)
+        path.write_text(whole)
+    completed(project.inline("training.steps=4"), 4)
+
+
 def test_an_index_that_was_altered_is_made_again(resuming: Project) -> None:
     before, index = resuming.digests(), resuming.run.steps.index_path
     index.write_text("gar" + index.read_text())
