@@ -232,7 +232,8 @@ def _in_step(left: RunDirectory, right: RunDirectory, step: int, tolerance: Tole
         if all(name in side for side in stages):
             ids = [batches[0][row].id for row in rows]
             then, now = ([side[name][each] for each in ids] for side in stages)
-            return differences.in_stage(step, name, ids, then, now, tolerance, after_update=update > 0)
+            after = update > 0 and tolerance.exact  # otherwise gradients are not compared
+            return differences.in_stage(step, name, ids, then, now, tolerance, after_update=after)
         if any(name in side for side in stages):
             there = ["present" if name in side else "absent" for side in stages]
             return Difference(

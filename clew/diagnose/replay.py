@@ -209,7 +209,8 @@ def compare(
         then = [stages.arrays[name][each] for each in ids]
         now = [result.stages[name][row].astype(np.float32, copy=False) for row in rows]  # as they are kept
         how = EXACT if name == "advantages" and not _from_logprobs(engine.config.algorithm) else tolerance
-        difference = differences.in_stage(step, name, ids, then, now, how, after_update=update > 0)
+        after = update > 0 and tolerance.exact  # otherwise gradients are not compared
+        difference = differences.in_stage(step, name, ids, then, now, how, after_update=after)
         if difference is not None and name in ("advantages", "loss") and not any(found):
             difference = suspected(difference, batch, stages, recorded, engine.config.algorithm, checked=True)
         return difference

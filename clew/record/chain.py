@@ -45,7 +45,7 @@ _HEAD = re.compile(rb'\{"clew_format": (\d+), "step": \d+, "chain": (\{[^{}]*\})
 _LINE = re.compile(rb'\{"step": (\d+), (.*), "json": "([0-9a-f]{32})"\}')
 """How it writes a line of the index; what stands between step and digest stands so in the step's JSON."""
 _SEAL = re.compile(rb', "seal": "([0-9a-f]{32})"\}\Z')
-_SEALED = (b'"seal', b'"rows": ', b'"follows": ')
+_SEALED = (b'"seal": "', b'"rows": "', b'"follows": "', b'"follows": null')
 """What stands in every checkpoint.json or evaluation that has a seal, as older ones have not."""
 _CHECKPOINT = re.compile(r"checkpoints/step-(\d{6,})/checkpoint\.json")
 _EVALUATION = re.compile(r"evals/version-(\d{6,})\.json")
