@@ -132,7 +132,8 @@ def test_code_that_was_changed_is_named(folder: Path, tmp_path: Path, capsys: py
     mine.write_text(f"{LOSS}\n\ndef advantages(sequences):\n    return [each.reward for each in sequences]\n")
     options = ("algorithm.loss=edited.loss", "algorithm.advantages=edited.advantages")
     run = train(example(folder, tmp_path, *options, "training.steps=1"))
-    assert replays(run) and set(run.steps.read(0)["code"]) == {"algorithm.loss", "algorithm.advantages"}
+    assert replays(run)
+    assert set(run.steps.read(0)["code"]) == {"algorithm.loss", "algorithm.advantages", "rollout.reward"}
 
     def edit(was: str, now: str) -> None:
         mine.write_text(mine.read_text().replace(was, now))

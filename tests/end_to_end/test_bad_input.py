@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from clew.record import rows
+from clew.record.chain import sealed
 from clew.training.checkpoint import FORMAT as CHECKPOINT_FORMAT
 from tests.diagnose.planted import seal
 from tests.end_to_end.project import USER_CODE, Ended, Project
@@ -358,7 +359,11 @@ def test_demonstrations_in_the_run_directory_of_reinforcement(resuming: Project)
 
 
 def newer_json(file: Path, field: str) -> None:
-    file.write_text(json.dumps({**json.loads(file.read_text()), field: 9}))
+    said = {**json.loads(file.read_text()), field: 9}
+    if said.pop("seal", None) is None:
+        file.write_text(json.dumps(said))
+    else:
+        file.write_bytes(sealed(said))
 
 
 def newer_step(project: Project) -> Path:

@@ -103,7 +103,8 @@ def test_a_fault_is_found(agent: type, closing: None) -> None:
     kind, where = FAULTS[agent]
     for longer in (1, 1, 3, 10):  # of models; what the fault itself takes does not grow with it
         report = stressed(agent, latency_s=longer * LATENCY_S)
-        if not any("one at a time" in note for note in report.notes):  # else the machine is too slow, or too busy
+        unjudged = report.outcome == "not judged" or any("one at a time" in note for note in report.notes)
+        if not unjudged:  # else the machine is too slow, or too busy
             break
     found = [(verdict.kind, verdict.where) for verdict in report.verdicts if verdict.certain]
     assert any(each[0] == kind and where in each[1] for each in found), report.verdicts
