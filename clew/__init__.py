@@ -19,7 +19,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """What is public is imported when it is used: importing clew imports no torch."""
+    """Import public functions only when they are used, so that importing clew imports no torch."""
     if name == "rollout_batch":
         from clew.batch import rollout_batch
 

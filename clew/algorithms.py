@@ -1,4 +1,4 @@
-"""The algorithms of the field by name: which options a paper stands for. Importing this imports nothing."""
+"""Presets: the options that a published algorithm stands for, by name. Importing this module imports nothing else."""
 
 from __future__ import annotations
 
@@ -7,20 +7,23 @@ from typing import Any, Literal
 Preset = Literal["grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "ppo", "gspo", "cispo"]
 
 ADVANTAGES = ("group", "batch", "mean", "leave_one_out", "none", "gae")
-"""Built in. Anything else is the dotted path of a function."""
+"""Built-in advantages. Anything else is the dotted path of a function."""
 
 WITHIN_GROUP = ("group", "mean", "leave_one_out")
-"""Those that compare the episodes of a group: of one alone they can say nothing."""
+"""Advantages that compare the episodes of a group, and so need at least two of them."""
 
 LOSSES = ("clip", "cispo")
-"""Built in. Anything else is the dotted path of a function."""
+"""Built-in losses. Anything else is the dotted path of a function."""
 
 FORMULAS = 2
-"""Rises when a formula of Clew's own gives other numbers than before from the same inputs, so that a replay knows which
-ones a record holds. 2: k3 is computed with expm1; clip_share counts what CISPO and the dual clip hold."""
+"""Version of Clew's own formulas, so that a replay knows which ones a record was made with.
+
+It is raised when a formula gives other numbers than before from the same inputs. 2: k3 is computed with expm1, and
+clip_share counts what CISPO and the dual clip hold.
+"""
 
 LOG_RATIO_LIMIT = 20.0
-"""The largest logarithm of a ratio of probabilities that is exponentiated (a ratio of 4.9e8). verl has the same."""
+"""Largest logarithm of a ratio of probabilities that is exponentiated (a ratio of 4.9e8). verl has the same limit."""
 
 _PRESETS: dict[str, dict[str, Any]] = {
     # DeepSeekMath, arXiv 2402.03300: section 4.2 has the coefficient of the KL term
@@ -75,9 +78,12 @@ _PRESETS: dict[str, dict[str, Any]] = {
 
 
 def preset_options(name: str, *, max_new_tokens: int = 256) -> dict[str, Any]:
-    """What a preset sets, by the dotted names of the fields; the rest keeps its default.
+    """Return the options that a preset sets, by their dotted names. All other fields keep their defaults.
 
-    max_new_tokens: of the sampling: Dr. GRPO divides by it, DAPO's penalty begins a fifth before it (4096 of 20480).
+    Args:
+        name: The name of the preset.
+        max_new_tokens: The limit of the sampling. Dr. GRPO divides by it, and DAPO's penalty begins a fifth before it
+            (4096 of 20480).
     """
     options = {f"algorithm.{field}": value for field, value in _PRESETS[name].items()}
     if name == "dr_grpo":
@@ -90,4 +96,4 @@ def preset_options(name: str, *, max_new_tokens: int = 256) -> dict[str, Any]:
 
 PRESETS = tuple(_PRESETS)
 PRESET_FIELDS = frozenset(field for name in PRESETS for field in preset_options(name))
-"""All fields that any preset sets."""
+"""Dotted names of the fields that any preset sets."""

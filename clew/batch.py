@@ -19,16 +19,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutBatch:
-    """What training would consume."""
+    """Result of a rollout: the rows that training would consume, and the failed episodes."""
 
     rows: list[Row]
-    """Of the episodes with a reward, as in a step of the record."""
+    """Rows of the episodes with a reward, as in a recorded step."""
     failed: list[Row]
-    """A row an episode that failed; `error` says why."""
+    """One row per failed episode; `error` says why it failed."""
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """Padded on the right: input_ids, attention_mask, loss_mask, logprobs, versions, turn_ids, temperatures
-        [B, T], and rewards [B]."""
+        """Return the rows as tensors, padded on the right.
+
+        Returns:
+            input_ids, attention_mask, loss_mask, logprobs, versions, turn_ids and temperatures [B, T], and rewards [B].
+        """
         from clew.training.padded import padded
 
         return padded(self.rows)
@@ -44,15 +47,25 @@ def rollout_batch(
     sampling: Mapping[str, Any] | None = None,
     **rollout: Any,
 ) -> RolloutBatch:
-    """Run a workflow or agent on each row of the data, n_samples times, all side by side. ::
+    """Run a workflow or agent on each row of the data, n_samples times, all concurrently. ::
 
         batch = clew.rollout_batch(rows, model="runs/mine", reward="my_rewards.exact", n_samples=4)
         tensors = batch.to_tensors()
 
-    data: rows, or what data.path takes. model: folder or hub name; with `server` (host:port of `clew serve` or SGLang)
-    only its tokenizer is loaded, without it the model too. sampling, rollout: fields of these sections of the
-    configuration, such as workflow="my_project.MyWorkflow" or agent="my_agent.MyAgent".
-    Raises ClewError. Call it where no event loop runs.
+    Call it where no event loop runs.
+
+    Args:
+        data: Rows, or anything that data.path accepts.
+        model: A folder or hub name. With `server`, only its tokenizer is loaded, otherwise the model too.
+        server: The host:port of `clew serve` or SGLang.
+        n_samples: Episodes for each row.
+        seed: The seed from which all others derive.
+        sampling: Fields of this section of the configuration.
+        rollout: Fields of this section of the configuration, such as workflow="my_project.MyWorkflow" or
+            agent="my_agent.MyAgent".
+
+    Raises:
+        ClewError: The options contradict one another, or the data or the model cannot be loaded.
     """
     rows = load_rows(data) if isinstance(data, str) else [dict(row) for row in data]
     config = Config.model_validate(

@@ -170,7 +170,7 @@ def _train_on_record(config: Config, run: RunDirectory) -> None:
 
 
 def _say_trained(config: Config, run: RunDirectory) -> None:
-    """Print what a run that is complete has made, and what it rejected."""
+    """Print what a complete run has made, and what it rejected."""
     from clew.record.rejected import count_rejected
 
     done = run.steps.count()
@@ -532,7 +532,7 @@ def doctor() -> None:
 
 
 def _on_ranks(ranks: int, work: Callable[[], None], logs: Path | None = None) -> None:
-    """Do this in each of so many processes, of which this may be one. logs: where those but the first write."""
+    """Run a function in each of several processes, of which this may be one. logs: where all but the first write."""
     from clew.launch.ranks import check_world, place
 
     check_world(ranks)

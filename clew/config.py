@@ -22,7 +22,7 @@ from clew.processes import cores
 from clew.reading import check_yaml, read_text
 
 DPO_BETA = 0.1
-"""algorithm.kl_coef of training.objective=dpo, where nothing else sets it: the paper's beta."""
+"""Default of algorithm.kl_coef for training.objective=dpo: the paper's beta."""
 
 SERVERS_VARIABLE = "CLEW_LLM_SERVER_ADDRS"
 TOKEN_VARIABLE = "CLEW_LLM_SERVER_TOKEN"
@@ -32,13 +32,13 @@ DecayRate = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
-    """Frozen; knows no fields but its own."""
+    """A frozen section of the configuration that refuses unknown fields."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Model(Section):
-    """The policy, and where it computes."""
+    """The policy, and the device that it computes on."""
 
     path: str = Field(description="Folder (as save_pretrained writes it) or hub name of a causal language model.")
     dtype: Literal["float32", "bfloat16", "float64"] = Field(
@@ -70,7 +70,7 @@ class Data(Section):
 
 
 class Rollout(Section):
-    """How episodes are made and admitted."""
+    """Settings for making and admitting episodes."""
 
     workflow: str = Field(
         default="clew.rollout.workflows.SingleTurn", description="Dotted path of the workflow's class."
@@ -115,7 +115,7 @@ class Rollout(Section):
 
 
 class Reward(Section):
-    """What becomes of rewards before they are trained on."""
+    """Settings for changing rewards before they are trained on."""
 
     turn_discount: float = Field(
         default=1.0, gt=0, le=1, description="A turn's return: its reward plus this, times the turns' after it."
@@ -123,7 +123,7 @@ class Reward(Section):
 
 
 class Sampling(Section):
-    """How rollout draws tokens."""
+    """Settings for drawing tokens."""
 
     max_new_tokens: int = Field(default=256, ge=1, description="Tokens a response may have.")
     min_new_tokens: int = Field(default=0, ge=0, description="Tokens before which a response cannot end.")
@@ -220,7 +220,10 @@ class Training(Section):
 
 
 class Algorithm(Section):
-    """By default GRPO with the decoupled objective of AReaL (arXiv 2505.24298). docs/algorithms.md has the formulas."""
+    """The objective of training: by default GRPO with the decoupled objective of AReaL (arXiv 2505.24298).
+
+    docs/algorithms.md has the formulas.
+    """
 
     preset: Preset | None = Field(
         default=None, description="Sets the options of a paper's algorithm that are not set here; null: none."
@@ -338,7 +341,7 @@ class Algorithm(Section):
 
 
 class Eval(Section):
-    """Evaluation on held-out prompts; all episodes of one evaluation are by one version."""
+    """Evaluation on held-out prompts. All episodes of one evaluation use the same version of the weights."""
 
     path: str | None = Field(default=None, description="Like data.path; null: no evaluation.")
     every_steps: int = Field(default=10, ge=1, description="Evaluate versions 0, N, 2N, ... and the last.")
@@ -347,7 +350,7 @@ class Eval(Section):
 
 
 class Checkpoint(Section):
-    """What a killed run restarts from."""
+    """Checkpoints, from which a killed run restarts."""
 
     every_steps: int = Field(
         default=20, ge=1, description="Steps between checkpoints; those after the last are replayed."
@@ -364,7 +367,7 @@ class Record(Section):
 
 
 class Debug(Section):
-    """Training on recorded batches, without rollout; and portable copies of batches."""
+    """Training on recorded batches without rollout, and portable copies of batches."""
 
     dump_rollout_data: bool = Field(default=False, description="Copy the batch of each step to debug.path.")
     replay_rollout_data: bool = Field(
@@ -407,7 +410,7 @@ class Debug(Section):
 
 
 class Launch(Section):
-    """Where the processes run."""
+    """The processes of a run, and how they share the machine."""
 
     mode: Literal["local", "inline"] = Field(
         default="local",
@@ -439,7 +442,7 @@ class Launch(Section):
 
 
 class Config(Section):
-    """Everything that can be configured. Sections that a command does not need are ignored by it."""
+    """Settings of a run. A command ignores the sections that it does not need."""
 
     experiment: str = Field(pattern=r"^[\w-][\w.-]*$", description="Names the run directory, ROOT/EXPERIMENT/TRIAL.")
     trial: str = Field(default="0", pattern=r"^[\w-][\w.-]*$", description="Second part of the run directory's name.")
@@ -462,7 +465,7 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _resolve_algorithm(cls, values: Any) -> Any:
-        """Set what the preset sets and the user does not, and the constant that a length is divided by."""
+        """Fill in what the user left open: the preset's fields, the constant of the loss, and the KL weight of DPO."""
         for name, value in _chosen(values).items():
             section, field = name.split(".")
             values = {**values, section: {field: value, **_section(values, section)}}
@@ -538,14 +541,16 @@ class Config(Section):
 
     @property
     def run_path(self) -> Path:
-        """The run directory, ROOT/EXPERIMENT/TRIAL."""
+        """Return the run directory, ROOT/EXPERIMENT/TRIAL."""
         return Path(self.root) / self.experiment / self.trial
 
     @property
     def threads(self) -> int:
-        """Threads of torch in each process: launch.threads, or else one a core where trainer and server take turns,
-        and half as many where they compute side by side (launch.mode=local with rollout.max_lag above 0, without
-        launch.colocate)."""
+        """Return the number of torch's threads in each process.
+
+        This is launch.threads, if it is set. Otherwise it is one per core if trainer and server take turns, and half as
+        many if they compute side by side (launch.mode=local with rollout.max_lag above 0, without launch.colocate).
+        """
         if self.launch.threads is not None:
             return self.launch.threads
         side_by_side = self.launch.mode == "local" and self.rollout.max_lag > 0 and not self.launch.colocate
@@ -553,12 +558,12 @@ class Config(Section):
 
     @property
     def rank_threads(self) -> int:
-        """Threads of torch in each trainer rank: the ranks share what `threads` says."""
+        """Return the number of torch's threads in each trainer rank: launch.threads, or else its share of `threads`."""
         return self.launch.threads or max(1, self.threads // self.launch.ranks)
 
 
 def load(path: Path | str, overrides: list[str] | tuple[str, ...] = ()) -> Config:
-    """Read `path`, apply `key=value` overrides, resolve `${...}` and check. Raises ConfigError."""
+    """Read `path`, apply `key=value` overrides, resolve `${...}` and check the result. Raises ConfigError."""
     path = Path(path)
     try:
         text = read_text(path, "name a YAML file, or restore this one from a copy")
@@ -568,7 +573,7 @@ def load(path: Path | str, overrides: list[str] | tuple[str, ...] = ()) -> Confi
 
 
 def parse(text: str, path: Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:
-    """The same of a file's content. path: where it is from, for errors."""
+    """Return the configuration in a YAML text, as `load` does for a file. path: where the text is from, for errors."""
     import yaml
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -593,7 +598,7 @@ def parse(text: str, path: Path, overrides: list[str] | tuple[str, ...] = ()) ->
 
 
 def _merged(text: str) -> Any:
-    """OmegaConf's view of a YAML text. Raises ValueError for what is YAML and ends in an error of the parser's own."""
+    """Return OmegaConf's view of a YAML text. Raises ValueError if its parser fails on valid YAML."""
     from omegaconf import OmegaConf
 
     check_yaml(text)
@@ -604,26 +609,29 @@ def _merged(text: str) -> Any:
 
 
 def _section(values: Any, name: str) -> dict[str, Any]:
-    """A section as it stands before it is checked; empty where it is missing, or no mapping."""
+    """Return a section before it is checked; empty if it is missing or not a mapping."""
     section = values.get(name) if isinstance(values, Mapping) else None
     return dict(section) if isinstance(section, Mapping) else {}
 
 
 def _limit(values: Any) -> int:
-    """sampling.max_new_tokens; its default also where what stands there will be refused."""
+    """Return sampling.max_new_tokens; its default if the value is missing or will be refused."""
     limit = _section(values, "sampling").get("max_new_tokens")
     return limit if isinstance(limit, int) else Sampling.model_fields["max_new_tokens"].default
 
 
 def _chosen(values: Any) -> dict[str, Any]:
-    """What the preset sets, by the dotted names of the fields."""
+    """Return the options that the chosen preset sets, by their dotted names; empty without a preset."""
     preset = _section(values, "algorithm").get("preset")
     return preset_options(preset, max_new_tokens=_limit(values)) if preset in PRESETS else {}
 
 
 def _forget_preset(values: Any) -> None:
-    """Before another preset is chosen on the command line: fields of the file that merely say what its own preset, or
-    the default, says (as those of a run's config.yaml do) give way to it."""
+    """Remove the fields that only repeat what the file's own preset, or the default, sets.
+
+    This is done before another preset is chosen on the command line, so that it takes effect: a run's config.yaml, for
+    example, spells out all fields.
+    """
     said = _chosen(values)
     for name in PRESET_FIELDS:
         section, field = name.split(".")
@@ -633,13 +641,13 @@ def _forget_preset(values: Any) -> None:
 
 
 def preset_of(config: Config) -> str:
-    """What the preset sets, for people; empty without one."""
+    """Return the options that the preset sets as text for people; empty without a preset."""
     chosen = _chosen(config.model_dump())
     return ", ".join(f"{name}={str(value).lower()}" for name, value in chosen.items())
 
 
 def dump(config: Config) -> str:
-    """The resolved configuration as YAML; `load` reads it back."""
+    """Return the resolved configuration as YAML; `load` reads it back."""
     import yaml
 
     content = config.model_dump(mode="json")
@@ -648,24 +656,28 @@ def dump(config: Config) -> str:
 
 
 def server_addresses() -> list[str]:
-    """The host:port of each inference server that CLEW_LLM_SERVER_ADDRS (separated by commas) names; without it the
-    servers of the run directory are used."""
+    """Return the host:port of each inference server in CLEW_LLM_SERVER_ADDRS, which separates them by commas.
+
+    If it is empty, the servers of the run directory are used.
+    """
     return [address.strip() for address in os.environ.get(SERVERS_VARIABLE, "").split(",") if address.strip()]
 
 
 def server_token() -> str:
-    """Return the token of the servers that CLEW_LLM_SERVER_ADDRS names: the value of CLEW_LLM_SERVER_TOKEN, or an empty
-    string. A server that is started with this variable set uses it, too."""
+    """Return the token of the servers in CLEW_LLM_SERVER_ADDRS: the value of CLEW_LLM_SERVER_TOKEN, or an empty string.
+
+    A server that is started with this variable set uses it, too.
+    """
     return os.environ.get(TOKEN_VARIABLE, "").strip()
 
 
 def provider() -> tuple[str, str]:
-    """The base URL and the API key that OPENAI_BASE_URL and OPENAI_API_KEY name; empty where they do not."""
+    """Return the values of OPENAI_BASE_URL and OPENAI_API_KEY, each empty if it is not set."""
     return os.environ.get("OPENAI_BASE_URL", ""), os.environ.get("OPENAI_API_KEY", "")
 
 
 def field_names(section: type[BaseModel] = Config, prefix: str = "") -> list[str]:
-    """Dotted names of all fields."""
+    """Return the dotted names of all fields."""
     names: list[str] = []
     for name, field in section.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
@@ -676,7 +688,7 @@ def field_names(section: type[BaseModel] = Config, prefix: str = "") -> list[str
 
 
 def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested values by their dotted names."""
+    """Return nested values by their dotted names."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         found.update(flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value})
@@ -701,7 +713,7 @@ def _explain(problem: Any, path: Path, text: str, overrides: list[str] | tuple[s
 
 
 def _nearest(name: str, names: list[str]) -> str:
-    """The valid name most like `name`, judged by its last part first: `rollout.lr` means `training.lr`."""
+    """Return the valid name that is most like `name`. The last part counts most: `rollout.lr` means `training.lr`."""
     last = name.rsplit(".", 1)[-1]
 
     def likeness(candidate: str) -> float:
@@ -723,7 +735,7 @@ def _where(name: str, path: Path, text: str, overrides: list[str] | tuple[str, .
 
 
 def _line_of(name: str, text: str) -> int | None:
-    """The line (from 1) of the deepest part of the dotted `name` that the YAML has."""
+    """Return the line (from 1) of the deepest part of the dotted `name` that the YAML has; None if it has none."""
     import yaml
 
     node, line = yaml.compose(text), None

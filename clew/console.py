@@ -13,22 +13,22 @@ from clew.printing import KEPT, visible
 
 
 class EscapingConsole(Console):
-    """A Console that reads no text as markup and spells out what would act on the terminal.
+    """A Console that reads no text as markup and spells out characters that would act on the terminal.
 
-    Text that arrives as `str` is made visible before it is measured, so tables stay straight; anything else where it is
-    rendered.
+    Text that arrives as `str` is made visible before it is measured, so that tables stay straight. Everything else is
+    made visible when it is rendered.
     """
 
     def __init__(self, **options: Any) -> None:
-        """Take Rich's own options; `markup` and `emoji` are off."""
+        """Create a Console with Rich's own options; `markup` and `emoji` are off by default."""
         super().__init__(**{"markup": False, "emoji": False, **options})
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Return the text as it can be shown."""
+        """Return the text with control characters spelt out."""
         return super().render_str(visible(text, KEPT), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Yield what is shown; Rich's own control codes, which move the cursor of a live table, stay."""
+        """Yield the segments to show. Rich's own control codes, which move the cursor of a live table, are kept."""
         for segment in super().render(renderable, options):
             if segment.control or segment.text.isprintable():
                 yield segment

@@ -23,11 +23,17 @@ _PARQUET = (".parquet", ".pq")
 
 
 def load_rows(path: str, *, split: str = "train", limit: int | None = None, columns: Sequence[str] = ()) -> list[dict]:
-    """The first `limit` rows (None: all) of a JSON-lines file, a Parquet file, or a data set that `datasets` can load.
+    """Return the first `limit` rows (None: all) of a JSON-lines file, a Parquet file, or a data set for `datasets`.
 
-    split: of a hub data set; files have none.
-    columns: what every row must hold.
-    Raises DataError: no such file, not readable, no rows, a missing column (with the nearest name that there is).
+    Args:
+        path: The file, or what `datasets` can load.
+        split: The split of a hub data set; files have none.
+        limit: The maximum number of rows.
+        columns: Columns that every row must have.
+
+    Raises:
+        DataError: There is no such file, it cannot be read, it has no rows, or a column is missing. The message names
+            the nearest column that exists.
     """
     suffix = Path(path).suffix.lower()
     if suffix in _JSON_LINES:
@@ -46,15 +52,20 @@ def load_rows(path: str, *, split: str = "train", limit: int | None = None, colu
 
 
 def order(n_rows: int, index: int, seed: int) -> int:
-    """The row that the prompt number `index` (from 0) of a run takes: every epoch goes through all rows once, in a
-    permutation that follows from (seed, epoch) and nothing else."""
+    """Return the row for the prompt number `index` (from 0) of a run.
+
+    Every epoch goes through all rows once, in a permutation that depends only on (seed, epoch).
+    """
     epoch, position = divmod(index, n_rows)
     return int(_permutation(n_rows, epoch, seed)[position])
 
 
 @lru_cache(maxsize=4)
 def _permutation(n_rows: int, epoch: int, seed: int) -> np.ndarray:
-    """[n_rows] int. Sorting raw bits, because NumPy promises those (but not its shuffles) to be the same for ever."""
+    """Return the permutation of an epoch, [n_rows] int.
+
+    It sorts raw bits, because NumPy promises that those (but not its shuffles) never change.
+    """
     bits: Any = np.random.PCG64([seed, epoch]).random_raw(n_rows)
     return np.argsort(bits, kind="stable")
 

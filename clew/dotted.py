@@ -1,6 +1,6 @@
-"""Names in the configuration that stand for the user's code: `my_project.rewards.exact_match`.
+"""Names in the configuration that stand for the user's code, such as `my_project.rewards.exact_match`.
 
-Every such name is resolved by `load`, which also decides whether it may be: see `only_trusted`.
+`load` resolves every such name, and decides whether it may be resolved: see `only_trusted`.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from typing import Any
 from clew.errors import ConfigError
 
 BUILT_IN = ("clew.rollout.workflows",)
-"""Modules of Clew's own that hold what a configuration may name."""
+"""Clew's own modules whose content a configuration may name."""
 
 
 @dataclass(frozen=True)
 class Guard:
-    """A rule that holds while a stranger's record is open: see `only_trusted`."""
+    """A rule that applies while someone else's record is open: see `only_trusted`."""
 
     record: str
-    """Which record it is and why it is a stranger's, for the message."""
+    """Description of the record and why it is someone else's, for the message."""
     modules: frozenset[str]
-    """The modules that the user trusts."""
+    """Modules that the user trusts."""
 
 
 guards: list[Guard] = []
-"""The rules that hold now. A process that resolves names for this one must be given them."""
+"""Rules that apply now. They must be passed on to any process that resolves names for this one."""
 
 
 @contextmanager
 def only_trusted(record: str | None, modules: Iterable[str] = ()) -> Iterator[None]:
-    """Resolve only names of trusted modules for as long as the block runs, in every thread.
+    """Resolve only names in trusted modules for as long as the block runs, in every thread.
 
     Args:
-        record: Which record names the code and why it is a stranger's, such as "x.clew.zip is a bundle". None where
-            the record is the user's own: then every name is resolved.
-        modules: What the user said with --trust. An object counts only where its own `__module__` is named.
+        record: A description of the record that names the code and why it is someone else's, such as "x.clew.zip is a
+            bundle". None if the record is the user's own: then every name is resolved.
+        modules: Modules that the user named with --trust. An object counts only if its own `__module__` is named.
     """
     if record is None:
         yield
@@ -63,11 +63,11 @@ def load(path: str, field: str) -> Any:
 
     Args:
         path: The dotted path.
-        field: Where the path was configured, for the message.
+        field: The field with this path, for the message.
 
     Raises:
-        ConfigError: There is no such module, or no such name in it; the module raises when it is imported; or a
-            stranger's record is open and the user does not trust the module.
+        ConfigError: There is no such module, or no such name in it; the module raises an error when it is imported; or
+            someone else's record is open and the user does not trust the module.
     """
     module_name, _, name = path.rpartition(".")
     if not module_name or not all(part.isidentifier() for part in path.split(".")):
@@ -97,8 +97,10 @@ def load(path: str, field: str) -> Any:
 
 
 def file_of(path: str) -> Path | None:
-    """Return the file of the module that `path` (module.name) names, without importing anything; None where it is
-    Clew's own, or there is none."""
+    """Return the file of the module that `path` (module.name) names, without importing anything.
+
+    None if the module is Clew's own, or does not exist.
+    """
     module, _, _ = path.rpartition(".")
     if not module or module in BUILT_IN:
         return None
@@ -113,7 +115,7 @@ def file_of(path: str) -> Path | None:
 
 
 def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any], field: str) -> None:
-    """Raise ConfigError when `function` (or a class's constructor) takes no such arguments, or lacks one."""
+    """Raise ConfigError if `function` (or a class's constructor) does not take an argument, or needs another one."""
     parameters = inspect.signature(function).parameters.values()
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]

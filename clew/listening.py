@@ -1,10 +1,10 @@
-"""What every HTTP server of Clew's shares: who may call it, how much a client may send, and how slowly.
+"""Common parts of all of Clew's HTTP servers: who may call them, how much a client may send, and how slowly.
 
 ::
 
     Connection   closes connections that send or read too slowly
       └─► Guard        403 foreign Host or Origin, 401 no token or key, 415 not JSON, 413 too large
-            └─► the application, which gets a request's body in one piece
+            └─► the application, which gets the body of a request in one piece
 """
 
 from __future__ import annotations
@@ -30,41 +30,46 @@ Send = Callable[[Message], Awaitable[None]]
 ASGI = Callable[[Message, Receive, Send], Awaitable[None]]
 
 LARGE_TEXT = 50_000
-"""Characters of a text whose tokens are made beside the event loop: some 20 ms."""
+"""Length in characters from which a text is tokenized outside the event loop: it takes about 20 ms."""
 
 MAX_TEXT = 1_000_000
-"""Characters of a text whose tokens are made at all, where the model's context has no room for more, see `max_text`. A
-million take seconds, and a process cannot end before."""
+"""Maximum length, in characters, of a text to tokenize, unless the model's context has room for more (`max_text`).
+
+A million characters take seconds, and a process cannot end before that.
+"""
 
 LARGE_BODY = 256 * 2**10
-"""Bytes of a request that is checked beside the event loop."""
+"""Size in bytes from which a request is checked outside the event loop."""
 
 MAX_BODY = 32 * 2**20
-"""Bytes of a request's body."""
+"""Maximum number of bytes in the body of a request."""
 
 MAX_VALUES = 2_000_000
-"""Commas in a body, a measure of the values in it. To parse two million takes about 0.1 s, and holds up the loop."""
+"""Maximum number of commas in a body, as a measure of its values.
+
+Parsing two million takes about 0.1 s, during which the event loop stands still.
+"""
 
 MAX_HEADERS = 64 * 2**10
-"""Bytes of a request's headers."""
+"""Maximum number of bytes in the headers of a request."""
 
 STALL_S = 30.0
 """Seconds that a client has to send a request: its headers, and a body of a few bytes."""
 
 MIN_RATE = 16 * 2**10
-"""Bytes a second at which a longer request has to come."""
+"""Minimum rate, in bytes per second, at which a longer request has to arrive."""
 
 WRITE_STALL_S = 300.0
-"""Seconds for which a client may leave an answer unread, once the buffers are full. People look at breakpoints."""
+"""Seconds for which a client may leave an answer unread once the buffers are full. People stop at breakpoints."""
 
 SAFE = ("GET", "HEAD", "OPTIONS")
-"""Methods that change nothing on any server of Clew's."""
+"""HTTP methods that change nothing on any of Clew's servers."""
 
 WITHOUT_TOKEN = ("/generate", "/rl/set_reward", "/rl/end_session")
-"""Other calls that need no token: to sample changes nothing, and a session's own key is checked by the gateway."""
+"""Other paths that need no token: sampling changes nothing, and the gateway checks a session's own key itself."""
 
 WITHOUT_TOKEN_BELOW = ("/v1/", "/chat/completions", "/completions", "/responses", "/messages")
-"""The same, by how a path begins; see also `clew.rollout.gateway.paths`."""
+"""Prefixes of further paths that need no token; see also `clew.rollout.gateway.paths`."""
 
 HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::[0-9]{1,5})?", re.IGNORECASE)
 ORIGIN = re.compile(rf"https?://({HOST.pattern})", re.IGNORECASE)
@@ -72,28 +77,28 @@ ORIGIN = re.compile(rf"https?://({HOST.pattern})", re.IGNORECASE)
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """Who may call a server."""
+    """Rules for who may call a server."""
 
     loopback: bool = True
-    """It listens on a loopback address."""
+    """True if the server listens on a loopback address."""
     token: str = ""
-    """Opens every call. Empty: this server has no calls that need one."""
+    """Token that allows every call. Empty: this server has no calls that need one."""
     key: str = ""
-    """The API key that clients send. Empty: any will do."""
+    """API key that clients send. Empty: any key will do."""
     has_session: Callable[[str], bool] = lambda key: False
-    """Whether a key is that of an open session of the gateway, and so as good as `key`."""
+    """Function that tells whether a key belongs to an open session of the gateway, and so is as good as `key`."""
 
 
 class Guard:
-    """ASGI: refuses what may not come in.
+    """ASGI middleware that refuses forbidden requests. It checks five things:
 
-    1. Host: on loopback a name or address of loopback, so that no name of a web page's own can be pointed here (DNS
-       rebinding). Elsewhere every call but /health needs a key, which no web page has.
-    2. Origin, which browsers add: on loopback another page of this machine; elsewhere the same host.
-    3. The token, for calls that change the server's state; elsewhere than on loopback, or where it was asked for, the
-       API key for all others.
-    4. A body is JSON and says so: a web page cannot send that to another site without asking first.
-    5. A body has at most MAX_BODY bytes and MAX_VALUES values.
+    1. Host. On loopback it must be a name or address of loopback, so that no name of a web page's own can be pointed
+       here (DNS rebinding). Elsewhere every call but /health needs a key, which no web page has.
+    2. Origin, which browsers add. On loopback it must be another page of this machine; elsewhere the same host.
+    3. Credentials. Calls that change the server's state need the token. All others need the API key if the server does
+       not listen on loopback, or if a key was asked for.
+    4. Content type. A body is JSON and says so: a web page cannot send that to another site without asking first.
+    5. Size. A body has at most MAX_BODY bytes and MAX_VALUES values.
     """
 
     def __init__(self, application: ASGI, access: Access) -> None:
@@ -176,7 +181,7 @@ class Guard:
 
 
 class _Headers:
-    """What the guard reads of a request's headers."""
+    """The parts of a request's headers that the guard needs."""
 
     def __init__(self, headers: list[tuple[bytes, bytes]]) -> None:
         self.hosts: list[str] = []
@@ -206,12 +211,12 @@ class _Headers:
 
 
 def max_text(context: int | None) -> int:
-    """Return how many characters a text may have, for a context of so many tokens: more than any would fill it with."""
+    """Return the maximum number of characters in a text, for a context of `context` tokens: no longer text fits it."""
     return MAX_BODY if context is None else max(MAX_TEXT, 16 * context)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host, with or without a port, is localhost or an address of loopback."""
+    """Return whether a host, with or without a port, is localhost or a loopback address."""
     match = HOST.fullmatch(host)
     if match is None:
         return False
@@ -225,7 +230,7 @@ def is_loopback(host: str) -> bool:
 
 
 async def _body(receive: Receive) -> bytes | None:
-    """Return the body, or its beginning where it is larger than MAX_BODY; None when the client has gone."""
+    """Return the body, or its beginning if it is larger than MAX_BODY; None if the client has disconnected."""
     parts: list[bytes] = []
     size = 0
     while True:
@@ -255,14 +260,14 @@ def _too_large() -> tuple[int, Message]:
 
 
 def _error(status: int, message: str) -> tuple[int, Message]:
-    """In a shape that the clients of OpenAI, Anthropic and SGLang all read."""
+    """Return the status and body of an error, in a form that the clients of OpenAI, Anthropic and SGLang can read."""
     kinds = {401: "authentication_error", 403: "permission_error", 413: "request_too_large"}
     kind = kinds.get(status, "invalid_request_error")
     return status, {"type": "error", "error": {"type": kind, "message": message}}
 
 
 async def respond(send: Send, status: int, content: Any) -> None:
-    """Send a whole answer, as JSON."""
+    """Send a complete answer as JSON."""
     body = orjson.dumps(content)
     await send(
         {
@@ -275,18 +280,21 @@ async def respond(send: Send, status: int, content: Any) -> None:
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's, with limits: it waits for ever for the rest of a request, and for a client to read its answer."""
+    """A connection of uvicorn with time limits.
+
+    uvicorn itself waits for ever for the rest of a request, and for a client to read its answer.
+    """
 
     _incomplete = False
-    """A request has begun to come."""
+    """True while a request has begun to arrive but is not complete."""
     _in_headers = False
     _header_bytes = 0
     _timer: TimerHandle | None = None
-    """Runs while the rest of a request is awaited ..."""
+    """Timer that runs while the rest of a request is awaited."""
     _since = 0.0
-    """... since when, on the loop's clock ..."""
+    """Time on the loop's clock since which the rest of the request is awaited."""
     _bytes = 0
-    """... with how many bytes since then."""
+    """Number of bytes that have arrived since then."""
     _write_timer: TimerHandle | None = None
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
@@ -336,7 +344,7 @@ class Connection(HttpToolsProtocol):
         self._timer = self.loop.call_later(STALL_S, self._look)
 
     def _look(self) -> None:
-        """Close the connection when it is behind its time."""
+        """Close the connection if its request arrives too slowly."""
         if self.flow.read_paused:  # nothing can come: an earlier request on this connection is still being answered
             self._await_rest()
             return
@@ -358,9 +366,10 @@ class Connection(HttpToolsProtocol):
 
 
 class Listener(uvicorn.Server):
-    """Serves an ASGI application, behind a `Guard`, on the running event loop; `should_exit = True` ends it.
+    """Server of an ASGI application behind a `Guard`, on the running event loop; `should_exit = True` ends it.
 
-    Signals are its owner's: uvicorn's own handler would raise them again, past all clean-up."""
+    Its owner handles signals: uvicorn's own handler would raise them again and so skip all cleanup.
+    """
 
     def __init__(self, application: Any, access: Access) -> None:
         super().__init__(

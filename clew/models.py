@@ -1,4 +1,4 @@
-"""Loading a causal language model and its tokenizer, with errors that say what a folder lacks.
+"""Loading of causal language models and tokenizers, with errors that say what a folder lacks.
 
 Shared by training and inference, which never import each other.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def pick_device(device: Literal["auto", "cpu", "cuda"]) -> torch.device:
-    """The device that model.device means here. Raises ModelError when cuda is asked for and absent."""
+    """Return the device that model.device stands for. Raises ModelError if cuda is asked for and absent."""
     import torch
 
     if device == "cuda" and not torch.cuda.is_available():
@@ -33,8 +33,13 @@ def pick_device(device: Literal["auto", "cpu", "cuda"]) -> torch.device:
 
 
 def load_model(path: str, dtype: Literal["float32", "bfloat16", "float64"], device: torch.device) -> PreTrainedModel:
-    """A causal language model in eval mode, from a folder or the hub; of an architecture that takes images all of it.
-    Raises ModelError, also when the folder lacks some of its weights, which would be random."""
+    """Load a causal language model in eval mode, from a folder or the hub.
+
+    If the architecture takes images, all of it is loaded, not only the language model.
+
+    Raises:
+        ModelError: The model cannot be loaded, or the folder lacks some of its weights, which would then be random.
+    """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     kind = AutoModelForCausalLM if sees(path) == "no" else AutoModelForImageTextToText
@@ -42,8 +47,12 @@ def load_model(path: str, dtype: Literal["float32", "bfloat16", "float64"], devi
 
 
 def sees(path: str) -> Literal["no", "perhaps", "always"]:
-    """Whether the causal language model in a folder or on the hub takes images. perhaps: where a processor for them
-    lies beside it. no: also where its architecture has a language model apart from what sees, which is taken then."""
+    """Return whether the causal language model in a folder or on the hub takes images.
+
+    Returns:
+        "always"; "perhaps" if it does so only when an image processor is stored with it; or "no". It is also "no" if
+        the architecture has a separate language model without images, because Clew then loads that one.
+    """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
     kind: Any = type(config_of(path))
@@ -55,16 +64,25 @@ def sees(path: str) -> Literal["no", "perhaps", "always"]:
 
 
 HEAD = "score"
-"""What transformers' sequence classifiers call the layer that makes a number of a hidden state."""
+"""Name that transformers' sequence classifiers give the layer that maps a hidden state to a number."""
 
 
 def load_value_model(
     path: str, dtype: Literal["float32", "bfloat16", "float64"], device: torch.device, field: str
 ) -> PreTrainedModel:
-    """A model with a head of one number a token, in eval mode: what `AutoModelForSequenceClassification` reads (a
-    reward model), or a causal language model, whose new head is zero: all numbers begin at 0.
+    """Load a model with a head that gives each token one number, in eval mode.
 
-    field: of the configuration, that named the path. Raises ModelError as `load_model` does.
+    This is either what `AutoModelForSequenceClassification` reads (a reward model), or a causal language model with a
+    new head of zeros, so that all its numbers start at 0.
+
+    Args:
+        path: Folder or hub name of the model.
+        dtype: The type of the weights.
+        device: The device to load it to.
+        field: The configuration's field that named the path, for messages.
+
+    Raises:
+        ModelError: As for `load_model`; or the architecture has no such head.
     """
     import torch
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoModelForSequenceClassification
@@ -89,7 +107,7 @@ def load_value_model(
 def _load(
     kind: Any, path: str, dtype: str, device: torch.device, field: str, *, new: str | None = None, **options: Any
 ) -> PreTrainedModel:
-    """new: a parameter that the folder may lack; it is zero then."""
+    """Load a model of the class `kind`. new: a parameter that the folder may lack; it is then zero."""
     import torch
     from safetensors import SafetensorError
     from transformers.utils import logging as transformers_logging
@@ -151,14 +169,17 @@ def _load(
 
 
 def _own_memory(model: PreTrainedModel) -> None:
-    """Copy the weights out of the file that they were read from. Where they lie in it decides on the last bits of a
-    product of a matrix and a vector: torch aligns what it allocates, so that every copy computes the same."""
+    """Copy the weights out of the file that they were read from.
+
+    Their position in the file affects the last bits of the product of a matrix and a vector. torch aligns the memory
+    that it allocates, so every copy computes the same.
+    """
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = tensor.data.clone()
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether torch or Python could not have the memory that it asked for."""
+    """Return whether an error means that torch or Python could not get the memory that it asked for."""
     import torch
 
     said = ("can't allocate memory", "cannot allocate memory", "not enough memory")  # torch's RuntimeErrors on the CPU
@@ -166,21 +187,22 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """Of what it says, ended by a full stop."""
+    """Return the first line of an error's message, ending with a full stop."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".") + "."
 
 
 def described(error: BaseException) -> str:
-    """Its kind, the line that raised it, and the first line of what it says."""
+    """Return the type of an error, the line that raised it, and the first line of its message."""
     raised = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__} at {Path(raised.filename).name}:{raised.lineno}: {first_line(error)}"
 
 
 def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
-    """Raise ModelError when the tokenizer writes token ids that the model has no embedding for.
+    """Raise ModelError if the tokenizer produces token ids for which the model has no embedding.
 
-    Special tokens beyond the embedding that no text, template or end of a sequence needs are left alone: some published
-    models have such (Gemma 3 without images, a pad token that was added)."""
+    Special tokens beyond the embedding are ignored if no text, template or end of a sequence needs them. Some published
+    models have such tokens (Gemma 3 without images, a pad token that was added).
+    """
     embeddings: Any = model.get_input_embeddings()
     embedded = embeddings.weight.shape[0]
     beyond = {token: number for token, number in tokenizer.get_vocab().items() if number >= embedded}
@@ -199,21 +221,21 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
 
 
 def width_of(model: PreTrainedModel) -> int:
-    """Its hidden size; 1 where its configuration does not say."""
+    """Return the hidden size of a model; 1 if its configuration does not say."""
     return getattr(model.config.get_text_config(), "hidden_size", None) or 1
 
 
 def context_of(path: str) -> int | None:
-    """How many tokens the model takes that a folder or hub name holds; None where its configuration does not say."""
+    """Return the context length, in tokens, of the model in a folder or on the hub; None if it is unknown."""
     config = config_of(path)
     return None if config is None else context_in(config)[0]
 
 
 def context_in(config: PreTrainedConfig) -> tuple[int | None, str]:
-    """How many tokens a model of this configuration takes, None where it does not say; and the field that says so.
+    """Return the context length, in tokens, of a model (None if it is not stated), and the field that states it.
 
-    With longrope (arXiv 2402.13753) that is what its positions were first made for: beyond it transformers computes
-    each position otherwise, also those of whatever shorter row is computed beside.
+    With longrope (arXiv 2402.13753), this is the length that its positions were first made for. Beyond it, transformers
+    computes every position differently, also those of shorter rows in the same batch.
     """
     limits: list[tuple[int, str]] = []
     if (context := getattr(config.get_text_config(), "max_position_embeddings", None)) is not None:
@@ -226,20 +248,25 @@ def context_in(config: PreTrainedConfig) -> tuple[int | None, str]:
 
 
 def positions_go_on(config: PreTrainedConfig) -> bool:
-    """Whether a model computes what is longer than its context, too: it rotates by positions, in a way that does not
-    change with the length."""
+    """Return whether a model can also compute sequences that are longer than its context.
+
+    It can if it uses rotary positions of a kind that does not change with the length.
+    """
     kinds = [each.get("rope_type") for each in _ropes(config)]
     return bool(kinds) and not {"longrope", "dynamic"} & {*kinds}
 
 
 def _ropes(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """The rotary parameters; several where kinds of layers have their own."""
+    """Return the rotary parameters; several if kinds of layers have their own."""
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
     return [rope] if "rope_type" in rope else [each for each in rope.values() if isinstance(each, dict)]
 
 
 def config_of(path: str) -> Any:
-    """Of a folder or hub name; None where there is none: whoever loads the model says what is wrong."""
+    """Return the configuration of the model in a folder or on the hub; None if it cannot be read.
+
+    The error is left to the code that loads the model.
+    """
     from transformers import AutoConfig
 
     if not path:  # transformers would look here
@@ -251,7 +278,7 @@ def config_of(path: str) -> Any:
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer beside a model; its pad token falls back to its end token. Raises ModelError."""
+    """Load the tokenizer of a model. Without a pad token, it pads with its end token. Raises ModelError."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     path = os.path.expanduser(path)  # noqa: PTH111 - as above
@@ -284,7 +311,7 @@ _SAVE_TOKENIZER = "Save the model's tokenizer there with save_pretrained, or poi
 
 
 def _is_all_in_its_file(path: str) -> bool:
-    """Whether a folder's tokenizer.json is the whole tokenizer: its configuration names no class of an architecture."""
+    """Return whether tokenizer.json is the whole tokenizer: the folder names no tokenizer class of an architecture."""
     folder = Path(path)
     if not (folder / "tokenizer.json").is_file():
         return False
@@ -293,8 +320,10 @@ def _is_all_in_its_file(path: str) -> bool:
 
 
 def _is_named(path: str, token: str | None) -> bool:
-    """Whether a folder names this token somewhere. For some architectures transformers makes up special tokens that a
-    folder does not name, for which the model has no embedding."""
+    """Return whether a folder names this token somewhere; true for a hub name.
+
+    For some architectures, transformers adds special tokens that the folder does not name and that have no embedding.
+    """
     if token is None or not Path(path).is_dir():
         return True
     written = [json.dumps(token, ensure_ascii=ascii_only) for ascii_only in (True, False)]
@@ -304,7 +333,7 @@ def _is_named(path: str, token: str | None) -> bool:
 
 
 def _check_folder(path: str, needed: str, what: str, remedy: str, field: str = "model.path") -> None:
-    """A hub name passes: transformers looks it up."""
+    """Raise ModelError if a folder lacks a needed file. A hub name passes: transformers looks it up."""
     in_a_folder = "/" in path and Path(path).parent.is_dir()
     if not (path.startswith((".", "/", "~")) or path.count("/") > 1 or in_a_folder or Path(path).exists()):
         return
@@ -321,15 +350,15 @@ def _check_folder(path: str, needed: str, what: str, remedy: str, field: str = "
 
 
 _CONFIGURATIONS = ("config.json", "*_config.json", "preprocessor*.json", "processor*.json")
-"""Files in which a model folder may name code."""
+"""Patterns of the files in which a model folder may name code."""
 
 
 def refuse_own_code(path: str, field: str = "model.path") -> None:
-    """Raise ModelError when a model folder can only be loaded by running code that it names.
+    """Raise ModelError if a model folder can only be loaded by running code that it names.
 
-    That is an architecture of its own (`auto_map` with a `model_type` that transformers does not have) or a kernel from
+    This is an architecture of its own (`auto_map` with a `model_type` that transformers does not have) or a kernel from
     the hub. Many published models name code although transformers has their architecture; `trust_remote_code=False`
-    then takes transformers' own. A hub name passes here, for the same reason.
+    then selects transformers' own. A hub name passes here, for the same reason.
     """
     from transformers import CONFIG_MAPPING
 

@@ -1,9 +1,9 @@
-"""Whatever Clew shows goes through here, so that text which it did not write cannot act on a terminal or a page.
+"""Safe output: everything that Clew shows goes through here, so that foreign text cannot act on a terminal or a page.
 
 A record, a status file or a model's answer may hold escape sequences (a terminal's title, colours, links, a cleared
-screen), characters that turn the direction of writing, and marks of Rich or HTML. They are spelt out.
+screen), characters that change the direction of writing, and markup of Rich or HTML. They are spelt out.
 
-`print` stands for Python's own in every module; `clew.console.EscapingConsole` for Rich's Console.
+`print` replaces Python's own in every module; `clew.console.EscapingConsole` replaces Rich's Console.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import logging
 from typing import Any, TextIO
 
 KEPT = "\n\t"
-"""What is not printable and shown as it is: lines and tabs."""
+"""Unprintable characters that are shown as they are: line breaks and tabs."""
 
 
 def visible(text: str, keep: str = "\n") -> str:
@@ -30,26 +30,26 @@ def visible(text: str, keep: str = "\n") -> str:
 
 
 def in_html(text: str) -> str:
-    """Return text as it can stand in an HTML page, between tags or in an attribute."""
+    """Return text for use in an HTML page, between tags or in an attribute."""
     return html.escape(visible(text, KEPT))
 
 
 def print(*values: object, sep: str = " ", end: str = "\n", file: TextIO | None = None, flush: bool = False) -> None:
-    """Print as Python's own `print` does, with everything visible."""
+    """Print as Python's own `print` does, with unprintable characters spelt out."""
     builtins.print(visible(sep.join(map(str, values)), KEPT), end=end, file=file, flush=flush)
 
 
 class VisibleRecord(logging.LogRecord):
-    """A line of a log, whoever writes it: `logging.setLogRecordFactory` takes this class."""
+    """A log record, from any library, whose message is made visible. Use it with `logging.setLogRecordFactory`."""
 
     def getMessage(self) -> str:
-        """Return the message, with everything visible."""
+        """Return the message with unprintable characters spelt out."""
         return visible(super().getMessage(), KEPT)
 
 
 class VisibleFormatter(logging.Formatter):
-    """Formats a line of a log with everything visible, tracebacks included."""
+    """Log formatter that spells out unprintable characters, also in tracebacks."""
 
     def format(self, record: logging.LogRecord) -> Any:
-        """Return the line."""
+        """Return the formatted line."""
         return visible(super().format(record), KEPT)

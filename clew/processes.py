@@ -19,22 +19,23 @@ from typing import IO
 from clew.errors import RecordError
 
 PARENT_VARIABLE = "CLEW_PARENT_PID"
-"""The spawning process names itself in this environment variable; see `die_with_parent`."""
+"""Environment variable in which the spawning process puts its own pid; see `die_with_parent`."""
 
 PATIENCE_S = 2.0
-"""A process that was killed a moment ago may take as long to be gone, and to let go of its locks."""
+"""Seconds that a killed process may need until it is gone and has released its locks."""
 
 _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:
-    """Have this process killed (SIGKILL) as soon as its parent is gone, however the parent went.
+    """Have this process killed (SIGKILL) as soon as its parent is gone, for whatever reason.
 
-    parent_pid: the process that should be the parent; by default the one named by `PARENT_VARIABLE`. Without either
-    (a command typed in a terminal) nothing happens.
+    On Linux the kernel does it (prctl(2), PR_SET_PDEATHSIG), even while this process is stopped or spins in C code.
+    Elsewhere a thread checks its parent four times a second.
 
-    On Linux the kernel does it (prctl(2), PR_SET_PDEATHSIG), also while this process is stopped or spins in C code.
-    Elsewhere a thread looks for its parent four times a second.
+    Args:
+        parent_pid: The process that should be the parent; by default the one in `PARENT_VARIABLE`. Without either (a
+            command typed in a terminal) nothing happens.
     """
     if parent_pid is None:
         named = os.environ.pop(PARENT_VARIABLE, None)
@@ -56,15 +57,19 @@ def _watch_parent(parent_pid: int) -> None:
 
 
 def cores() -> int:
-    """The cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def hold_lock(path: Path, what: str) -> IO[str]:
     """Take an exclusive lock on `path`, held until the returned file is closed or this process ends.
 
-    what: the role that is locked, for the message ("trainer").
-    Raises RecordError with the holder's pid when another process has it.
+    Args:
+        path: The lock file.
+        what: The role that is locked, such as "trainer", for the message.
+
+    Raises:
+        RecordError: Another process has the lock. The message has its pid.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("a+")

@@ -1,5 +1,7 @@
-"""Reading files that someone else may have altered: each becomes what was expected of it, or a RecordError that says
-which file and field, what was expected and what was found. Importing this imports no torch."""
+"""Reading of files that someone else may have altered: each has the expected content, or raises a RecordError.
+
+The error says which file and field, what was expected and what was found. Importing this module imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,15 @@ from clew.errors import RecordError
 RESTORE = "restore it from a copy of the run directory"
 
 DEEPEST = 100
-"""Levels of objects and lists within one another. Deeper ones could end in Python's own limit anywhere."""
+"""Maximum number of nested objects and lists. Deeper nesting could hit Python's own limit anywhere."""
 
 STRICT = ConfigDict(strict=True)
-"""Text is no number, and a number no text. Of a TypedDict; the types below are strict in themselves."""
+"""Configuration for TypedDicts: no conversion between text and numbers. The types below are strict in themselves."""
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
-"""A step, a version, a process: what numbers files and columns."""
+"""Number of a step, a version or a process, as used in file names and columns."""
 Finite = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Number = Annotated[float, Field(strict=True)]
-"""It may be NaN."""
+"""A number that may be NaN."""
 Flag = Annotated[bool, Field(strict=True)]
 Moment = Annotated[float, Field(strict=True, ge=0, lt=1e11)]
 """Seconds since the epoch."""
@@ -41,13 +43,15 @@ _KINDS = {
 
 
 class FileMissing(RecordError, FileNotFoundError):
-    """There is no such file."""
+    """Raised when a file does not exist."""
 
 
 def read_bytes(path: Path | str, remedy: str = RESTORE) -> bytes:
-    """Read a regular file. Never waits, as reading a named pipe or a device would.
+    """Read a regular file. It never waits, as reading a named pipe or a device would.
 
-    Raises FileMissing, or RecordError when it is something else than a file, or may not be read.
+    Raises:
+        FileMissing: The file does not exist.
+        RecordError: `path` is not a regular file, or may not be read.
     """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -75,7 +79,7 @@ def _remedy_of(error: OSError, remedy: str) -> str:
 
 
 def read_text(path: Path, remedy: str = RESTORE) -> str:
-    """Read a file of UTF-8 text. Raises RecordError, as `read_bytes` does, and when it is not UTF-8."""
+    """Read a file of UTF-8 text. Raises RecordError, as `read_bytes` does, or if it is not UTF-8."""
     try:
         return read_bytes(path, remedy).decode()
     except UnicodeDecodeError as error:
@@ -86,9 +90,16 @@ def read_text(path: Path, remedy: str = RESTORE) -> str:
 
 
 def read_json(path: Path, kind: Any = None, remedy: str = RESTORE) -> Any:
-    """Read one JSON document. Raises FileMissing, or RecordError when it is no JSON, or not of this kind.
+    """Read one JSON document.
 
-    kind: what it must be, as a type that pydantic can check (a TypedDict, a dataclass, dict[str, int]); None: anything.
+    Args:
+        path: The file.
+        kind: The expected type, as pydantic can check it (a TypedDict, a dataclass, dict[str, int]); None: anything.
+        remedy: What to do if it cannot be read, for the message.
+
+    Raises:
+        FileMissing: The file does not exist.
+        RecordError: The file is not JSON, or not of this type.
     """
     try:
         found = parse_json(read_bytes(path, remedy))
@@ -101,7 +112,7 @@ def read_json(path: Path, kind: Any = None, remedy: str = RESTORE) -> Any:
 
 
 def parse_json(text: bytes | str) -> Any:
-    """Raises ValueError: no JSON, the same key twice, or more than `DEEPEST` levels."""
+    """Parse JSON. Raises ValueError if it is not JSON, repeats a key, or has more than `DEEPEST` levels."""
     try:
         found = json.loads(text, object_pairs_hook=_object)
     except RecursionError:
@@ -123,7 +134,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def is_deep(value: Any) -> bool:
-    """Whether objects and lists lie within one another on more than `DEEPEST` levels."""
+    """Return whether objects and lists are nested to more than `DEEPEST` levels."""
     level = [value]
     for _ in range(DEEPEST):
         level = [
@@ -139,8 +150,11 @@ def is_deep(value: Any) -> bool:
 
 
 def check(path: Path, found: Any, kind: Any, remedy: str = RESTORE) -> Any:
-    """Return what was read from `path`: as it is, or as the dataclasses that `kind` asks for. Raises RecordError with
-    the first field that is not as expected."""
+    """Return what was read from `path`, after checking it: as it is, or as the dataclasses that `kind` asks for.
+
+    Raises:
+        RecordError: A field is not as expected. The message names the first one.
+    """
     try:
         checked = _adapter(kind).validate_python(found)
         return found if is_typeddict(kind) else checked
@@ -152,7 +166,7 @@ def check(path: Path, found: Any, kind: Any, remedy: str = RESTORE) -> Any:
 
 
 def wrong_field(error: Any) -> str:
-    """One of pydantic's errors in plain words: the field, what was found and what was expected."""
+    """Return one of pydantic's errors in plain words: the field, what was found and what was expected."""
     where = ".".join(str(part)[:60] for part in error["loc"])
     if error["type"] == "missing":
         return f"the field {where} is missing"
@@ -166,9 +180,13 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def check_yaml(text: str) -> None:
-    """Raise ValueError when a YAML text has more than `DEEPEST` levels, at which libyaml ends the whole process, or
-    repeats what repeats something itself (`*name` within `&name`), which fills any memory; yaml.YAMLError when it is no
-    YAML."""
+    """Raise an error if a YAML text is dangerous or not YAML.
+
+    Raises:
+        ValueError: It has more than `DEEPEST` levels, at which libyaml ends the whole process; or it repeats something
+            that itself repeats something (`*name` within `&name`), which can fill any memory.
+        yaml.YAMLError: It is not YAML.
+    """
     import yaml
 
     anchored: list[bool] = []  # for each level that is open, whether it can be repeated
@@ -184,8 +202,11 @@ def check_yaml(text: str) -> None:
 
 
 def read_yaml(path: Path, remedy: str = RESTORE) -> dict[str, Any]:
-    """Read a configuration as it stands: a mapping, unchecked. Raises RecordError, as `read_text` does, and when it is
-    no YAML, holds anything but plain values, or is no mapping."""
+    """Read a configuration as an unchecked mapping.
+
+    Raises:
+        RecordError: As for `read_text`; or the file is not YAML, holds anything but plain values, or is not a mapping.
+    """
     import yaml
 
     text = read_text(path, remedy)

@@ -1,4 +1,4 @@
-"""All seeds follow from the run's, `seed` of the configuration."""
+"""Derivation of seeds. Every seed of a run derives from `seed` in the configuration."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import hashlib
 
 
 def derive_seed(seed: int, name: str) -> int:
-    """A seed that follows from the run's and the ID of a thing, in 63 bits; the same on every machine."""
+    """Return a 63-bit seed that derives from the run's seed and an ID. It is the same on every machine."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big") >> 1

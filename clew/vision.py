@@ -1,12 +1,12 @@
-"""Images, as a model takes them. What turns one into numbers is the processor beside the model (transformers).
+"""Images, in the form that a model takes. The processor stored with the model (transformers) turns them into numbers.
 
 ::
 
-    text     Which digit?  <image>                       one placeholder an image, as the chat template writes it
-    tokens   Which digit?  P P P P P P P P P             as many as the image takes of the context: what is on record
+    text     Which digit?  <image>                       one placeholder per image, as the chat template writes it
+    tokens   Which digit?  P P P P P P P P P             as many as the image takes of the context: this is recorded
     inputs   pixel_values, and what else the model's forward pass asks for
 
-Shared by rollout, training and inference. Images travel as the files that they came as: PNG, JPEG and the like.
+Shared by rollout, training and inference. Images are passed on as the files that they came as: PNG, JPEG and so on.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 REMEMBERED = 256
-"""Images whose tokens are remembered."""
+"""Maximum number of images whose tokens are cached."""
 
 
 class Sight(Protocol):
-    """What rollout needs of a model's eyes."""
+    """The part of a model's vision that rollout needs."""
 
     def expanded(self, text: str, images: Sequence[bytes]) -> str:
-        """See `Vision`."""
+        """Return a text with its images expanded; see `Vision.expanded`."""
         ...
 
 
 class Vision:
-    """How one model sees. Made by `load_vision`."""
+    """Image processing of one model. `load_vision` creates it."""
 
     def __init__(self, processor: Any, image_id: int) -> None:
-        """processor: of transformers, for images and text. image_id: see the attribute."""
+        """Wrap a processor. processor: of transformers, for images and text. image_id: see the attribute."""
         self._processor = processor
         self.placeholder: str = processor.image_token
-        """What a chat template writes for an image."""
+        """Text that a chat template writes for an image."""
         self.image_id = image_id
-        """The token in whose place the model puts what it sees, once or often for an image."""
+        """Token ID that the model replaces by what it sees. An image has one or many of these tokens."""
         self._known: dict[bytes, tuple[int, ...]] = {}
-        """The tokens of images, by the SHA-256 of these."""
+        """Tokens of images, by the SHA-256 of the images."""
 
     def tokens_of(self, image: bytes) -> tuple[int, ...]:
-        """What stands for an image. Raises ImageError when it is none."""
+        """Return the tokens that stand for an image. Raises ImageError if it is not an image."""
         digest = hashlib.sha256(image).digest()
         if (tokens := self._known.get(digest)) is None:
             made = self._processor(text=[self.placeholder], images=[[_opened(image)]], add_special_tokens=False)
@@ -65,8 +65,11 @@ class Vision:
         return tokens
 
     def expanded(self, text: str, images: Sequence[bytes]) -> str:
-        """A text with one placeholder an image as one with all that stands for it. Raises ImageError: there are not as
-        many placeholders as images."""
+        """Return a text in which each placeholder is replaced by all tokens that stand for its image, as text.
+
+        Raises:
+            ImageError: The number of placeholders differs from the number of images, or an image cannot be read.
+        """
         parts = text.split(self.placeholder)
         if len(parts) - 1 != len(images):
             raise ImageError(
@@ -78,7 +81,7 @@ class Vision:
         return "".join(itertools.chain.from_iterable(zip(parts, [*shown, ""], strict=True)))
 
     def check(self, ids: Sequence[int], images: Sequence[bytes]) -> None:
-        """Raise ImageError where tokens do not hold what stands for these images."""
+        """Raise ImageError if the tokens do not hold what stands for these images."""
         found = ids.count(self.image_id)
         expected = sum(self.tokens_of(image).count(self.image_id) for image in images)
         if found != expected:
@@ -88,8 +91,13 @@ class Vision:
             )
 
     def inputs(self, input_ids_BT: Tensor, images: Sequence[Sequence[bytes]], dtype: torch.dtype) -> dict[str, Tensor]:
-        """What a forward pass takes besides the tokens. images: of each row, in the order of their tokens. dtype: of
-        the model."""
+        """Return what a forward pass takes besides the tokens; empty without images.
+
+        Args:
+            input_ids_BT: The tokens.
+            images: The images of each row, in the order of their tokens.
+            dtype: The type of the model's weights.
+        """
         import torch
 
         if not any(images):
@@ -109,18 +117,21 @@ class Vision:
 
     @cached_property
     def _kinds_name(self) -> str | None:
-        """What the model calls the kind of each token, text or image; None: it does not ask."""
+        """Name of the model's input for the kind of each token, text or image; None if it has no such input."""
         made = self._processor(text=["clew"])
         return next((name for name in made if name.endswith("token_type_ids")), None)
 
     def save(self, folder: Path) -> None:
-        """Write the processor (its tokenizer and chat template too) as transformers reads it."""
+        """Write the processor, with its tokenizer and chat template, so that transformers can read it."""
         self._processor.save_pretrained(folder)
 
 
 def load_vision(path: str) -> Vision | None:
-    """Of the model in a folder or on the hub; None: it takes no images. Raises ModelError when its processor cannot be
-    loaded."""
+    """Load the image processing of the model in a folder or on the hub; None if the model takes no images.
+
+    Raises:
+        ModelError: The processor of a model that takes images cannot be loaded.
+    """
     from transformers import AutoProcessor
     from transformers.utils import logging as transformers_logging
 
@@ -151,7 +162,7 @@ def load_vision(path: str) -> Vision | None:
 
 
 def _opened(image: bytes) -> Image:
-    """Raises ImageError."""
+    """Return an image from the content of its file. Raises ImageError if it cannot be read."""
     import PIL.Image
 
     try:

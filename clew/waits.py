@@ -1,12 +1,12 @@
-"""Every wait says what it waits for, since when, and what unblocks it.
+"""Waits that say what they wait for, since when, and what unblocks them.
 
 ::
 
     with waiting("batch for step 7", unblocks="rollout", numbers=lambda: "8 groups wanted, 5 ready, 3 running"):
         ...
 
-A `Reporter` writes what the process does, and all its present waits, into `status/<process>.json` (read by
-`clew status`, by the progress display and by the supervisor), and logs each wait that grows old.
+A `Reporter` writes what the process does, and all its present waits, to `status/<process>.json`. `clew status`, the
+progress display and the supervisor read this file. It also logs each wait that grows old.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ from typing import Any
 log = logging.getLogger("clew.waits")
 
 OLD_S = 20.0
-"""A wait is logged when it is this old, and again each time its age has doubled."""
+"""Age in seconds at which a wait is logged. It is logged again each time its age has doubled."""
 
 
 @dataclass(eq=False)
 class Wait:
-    """One thing that this process waits for now."""
+    """One thing that this process is waiting for now."""
 
     what: str
     unblocks: str
-    """Who or what ends the wait: a process's name, "the workflow", "a reward worker"."""
+    """Name of what ends the wait: a process, "the workflow", "a reward worker"."""
     numbers: Callable[[], str] | None = None
-    """The numbers that decide it, asked for when somebody looks."""
+    """Function that returns the numbers that decide the wait; called when somebody looks."""
     since: float = field(default_factory=time.time)
     log_at: float = OLD_S
 
     @property
     def kind(self) -> tuple[str, str]:
-        """What it has in common with waits for other groups, episodes, steps: all but the words with digits in them."""
+        """Return what a wait shares with waits for other groups, episodes or steps: all but the words with digits."""
         return re.sub(r"\S*\d\S*", "N", self.what), self.unblocks
 
     def numbers_now(self) -> str:
-        """What `numbers` says; asked from another thread, it may meet anything, and must not end who asks."""
+        """Return the result of `numbers`, or its error as text: an error must not end the thread that asks."""
         try:
             return self.numbers() if self.numbers else ""
         except Exception as error:
             return f"numbers not known: {type(error).__name__}: {error}"
 
     def as_dict(self, alike: int = 1) -> dict[str, Any]:
-        """alike: how many waits of this kind there are."""
+        """Return the wait as it is written to the status file. alike: how many waits of this kind there are."""
         return {
             "what": self.what,
             "alike": alike,
@@ -71,7 +71,7 @@ _waits: dict[int, Wait] = {}
 
 @contextmanager
 def waiting(what: str, *, unblocks: str, numbers: Callable[[], str] | None = None) -> Iterator[Wait]:
-    """Name a wait for as long as the block runs. Costs about a microsecond; works in threads and in coroutines."""
+    """Register a wait for as long as the block runs. Costs about a microsecond; works in threads and in coroutines."""
     wait = Wait(what, unblocks, numbers)
     _waits[id(wait)] = wait
     try:
@@ -81,12 +81,12 @@ def waiting(what: str, *, unblocks: str, numbers: Callable[[], str] | None = Non
 
 
 def current_waits() -> list[Wait]:
-    """The present waits of this process, oldest first."""
+    """Return the present waits of this process, oldest first."""
     return sorted(list(_waits.values()), key=lambda wait: wait.since)
 
 
 def oldest_of_each_kind() -> list[tuple[Wait, int]]:
-    """The oldest present wait of each kind, with how many there are of it, oldest first."""
+    """Return the oldest present wait of each kind, with how many there are of its kind, oldest first."""
     waits = current_waits()
     counts = Counter(wait.kind for wait in waits)
     oldest: dict[tuple[str, str], Wait] = {}
@@ -96,11 +96,11 @@ def oldest_of_each_kind() -> list[tuple[Wait, int]]:
 
 
 class Reporter:
-    """Tells the run directory, once a second, what this process does and what it waits for.
+    """Writes to the run directory, once a second, what this process does and what it waits for.
 
     The file is `status/<process>.json`:
-    ``{"process", "pid", "host", "started", "updated", "doing", "version", "waits": [...], ...facts}``, the waits being
-    the oldest of each kind.
+    ``{"process", "pid", "host", "started", "updated", "doing", "version", "waits": [...], ...facts}``.
+    Its waits are the oldest of each kind.
     """
 
     PERIOD_S = 1.0
@@ -130,11 +130,11 @@ class Reporter:
         self.write()
 
     def set(self, **facts: Any) -> None:
-        """Change facts; the next write carries them. `doing` is one short phrase, `version` an integer."""
+        """Change facts, which the next write includes. `doing` is one short phrase, `version` an integer."""
         self.facts.update(facts)
 
     def write(self) -> None:
-        """Write the status file now. A full disk is not this file's to report: the record will."""
+        """Write the status file now. A full disk is only logged: writing the record will report it."""
         status = {
             "process": self.process,
             "pid": os.getpid(),

@@ -1,7 +1,8 @@
-"""`clew agent replay`: the agent's present code against what the model answered in a recorded episode.
+"""`clew agent replay`: run the agent's current code against the model's answers in a recorded episode.
 
-No model is needed, and the result is the same every time: the gateway answers each request with the recorded response
-to the same request. At the first that is another it stops and shows the difference, or goes on with a served model.
+No model is needed, and the result is the same every time: the gateway answers each request with the response that was
+recorded for the same request. At the first request that differs, it stops and shows the difference, or continues with a
+served model.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ from clew.vision import load_vision
 
 @dataclass(kw_only=True)
 class Replay:
-    """What came of it."""
+    """Result of replaying an agent on a recorded episode."""
 
     answered: int = 0
-    """Requests that got the recorded response."""
+    """Number of requests that got the recorded response."""
     recorded: int = 0
-    """Responses that the episode has."""
+    """Number of responses in the recorded episode."""
     live: int = 0
-    """Requests that a served model answered, after the first that differed."""
+    """Number of requests that a served model answered, from the first one that differed on."""
     difference: list[str] = field(default_factory=list)
-    """Lines: the first request that differs, and the recorded one."""
+    """Lines that show the first request that differs and the recorded one; empty if none differed."""
     reward: float | None = None
     error: str | None = None
     recorded_reward: float | None = None
@@ -52,16 +53,21 @@ class Replay:
 
     @property
     def same(self) -> bool:
-        """The agent did and got what it did and got then."""
+        """True if the agent made exactly the recorded requests and ended with the same reward, or again in an error."""
         same_end = self.reward == self.recorded_reward if self.error is None else self.recorded_error is not None
         return not self.difference and self.answered == self.recorded and same_end
 
 
 class RecordedModel(Session):
-    """Answers a request with what the model answered to the same one."""
+    """Session that answers each request with the response that was recorded for the same request."""
 
     def __init__(self, shared: Resources, answers: Sequence[Interaction], episode_id: str, *, live: bool) -> None:
-        """live: go on with the engine from the first request that differs."""
+        """Create the session.
+
+        Args:
+            answers: The recorded interactions of the episode.
+            live: Whether to continue with the engine from the first request that differs.
+        """
         super().__init__(shared, episode_id)
         self.replay = Replay(recorded=len(answers))
         self._unused = list(answers)
@@ -77,7 +83,12 @@ class RecordedModel(Session):
         details: Mapping[str, Any] | None = None,
         **overrides: Any,
     ) -> Interaction:
-        """See `Session`. Raises EpisodeError at the first request that differs from every recorded one."""
+        """Return the recorded response to this request; see `Session`.
+
+        Raises:
+            EpisodeError: The request differs from every recorded one, and no served model can continue (`live` is
+                False).
+        """
         index = self.reserve() if index is None else index
         if not self.replay.difference:
             now = self._request(index, input_ids, prompt, images, details or {}, overrides)
@@ -109,7 +120,7 @@ class RecordedModel(Session):
         details: Mapping[str, Any],
         overrides: dict[str, Any],
     ) -> Interaction:
-        """Return a request as it would be on record, without an answer."""
+        """Return a request in the form in which it would be recorded, without an answer."""
         overrides.pop("on_token", None)
         id = self.interaction_id(index)
         return Interaction(
@@ -130,7 +141,7 @@ class RecordedModel(Session):
         )
 
     def _difference(self, then: Interaction, now: Interaction) -> Divergence | None:
-        """Return the first of what the model reads and how it samples that differs; None: it is the same request."""
+        """Return the first difference in what the model reads or how it samples; None if the requests are the same."""
         if found := first_difference(then.prompt, now.prompt, "message" if isinstance(now.prompt, list) else "prompt"):
             return found
         # Older records do not name the tools; what the template made of them is among the tokens.
@@ -147,7 +158,7 @@ class RecordedModel(Session):
         )
 
     def _in_tokens(self, then: list[int], now: list[int]) -> Divergence:
-        """Return where the text that the model reads differs although the messages are the same."""
+        """Return where the text or the tokens that the model reads differ although the messages are the same."""
         where = "what the chat template makes of messages and tools"
         texts = [self.tokenizer.decode(ids, skip_special_tokens=False) for ids in (then, now)]
         found = first_difference(texts[0], texts[1], where)
@@ -160,7 +171,7 @@ class RecordedModel(Session):
         return Divergence(f"the tokens of {where}, token {at}", *shown)
 
     def _sampling(self, request: Interaction) -> dict[str, Any]:
-        """Return how a request samples; its seed only where the client set one."""
+        """Return a request's sampling parameters; the seed is included only if the client set it."""
         said = {name: value for name, value in vars(request.params).items() if name not in ("seed", "continues")}
         if request.params.seed != derive_seed(self.resources.seed, request.id):
             said["seed"] = request.params.seed - request.index
@@ -179,22 +190,24 @@ class RecordedModel(Session):
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where two requests differ first."""
+    """First difference between two requests."""
 
     where: str
-    """In words: message, field, character."""
+    """Place in words: message, field, character."""
     then: str
     now: str
 
 
 AROUND = 60
-"""Characters that are shown before and after the first one that differs."""
+"""Number of characters shown before and after the first one that differs."""
 ABSENT = object()
 
 
 def first_difference(then: Any, now: Any, where: str) -> Divergence | None:
-    """Return the first place where two JSON values differ; None: they are equal. Of text it is the character, with what
-    is around it, spaces and line breaks made visible."""
+    """Return the first place where two JSON values differ; None if they are equal.
+
+    In text, the place is a character. It is shown with the text around it, with spaces and line breaks made visible.
+    """
     if then == now and isinstance(then, bool) == isinstance(now, bool):
         return None
     if isinstance(then, dict) and isinstance(now, dict):
@@ -219,7 +232,7 @@ def _value(value: Any) -> str:
 
 
 def _role(pair: Sequence[Any]) -> str:
-    """Return whose message it is, where it is one."""
+    """Return the role of the message in parentheses; "" if neither value is a message."""
     roles = [side["role"] for side in pair if isinstance(side, dict) and isinstance(side.get("role"), str)]
     return f" ({roles[0]})" if roles else ""
 
@@ -250,11 +263,21 @@ def _lines(prompt: Any) -> list[str]:
 def replay_agent(
     run: RunDirectory, rows: Sequence[Row], *, agent: str | None, base_url: str | None, overrides: Sequence[str] = ()
 ) -> Replay:
-    """Run the agent on the data of a recorded episode. Its code runs on this thread's event loop: a breakpoint in it
-    may last an hour.
+    """Run the agent on the data of a recorded episode.
 
-    rows: of the episode. agent: dotted path; None: the run's. base_url: of a served model to go on with where a
-    request differs; None: stop there. Raises ConfigError, RecordError, EngineError.
+    The agent's code runs on this thread's event loop: a breakpoint in it may last an hour.
+
+    Args:
+        run: The run directory.
+        rows: The rows of the episode.
+        agent: Dotted path of the agent; None: the run's agent.
+        base_url: URL of a served model that continues after a request that differs; None: stop there.
+        overrides: Overrides of the run's configuration.
+
+    Raises:
+        ConfigError: The run has no agent and none is given, or the agent cannot be loaded.
+        RecordError: The record has responses without tokens, or cannot be read.
+        EngineError: The server at `base_url` does not answer or takes no token IDs.
     """
     config = configuration.load(run.config_path, ["launch.mode=local", *overrides])
     path = agent or config.rollout.agent

@@ -1,4 +1,4 @@
-"""`clew agent run`: an agent on single rows, in this process, before it is trained."""
+"""`clew agent run`: run an agent on single rows, in this process, before it is trained."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_NEW_TOKENS = 512
-"""Where the agent names no limit."""
+"""Maximum number of tokens in a response, unless the agent sets a limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ran:
-    """One run of the agent."""
+    """Result of running the agent on one row."""
 
     data: dict[str, Any]
     seconds: float
     episode: Episode | None
-    """None with a provider, which tells no tokens."""
+    """The captured episode; None with an API provider, which does not return token IDs."""
     returned: str
-    """What the agent returned or raised, in words."""
+    """Text of what the agent returned, or of the error it raised."""
     warnings: list[str]
 
 
 def chosen(rows: list[dict[str, Any]], n: int, seed: int) -> list[dict[str, Any]]:
-    """n rows at random, each another as long as there are enough."""
+    """Return n rows at random, all different if there are enough."""
     draw = random.Random(seed)
     return draw.sample(rows, n) if n <= len(rows) else [draw.choice(rows) for _ in range(n)]
 
@@ -51,9 +51,14 @@ def chosen(rows: list[dict[str, Any]], n: int, seed: int) -> list[dict[str, Any]
 async def run_agent(
     path: str, arguments: dict[str, Any], rows: list[dict[str, Any]], *, base_url: str, api_key: str, seed: int
 ) -> AsyncIterator[tuple[Ran, PreTrainedTokenizerBase | None]]:
-    """Run the agent on each row, one after the other. Its code runs on this event loop, so that a debugger works.
+    """Run the agent on each row, one after the other, and yield each result with the model's tokenizer.
 
-    Raises ConfigError: no such agent; EngineError: nothing answers at base_url."""
+    The agent's code runs on this event loop, so that a debugger works. The tokenizer is None with an API provider.
+
+    Raises:
+        ConfigError: There is no such agent.
+        EngineError: Nothing answers at base_url.
+    """
     agent = load_agent(path, arguments)
     found = await find_engine(base_url, api_key)
     if found is None:
@@ -118,7 +123,11 @@ async def _with_provider(agent: Any, row: dict[str, Any], base_url: str, api_key
 
 
 def base_url_of(named: str | None) -> str:
-    """Raises ConfigError where neither an option nor the environment names one."""
+    """Return the base URL of the model: `named`, or else the one that the environment names.
+
+    Raises:
+        ConfigError: Neither `named` nor the environment names one.
+    """
     found = named or provider()[0]
     if not found:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""`clew blame`: which sequences, and which of their tokens, made a step what it was."""
+"""`clew blame`: find the sequences, and the tokens in them, that had the most effect on a step."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from clew.record.run import RunDirectory
 from clew.rollout.rewards import shortened
 
 BY = ("gradient", "loss", "kl", "behaviour_k3", "pull", "critic")
-"""What sequences can be ranked by."""
+"""Measures by which sequences can be ranked."""
 CUT = 400
-"""Characters of a prompt or a completion that are shown."""
+"""Number of characters of a prompt or a completion that are shown."""
 TOKEN = {
     "kl": ".3g",
     "behaviour_k3": ".3g",
@@ -37,14 +37,25 @@ TOKEN = {
     "lag": "d",
     "loss": ".4g",
 }
-"""What is told of a token where it is known; kl and behaviour_k3 where they are asked for."""
+"""Columns shown for a token where its value is known, with their number formats.
+
+kl and behaviour_k3 are shown only when sequences are ranked by them.
+"""
 
 
 def blame(target: Path, step: int, *, top: int, tokens: int, by: str | None, trust: SequenceABC[str] = ()) -> None:
-    """Print the sequences of a step, worst first. Raises ClewError.
+    """Print the sequences of a step, worst first.
 
-    by: one of `BY`; None: the gradient, or the pull where the record alone is read. tokens: how many of each sequence
-    are shown. trust: modules, see `clew.dotted.only_trusted`.
+    Args:
+        target: A run directory or a bundle.
+        step: The step.
+        top: Number of sequences to show.
+        tokens: Number of tokens to show for a sequence.
+        by: One of `BY`; None: the gradient, or the pull where only the record can be read.
+        trust: Modules that may be imported, see `clew.dotted.only_trusted`.
+
+    Raises:
+        ClewError: The step cannot be read or trained, or the measure is not known for it.
     """
     if by not in (None, *BY):
         raise ConfigError(f"--by {by}: expected {', '.join(BY[:-1])} or {BY[-1]}.")
@@ -66,7 +77,10 @@ def _check_there(run: RunDirectory, step: int) -> None:
 
 
 def _badness(part: Part, by: str) -> float:
-    """Infinite where it is none."""
+    """Return the absolute value of a sequence's measure; inf if it, or another number of the sequence, is not finite.
+
+    When sequences are ranked by the critic, only the measure itself counts.
+    """
     value = abs(part.measures[by])
     return value if math.isfinite(value) and (part.finite or by == "critic") else math.inf
 
@@ -112,7 +126,7 @@ def _sequences(parts: list[Part], step: int, by: str) -> Table:
 
 
 def _tokens(part: Part, found: Parts, count: int, by: str) -> Table:
-    """Those that pull most, or that do most to what was asked for."""
+    """Return a table of the tokens with the largest pull, or with the largest value of `by` if tokens have one."""
     row, worst = part.sequence, by if by in TOKEN else "pull"
     title = f"{row.id}: the tokens that pull most" if worst == "pull" else f"{row.id}: the tokens with the most {worst}"
     table = Table(title=Text(title), title_justify="left", box=None, pad_edge=False)
@@ -142,7 +156,7 @@ def _conversation(row: Sequence) -> Text:
 
 
 def _not_finite(found: Parts) -> str | None:
-    """The first place where a number is none, as far as it is known."""
+    """Return where the first NaN or infinity appears, as far as that is known; None if all numbers are finite."""
     if found.not_finite is not None:
         return found.not_finite
     if bad := sorted((part for part in found.parts if not part.finite), key=lambda part: part.sequence.id):

@@ -1,5 +1,7 @@
-"""The same batches, trained on otherwise from some step on: `clew replay RUN --step 137 key=value`, and
-`debug.first_step` of `clew train`."""
+"""Training on recorded batches again with other settings, from some step on.
+
+Serves `clew replay RUN --step 137 key=value` and `debug.first_step` of `clew train`.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +28,26 @@ from clew.training.optimizer import GradientError
 from clew.training.ranks import Ranks
 
 SIDE_BY_SIDE = ("loss", "grad_norm", "reward", "entropy", "behaviour_k3", "clip_share", "kl", "lr")
-"""The metrics that a counterfactual shows."""
+"""Metrics that a counterfactual shows."""
 
 
 def counterfactual(run: RunDirectory, first: int, last: int, overrides: list[str], *, kept: bool) -> None:
-    """The same data otherwise, from step `first` on, into a new run directory; and a table of both. One that was ended
-    before its last step goes on; one that failed before it committed a step of its own leaves nothing, but where
-    `clew blame` can say more about its batch.
+    """Train on the recorded data with other settings, from step `first` on, and print a table of both runs.
 
-    kept: whether the run directory stays where it is, and the new one goes beside it; else the new one goes to the
-    default `root`, for the configuration of a bundle is a stranger's.
-    Raises ClewError.
+    The result goes into a new run directory. If that run was interrupted before its last step, the same command
+    continues it. If it fails before it commits a step of its own, it leaves nothing, unless `clew blame` can say more
+    about its batch.
+
+    Args:
+        run: The recorded run.
+        first: First step to train with the overrides.
+        last: Last step to train.
+        overrides: The other settings, as key=value.
+        kept: Whether the run directory stays where it is. If so, the new one goes beside it. If not (a bundle), the new
+            one goes to the default `root`, because a bundle's configuration was written by a stranger.
+
+    Raises:
+        ClewError: The steps cannot be trained, or the new run directory is already in use.
     """
     recorded = configuration.load(run.config_path)
     root = run.path.parent.parent if kept else Path(Config.model_fields["root"].default)
@@ -95,7 +106,7 @@ def counterfactual(run: RunDirectory, first: int, last: int, overrides: list[str
 
 
 def _left_unfinished(config: Config, run: RunDirectory, last: int) -> bool:
-    """Whether the run directory that is there was begun by the same command, and has not come to step `last`."""
+    """Return whether the existing run directory was begun by the same command and has not reached step `last`."""
     if not (config.run_path / "config.yaml").exists():
         return False
     new = RunDirectory(config.run_path)
@@ -113,7 +124,7 @@ def _left_unfinished(config: Config, run: RunDirectory, last: int) -> bool:
 
 
 def begun(config: Config, ranks: Ranks) -> Config:
-    """The same for a run that may have begun already, and then goes on: `clew train` with debug.first_step."""
+    """Begin a new run as `begin` does, or continue it if it has begun already: `clew train` with debug.first_step."""
     new = RunDirectory(config.run_path)
     if checkpoint.latest_version(new.checkpoints) >= config.debug.first_step:
         return _with_first_model(config, new)
@@ -121,11 +132,16 @@ def begun(config: Config, ranks: Ranks) -> Config:
 
 
 def begin(config: Config, ranks: Ranks) -> Config:
-    """Have a new run begin at debug.first_step of the run directory debug.path, as that run came there, trained again
-    on these ranks. Returns the configuration with the model that both began with, for the KL term.
+    """Begin a new run at debug.first_step of the recorded run in debug.path, with the state that it had there.
 
-    Raises RecordError: no run directory, or no checkpoint at or before that step; the steps from there cannot be
-    repeated; the new run has steps of its own.
+    That state is reached by training the recorded steps since the last checkpoint again, on these ranks.
+
+    Returns:
+        The configuration with the model that both runs began with, which the KL term needs.
+
+    Raises:
+        RecordError: There is no run directory, or no checkpoint at or before that step; or the steps from there cannot
+            be repeated; or the new run already has steps of its own.
     """
     assert config.debug.path is not None
     first, path = config.debug.first_step, Path(config.debug.path)
@@ -161,7 +177,7 @@ def _free_trial(experiment: Path, trial: str) -> str:
 
 
 def _side_by_side(run: RunDirectory, new: RunDirectory, steps: range) -> Table:
-    """Metrics by step, recorded → here; those that differ anywhere."""
+    """Return a table by step of the metrics that differ anywhere, as recorded → here."""
     recorded = {step: run.steps.read(step)["metrics"] for step in steps if step < run.steps.count()}
     rows = [(step, recorded.get(step, {}), new.steps.read(step)["metrics"]) for step in steps]  # {}: one that failed
     names = [name for name in SIDE_BY_SIDE if any(then.get(name) != now.get(name) for _, then, now in rows)]

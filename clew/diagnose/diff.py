@@ -1,6 +1,7 @@
-"""`clew diff A B`: where two runs part first, what could explain it, and how far they drift.
+"""`clew diff A B`: find where two runs first differ, what could explain it, and how far they drift apart.
 
-Torch-free: it reads what both recorded, so it compares runs of other trainers, too (see `clew.record.Writer`).
+It needs no torch and reads only what both runs recorded, so it also compares runs of other trainers (see
+`clew.record.Writer`).
 """
 
 from __future__ import annotations
@@ -32,16 +33,30 @@ from clew.record.run import RunDirectory
 from clew.record.summary import rounding_doubt
 
 TOLERANCE = Tolerance(absolute=1e-3, relative=1e-3)
-"""Of stages that were computed in different environments."""
+"""Tolerance for stages that were computed in different environments."""
 
 DRIFT = ("reward", "loss", "grad_norm", "entropy", "behaviour_k3")
 
 NOT_CAUSES = ("experiment", "trial", "root", "debug.", "launch.restarts", "record.", "eval.", "checkpoint.")
-"""Of the configuration: what no step depends on."""
+"""Fields and sections of the configuration that no step depends on."""
 
 
 def diff(a: Path, b: Path, *, ignore: list[str], plot: Path | None) -> bool:
-    """Print how two runs compare; True when every step that both have is the same. Raises RecordError."""
+    """Print how two runs compare.
+
+    Args:
+        a: A run directory or a bundle.
+        b: The other one.
+        ignore: Fields of the configuration, or sections, that are left out where it differs.
+        plot: File to write a plot of the metrics to, if any.
+
+    Returns:
+        True if every step that both runs have is the same and the record of both is intact.
+
+    Raises:
+        RecordError: A run cannot be read, or the two have no step in common.
+        ConfigError: `ignore` names no field or section of the configuration.
+    """
     if unknown := [each for each in ignore if each and not any(_means(each, name) for name in field_names())]:
         raise ConfigError(f"--ignore {unknown[0]}: no field of the configuration has this name, nor a section.")
     with opened(a) as (left, bundle_a), opened(b) as (right, bundle_b):
@@ -89,9 +104,9 @@ def diff(a: Path, b: Path, *, ignore: list[str], plot: Path | None) -> bool:
 
 
 def _besides(left: RunDirectory, right: RunDirectory, steps: range) -> list[str]:
-    """Return what differs although all stages agree: plans of micro-batches, evaluations, what checkpoint.json says.
+    """Return what differs although all stages agree: plans of micro-batches, evaluations, entries of checkpoint.json.
 
-    A checkpoint's own files are not read here, only the digests that it names.
+    A checkpoint's own files are not read here, only the digests that checkpoint.json names.
     """
     lines = []
     for step in steps:
@@ -108,7 +123,11 @@ def _besides(left: RunDirectory, right: RunDirectory, steps: range) -> list[str]
 
 
 def _evaluations(left: RunDirectory, right: RunDirectory, versions: set[int]) -> Iterator[str]:
-    """Yield the evaluations that differ. One that only one side has counts where both were to evaluate alike."""
+    """Yield a line for each evaluation that differs.
+
+    An evaluation that only one run has counts as a difference if both have evaluations and were configured to evaluate
+    alike.
+    """
     sides = [{each["version"]: each for each in run.read_evals()} for run in (left, right)]
     wanted = [read_yaml(run.config_path).get("eval") if run.config_path.exists() else None for run in (left, right)]
     for version in sorted({*sides[0], *sides[1]} & versions):
@@ -121,13 +140,13 @@ def _evaluations(left: RunDirectory, right: RunDirectory, versions: set[int]) ->
 
 
 def _other_keys(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return the keys that say something else, but for those that differ between any two runs."""
+    """Return the keys whose values differ, except those that differ between any two runs."""
     keys = {*then, *now} - {"follows", "rows", "seal", "seconds"}
     return sorted(key for key in keys if repr(then.get(key)) != repr(now.get(key)))  # NaN is not equal to NaN
 
 
 def _names(a: Path, b: Path) -> tuple[str, str]:
-    """Short ones, that differ: the last parts of the paths."""
+    """Return two short names that differ: the last parts of the paths, or A and B."""
     parts = [path.resolve().parts for path in (a, b)]
     for length in range(1, 6):
         short = ["/".join(each[-length:]) for each in parts]
@@ -137,7 +156,7 @@ def _names(a: Path, b: Path) -> tuple[str, str]:
 
 
 def _common(left: RunDirectory, right: RunDirectory, *bundles: dict[str, Any] | None) -> range:
-    """The steps that both have committed."""
+    """Return the steps that both runs have committed. Raises RecordError if there are none."""
     counts = [run.steps.count() for run in (left, right)]
     for run, count in zip((left, right), counts, strict=True):
         if not count:
@@ -149,14 +168,17 @@ def _common(left: RunDirectory, right: RunDirectory, *bundles: dict[str, Any] | 
 
 
 def _apart(left: RunDirectory, right: RunDirectory, steps: range) -> range:
-    """The steps from the first one on whose digests differ."""
+    """Return the steps from the first one whose digests differ to the last."""
     indices = [run.steps.index() for run in (left, right)]
     differ = (step for step in steps if indices[0][step]["digests"] != indices[1][step]["digests"])
     return range(next(differ, steps.stop), steps.stop)
 
 
 def _tolerance(left: RunDirectory, right: RunDirectory, step: int) -> tuple[Tolerance, list[str]]:
-    """Bit for bit where both computed the step in the same environment; otherwise what differs in it."""
+    """Return the tolerance for comparing a step, and what differs in its environment.
+
+    A step that both runs computed in the same environment is compared bit for bit.
+    """
     sides = (run.steps.read(step).get("environment", {}) for run in (left, right))
     then, now = (flat({name: each[name] for name in each if name != "rounding"}) for each in sides)
     changed = [
@@ -178,12 +200,14 @@ ROUNDED = (
     "loss",
     "gradients",
 )
-"""Stages that hold what a model computed; data holds the logprobs of the tokens when they were sampled."""
+"""Stages that hold what a model computed; `data` holds the logprobs of the tokens when they were sampled."""
 
 
 def _rounding(left: RunDirectory, right: RunDirectory, found: Difference) -> str:
-    """Return why a difference may be rounding alone; empty where it may not. Gradients or weights that agree bit for
-    bit show that both rounded alike."""
+    """Return why a difference may be due to rounding alone; empty if it cannot be.
+
+    Gradients or weights that agree bit for bit show that both runs rounded alike.
+    """
     then, now = (run.steps.read(found.step) for run in (left, right))
     if found.stage not in ROUNDED or not ("environment" in then and "environment" in now):
         return ""
@@ -193,8 +217,11 @@ def _rounding(left: RunDirectory, right: RunDirectory, found: Difference) -> str
 
 
 def _without_data(left: RunDirectory, right: RunDirectory, steps: range, names: tuple[str, str]) -> list[str]:
-    """Which steps could not be compared stage by stage: a line for each side that alone has their sequences, and for
-    neither."""
+    """Return lines that name the steps that could not be compared stage by stage.
+
+    One line lists the steps whose sequences only the left run has, one those that only the right run has, and one those
+    that neither has. A line with no steps is left out.
+    """
     lines: list[str] = []
     there = {step: tuple(run.steps.has_data(step) for run in (left, right)) for step in steps}
     for who, having in ((names[0], (True, False)), (names[1], (False, True)), ("neither", (False, False))):
@@ -207,7 +234,7 @@ def _without_data(left: RunDirectory, right: RunDirectory, steps: range, names: 
 
 
 def _first_difference(left: RunDirectory, right: RunDirectory, steps: range, tolerance: Tolerance) -> Difference | None:
-    """Stage by stage within each step."""
+    """Return the first difference, stage by stage within each step; None if there is none."""
     found = (each for step in steps for each in _in_step(left, right, step, tolerance))
     return next((each for each in found if each is not None), None)
 
@@ -268,14 +295,14 @@ def _in_step(left: RunDirectory, right: RunDirectory, step: int, tolerance: Tole
 
 
 def _in_digests(step: int, then: dict[str, Any], now: dict[str, Any]) -> Iterator[Difference]:
-    """Those that both have, and that differ."""
+    """Yield a difference for each digest that both sides have and that is not the same."""
     for kind, digest in then.items():
         if now.get(kind, digest) != digest:
             yield Difference(step=step, stage=kind, where="digest", position=None, recorded=digest, found=now[kind])
 
 
 def _same_files(left: RunDirectory, right: RunDirectory, step: int) -> bool:
-    """Whether one is a copy of the other, byte by byte, as far as this step goes."""
+    """Return whether the files of this step are the same in both runs, byte by byte."""
     ours, theirs = (
         [run.steps.json_path(step), run.steps.data_path(step), *run.steps.stage_paths(step)] for run in (left, right)
     )
@@ -285,8 +312,10 @@ def _same_files(left: RunDirectory, right: RunDirectory, step: int) -> bool:
 
 
 def _in_batches(step: int, left: list[Sequence], right: list[Sequence], tolerance: Tolerance) -> Difference | None:
-    """The first sequence, column and token in which the data differ. The tolerance is of their logprobs: weights that
-    were computed in another environment made them."""
+    """Return the first sequence, column and token in which the data differ.
+
+    The tolerance is for the logprobs only: they came from weights that may have been computed in another environment.
+    """
     ours, theirs = ({row.id: row for row in batch} for batch in (left, right))
     for name in [*ours, *(each for each in theirs if each not in ours)]:
         if name not in ours or name not in theirs:
@@ -312,7 +341,10 @@ def _in_batches(step: int, left: list[Sequence], right: list[Sequence], toleranc
 
 
 def _fields(row: Sequence) -> Iterator[tuple[str, Any]]:
-    """All that a row says but for its tokens, the prompt's row and times: the interactions last, key by key."""
+    """Yield each field of a row with its place, except the tokens, the prompt's row and the times.
+
+    The interactions come last, key by key.
+    """
     for name in SCHEMA.names:
         if name not in (*ALIGNED, *TIMES, "data", "interactions"):
             yield name, getattr(row, name)
@@ -327,7 +359,10 @@ def _fields(row: Sequence) -> Iterator[tuple[str, Any]]:
 
 
 def _in_field(step: int, where: str, then: Any, now: Any) -> Difference | None:
-    """Of what is not aligned. Long values are shown from where they part."""
+    """Return the difference between two values that are not aligned with tokens; None if they are equal.
+
+    Long values are shown from just before the place where they first differ.
+    """
     if then == now:
         return None
     a, b = (json.dumps(each, sort_keys=True, default=str, ensure_ascii=False) for each in (then, now))
@@ -403,7 +438,7 @@ def _files_before(run: RunDirectory, step: int) -> dict[str, str]:
 def _note_configuration(
     left: RunDirectory, right: RunDirectory, steps: range, names: tuple[str, str], ignore: list[str]
 ) -> None:
-    """Where all agrees: in what the configurations differ all the same, at the first step where they do."""
+    """Print how the configurations differ although all stages agree, at the first step where they do."""
     sides = ((step, [run.steps.read(step).get("config") for run in (left, right)]) for step in steps)
     step = next((step for step, (then, now) in sides if then != now), steps[-1])
     changed = _configuration(left, right, step)
@@ -414,12 +449,15 @@ def _note_configuration(
 
 
 def _means(asked: str, name: str) -> bool:
-    """Whether --ignore means this field: by its name, its last part or its section."""
+    """Return whether --ignore means this field: by its full name, its last part or its section."""
     return name == asked or name.endswith(f".{asked}") or name.startswith(f"{asked}.")
 
 
 def _configuration(left: RunDirectory, right: RunDirectory, step: int) -> dict[str, str]:
-    """The fields that differ, and how: as the step had them, and those of the run."""
+    """Return a line for each field of the configuration that differs, by name.
+
+    The configuration that a step recorded takes precedence over that of its run.
+    """
     sides = []
     for run in (left, right):
         of_run = flat(read_yaml(run.config_path)) if run.config_path.exists() else {}
@@ -434,7 +472,7 @@ def _configuration(left: RunDirectory, right: RunDirectory, step: int) -> dict[s
 
 
 def _drift(left: RunDirectory, right: RunDirectory, steps: range, names: tuple[str, str]) -> None:
-    """The metrics of both at up to ten steps."""
+    """Print the metrics of both runs at evenly spaced steps, and at the last one."""
     stride = max(1, len(steps) // 9)
     chosen = sorted({*steps[::stride], steps[-1]})
     table = Table(title=f"{names[0]} → {names[1]}", title_justify="left", box=None, pad_edge=False)

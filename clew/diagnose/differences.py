@@ -1,7 +1,7 @@
-"""Where two computations of the same step part first: pure comparison, without torch.
+"""Search for the first difference between two computations of the same step: pure comparison, without torch.
 
-A step is compared stage by stage, in the order in which it was computed; within a stage sequence by sequence, token by
-token. What comes after the first difference follows from it, and is only counted.
+A step is compared stage by stage, in the order in which it was computed; within a stage, sequence by sequence and token
+by token. Whatever differs after the first difference follows from it, and is only counted.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ STAGES = (
     "update",
     "metrics",
 )
-"""In the order in which a step computes them; those of `OF_UPDATES` again for each of its updates."""
+"""Stages in the order in which a step computes them; those of `OF_UPDATES` again for each of its updates."""
 
 OF_UPDATES = ("logprobs", "entropies", "loss", "gradients")
-"""What an update computes from the rows of its mini-batch, after the weights were changed by those before it."""
+"""Stages that an update computes from the rows of its mini-batch, with the weights that the updates before it left."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tolerance:
-    """Values a and b agree when |a - b| <= absolute + relative x |a|. Both zero: bit for bit."""
+    """Limit within which two values agree: |a - b| <= absolute + relative x |a|. If both are zero: bit for bit."""
 
     absolute: float = 0.0
     relative: float = 0.0
@@ -49,7 +49,7 @@ class Tolerance:
         return not (self.absolute or self.relative)
 
     def agree(self, recorded: np.ndarray, found: np.ndarray) -> np.ndarray:
-        """[...] bool"""
+        """Return which values agree, as booleans in the shape of the inputs."""
         if self.exact:
             return recorded.view(np.uint32) == found.view(np.uint32)
         both_nan = np.isnan(recorded) & np.isnan(found)
@@ -66,31 +66,36 @@ EXACT = Tolerance()
 _OF_OPTIMIZER = "the learning rate does, or another setting of the optimizer"
 
 TINY = 1e-4
-"""Of logprobs, losses and the like: what rounding may make of them."""
+"""Largest difference in logprobs, losses and the like that rounding may cause."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """The first place of a stage where two computations part."""
+    """First place in a stage where two computations differ."""
 
     step: int
     stage: str
     where: str
-    """A sequence's ID, a parameter's name, or what was counted."""
+    """ID of a sequence, name of a parameter or metric, or a description of the place."""
     position: int | None
-    """Of the token in the sequence."""
+    """Index of the token in the sequence; None if the difference is not in a token."""
     recorded: Any
     found: Any
     more: str = ""
-    """How much else differs in this stage."""
+    """Extent of the differences in this stage, in words, and what else is known about them."""
     suggests: str = ""
-    """What usually makes such a difference; empty where nothing is known."""
+    """Usual cause of such a difference; empty if none is known."""
 
     def __str__(self) -> str:
         return self.told("recorded", "here")
 
     def told(self, recorded: str, found: str) -> str:
-        """In a line; recorded, found: what the two sides are called."""
+        """Return the difference as one line.
+
+        Args:
+            recorded: Name of the first side.
+            found: Name of the second side.
+        """
         place = f"{self.where}, token {self.position}" if self.position is not None else self.where
         then, now = (_shown(each) for each in (self.recorded, self.found))
         if then == now:  # in the last digits of a float64
@@ -113,16 +118,16 @@ def in_stage(
     *,
     after_update: bool = False,
 ) -> Difference | None:
-    """Return the first token of a stage that differs.
+    """Return the first token of a stage that differs; None if all agree.
 
     Args:
-        step: The step.
-        stage: Its stage.
+        step: Number of the step.
+        stage: Name of the stage.
         ids: The IDs of the sequences.
         recorded: [T] float32 for each sequence.
-        found: The same of the other side.
-        tolerance: Up to which two values agree.
-        after_update: The weights were updated earlier in this step, by gradients that agree.
+        found: [T] float32 for each sequence, from the other side.
+        tolerance: Limit within which two values agree.
+        after_update: Whether the weights were updated earlier in this step, by gradients that agree.
     """
     if list(map(len, recorded)) == list(map(len, found)):
         then, now = (np.concatenate([np.empty(0, np.float32), *side], dtype=np.float32) for side in (recorded, found))
@@ -153,12 +158,12 @@ def in_stage(
 
 
 def of_sequences(differing: Sequence[str], ids: Sequence[str], largest: float, after_update: bool = False) -> str:
-    """Return what it suggests that these sequences of all differ.
+    """Return the likely reason why just these sequences differ; empty if none is known.
 
     Args:
         differing: Their IDs.
-        ids: The IDs of all that were compared.
-        largest: The largest difference of two values; inf where what differs are not numbers.
+        ids: The IDs of all sequences that were compared.
+        largest: The largest difference between two values; inf if what differs are not numbers.
         after_update: See `in_stage`.
     """
     groups = {name.partition(".")[0] for name in differing}
@@ -175,11 +180,14 @@ def of_sequences(differing: Sequence[str], ids: Sequence[str], largest: float, a
 
 
 def suspect(found: Difference, then: str | None, now: str | None, *, checked: bool, chance: str) -> Difference:
-    """A difference in the advantages or the loss, with what a function of the user's own may have done.
+    """Return a difference in the advantages or the loss, with how the user's own function may have caused it.
 
-    then, now: `clew.training.custom.source_of`, as recorded and here.
-    checked: all that they were computed from agrees; otherwise it is only what the record says.
-    chance: what is known of why its results differ from time to time.
+    Args:
+        found: The difference.
+        then: `clew.training.custom.source_of` as recorded.
+        now: `clew.training.custom.source_of` here.
+        checked: Whether all inputs of the computation are known to agree; otherwise they are only what the record says.
+        chance: Why the function's results vary from call to call, as far as that is known.
     """
     field = f"algorithm.{found.stage}"
     others = (
@@ -202,7 +210,7 @@ def suspect(found: Difference, then: str | None, now: str | None, *, checked: bo
 
 
 def in_rewards(step: int, batch: Sequence[rows.Sequence]) -> Difference | None:
-    """The first sequence whose reward is not what its named rewards add up to."""
+    """Return the first sequence whose reward is not the sum of its named rewards; None if there is none."""
     for row in batch:
         total = math.fsum(row.rewards.values())
         if row.rewards and row.reward != total:
@@ -211,16 +219,28 @@ def in_rewards(step: int, batch: Sequence[rows.Sequence]) -> Difference | None:
 
 
 ORIGIN = "group, episode, turns, finish reason, rewards by name, data or interactions"
-"""What a digest of a sequence's origin covers."""
+"""Fields that the digest of a sequence's origin covers, in words."""
 
 
 def in_data(step: int, recorded: Mapping[str, RowDigest], found: Mapping[str, RowDigest]) -> Difference | None:
-    """The first sequence whose data has another digest, or which only one side has. Digests by sequence ID."""
+    """Return the first sequence whose data has another digest, or which only one side has.
+
+    Args:
+        step: Number of the step.
+        recorded: Digests by sequence ID.
+        found: Digests by sequence ID, from the other side.
+    """
     return _in_digests(step, *({name: each.data for name, each in side.items()} for side in (recorded, found)), what="")
 
 
 def in_origins(step: int, recorded: Mapping[str, RowDigest], found: Mapping[str, RowDigest]) -> Difference | None:
-    """The first sequence that comes from elsewhere. Digests by sequence ID; older records have none."""
+    """Return the first sequence that has another origin. Older records have no digests of it.
+
+    Args:
+        step: Number of the step.
+        recorded: Digests by sequence ID.
+        found: Digests by sequence ID, from the other side.
+    """
     known = {name: each.origin for name, each in recorded.items() if each.origin is not None}
     return _in_digests(step, known, {name: found[name].origin or 0 for name in known}, what=f", its {ORIGIN}")
 
@@ -242,7 +262,7 @@ def _in_digests(step: int, recorded: Mapping[str, int], found: Mapping[str, int]
 
 
 def _exchanged(recorded: Mapping[str, int], found: Mapping[str, int], a: str, b: str) -> bool:
-    """Whether two sequences have each other's content."""
+    """Return whether two sequences have each other's content."""
     there = a in recorded and b in recorded and a in found and b in found
     return there and recorded[a] == found[b] and recorded[b] == found[a]
 
@@ -250,7 +270,16 @@ def _exchanged(recorded: Mapping[str, int], found: Mapping[str, int], a: str, b:
 def in_tensors(
     step: int, stage: str, names: Sequence[str], recorded: str, found: str, update: str = ""
 ) -> Difference | None:
-    """The first parameter whose digest differs. recorded, found: as `clew.record.digest.to_hex` writes them."""
+    """Return the first parameter whose digest differs.
+
+    Args:
+        step: Number of the step.
+        stage: Name of the stage.
+        names: Names of the parameters.
+        recorded: Digests as `clew.record.digest.to_hex` writes them.
+        found: Digests of the other side, written the same way.
+        update: Text that follows the parameter's name and says which update it is.
+    """
     then, now = from_hex(recorded), from_hex(found)
     differing = [i for i in range(max(len(then), len(now))) if then[i : i + 1] != now[i : i + 1]]
     if not differing:
@@ -284,10 +313,14 @@ def in_batch(
     *,
     rewards_add_up: bool = True,
 ) -> Difference | None:
-    """What of a batch is not what was trained on: data, rewards, the order of the sequences.
+    """Return the first place where a batch is not what was trained on: data, rewards, or the order of the sequences.
 
-    recorded: the digests of its sequences.   whole: that of all, as the step's JSON has it; None: not committed.
-    rewards_add_up: each reward is the sum of its parts, as Clew's own are.
+    Args:
+        step: Number of the step.
+        recorded: The recorded digests of its sequences.
+        batch: The batch.
+        whole: The digest of all sequences, from the step's JSON; None if the step was not committed.
+        rewards_add_up: Whether each reward must be the sum of its parts, as Clew's own are.
     """
     digests = digest_rows(batch)
     found = in_data(step, recorded, digests)
@@ -310,7 +343,7 @@ def in_batch(
 
 
 def in_metrics(step: int, recorded: Mapping[str, Any], found: Mapping[str, float]) -> Difference | None:
-    """The first metric that is not, to the last bit, what was recorded, or that only one side has."""
+    """Return the first metric that is not exactly what was recorded, or that only one side has."""
     for name in {**found, **recorded}:
         then, now = recorded.get(name, "absent"), found.get(name, "absent")
         if then != now and not (then != then and now != now):  # two NaNs
@@ -321,7 +354,7 @@ def in_metrics(step: int, recorded: Mapping[str, Any], found: Mapping[str, float
 def in_number(
     step: int, stage: str, name: str, recorded: float, found: float, tolerance: Tolerance
 ) -> Difference | None:
-    """A single number, where bits are not promised."""
+    """Return the difference between two numbers that need not be equal bit for bit; None if they agree."""
     if bool(tolerance.agree(np.array([recorded], np.float32), np.array([found], np.float32))[0]):
         return None
     return Difference(step=step, stage=stage, where=name, position=None, recorded=recorded, found=found)

@@ -1,4 +1,4 @@
-"""`clew doctor`: is this machine fit for a run, and what to do where it is not."""
+"""`clew doctor`: check whether this machine is fit for a run, and say what to do where it is not."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GIB = 2**30
 
 
 def examine() -> bool:
-    """Print a line a check; whether nothing is broken (a warning is not)."""
+    """Print one line per check; return True if nothing is broken (warnings are allowed)."""
     table = Table(box=None, pad_edge=False)
     for column in ("", "check", "found", "what to do"):
         table.add_column(column, overflow="fold")

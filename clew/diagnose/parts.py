@@ -1,4 +1,4 @@
-"""The part of each sequence in a step: found by training the step again, or as far as the record alone has it."""
+"""Each sequence's part in a step: found by training the step again, or from the record alone as far as it goes."""
 
 from __future__ import annotations
 
@@ -23,42 +23,48 @@ from clew.training.metrics import divergences
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Of one sequence."""
+    """Contribution of one sequence to a step."""
 
     sequence: Sequence
     measures: Mapping[str, float]
-    """By what `clew blame --by` takes: gradient, pull, loss, kl, behaviour_k3, critic; those that are known."""
+    """Known measures by name, as for `clew blame --by`: gradient, pull, loss, kl, behaviour_k3, critic."""
     shown: Mapping[str, float]
-    """What is told of it besides, by name."""
+    """Numbers shown for the sequence whatever the ranking, by name."""
     tokens: Mapping[str, np.ndarray]
-    """[N] of its trained tokens, by name: position, pull, behaviour, advantage, ...; those that are known."""
+    """[N] values of its trained tokens by name: position, pull, behaviour, advantage, … Only known ones."""
     finite: bool
-    """All numbers of its loss and gradient, or of what is on record of it, are."""
+    """True if all numbers of its loss and gradient are finite; from the record alone, all its recorded numbers."""
     not_finite: str | None = None
-    """Where NaN or infinity first appeared when it was computed alone."""
+    """Place where NaN or infinity first appeared when the sequence was computed alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """Of all sequences of a step."""
+    """Contributions of all sequences of a step."""
 
     parts: list[Part]
-    """Where the step ended at an update: of those up to it."""
+    """One entry per sequence; if the step ended at an update, only the sequences of the updates up to that one."""
     count: int
-    """Of the step's sequences."""
+    """Number of sequences in the step."""
     decode: Callable[[int], str]
-    """The text of a token."""
+    """Function that returns the text of a token."""
     alone: str = ""
-    """Why the record alone was read; empty where the step was trained again."""
+    """Reason why only the record was read; empty if the step was trained again."""
     without: Mapping[str, str]
-    """Why a measure is not known, by its name."""
+    """Reason why a measure is not known, by the measure's name."""
     not_finite: str | None
-    """The first place on record at which a number is none; None: there is no such, and parts that are not finite say
-    where they became so."""
+    """First recorded place with NaN or infinity; None if there is none.
+
+    If there is none, parts that are not finite say where they became so.
+    """
 
 
 def parts_of(run: RunDirectory, step: int) -> Parts:
-    """The parts of a committed step, or of one that failed. Raises ClewError."""
+    """Return the parts of a step that was committed, or that failed.
+
+    Raises:
+        ClewError: The step cannot be read or trained again.
+    """
     if not run.steps.by_clew:
         return _recorded(run, step, "another trainer wrote it, which leaves no checkpoint that Clew can train from")
     checkpoints = run.checkpointed()
@@ -139,8 +145,11 @@ def _trained(run: RunDirectory, step: int) -> Parts:
 
 
 def _recorded(run: RunDirectory, step: int, why: str) -> Parts:
-    """What follows from data and stages. The pull is that of the plain policy gradient: |advantage x current /
-    behaviour probability| x (1 - current probability), over the number of trained tokens."""
+    """Return the parts as far as they follow from data and stages.
+
+    The pull is that of the plain policy gradient: |advantage x current / behaviour probability| x (1 - current
+    probability), divided by the number of trained tokens.
+    """
     batch, stages, summary = run.steps.read_data(step), Stages(digests={}, arrays={}), {}
     if run.steps.json_path(step).exists():  # else it failed, and may have the stages of some ranks
         stages, summary = run.steps.read_stages(step, batch), run.steps.read(step)
@@ -203,7 +212,7 @@ _STAGES = {
     "kl": "kl",
     "loss": "loss",
 }
-"""The stages that are looked at, and what they are called among the numbers of a token."""
+"""Stages that are read, and their names among the numbers of a token."""
 _NO_REFERENCE = "this step has no logprobs of a reference model (algorithm.kl_coef is 0, or they are not on record)"
 
 
@@ -216,7 +225,7 @@ def _of_data(row: Sequence, step: int) -> dict[str, np.ndarray]:
 
 
 def _divergences(tokens: Mapping[str, np.ndarray], estimator: str) -> dict[str, np.ndarray]:
-    """Of each token, what the step's metrics kl and behaviour_k3 are the means of."""
+    """Return for each token the values whose means are the step's metrics kl and behaviour_k3."""
     found: dict[str, np.ndarray] = {}
     with np.errstate(invalid="ignore", over="ignore"):
         if "reference" in tokens and "kl" not in tokens:
@@ -229,9 +238,12 @@ def _divergences(tokens: Mapping[str, np.ndarray], estimator: str) -> dict[str, 
 
 
 def _trained_in_updates(trained: list[int], plan: list[list[list[int]]]) -> list[int]:
-    """Of each sequence, how many tokens were trained in its update; where that is not on record, in the step.
+    """Return how many tokens were trained in each sequence's update, or in the step if the update is not on record.
 
-    trained: of each sequence."""
+    Args:
+        trained: Number of trained tokens of each sequence.
+        plan: Rows of each micro-batch, by mini-batch.
+    """
     found = [max(1, sum(trained))] * len(trained)
     for minibatch in plan:
         rows = [row for micro in minibatch for row in micro if row < len(trained)]
@@ -241,7 +253,7 @@ def _trained_in_updates(trained: list[int], plan: list[list[list[int]]]) -> list
 
 
 def _over_mean(batch: SequenceABC[Sequence]) -> dict[str, float]:
-    """By sequence ID: its reward less the mean of its group's episodes."""
+    """Return each sequence's reward minus the mean of its group's episodes, by sequence ID."""
     groups: dict[str, dict[str, list[Sequence]]] = {}
     for row in batch:
         groups.setdefault(row.group_id, {}).setdefault(row.episode_id, []).append(row)
@@ -255,7 +267,11 @@ def _over_mean(batch: SequenceABC[Sequence]) -> dict[str, float]:
 
 
 def _data_not_finite(batch: Iterable[Sequence]) -> str | None:
-    """What of the data itself no number can come of: others' advantages follow from it, too."""
+    """Return the first value in the data that cannot be computed with; None if all can.
+
+    That is a reward or logprob that is NaN or infinite, or a temperature that is not above 0 and finite. All sequences
+    are checked, because other sequences' advantages depend on them, too.
+    """
     for row in batch:
         if not math.isfinite(row.reward):
             return f"the recorded reward of {row.id}: {row.reward}"
@@ -271,7 +287,7 @@ def _data_not_finite(batch: Iterable[Sequence]) -> str | None:
 
 
 def _stages_not_finite(batch: Iterable[Sequence], stages: Stages) -> str | None:
-    """The first stage with a number that is none, and where."""
+    """Return the first stage with NaN or infinity, and where it is; None if all are finite."""
     for name in [*(name for name in STAGES if name in stages.arrays), *sorted(set(stages.arrays) - set(STAGES))]:
         for row in batch:
             bad = np.flatnonzero(row.loss_mask & ~np.isfinite(stages.arrays[name][row.id]))

@@ -1,4 +1,4 @@
-"""`clew replay`: recorded steps, trained again here and compared with what was recorded, stage by stage.
+"""`clew replay`: train recorded steps again here, and compare each stage with what was recorded.
 
 ::
 
@@ -6,7 +6,7 @@
                                                     ▲                                       │
                                                     └───────────── next step ◄──────────────┘
 
-consumes  checkpoints/, steps/ of a run; writes nothing into it
+Reads checkpoints/ and steps/ of a run, and writes nothing into it.
 """
 
 from __future__ import annotations
@@ -44,29 +44,37 @@ TOLERANCES = {
     "float32": Tolerance(absolute=1e-3, relative=1e-3),
     "bfloat16": Tolerance(absolute=5e-2, relative=5e-2),
 }
-"""Of logprobs, losses and the gradient's norm, where bits are not promised; by model.dtype."""
+"""Tolerances by model.dtype for logprobs, losses and the gradient norm, where equality bit for bit is not promised."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One step, trained again."""
+    """One step that was trained again."""
 
     step: int
     result: StepResult
     tolerance: Tolerance
-    """How it was compared."""
+    """Tolerance with which it was compared."""
     because: str
-    """Why not bit for bit; empty where it is."""
+    """Reason why it was not compared bit for bit; empty if it was."""
     differences: list[Difference]
-    """One for each stage that differs, in the order of the stages."""
+    """Differences from the record: one for each stage that differs, in the order of the stages."""
 
 
 def engine_at(run: RunDirectory, step: int, device: str | None = None, ranks: Ranks = ALONE) -> TrainEngine:
-    """An engine at the nearest checkpoint at or before `step`, configured as the run is. It needs nothing but the run
-    directory: the reference model, too, is the run's first checkpoint.
+    """Return an engine at the nearest checkpoint at or before `step`, configured as the run is.
 
-    device: another than the run's.   ranks: those of which this process is one; the run may have had others.
-    Raises RecordError when there is no such checkpoint, or it was altered.
+    It needs nothing but the run directory: the reference model, too, is the run's first checkpoint.
+
+    Args:
+        run: The run directory.
+        step: The step.
+        device: Device to use in place of the run's.
+        ranks: The ranks that this process is one of; the run may have had others.
+
+    Raises:
+        RecordError: There is no such checkpoint, or it was altered.
+        ModelError: The checkpoint belongs to another model than the run.
     """
     folders = {int(folder.name.removeprefix("step-")): folder for folder in checkpoint.saved(run.checkpoints)}
     before = [version for version in folders if version <= step]
@@ -95,8 +103,12 @@ def engine_at(run: RunDirectory, step: int, device: str | None = None, ranks: Ra
 
 
 def _check_belongs(run: RunDirectory, engine: TrainEngine, folder: Path) -> None:
-    """Raise ModelError when a checkpoint is of another model than the run's, RecordError when it is not what the step
-    before it left."""
+    """Check that a checkpoint is what the step before it left.
+
+    Raises:
+        ModelError: The checkpoint is of another model than the run's.
+        RecordError: Its weights are not what the step before it left.
+    """
     said = run.facts().get("parameters", engine.parameter_names)
     names, ours = ([name for name in side if not name.startswith("critic.")] for side in (said, engine.parameter_names))
     if names != ours:  # a critic it may have had for a while
@@ -119,7 +131,11 @@ def _check_belongs(run: RunDirectory, engine: TrainEngine, folder: Path) -> None
 
 
 def _configured(run: RunDirectory, recorded: dict[str, Any]) -> dict[str, Any]:
-    """What of the configuration a step was made with; a run may have changed it since. Raises RecordError."""
+    """Return the parts of the configuration that a step was trained with; the run may have changed them since.
+
+    Raises:
+        RecordError: The recorded configuration cannot be read.
+    """
     training, algorithm = configured(run.steps.json_path(recorded["step"]), recorded)
     found: dict[str, Any] = {"training": training, "algorithm": algorithm}
     seed = recorded["config"].get("seed")  # older steps have none
@@ -127,7 +143,7 @@ def _configured(run: RunDirectory, recorded: dict[str, Any]) -> dict[str, Any]:
 
 
 def _portable(config: Config, folders: dict[int, Path], device: str | None, ranks: Ranks) -> Config:
-    """The configuration, with paths and devices of this machine, and groups of as many ranks as there are."""
+    """Return the configuration with paths and devices of this machine, and training.tp adapted to the ranks."""
     where = device or config.model.device
     if device is None and where == "cuda" and not torch.cuda.is_available():
         where = "cpu"  # how it was compared, and why, says so
@@ -140,10 +156,16 @@ def _portable(config: Config, folders: dict[int, Path], device: str | None, rank
 
 
 def replay(run: RunDirectory, engine: TrainEngine, last: int, *, verify: bool = True) -> Iterator[Step]:
-    """Train the steps from the engine's version to `last` again, each compared with its record. Raises
-    DifferenceFound at a batch that is not what was trained on.
+    """Train the steps from the engine's version to `last` again, and yield each with its differences from the record.
 
-    verify: False compares nothing, so that what differs is no obstacle.
+    Args:
+        run: The run directory.
+        engine: The engine, from `engine_at`.
+        last: Last step to train.
+        verify: Whether to compare; if False, differences do not stop the replay.
+
+    Raises:
+        DifferenceFound: A batch is not what was trained on.
     """
     drifted = ""
     for step in range(engine.version, last + 1):
@@ -172,7 +194,13 @@ def replay(run: RunDirectory, engine: TrainEngine, last: int, *, verify: bool = 
 
 
 def configure_as(run: RunDirectory, engine: TrainEngine, recorded: dict[str, Any] | None) -> None:
-    """Seed, optimizer and algorithm as they were at that step: a run may have changed them since. None: as they are."""
+    """Set the engine's seed, optimizer and algorithm as they were at a step; the run may have changed them since.
+
+    Args:
+        run: The run directory.
+        engine: The engine.
+        recorded: The step's record; None: take them from the run's configuration as it is.
+    """
     was = _configured(run, recorded) if recorded else dict(configuration.load(run.config_path))
     training, algorithm = was["training"].model_copy(update={"tp": engine.ranks.tp}), was["algorithm"]
     algorithm = algorithm.model_copy(update={"critic": engine.config.algorithm.critic})  # which is where it is here
@@ -192,10 +220,17 @@ def compare(
     engine: TrainEngine,
     tolerance: Tolerance,
 ) -> list[Difference]:
-    """Where a step that was trained again differs from its record: stage by stage, in the order in which they are
-    computed.
+    """Return where a retrained step differs from its record, in the order in which its stages are computed.
 
-    stages: as recorded.
+    Args:
+        run: The run directory.
+        step: Number of the step.
+        batch: Its sequences.
+        result: Result of training it again.
+        recorded: Its recorded JSON.
+        stages: Its recorded stages.
+        engine: The engine after the step.
+        tolerance: Limit within which two values agree.
     """
     found: list[Difference | None] = []
 
@@ -236,13 +271,15 @@ def compare(
 
 
 def _from_logprobs(algorithm: Algorithm) -> bool:
-    """Whether advantages follow from what a model computed, not from recorded rewards alone."""
+    """Return whether advantages depend on what a model computed, not on recorded rewards alone."""
     return algorithm.advantages == "gae" or (algorithm.kl_in == "reward" and algorithm.kl_coef > 0)
 
 
 def how_to_compare(recorded: dict[str, Any], engine: TrainEngine) -> tuple[Tolerance, str]:
-    """Bit for bit where DESIGN promises it: on the CPU, with the same ranks, threads and packages. Otherwise within a
-    tolerance, and why."""
+    """Return the tolerance for comparing a step, and the reason if it is not bit for bit.
+
+    Equality bit for bit is promised on the CPU, with the same ranks, threads and packages (see DESIGN).
+    """
     then, now = ({**each, "rounding": None} for each in (environment_of(recorded), environment(engine)))
     flat_then, flat_now = ({**each, **each["packages"], "packages": None} for each in (then, now))
     reasons = [
@@ -258,7 +295,7 @@ def how_to_compare(recorded: dict[str, Any], engine: TrainEngine) -> tuple[Toler
 def _gradients(
     step: int, number: int, result: StepResult, recorded: dict[str, Any], engine: TrainEngine
 ) -> Difference | None:
-    """Of one update: the first parameter whose gradient differs."""
+    """Return the first parameter whose gradient differs in one update."""
     then, now = recorded["tensors"]["gradients"], result.tensor_digests["gradients"]
     update = f", update {number}" if len(now) > 1 else ""
     before = then[number] if number < len(then) else ""
@@ -268,7 +305,10 @@ def _gradients(
 def _weights(
     step: int, result: StepResult, recorded: dict[str, Any], engine: TrainEngine, tolerance: Tolerance
 ) -> Difference | None:
-    """After the step: the first parameter that differs; where bits are not promised, the norm of the gradient."""
+    """Return the first parameter that differs after the step.
+
+    Where equality bit for bit is not promised, the norm of the gradient is compared instead.
+    """
     if not tolerance.exact:
         then, now = (each["grad_norm"] for each in (recorded["metrics"], result.metrics))
         return differences.in_number(step, "gradients", "norm of the gradient", then, now, tolerance)
@@ -279,7 +319,7 @@ def _weights(
 def _said(
     step: int, batch: list[Sequence], result: StepResult, recorded: dict[str, Any]
 ) -> Iterator[Difference | None]:
-    """What step-N.json says besides of what agrees: digests of all tensors, groups, versions, plan, metrics."""
+    """Yield differences in the rest of step-N.json: digests of all tensors, groups, versions, plan, metrics."""
     for kind, now in result.digests.items():
         then = recorded["digests"].get(kind)
         if then != now:
@@ -292,8 +332,10 @@ def _said(
 
 
 def _of_same_formulas(recorded: dict[str, Any], metrics: dict[str, float]) -> tuple[dict[str, float], dict[str, float]]:
-    """The metrics of both sides, without those that an older record computed by another formula: see
-    `clew.algorithms.FORMULAS`."""
+    """Return the metrics of both sides, without those that an older record computed by another formula.
+
+    See `clew.algorithms.FORMULAS`.
+    """
     then = dict(recorded["metrics"])
     if environment_of(recorded)["rounding"].get("formulas", 1) >= 2:
         return then, metrics
@@ -305,13 +347,19 @@ def _of_same_formulas(recorded: dict[str, Any], metrics: dict[str, float]) -> tu
 
 
 def _nearly(then: float | None, now: float | None) -> bool:
-    """Whether two averages of k3 differ by no more than the rounding of its older formula in float32."""
+    """Return whether two averages of k3 differ by no more than the rounding of its older formula in float32."""
     return then is not None and now is not None and math.isclose(then, now, rel_tol=1e-6, abs_tol=1e-6)
 
 
 def _checkpoint(run: RunDirectory, step: int, engine: TrainEngine, tolerance: Tolerance) -> Difference | None:
-    """The checkpoint that the run wrote after this step, against the engine, tensor by tensor. Where bits are not
-    promised its files are held against its own digests: raises RecordError."""
+    """Return the first difference between the engine and the checkpoint that the run wrote after this step.
+
+    They are compared tensor by tensor. Where equality bit for bit is not promised, the checkpoint's files are checked
+    against their own digests instead.
+
+    Raises:
+        RecordError: The files do not match their digests.
+    """
     folder = run.checkpoints / f"step-{step + 1:06d}"
     if not tolerance.exact:
         checkpoint.check(folder, engine)
@@ -340,8 +388,10 @@ def _checkpoint(run: RunDirectory, step: int, engine: TrainEngine, tolerance: To
 
 
 def stop_at(engine: TrainEngine, steps: range, stage: str) -> None:
-    """Have the engine stop in a debugger whenever it comes to `stage` of one of these steps, with the stage's inputs in
-    scope: before the loss and its backward pass, in each micro-batch."""
+    """Make the engine stop in a debugger whenever it comes to `stage` of one of these steps.
+
+    The stage's inputs are in scope. Before the loss and before its backward pass, it stops in each micro-batch.
+    """
     known: dict[str, Any] = {}
 
     def watch(at: str, scope: dict[str, Any]) -> None:

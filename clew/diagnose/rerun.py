@@ -1,4 +1,4 @@
-"""What `clew replay` does, and what it prints."""
+"""Entry point of `clew replay`: chooses the way to replay, and prints the result."""
 
 from __future__ import annotations
 
@@ -35,9 +35,26 @@ def rerun(
     overrides: list[str],
     trust: Sequence[str] = (),
 ) -> bool:
-    """True when everything agrees with the record, or nothing is compared. Raises ClewError.
+    """Replay steps of a run in the way that the options ask for.
 
-    ranks: how many processes train; this is one of them. trust: modules, see `clew.dotted.only_trusted`.
+    Args:
+        target: A run directory or a bundle.
+        steps: Steps to replay; None: all of a run, or the one of a bundle.
+        stages: Stages to compute again from recorded inputs, separated by commas.
+        only: ID of a group, an episode or a sequence to which `stages` or `reward` is limited.
+        stop: Stage before which to stop in a debugger, one of `BREAKS`.
+        reward: Whether to run the workflow and the reward function again.
+        device: Device to use in place of the run's.
+        ranks: Number of processes that train; this is one of them.
+        verify: Whether to compare with the record.
+        overrides: Other settings to train with, as key=value.
+        trust: Modules that may be imported, see `clew.dotted.only_trusted`.
+
+    Returns:
+        True if everything agrees with the record, or if nothing is compared.
+
+    Raises:
+        ClewError: The options do not go together, or the steps cannot be replayed.
     """
     if stop is not None and stop not in BREAKS:
         raise ConfigError(f"--break {stop}: expected one of {', '.join(BREAKS)}.")
@@ -88,7 +105,7 @@ def rerun(
 
 
 def _range(run: RunDirectory, steps: str | None, bundle: dict[str, Any] | None) -> tuple[int, int]:
-    """The first and the last step that are asked for."""
+    """Return the first and the last step to replay."""
     count = run.steps.count()
     if steps == str(count) and run.steps.has_data(count):
         return count, count  # it failed, or was interrupted
@@ -116,14 +133,18 @@ NOT_RECOMPUTED = (
     "not computed again: metrics (such as metrics.response_length), evaluation, timings, committed_at, environment, "
     "tensors, the other stages, and checkpoints. Without --stage, metrics, tensors, stages and checkpoints are."
 )
-"""What `--stage` does not look at."""
+"""Message that lists what `--stage` does not check."""
 
 LIMIT = "sampling.max_new_tokens"
-"""What algorithm.loss_constant and overlong_penalty follow from, where they are not set themselves."""
+"""Field that algorithm.loss_constant and overlong_penalty are derived from if they are not set themselves."""
 
 
 def _algorithm_of_another(overrides: list[str], stages: str) -> Algorithm:
-    """What overrides say of how another trainer computed its advantages and its loss. Raises ConfigError."""
+    """Return the algorithm that overrides describe, by which another trainer computed its advantages and its loss.
+
+    Raises:
+        ConfigError: An override is no field of algorithm or `LIMIT`, or what is needed is missing.
+    """
     said = [override.partition("=")[0] for override in overrides]
     for name, override in zip(said, overrides, strict=True):
         if not name.startswith("algorithm.") and name != LIMIT:
@@ -232,7 +253,7 @@ def _train_again(
 
 
 def _tell(run: RunDirectory, found: list[Difference]) -> None:
-    """Print the first difference and what it suggests; of what follows from it, the names of the stages."""
+    """Print the first difference, what it suggests, and the names of the stages that differ after it."""
     if not found:
         return
     print(f"FIRST DIFFERENCE  {found[0]}")

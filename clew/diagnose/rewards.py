@@ -1,4 +1,4 @@
-"""`clew replay --reward`: the workflow and the reward function run again on what the model answered then."""
+"""`clew replay --reward`: run the workflow and the reward function again on the model's recorded answers."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from clew.vision import load_vision
 
 @dataclass(frozen=True, kw_only=True)
 class Disagreement:
-    """An episode whose reward is another now."""
+    """Episode whose reward now differs from the recorded one."""
 
     step: int
     episode_id: str
     recorded: dict[str, float]
     now: dict[str, float] | str
-    """The rewards, or why there is none, in a line."""
+    """Rewards by name, or one line that says why there are none."""
     traceback: str = ""
-    """Of what the user's code raised."""
+    """Traceback of the error that the user's code raised; empty if it raised none."""
 
     def __str__(self) -> str:
         now = self.now if isinstance(self.now, str) else _named(self.now)
@@ -50,7 +50,7 @@ def _named(rewards: dict[str, float]) -> str:
 
 
 class RecordedSession(Session):
-    """Answers with what the model answered then."""
+    """Session that answers with the recorded responses, in order."""
 
     def __init__(self, shared: Resources, episode_id: str, answers: list[Interaction]) -> None:
         super().__init__(shared, episode_id)
@@ -82,9 +82,16 @@ class RecordedSession(Session):
 def rewards_again(
     run: RunDirectory, config: Config, steps: Iterable[int], only: str | None = None
 ) -> list[Disagreement]:
-    """The episodes of these steps whose workflow and reward function now give another reward than recorded.
+    """Return the episodes of these steps whose workflow and reward function now give another reward than recorded.
 
-    config: the run's; its reward and workflow are imported as they are now. Raises ConfigError when they cannot be.
+    Args:
+        run: The run directory.
+        config: The run's configuration; its reward and workflow are imported as they are now.
+        steps: The steps.
+        only: ID of a group, an episode or a sequence to check alone.
+
+    Raises:
+        ConfigError: The workflow or the reward function cannot be imported.
     """
     return asyncio.run(_rewards_again(run, config, steps, only))
 
@@ -135,7 +142,7 @@ def _same(recorded: dict[str, float], now: dict[str, float]) -> bool:
 
 
 def interactions_of(sequences: list[Sequence]) -> list[Interaction]:
-    """The interactions of an episode from its rows, in their order."""
+    """Return the interactions of an episode from its rows, in their order."""
     found = [_interaction(row, said) for row in sequences for said in row.interactions]
     return sorted(found, key=lambda each: each.index)
 

@@ -1,5 +1,8 @@
-"""What a step's record says of itself, without model or checkpoint: whether its batch is what was trained on, and
-`clew replay --stage`: stages that follow from recorded inputs alone, computed again."""
+"""Checks of a step's record that need neither model nor checkpoint.
+
+They find out whether a batch is what was trained on, and recompute the stages that follow from recorded inputs alone
+(`clew replay --stage`).
+"""
 
 from __future__ import annotations
 
@@ -23,16 +26,16 @@ from clew.record.summary import configured
 from clew.training.custom import source_of
 
 ALONE = ("data", "rewards", "advantages", "loss")
-"""The stages that need no model."""
+"""Stages that can be checked without a model."""
 
 LOSS = Tolerance(absolute=1e-6, relative=1e-6)
-"""Another processor rounds the last bit of an exponential otherwise."""
+"""Tolerance for the loss: another processor may round the last bit of an exponential differently."""
 
 _BREAKS = 5
-"""How many breaks of the chain are named."""
+"""Maximum number of breaks of the chain that are printed."""
 
 OF_ANOTHER = Tolerance(absolute=1e-3, relative=1e-3)
-"""Another trainer rounds otherwise all along, and adds another epsilon to a deviation."""
+"""Tolerance for another trainer's record: it rounds differently throughout, and adds another epsilon to a deviation."""
 
 
 def check_stages(
@@ -42,11 +45,18 @@ def check_stages(
     only: str | None = None,
     algorithm: Algorithm | None = None,
 ) -> list[Difference]:
-    """The first difference of each of these stages of a step.
+    """Return the first difference in each of these stages of a step.
 
-    only: the ID of a group, an episode or a sequence; its rows alone are compared.
-    algorithm: how another trainer computed advantages and loss; None: not known. Clew's own steps say it.
-    Raises ConfigError for a stage that needs the model, RecordError for an `only` that the step has not.
+    Args:
+        run: The run directory.
+        step: Number of the step.
+        stages: Names of the stages, out of `ALONE`.
+        only: ID of a group, an episode or a sequence; only its rows are compared.
+        algorithm: How another trainer computed advantages and loss; None: not known. Clew's own steps record it.
+
+    Raises:
+        ConfigError: A stage needs the model.
+        RecordError: The step has nothing with the ID `only`, or a stage cannot be computed from its record.
     """
     for stage in stages:
         if stage not in ALONE:
@@ -88,7 +98,7 @@ def check_stages(
 
 
 class DifferenceFound(RecordError):
-    """A batch is not what was trained on."""
+    """Raised when a batch is not what was trained on."""
 
     def __init__(self, run: RunDirectory, difference: Difference) -> None:
         super().__init__(f"{run.path} was altered: {difference}")
@@ -96,7 +106,7 @@ class DifferenceFound(RecordError):
 
 
 def batch_as_it_is(run: RunDirectory, step: int) -> list[Sequence]:
-    """The batch of a step; stderr says where it is not what was trained on."""
+    """Return the batch of a step; print to stderr where it is not what was trained on."""
     batch = run.steps.read_data(step)
     if run.steps.json_path(step).exists():  # else it failed, and may have the stages of some ranks
         tell_altered(run, batch, run.steps.read_stages(step), run.steps.read(step))
@@ -104,12 +114,12 @@ def batch_as_it_is(run: RunDirectory, step: int) -> list[Sequence]:
 
 
 def chain_holds(run: RunDirectory, steps: range, whose: str = "") -> bool:
-    """Print what does not fit in the chain of commits, and what has no digest in it; return whether all of it fits.
+    """Print what does not fit in the chain of commits, and what has no digest in it; return whether everything fits.
 
     Args:
         run: The run directory.
-        steps: The steps whose data and stages are held against their digests.
-        whose: What the run is called, where there are two.
+        steps: The steps whose data and stages are compared with their digests.
+        whose: Prefix that names the run, where there are two.
     """
     found = chain.breaks(run, steps)
     for each in found[:_BREAKS]:
@@ -122,13 +132,13 @@ def chain_holds(run: RunDirectory, steps: range, whose: str = "") -> bool:
 
 
 def suggestions(run: RunDirectory, found: Difference, whose: str = "") -> list[str]:
-    """Return in words what may have made a difference: what it looks like, and how its step stands out in the run."""
+    """Return lines on what may have caused a difference: what it looks like, and how its step stands out in the run."""
     odd = _stands_out(run, found.step)
     return [f"this suggests: {each}" for each in (found.suggests, f"{whose}{odd}" if odd else "") if each]
 
 
 def _stands_out(run: RunDirectory, step: int) -> str:
-    """Return what of a step is otherwise than in the steps before and after it, which agree; empty where nothing is."""
+    """Return what differs in a step from the steps before and after it, which agree; empty if nothing does."""
     around = [each for each in (step - 1, step, step + 1) if run.steps.json_path(each).exists()]
     if len(around) < 3:
         return ""
@@ -141,7 +151,14 @@ def _stands_out(run: RunDirectory, step: int) -> str:
 
 
 def tell_altered(run: RunDirectory, batch: list[Sequence], stages: Stages, summary: dict[str, Any]) -> None:
-    """Say on stderr where a batch is not what was trained on. stages, summary: what the step recorded."""
+    """Print to stderr where a batch is not what was trained on.
+
+    Args:
+        run: The run directory.
+        batch: The batch.
+        stages: The step's recorded stages.
+        summary: The step's recorded JSON.
+    """
     whole = summary["digests"]["data"]
     found = differences.in_batch(summary["step"], stages.digests, batch, whole, rewards_add_up=run.steps.by_clew)
     if found is not None:
@@ -149,7 +166,11 @@ def tell_altered(run: RunDirectory, batch: list[Sequence], stages: Stages, summa
 
 
 def chosen(run: RunDirectory, step: int, batch: list[Sequence], only: str | None) -> list[Sequence]:
-    """The rows of a group, an episode or a sequence; all where `only` is None. Raises RecordError: there is none."""
+    """Return the rows of a group, an episode or a sequence; all rows if `only` is None.
+
+    Raises:
+        RecordError: The batch has no such row.
+    """
     found = [row for row in batch if only is None or only in (row.id, row.episode_id, row.group_id)]
     if not found:
         groups = sorted({row.group_id for row in batch})
@@ -159,7 +180,7 @@ def chosen(run: RunDirectory, step: int, batch: list[Sequence], only: str | None
 
 
 def _check_anothers(step: int, stages: SequenceABC[str], algorithm: Algorithm | None) -> None:
-    """Raise RecordError for a stage of another trainer's that cannot be computed again."""
+    """Raise RecordError for a stage that another trainer recorded and that cannot be computed again."""
     for stage in stages:
         if stage == "rewards":
             raise RecordError(
@@ -183,7 +204,7 @@ def _check_recorded(
     algorithm: Algorithm,
     plan: list[list[list[int]]],
 ) -> None:
-    """Raise RecordError when a stage is not on record, or what it is computed from."""
+    """Raise RecordError when a stage, or something that it is computed from, is not on record."""
     if sorted(row for minibatch in plan for rows in minibatch for row in rows) != list(range(len(batch))):
         raise RecordError(
             f"{run.steps.json_path(step)}: its plan has not each of the step's {len(batch)} sequences once: it was "
@@ -201,7 +222,7 @@ def _check_recorded(
 
 
 def check_aligned(run: RunDirectory, step: int, batch: list[Sequence], recorded: Stages, names: Iterable[str]) -> None:
-    """Raise RecordError when a stage has other than a number a token."""
+    """Raise RecordError when a stage does not have one number per token."""
     for name in names:
         for row in batch:
             there = len(recorded.arrays[name][row.id])
@@ -221,9 +242,15 @@ def suspected(
     *,
     checked: bool,
 ) -> Difference:
-    """A difference in the advantages or the loss, with what a function of the user's own may have done.
+    """Return a difference in the advantages or the loss, with how the user's own function may have caused it.
 
-    checked: all that they were computed from agrees, and torch's random numbers were seeded as they were then.
+    Args:
+        found: The difference.
+        batch: The step's sequences.
+        recorded: The step's recorded stages.
+        summary: The step's recorded JSON.
+        algorithm: The algorithm that the step was trained with.
+        checked: Whether all inputs of the computation agree, and torch's random numbers were seeded as they were then.
     """
     now = source_of(algorithm, found.stage)
     if now is None:
@@ -237,16 +264,19 @@ def suspected(
 
 
 def _chance(compute: Callable[[], dict[str, np.ndarray]], *, seeded: bool) -> str:
-    """Why a computation gives another result each time; empty where it does not.
+    """Return why a computation gives another result each time; empty if it does not.
 
-    seeded: torch's random numbers, where it was compared: they are no reason there."""
+    Args:
+        compute: The computation.
+        seeded: Whether torch's random numbers were seeded in the comparison, so that they cannot be the reason.
+    """
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
     drawn: list[str] = []
 
     class Drawn(TorchDispatchMode):
-        """Notes what draws random numbers."""
+        """Records the operations that draw random numbers."""
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if torch.Tag.nondeterministic_seeded in func.tags:
@@ -284,7 +314,7 @@ def _advantages(
 def _loss(
     batch: list[Sequence], recorded: Stages, plan: list[list[list[int]]], algorithm: Algorithm
 ) -> dict[str, np.ndarray]:
-    """From the recorded logprobs and advantages."""
+    """Return the loss of each token by sequence ID, computed from the recorded logprobs and advantages."""
     import torch
 
     from clew.training.batching import loss_weights

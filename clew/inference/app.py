@@ -24,14 +24,14 @@ from clew.listening import ASGI, LARGE_BODY, LARGE_TEXT, Message, Receive, Send,
 from clew.record.weights import WeightRef
 
 PAUSE_LEASE_S = 60.0
-"""How long a pause lasts when the caller names no lease_s."""
+"""Seconds that a pause lasts if the caller names no lease_s."""
 
 MAX_LEASE_S = 600.0
-"""The longest pause; whoever needs a longer one renews it."""
+"""Maximum seconds of a pause; a caller who needs a longer one renews it."""
 
 
 class Application:
-    """ASGI. Who may call it is decided by `clew.listening.Guard`, which stands before it."""
+    """ASGI application of `clew serve`. `clew.listening.Guard`, which stands before it, decides who may call it."""
 
     def __init__(
         self,
@@ -40,10 +40,13 @@ class Application:
         beside: ASGI | None = None,
         weights_below: Iterable[Path] = (),
     ) -> None:
-        """
+        """Create the application.
+
         Args:
-            beside: Answers everything that is not SGLang's.
-            weights_below: Folders; weights are loaded from these, and from folders in them.
+            engine: The engine that serves.
+            model_path: Folder or hub name of the model.
+            beside: Application that answers everything that is not part of SGLang's interface.
+            weights_below: Folders; weights are loaded only from these and from folders in them.
         """
         self.engine = engine
         self._weights_below = [folder.resolve() for folder in weights_below]
@@ -127,7 +130,7 @@ class Application:
         )
 
     async def _ids(self, ask: Ask) -> list[int]:
-        """The prompt's tokens; made in a thread where they are so many that others would notice."""
+        """Return the prompt's tokens. Long texts are tokenized in a thread, so that other requests are not delayed."""
         if ask.input_ids is not None:
             return ask.input_ids
         assert ask.text is not None
@@ -143,8 +146,11 @@ class Application:
         return (await asyncio.to_thread(tokenizer, ask.text))["input_ids"]
 
     async def _stream(self, call: Call, asks: list[tuple[Ask, list[int]]], receive: Receive, send: Send) -> None:
-        """Server-sent events, each with the whole output so far, as SGLang does, or with what is new; the last with the
-        whole."""
+        """Answer with server-sent events.
+
+        As with SGLang, each event has the whole output so far; if the call asks for `deltas`, it has only what is new.
+        The last event always has the whole output.
+        """
         events: asyncio.Queue[bytes | None] = asyncio.Queue()
 
         async def one(index: int, ask: Ask, ids: list[int]) -> None:
@@ -205,14 +211,18 @@ class Application:
 
 
 async def _disconnected(receive: Receive, work: asyncio.Future[Any]) -> None:
-    """Cancel `work` when the client goes away."""
+    """Cancel `work` when the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass
     work.cancel()
 
 
 def weight_ref(body: dict[str, Any], next_version: int) -> WeightRef:
-    """Read the body of `/update_weights_from_disk`. Raises EngineError, which names the field that is wrong."""
+    """Return the weights that the body of `/update_weights_from_disk` names.
+
+    Raises:
+        EngineError: A field is wrong; the message names it.
+    """
     path, version, clew = body.get("model_path"), body.get("weight_version", next_version), body.get("clew") or {}
     if not isinstance(path, str) or "\0" in path:
         raise EngineError("expected model_path, a folder with *.safetensors that this server can read.")
@@ -235,7 +245,7 @@ def _json(content: Any, status: int = 200) -> Response:
 
 
 def _admin(application: Application) -> FastAPI:
-    """Everything but `/generate`."""
+    """Return the application that answers everything but `/generate`."""
     app = FastAPI(title="clew serve", docs_url=None, redoc_url=None, openapi_url=None)
     engine = application.engine
 
@@ -335,7 +345,7 @@ def _admin(application: Application) -> FastAPI:
 
     @app.post("/flush_cache")
     async def flush_cache() -> Response:
-        """Equal prompts share a prefill only while they run, so nothing is kept that could be flushed."""
+        """Do nothing: equal prompts share a prefill only while they run, so nothing is kept that could be flushed."""
         return Response("Cache flushed.\n")
 
     return app

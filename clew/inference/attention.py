@@ -1,8 +1,8 @@
-"""The attention that transformers' models compute while they are served, under the name `clew_rows`.
+"""Attention that transformers' models compute while they are served, registered under the name `clew_rows`.
 
-A model that finds this name in its configuration builds no mask of its own (transformers knows no mask for it): the
-window of each row is known to the cache, and what a forward may look at is told by `attending_to`, since not every
-architecture hands its layers what it was called with.
+A model whose configuration has this name builds no mask of its own, because transformers knows no mask for it: the
+cache knows the window of each row. `attending_to` sets what a forward may attend to, because not every architecture
+passes on to its layers what it was called with.
 """
 
 from __future__ import annotations
@@ -23,23 +23,30 @@ NAME = "clew_rows"
 
 @dataclass(eq=False)
 class Rows:
-    """What one forward may look at."""
+    """Rows and columns that one forward may attend to."""
 
     mask: Tensor | None
-    """Decoding: added to the scores, [rows, 1, 1, columns]; None: everything is visible."""
+    """Mask added to the scores when decoding, [rows, 1, 1, columns]; None: everything is visible."""
     starts: Tensor | None = None
-    """Prefill of prompts that end together: int64 [rows], the column of each one's first token."""
+    """Column of each row's first token, int64 [rows], in the prefill of prompts that end together."""
     _prefill_masks: dict[tuple[int, int, int | None], Tensor | None] = field(default_factory=dict)
 
     def seen(self, key: Tensor, value: Tensor, window: int | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Decoding: the keys and values that a layer looks at, and their mask. window: of a sliding layer."""
+        """Return the keys and values that a layer attends to when decoding, and their mask.
+
+        Args:
+            window: Size of the window of a sliding layer; None: no window.
+        """
         if window is None or window >= key.shape[2]:
             return key, value, self.mask
         return key[:, :, -window:], value[:, :, -window:], None if self.mask is None else self.mask[..., -window:]
 
     def prefill_mask(self, query: Tensor, key: Tensor, window: int | None) -> Tensor | None:
-        """[rows, 1, queries, length]; None where plain causal attention will do. The queries are the last ones: layers
-        that share the keys of an earlier one, as Gemma 4's do, compute only the tokens whose logits are kept."""
+        """Return the mask of a prefill, [rows, 1, queries, length]; None if plain causal attention is enough.
+
+        The queries are the last ones: layers that share the keys of an earlier layer, as Gemma 4's do, compute only the
+        tokens whose logits are kept.
+        """
         queries, length = query.shape[2], key.shape[2]
         if window is not None and window >= length:
             window = None
@@ -64,10 +71,16 @@ class Rows:
 
 
 class FixedRows(Rows):
-    """Decoding in shapes that do not change: all columns are computed, and masked that are not to be seen."""
+    """Rows for decoding in fixed shapes: all columns are computed, and the invisible ones are masked."""
 
     def __init__(self, starts_R1: Tensor, column_1: Tensor, width: int) -> None:
-        """starts_R1: the column of each row's first token. column_1: that of the token which is fed."""
+        """Prepare the masks.
+
+        Args:
+            starts_R1: Column of each row's first token.
+            column_1: Column of the token that is fed.
+            width: Number of columns.
+        """
         super().__init__(None)
         columns_W = torch.arange(width, device=column_1.device)
         self._ages_W = column_1 - columns_W
@@ -87,7 +100,7 @@ _rows: ContextVar[Rows] = ContextVar("rows")
 
 @contextmanager
 def attending_to(rows: Rows) -> Iterator[None]:
-    """Within the block, a forward looks at these."""
+    """Make every forward within the block attend to `rows`."""
     token = _rows.set(rows)
     try:
         yield
@@ -107,8 +120,12 @@ def attend(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of [rows, heads, length, dim] over the rows' keys. Returns [rows, length, heads, dim]. s_aux: [heads],
-    the sinks of GPT-OSS."""
+    """Return the attention over the rows' keys, [rows, length, heads, dim], and None in place of its weights.
+
+    Args:
+        query: [rows, heads, length, dim].
+        s_aux: [heads], the attention sinks of GPT-OSS.
+    """
     rows = _rows.get()
     n, heads, length, _ = query.shape
     repeat = heads // key.shape[1]
@@ -134,7 +151,10 @@ def attend(
 
 
 def _plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
-    """For one token a row on the CPU: up to three times as fast there as torch's kernel, which is made for many."""
+    """Return the attention for one token per row on the CPU.
+
+    There it is up to three times as fast as torch's kernel, which is made for many tokens.
+    """
     scores = (query * (scaling if scaling is not None else query.shape[-1] ** -0.5)) @ key.transpose(2, 3)
     if mask is not None:
         scores += mask
@@ -152,8 +172,11 @@ def _written_out(
     *,
     causal: bool,
 ) -> Tensor:
-    """What torch's kernels do not know: the scores of Gemma 2, softcap * tanh(scores / softcap), and the sinks of
-    GPT-OSS, which take part in the softmax of their head as one more key would, and have no value."""
+    """Return the attention with what torch's kernels lack: the soft cap of Gemma 2 and the sinks of GPT-OSS.
+
+    Gemma 2's scores are softcap * tanh(scores / softcap). A sink takes part in the softmax of its head like one more
+    key, and has no value.
+    """
     scores = query @ key.transpose(2, 3) * (scaling if scaling is not None else query.shape[-1] ** -0.5)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)

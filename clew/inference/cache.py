@@ -20,16 +20,16 @@ from torch import Tensor
 from transformers import Cache
 
 _SLACK = 64
-"""Columns beyond the longest row: steps between two moves to the left."""
+"""Columns reserved beyond the longest row: the number of steps between two moves to the left."""
 
 
 def columns_for(length: int) -> int:
-    """Columns that are reserved where the longest row may become `length` tokens."""
+    """Return the number of columns to reserve if the longest row may reach `length` tokens."""
     return (length + _SLACK + 63) // 64 * 64
 
 
 class PrefillCache(Cache):
-    """Holds what one forward over whole prompts computes, for `RowCache.join`."""
+    """Keys and values that one forward over whole prompts computes, for `RowCache.join`."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -45,15 +45,20 @@ class PrefillCache(Cache):
         return key_states, value_states
 
     def bytes_per_token(self) -> int:
-        """Memory that one token takes in all layers."""
+        """Return the bytes that one token takes in all layers."""
         return sum(tensor[0, :, 0].numel() * tensor.element_size() for tensor in self.keys + self.values)
 
 
 class RowCache(Cache):
-    """Keys and values [rows, heads, columns, dim] a layer, and the rows' tokens and logprobs beside them."""
+    """Keys and values [rows, heads, columns, dim] of each layer, and beside them the rows' tokens and logprobs."""
 
     def __init__(self, device: torch.device, budget: int) -> None:
-        """budget: bytes that keys and values may take."""
+        """Create an empty cache.
+
+        Args:
+            device: Device of the tensors.
+            budget: Maximum bytes of keys and values.
+        """
         super().__init__(layers=[])
         self.budget = budget
         self.bytes_per_token = 0
@@ -64,30 +69,30 @@ class RowCache(Cache):
         self.starts: list[int] = []
         """Column of each row's first token."""
         self.ahead: list[int] = []
-        """By how much the position of each row's next token is ahead of its columns: not 0 after some images."""
+        """Number added to each row's later positions, which otherwise count its columns: not 0 after some images."""
         self.layout = 0
-        """Counts the storages: another number, other tensors."""
+        """Number of times that the tensors were replaced by tensors of another size."""
         self.column = 0
-        """Where the next token's key goes."""
+        """Column of the next token's key."""
         self.first = 0
-        """`lo`: the leftmost column in use."""
+        """Leftmost column in use: `lo` in the picture above."""
         self.mask: Tensor | None = None
-        """[rows, 1, 1, columns], 0 or the least number; None where all rows start together."""
+        """Mask [rows, 1, 1, columns] of zeros and the least number of the dtype; None if all rows start together."""
         self.starts_R1 = torch.zeros(0, 1, dtype=torch.int64, device=device)
         self.origins_R1 = self.starts_R1
-        """The column from which each row counts its positions."""
+        """Column from which each row counts its positions."""
 
     @property
     def rows(self) -> int:
         return len(self.starts)
 
     def memory(self) -> int:
-        """Bytes that keys, values and what lies beside them take now; `budget` bounds those of keys and values."""
+        """Return the bytes of keys, values and the tensors beside them; `budget` limits only keys and values."""
         beside = [self.tokens, self.logprobs, self.starts_R1, *([] if self.mask is None else [self.mask])]
         return sum(tensor.nbytes for tensor in self.keys + self.values + beside)
 
     def fits(self, rows: int, length: int) -> bool:
-        """Whether `rows` rows, the longest of `length` tokens, stay within the budget."""
+        """Return whether `rows` rows, the longest of `length` tokens, stay within the budget."""
         return rows * columns_for(length) * self.bytes_per_token <= self.budget
 
     def update(
@@ -101,7 +106,7 @@ class RowCache(Cache):
         return keys[:n, :, self.first : end], values[:n, :, self.first : end]
 
     def step_mask(self) -> Tensor | None:
-        """The mask of a decoding step, aligned with what `update` returns."""
+        """Return the mask of a decoding step, aligned with what `update` returns."""
         return None if self.mask is None else self.mask[..., self.first : self.column + 1]
 
     # Rows come and go -----------------------------------------------------------------------------------------------
@@ -109,8 +114,15 @@ class RowCache(Cache):
     def join(
         self, filled: PrefillCache, sources: list[int], prompts: list[list[int]], longest: int, ahead: int = 0
     ) -> None:
-        """Append a row for each prompt, with the keys and values of row sources[i] of `filled` (which ends at its
-        last column). longest: the longest that any row, old or new, may become. ahead: see the attribute."""
+        """Append a row for each prompt, with keys and values from `filled`, which ends at its last column.
+
+        Args:
+            filled: Keys and values of a prefill.
+            sources: Row of `filled` for each prompt.
+            prompts: Tokens of each prompt.
+            longest: Maximum length that any row, old or new, may reach.
+            ahead: See the attribute.
+        """
         self._make_room(self.rows + len(prompts), longest, max(map(len, prompts)), filled)
         n, end = self.rows, self.column
         start = end - filled.keys[0].shape[2]
@@ -122,7 +134,7 @@ class RowCache(Cache):
         self._seat(prompts)
 
     def remove(self, leaving: list[int]) -> None:
-        """Drop rows; the last ones move into their places. `moves` tells the caller the same for its own lists."""
+        """Drop rows, and move the last rows into their places. `moves` tells the caller which, for its own lists."""
         sources, targets = moves(self.rows, leaving)
         if targets:
             source, target = (torch.tensor(side, device=self.tokens.device) for side in (sources, targets))
@@ -141,7 +153,13 @@ class RowCache(Cache):
         self._refresh()
 
     def advance(self, longest: int) -> None:
-        """The chosen token has been fed: the next column, moved or widened when the width is used up."""
+        """Go to the next column after the chosen token was fed; make room when the width is used up.
+
+        Rows are moved to the left if that frees enough columns; otherwise the storage is widened.
+
+        Args:
+            longest: Maximum length that any row may reach.
+        """
         self.column += 1
         if self.column >= self.tokens.shape[1]:
             shift = self.first if self.first >= 32 else 0
@@ -156,7 +174,7 @@ class RowCache(Cache):
     # Layout ---------------------------------------------------------------------------------------------------------
 
     def _make_room(self, rows: int, longest: int, prompt: int, filled: PrefillCache | None) -> None:
-        """See that `rows` rows have storage, and that a prompt fits to the left of `column`."""
+        """Make sure that `rows` rows have storage, and that a prompt fits to the left of `column`."""
         if not self.keys:
             assert filled is not None, "the first rows come from a prefill"
             device = self.tokens.device
@@ -178,7 +196,7 @@ class RowCache(Cache):
         self._lay_out(capacity, width, column - self.column)
 
     def _lay_out(self, capacity: int, width: int, shift: int) -> None:
-        """Move all rows `shift` columns to the right (left, if negative) in storage of this size."""
+        """Move all rows `shift` columns to the right (to the left if negative), in storage of this size."""
         stays = self.tokens.shape == (capacity, width)
         self.layout += not stays
         # the column that is next may lie beyond the old width
@@ -221,9 +239,11 @@ class RowCache(Cache):
 
 
 class FixedStep(Cache):
-    """A decoding step of the first `size` rows of a RowCache in shapes that are the same at each step: the model's
-    cache while it is computed. Rows that are not there are computed too, and are nobody's. Valid while the RowCache's
-    `layout` is the same; `set` before each step."""
+    """Model's cache for a decoding step of the first `size` rows of a RowCache, in fixed shapes.
+
+    Rows that do not exist are computed too, and their results belong to nobody. Call `set` before each step. The object
+    is valid while the RowCache's `layout` stays the same.
+    """
 
     def __init__(self, cache: RowCache, size: int) -> None:
         super().__init__(layers=[])
@@ -235,13 +255,13 @@ class FixedStep(Cache):
         self._tokens = cache.tokens[:size]
 
     def set(self, cache: RowCache) -> None:
-        """Write what differs from the step before. A row that is not there sees only what it is fed."""
+        """Write what changed since the step before. A row that does not exist sees only the token that it is fed."""
         self.column_1.fill_(cache.column)
         self.starts_R1.fill_(cache.column)
         self.starts_R1[: cache.rows] = cache.starts_R1
 
     def ids_R1(self) -> Tensor:
-        """What is fed."""
+        """Return the tokens that are fed."""
         return self._tokens.index_select(1, self.column_1)
 
     def update(
@@ -254,7 +274,7 @@ class FixedStep(Cache):
 
 
 def moves(rows: int, leaving: list[int]) -> tuple[list[int], list[int]]:
-    """Which rows move where, (sources, targets), when `leaving` end and the rest stays contiguous."""
+    """Return which rows move where, as (sources, targets), when `leaving` end and the rest stays contiguous."""
     gone = set(leaving)
     left = rows - len(gone)
     return [row for row in range(left, rows) if row not in gone], [row for row in range(left) if row in gone]

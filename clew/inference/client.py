@@ -1,4 +1,4 @@
-"""`protocol.Engine` over HTTP: for `clew serve`, and for SGLang, whose native shapes they share."""
+"""Client that implements `protocol.Engine` over HTTP, for `clew serve` and SGLang, whose native shapes they share."""
 
 from __future__ import annotations
 
@@ -24,11 +24,17 @@ from clew.record.weights import WeightRef
 
 
 class HTTPEngine:
-    """One server. Use it from one event loop, and `close` it."""
+    """Client of one inference server. Use it from one event loop, and `close` it."""
 
     def __init__(self, address: str, token: str = "", context: int | None = None) -> None:
-        """address: host:port. token: what the server's administrative endpoints ask for (SGLang: its --api-key).
-        context: tokens of a prompt with its completion, where the server refuses more instead of ending with length."""
+        """Create the client; it connects with the first request.
+
+        Args:
+            address: host:port.
+            token: Token that the server's administrative endpoints ask for (SGLang: its --api-key).
+            context: Maximum tokens of a prompt with its completion; for servers that refuse longer requests instead of
+                ending them with "length".
+        """
         self.address = address
         self.context = context
         self._headers = {"Content-Type": "application/json"}
@@ -46,7 +52,11 @@ class HTTPEngine:
         request_id: str = "",
         on_token: OnToken | None = None,
     ) -> Completion:
-        """See the protocol. Raises EngineUnreachable when the server is away or not ready."""
+        """Complete one sequence; see the protocol.
+
+        Raises:
+            EngineUnreachable: The server is away or not ready.
+        """
         body: dict[str, Any] = {
             "input_ids": input_ids,
             "sampling_params": sampling_fields(self._fitting(input_ids, params)),
@@ -62,7 +72,11 @@ class HTTPEngine:
         return await self._streamed("/generate", body, on_token)
 
     def _fitting(self, input_ids: list[int], params: SamplingParams) -> SamplingParams:
-        """With no more tokens than there is room for. Raises RequestTooLong."""
+        """Return `params` with no more tokens than there is room for.
+
+        Raises:
+            RequestTooLong: There is no room for even one token.
+        """
         if self.context is None:
             return params
         room = self.context - len(input_ids)
@@ -75,7 +89,10 @@ class HTTPEngine:
         )
 
     async def _streamed(self, path: str, body: dict[str, Any], on_token: OnToken) -> Completion:
-        """A completion, as it comes. Where the server goes away in its midst, what came is an aborted one."""
+        """Return a completion whose tokens are passed on as they come.
+
+        If the server goes away in the middle, the tokens so far are returned as an aborted completion.
+        """
         whole = Completion(output_ids=[], logprobs=[], versions=[], finish_reason="abort")
         try:
             async for event in self._events(path, {**body, "stream": True}):
@@ -96,8 +113,10 @@ class HTTPEngine:
         return whole
 
     def _new_of(self, event: dict[str, Any], before: int) -> Completion | None:
-        """The new tokens of an event that has `before` tokens before it; aborted unless it is the last. An event has
-        what is new, or all so far, but always says how many tokens there are by now."""
+        """Return the new tokens of an event that has `before` tokens before it; aborted unless it is the last event.
+
+        An event has only the new tokens or all so far, but always says how many there are by now.
+        """
         meta = event["meta_info"]
         if status := (meta["finish_reason"] or {}).get("status_code"):  # SGLang's refusal, once a stream has begun
             self._refuse("/generate", status, orjson.dumps(meta["finish_reason"]))
@@ -127,12 +146,12 @@ class HTTPEngine:
         await self._post("/abort_request", {"abort_all": True} if request_id is None else {"rid": request_id})
 
     async def version(self) -> int:
-        """See the protocol; 0 for a server that was never given weights."""
+        """Return the version of the weights; see the protocol. It is 0 for a server that was never given weights."""
         version = str((await self._request("GET", "/model_info", None)).get("weight_version"))
         return int(version) if version.isdigit() else 0
 
     async def pause(self, lease_s: float = 60.0) -> None:
-        """Abort what is in flight and start nothing, for at most lease_s seconds."""
+        """Abort all running requests and start none, for at most lease_s seconds."""
         await self._post("/pause_generation", {"mode": "abort", "lease_s": lease_s})
 
     async def resume(self) -> None:
@@ -140,12 +159,12 @@ class HTTPEngine:
         await self._post("/continue_generation", {})
 
     async def release_memory(self, lease_s: float = 60.0) -> None:
-        """Pause, and have the cache's memory given back; `pause` again makes the lease longer."""
+        """Pause, and free the memory of the server's cache; call `pause` again to extend the lease."""
         await self.pause(lease_s)
         await self._post("/release_memory_occupation", {"tags": ["kv_cache"]})
 
     async def resume_memory(self) -> None:
-        """End what `release_memory` began."""
+        """End the pause that `release_memory` began; the cache may take memory again."""
         await self._post("/resume_memory_occupation", {"tags": ["kv_cache"]})
         await self.resume()
 
@@ -164,7 +183,10 @@ class HTTPEngine:
         return orjson.loads(content) if content[:1] in (b"{", b"[") else {}
 
     async def _events(self, path: str, body: dict[str, Any]) -> AsyncIterator[Any]:
-        """The data of server-sent events. Raises as any request does, and for an error that is sent as an event."""
+        """Yield the data of server-sent events.
+
+        It raises as any request does, and also for an error that is sent as an event.
+        """
         line = b""
         async with self._answered("POST", path, orjson.dumps(body)) as response:
             async for part in response.content.iter_any():
@@ -179,7 +201,12 @@ class HTTPEngine:
 
     @contextlib.asynccontextmanager
     async def _answered(self, method: str, path: str, body: bytes | None) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A response with status 200, as it begins. Raises EngineUnreachable, EngineError with the server's words."""
+        """Yield a response with status 200, as soon as it begins.
+
+        Raises:
+            EngineUnreachable: The server is away or not ready.
+            EngineError: The server refused the request; the message has the server's own words.
+        """
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=600),
@@ -203,7 +230,7 @@ class HTTPEngine:
 
 
 def sampling_fields(params: SamplingParams) -> dict[str, Any]:
-    """SGLang's sampling_params."""
+    """Return the parameters as SGLang's sampling_params."""
     fields: dict[str, Any] = {
         "max_new_tokens": params.max_new_tokens,
         "min_new_tokens": params.min_new_tokens,
@@ -225,8 +252,11 @@ def sampling_fields(params: SamplingParams) -> dict[str, Any]:
 
 
 def completion_of(answer: dict[str, Any]) -> Completion:
-    """A response of `/generate`; in a stream, one that goes on counts as aborted. Raises EngineError when it lacks
-    logprobs."""
+    """Return the completion in a response of `/generate`; an event in the middle of a stream counts as aborted.
+
+    Raises:
+        EngineError: The response lacks logprobs.
+    """
     meta = answer["meta_info"]
     if "output_token_logprobs" not in meta:
         raise EngineError("the inference server returned no logprobs, so its tokens cannot be trained on.")
@@ -247,7 +277,7 @@ def completion_of(answer: dict[str, Any]) -> Completion:
 
 
 def _message(content: bytes) -> str:
-    """The server's own words."""
+    """Return the server's own error message."""
     try:
         parsed = orjson.loads(content)
     except orjson.JSONDecodeError:

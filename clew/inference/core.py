@@ -1,4 +1,4 @@
-"""What the two engines that run inside a process share: requests, the queue, stop rules, loading weights.
+"""Common part of the two engines that run inside a process: requests, the queue, stop rules, loading weights.
 
 An engine is synchronous and single-threaded here: `submit`, `step` until there is no work, `abort`, `load_weights`.
 `clew.inference.local` puts it behind the asynchronous protocol.
@@ -30,7 +30,7 @@ from clew.record.weights import WeightRef
 from clew.vision import Vision
 
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""By how much (nats) the probe's logprob may differ between trainer and engine."""
+"""Largest allowed difference, in nats, between the probe's logprobs of trainer and engine, by dtype."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -42,37 +42,42 @@ class Request:
     params: SamplingParams
     images: tuple[bytes, ...] = ()
     on_token: OnToken | None = None
-    """Called on the engine's thread."""
+    """Callback for each token, called on the engine's thread."""
     stop_ids: tuple[int, ...] = field(init=False, default=())
     limit: int = field(init=False, default=0)
-    """Length of prompt and output together at which it ends."""
+    """Length of prompt and output together at which the sequence ends."""
 
     def is_meant_by(self, which: Request | str | None) -> bool:
-        """Whether an abort of a request, an id, or all (None) is about this one."""
+        """Return whether an abort of a request, of an ID, or of all requests (None) includes this one."""
         return which is None or which is self or which == self.id
 
 
 MAX_STOPS = 64
-"""Stop strings of a request, which are looked for after each token ..."""
+"""Maximum number of stop strings of a request; the text is searched for them after each token."""
 
 MAX_STOP_LENGTH = 1024
-"""... of so many characters, and ..."""
+"""Maximum number of characters of a stop string."""
 
 MAX_STOP_IDS = 1024
-"""... ids that end it."""
+"""Maximum number of stop IDs of a request."""
 
 _UNBOUNDED = 2**40
-"""The context of models without positions (Mamba)."""
+"""Context length for models without positions (Mamba)."""
 
 Finished = tuple[Request, Completion]
 
 
 class Core:
-    """The base of `EmbeddedEngine` and `ReferenceEngine`."""
+    """Base class of `EmbeddedEngine` and `ReferenceEngine`."""
 
     def __init__(self, model: Any, tokenizer: Any, vision: Vision | None = None) -> None:
-        """model: a causal language model of transformers, in eval mode. tokenizer: may be None where neither stop
-        strings nor default stop ids are needed. vision: of a model that takes images."""
+        """Create the engine.
+
+        Args:
+            model: A causal language model of transformers, in eval mode.
+            tokenizer: The model's tokenizer; may be None if neither stop strings nor default stop IDs are needed.
+            vision: The image inputs of a model that takes images.
+        """
         self.model = model
         self.vision = vision
         self.tokenizer = tokenizer
@@ -82,13 +87,13 @@ class Core:
         self.context = context or _UNBOUNDED
         self.default_stop_ids = _default_stop_ids(model, tokenizer, self.vocab)
         self.never_drawn: Tensor | None = None
-        """[1, vocab] bool: what stands for images, which the model itself has none of."""
+        """Mask [1, vocab] bool of the token that stands for images, which the model must not generate."""
         if vision is not None:
             self.never_drawn = torch.zeros(1, self.vocab, dtype=torch.bool, device=self.device)
             self.never_drawn[0, vision.image_id] = True
         self.version = 0
         self.broken: str | None = None
-        """Why nothing is served: a step failed, or a load that could not be undone."""
+        """Reason why nothing is served: a step failed, or a load that could not be undone. None if all is well."""
         self.waiting: deque[Request] = deque()
         self.generated_tokens = 0
         self.prefilled_tokens = 0
@@ -101,26 +106,26 @@ class Core:
         raise NotImplementedError
 
     def running(self) -> int:
-        """Sequences that are being generated."""
+        """Return the number of sequences that are being generated."""
         raise NotImplementedError
 
     def _abort_running(self, which: Request | str | None) -> list[Finished]:
         raise NotImplementedError
 
     def logprobs(self, input_ids: list[int], images: Sequence[bytes] = ()) -> Tensor:
-        """[vocab] of the token after input_ids, at temperature 1, by the path that serves."""
+        """Return the logprobs [vocab] of the token after input_ids at temperature 1, by the path that serves them."""
         raise NotImplementedError
 
     def score(self, input_ids: list[int]) -> float:
-        """The logprob of the last token given those before."""
+        """Return the logprob of the last token, given those before it."""
         return float(self.logprobs(input_ids[:-1])[input_ids[-1]])
 
     def cache_bytes(self) -> int:
-        """Memory that keys and values take now."""
+        """Return the bytes that keys and values take now."""
         return 0
 
     def _drop_cache(self) -> None:
-        """Free that memory, while nothing runs; it is taken again as requests need it."""
+        """Free the memory of the cache while nothing runs; it is taken again as requests need it."""
 
     # The interface ---------------------------------------------------------------------------------------------------
 
@@ -129,7 +134,11 @@ class Core:
         return bool(self.waiting) or self.running() > 0
 
     def submit(self, request: Request) -> None:
-        """Enter a request in the queue. Raises EngineError when it can never be served."""
+        """Put a request into the queue.
+
+        Raises:
+            EngineError: The request can never be served.
+        """
         if self.broken:
             raise EngineError(f"the engine serves nothing: {self.broken}")
         self.check(request.input_ids, request.params, request.images)
@@ -140,9 +149,15 @@ class Core:
         self.waiting.append(request)
 
     def check(self, input_ids: list[int], params: SamplingParams, images: Sequence[bytes] = ()) -> None:
-        """Raises EngineError: a prompt empty, too long, not of this vocabulary or not of these images; parameters that
-        contradict one another or that no step could compute with, so that a request can be refused but never break the
-        engine."""
+        """Raise an error for a request that can never be served, so that it is refused and cannot break the engine.
+
+        Raises:
+            EngineError: The prompt is empty or not of this vocabulary, or the parameters contradict one another or
+                cannot be computed with.
+            RequestTooLong: The prompt is too long for the model's context.
+            SchemaUnsupported: The parameters have a JSON schema.
+            ImageError: The model takes no images, or the prompt does not fit these images.
+        """
         if not input_ids:
             raise EngineError("input_ids is empty: a prompt needs at least one token.")
         if not _whole(input_ids):
@@ -172,7 +187,7 @@ class Core:
 
     @torch.inference_mode()
     def abort(self, which: Request | str | None = None) -> list[Finished]:
-        """Cut short one request, those of this id, or all (None); returns them with their tokens so far."""
+        """Abort one request, those with this ID, or all (None); return them with their tokens so far."""
         waiting = [request for request in self.waiting if request.is_meant_by(which)]
         self.waiting = deque(request for request in self.waiting if not request.is_meant_by(which))
         never_ran = [
@@ -182,8 +197,10 @@ class Core:
 
     @torch.inference_mode()
     def release_memory(self) -> list[Finished]:
-        """Give the cache's memory back to the device. What runs is cut short and returned with its tokens so far; what
-        waits goes on waiting."""
+        """Give the cache's memory back to the device.
+
+        Running requests are aborted and returned with their tokens so far; waiting ones keep waiting.
+        """
         aborted = self._abort_running(None)
         self._drop_cache()
         torch.cuda.empty_cache()
@@ -192,13 +209,13 @@ class Core:
     def load_weights(self, ref: WeightRef) -> None:
         """Load weights in place and score the probe. The caller has aborted what was in flight.
 
-        The files are checked before a live weight is touched, and the old weights are put back when a file breaks or
-        the probe differs, so that a failed load changes nothing. Until it is over, it takes as much main memory again
-        as the model has weights.
+        The files are checked before a live weight is touched. If a file breaks or the probe differs, the old weights
+        are put back, so that a failed load changes nothing. During the load, a copy of the model's weights is kept in
+        main memory.
 
         Raises:
-            EngineError: The weights are refused; those from before are served. Or they could not be put back: then
-                `broken` says so, and nothing is served until a load succeeds.
+            EngineError: The weights are refused, and the old ones are still served. If the old ones could not be put
+                back, `broken` says so, and nothing is served until a load succeeds.
         """
         files = check_weights(self.model, ref.path, ref.digest)
         self.abort()  # what a failed step may have left; what was in flight has been aborted by the caller
@@ -231,7 +248,7 @@ class Core:
     # Stop rules ------------------------------------------------------------------------------------------------------
 
     def matched_stop(self, request: Request, output_ids: list[int]) -> str | None:
-        """The stop string that the last of output_ids completes."""
+        """Return the stop string that the last of output_ids completes; None if there is none."""
         params = request.params
         if not params.stop or len(output_ids) < params.min_new_tokens:
             return None
@@ -247,7 +264,10 @@ class Core:
     def completion(
         self, output_ids: list[int], logprobs: list[float], reason: FinishReason, matched: int | str | None = None
     ) -> Completion:
-        """A completion by the present weights (a load aborts, so no sequence spans two versions), counted."""
+        """Return a completion by the present weights, and count it.
+
+        A load aborts all requests, so no sequence spans two versions.
+        """
         self.generated_tokens += len(output_ids)
         self.finished_requests += 1
         return Completion(
@@ -302,8 +322,10 @@ def _contradiction(params: SamplingParams) -> str | None:
 
 
 def _default_stop_ids(model: Any, tokenizer: Any, vocab: int) -> tuple[int, ...]:
-    """The tokenizer's end and pad tokens, and the end tokens of the model's generation config; without those that the
-    model cannot generate."""
+    """Return the tokenizer's end and pad tokens, and the end tokens of the model's generation config.
+
+    Tokens that the model cannot generate are left out.
+    """
     ids: set[int] = set()
     if tokenizer is not None:
         ids |= {token for token in (tokenizer.eos_token_id, tokenizer.pad_token_id) if token is not None}

@@ -1,12 +1,16 @@
 """The embedded engine: continuous batching over a cache of rows.
 
-One `step`: admit from the queue (one prefill for equal prompts), feed each row's last token to the model, draw the
-next ones, release the rows that ended.
+One `step`: admit requests from the queue (one prefill for equal prompts), feed each row's last token to the model, draw
+the next ones, release the rows that ended.
 
-What made it fast, for models so small that Python and the launch of each torch operation decide: the layout of
-`RowCache` (no gather, no mask built a step), ids and logprobs that stay in tensors, everything about the rows
-(parameters, stop ids, the uniform numbers of the next 32 steps) computed only when rows come or go, lengths compared as
-one Python integer, and `clew.inference.fused` for the commonest architecture.
+For small models, Python and the launch of each torch operation decide the speed. These things made it fast:
+
+- the layout of `RowCache`: no gather, and no mask to build in a step;
+- ids and logprobs that stay in tensors;
+- everything about the rows (parameters, stop IDs, the uniform numbers of the next 32 steps) computed only when rows
+  come or go;
+- lengths compared as one Python integer;
+- `clew.inference.fused` for the commonest architecture.
 """
 
 from __future__ import annotations
@@ -35,33 +39,35 @@ from clew.vision import Vision
 log = logging.getLogger("clew.inference")
 
 _AHEAD = 32
-"""Steps for which uniform numbers are drawn at once."""
+"""Number of steps for which uniform numbers are drawn at once."""
 _PREFILL_TOKENS = 16384
-"""Tokens (padding included) of one prefill."""
+"""Maximum number of tokens, padding included, in one prefill."""
 SEEN_TOLERANCE = 1e-4
-"""Nats, in float32: between the logprobs after an image on the cached path and the plain one. Some models attend within
-an image to what comes later (Gemma 3); the cached path does not."""
+"""Largest allowed difference, in nats and in float32, between the cached and the plain path's logprobs after an image.
+
+In some models, tokens of an image attend to later ones (Gemma 3); in the cached path they do not.
+"""
 _PATIENCE = 4
-"""Steps that a free row may wait for others, so that one prefill serves several."""
+"""Maximum number of steps that a free row waits for others, so that one prefill serves several."""
 
 
 Prompt = tuple[tuple[int, ...], tuple[bytes, ...]]
-"""Tokens and images: requests of equal ones share a prefill."""
+"""Tokens and images of a request. Requests with equal ones share a prefill."""
 
 
 @dataclass(eq=False, slots=True)
 class Row:
-    """A running sequence. Times are ticks: one a decoding step, since the engine began."""
+    """A running sequence. Times are in ticks since the engine began, one tick per decoding step."""
 
     request: Request
     joined: int
-    """When its first token was drawn."""
+    """Tick at which its first token was drawn."""
     end: int = field(init=False)
-    """When its last possible token is drawn."""
+    """Tick at which its last possible token is drawn."""
     free: int = field(init=False)
-    """From when on it may draw a stop id."""
+    """Tick from which on it may draw a stop ID."""
     watched: bool = field(init=False)
-    """Its tokens are looked at one by one: stop strings, streaming."""
+    """True if its tokens are examined one by one, for stop strings or streaming."""
 
     def __post_init__(self) -> None:
         request = self.request
@@ -71,7 +77,7 @@ class Row:
 
 
 class EmbeddedEngine(Core):
-    """See `Core` for the interface."""
+    """Fast engine: continuous batching over a cache of rows. See `Core` for the interface."""
 
     def __init__(
         self,
@@ -82,7 +88,12 @@ class EmbeddedEngine(Core):
         max_running: int = 128,
         cache_gib: float = 1.0,
     ) -> None:
-        """Takes the model over: its attention is replaced by `clew.inference.attention`."""
+        """Create the engine. It takes the model over: `clew.inference.attention` replaces the model's attention.
+
+        Args:
+            max_running: Maximum number of sequences that are generated side by side.
+            cache_gib: Maximum GiB of keys and values.
+        """
         super().__init__(model, tokenizer, vision)
         self.max_running = max_running
         model.set_attn_implementation(attention.NAME if vision is None else {"text_config": attention.NAME})
@@ -126,7 +137,11 @@ class EmbeddedEngine(Core):
     # Admission -------------------------------------------------------------------------------------------------------
 
     def _may_admit(self) -> bool:
-        """Prefill is cheaper for several at once, so a row that has just become free waits a few steps for others."""
+        """Return whether to admit requests now.
+
+        Prefill is cheaper for several requests at once, so a row that has just become free waits a few steps for
+        others.
+        """
         free = self.max_running - len(self._rows)
         if not free:
             return False
@@ -137,8 +152,10 @@ class EmbeddedEngine(Core):
         return False
 
     def _admit(self) -> list[Finished]:
-        """Move requests from the queue to new rows, in order, as far as cache and prefill size allow. A prompt with
-        images has a prefill of its own."""
+        """Move requests from the queue to new rows, in order, as far as the cache and the size of a prefill allow.
+
+        A prompt with images has a prefill of its own.
+        """
         admitted: list[Request] = []
         prompts: dict[Prompt, int] = {}
         longest = max((row.request.limit for row in self._rows), default=0)
@@ -173,9 +190,13 @@ class EmbeddedEngine(Core):
     # The model -------------------------------------------------------------------------------------------------------
 
     def _prefill(self, prompts: list[list[int]], images: Sequence[bytes] = ()) -> tuple[PrefillCache, Tensor, int]:
-        """Compute prompts together, all ending in the last column; or one that shows images. Returns logits
-        [prompts, vocab] after them, and by how much the positions of what follows are ahead of its columns: where an
-        image has positions in two dimensions, it takes fewer than tokens."""
+        """Compute several prompts together, all ending in the last column, or one prompt that shows images.
+
+        Returns:
+            The keys and values, the logits [prompts, vocab] after the prompts, and the number to add to the positions
+            of what follows. The number is not 0 after an image with positions in two dimensions, which takes fewer
+            positions than tokens.
+        """
         if images:
             return self._prefill_seeing(prompts[0], images)
         width = max(map(len, prompts))
@@ -190,7 +211,7 @@ class EmbeddedEngine(Core):
         return filled, self._forward(ids, positions, filled, rows, width), 0
 
     def _prefill_seeing(self, prompt: list[int], images: Sequence[bytes]) -> tuple[PrefillCache, Tensor, int]:
-        """The same of one prompt with images, whose positions are the model's own affair."""
+        """Compute one prompt with images, whose positions the model finds itself. Returns what `_prefill` returns."""
         assert self.vision is not None, "images are refused where nobody can see them"
         filled, ids_1T = PrefillCache(), torch.tensor([prompt], device=self.device)
         shown = self.vision.inputs(ids_1T, [images], self.model.dtype)
@@ -200,21 +221,25 @@ class EmbeddedEngine(Core):
         return filled, output.logits[:, -1], 0 if ahead is None else int(ahead.item())
 
     def _decode(self, cache: RowCache) -> Tensor:
-        """Feed each row's token at `column`. Returns logits [rows, vocab]."""
+        """Feed each row's token at `column` to the model; return logits [rows, vocab]."""
         n, column = cache.rows, cache.column
         ids = cache.tokens[:n, column : column + 1]
         positions = column - cache.origins_R1
         return self._forward(ids, positions, cache, attention.Rows(cache.step_mask()), column - cache.first + 1)
 
     def _decode_fixed(self, step: FixedStep) -> Tensor:
-        """The same in shapes that do not change, see `clew.inference.graphs`."""
+        """Do the work of `_decode` in shapes that do not change, see `clew.inference.graphs`."""
         rows = attention.FixedRows(step.starts_R1, step.column_1, step.width)
         return self._forward(step.ids_R1(), step.column_1 - step.starts_R1, step, rows, step.width)
 
     def _forward(
         self, ids_RT: Tensor, positions_RT: Tensor, cache: Cache, rows: attention.Rows, longest: int
     ) -> Tensor:
-        """longest: above every position. Returns logits [rows, vocab] after the last token."""
+        """Run the model, fused if possible; return logits [rows, vocab] after the last token.
+
+        Args:
+            longest: A number above every position.
+        """
         with attention.attending_to(rows):
             if self._fused is not None:
                 return self._fused.forward(ids_RT, positions_RT, cache, longest)
@@ -225,7 +250,7 @@ class EmbeddedEngine(Core):
 
     @torch.inference_mode()
     def logprobs(self, input_ids: list[int], images: Sequence[bytes] = ()) -> Tensor:
-        """By prefill and, where there are enough tokens, one cached step."""
+        """Return the logprobs [vocab] of the next token, by prefill and, with two or more tokens, one cached step."""
         *prompt, last = input_ids
         if not prompt:
             logits = self._prefill([input_ids])[1]
@@ -239,13 +264,13 @@ class EmbeddedEngine(Core):
 
     @torch.inference_mode()
     def logprobs_together(self, prompts: list[list[int]]) -> Tensor:
-        """[prompts, vocab] of the token after each, by one prefill, which pads them."""
+        """Return the logprobs [prompts, vocab] of the token after each prompt, by one prefill, which pads them."""
         return torch.log_softmax(self._prefill(prompts)[1].float(), -1)
 
     # Drawing and ending ----------------------------------------------------------------------------------------------
 
     def _rows_changed(self) -> None:
-        """Compute all that stays the same until rows come or go again."""
+        """Compute everything that stays the same until rows come or go again."""
         rows = self._rows
         self._longest = max((row.request.limit for row in rows), default=0)
         self._next_end = min((row.end for row in rows), default=0)
@@ -265,7 +290,7 @@ class EmbeddedEngine(Core):
         return RowParams.stack([row.request.params for row in rows], self.vocab, self.device)
 
     def _draw(self, logits: Tensor, first: int) -> list[Finished]:
-        """Choose the next token of the rows from `first` on (all, or those just admitted); release what ended."""
+        """Choose the next token of the rows from `first` on (all, or those just admitted); release those that ended."""
         cache = self.cache
         n, column = cache.rows, cache.column
         params = self._params if first == 0 else self._stack(self._rows[first:])
@@ -288,7 +313,7 @@ class EmbeddedEngine(Core):
         return self._release(ended) if ended else []
 
     def _next_uniforms(self) -> Tensor:
-        """The uniform number of each row for the token at this tick."""
+        """Return the uniform number of each row for the token at this tick."""
         ahead = self._tick - self._uniforms_from
         if ahead >= _AHEAD:
             now = [len(row.request.input_ids) + self._tick - row.joined for row in self._rows]
@@ -298,7 +323,7 @@ class EmbeddedEngine(Core):
         return self._uniforms[:, ahead]
 
     def _banned(self, first: int) -> Tensor:
-        """Stop ids of the rows from `first` on that are below their min_new_tokens."""
+        """Return the mask of stop IDs that rows from `first` on may not draw yet, because of their min_new_tokens."""
         if self._bans is None or self._tick >= self._bans_until:
             bound = [(index, row) for index, row in enumerate(self._rows) if self._tick < row.free]
             pairs = [(index, token) for index, row in bound for token in row.request.stop_ids]
@@ -310,7 +335,7 @@ class EmbeddedEngine(Core):
         return self._bans[first:]
 
     def _watch(self, index: int) -> str | None:
-        """Stream the row's newest token, and look for stop strings."""
+        """Stream the row's newest token; return the stop string that it completes, if any."""
         row, column = self._rows[index], self.cache.column
         if row.request.on_token:
             row.request.on_token(int(self.cache.tokens[index, column]), float(self.cache.logprobs[index, column]))
@@ -321,7 +346,7 @@ class EmbeddedEngine(Core):
         return self.cache.tokens[index, begin : self.cache.column + 1].tolist()
 
     def _release(self, ended: dict[int, tuple[FinishReason, int | str | None]]) -> list[Finished]:
-        """Hand out the completions of these rows and let the last rows move into their places."""
+        """Return the completions of these rows, and move the last rows into their places."""
         finished: list[Finished] = []
         for index, (reason, matched) in ended.items():
             request = self._rows[index].request
@@ -354,10 +379,10 @@ class EmbeddedEngine(Core):
 def build_engine(
     model: Any, tokenizer: Any, vision: Vision | None = None, *, max_running: int = 128, cache_gib: float = 1.0
 ) -> Core:
-    """The embedded engine where it serves this model correctly, else the slow reference (and says so).
+    """Return the embedded engine if it serves this model correctly, else the slow reference, with a warning in the log.
 
-    What decides is not a list of names: the fast path must agree with the plain model on a short sequence, which shows
-    an image to a model that takes such, and on two that are prefilled together.
+    No list of names decides this: the fast path must agree with the plain model on a short sequence (with an image, if
+    the model takes images) and on two sequences that are prefilled together.
     """
     reason = _unsupported(model)
     if reason is None:
@@ -395,7 +420,7 @@ def _prompt_of(request: Request) -> Prompt:
 
 
 def _stripes() -> bytes:
-    """An image to try."""
+    """Return an image to test with."""
     import PIL.Image
 
     file = io.BytesIO()
@@ -404,7 +429,7 @@ def _stripes() -> bytes:
 
 
 def _unsupported(model: Any) -> str | None:
-    """Why the cached path cannot serve this model."""
+    """Return why the cached path cannot serve this model; None if it can."""
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
     if kinds:

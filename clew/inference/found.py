@@ -1,4 +1,7 @@
-"""What listens at an address: who takes token ids, and who is a provider that does not. Imports no torch."""
+"""Detection of what listens at an address: a server that takes token IDs, or a provider that does not.
+
+It imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -17,26 +20,32 @@ class FoundEngine:
     """A server that takes token ids."""
 
     kind: str
-    """In words."""
+    """Kind of the server, in words."""
     engine: HTTPEngine
     model: str
-    """Folder or hub name; its tokenizer is the model's."""
+    """Folder or hub name of the model, which its tokenizer is loaded from."""
     takes_images: bool = False
-    """Beside token ids."""
+    """True if it takes images beside token IDs."""
 
     @property
     def advice(self) -> str:
-        """What whoever attaches the server should know about its logprobs; "" if there is nothing."""
+        """Advice about its logprobs for the user who attaches the server; "" if there is none."""
         return self.engine.advice if isinstance(self.engine, VLLMEngine) else ""
 
     def wrong_logprobs(self, params: SamplingParams) -> str:
-        """Return why the logprobs of such a request are not what training needs; "" if they are."""
+        """Return why the logprobs of a request with these parameters are not what training needs; "" if they are."""
         return self.engine.wrong_logprobs(params) if isinstance(self.engine, VLLMEngine) else ""
 
 
 async def find_engine(base_url: str, api_key: str = "") -> FoundEngine | None:
-    """`clew serve` or SGLang (/model_info), or vLLM (as /v1/models says); None for a provider, which takes no token
-    ids. Raises EngineError when nothing answers."""
+    """Return the engine at an address: `clew serve` or SGLang (/model_info), or vLLM (according to /v1/models).
+
+    Returns:
+        The engine, or None for a provider, which takes no token IDs.
+
+    Raises:
+        EngineError: Nothing answers, or a gateway does.
+    """
     root = base_url.rstrip("/").removesuffix("/v1")
     address = root.partition("://")[2]
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}

@@ -1,8 +1,8 @@
-"""The forward of Llama's architecture (Llama, Mistral, Qwen2, Qwen3), in a third of the torch operations.
+"""Forward of Llama's architecture (Llama, Mistral, Qwen2, Qwen3), in a third of the torch operations.
 
-The weights stay the model's own parameters: query, key and value (and gate and up) are laid side by side in memory,
-so that one product serves them, and each parameter becomes a view of its part. Loading weights in place reaches both.
-Only in float32: in bfloat16 the roundings would fall in other places than in the model that is trained.
+The weights stay the model's own parameters: query, key and value (and gate and up) are laid side by side in memory, so
+that one product serves them, and each parameter becomes a view of its part. Weights that are loaded in place reach
+both. It works only in float32: in bfloat16, results would be rounded at other places than in the model that is trained.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Layer:
 
 
 class FusedForward:
-    """See `build`."""
+    """Fused forward of one model; created by `build`."""
 
     def __init__(self, model: Any) -> None:
         config = model.config
@@ -48,11 +48,17 @@ class FusedForward:
         self._layers = [_layer(layer) for layer in self._base.layers]
         self._scaling = self._base.layers[0].self_attn.scaling
         self._ropes = [torch.zeros(0)]
-        """Tables of positions, the largest last; those that were outgrown stay, since CUDA graphs may read them."""
+        """Tables of positions, the largest last. Those that were outgrown stay, because CUDA graphs may read them."""
 
     def forward(self, ids_RT: Tensor, positions_RT: Tensor, cache: Cache, longest: int) -> Tensor:
-        """Prefill (T tokens a row, into a PrefillCache) or decode (one, into a RowCache). longest: above every
-        position. Returns logits [rows, vocab] after the last token."""
+        """Prefill (T tokens per row, into a PrefillCache) or decode (one token per row, into a RowCache).
+
+        Args:
+            longest: A number above every position.
+
+        Returns:
+            Logits [rows, vocab] after the last token.
+        """
         (n, length), heads, kv_heads, eps = ids_RT.shape, self._heads, self._kv_heads, self._eps
         rope = self._rope_for(longest).index_select(0, positions_RT.reshape(-1))
         cos, sin = rope[:, 0:1], rope[:, 1:2]
@@ -78,7 +84,10 @@ class FusedForward:
         return self._head(rms_norm(last, self._base.norm.weight.shape, self._base.norm.weight, eps))
 
     def _rope_for(self, length: int) -> Tensor:
-        """cos and sin (its first half negated) of each position, [positions, 2, dim]; doubled as rows grow."""
+        """Return cos and sin (its first half negated) of each position, [positions, 2, dim].
+
+        The table doubles as rows grow.
+        """
         if length >= self._ropes[-1].shape[0]:
             count = max(256, 2 * length)
             device = self._base.embed_tokens.weight.device
@@ -89,7 +98,7 @@ class FusedForward:
 
 
 def build(model: Any) -> FusedForward | None:
-    """The forward for this model, None where the architecture or the dtype is another."""
+    """Return the fused forward for this model; None if its architecture or dtype is not supported."""
     config = model.config
     plain_rope = getattr(config, "rope_parameters", {}).get("rope_type") in ("default", "linear", "llama3", "yarn")
     if type(model).__name__ not in ARCHITECTURES or model.dtype != torch.float32 or not plain_rope:
@@ -134,7 +143,7 @@ def _side_by_side(*linears: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def _add_linear(residual: Tensor, x: Tensor, module: Any) -> Tensor:
-    """residual + module(x)"""
+    """Return residual + module(x)."""
     if module.bias is not None:
         return residual + module(x)
     return torch.addmm(residual, x, module.weight.t())

@@ -1,12 +1,11 @@
-"""Decoding steps as CUDA graphs: one launch in the place of some hundreds, which is most of a small model's step.
+"""Decoding steps as CUDA graphs: one launch in place of some hundreds, which take most of a small model's step.
 
 A graph repeats the very same operations on the very same memory. So what is captured is a `FixedStep`: it has a padded
-number of rows, sees all columns of the cache through a mask, and finds the column and the rows' beginnings in tensors
-that are written before each replay. A graph serves as long as the cache keeps its storage.
+number of rows, sees all columns of the cache through a mask, and reads the column and the starts of the rows from
+tensors that are written before each replay. A graph works as long as the cache keeps its storage.
 
-What a model does in a captured step cannot be foreseen for all models. So each graph's first result is compared with
-that of the ordinary step; where capture fails or the two differ, the ordinary step serves from then on, and the log
-says so.
+A captured step may go wrong in some models. So the first result of each graph is compared with that of the ordinary
+step. If the capture fails or the two differ, the ordinary step serves from then on, and the log says so.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ log = logging.getLogger("clew.inference")
 Work = Callable[[], Tensor]
 
 WORTH = 16
-"""Ordinary steps with a number of rows before its graph is captured, which takes about as long."""
+"""Number of ordinary steps of one size before its graph is captured; a capture takes about as long as they do."""
 
 
 def padded(rows: int, capacity: int) -> int:
-    """Rows of the graph that serves so many: the next power of two, or all that there are."""
+    """Return the number of rows of the graph that serves `rows`: the next power of two, but at most the capacity."""
     return min(1 << (rows - 1).bit_length(), capacity)
 
 
 def on_cuda(work: Work) -> Work:
-    """Capture work as a CUDA graph, with memory of its own; returns the graph's replay."""
+    """Capture `work` as a CUDA graph with memory of its own, and return the function that replays it."""
     before, aside = torch.cuda.current_stream(), torch.cuda.Stream()
     aside.wait_stream(before)
     with torch.cuda.stream(aside):
@@ -53,7 +52,7 @@ def on_cuda(work: Work) -> Work:
 
 
 class DecodeGraphs:
-    """Takes a decoding step by a graph where one fits, else the ordinary way."""
+    """Computes a decoding step with a graph if one fits, else in the ordinary way."""
 
     def __init__(
         self,
@@ -63,7 +62,14 @@ class DecodeGraphs:
         *,
         worth: int = WORTH,
     ) -> None:
-        """ordinary and fixed: the two ways to compute a step; each returns logits [rows, vocab]."""
+        """Create it without graphs.
+
+        Args:
+            ordinary: Computes a step in the ordinary way and returns logits [rows, vocab].
+            fixed: Computes a step in shapes that do not change, and returns the same.
+            capture: Turns `fixed` into a function that replays it.
+            worth: Ordinary steps before a graph is captured, see `WORTH`.
+        """
         self._ordinary = ordinary
         self._fixed = fixed
         self._capture = capture
@@ -74,12 +80,12 @@ class DecodeGraphs:
         self._off = False
 
     def forget(self) -> None:
-        """Free the graphs, before the cache's storage goes."""
+        """Free the graphs, before the cache's storage is freed."""
         self._graphs.clear()
         self._steps.clear()
 
     def decode(self, cache: RowCache) -> Tensor:
-        """Feed each row's token at `column`. Returns logits [rows, vocab], valid until the next call."""
+        """Feed each row's token at `column` to the model; return logits [rows, vocab], valid until the next call."""
         if self._off:
             return self._ordinary(cache)
         if cache.layout != self._layout:
@@ -97,7 +103,7 @@ class DecodeGraphs:
         return logits
 
     def _make(self, size: int, cache: RowCache, expected: Tensor) -> None:
-        """Capture the step that was just taken, whose repetition changes nothing, and compare."""
+        """Capture the step that was just taken, and compare the results. Repeating that step changes nothing."""
         step = FixedStep(cache, size)
         step.set(cache)
         try:
@@ -114,7 +120,7 @@ class DecodeGraphs:
 
 
 def _difference(expected: Tensor, found: Tensor) -> str | None:
-    """What is wrong with these logits: the logprob of each row's likeliest token is compared."""
+    """Return what is wrong with these logits, or None; the logprob of each row's likeliest token is compared."""
     tolerance = 10 * PROBE_TOLERANCE.get(expected.dtype, 0.1)
     likeliest = expected.argmax(-1, keepdim=True)
     one, other = (torch.log_softmax(each.float(), -1).gather(-1, likeliest) for each in (expected, found))

@@ -1,8 +1,8 @@
-"""The asynchronous face of an engine in this process: `protocol.Engine` over `clew.inference.core.Core`.
+"""Asynchronous interface of an engine in this process: `protocol.Engine` over `clew.inference.core.Core`.
 
-Two drivers, one class. Inline, a task of the running loop steps the engine on the loop's own thread, between everything
-else that the loop does: deterministic, and a breakpoint stops all of it. In a thread, the loop stays free to talk to
-clients while the engine computes.
+One class can drive the engine in two ways. Inline, a task on the running event loop steps the engine on the loop's own
+thread, between everything else that the loop does: this is deterministic, and a breakpoint stops everything. In a
+thread, the loop stays free to talk to clients while the engine computes.
 """
 
 from __future__ import annotations
@@ -31,20 +31,26 @@ log = logging.getLogger("clew.inference")
 
 
 class LocalEngine:
-    """Use it from one event loop. `close` ends the thread, if there is one."""
+    """Engine in this process. Use it from one event loop; `close` ends its thread, if there is one."""
 
     def __init__(self, core: Core, *, threaded: bool = False, gather_s: float = 0.0) -> None:
-        """gather_s: an idle engine begins when no further request came for so long; a burst is then computed side by
-        side from its first token on."""
+        """Create it.
+
+        Args:
+            core: The engine.
+            threaded: Whether the engine runs in a thread of its own.
+            gather_s: Seconds without a further request after which an idle engine begins. A burst of requests is then
+                computed side by side from its first token on.
+        """
         self.core = core
         self.threaded = threaded
         self.gather_s = gather_s
         self.failure: str | None = None
-        """Why nothing will be served in this process any more: a step failed. Everything raises EngineError then."""
+        """Reason why this process will serve nothing any more (a step failed). Every call raises EngineError then."""
         self._futures: dict[Request, asyncio.Future[Completion]] = {}
         self._unnamed = 0
         self.released = False
-        """Requests wait until `resume_memory`, or what ends a pause."""
+        """True while requests wait for `resume_memory`, or for what ends a pause."""
         self._lease: asyncio.TimerHandle | None = None
         self._release_lease: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
@@ -92,8 +98,11 @@ class LocalEngine:
             del self._futures[request]
 
     async def load_weights(self, ref: WeightRef) -> None:
-        """See the protocol. A load that is refused leaves everything as it was, also what is in flight; one that fails
-        later, or whose probe differs, has aborted what was in flight, and the old weights serve on."""
+        """Load weights; see the protocol.
+
+        A load that is refused leaves everything as it was, including requests in flight. A load that fails later, or
+        whose probe differs, has aborted the requests in flight; the old weights are still served.
+        """
 
         def load() -> None:
             check_weights(self.core.model, ref.path, ref.digest)
@@ -123,12 +132,14 @@ class LocalEngine:
 
     @property
     def paused(self) -> bool:
-        """Requests wait until `resume`, a load, or the end of the lease."""
+        """True while requests wait until `resume`, a load, or the end of the lease."""
         return self._lease is not None
 
     async def pause(self, lease_s: float) -> None:
-        """Abort what is in flight, and start nothing for lease_s seconds, or until `resume` or a load. In a pause: the
-        lease counts from now on."""
+        """Abort all requests and start none for lease_s seconds, or until `resume` or a load.
+
+        If the engine is paused already, the lease starts anew.
+        """
         lease, self._lease = self._lease, asyncio.get_running_loop().call_later(lease_s, self._resume)
         if lease is None:
             await self.abort()
@@ -153,8 +164,11 @@ class LocalEngine:
         self._run(lambda: None)
 
     async def release_memory(self, lease_s: float | None = None) -> None:
-        """Abort what is running, give the cache's memory back to the device, and start nothing until `resume_memory`,
-        or whatever ends a pause; outside a pause for lease_s seconds at most (None: no limit)."""
+        """Abort all running requests, and give the cache's memory back to the device.
+
+        No request starts until `resume_memory`, or until a pause ends. Outside a pause, this lasts at most lease_s
+        seconds (None: no limit).
+        """
         self.released = True
         if self._release_lease is not None:
             self._release_lease.cancel()
@@ -163,7 +177,7 @@ class LocalEngine:
         await self._call(lambda: self._deliver(self.core.release_memory()))
 
     async def resume_memory(self) -> None:
-        """Serve again, unless there is a pause: the memory is taken as requests need it."""
+        """Serve again, unless there is a pause. The memory is taken as requests need it."""
         self._take_memory()
 
     def _end_release(self) -> None:
@@ -173,7 +187,7 @@ class LocalEngine:
     # Drivers ---------------------------------------------------------------------------------------------------------
 
     def _run(self, call: Callable[[], None]) -> None:
-        """Have `call` run between two steps, and see that the engine is driven."""
+        """Run `call` between two steps, and make sure that the engine is driven."""
         if not self.threaded:
             call()
             if self._may_step() and (self._task is None or self._task.done()):
@@ -187,8 +201,11 @@ class LocalEngine:
         self._wake.set()
 
     async def _call(self, call: Callable[[], None]) -> None:
-        """Run `call` between two steps and wait for it; raises what it raises, and EngineError after a failed step,
-        which may have left anything behind."""
+        """Run `call` between two steps and wait for it.
+
+        Raises:
+            EngineError: `call` raised it, or a step has failed, which may have left anything behind.
+        """
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
 
@@ -291,10 +308,17 @@ def _settle(future: asyncio.Future[Any], result: Any, error: EngineError | None)
 
 
 def load_engine(config: Config, *, gather_s: float = 0.0, max_running: int | None = None) -> LocalEngine:
-    """Load the embedded engine (or the slow reference, for models that need it) on the configuration's model. A thread
-    of its own on CUDA, where the loop can talk to clients meanwhile. Raises ModelError.
+    """Load the embedded engine (or the slow reference, for models that need it) with the configuration's model.
 
-    max_running: sequences that are computed side by side; None takes inference.max_running.
+    On CUDA it has a thread of its own, so that the loop can talk to clients meanwhile, except if launch.mode is inline.
+
+    Args:
+        config: The configuration.
+        gather_s: See `LocalEngine`.
+        max_running: Number of sequences that are computed side by side; None takes inference.max_running.
+
+    Raises:
+        ModelError: The model cannot be loaded.
     """
     torch.set_num_threads(config.threads)
     device = pick_device(config.model.device)

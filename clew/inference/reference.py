@@ -1,7 +1,7 @@
-"""The slow reference: one sequence at a time, no cache, the whole forward for each token.
+"""The slow reference engine: one sequence at a time, no cache, the whole forward for each token.
 
-`EmbeddedEngine` is held equal to it by the tests. It also serves the models that the fast path cannot: those with
-state that is not attention.
+The tests hold `EmbeddedEngine` equal to it. It also serves the models that the fast path cannot: those with state that
+is not attention.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from clew.vision import Vision
 
 
 class ReferenceEngine(Core):
-    """See `Core` for the interface."""
+    """Slow engine: one sequence at a time, without a cache. See `Core` for the interface."""
 
     def __init__(self, model: object, tokenizer: object, vision: Vision | None = None) -> None:
         super().__init__(model, tokenizer, vision)
@@ -63,7 +63,7 @@ class ReferenceEngine(Core):
         return torch.log_softmax(self._logits(input_ids, images).float(), -1)[0]
 
     def _logits(self, ids: list[int], images: Sequence[bytes]) -> torch.Tensor:
-        """[1, vocab] after the last token."""
+        """Return logits [1, vocab] after the last token."""
         ids_1T = torch.tensor([ids], device=self.device)
         seen = self.vision.inputs(ids_1T, [images], self.model.dtype) if self.vision is not None else {}
         return self.model(ids_1T, use_cache=False, **seen).logits[:, -1]

@@ -1,7 +1,7 @@
-"""Completing a request although weights are loaded meanwhile, and although the server dies meanwhile. Imports no torch.
+"""Completes requests although weights are loaded, or the server dies, in the middle. Imports no torch.
 
-A token's random number depends on its position and the seed alone, so what comes out with aborts is what would have
-come out without, but for the weights that made each token.
+A token's random number depends on its position and the seed alone. So the result with aborts is the same as without
+them, except for the version of the weights that made each token.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from clew.inference.protocol import Completion, Engine, EngineUnreachable, OnTok
 from clew.waits import waiting
 
 RETRY_S = 0.25
-"""Between two looks for a server that is away; doubled up to 2 s."""
+"""Seconds between two looks for a server that is away; doubled up to 2 s."""
 
 
 async def generate_through_aborts(
@@ -26,11 +26,17 @@ async def generate_through_aborts(
     request_id: str = "",
     on_token: OnToken | None = None,
 ) -> Completion:
-    """`engine.generate`, resubmitted with the tokens so far after each abort, until it ends by itself.
+    """Complete one sequence; submit it again with the tokens so far after each abort, until it ends by itself.
 
-    on_token: as the engine's, for what is returned as a whole.
-    Waits, by name, for a server that is away or not ready. Raises EngineError when the request itself is refused;
-    EngineUnreachable when what a schema holds was cut short: an engine begins a schema with the first token it draws.
+    It waits, under a name, for a server that is away or not ready.
+
+    Args:
+        on_token: Callback as for `Engine.generate`, for the tokens of the whole result.
+
+    Raises:
+        EngineError: The request itself is refused.
+        EngineUnreachable: Output held to a JSON schema was cut short. An engine starts a schema with the first token
+            that it draws, so it cannot continue there.
     """
     output_ids: list[int] = []
     logprobs: list[float] = []

@@ -1,7 +1,8 @@
-"""From logits to tokens: pure functions over rows, one row a sequence.
+"""Sampling of tokens from logits: pure functions over rows, one row per sequence.
 
-A token is drawn by inverting the cumulative distribution at one uniform number that derives from (seed, position)
-alone. So a token does not depend on who shares the batch, and an interrupted sequence goes on as if nothing had been.
+A token is drawn by inverting the cumulative distribution at one uniform number that is derived from (seed, position)
+alone. So a token does not depend on who shares the batch, and an interrupted sequence continues as if nothing had
+happened.
 
 The recorded logprob is that of the distribution after temperature and before anything that only narrows the choice:
 top_k, top_p, min_p, and the ban on stop ids before `min_new_tokens`.
@@ -19,7 +20,7 @@ from clew.inference.protocol import SamplingParams
 
 
 def _signed(value: int) -> int:
-    """The same 64 bits as a signed integer, which is what torch has."""
+    """Return 64 bits as a signed integer, which is what torch has."""
     value &= (1 << 64) - 1
     return value - (1 << 64) if value >> 63 else value
 
@@ -30,16 +31,17 @@ _MIX_2 = _signed(0x94D049BB133111EB)
 
 
 def _mix(x: Tensor) -> Tensor:
-    """The finaliser of splitmix64 (Steele, Lea, Flood 2014); int64 arithmetic wraps."""
+    """Apply the finaliser of splitmix64 (Steele, Lea, Flood 2014); int64 arithmetic wraps."""
     x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _MIX_1
     x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _MIX_2
     return x ^ ((x >> 31) & ((1 << 33) - 1))
 
 
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
-    """Uniform numbers in [0, 1 - 2^-23], float32, from int64 seeds and positions that broadcast.
+    """Return uniform numbers in [0, 1 - 2^-23], float32, from int64 seeds and positions that broadcast.
 
-    23 bits: the product with a float32 total then stays below that total, so no token of probability 0 is drawn.
+    They have 23 bits, so that the product with a float32 total stays below that total, and no token of probability 0 is
+    drawn.
     """
     mixed = _mix(_mix(seeds + _GOLDEN) + positions * _GOLDEN)
     return ((mixed >> 41) & ((1 << 23) - 1)).float() * 2.0**-23
@@ -47,23 +49,23 @@ def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowParams:
-    """The sampling parameters of the present rows, as tensors; None where no row asks for it."""
+    """Sampling parameters of the present rows, as tensors; None where no row uses them."""
 
     seeds: Tensor
-    """int64 [rows]"""
+    """Seed of each row, int64 [rows]."""
     temperatures: Tensor | None
-    """float32 [rows, 1], None when all are 1; greedy rows have 1."""
+    """Temperatures, float32 [rows, 1]; None if all are 1. Greedy rows have 1."""
     greedy: Tensor | None
-    """bool [rows], None when no row is greedy."""
+    """Greedy rows, bool [rows]; None if no row is greedy."""
     all_greedy: bool
     truncation: tuple[Tensor, Tensor, Tensor] | None
-    """top_k (int64, at least 1), top_p, min_p (float32), each [rows, 1]; None when no row truncates."""
+    """Values of top_k (int64, at least 1), top_p and min_p (float32), each [rows, 1]; None if no row truncates."""
     sorts: bool
-    """Some row has top_k or top_p, so probabilities are sorted."""
+    """True if some row has top_k or top_p, so that probabilities must be sorted."""
 
     @classmethod
     def stack(cls, rows: Sequence[SamplingParams], vocab: int, device: torch.device) -> RowParams:
-        """Tensors for these rows, in this order."""
+        """Return the parameters of these rows, in this order."""
         greedy = [row.temperature == 0 for row in rows]
         temperatures = truncation = None
         if any(row.temperature not in (0, 1) for row in rows):
@@ -86,9 +88,12 @@ class RowParams:
 
 
 def truncate(probs_RV: Tensor, top_k_R1: Tensor, top_p_R1: Tensor, min_p_R1: Tensor, sorts: bool) -> Tensor:
-    """Set to 0 what may not be drawn. As in transformers: top_k, then top_p of what is left, then min_p.
+    """Set the probabilities of tokens that may not be drawn to 0: top_k, then top_p of what is left, then min_p.
 
-    At least the likeliest token remains. sorts=False: top_k and top_p ask for nothing and are not looked at.
+    The order is that of transformers. At least the likeliest token remains.
+
+    Args:
+        sorts: If False, no row uses top_k or top_p, and they are ignored.
     """
     kept = probs_RV >= min_p_R1 * probs_RV.amax(-1, keepdim=True)
     if sorts:
@@ -103,17 +108,24 @@ def truncate(probs_RV: Tensor, top_k_R1: Tensor, top_p_R1: Tensor, min_p_R1: Ten
 
 
 def rising(cdf_RV: Tensor, drawable_RV: Tensor) -> Tensor:
-    """The cumulative distribution, made to rise only where a token may be drawn. CUDA adds blocks in parallel, so its
-    float32 sums may fall, and may rise at a token of probability 0, which then could be drawn."""
+    """Return the cumulative distribution, made to rise only where a token may be drawn.
+
+    CUDA adds blocks in parallel, so its float32 sums may fall. They may also rise at a token of probability 0, which
+    could then be drawn.
+    """
     return cdf_RV.masked_fill(drawable_RV <= 0, 0.0).cummax(-1).values
 
 
 def choose(
     logits_RV: Tensor, params: RowParams, uniforms_R: Tensor, banned_RV: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The next token of each row, and its logprob (float32).
+    """Return the next token of each row, and its logprob (float32).
 
-    banned_RV: bool; tokens that may not be drawn now (stop ids before `min_new_tokens`).
+    Args:
+        logits_RV: The model's logits.
+        params: The parameters of the rows.
+        uniforms_R: One uniform number for each row.
+        banned_RV: Tokens that may not be drawn now (bool), such as stop IDs before `min_new_tokens`.
     """
     logits_RV = logits_RV.float()
     if params.temperatures is not None:

@@ -27,33 +27,33 @@ from clew.record.weights import outside_folder
 from clew.waits import Reporter, waiting
 
 NAME = "server"
-"""Of the process, in status/ and servers.json."""
+"""Name of the process in status/ and servers.json."""
 
 GATHER_S = 0.001
-"""How long an idle engine waits for more of a burst of requests: an arrival takes a fifth of it."""
+"""Seconds that an idle engine waits for more requests of a burst; an arrival takes a fifth of that."""
 
 LOOK_S = 0.5
-"""How often the server looks whether the run lists it."""
+"""Seconds between two looks whether the run lists this server."""
 
 
 class Beside(Protocol):
-    """A further application on the server's port and event loop, in front of the same engine."""
+    """Further application on the server's port and event loop, in front of the same engine."""
 
     @property
     def app(self) -> ASGI:
-        """What it answers with."""
+        """ASGI application that answers its requests."""
         ...
 
     def launched(self, address: str) -> None:
-        """The server answers from now on."""
+        """Note that the server answers from now on."""
         ...
 
     def has_session(self, key: str) -> bool:
-        """Whether an open session has this key."""
+        """Return whether an open session has this key."""
         ...
 
     async def run(self) -> None:
-        """Whatever is to be done meanwhile; cancelled at the end, after which everything is to be closed."""
+        """Do the application's own work while the server runs; when cancelled at the end, close everything."""
         ...
 
 
@@ -67,13 +67,16 @@ def serve(
     """Serve until SIGTERM or SIGINT.
 
     Args:
-        beside: Makes the application beside this one from the engine and the API key, which is empty where any will do.
-        api_key: What clients have to send; empty: on loopback any key will do, elsewhere one is made.
+        config: The configuration of the run.
+        beside: Function that makes a further application from the engine and the API key; the key is empty if any will
+            do.
+        api_key: Key that clients must send. If empty, any key will do on loopback, and elsewhere one is generated.
         allow_weights: Folders to load weights from, besides the run's own.
 
     Raises:
-        EngineError: The port is taken, for example.
-        ModelError, RecordError: The model or the run directory cannot be read.
+        EngineError: The server cannot start, for example because the port is taken.
+        ModelError: The model cannot be read.
+        RecordError: The run directory cannot be read.
     """
     run = RunDirectory(config.run_path)
     with run.hold("server"), run.report(NAME) as reporter, _bind(config.inference.listen) as listener:
@@ -143,11 +146,15 @@ async def _keep_listed(
     listening: asyncio.Event,
     beside: Beside | None,
 ) -> None:
-    """Whenever the run does not list this server as ready (it starts, or the trainer took it out for being late): list
-    it, then load the newest weights, then serve. In this order, see `RunDirectory.register_server`: a trainer that
-    publishes meanwhile either finds this server, or has announced its weights before this server looks.
+    """Keep this server listed as ready in the run: list it, then load the newest weights, then serve.
 
-    Raises EngineError once a step has failed: the process ends, and its supervisor starts another."""
+    This happens at the start, and again if the trainer removed the server for being late. The order matters, see
+    `RunDirectory.register_server`: a trainer that publishes meanwhile either finds this server, or has announced its
+    weights before this server looks for them.
+
+    Raises:
+        EngineError: A step has failed. The process ends, and its supervisor starts another.
+    """
     engine = application.engine
     await listening.wait()
     while engine.failure is None:
@@ -166,8 +173,11 @@ async def _keep_listed(
 
 
 async def _load_newest(engine: LocalEngine, run: RunDirectory, reporter: Reporter) -> None:
-    """Load what the run announces, until that is what is loaded. Weights that are gone (a run that ended leaves none
-    in shared memory) are announced and pushed again by the trainer."""
+    """Load the weights that the run announces, until they are the loaded ones.
+
+    Weights that are gone are announced and pushed again by the trainer. For example, a run that ended leaves none in
+    shared memory.
+    """
     while (newest := run.newest_weights()) is not None and newest.version != engine.core.version:
         reporter.set(doing=f"loading version {newest.version}")
         if not newest.exists():
@@ -182,7 +192,7 @@ async def _load_newest(engine: LocalEngine, run: RunDirectory, reporter: Reporte
 
 
 class _Server(Listener):
-    """Says when it listens. Signals end it in `_end_on_signal`."""
+    """HTTP server that sets an event when it listens. `_end_on_signal` handles signals."""
 
     def __init__(self, application: Application, access: Access, listening: asyncio.Event) -> None:
         super().__init__(application, access)
@@ -194,7 +204,7 @@ class _Server(Listener):
 
 
 async def _end_on_signal(server: Listener, engine: LocalEngine) -> None:
-    """Give everybody their tokens so far, then end."""
+    """Wait for SIGTERM or SIGINT, then return the tokens so far to all clients and end the server."""
     loop, asked = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, asked.set)
@@ -204,7 +214,7 @@ async def _end_on_signal(server: Listener, engine: LocalEngine) -> None:
 
 
 async def _describe(application: Application, reporter: Reporter) -> None:
-    """Keep status/server.json's facts fresh."""
+    """Keep the facts in status/server.json up to date."""
     core = application.engine.core
     before = core.generated_tokens
     while True:
@@ -224,7 +234,7 @@ async def _describe(application: Application, reporter: Reporter) -> None:
 
 
 def _bind(listen: str) -> socket.socket:
-    """A socket that is bound but does not listen: clients are refused, and told so, until the engine is ready."""
+    """Return a socket that is bound but does not listen: clients are refused at once until the engine is ready."""
     host, _, port = listen.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
         raise EngineError(f"inference.listen is {listen!r}, expected host:port, for example 127.0.0.1:20082.")

@@ -1,8 +1,8 @@
 """SGLang's native HTTP shapes: what a client may ask of `/generate`, and what it gets back.
 
-What Clew adds travels in one field, `clew`, which SGLang ignores: ``continues`` (see SamplingParams), ``exact_stop``
+Clew's additions are in one field, `clew`, which SGLang ignores: ``continues`` (see SamplingParams), ``exact_stop``
 (stop_token_ids replace the model's end tokens instead of adding to them), ``text: false`` (leave out the text) and
-``deltas`` (an event of a stream has the tokens that are new; otherwise, as with SGLang, all so far).
+``deltas`` (each event of a stream has only the new tokens; otherwise, as with SGLang, it has all tokens so far).
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ SAMPLING_FIELDS = (
     "spaces_between_special_tokens",
     "no_stop_trim",
 )
-"""Fields of sampling_params. The last three are accepted, and change nothing: the text is for people."""
+"""Fields of sampling_params. The last three are accepted but change nothing, because the text is only for people."""
 
 MAX_SEQUENCES = 4096
-"""Sequences that one call may ask for: its prompts, times their n."""
+"""Maximum number of sequences that one call may ask for: its prompts, times their n."""
 
 
 LARGEST = 2**64
-"""Above any number that a request could mean; seeds have 64 bits."""
+"""Number larger than any that a request could mean; seeds have 64 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class Call:
 
     asks: list[Ask]
     single: bool
-    """The answer is one object instead of a list."""
+    """True if the answer is one object instead of a list."""
     stream: bool
     deltas: bool
     return_logprob: bool
@@ -68,7 +68,11 @@ class Call:
 
 
 def parse_call(body: Any, default_stop_ids: tuple[int, ...]) -> Call:
-    """Raises EngineError with what is wrong and what was expected."""
+    """Return the call that the body of a request to `/generate` describes.
+
+    Raises:
+        EngineError: The body is wrong; the message says what was found and what was expected.
+    """
     if not isinstance(body, dict):
         raise EngineError(f"the body is {type(body).__name__}, expected a JSON object with input_ids or text.")
     clew = body.get("clew") or {}
@@ -117,12 +121,12 @@ def parse_call(body: Any, default_stop_ids: tuple[int, ...]) -> Call:
 
 
 def _shown(value: Any) -> str:
-    """A value of a request, cut short."""
+    """Return a value of a request as text, cut short."""
     return f"{value!r:.60}"
 
 
 def _rids(given: Any, count: int) -> list[str]:
-    """The ID of each prompt's request; empty where it has none."""
+    """Return the ID of each prompt's request; "" for prompts that have none."""
     if isinstance(given, str | None):
         return [given or "" if count == 1 else ""] * count
     if not isinstance(given, list) or len(given) != count or not all(isinstance(rid, str | None) for rid in given):
@@ -140,7 +144,7 @@ def _flag(fields: dict[str, Any], name: str, default: bool = False) -> bool:
 
 
 def _number(fields: dict[str, Any], name: str, default: float) -> float:
-    """A finite number; the default where there is none, or null."""
+    """Return a finite number; the default if the field is missing or null."""
     value = fields.get(name)
     if value is None:
         return default
@@ -150,7 +154,7 @@ def _number(fields: dict[str, Any], name: str, default: float) -> float:
 
 
 def _whole(fields: dict[str, Any], name: str, default: int) -> int:
-    """A whole number; the default where there is none, or null."""
+    """Return a whole number; the default if the field is missing or null."""
     value = fields.get(name)
     if value is None:
         return default
@@ -180,7 +184,14 @@ def _prompts(body: dict[str, Any]) -> tuple[list[list[int]] | None, list[str] | 
 
 
 def _images(given: Any, count: int, batch: bool) -> list[tuple[bytes, ...]]:
-    """image_data: a file in base64 (also as a data URL), or a list of such; of several prompts, a list of these."""
+    """Return the images of each prompt.
+
+    Args:
+        given: image_data: a file in base64 (also as a data URL), or a list of such; for several prompts, a list of
+            these.
+        count: Number of prompts.
+        batch: Whether the request has a list of prompts.
+    """
     if given is None:
         return [()] * count
     each = given if batch else [given]
@@ -250,7 +261,11 @@ def _with_seed(params: SamplingParams, seed: int) -> SamplingParams:
 def answer(
     rid: str, prompt_tokens: int, completion: Completion, *, text: str, logprobs: bool, limit: int
 ) -> dict[str, Any]:
-    """One sequence's part of the response. limit: its max_new_tokens."""
+    """Return one sequence's part of the response.
+
+    Args:
+        limit: The sequence's max_new_tokens.
+    """
     reason: dict[str, Any] = {"type": completion.finish_reason}
     if completion.finish_reason == "stop":
         reason["matched"] = completion.matched
@@ -276,7 +291,7 @@ def answer(
 
 
 def version_spans(versions: list[int]) -> list[dict[str, Any]]:
-    """Runs of equal versions: [{"version": "7", "start": 0, "end": 12}, ...]."""
+    """Return the runs of equal versions: [{"version": "7", "start": 0, "end": 12}, ...]."""
     spans: list[dict[str, Any]] = []
     if versions and versions[0] == versions[-1] and len(set(versions)) == 1:
         return [{"version": str(versions[0]), "start": 0, "end": len(versions)}]

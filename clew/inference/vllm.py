@@ -1,6 +1,6 @@
-"""`protocol.Engine` over vLLM's OpenAI server: token ids in, token ids out, through /v1/completions.
+"""Client that implements `protocol.Engine` over vLLM's OpenAI server: token ids in and out, through /v1/completions.
 
-vLLM says nowhere which logprobs it reports, so `VLLMEngine.probe` finds out:
+vLLM does not say which logprobs it reports, so `VLLMEngine.probe` finds out:
 
 =========================== ============================================ =======================================
 --logprobs-mode             logprobs of the distribution                 not what training needs
@@ -27,25 +27,32 @@ LogprobsMode = Literal["raw", "processed", "unknown"]
 PROBE_IDS = [0, 1, 2, 3]
 PROBE_TEMPERATURE = 0.5
 SMALLEST_GAP = 1e-2
-"""Nats between two tokens; below this the modes cannot be told apart."""
+"""Smallest difference, in nats, between two tokens at which the modes can be told apart."""
 
 RESTART = "Start vLLM with --logprobs-mode processed_logprobs"
 
 
 class VLLMEngine(HTTPEngine):
-    """One server. Its weights are loaded by others: their version is 0."""
+    """Client of one vLLM server. Others load its weights, so their version is always 0."""
 
     def __init__(self, address: str, model: str, context: int, api_key: str = "") -> None:
-        """model: the name under which the server serves it. context: its max_model_len. api_key: its --api-key."""
+        """Create the client.
+
+        Args:
+            address: host:port.
+            model: Name under which the server serves the model.
+            context: The server's max_model_len.
+            api_key: The server's --api-key.
+        """
         super().__init__(address, api_key, context)
         self.model = model
         self.logprobs_mode: LogprobsMode = "unknown"
 
     async def probe(self) -> None:
-        """Find out which logprobs the server reports, by the same next token at two temperatures.
+        """Find out which logprobs the server reports, from the same next token at two temperatures.
 
         Raises:
-            EngineError: The server reports logits in their place, or answers no such request.
+            EngineError: The server reports logits in place of logprobs, or does not answer such a request.
         """
         one, other = [await self._likeliest(temperature) for temperature in (1.0, PROBE_TEMPERATURE)]
         if max(sum(map(math.exp, each.values())) for each in (one, other)) > 1 + SMALLEST_GAP:
@@ -55,7 +62,7 @@ class VLLMEngine(HTTPEngine):
         self.logprobs_mode = mode_of(one, other, PROBE_TEMPERATURE)
 
     async def _likeliest(self, temperature: float) -> dict[str, float]:
-        """Logprobs of the likeliest next tokens of the probe, by token."""
+        """Return the logprobs of the likeliest next tokens after the probe, by token."""
         body = {
             "model": self.model,
             "prompt": PROBE_IDS,
@@ -77,7 +84,7 @@ class VLLMEngine(HTTPEngine):
 
     @property
     def advice(self) -> str:
-        """What whoever attaches the server should know about its logprobs; "" if they are right at any temperature."""
+        """Advice about its logprobs for the user who attaches the server; "" if they are right at any temperature."""
         if self.logprobs_mode == "processed":
             return ""
         why = "before temperature" if self.logprobs_mode == "raw" else "of a kind that cannot be told from a probe"
@@ -87,7 +94,7 @@ class VLLMEngine(HTTPEngine):
         )
 
     def wrong_logprobs(self, params: SamplingParams) -> str:
-        """Return why the logprobs of such a request are not what training needs; "" if they are."""
+        """Return why the logprobs of a request with these parameters are not what training needs; "" if they are."""
         reports = f"vLLM at {self.address} reports logprobs"
         if self.logprobs_mode == "processed":
             named = {"top_p": params.top_p < 1, "top_k": params.top_k > 0, "min_p": params.min_p > 0}
@@ -152,7 +159,10 @@ class VLLMEngine(HTTPEngine):
         return completion
 
     def _new_of(self, answer: dict[str, Any], before: int) -> Completion | None:
-        """Of a response, or an event of a stream, which has the tokens that are new."""
+        """Return the new tokens of a response or of an event of a stream; None if there is no choice in it.
+
+        Events of vLLM have only the new tokens.
+        """
         if not answer["choices"]:  # an event with the usage
             return None
         choice = answer["choices"][0]
@@ -176,11 +186,11 @@ class VLLMEngine(HTTPEngine):
         return 0
 
     async def load_weights(self, ref: WeightRef) -> None:
-        """Not through this interface."""
+        """Raise EngineError: weights cannot be loaded through this interface."""
         raise EngineError("vLLM's weights are not loaded through its OpenAI server; serve them with `clew serve`.")
 
     async def abort(self, request_id: str | None = None) -> None:
-        """Nothing: a request ends when its connection closes."""
+        """Do nothing: a request ends when its connection closes."""
 
 
 def mode_of(at_one: Mapping[str, float], at_other: Mapping[str, float], temperature: float) -> LogprobsMode:
@@ -188,8 +198,8 @@ def mode_of(at_one: Mapping[str, float], at_other: Mapping[str, float], temperat
 
     Args:
         at_one: Logprobs of the likeliest tokens at temperature 1.
-        at_other: The same tokens' at `temperature`.
-        temperature: Neither 0 nor 1.
+        at_other: Logprobs of the likeliest tokens at `temperature`.
+        temperature: The other temperature, neither 0 nor 1.
     """
     both = sorted(at_one.keys() & at_other.keys(), key=lambda token: at_one[token])
     if not both:

@@ -1,4 +1,4 @@
-"""Weights from safetensors into a model that stays where it is."""
+"""Loads weights from safetensors into a model in place."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from clew.record.weights import DIGEST_KEY
 
 
 def check_weights(model: Any, path: str, digest: str = "") -> list[Path]:
-    """Return the folder's *.safetensors, once they are known to fit `model`. Changes nothing.
+    """Return the folder's *.safetensors files after a check that they fit `model`. Changes nothing.
 
-    They fit when they hold each of the model's tensors once, under the name that it has in memory (of tied tensors one
-    name suffices), in its shape, and nothing else. A truncated file does not open.
+    They fit when they hold each of the model's tensors once, under the name that it has in memory, in its shape, and
+    nothing else. Of tied tensors, one name is enough. A truncated file does not open.
 
     Args:
-        digest: WeightRef.digest; compared with the one that Clew's trainer wrote into the files' metadata, if it did.
+        model: The model.
+        path: The folder.
+        digest: WeightRef.digest. It is compared with the digest in the files' metadata, if Clew's trainer wrote one.
 
     Raises:
         EngineError: The folder cannot be read, or holds other weights.
@@ -57,7 +59,7 @@ def copy_weights(model: Any, path: str, files: list[Path]) -> None:
 
 @torch.no_grad()
 def backed_up(model: Any) -> dict[str, torch.Tensor]:
-    """Return a copy of the model's tensors in main memory, by name; tied ones once."""
+    """Return a copy of the model's tensors in main memory, by name. Tied tensors are copied once."""
     distinct = {_identity(tensor): (name, tensor) for name, tensor in model.state_dict().items()}
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in distinct.values()}
 
@@ -100,5 +102,5 @@ def _check_names(own: dict[str, torch.Tensor], found: dict[str, list[int]], path
 
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Tied tensors are the same memory."""
+    """Return what identifies a tensor's memory; it is the same for tied tensors."""
     return tensor.data_ptr(), tensor.shape, tensor.stride()

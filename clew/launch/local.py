@@ -1,8 +1,8 @@
-"""`clew train` on one machine: starts server, rollout and trainer, and supervises them.
+"""`clew train` on one machine: starts the server, rollout and trainer processes, and supervises them.
 
-The death of the trainer ends the run. A server or a rollout process that is killed is started again,
-`launch.restarts` times; one that ends with an error of its own would only repeat it, and ends the run with its words.
-All of them die with this process, however it dies.
+The run ends when the trainer dies. A server or rollout process that is killed is restarted, up to `launch.restarts`
+times. One that exits with an error of its own would only fail again: it ends the run, and its error is reported. All of
+these processes die with this one, however it dies.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from clew.reading import read_json
 from clew.record.run import RunDirectory
 
 ROLES = {"server": "serve", "rollout": "rollout", "trainer": "learn"}
-"""Each process's name in status/ and logs/, and the command that it is."""
+"""Name of each process in status/ and logs/, and the `clew` command that it runs."""
 
 GRACE_S = 8.0
-"""Seconds from asking a process to end to killing it."""
+"""Seconds between asking a process to end and killing it."""
 
 
 @dataclass
@@ -42,7 +42,8 @@ class Child:
     process: subprocess.Popen[bytes] = field(init=False)
 
     def start(self) -> None:
-        """In a session of its own, so that Ctrl-C reaches the supervisor alone; it writes to logs/<role>.log."""
+        """Start the process in its own session, so that Ctrl-C reaches only the supervisor. Output goes to
+        logs/<role>.log."""
         others = (SERVERS_VARIABLE, TOKEN_VARIABLE)  # this run has servers of its own
         environment = {name: value for name, value in os.environ.items() if name not in others}
         with (self.run.logs / f"{self.role}.log").open("ab") as log:
@@ -56,7 +57,7 @@ class Child:
             )
 
     def last_words(self) -> str:
-        """What the process said of its end: its error, or the end of its log."""
+        """Return why the process ended: the error that it reported, or the end of its log."""
         status = self.run.status / f"{self.role}.json"
         with suppress(RecordError):  # it may have been killed before it wrote any
             words = read_json(status, dict[str, Any])
@@ -72,9 +73,13 @@ class Child:
 def supervise(config: Config, arguments: list[str], refresh: Callable[[], None]) -> None:
     """Run until the trainer has made its last step.
 
-    Raises LaunchError with step and cause when it does not, and Interrupted when somebody asked this process to end.
+    Args:
+        arguments: The configuration file and overrides, as each process gets them.
+        refresh: Called ten times a second.
 
-    arguments: the configuration file and overrides, as each process gets them. refresh: called ten times a second.
+    Raises:
+        LaunchError: The run failed; the message gives the step and the cause.
+        Interrupted: Somebody asked this process to end.
     """
     run = RunDirectory(config.run_path)
     for role in reversed(ROLES):
@@ -106,7 +111,11 @@ def supervise(config: Config, arguments: list[str], refresh: Callable[[], None])
 
 
 def _check(config: Config, run: RunDirectory, children: dict[str, Child]) -> bool:
-    """Whether the run is complete. Restarts what somebody ended; raises LaunchError for what must end the run."""
+    """Return whether the run is complete. Restart processes that were ended from outside.
+
+    Raises:
+        LaunchError: A process ended in a way that must end the run.
+    """
     for role, child in children.items():
         code = child.process.poll()
         if code is None or (code == 0 and role == "rollout" and run.inbox.published() == config.training.steps):

@@ -1,7 +1,7 @@
-"""Places the ranks of a trainer on this machine: the same command, once for each, as torchrun would.
+"""Start the ranks of a trainer on this machine: the same command once per rank, as torchrun would.
 
-The first rank that fails ends all of them, and its error is the one that is told. They die with this process, however
-it dies. Under torchrun, which sets the same variables, a rank needs nothing of this.
+The first rank that fails ends all others, and its error is the one that is reported. All ranks die with this process,
+however it dies. Ranks that torchrun starts do not need this module, as torchrun sets the same variables.
 """
 
 from __future__ import annotations
@@ -22,25 +22,30 @@ from clew.errors import ConfigError, Interrupted, LaunchError
 from clew.processes import PARENT_VARIABLE
 
 ERROR_VARIABLE = "TORCHELASTIC_ERROR_FILE"
-"""Where a rank writes why it failed, as torch.distributed.elastic has it: torchrun shows it, and so does `place`."""
+"""Variable that names the file where a rank writes why it failed, as in torch.distributed.elastic. torchrun and `place`
+show its content."""
 
 PLACED_VARIABLE = "CLEW_PLACED"
-"""Set for a rank that `place` started: who places it says why it failed."""
+"""Variable that is set for ranks that `place` started: `place` then reports why they failed."""
 
 POLL_S = 0.05
 
 TOGETHER_S = 0.5
-"""Within so many seconds of the first failure the others may fail for the same reason."""
+"""Seconds after the first failure within which other ranks may fail for the same reason."""
 
 
 def place(ranks: int, arguments: list[str], logs: Path | None = None) -> None:
     """Run `clew ARGUMENTS` in `ranks` processes until all are done.
 
-    Raises LaunchError with the first cause when one fails; the others have then been killed. Raises Interrupted when
-    they ended because somebody asked them to, and SystemExit when a rank printed what it found and says no more.
+    Rank 0 has this process's terminal and gets its SIGINT and SIGTERM.
 
-    Rank 0 has this process's terminal, and is told of SIGINT and SIGTERM.
-    logs: the others write to trainer-R.log there; None: nowhere.
+    Args:
+        logs: Folder in which the other ranks write trainer-R.log; None: their output is discarded.
+
+    Raises:
+        LaunchError: A rank failed. The message gives the first cause; the other ranks have been killed.
+        Interrupted: The ranks ended because somebody asked them to.
+        SystemExit: A rank has already printed what is wrong, and nothing needs to be added.
     """
     with tempfile.TemporaryDirectory(prefix="clew-ranks-") as folder:
         errors = [Path(folder) / f"rank-{rank}.json" for rank in range(ranks)]
@@ -64,8 +69,10 @@ def place(ranks: int, arguments: list[str], logs: Path | None = None) -> None:
 
 
 def named(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """The variables that make a process this rank of so many, which meet at the port of this machine (torchrun's), and
-    have it die with this process where it calls `die_with_parent`."""
+    """Return the environment variables (torchrun's) that make a process this rank of `ranks`.
+
+    The ranks meet at `port` on this machine. A process that calls `die_with_parent` dies with this one.
+    """
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -77,8 +84,12 @@ def named(rank: int, ranks: int, port: int) -> dict[str, str]:
 
 
 def tell(error: BaseException) -> bool:
-    """Leave word of why this rank failed, where somebody asked for that: none of a SystemExit, which has said all.
-    Returns whether it was `place`, which then says it."""
+    """Write down why this rank failed, if its launcher asked for that. The text is empty for SystemExit, whose message
+    has already been printed.
+
+    Returns:
+        Whether `place` started this rank, and so will report the error.
+    """
     path = os.environ.get(ERROR_VARIABLE)
     if path is None:
         return False
@@ -91,7 +102,7 @@ def tell(error: BaseException) -> bool:
 
 
 def check_world(ranks: int) -> None:
-    """Raise ConfigError where a launcher started another number of ranks than launch.ranks."""
+    """Raise ConfigError when a launcher started a different number of ranks than launch.ranks."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if "RANK" in os.environ and size != ranks:
         raise ConfigError(
@@ -102,7 +113,7 @@ def check_world(ranks: int) -> None:
 def _start(
     rank: int, ranks: int, port: int, arguments: list[str], error: Path, logs: Path | None
 ) -> subprocess.Popen[bytes]:
-    """In a session of its own, so that Ctrl-C reaches the parent alone."""
+    """Start one rank in its own session, so that Ctrl-C reaches only the parent."""
     environment = {
         **os.environ,
         **named(rank, ranks, port),
@@ -127,7 +138,7 @@ def _start(
 
 
 def _wait(children: list[subprocess.Popen[bytes]]) -> dict[int, int]:
-    """Return when all are done, or soon after one has failed: the exit codes of those that have."""
+    """Wait until all ranks are done, or until shortly after one has failed. Return the exit codes of failed ranks."""
 
     def failed() -> dict[int, int]:
         return {rank: code for rank, child in enumerate(children) if (code := child.poll())}
@@ -143,10 +154,12 @@ def _wait(children: list[subprocess.Popen[bytes]]) -> dict[int, int]:
 
 
 def _first_cause(failed: dict[int, int], ranks: int, errors: list[Path], logs: Path | None) -> str:
-    """Which rank failed first, and what it said; nothing where that rank has said all. One that lost its peers says so
-    only after they are gone; one that was killed says nothing.
+    """Return which rank failed first and its error; empty when that rank has already printed everything.
 
-    failed: the exit codes of the ranks that ended by themselves.
+    A rank that lost its peers reports it only after they are gone. A rank that was killed reports nothing.
+
+    Args:
+        failed: Exit codes of the ranks that ended by themselves.
     """
     where = f" (all that it wrote: {logs / 'trainer-R.log'}, R its number)" if logs is not None else ""
     killed = [rank for rank, code in failed.items() if code < 0]
@@ -163,7 +176,7 @@ def _first_cause(failed: dict[int, int], ranks: int, errors: list[Path], logs: P
 
 
 def free_port() -> int:
-    """One of this machine that nobody listens on now."""
+    """Return a port of this machine on which nobody listens now."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]

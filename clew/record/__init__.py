@@ -11,7 +11,7 @@ __all__ = ["Writer"]
 
 
 def __getattr__(name: str) -> Any:
-    """`from clew.record import Writer`, imported when it is asked for: Clew's own processes do without."""
+    """Import `Writer` only when it is asked for: Clew's own processes do not need it."""
     if name == "Writer":
         from clew.record.writer import Writer
 

@@ -1,4 +1,4 @@
-"""One file with what a step needs to be replayed elsewhere: a part of a run directory, as a zip archive."""
+"""Bundles: a zip archive with the part of a run directory that is needed to replay a step elsewhere."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ from clew.record.foreign import NAME, why_foreign
 from clew.record.run import RunDirectory, open_run
 
 MEMBERS = 100_000
-"""Files that a bundle may hold."""
+"""Maximum number of files in a bundle."""
 
 ALWAYS_BYTES = 2**28
-"""Any bundle may unpack to so much: 256 MiB."""
+"""Unpacked size, in bytes, that is allowed for any bundle: 256 MiB."""
 
 LARGER = 50
-"""A larger one may unpack to so many times its own size. Weights hardly shrink; an optimizer's moments may be zeros."""
+"""Maximum ratio of unpacked to packed size, for bundles that unpack to more than `ALWAYS_BYTES`. Weights hardly
+shrink, but an optimizer's moments may be all zeros."""
 
 
 @with_config(STRICT)
@@ -56,15 +57,23 @@ UNKNOWN = {
     "committed_at": None,
     "timings": {},
 }
-"""What is said of a step before those that a bundle holds, of which it has the line of the index alone."""
+"""Placeholder JSON for the steps before a bundle's first one. The bundle holds only their lines of the index."""
 
 
 def write_bundle(run: RunDirectory, step: int, *, stages_only: bool, to: Path | None = None) -> Path:
-    """Write the bundle of a committed step; returns its path.
+    """Write the bundle of a committed step and return the bundle's path.
 
-    stages_only: the step's own files, without weights; otherwise also the nearest checkpoint before it, the first one
-    (the KL term's reference) and the steps between. to: its folder is made; by default here, with the run's names.
-    Raises RecordError: no such step, no checkpoint, a full disk.
+    Args:
+        run: The run directory.
+        step: The step to bundle.
+        stages_only: Bundle only the step's own files, without weights. Otherwise the bundle also holds the nearest
+            checkpoint before the step, the first checkpoint (the reference of the KL term) and the steps in between.
+        to: Where to write the bundle; its folder is created. By default the file lies in the current folder, and its
+            name is made from the names of the run.
+
+    Raises:
+        RecordError: There is no such step, there is no checkpoint at or before it, a file is missing, or the disk is
+            full.
     """
     run.steps.read(step)  # it must be committed
     first = step
@@ -120,7 +129,7 @@ def write_bundle(run: RunDirectory, step: int, *, stages_only: bool, to: Path | 
 
 
 def _shown(run: RunDirectory, step: int) -> list[str]:
-    """The names of the images of a step whose data is there."""
+    """Return the names of the images in a step's data; empty if the data is gone."""
     tables = [rows.read_table(run.steps.data_path(step))] if run.steps.has_data(step) else []
     return [name for table in tables for names in rows.images_of(table) for name in names]
 
@@ -130,20 +139,22 @@ def _index(run: RunDirectory, step: int) -> list[str]:
 
 
 def is_bundle(path: Path) -> bool:
-    """Whether a file is one, or should be by its name."""
+    """Return whether a file is a bundle, or should be one according to its name."""
     return path.suffix == ".zip" or zipfile.is_zipfile(path)
 
 
 @contextmanager
 def opened(path: Path, trust: Iterable[str] = ()) -> Iterator[tuple[RunDirectory, dict[str, Any] | None]]:
-    """A run directory, or what a bundle unpacks to, for as long as the block runs; and what the bundle says of itself.
+    """Open a run directory, or unpack a bundle for as long as the block runs.
+
+    Yields the run directory and the content of bundle.json (None for a run directory).
 
     Args:
         path: A run directory or a bundle.
-        trust: The modules whose code the block may load although a stranger's record names it.
+        trust: Modules whose code the block may load although someone else's record names it.
 
     Raises:
-        RecordError: `path` is neither. What the block raises names the bundle, not the folder it is unpacked to.
+        RecordError: `path` is neither. Errors raised by the block name the bundle, not the folder it is unpacked to.
     """
     if path.is_dir():
         run = open_run(path)
@@ -162,7 +173,7 @@ def opened(path: Path, trust: Iterable[str] = ()) -> Iterator[tuple[RunDirectory
 
 
 def _check_members(path: Path, archive: zipfile.ZipFile) -> None:
-    """Raise RecordError for an archive that no `write_bundle` made, before anything of it is written."""
+    """Raise RecordError for an archive that `write_bundle` cannot have made, before any of it is unpacked."""
     members = archive.infolist()
     limit = max(ALWAYS_BYTES, LARGER * path.stat().st_size)
     unpacked = sum(member.file_size for member in members)
@@ -195,7 +206,7 @@ def _check_members(path: Path, archive: zipfile.ZipFile) -> None:
 
 
 def _extract(archive: zipfile.ZipFile, member: zipfile.ZipInfo, folder: Path) -> None:
-    """Write one member, and no byte more than it was said to have."""
+    """Unpack one member, and no more bytes than the archive declares for it."""
     target = folder / member.filename
     target.parent.mkdir(parents=True, exist_ok=True)
     with archive.open(member) as source, target.open("xb") as file:
@@ -208,7 +219,7 @@ def _extract(archive: zipfile.ZipFile, member: zipfile.ZipInfo, folder: Path) ->
 
 
 def _unpack(path: Path, folder: Path) -> dict[str, Any]:
-    """What the bundle says of itself."""
+    """Unpack a bundle into `folder` and return the content of its bundle.json. Raises RecordError."""
     try:
         with zipfile.ZipFile(path) as archive, explain_disk_errors(folder):
             if NAME not in archive.namelist():

@@ -1,4 +1,4 @@
-"""The chain of commits: each step's JSON holds digests of the files that were there when it was written.
+"""The chain of commits: each step's JSON holds digests of the files that existed when it was written.
 
 ::
 
@@ -8,10 +8,10 @@
                                ├── checkpoints/step-000130/checkpoint.json            the newest checkpoint
                                └── evals/version-000130.json                          the newest evaluation
 
-A step that was replaced does not fit the step after it, its line in index.jsonl, or the checkpoint that follows it.
-Nothing names the newest checkpoint and evaluation yet, so each ends with a seal: a digest of all before it.
-Files that the run itself removes (`record.keep_steps`, `checkpoint.keep`) break nothing: digests are compared where the
-file is there.
+A replaced step does not match the step after it, its line in index.jsonl, or the checkpoint that follows it. Nothing
+names the newest checkpoint and evaluation yet, so each of them ends with a seal: a digest of its own content.
+Files that the run itself removes (`record.keep_steps`, `checkpoint.keep`) break nothing: digests are compared only
+for files that exist.
 """
 
 from __future__ import annotations
@@ -35,18 +35,20 @@ if TYPE_CHECKING:
     from clew.record.steps import Steps
 
 SINCE = 4
-"""The format of the record that brought the chain."""
+"""Version of the record's format that introduced the chain."""
 
 INDEXED = ("groups", "versions", "digests")
-"""What a line of index.jsonl repeats of its step's JSON."""
+"""Fields of a step's JSON that its line in index.jsonl repeats."""
 
 _HEAD = re.compile(rb'\{"clew_format": (\d+), "step": \d+, "chain": (\{[^{}]*\}), ')
-"""How `Steps.commit` begins a step's JSON. What follows is long: of thousands of steps it is digested, not parsed."""
+"""Beginning of a step's JSON, as `Steps.commit` writes it. The rest is long: when there are thousands of steps, it is
+only digested, not parsed."""
 _LINE = re.compile(rb'\{"step": (\d+), (.*), "json": "([0-9a-f]{32})"\}')
-"""How it writes a line of the index; what stands between step and digest stands so in the step's JSON."""
+"""A line of the index, as `Steps.commit` writes it. The text between step and digest is also in the step's JSON, byte
+for byte."""
 _SEAL = re.compile(rb', "seal": "([0-9a-f]{32})"\}\Z')
 _SEALED = (b'"seal": "', b'"rows": "', b'"follows": "', b'"follows": null')
-"""What stands in every checkpoint.json or evaluation that has a seal, as older ones have not."""
+"""Keys of which every checkpoint.json or evaluation with a seal has at least one, and older files none."""
 _CHECKPOINT = re.compile(r"checkpoints/step-(\d{6,})/checkpoint\.json")
 _EVALUATION = re.compile(r"evals/version-(\d{6,})\.json")
 
@@ -61,7 +63,7 @@ class Break:
     why: str
     remedy: str
     harmless: bool = False
-    """The file only repeats what others say, and contradicts none of them: the trainer writes it again."""
+    """True if the file only repeats what other files say and contradicts none of them: the trainer writes it again."""
 
     def __str__(self) -> str:
         return f"step {self.step}: {self.file} {self.why}. {self.remedy}"
@@ -79,7 +81,7 @@ def sealed(said: Mapping[str, Any]) -> bytes:
 
 
 def seal_broken(content: bytes) -> bool:
-    """Return whether a file is not as `sealed` made it. Older files have no seal."""
+    """Return whether a file was changed after `sealed` made it. A file older than the seal has none, and passes."""
     if found := _SEAL.search(content):
         return digest(content[: found.start()]) != found[1].decode()
     return any(key in content for key in _SEALED)
@@ -90,8 +92,8 @@ def link(steps: Steps, step: int, evaluation: Mapping[str, Any] | None) -> dict[
 
     Args:
         steps: The steps of the run.
-        step: The step that is about to be committed. Its data and its stages are written.
-        evaluation: What it says of the newest evaluation.
+        step: The step that is about to be committed. Its data and its stages are already written.
+        evaluation: The newest evaluation, as the step's JSON will hold it; None if there is none.
     """
     run = steps.folder.parent
     files = [steps.data_path(step), *steps.stage_paths(step)]
@@ -106,21 +108,21 @@ def link(steps: Steps, step: int, evaluation: Mapping[str, Any] | None) -> dict[
 
 
 def committed_digest(steps: Steps, step: int) -> str | None:
-    """Return the digest of a committed step's JSON; None where the step is not on record."""
+    """Return the digest of a committed step's JSON; None if the step is not on record."""
     path = steps.json_path(step)
     return _digest_of(read_bytes(path)) if path.exists() else None
 
 
 def breaks(run: RunDirectory, files_of: range = range(0)) -> list[Break]:
-    """Return what does not fit in the chain of commits, by step; an empty list when all of it fits.
+    """Return the files that do not fit into the chain of commits, in the order of the steps; empty if all of them fit.
 
     Reads index.jsonl, the JSON of every step and that of each checkpoint and evaluation. Steps of a format before
-    `SINCE` have no chain: they are held against the index alone.
+    `SINCE` have no chain, so they are only compared with the index.
 
     Args:
-        run: The run directory; it is left as it is.
-        files_of: The steps whose data and stages are held against their digests, too, and the sequences of the
-            evaluations before, between and after these steps. These files are read whole.
+        run: The run directory. It is not changed.
+        files_of: Steps whose data and stages are compared with their digests, too, and also the sequences of the
+            evaluations before, between and after these steps. These files are read in full.
     """
     found = list(_Chain(run).breaks())
     told = {each.file for each in found}
@@ -131,8 +133,8 @@ def breaks(run: RunDirectory, files_of: range = range(0)) -> list[Break]:
 
 
 def unlooked(run: RunDirectory, steps: Iterable[int]) -> str:
-    """Return a sentence that says what of these steps has no digest, because an older Clew recorded them; empty where
-    all of it has one."""
+    """Return a sentence that says what could not be checked in these steps because an older Clew recorded them without
+    digests; empty if all of them have digests."""
     older = [step for step in steps if not _parsed(run.steps.json_path(step)).get("chain")]
     if not older:
         return ""
@@ -144,25 +146,26 @@ def unlooked(run: RunDirectory, steps: Iterable[int]) -> str:
 
 
 class _Chain:
-    """All commits of a run, as their files say."""
+    """The commits of a run, read from their files, and the checks that compare them."""
 
     def __init__(self, run: RunDirectory) -> None:
         self.run = run
         self.steps = run.steps
         self.said: dict[int, dict[str, Any]] = {}
-        """What each step's JSON says: `clew_format` and `chain` where it has a chain, otherwise all of it."""
+        """Content of each step's JSON: only `clew_format` and `chain` if it has a chain, otherwise all of it."""
         self.own: dict[int, str | None] = {}
-        """The digest of each step's JSON; None: not known, because a bundle left it out."""
+        """Digest of each step's JSON; None if it is unknown because a bundle left the step out."""
         self.differing: dict[int, list[str]] = {}
-        """The keys that a line of the index has otherwise than its step's JSON, by step."""
+        """Keys whose values in the index differ from those in the step's JSON, by step."""
         self.strange: list[Break] = []
         self.told: set[str] = set()
-        """The files that do not fit, as far as they were looked at."""
+        """Files that have already been reported as not fitting."""
         self.indexed = self.steps.index_path.is_file()
         *raw, torn = read_bytes(self.steps.index_path).split(b"\n") if self.indexed else [b""]
         self.torn = bool(torn)
         self.lines: list[dict[str, Any] | None] = [None] * len(raw)
-        """What the lines of the index say: `step` and `json`; None: no JSON object."""
+        """Lines of the index, reduced to `step` and `json` where they match their step's JSON; None for a line that is
+        not a JSON object."""
         for step, content in _contents(self.steps.folder):
             head = _HEAD.match(content)
             said = {"clew_format": int(head[1]), "chain": _decoded(head[2])} if head else _decoded(content)
@@ -177,7 +180,7 @@ class _Chain:
                 self.lines[step] = said
 
     def _compare(self, step: int, line: bytes, content: bytes) -> None:
-        """Hold a line of the index against its step's JSON."""
+        """Compare a line of the index with its step's JSON."""
         written = _LINE.fullmatch(line)
         if written and int(written[1]) == step and written[2] in content:
             self.lines[step] = {"step": step, "json": written[3].decode()}
@@ -188,7 +191,7 @@ class _Chain:
         self.lines[step] = there if isinstance(there, dict) else None
 
     def breaks(self) -> Iterator[Break]:
-        """Each file is told once."""
+        """Yield the files that do not fit, each of them once."""
         for found in self._all():
             if found.file not in self.told or found.file.endswith("index.jsonl"):
                 self.told.add(found.file)
@@ -211,7 +214,7 @@ class _Chain:
         return f"Remove {self.steps.index_path}: it only repeats what the steps say, and is made again from them."
 
     def _missing(self) -> Iterator[Break]:
-        """Steps that were committed and whose JSON is gone."""
+        """Yield the steps that were committed but whose JSON is gone."""
         indexed = (step for step, line in enumerate(self.lines) if line is not None and line.get("step") == step)
         last = max([*self.said, *indexed], default=-1)
         for step in range(last + 1):
@@ -223,7 +226,7 @@ class _Chain:
                 yield self._break(step, _name(step), f"is missing, although {witness}")
 
     def _index(self) -> Iterator[Break]:
-        """Lines of the index that are not what the steps say."""
+        """Yield the lines of the index that differ from the steps' JSON."""
         name = "steps/index.jsonl"
         remedy = self._remove_index()
         for step, line in enumerate(self.lines):
@@ -246,7 +249,7 @@ class _Chain:
             yield self._break(len(self.said), name, "goes on after the last step", remedy, harmless=True)
 
     def _unchained(self) -> Iterator[Break]:
-        """Steps without a chain after one that has it, or whose chain leaves out the step before."""
+        """Yield the steps that have no chain although they should, or whose chain does not name the step before."""
         for step, said in self.said.items():
             name, chain = _name(step), said.get("chain")
             if chain is None and self._unknown(step):
@@ -258,8 +261,11 @@ class _Chain:
                 yield self._break(step, name, f"does not name the commit before it ({_name(step - 1)})")
 
     def _replaced(self) -> Iterator[Break]:
-        """Commits, lines of the index and checkpoints that name one another wrongly. A replaced step disagrees with all
-        around it, so that the file with the most disagreements is named, and what they explain is not told again."""
+        """Yield the commits, lines of the index and checkpoints whose digests of one another do not match.
+
+        A replaced step disagrees with everything around it. So the file with the most disagreements is reported, and
+        what it explains is not reported again.
+        """
         agree: Counter[tuple[str, int]] = Counter()
         against: list[tuple[tuple[str, int], tuple[str, int]]] = []
         for commit, witness, then in self._names():
@@ -276,7 +282,7 @@ class _Chain:
             yield self._misfit(worst, others)
 
     def _names(self) -> Iterator[tuple[tuple[str, int], tuple[str, int], Any]]:
-        """Commits, the files that name them, and the digest by which they do."""
+        """Yield each commit, a file that names it, and the digest under which that file names it."""
         for step, line in enumerate(self.lines):
             if line is not None and "json" in line:
                 yield ("step", step), ("index", step), line["json"]
@@ -306,7 +312,7 @@ class _Chain:
         return self._break(number, _name(number), why)
 
     def _sealed(self) -> Iterator[Break]:
-        """Checkpoints and evaluations that are not as they were written."""
+        """Yield the checkpoints and evaluations that are missing or were changed after they were written."""
         folders = sorted(self.run.checkpoints.glob("step-*"))  # each appears whole
         for path in [*(each / "checkpoint.json" for each in folders), *sorted(self.run.evals.glob("version-*.json"))]:
             name = path.relative_to(self.run.path).as_posix()
@@ -319,7 +325,7 @@ class _Chain:
             yield self._break(int(version[1]) if version else 0, name, why)
 
     def _named(self, folder: str, pattern: re.Pattern[str], what: str) -> Iterator[Break]:
-        """Checkpoints or evaluations that are not what the steps after them name; one break for each."""
+        """Yield the checkpoints or evaluations that differ from the digests in later steps, each of them once."""
         now: dict[str, str | None] = {}
         for step in self.said:
             if _name(step) in self.told:
@@ -340,7 +346,7 @@ class _Chain:
         return step in self.said and isinstance(self.said[step].get("chain"), dict)
 
     def _unknown(self, step: int) -> bool:
-        """Whether a bundle left this step out, so that only its line in the index is known."""
+        """Return whether a bundle left this step out, so that only its line in the index is known."""
         return self.said[step].get("committed_at", 0) is None
 
     def _format(self, step: int) -> int:
@@ -349,7 +355,7 @@ class _Chain:
 
 
 def _files(run: RunDirectory, step: int) -> Iterator[Break]:
-    """The data and the stages of a step that are not the files that it was committed with."""
+    """Yield the data and stage files of a step that differ from those it was committed with."""
     said = _parsed(run.steps.json_path(step))
     if not isinstance(said.get("chain"), dict) or not run.steps.has_data(step):
         return
@@ -370,7 +376,13 @@ def _files(run: RunDirectory, step: int) -> Iterator[Break]:
 
 
 def _evaluation(run: RunDirectory, step: int, told: set[str]) -> Iterator[Break]:
-    """The evaluation in a step's JSON, where it is not what its own file says. told: files that do not fit anyway."""
+    """Yield a break if the evaluation in a step's JSON differs from the evaluation's own file.
+
+    Args:
+        run: The run directory.
+        step: The step.
+        told: Files that have already been reported; they are skipped.
+    """
     said = _parsed(run.steps.json_path(step)).get("evaluation")
     version = said.get("version") if isinstance(said, dict) else None
     path = run.evals / f"version-{version:06d}.json" if isinstance(version, int) else None
@@ -383,9 +395,9 @@ def _evaluation(run: RunDirectory, step: int, told: set[str]) -> Iterator[Break]
 
 
 def _rows_of_evaluations(run: RunDirectory, steps: range) -> Iterator[Break]:
-    """Yield the files of evaluated sequences that are not what the JSON of their evaluation says.
+    """Yield the files of evaluated sequences that do not match the digest in their evaluation's JSON.
 
-    A step starts from the version of its own number, and makes the next one.
+    Step N starts from version N and makes version N + 1, so both evaluations are checked for it.
     """
     for version in sorted({*steps, *(step + 1 for step in steps)}):
         path = run.evals / f"version-{version:06d}.json"
@@ -397,7 +409,7 @@ def _rows_of_evaluations(run: RunDirectory, steps: range) -> Iterator[Break]:
 
 
 def _contents(folder: Path) -> Iterator[tuple[int, bytes]]:
-    """The number and the JSON of each step. With plain paths: pathlib takes longer than reading."""
+    """Yield the number and the JSON of each step. Paths are plain text, because pathlib takes longer than reading."""
     for name in sorted(os.listdir(folder)):  # noqa: PTH208
         number = name.removeprefix("step-").removesuffix(".json")
         if name == f"step-{number}.json" and number.isdecimal():
@@ -405,20 +417,20 @@ def _contents(folder: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _digest_of(content: bytes, said: Any = None) -> str | None:
-    """The digest of a step's JSON. Of a step that a bundle left out: the one that the index had."""
+    """Return the digest of a step's JSON; for a step that a bundle left out, the digest that the index had."""
     said = _decoded(content) if said is None else said
     unknown = isinstance(said, dict) and said.get("committed_at", 0) is None
     return said.get("json") if unknown else digest(content)
 
 
 def _parsed(path: Path) -> dict[str, Any]:
-    """What a JSON file says; empty where it is missing, or no object."""
+    """Return the object in a JSON file; empty if the file is missing or holds no object."""
     said = _decoded(read_bytes(path)) if path.is_file() else {}
     return said if isinstance(said, dict) else {}
 
 
 def _decoded(content: bytes) -> Any:
-    """What JSON text says; None where it is none. orjson is quick, but refuses NaN, which metrics may have."""
+    """Return parsed JSON; None if the text is not JSON. orjson is fast but refuses NaN, which metrics may contain."""
     try:
         return orjson.loads(content)
     except orjson.JSONDecodeError:
@@ -430,7 +442,7 @@ def _decoded(content: bytes) -> Any:
 
 
 def _name(step: int) -> str:
-    """A step's JSON, by its path in the run directory. Pathlib would take a third of the time of a check."""
+    """Return the path of a step's JSON in the run directory. Pathlib would take a third of the time of a check."""
     return f"steps/step-{step:06d}.json"
 
 

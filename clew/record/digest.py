@@ -1,7 +1,7 @@
 """Digests of arrays: sums of integers mixed from each element's bits and position.
 
-Exact, quick, and the same however an array is split over ranks: the digest of a whole is the sum (modulo 2**64) of
-the digests of its pieces, each computed with the positions that its elements have in the whole.
+They are exact, fast, and do not depend on how an array is split over ranks. The digest of the whole is the sum (modulo
+2**64) of the digests of its pieces, each computed with the positions that its elements have in the whole.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MASK = (1 << 64) - 1
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
-    """The finalizer of splitmix64 (Steele et al., 2014), made odd, so that no changed bit can be multiplied away."""
+    """Return the finalizer of splitmix64 (Steele et al., 2014), made odd so that no changed bit is multiplied away."""
     z = (values + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -29,17 +29,21 @@ def _mix(values: np.ndarray) -> np.ndarray:
 
 
 WITHIN_BLOCK = _mix(np.arange(BLOCK, dtype=np.uint64))
-"""What an element's bits are multiplied with, by its place in its block ..."""
+"""Factors for the bits of an element, by its position in its block."""
 _UP_TO = np.zeros(BLOCK + 1, np.uint64)
-"""... and the sums of the first of them."""
+"""Sums of the first 0, 1, 2, ... of `WITHIN_BLOCK`."""
 np.cumsum(WITHIN_BLOCK, out=_UP_TO[1:])
 
 
 def digest_array(array: np.ndarray, *, name: str = "", start: int = 0) -> int:
-    """Digest of one array, or of the piece of it that begins at flat position `start`.
+    """Return the digest of one array, or of the piece of it that begins at flat position `start`.
 
-    name: goes into the digest, so that two arrays that changed places differ.
     Every bit counts: 0.0 and -0.0 differ, and so do two NaNs with different payloads.
+
+    Args:
+        array: The array or the piece of it.
+        name: Name of the array. It is part of the digest, so that the result changes when two arrays change places.
+        start: Flat position of the piece's first element in the whole array.
     """
     flat = np.ascontiguousarray(array).reshape(-1)
     bits = flat.view(f"u{flat.dtype.itemsize}")
@@ -56,7 +60,7 @@ def digest_array(array: np.ndarray, *, name: str = "", start: int = 0) -> int:
 
 
 def of_blocks(first: int, count: int) -> np.ndarray:
-    """What the digests of so many blocks are multiplied with, from the first."""
+    """Return the factors for the digests of `count` blocks, beginning with the block number `first`."""
     return _mix(np.arange(first, first + count, dtype=np.uint64))
 
 
@@ -66,39 +70,40 @@ def _of_block(index: int) -> int:
 
 
 def salted(total: int, name: str, dtype: str) -> int:
-    """The digest of an array from the sum over its blocks. dtype: in NumPy's words, such as "<f4"."""
+    """Return the digest of an array, given the sum over its blocks. dtype: as NumPy writes it, such as "<f4"."""
     return total * _salt(name, dtype) & _MASK
 
 
 @cache
 def _salt(name: str, dtype: str) -> int:
-    """An odd number for what the array is."""
+    """Return an odd number that stands for an array's name and type."""
     return int.from_bytes(hashlib.blake2b(f"{name}:{dtype}".encode(), digest_size=8).digest(), "little") | 1
 
 
 def digest_arrays(named: Iterable[tuple[str, np.ndarray]]) -> str:
-    """Digest of a set of named arrays, as 16 hexadecimal digits; their order does not matter."""
+    """Return the digest of a set of named arrays, as 16 hexadecimal digits. The order of the arrays does not matter."""
     return total(digest_array(array, name=name) for name, array in named)
 
 
 class RowDigest(NamedTuple):
-    """Of one row."""
+    """Two digests of one row of training tokens."""
 
     data: int
-    """Of what the model is trained on: tokens, mask, logprobs, versions, temperatures, reward, images."""
+    """Digest of what the model is trained on: tokens, mask, logprobs, versions, temperatures, reward, images."""
     origin: int | None
-    """Of where it comes from: group, episode, turns, finish reason, rewards by name, the prompt's row, interactions.
-    None: recorded before there was this digest."""
+    """Digest of where the row comes from: group, episode, turns, finish reason, rewards by name, the prompt's row,
+    interactions. None if the row was recorded before there was this digest."""
 
 
 def digest_rows(batch: SequenceABC[Sequence]) -> dict[str, RowDigest]:
-    """The digests of each row, by its ID: of all but when and at which version it was admitted, made and consumed."""
+    """Return the digests of each row, by its ID. They cover all columns but times, the admitted version and `error`."""
     of_data = zip((row.id for row in batch), _digests_of_data(batch), strict=True)
     return {name: RowDigest(data, _digest_of_origin(row)) for (name, data), row in zip(of_data, batch, strict=True)}
 
 
 def _digest_of_origin(row: Sequence) -> int:
-    """Over JSON as Python's own library writes it: others spell some numbers otherwise from one version to the next."""
+    """Return the digest of where a row comes from, taken over JSON as Python's own library writes it: the way in which
+    other libraries write some numbers changes from one version to the next."""
     interactions = list(map(timeless, row.interactions))
     said = (row.group_id, row.episode_id, row.finish_reason, row.rewards, row.data, interactions)
     content = ENCODER.encode(said).encode() + row.turn_ids.tobytes()
@@ -125,25 +130,25 @@ def _digests_of_data(batch: SequenceABC[Sequence]) -> list[int]:
 
 
 def digest_images(names: SequenceABC[str]) -> int:
-    """Of the images of a row, which are named by their content; 0 where there are none."""
+    """Return the digest of the images of a row, which are named by their content; 0 if there are none."""
     return sum(_salt(f"image {place} {name}", "<u8") for place, name in enumerate(names)) & _MASK
 
 
 def digest_batch(digests: Mapping[str, RowDigest]) -> str:
-    """Digest of what the model is trained on of a batch, from `digest_rows`."""
+    """Return the digest of what the model is trained on in a batch, given the result of `digest_rows`."""
     return digest_arrays([("rows", np.array([each.data for each in digests.values()], np.uint64))])
 
 
 def total(digests: Iterable[int]) -> str:
-    """The digest of a set from those of its members, as 16 hexadecimal digits."""
+    """Return the digest of a set, given the digests of its members, as 16 hexadecimal digits."""
     return f"{sum(digests) & _MASK:016x}"
 
 
 def to_hex(digests: Iterable[int]) -> str:
-    """Digests one after the other, 16 hexadecimal digits each."""
+    """Return the digests one after the other, 16 hexadecimal digits each."""
     return "".join(f"{digest:016x}" for digest in digests)
 
 
 def from_hex(text: str) -> list[int]:
-    """What `to_hex` wrote."""
+    """Return the digests that `to_hex` wrote."""
     return [int(text[first : first + 16], 16) for first in range(0, len(text), 16)]

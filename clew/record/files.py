@@ -1,7 +1,7 @@
-"""How a file comes into the run directory: written under another name, then renamed.
+"""Atomic writing into the run directory: a file is written under another name, then renamed.
 
-A reader sees a whole file or none, also after SIGKILL. (Nothing is flushed to the platter: the record promises to
-survive the death of processes, not of the machine's power.)
+A reader sees the whole file or none, even after SIGKILL. (Nothing is flushed to the disk itself: the record survives
+the death of processes, not a power failure of the machine.)
 """
 
 from __future__ import annotations
@@ -20,9 +20,15 @@ from clew.reading import read_json as read_json
 
 
 def write_bytes(path: Path, content: bytes | memoryview, *, private: bool = False) -> None:
-    """Write `content` to `path` atomically. Raises RecordError when the disk is full, or not ours to write.
+    """Write `content` to `path` atomically.
 
-    private: only this user can read the file (mode 0600), from before anything is in it.
+    Args:
+        path: The file.
+        content: The bytes to write.
+        private: Let only this user read the file (mode 0600), from before it has any content.
+
+    Raises:
+        RecordError: The disk is full, or this user may not write there.
     """
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     with explain_disk_errors(path):
@@ -47,7 +53,7 @@ def write_json(path: Path, value: Any, *, private: bool = False) -> None:
 
 @contextmanager
 def explain_disk_errors(path: Path) -> Iterator[None]:
-    """Turn the operating system's refusals to write into a RecordError that says what can be done."""
+    """Turn the operating system's write errors into a RecordError that says what can be done."""
     try:
         yield
     except OSError as error:
@@ -57,11 +63,11 @@ def explain_disk_errors(path: Path) -> Iterator[None]:
 
 
 OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
-"""What an operating system answers when a disk is full, or is not this user's to write."""
+"""Error numbers of the operating system for a full disk, or one where this user may not write."""
 
 
 def disk_error(path: Path, error: OSError) -> RecordError:
-    """The refusal to write `path`, with what can be done."""
+    """Return the RecordError for a failed write to `path`, with what can be done."""
     # copytree puts the errors of all its files into the words of one
     if any(f"[Errno {number}]" in str(error) for number in (errno.ENOSPC, errno.EDQUOT)):
         remedy = (
@@ -76,7 +82,7 @@ def disk_error(path: Path, error: OSError) -> RecordError:
 
 
 def _left(path: Path) -> str:
-    """What a file system has left: its space, or its files where they are what it lacks."""
+    """Return how much space a file system has left, or that it can hold no more files if that is what it lacks."""
     there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     found = os.statvfs(there)
     if found.f_files and not found.f_favail:
@@ -85,10 +91,12 @@ def _left(path: Path) -> str:
 
 
 def remove_strays(folder: Path, *names: str) -> None:
-    """Remove what a killed process left half-written in `folder`: files, and folders of weights.
+    """Remove files, and folders of weights, that a killed process left half-written in `folder`.
 
-    names: patterns of the files that are the caller's to write, such as "g*.arrows"; a half-written file of another
-    process may still be in the making.
+    Args:
+        folder: The folder to clean.
+        names: Patterns of the files that the caller writes, such as "g*.arrows". Others are left alone: another process
+            may still be writing them.
     """
     for name in names:
         for stray in folder.glob(f".{name}.*"):

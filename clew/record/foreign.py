@@ -1,4 +1,4 @@
-"""Whose words a run directory holds: the user's own, or a stranger's, which may name code to run."""
+"""Origin of a run directory: the user's own run, or someone else's, whose configuration may name code to run."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from clew.record.files import read_json, write_json
 from clew.record.run import RunDirectory
 
 NAME = "bundle.json"
-"""The file in which a bundle says what it holds. It lies in a folder that somebody unpacked by hand, too."""
+"""Name of the file in which a bundle describes itself. It is also in a folder that somebody unpacked by hand."""
 
 IMPORTED = "clew import"
-"""What run.json names as the trainer of a run that was imported."""
+"""Name of the trainer in run.json for a run that was imported."""
 
 ORIGIN = "foreign"
-"""The fact in run.json that says why a run is a stranger's where it was begun with a stranger's record."""
+"""Key in run.json for a run that began with someone else's record; its value says why the record is foreign."""
 
 
 def why_foreign(run: RunDirectory) -> str | None:
-    """Say why the configuration of a run may be a stranger's; None where it is this user's own.
+    """Return why the configuration of a run may be someone else's; None if the run is this user's own.
 
-    A run is foreign when it was imported, when it came as a bundle or began with a foreign one, and when any file that
-    the configuration is read from is owned by another user than the one who asks, root included.
+    A run is foreign if it was imported, came as a bundle, or began with a foreign record. It is also foreign if any
+    file that the configuration is read from belongs to another user than the present one, root included.
     """
     facts = run.facts()
     if facts.get(ORIGIN):
@@ -41,6 +41,6 @@ def why_foreign(run: RunDirectory) -> str | None:
 
 
 def mark_foreign(run: RunDirectory, why: str) -> None:
-    """Have run.json say that a new run began with a stranger's record, so that its code is not trusted either."""
+    """Note in run.json that a new run began with someone else's record, so that its code is not trusted either."""
     facts = read_json(run.run_json) if run.run_json.exists() else {"created": time.time()}
     write_json(run.run_json, {"clew_format": rows.FORMAT, **facts, ORIGIN: why})

@@ -1,5 +1,7 @@
-"""media/: images that sequences refer to, one file each, named by their content: an image that many turns show lies
-there once."""
+"""media/: images that sequences refer to, one file each, named by their content.
+
+An image that is shown in many turns is therefore stored once.
+"""
 
 from __future__ import annotations
 
@@ -15,38 +17,38 @@ from clew.reading import FileMissing, read_bytes
 from clew.record.files import write_bytes
 
 UNUSED_S = 86400.0
-"""How long an image is kept that nothing refers to: the episode that shows it may still be running."""
+"""Seconds for which an unreferenced image is kept: the episode that shows it may still be running."""
 
 LOOK_S = 3600.0
-"""Between two looks for such images: one reads all that is on record."""
+"""Seconds between two searches for unreferenced images. A search reads the whole record."""
 
 _KINDS = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpg", b"GIF8": "gif", b"RIFF": "webp"}
-"""Endings, by how such files begin."""
+"""File name endings, by the first bytes of the file."""
 
 
 _NAME = re.compile(f"[0-9a-f]{{32}}[.](?:{'|'.join(_KINDS.values())}|bin)")
 
 
 def is_media_name(name: object) -> bool:
-    """Return whether this is a name that `media_name` makes, which is no path to anywhere else."""
+    """Return whether this is a name as `media_name` makes it, which cannot be a path to any other place."""
     return isinstance(name, str) and _NAME.fullmatch(name) is not None
 
 
 def media_name(content: bytes) -> str:
-    """32 hexadecimal digits of its SHA-256, and what kind of file it is."""
+    """Return the name of an image: 32 hexadecimal digits of its SHA-256, and an ending for its type."""
     kind = next((kind for start, kind in _KINDS.items() if content.startswith(start)), "bin")
     return f"{hashlib.sha256(content).hexdigest()[:32]}.{kind}"
 
 
 class Media:
-    """The folder."""
+    """The folder of images of a run."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._looked_at = -LOOK_S
 
     def put(self, content: bytes) -> str:
-        """Keep it; returns its name. To be called before anything that refers to it is written."""
+        """Store an image and return its name. Call this before writing anything that refers to the image."""
         name = media_name(content)
         try:
             os.utime(self.folder / name)
@@ -56,7 +58,7 @@ class Media:
         return name
 
     def path(self, name: str) -> Path:
-        """Return where an image lies. Raises RecordError for a name that is not the hash of a content."""
+        """Return the path of an image. Raises RecordError for a name that `media_name` does not make."""
         if not is_media_name(name):
             raise RecordError(
                 f"Cannot look for the image {name!r:.80} in {self.folder}: images are named by 32 hexadecimal digits "
@@ -65,7 +67,7 @@ class Media:
         return self.folder / name
 
     def read(self, name: str) -> bytes:
-        """Return the content of an image. Raises RecordError: no such name, missing, altered."""
+        """Return the content of an image. Raises RecordError if its name is invalid, or its file missing or altered."""
         try:
             content = read_bytes(self.path(name))
         except FileMissing:
@@ -81,8 +83,13 @@ class Media:
         return content
 
     def prune(self, referred: Callable[[], set[str]]) -> None:
-        """Remove what was not shown to a model for a day, and is not among the names that the record refers to.
-        Without effect when it was called lately."""
+        """Remove images that were not shown to a model for a day and that the record does not refer to.
+
+        Does nothing if it last searched less than `LOOK_S` seconds ago.
+
+        Args:
+            referred: Returns the names that the record refers to. It is called only if there are old images.
+        """
         if time.monotonic() - self._looked_at < LOOK_S:
             return
         self._looked_at = time.monotonic()

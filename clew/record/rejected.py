@@ -1,4 +1,4 @@
-"""What a run rejected: episodes that failed and groups that were left out, counted by their reasons."""
+"""Counts of what a run rejected: failed episodes and groups that were left out, by their reasons."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from clew.record.run import RunDirectory
 from clew.record.warned import kind_of
 
 FILTERED = "filtered: "
-"""Beginning of the reason why a filter left a group out."""
+"""Prefix of the reason in `error` when a filter left a group out."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rejected:
-    """Counts over a whole run."""
+    """Counts of rejected episodes and groups over a whole run."""
 
     episodes: Counter[str] = field(default_factory=Counter)
     """Failed episodes, by the kind of their error."""
     failed_groups: int = 0
-    """Groups of which too few episodes were scored."""
+    """Number of groups in which too few episodes got a reward."""
     filtered_groups: Counter[str] = field(default_factory=Counter)
     """Groups that a filter left out, by the kind of the reason."""
 
     def lines(self) -> list[str]:
-        """Return what a person should know, the most common reason first; empty when nothing was rejected."""
+        """Return a summary for people, the most common reason first; empty if nothing was rejected."""
         said = []
         if failed := self.episodes.total():
             lost = f", and {self.failed_groups} whole groups with them" if self.failed_groups else ""
@@ -39,7 +39,7 @@ class Rejected:
 
 
 def count_rejected(run: RunDirectory) -> Rejected:
-    """Read rejected/ and count. Raises RecordError for a file that is none of Clew's."""
+    """Read rejected/ and count its episodes and groups. Raises RecordError for a file that Clew did not write."""
     episodes, filtered, groups = Counter[str](), Counter[str](), 0
     for path in sorted(run.rejected.glob("g*.parquet")):
         table = rows.read_table(path)

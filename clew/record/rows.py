@@ -1,8 +1,8 @@
-"""A sequence: one row of training tokens, and the Parquet table that holds many of them.
+"""A sequence is one row of training tokens; a Parquet table holds many of them.
 
-Aligned columns: entry i belongs to token i, given the tokens before it. Nested things are JSON text, so that pandas,
-DuckDB and `datasets` read the file as it is. The same table travels through the steps and rejected/, and,
-in a quicker form (`clew.record.inbox`), through the inbox.
+In aligned columns, entry i belongs to token i, given the tokens before it. Nested values are JSON text, so that
+pandas, DuckDB and `datasets` can read the file as it is. The same table is used in steps/, in rejected/ and, in a
+faster format (`clew.record.inbox`), in the inbox.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from clew.reading import DEEPEST, RESTORE, is_deep, read_bytes
 from clew.record.files import write_bytes
 
 FORMAT = 4
-"""Version of the record. A reader refuses a newer one. (1 had no images, 2 no digests of where sequences come from,
-3 no chain of commits.)"""
+"""Version of the record's format. A reader refuses a newer one. (Format 1 had no images, 2 no digests of where
+sequences come from, 3 no chain of commits.)"""
 
 SCHEMA = pa.schema(
     [
@@ -65,13 +65,13 @@ ALIGNED = {
     "turn_ids": np.int32,
     "temperatures": np.float32,
 }
-"""The aligned columns and their types."""
+"""Aligned columns and their types."""
 TIMES = ("admitted_version", "admitted_at", "started_at", "finished_at", "consumed_at")
-"""Of a sequence and its interactions: they differ each time that the same is computed."""
+"""Fields of a sequence and its interactions that differ each time the same sequence is computed."""
 _ALIGNED = attrgetter(*ALIGNED)
 _NESTED = ("rewards", "data", "interactions")
 ENCODER = json.JSONEncoder(default=str)
-"""Writes ASCII: a lone surrogate, which UTF-8 cannot hold, survives as an escape."""
+"""Encoder that writes ASCII: a lone surrogate, which UTF-8 cannot hold, survives as an escape."""
 DECODER = json.JSONDecoder()
 
 
@@ -95,21 +95,21 @@ class Sequence:
     temperatures: np.ndarray
     """[T] float32: what the logits are divided by when the token is scored; 1 where not generated or greedy."""
     reward: float
-    """The number that is trained on (the sum of `rewards`); NaN when the episode failed."""
+    """Reward that is trained on (the sum of `rewards`); NaN if the episode failed."""
     rewards: dict[str, float] = field(default_factory=dict)
     finish_reason: str = ""
-    """Of the last interaction: stop or length; "error" when the episode failed."""
+    """Finish reason of the last interaction: stop or length; "error" if the episode failed."""
     data: dict[str, Any] = field(default_factory=dict)
-    """The prompt's row of the data set."""
+    """Row of the data set that the prompt comes from."""
     interactions: list[dict[str, Any]] = field(default_factory=list)
-    """Messages or text, sampling parameters, seed, times of each interaction of this sequence."""
+    """Interactions of this sequence, each with messages or text, sampling parameters, seed and times."""
     images: list[str] = field(default_factory=list)
-    """What the model was shown, in the order of their tokens: names of files in media/."""
+    """Names of the image files in media/ that the model was shown, in the order of their tokens."""
     error: str | None = None
     admitted_version: int = 0
-    """The published version when the group was admitted."""
+    """Published version when the group was admitted."""
     admitted_at: float = 0.0
-    """Seconds since the epoch, like the three below."""
+    """Seconds since the epoch, as are the next three fields."""
     started_at: float = 0.0
     finished_at: float = 0.0
     consumed_at: float | None = None
@@ -125,14 +125,14 @@ _FIELDS = attrgetter(*SCHEMA.names)
 
 
 def timeless(interaction: Any) -> Any:
-    """An interaction without its times. Another trainer's need not be an object."""
+    """Return an interaction without its times; unchanged if it is no object, as may be in another trainer's record."""
     if not isinstance(interaction, dict):
         return interaction
     return {key: said for key, said in interaction.items() if key not in TIMES}
 
 
 def to_table(sequences: SequenceABC[Sequence]) -> pa.Table:
-    """One row a sequence."""
+    """Return a table with one row per sequence."""
     columns: list[pa.Array] = []
     by_name = zip(*map(_FIELDS, sequences), strict=True) if sequences else itertools.repeat(())
     offsets = pa.array(np.cumsum([0, *(len(sequence.input_ids) for sequence in sequences)], dtype=np.int32))
@@ -152,8 +152,10 @@ def to_table(sequences: SequenceABC[Sequence]) -> pa.Table:
 
 
 def from_table(table: pa.Table) -> list[Sequence]:
-    """The rows of a table that `read_table` returned: columns of a later, compatible format are left out, and what the
-    table has no column of keeps its default."""
+    """Return the rows of a table that `read_table` returned.
+
+    Columns of a later, compatible format are ignored. Fields that the table has no column for keep their defaults.
+    """
     aligned = {name: split_lists(table.column(name), dtype) for name, dtype in ALIGNED.items()}
     named = [name for name in SCHEMA.names if name in table.column_names and name not in (*ALIGNED, "images")]
     plain = {name: table.column(name).to_pylist() for name in named}
@@ -163,8 +165,12 @@ def from_table(table: pa.Table) -> list[Sequence]:
 
 
 def checked(path: Path, table: pa.Table, remedy: str = RESTORE) -> list[Sequence]:
-    """The rows of a table that was read from `path`. Raises RecordError for what no writer of rows leaves: a column
-    that is missing or not aligned, an empty place, no rows, the same one twice."""
+    """Return the rows of a table that was read from `path`, after checking them.
+
+    Raises:
+        RecordError: The table has something that Clew never writes: a missing or unaligned column, an empty cell, no
+            rows, or the same row twice.
+    """
     try:
         found = from_table(table)
         wrong = _wrong_rows(found) or _too_deep(table)
@@ -176,8 +182,10 @@ def checked(path: Path, table: pa.Table, remedy: str = RESTORE) -> list[Sequence
 
 
 def looks_sound(table: pa.Table) -> bool:
-    """Return whether `checked` would find nothing, by a look that takes a tenth of its time; where it is not sure,
-    False. The trainer reads each waiting group, and a step's record has a few percent of the step's time."""
+    """Return whether `checked` would accept the table, in a tenth of its time; False if this is not certain.
+
+    The trainer reads each waiting group, and recording may take only a few percent of a step's time.
+    """
     if not table.num_rows or any(table.column(name).null_count for name in ("id", "group_id", "episode_id", "reward")):
         return False
     if len(set(table.column("id").to_pylist())) < table.num_rows:
@@ -223,7 +231,7 @@ def _wrong_rows(sequences: SequenceABC[Sequence]) -> str:
 
 
 def _too_deep(table: pa.Table) -> str:
-    """Which nested column holds more levels than readers bear."""
+    """Return which nested column has more than `DEEPEST` levels, as text for an error; empty if none has."""
     for name in (name for name in _NESTED if name in table.column_names):
         for row, text in zip(table.column("id").to_pylist(), table.column(name).to_pylist(), strict=True):
             if text.count("[") + text.count("{") > DEEPEST and is_deep(DECODER.decode(text)):
@@ -249,12 +257,12 @@ def _wrong_columns(table: pa.Table) -> str:
 
 
 def images_of(table: pa.Table) -> list[list[str]]:
-    """Of each row."""
+    """Return the names of the images of each row."""
     return [names or [] for names in completed(table).column("images").to_pylist()]
 
 
 def completed(table: pa.Table) -> pa.Table:
-    """With the columns that its format had not."""
+    """Return the table with the columns that its older format lacked."""
     if "images" in table.column_names:
         return table
     none = pa.array([[]] * table.num_rows, SCHEMA.field("images").type)
@@ -263,7 +271,7 @@ def completed(table: pa.Table) -> pa.Table:
 
 
 def split_lists(column: pa.ChunkedArray, dtype: type) -> list[np.ndarray]:
-    """A column of lists of numbers as one array a row. (pyarrow's own to_numpy imports pandas: a quarter second.)"""
+    """Return a column of lists of numbers as one array per row. (pyarrow's to_numpy imports pandas, taking 0.25 s.)"""
     whole = column.combine_chunks()
     values = whole.values.cast(pa.from_numpy_dtype(np.dtype(dtype)))
     bits = values.buffers()[1]
@@ -278,8 +286,10 @@ def split_lists(column: pa.ChunkedArray, dtype: type) -> list[np.ndarray]:
 
 
 def write_table(path: Path, table: pa.Table) -> None:
-    """Write a Parquet file atomically. Dictionaries and statistics are left out: they cost more than they save on
-    files of this size."""
+    """Write a Parquet file atomically, without dictionaries and statistics.
+
+    In files of this size, they cost more than they save.
+    """
     sink = pa.BufferOutputStream()
     pq.write_table(
         table, sink, compression="zstd", use_dictionary=False, write_statistics=False, write_page_checksum=True
@@ -288,9 +298,15 @@ def write_table(path: Path, table: pa.Table) -> None:
 
 
 def read_table(path: Path, remedy: str = RESTORE) -> pa.Table:
-    """Read a Parquet file, checksums verified. Raises RecordError: missing, truncated, altered, newer.
+    """Read a Parquet file and verify its checksums.
 
-    remedy: what to do when it cannot be read, for the message."""
+    Args:
+        path: The file.
+        remedy: What to do if it cannot be read, for the message.
+
+    Raises:
+        RecordError: The file is missing, truncated, altered, or of a newer format.
+    """
     content = read_bytes(path, remedy)
 
     def read() -> pa.Table:
@@ -300,9 +316,17 @@ def read_table(path: Path, remedy: str = RESTORE) -> pa.Table:
 
 
 def sound(path: Path, read: Callable[[], pa.Table], size: int, remedy: str = RESTORE) -> pa.Table:
-    """The table that `read` returns. Raises RecordError when it cannot, or the table has not the columns of its format.
+    """Return the table that `read` returns, after checking its columns.
 
-    size: of the file, in bytes."""
+    Args:
+        path: The file that is read, for the message.
+        read: Reads the table.
+        size: Size of the file in bytes, for the message.
+        remedy: What to do if it cannot be read, for the message.
+
+    Raises:
+        RecordError: The table cannot be read, or lacks columns of its format.
+    """
     try:  # the footer has no checksum: an altered one says anything
         table = read()
         table.validate(full=True)
@@ -317,7 +341,7 @@ def sound(path: Path, read: Callable[[], pa.Table], size: int, remedy: str = RES
 
 
 def _strange_column(table: pa.Table) -> str:
-    """Which column a table of sequences has not, or not as its format has it."""
+    """Return which column of a table of sequences is missing or has the wrong type, for an error; empty if none."""
     there, found = set(table.column_names), format_of(table)
     if not there & {"group_id", "input_ids"} or found > FORMAT:  # stages; a newer table
         return ""
@@ -332,7 +356,7 @@ def _strange_column(table: pa.Table) -> str:
 
 
 def unreadable(path: Path, why: str, size: int, remedy: str) -> RecordError:
-    """What is said of a file that is not as it was written. size: in bytes."""
+    """Return the RecordError for a file that cannot be read as it was written. size: in bytes."""
     return RecordError(
         f"{path} cannot be read ({why}); it has {size} bytes. It was truncated or altered after it was written: "
         f"{remedy}."
@@ -340,17 +364,17 @@ def unreadable(path: Path, why: str, size: int, remedy: str) -> RecordError:
 
 
 def altered(path: Path, wrong: str, remedy: str = RESTORE) -> RecordError:
-    """What is said of a file that holds what nobody writes."""
+    """Return the RecordError for a file with content that Clew never writes."""
     return RecordError(f"{path} was altered after it was written: {wrong}. {remedy.capitalize()}.")
 
 
 def format_of(table: pa.Table) -> int:
-    """The version of the format that a table says it has."""
+    """Return the format version that a table states; 0 if it states none."""
     return int((table.schema.metadata or {}).get(b"clew_format", b"0"))
 
 
 def check_format(path: Path, found: Any, newest: int = FORMAT) -> None:
-    """Raise RecordError when `path` is of a newer format than this Clew writes, or of none."""
+    """Raise RecordError if `path` is of a newer format than this Clew reads, or its format is not a number."""
     if not isinstance(found, int):
         raise RecordError(
             f"{path} is of format {found!r:.60}: it was altered after it was written. {RESTORE.capitalize()}."

@@ -1,6 +1,6 @@
-"""The run directory: everything that a run knows, in one place, in formats that other tools read.
+"""The run directory: everything that is known about a run, in one place, in formats that other tools can read.
 
-See DESIGN's drawing in docs/record.md. Processes find one another here; there is no other registry.
+docs/record.md has a drawing of it. Processes find one another here; there is no other registry.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ PACKAGES = ("clew", "torch", "transformers", "tokenizers", "safetensors", "numpy
 
 @dataclass(frozen=True, kw_only=True)
 class Server:
-    """An inference server, as servers.json has it."""
+    """An inference server, as servers.json lists it."""
 
     name: str
     address: str
-    """host:port"""
+    """Address as host:port."""
     pid: Count
     ready: Flag
-    """It has loaded the newest weights, or answers 503 until it has."""
+    """True if it has loaded the newest weights, or answers 503 until it has."""
     token: str = ""
-    """What calls that change its state need."""
+    """Token that is needed for calls that change the server's state."""
 
 
 @with_config(STRICT)
 class Changed(TypedDict):
-    """A change of the configuration: the first step with it, and the old and the new value of each field."""
+    """A change of the configuration: the first step with it, and the old and new value of each field."""
 
     step: Count
     fields: dict[str, Annotated[list[Any], Field(min_length=2, max_length=2)]]
@@ -61,7 +61,7 @@ class Changed(TypedDict):
 
 @with_config(STRICT)
 class Facts(TypedDict, total=False):
-    """Content of run.json; whoever wrote it may have added more."""
+    """Content of run.json. Other trainers may add more fields."""
 
     clew_format: int
     created: Moment
@@ -76,7 +76,7 @@ class Facts(TypedDict, total=False):
 
 
 class Evaluated(TypedDict):
-    """Content of an evaluation's JSON; besides, there are numbers named pass@1 and so on."""
+    """Content of an evaluation's JSON. It also has numbers named pass@1 and so on."""
 
     version: Count
     reward: NotRequired[Number | None]
@@ -88,12 +88,17 @@ class Evaluated(TypedDict):
 
 
 class RunDirectory:
-    """Paths and files of one run. Opening it creates what is missing and checks the format."""
+    """Paths and files of one run."""
 
     def __init__(self, path: Path, *, make: bool = True) -> None:
-        """Raises RecordError when the directory is of a newer format.
+        """Open a run directory.
 
-        make: make the folders that are missing. Whoever only reads changes nothing; see `open_run`.
+        Args:
+            path: The directory.
+            make: Create the folders that are missing. To only read, use `open_run`, which changes nothing.
+
+        Raises:
+            RecordError: The directory is of a newer format.
         """
         self.path = path
         self.run_json = path / "run.json"
@@ -117,7 +122,11 @@ class RunDirectory:
         self.media = Media(path / "media")
 
     def hold(self, role: str) -> IO[str]:
-        """Be the one `role` ("trainer", "rollout", "server") of this run until the process ends. Raises RecordError."""
+        """Take the lock of `role` ("trainer", "rollout" or "server") of this run until the process ends.
+
+        Raises:
+            RecordError: Another process has this role.
+        """
         return hold_lock(self.status / f"{role}.lock", role)
 
     @contextmanager
@@ -127,14 +136,17 @@ class RunDirectory:
             yield reporter
 
     def clean_after_trainer(self) -> None:
-        """Complete the index, and remove what a killed trainer left half-written. Only a trainer calls it."""
+        """Complete the index and remove what a killed trainer left half-written. Only the trainer may call this."""
         self.steps.repair()
         remove_strays(self.path, "config.yaml", "run.json", "weights.json")
         remove_strays(self.inbox.folder, "version.json")
 
     def clean_after_rollout(self) -> set[str]:
-        """Remove what a killed rollout process left: half-written files, and failed episodes of groups that are to be
-        made again. Only a rollout process calls it. Returns the groups whose fate is settled."""
+        """Remove what a killed rollout process left behind and return the groups that are already finished.
+
+        This removes half-written files, and failed episodes of groups that will be made again. Only the rollout process
+        may call this.
+        """
         remove_strays(self.inbox.folder, "g*.arrows", "running.json")
         for folder in (self.rejected, self.evals):
             remove_strays(folder, "*")
@@ -145,14 +157,16 @@ class RunDirectory:
         return settled
 
     def checkpointed(self) -> list[int]:
-        """The versions of which there are checkpoints, oldest first."""
+        """Return the versions that have a checkpoint, oldest first."""
         return sorted(int(path.parent.name[5:]) for path in self.checkpoints.glob("step-*/checkpoint.json"))
 
     # What the run is -------------------------------------------------------------------------------------------------
 
     def changes(self, config: Config) -> dict[str, list[Any]]:
-        """Return the fields in which `config` differs from config.yaml, with the old and the new value of each. The
-        fields that name the run directory do not count: it may have been moved."""
+        """Return the fields in which `config` differs from config.yaml, with the old and the new value of each.
+
+        Fields that name the run directory are ignored, because it may have been moved.
+        """
         if not self.config_path.exists():
             return {}
         before, now = (
@@ -162,13 +176,14 @@ class RunDirectory:
         return {name: [before.get(name), now[name]] for name in names if before.get(name) != now[name]}
 
     def describe(self, config: Config | None, *, step: int = 0, **facts: Any) -> None:
-        """Write config.yaml and run.json: format, packages, git revision, platform, and `facts` (threads, topology).
+        """Write config.yaml and run.json: format, packages, git revision, platform and `facts` (threads, topology).
 
         Call it only when a step is about to be trained with `config`, so that config.yaml says what was trained.
 
         Args:
-            config: None where another trainer has one of its own.
-            step: the next step. What changed from an earlier step to it is added to `changes` in run.json.
+            config: The configuration; None if another trainer writes its own.
+            step: The next step. What changed since an earlier step is added to `changes` in run.json.
+            facts: More fields for run.json.
         """
         before = self.facts() or {"created": time.time()}
         if config is not None:
@@ -186,7 +201,7 @@ class RunDirectory:
         write_json(self.run_json, {**before, **described})
 
     def facts(self) -> dict[str, Any]:
-        """What run.json says; empty before the first `describe`."""
+        """Return the content of run.json; empty before the first `describe`."""
         return read_json(self.run_json, Facts) if self.run_json.exists() else {}
 
     def prune(self, before: int) -> None:
@@ -195,7 +210,7 @@ class RunDirectory:
         self.media.prune(self._shown)
 
     def _shown(self) -> set[str]:
-        """The names of the images that any sequence on record refers to."""
+        """Return the names of the images that any recorded sequence refers to."""
         files = [path for folder in (self.steps.folder, self.rejected, self.evals) for path in folder.glob("*.parquet")]
         tables = [*map(rows.read_table, files), *self.inbox.scan().values()]
         return {name for table in tables for row in rows.images_of(table) for name in row}
@@ -203,63 +218,68 @@ class RunDirectory:
     # Groups ----------------------------------------------------------------------------------------------------------
 
     def reject(self, name: str, sequences: Sequence[rows.Sequence]) -> None:
-        """File a group that was filtered out or failed, or one failed episode of a group, each row with its reason."""
+        """Write a rejected group, or one failed episode of a group, to rejected/. Each row has its reason."""
         rows.write_table(self.rejected / f"{name}.parquet", rows.to_table(sequences))
 
     def rejected_groups(self) -> set[str]:
-        """The groups that were rejected as a whole."""
+        """Return the IDs of the groups that were rejected as a whole."""
         return {path.stem for path in self.rejected.glob("g*.parquet") if "." not in path.stem}
 
     def finished_groups(self) -> set[str]:
-        """Every group whose fate is settled: waiting, in a step, or rejected. All others are issued again."""
+        """Return the IDs of the groups that are settled: waiting, in a step, or rejected. All others are made again."""
         return self.inbox.names() | self.steps.consumed() | self.steps.pending_groups() | self.rejected_groups()
 
     # Evaluations -----------------------------------------------------------------------------------------------------
 
     def write_eval(self, version: int, sequences: Sequence[rows.Sequence], summary: dict[str, Any]) -> None:
-        """Write an evaluation. Its JSON is written last and says that it is complete; `rows` in it is the digest of the
-        file with its sequences."""
+        """Write an evaluation. Its JSON is written last, which marks it as complete.
+
+        `rows` in the JSON is the digest of the file with the sequences.
+        """
         path = self.evals / f"version-{version:06d}.parquet"
         rows.write_table(path, rows.to_table(sequences))
         said = {"version": version, **summary, "rows": chain.digest(path.read_bytes())}
         write_bytes(path.with_suffix(".json"), chain.sealed(said))
 
     def read_eval(self, version: int) -> dict[str, Any] | None:
-        """The summary of an evaluation, None while it is not complete."""
+        """Return the summary of an evaluation; None until it is complete."""
         path = self.evals / f"version-{version:06d}.json"
         return read_evaluation(path) if path.exists() else None
 
     def newest_eval(self) -> dict[str, Any] | None:
-        """The newest complete evaluation."""
+        """Return the newest complete evaluation; None if there is none."""
         path = max(self.evals.glob("version-*.json"), default=None)
         return read_evaluation(path) if path else None
 
     def read_evals(self) -> list[dict[str, Any]]:
-        """All complete evaluations, by version."""
+        """Return all complete evaluations, in the order of their versions."""
         return [read_evaluation(path) for path in sorted(self.evals.glob("version-*.json"))]
 
     # Weights and servers ---------------------------------------------------------------------------------------------
 
     def announce_weights(self, ref: WeightRef) -> None:
-        """Say where the newest weights lie, before any server is asked to load them."""
+        """Write where the newest weights are, before any server is asked to load them."""
         ref.write(self.path / "weights.json")
 
     def newest_weights(self) -> WeightRef | None:
-        """What a server that starts has to load; None before the trainer has written any."""
+        """Return the weights that a starting server has to load; None before the trainer has written any."""
         path = self.path / "weights.json"
         return WeightRef.read(path) if path.exists() else None
 
     def register_server(self, server: Server) -> None:
-        """Enter (or update) a server in servers.json. A server registers before it looks for the newest weights, and
-        the trainer announces weights before it looks for servers: so one of the two sees the other."""
+        """Add or update a server in servers.json.
+
+        A server registers before it looks for the newest weights, and the trainer announces weights before it looks for
+        servers. So one of the two always sees the other.
+        """
         self._change_servers(lambda servers: {**servers, server.name: server})
 
     def remove_server(self, name: str) -> None:
-        """Take a server out of servers.json."""
+        """Remove a server from servers.json."""
         self._change_servers(lambda servers: {key: value for key, value in servers.items() if key != name})
 
     def servers(self) -> list[Server]:
-        """The servers that are registered, ready or not, alive or not."""
+        """Return the registered servers, whether or not they are ready or alive."""
         path = self.path / "servers.json"
         return list(read_json(path, dict[str, Server]).values()) if path.exists() else []
 
@@ -273,23 +293,26 @@ class RunDirectory:
 
 
 def read_evaluation(path: Path) -> dict[str, Any]:
-    """Read an evaluation's JSON. Raises RecordError when it is something else."""
+    """Read an evaluation's JSON. Raises RecordError if it is something else."""
     found = read_json(path, Evaluated)
     check(path, {name: value for name, value in found.items() if name.startswith("pass@")}, dict[str, Number | None])
     return found
 
 
 def changes_in_words(changes: Mapping[str, Sequence[Any]]) -> str:
-    """Return changed fields as one line, such as "training.lr 0.001 -> 0.01"; see `RunDirectory.changes`."""
+    """Return changed fields as one line, such as "training.lr 0.001 -> 0.01". See `RunDirectory.changes`."""
     return ", ".join(f"{name} {old!r} -> {new!r}" for name, (old, new) in changes.items())
 
 
 def warn_of_changes(log: logging.Logger, config: Config, run: RunDirectory, step: int, until: int) -> None:
-    """Announce what changed in the configuration since the run was last trained.
+    """Log what changed in the configuration since the run was last trained.
 
     Args:
-        step: the next one.
-        until: the step before which the run ends.
+        log: Where to log.
+        config: The present configuration.
+        run: The run directory.
+        step: The next step.
+        until: The number of steps after which the run ends.
     """
     if not (changed := run.changes(config)):
         return
@@ -304,7 +327,7 @@ def warn_of_changes(log: logging.Logger, config: Config, run: RunDirectory, step
 
 
 def open_run(path: Path | str) -> RunDirectory:
-    """Open a run directory that must exist already, to read it: no file or folder is made. Raises RecordError."""
+    """Open an existing run directory to read it. No file or folder is created. Raises RecordError if there is none."""
     path = Path(path)
     if not (path / "status").is_dir():
         raise RecordError(
@@ -315,7 +338,7 @@ def open_run(path: Path | str) -> RunDirectory:
 
 
 def _git_revision() -> str | None:
-    """The commit of the working directory, with "+" when it has changes; None outside git."""
+    """Return the git commit of the current folder, with "+" if it has changes; None outside git."""
     try:
         revision = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10)
         if revision.returncode != 0:

@@ -1,6 +1,6 @@
-"""steps/: what was consumed, what was computed from it, and the JSON that commits it.
+"""steps/: the batch that each step consumed, what was computed from it, and the JSON that commits the step.
 
-A step is written in this order, and each crash in between has one meaning:
+A step is written in this order, so that a crash at any point has one meaning:
 
 1. ``step-N.parquet``          the chosen batch; without its JSON it is trained on again as it is
 2. ``step-N/rank-R.parquet``   the stages that each rank computed
@@ -29,23 +29,24 @@ from clew.record.digest import RowDigest
 from clew.record.files import explain_disk_errors, remove_strays, write_bytes
 
 OF_ROWS = {"id": (pa.string(), 1), "digest": (pa.uint64(), 2), "origin": (pa.uint64(), 3)}
-"""The columns of a file of stages that are no stages: their types, and the format that brought them."""
+"""Columns of a file of stages that are not stages: their types, and the format that introduced them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stages:
-    """What was computed of a step's sequences."""
+    """Values that were computed for a step's sequences."""
 
     digests: dict[str, RowDigest]
-    """Of each sequence that training read, by its ID."""
+    """Digests of each sequence that training read, by its ID."""
     arrays: dict[str, dict[str, np.ndarray]]
-    """By stage and sequence ID: float32, aligned with the sequence's tokens, 0 where a token is not trained on."""
+    """Values by stage and sequence ID: float32, aligned with the tokens, 0 where a token is not trained on."""
 
 
 def parse_steps(text: str, count: int) -> range:
-    """Which of `count` steps are meant: "137", or as Python slices: "130:140" (130 to 139), ":10", "-5:".
+    """Return which of `count` steps `text` means: "137", or as Python slices "130:140" (130 to 139), ":10", "-5:".
 
-    Raises RecordError when it is neither, or means none.
+    Raises:
+        RecordError: `text` is neither form, or means no committed step.
     """
     try:
         bounds = [int(part) if part else None for part in text.split(":")]
@@ -64,7 +65,7 @@ def parse_steps(text: str, count: int) -> range:
 
 
 class Steps:
-    """The committed steps of a run, and the one that is being made."""
+    """The committed steps of a run, and the step that is being made."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -79,7 +80,7 @@ class Steps:
         return self.folder / f"step-{step:06d}" / f"rank-{rank}.parquet"
 
     def stage_paths(self, step: int) -> list[Path]:
-        """The stages of a step, a file for each rank that is there; at least rank 0's."""
+        """Return the stage files of a step, one per rank; if there are none, the path that rank 0's would have."""
         folder = self.stage_path(step, 0).parent
         return sorted(folder.glob("rank-*.parquet")) or [self.stage_path(step, 0)]
 
@@ -88,18 +89,21 @@ class Steps:
         return self.folder / "index.jsonl"
 
     def write_data(self, step: int, table: pa.Table) -> None:
-        """1: the batch of `step`, as it will be trained on now, on resume and in every replay."""
+        """Write the batch of `step` (item 1 of the module's list).
+
+        The step is trained on this batch now, on resume and in every replay.
+        """
         rows.write_table(self.data_path(step), table)
 
     def read_data(self, step: int) -> list[rows.Sequence]:
-        """The batch of `step`. Raises RecordError: missing, truncated, altered."""
+        """Return the batch of `step`. Raises RecordError if it is missing, truncated or altered."""
         return rows.checked(self.data_path(step), self.read_table(step))
 
     def has_data(self, step: int) -> bool:
         return self.data_path(step).exists()
 
     def read_table(self, step: int) -> pa.Table:
-        """The same as a table, its rows unchecked."""
+        """Return the batch of `step` as a table, without checking its rows. Raises RecordError."""
         path = self.data_path(step)
         if not self.json_path(step).exists():
             return rows.read_table(path, "remove it: the step is not committed, and its batch is chosen again")
@@ -109,7 +113,7 @@ class Steps:
         return rows.read_table(path)
 
     def gone(self, step: int) -> str:
-        """What is said where the data of a committed step is not there."""
+        """Return the message for a committed step whose data is missing."""
         count = self.count()
         there = next((later for later in range(step + 1, count) if self.has_data(later)), None)
         nearest = "no later step has its own" if there is None else f"the next that has its own is step {there}"
@@ -121,8 +125,15 @@ class Steps:
     def write_stages(
         self, step: int, rank: int, digests: Mapping[str, RowDigest], stages: Mapping[str, Sequence[np.ndarray]]
     ) -> None:
-        """2: what `rank` computed from its rows: one list, kept as float32, aligned with the tokens, a sequence and
-        stage; and the digests of what it read of each, from `clew.record.digest.digest_rows`."""
+        """Write what `rank` computed from its rows (item 2 of the module's list).
+
+        Args:
+            step: The number of the step.
+            rank: The rank that computed it.
+            digests: Digests of the sequences that the rank read, by ID; see `clew.record.digest.digest_rows`.
+            stages: By stage, one array per sequence in the order of `digests`, aligned with its tokens. They are kept
+                as float32.
+        """
         columns: dict[str, pa.Array] = {
             "id": pa.array(list(digests)),
             "digest": pa.array([each.data for each in digests.values()], pa.uint64()),
@@ -138,8 +149,11 @@ class Steps:
         rows.write_table(path, pa.table(columns, metadata={"clew_format": str(rows.FORMAT)}))
 
     def read_stages(self, step: int, batch: Sequence[rows.Sequence] = ()) -> Stages:
-        """What the ranks computed at `step`. Raises RecordError: missing, truncated, altered, and when there is nothing
-        of a sequence in `batch`."""
+        """Return what the ranks computed at `step`.
+
+        Raises:
+            RecordError: A file is missing, truncated or altered, or there is nothing for a sequence in `batch`.
+        """
         environment = self.read(step).get("environment", {}) if self.json_path(step).exists() else {}
         ranks = range(0, environment.get("ranks", 1), environment.get("tp", 1))  # of a group the first writes
         paths = sorted({*self.stage_paths(step), *(self.stage_path(step, rank) for rank in ranks)})
@@ -168,12 +182,12 @@ class Steps:
         )
 
     def commit(self, step: int, said: Mapping[str, Any]) -> None:
-        """Write `step-N.json`, which commits the step, and its line of the index (3 and 4).
+        """Write `step-N.json`, which commits the step, and its line of the index (items 3 and 4 of the module's list).
 
         Args:
-            step: The number of the step. Its data and the stages of all ranks are written.
-            said: What the step says of itself, as `clew.record.summary` has it. The format, the number and the chain
-                are added; the index repeats `groups`, `versions` and `digests`.
+            step: The number of the step. Its data and the stages of all ranks are already written.
+            said: Content of the JSON, see `clew.record.summary`. The format, the number and the chain are added; the
+                index repeats `groups`, `versions` and `digests`.
         """
         link = chain.link(self, step, said.get("evaluation"))
         content = json.dumps({"clew_format": rows.FORMAT, "step": step, "chain": link, **said}).encode()
@@ -183,7 +197,7 @@ class Steps:
             index.write(_line(line))
 
     def read(self, step: int) -> dict[str, Any]:
-        """Return what was committed for `step`. Raises RecordError: missing, altered, newer."""
+        """Return the JSON of the committed `step`. Raises RecordError if it is missing, altered or too new."""
         path = self.json_path(step)
         if not path.exists():
             count = self.count()
@@ -198,28 +212,32 @@ class Steps:
         return said
 
     def committed_digest(self, step: int) -> str | None:
-        """Return the digest of a committed step's JSON, by which the chain names it; None where it is not on record."""
+        """Return the digest by which the chain names a committed step's JSON; None if the step is not on record."""
         return chain.committed_digest(self, step)
 
     def committed_after(self, step: int) -> int | None:
-        """Return the first later step whose JSON is there; None where there is no such step."""
+        """Return the first later step whose JSON exists; None if there is no such step."""
         names = (path.stem.removeprefix("step-") for path in self.folder.glob("step-*.json"))
         return min((int(name) for name in names if name.isdecimal() and int(name) > step), default=None)
 
     @cached_property
     def by_clew(self) -> bool:
-        """Whether Clew trained these steps: run.json names no other trainer."""
+        """Return whether Clew trained these steps: run.json names no other trainer."""
         run_json = self.folder.parent / "run.json"
         return not run_json.exists() or read_json(run_json, dict[str, Any]).get("trainer") is None
 
     def index(self) -> list[dict[str, Any]]:
-        """Return a dictionary for each committed step (step, groups, versions, digests), in order; a torn last line is
-        left out."""
+        """Return a dictionary for each committed step (step, groups, versions, digests), in order.
+
+        A torn or altered line of index.jsonl is replaced by what the step's own JSON says.
+        """
         return [_entry(line["step"], line) for line in self.index_lines()]
 
     def index_lines(self) -> list[dict[str, Any]]:
-        """Return what the lines of the index say, or should say: `index`, and under `json` the digest of each step's
-        JSON. Lines of a format before 4 have no `json`."""
+        """Return the entries of `index`, and under `json` the digest of each step's JSON.
+
+        Lines of a format before 4 have no `json`.
+        """
         try:
             lines = read_bytes(self.index_path).split(b"\n")[:-1]
         except FileMissing:
@@ -240,23 +258,25 @@ class Steps:
         return entries
 
     def count(self) -> int:
-        """How many steps are committed; also the number of the next one."""
+        """Return the number of committed steps, which is also the number of the next one."""
         return len(self.index())
 
     def consumed(self) -> set[str]:
-        """The groups that committed steps name."""
+        """Return the IDs of the groups that committed steps have consumed."""
         return {group_id for entry in self.index() for group_id in entry["groups"]}
 
     def pending_groups(self) -> set[str]:
-        """The groups of a step whose data is written, but which is not committed yet."""
+        """Return the IDs of the groups in a step whose data is written but which is not committed yet."""
         step = self.count()
         if not self.has_data(step):
             return set()
         return set(self.read_table(step).column("group_id").to_pylist())
 
     def repair(self) -> None:
-        """Complete the index and remove half-written files, and stages of a step that was not committed (it may be
-        made by other ranks now), after a kill. Only the trainer calls it."""
+        """Complete the index and remove half-written files after a kill. Only the trainer may call this.
+
+        It also removes the stages of a step that was not committed, because other ranks may make that step now.
+        """
         for folder in (self.folder, *self.folder.glob("step-*/")):
             remove_strays(folder, "*")
         entries = self.index_lines()
@@ -266,7 +286,7 @@ class Steps:
             write_bytes(self.index_path, whole)
 
     def prune(self, before: int) -> None:
-        """Remove data and stages of the steps before `before`; what they committed (JSON, index) stays."""
+        """Remove data and stages of the steps before `before`. What they committed (JSON, index) stays."""
         for path in self.folder.glob("step-*.parquet"):
             step = int(path.stem.removeprefix("step-"))
             if step < before:
@@ -275,7 +295,7 @@ class Steps:
 
 
 def _check_stages(path: Path, table: pa.Table, first: pa.Table) -> None:
-    """Raise RecordError when a file of stages has other columns than `Steps.write_stages` gives it. first: rank 0's."""
+    """Raise RecordError if a file of stages has other columns than `Steps.write_stages` writes. first: rank 0's."""
     there = dict(zip(table.column_names, table.schema.types, strict=False))
     expected = {name for name, (_, since) in OF_ROWS.items() if since <= rows.format_of(table)}
     wrong = [name for name, kind in there.items() if kind != OF_ROWS.get(name, (pa.list_(pa.float32()), 1))[0]]
@@ -296,13 +316,15 @@ def _has_empty_places(column: pa.ChunkedArray) -> bool:
 
 
 def _entry(step: int, said: Mapping[str, Any]) -> dict[str, Any]:
-    """What the index says of a step."""
+    """Return the entry of the index for a step."""
     return {"step": step, **{key: said[key] for key in chain.INDEXED}}
 
 
 def _is_entry(entry: Mapping[str, Any]) -> bool:
-    """Whether an entry of the index has the types that a step gives it. (A schema takes ten times as long, and there
-    may be ten thousand lines.)"""
+    """Return whether an entry of the index has the types that a step gives it.
+
+    (A schema takes ten times as long, and there may be ten thousand lines.)
+    """
     groups, versions, digests = (entry[key] for key in chain.INDEXED)
     lists = isinstance(groups, list) and isinstance(versions, list) and isinstance(digests, dict)
     return lists and set(map(type, groups)) <= {str} and list(map(type, versions)) == [int, int]

@@ -1,4 +1,4 @@
-"""What a step's JSON says, as docs/record.md has it, and whether a file does. Keys beyond these are left alone."""
+"""Schema of a step's JSON, as in docs/record.md, and the check of a file against it. Other keys are ignored."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from clew.config import Algorithm, Training
 
 Digests = Annotated[str, Field(pattern="^([0-9a-f]{16})*$")]
-"""As `clew.record.digest.to_hex` writes them."""
+"""Digests, as `clew.record.digest.to_hex` writes them."""
 AtLeastOne = Annotated[int, Field(strict=True, ge=1, lt=2**31)]
 Plan = list[list[list[Count]]]
 
 
 @with_config(STRICT)
 class Committed(TypedDict):
-    """Of a step of any trainer."""
+    """Fields of a step's JSON that any trainer writes."""
 
     clew_format: int
     groups: list[str]
@@ -65,7 +65,7 @@ class Metrics(TypedDict):
 
 @with_config(STRICT)
 class Rounding(TypedDict):
-    """What decides how floats are rounded, besides packages and threads. Text, as it is shown."""
+    """Properties of a machine, as text, that decide how floats are rounded, besides packages and threads."""
 
     formulas: AtLeastOne
     processor: NotRequired[str]
@@ -91,7 +91,7 @@ class Sections(TypedDict):
 
 @with_config(STRICT)
 class Trained(TypedDict):
-    """Of a step that Clew itself trained, besides."""
+    """Additional fields of a step that Clew itself trained."""
 
     digests: Whole
     tensors: Tensors
@@ -103,11 +103,14 @@ class Trained(TypedDict):
 
 
 def check(path: Path, step: int, summary: Any, *, by_clew: bool) -> None:
-    """Raise RecordError when a step's JSON lacks what readers need, has what cannot be meant, or is of a newer format
-    or another step.
+    """Raise RecordError if a step's JSON lacks fields, has invalid values, or is of a newer format or another step.
 
-    by_clew: Clew itself trained the step; another trainer need not know all of it, nor does a bundle of the steps
-    before those that it holds.
+    Args:
+        path: The file, for the message.
+        step: The number that the step must have.
+        summary: The content of the file.
+        by_clew: True if Clew itself trained the step. Another trainer need not know all fields, and a bundle does not
+            have them for the steps before its first one.
     """
     found = summary if isinstance(summary, dict) else {}
     by_clew = by_clew and found.get("committed_at", 0) is not None
@@ -126,9 +129,15 @@ def check(path: Path, step: int, summary: Any, *, by_clew: bool) -> None:
 
 
 def configured(path: Path, summary: dict[str, Any]) -> tuple[Training, Algorithm]:
-    """What a step of Clew's was trained with. Raises RecordError: altered, or of another version of Clew.
+    """Return the configuration that Clew trained a step with.
 
-    path: of the step's JSON."""
+    Args:
+        path: File of the step's JSON, for the message.
+        summary: The content of the file.
+
+    Raises:
+        RecordError: The configuration was altered, or is of another version of Clew.
+    """
     from clew.config import Algorithm, Training
 
     sections = summary["config"]
@@ -145,16 +154,18 @@ def configured(path: Path, summary: dict[str, Any]) -> tuple[Training, Algorithm
 
 
 def environment_of(recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the environment of a committed step. Before there was training.tp, records did not name it; before
-    `rounding` they did not tell it, which is then empty."""
+    """Return the environment of a committed step.
+
+    Older records name neither `tp`, which was 1 then, nor `rounding`, which is returned empty.
+    """
     return {"tp": 1, "rounding": {}, **recorded["environment"]}
 
 
 def rounding_doubt(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return why two environments that are otherwise the same may round differently; empty where they cannot.
+    """Return why two otherwise equal environments may round differently; empty if they cannot.
 
-    The same package computes the last bit of a sum otherwise with other instruction sets, which its libraries choose by
-    the processor and by variables.
+    The same package computes the last bit of a sum differently with different instruction sets. Its libraries choose
+    these by the processor and by environment variables.
     """
     before, after = then.get("rounding", {}), now.get("rounding", {})
     if not before or not after:

@@ -1,4 +1,4 @@
-"""The warnings of a run: every process appends its own to warnings.jsonl, one JSON object a line."""
+"""The warnings of a run: every process appends its own to warnings.jsonl, one JSON object per line."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Warned:
     """Seconds since the epoch."""
     process: str
     step: int | None
-    """The process's version when it warned; None before there was one."""
+    """Version that the process had when it warned; None before it had one."""
     text: str
 
 
 class _Appending(logging.Handler):
-    """Appends each warning in one write, so that those of several processes do not mix."""
+    """Log handler that appends each warning in one write, so that those of several processes do not mix."""
 
     def __init__(self, path: Path, reporter: Reporter) -> None:
         super().__init__(logging.WARNING)
@@ -55,7 +55,7 @@ class _Appending(logging.Handler):
 
 @contextmanager
 def kept_warnings(path: Path, reporter: Reporter) -> Iterator[None]:
-    """Append to `path` what any module of Clew warns of while the block runs."""
+    """Append to `path` the warnings of all modules of Clew while the block runs."""
     handler = _Appending(path, reporter)
     logger = logging.getLogger("clew")
     logger.addHandler(handler)
@@ -66,9 +66,9 @@ def kept_warnings(path: Path, reporter: Reporter) -> Iterator[None]:
 
 
 def read_warnings(path: Path, offset: int = 0) -> tuple[list[Warned], int]:
-    """Return the whole lines of warnings.jsonl from `offset` (in bytes) on, and the offset after them.
+    """Return the warnings in warnings.jsonl from `offset` (in bytes) on, and the offset after its last complete line.
 
-    A line that is not as Clew writes it is left out: a killed process may have left half of one.
+    A line that Clew did not write is left out: a killed process may have left half of one.
     """
     if not path.is_file():
         return [], offset
@@ -94,13 +94,16 @@ def read_warnings(path: Path, offset: int = 0) -> tuple[list[Warned], int]:
 
 
 def kind_of(error: str) -> str:
-    """Return the first line without its numbers: texts that differ only in those are of one kind."""
+    """Return the first line of an error with its numbers masked. Errors with the same result are of one kind."""
     return re.sub(r"\d+", "#", error.partition("\n")[0])
 
 
 def in_words(warnings: list[Warned]) -> list[str]:
-    """Return a line for each kind of warning, in the order of their first: the newest of the kind, and how often it
-    came. Warnings that differ only in numbers are of one kind."""
+    """Return a line for each kind of warning, in the order of first appearance.
+
+    A line has the newest warning of the kind and how often the kind occurred. Warnings that differ only in numbers are
+    of one kind.
+    """
     kinds: dict[tuple[str, str], list[Warned]] = {}
     for warning in warnings:
         kinds.setdefault((warning.process, kind_of(warning.text)), []).append(warning)

@@ -1,4 +1,4 @@
-"""How weights are named on their way from the trainer to inference."""
+"""References to weights on their way from the trainer to inference."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ DIGEST_KEY = "clew_digest"
 
 
 def outside_folder(parent: str, run: Path) -> Path:
-    """Return the folder for a run's weights in inference.weights, which several runs may share."""
+    """Return the folder for a run's weights within inference.weights, which several runs may share."""
     name = hashlib.blake2b(str(run.resolve()).encode(), digest_size=6).hexdigest()
     return Path(parent) / f"clew-{name}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightRef:
-    """Where the weights of a version lie. Valid until its successor is loaded everywhere."""
+    """Location and digest of the weights of a version. It is valid until the next version is loaded everywhere."""
 
     version: Count
     path: str
-    """A folder with model.safetensors (and config.json); on disk or shared memory, readable by every engine."""
+    """Folder with model.safetensors (and config.json), on disk or in shared memory, readable by every engine."""
     digest: str
-    """Of all parameters, see `clew.record.digest`."""
+    """Digest of all parameters, see `clew.record.digest`."""
     probe_ids: list[Count] = field(default_factory=list)
-    """A short sequence that is scored after each load ..."""
+    """Token IDs of a short sequence that is scored after each load."""
     probe_logprob: Finite = 0.0
-    """... and the logprob that the trainer's own model gives its last token, given those before (temperature 1)."""
+    """Logprob that the trainer's own model gives the last token of `probe_ids`, given those before (temperature 1)."""
 
     def write(self, path: Path) -> None:
-        """Write it as JSON, atomically."""
+        """Write the reference as JSON, atomically."""
         write_json(path, asdict(self))
 
     @classmethod
     def read(cls, path: Path) -> WeightRef:
-        """Read what `write` wrote. Raises RecordError when it is not that."""
+        """Read what `write` wrote. Raises RecordError if it is something else."""
         return read_json(path, cls)
 
     def exists(self) -> bool:
-        """Whether the weights are still where it says."""
+        """Return whether the weights still exist at `path`."""
         return Path(self.path).is_dir()

@@ -1,6 +1,7 @@
-"""`clew.record.Writer`: how a trainer that is not Clew's own leaves a run directory that Clew's readers read.
+"""`clew.record.Writer` lets a trainer other than Clew's own write a run directory that Clew can read.
 
-What another trainer does not know is filled in as docs/record.md says. Torch-free, but takes torch's tensors.
+What the other trainer does not know is filled in as docs/record.md says. This module imports no torch, but accepts
+torch's tensors.
 """
 
 from __future__ import annotations
@@ -28,28 +29,34 @@ from clew.record.run import RunDirectory
 from clew.record.steps import OF_ROWS
 
 NEEDED = ("group_id", "input_ids", "loss_mask", "logprobs", "reward")
-"""What nobody can make up."""
+"""Columns that must be given, because there is no sensible default."""
 UNTRAINED = {"loss_mask": False, "logprobs": 0, "versions": -1, "turn_ids": -1, "temperatures": 1}
-"""What an aligned column holds for a token that was not generated, and for padding."""
+"""Value of an aligned column for a token that was not generated, and for padding."""
 KINDS: dict[str, type] = {"data": dict, "rewards": dict, "interactions": list, "images": list, "finish_reason": str}
-"""What readers count on, where it is given."""
+"""Types that readers expect of optional columns."""
 
 
 class Writer:
-    """Writes a run directory, a step at a time. One process of a trainer has one. ::
+    """Writes a run directory, one step at a time. A trainer uses it in one process. ::
 
-    with Writer("runs/mine/0", config={"lr": 1e-6}, trainer="mine") as writer:
-        ...
-        writer.step(sequences, stages={"advantages": advantages}, metrics={"loss": loss})
+        with Writer("runs/mine/0", config={"lr": 1e-6}, trainer="mine") as writer:
+            ...
+            writer.step(sequences, stages={"advantages": advantages}, metrics={"loss": loss})
 
-    Of a sequence, `reward` is the number that was trained on, and `rewards` names its parts. They need not add up to
-    it: the trainer may have weighted, clipped or rounded them.
+    `reward` of a sequence is the number that was trained on, and `rewards` names its parts. They need not add up to it:
+    the trainer may have weighted, clipped or rounded them.
     """
 
     def __init__(self, path: Path | str, config: Mapping[str, Any] | None = None, *, trainer: str = "unknown") -> None:
-        """Create the run directory, or go on with one that a Writer made. Raises RecordError.
+        """Create the run directory, or continue one that a Writer made.
 
-        config: anything that JSON can hold; None leaves config.yaml as it is. trainer: its name, for run.json.
+        Args:
+            path: The run directory.
+            config: Anything that JSON can hold; None leaves config.yaml as it is.
+            trainer: The name of the trainer, for run.json.
+
+        Raises:
+            RecordError: The directory belongs to `clew train`, another process writes to it, or its record is damaged.
         """
         self.run = RunDirectory(Path(path))
         if self.run.newest_weights() is not None:
@@ -71,11 +78,11 @@ class Writer:
             write_bytes(self.run.config_path, yaml.safe_dump(plain, sort_keys=False, allow_unicode=True).encode())
         self._trainer = trainer
         self.next_group = 0
-        """The number that the next new group gets."""
+        """Number of the next new group."""
         self._count_groups(self.run.steps.consumed())
 
     def close(self) -> None:
-        """Let another process write."""
+        """Release the lock, so that another process can write."""
         self._lock.close()
 
     def __enter__(self) -> Writer:
@@ -85,7 +92,7 @@ class Writer:
         self.close()
 
     def new_groups(self, count: int) -> list[str]:
-        """Names for the next groups, such as g000012; no committed step has used them."""
+        """Return names for the next groups, such as g000012, which no committed step has used."""
         first, self.next_group = self.next_group, self.next_group + count
         return [group_name(number) for number in range(first, self.next_group)]
 
@@ -97,14 +104,18 @@ class Writer:
         metrics: Mapping[str, Any] | None = None,
         timings: Mapping[str, float] | None = None,
     ) -> int:
-        """Commit what one optimizer step was trained on; its number, which follows from the record.
+        """Commit what one optimizer step was trained on, and return the number of the step.
 
-        sequences: a mapping each, with columns of `clew.record.rows.Sequence`; at least those in `NEEDED`. Aligned
-        columns are lists, arrays or tensors of T entries (entry i belongs to token i, given those before it), or one
-        number for all trained tokens.
-        stages: what was computed, by name: likewise, one entry a sequence. metrics: numbers by name; None is left out.
-        timings: seconds by name.
-        Raises RecordError, and then nothing was committed.
+        Args:
+            sequences: Mappings with columns of `clew.record.rows.Sequence`; at least those in `NEEDED`. Aligned columns
+                are lists, arrays or tensors with T entries (entry i belongs to token i, given those before it), or one
+                number for all trained tokens.
+            stages: Computed values by name, with one entry per sequence in the form of an aligned column.
+            metrics: Numbers by name; None is left out.
+            timings: Seconds by name.
+
+        Raises:
+            RecordError: Something is missing or invalid. Then nothing was committed.
         """
         number = self.run.steps.count()
         now = time.time()
@@ -144,9 +155,14 @@ class Writer:
 
 
 def complete(sequences: Iterable[Mapping[str, Any] | rows.Sequence], *, version: int) -> list[rows.Sequence]:
-    """Sequences with all columns; what is missing is filled in as docs/record.md says. Raises RecordError.
+    """Return sequences with all columns; what is missing is filled in as docs/record.md says.
 
-    version: of the weights that sampled the tokens, where a sequence does not say.
+    Args:
+        sequences: The sequences as the trainer gives them.
+        version: Version of the weights that sampled the tokens, for sequences that do not say.
+
+    Raises:
+        RecordError: A sequence lacks a needed column, or has an unknown or invalid one.
     """
     made: list[rows.Sequence] = []
     episodes: Counter[str] = Counter()
@@ -225,7 +241,7 @@ def _complete(values: dict[str, Any], where: str, version: int) -> rows.Sequence
 
 
 def _aligned(name: str, value: Any, where: str, mask: np.ndarray) -> np.ndarray:
-    """A column as one entry a token. A single number stands for all tokens in `mask`."""
+    """Return a column with one entry per token. A single number stands for all tokens in `mask`."""
     array = _array(value, rows.ALIGNED.get(name, np.float32))
     if array.ndim == 0:
         return np.where(mask, array, np.array(UNTRAINED.get(name, 0), array.dtype))
@@ -238,7 +254,7 @@ def _aligned(name: str, value: Any, where: str, mask: np.ndarray) -> np.ndarray:
 
 
 def _stage(name: str, values: SequenceABC[Any], batch: list[rows.Sequence]) -> list[np.ndarray]:
-    """Of each sequence, 0 where a token is not trained on."""
+    """Return the values of a stage for each sequence, 0 where a token is not trained on."""
     if name in OF_ROWS:
         raise RecordError(f"a stage cannot be called {name!r}: beside the stages stand {', '.join(OF_ROWS)}.")
     if len(values) != len(batch):

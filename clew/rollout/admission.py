@@ -1,4 +1,4 @@
-"""Which groups may start, and which finished groups make a batch: two pure functions.
+"""Two pure functions for admission: one limits the groups that may start, the other chooses the groups of a batch.
 
 Neither keeps a counter: both follow from what lies in the run directory, so nothing has to be recovered after a kill.
 """
@@ -11,25 +11,31 @@ from typing import Literal
 
 
 def may_start(*, waiting: int, running: int, remaining: int, max_lag: int, batch_groups: int) -> int:
-    """How many new groups may start now.
+    """Return the number of new groups that may start now.
 
-    waiting: groups finished and not yet consumed. running: groups being made. remaining: groups that the run still
-    has to consume. This bounds the lag by construction, together with `choose_batch`: at most `max_lag` whole batches
-    lie before a group that starts now.
+    Together with `choose_batch`, this bounds the lag by construction: at most `max_lag` whole batches lie before a
+    group that starts now.
+
+    Args:
+        waiting: Groups that are finished and not yet consumed.
+        running: Groups that are being made.
+        remaining: Groups that the run still has to consume.
+        max_lag: Limit of the lag, in steps.
+        batch_groups: Groups in a batch.
     """
     return max(0, min((max_lag + 1) * batch_groups, remaining) - waiting - running)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The batch of a step, or what it waits for."""
+    """The batch of a step, or the reasons why there is none yet."""
 
     groups: tuple[str, ...]
     """The chosen groups, oldest admitted first; empty while there is no batch."""
     missing: int
-    """Finished groups that are lacking."""
+    """Number of finished groups that the batch still lacks."""
     too_old: tuple[str, ...]
-    """Groups still running that would be too old by the time they are consumed: the batch waits for them."""
+    """Running groups that would be too old by the time they are consumed: the batch waits for them."""
 
 
 def choose_batch(
@@ -41,14 +47,21 @@ def choose_batch(
     max_lag: int,
     late: Literal["wait", "train"],
 ) -> Choice:
-    """Oldest admitted first among the finished, unless that would leave behind what cannot be consumed in time.
+    """Choose the finished groups of a batch, oldest admitted first, unless an older running group has to go first.
 
-    finished, running: group ID to the version at which the group was admitted; read `running` first, so that a group
-    which moves meanwhile is seen (it counts as finished). Groups left out now are consumed at best in order of age,
-    `batch_groups` a step: the i-th oldest (from 0) by step `step + 1 + i // batch_groups`, at that lag. Where one would
-    exceed `max_lag` then, the batch waits for the running groups up to it (late="wait"): once they are finished, they
-    take the places of younger ones. `may_start` sees to it that this is always enough.
-    Nothing is dropped for being slow: that would favour short episodes.
+    Groups left out now are consumed at best in order of age, `batch_groups` a step: the i-th oldest (from 0) by step
+    `step + 1 + i // batch_groups`, at that lag. If a group would then exceed `max_lag`, the batch waits for the running
+    groups up to it (late="wait"): once they are finished, they take the places of younger ones. `may_start` makes sure
+    that this is always enough. Nothing is dropped for being slow, because that would favour short episodes.
+
+    Args:
+        step: The step that the batch is for.
+        finished: Group ID to the version at which the group was admitted. A group in both mappings counts as finished.
+        running: The same for running groups. Read it before `finished`, so that no group is missed that finishes
+            meanwhile.
+        batch_groups: Groups in a batch.
+        max_lag: Limit of the lag, in steps.
+        late: "wait" makes the batch wait for groups that would become too old; "train" takes the batch without them.
     """
     outstanding = {**running, **finished}
     by_age = sorted(outstanding, key=lambda group_id: (outstanding[group_id], group_id))

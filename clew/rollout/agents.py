@@ -32,20 +32,22 @@ log = logging.getLogger("clew.rollout")
 EXTRA_KWARGS = ("base_url", "api_key", "http_client")
 
 CANCEL_S = 10.0
-"""How long an agent whose time is over may take to end."""
+"""Seconds that a cancelled agent may take to end."""
 
 
 class SharedClient(httpx2.AsyncClient):
-    """One connection pool for all episodes: an agent that closes its client does not close the others'."""
+    """One HTTP client and connection pool for all episodes. An agent that closes it does not close the others'
+    connections.
+    """
 
     def __init__(self) -> None:
         super().__init__(timeout=None, limits=httpx2.Limits(max_connections=None, max_keepalive_connections=1024))
 
     async def aclose(self) -> None:
-        """Nothing: see `really_close`."""
+        """Do nothing: an agent must not close the shared connections. See `really_close`."""
 
     async def __aexit__(self, *exception: object) -> None:
-        """Nothing."""
+        """Do nothing, for the same reason."""
 
     async def really_close(self) -> None:
         """Close the connections."""
@@ -53,7 +55,11 @@ class SharedClient(httpx2.AsyncClient):
 
 
 def load_agent(path: str, arguments: dict[str, Any]) -> Any:
-    """An instance of the agent's class. Raises ConfigError."""
+    """Import the agent's class and return an instance of it.
+
+    Raises:
+        ConfigError: It is not a class with a `run` method, or `run` or the class cannot be called with these arguments.
+    """
     cls = dotted.load(path, "rollout.agent")
     run = getattr(cls, "run", None)
     if not isinstance(cls, type) or not callable(run):
@@ -71,7 +77,7 @@ def load_agent(path: str, arguments: dict[str, Any]) -> Any:
 
 
 def extra_kwargs_of(run: Any, offered: dict[str, Any]) -> dict[str, Any]:
-    """Those that `run` takes."""
+    """Return the offered keyword arguments that `run` accepts."""
     parameters = inspect.signature(run).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return offered
@@ -80,8 +86,10 @@ def extra_kwargs_of(run: Any, offered: dict[str, Any]) -> dict[str, Any]:
 
 
 async def run_of(agent: Any, data: dict[str, Any], arguments: dict[str, Any]) -> Any:
-    """`agent.run`, in a thread if it is a plain function. A decorator may hide that it is none: then what it returns
-    is awaited here."""
+    """Call `agent.run`, in a thread if it is a plain function, and return its result.
+
+    A decorator may hide an async function: an awaitable result is then awaited here.
+    """
     if inspect.iscoroutinefunction(agent.run):
         return await agent.run(data, **arguments)
     returned = await _in_thread(functools.partial(agent.run, data, **arguments))
@@ -89,8 +97,10 @@ async def run_of(agent: Any, data: dict[str, Any], arguments: dict[str, Any]) ->
 
 
 async def _in_thread(call: Callable[[], Any]) -> Any:
-    """What `call` returns. Its thread is a daemon, unlike a pool's: one that never ends does not keep the process
-    alive."""
+    """Run `call` in a daemon thread and return its result.
+
+    Unlike a pool's thread, a daemon thread that never ends does not keep the process alive.
+    """
     loop, context = asyncio.get_running_loop(), contextvars.copy_context()
     done: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
 
@@ -114,7 +124,7 @@ async def _in_thread(call: Callable[[], Any]) -> Any:
 
 
 class AgentWorkflow:
-    """An agent in the place of a workflow: it reaches the model through the gateway."""
+    """An agent used as a workflow: it reaches the model through the gateway."""
 
     def __init__(self, agent: Any, gateway: GatewayThread) -> None:
         self.agent = agent
@@ -137,8 +147,11 @@ class AgentWorkflow:
         return self._rewards(returned, engine)
 
     async def _ended(self, run: Coroutine[Any, Any, Any]) -> Any:
-        """What the agent returns. One that catches its own cancellation is stopped where it stands: the process could
-        never end."""
+        """Await the agent and return its result.
+
+        If it is cancelled and swallows the cancellation, it is closed where it stands; otherwise the process could
+        never end.
+        """
 
         async def outcome() -> tuple[Any, BaseException | None]:
             try:
@@ -172,7 +185,11 @@ class AgentWorkflow:
         await self._client.really_close()
 
     def _rewards(self, returned: Any, session: Session) -> Reward:
-        """The episode's number; what single interactions got goes to the session. Raises EpisodeError."""
+        """Return the episode's reward, and put rewards of single interactions into the session.
+
+        Raises:
+            EpisodeError: A reward is not a finite number, or names an interaction that this episode does not have.
+        """
         own = session.turn_rewards
         if isinstance(returned, dict):
             known = {interaction.id for interaction in session.interactions}
@@ -190,6 +207,10 @@ class AgentWorkflow:
 
 
 def agent_workflow(config: Config, gateway: GatewayThread) -> AgentWorkflow:
-    """What the configuration names. Raises ConfigError."""
+    """Return the agent that the configuration names, as a workflow.
+
+    Raises:
+        ConfigError: The agent cannot be loaded; see `load_agent`.
+    """
     assert config.rollout.agent is not None
     return AgentWorkflow(load_agent(config.rollout.agent, config.rollout.workflow_kwargs), gateway)

@@ -1,4 +1,4 @@
-"""Rollout without a trainer: batches as training would consume them, into a run directory of their own."""
+"""Rollout without a trainer: writes batches as training would consume them to a run directory of their own."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from clew.rollout.process import end_on_signals, runner_on_servers
 from clew.waits import Reporter
 
 LOOK_S = 0.05
-"""How often the inbox is looked at."""
+"""Seconds between two looks at the inbox."""
 
 
 def roll_out(config: Config, steps: int, out: Path) -> None:
-    """Make batches until `out` has `steps` of them, on the servers that are up for the run that the configuration
-    names. Nothing is trained, so there is no lag and no limit to it; a killed one goes on.
+    """Make batches until `out` has `steps` of them, on the servers of the run that the configuration names.
 
-    Raises ClewError when it cannot go on.
+    Nothing is trained, so there is no lag and no limit to it. Called again after a kill, it goes on where it was.
+
+    Raises:
+        ClewError: Rollout cannot go on.
     """
     config = config.model_copy(
         update={

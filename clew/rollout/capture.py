@@ -28,32 +28,32 @@ class Interaction:
 
     id: str
     index: int
-    """Its place in the episode: the n-th request, from 0."""
+    """Number of the request in its episode, from 0."""
     input_ids: list[int]
     output_ids: list[int]
     logprobs: list[float]
-    """One an output token, of the distribution after temperature and before truncation."""
+    """Log-probability of each output token, under the distribution after temperature and before truncation."""
     versions: list[int]
-    """One an output token: of the weights that made it."""
+    """Version of the weights that made each output token."""
     finish_reason: str
-    """stop or length."""
+    """Reason for the end of the output: stop or length."""
     text: str
-    """The output, decoded without special tokens: for rewards and people, never tokenized again for training."""
+    """Output text, decoded without special tokens: for rewards and people, never tokenized again for training."""
     params: SamplingParams
     images: tuple[str, ...] = ()
-    """Names in media/ of what input_ids show, in order."""
+    """Names in media/ of the images that `input_ids` show, in order."""
     prompt: str | list[dict[str, Any]] | None
-    """What `input_ids` render, where the workflow told: for people."""
+    """Text or messages that `input_ids` render, if the workflow gave them: for people."""
     started_at: float
     finished_at: float
     matched: int | str | None = None
-    """The stop id or stop string that ended it."""
+    """Stop token ID or stop string that ended the output."""
     details: dict[str, Any] = field(default_factory=dict)
-    """Further things for the record, such as the name of the model that a client asked for."""
+    """Further entries for the record, such as the name of the model that a client asked for."""
 
     @classmethod
     def of(cls, completion: Completion, **known: Any) -> Interaction:
-        """What the engine answered, with what was known before."""
+        """Return the interaction of an engine's completion and the fields that were known before."""
         return cls(
             output_ids=completion.output_ids,
             logprobs=completion.logprobs,
@@ -68,7 +68,7 @@ class Interaction:
         return self.input_ids + self.output_ids
 
     def as_dict(self) -> dict[str, Any]:
-        """What the record keeps of it besides the tokens."""
+        """Return the fields that the record keeps besides the tokens."""
         sampling = {name: value for name, value in vars(self.params).items() if name not in ("seed", "continues")}
         return {
             "id": self.id,
@@ -89,11 +89,15 @@ class Interaction:
 
 
 def assemble(interactions: SequenceABC[Interaction], *, individual: bool = False) -> list[list[Interaction]]:
-    """The interactions of each sequence, in the order of their indices. individual: each is a sequence of its own.
+    """Return the interactions of each sequence, in the order of their indices.
 
-    Otherwise an interaction extends the longest earlier sequence whose exact tokens and images its input begins with;
-    without one it starts a new sequence. So each output belongs to exactly one sequence, also when interactions ran
-    side by side.
+    An interaction extends the longest earlier sequence whose exact tokens and images its input begins with. If there is
+    none, it starts a new sequence. So each output belongs to exactly one sequence, even when interactions ran side by
+    side.
+
+    Args:
+        interactions: All interactions of an episode, in any order.
+        individual: Make each interaction a sequence of its own.
     """
     sequences: list[list[Interaction]] = []
     for interaction in sorted(interactions, key=lambda each: each.index):
@@ -112,7 +116,7 @@ def assemble(interactions: SequenceABC[Interaction], *, individual: bool = False
 
 
 def aligned(sequence: SequenceABC[Interaction]) -> dict[str, np.ndarray]:
-    """The aligned columns of a sequence's row: entry i belongs to token i. All of length T."""
+    """Return the aligned columns of a sequence's row: arrays of length T in which entry i belongs to token i."""
     input_ids = np.array(sequence[-1].all_ids, np.int32)
     columns = {
         "input_ids": input_ids,

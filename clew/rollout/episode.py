@@ -1,4 +1,4 @@
-"""One episode: the workflow is run, and what it did becomes rows of the record, also when it fails."""
+"""One episode: runs the workflow, and turns what it did into rows of the record, even when it fails."""
 
 from __future__ import annotations
 
@@ -21,38 +21,38 @@ from clew.rollout.session import Resources, Session
 
 
 class Workflow(Protocol):
-    """What rollout.workflow names."""
+    """Interface of the class that rollout.workflow names."""
 
     async def run_episode(self, engine: Session, data: dict[str, Any]) -> Reward:
-        """Work on one row of the data set, with the model behind `engine`."""
+        """Work on one row of the data set with the model behind `engine`, and return the reward."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Episode:
-    """What a finished episode left."""
+    """Result of a finished episode."""
 
     id: str
     sequences: list[Sequence]
-    """At least one; a single one without tokens when the episode failed."""
+    """Rows of the record, at least one; a failed episode has a single row without tokens."""
     reward: float
-    """Of the episode as a whole, undiscounted; NaN when it failed."""
+    """Reward of the whole episode, undiscounted; NaN when it failed."""
     warnings: list[str]
-    """What the owner of the code should know."""
+    """Warnings for the owner of the workflow or agent."""
 
     @property
     def error(self) -> str | None:
-        """Why it failed: one line, often with a traceback below it."""
+        """Return why the episode failed: one line, often with a traceback below it; None if it did not fail."""
         return self.sequences[0].error
 
     @property
     def branched(self) -> bool:
-        """Whether a request did not continue the conversation that it should have; see the gateway's `Branch`."""
+        """Return whether a request did not continue the conversation it should have; see the gateway's `Branch`."""
         return any("branch" in each for sequence in self.sequences for each in sequence.interactions)
 
     @property
     def tokens(self) -> int:
-        """Generated tokens."""
+        """Return the number of generated tokens."""
         return sum(int(sequence.loss_mask.sum()) for sequence in self.sequences)
 
 
@@ -69,8 +69,18 @@ async def run_episode(
 ) -> Episode:
     """Run the workflow on its own copy of `data` and record what it did.
 
-    timeout_s: None has no limit. Whatever the user's code raises, SystemExit too, is an episode that failed; a
-    ConfigError passes, because no further episode would fare better.
+    Anything that the user's code raises, even SystemExit, makes the episode a failed one. A ConfigError is passed on,
+    because no further episode would fare better.
+
+    Args:
+        workflow: The workflow or agent to run.
+        resources: Resources that all episodes share.
+        episode_id: ID of the episode.
+        group_id: ID of its group.
+        data: Row of the data set.
+        admitted_version: Version of the weights when the group was admitted.
+        admitted_at: Time when the group was admitted, in seconds since the epoch.
+        timeout_s: Limit in seconds; None for no limit.
     """
     session = Session(resources, episode_id)
     started_at = time.time()
@@ -107,9 +117,13 @@ async def run_episode(
 
 
 def sequences_of(session: Session, reward: Reward, known: dict[str, Any]) -> list[Sequence]:
-    """The rows of an episode's interactions, each with its return as reward.
+    """Return the rows of an episode's interactions, each with its return as reward.
 
-    known: the columns that do not follow from the interactions."""
+    Args:
+        session: The episode's session.
+        reward: Reward of the episode.
+        known: Columns that do not follow from the interactions.
+    """
     chains = assemble(session.interactions, individual=session.resources.individual)
     returns = turn_returns(chains, total(reward), session.turn_rewards, session.resources.turn_discount)
     for interaction in session.interactions:
@@ -170,6 +184,9 @@ def _failed(episode_id: str, error: str, session: Session, known: dict[str, Any]
 
 
 def with_tokens(interaction: Interaction) -> dict[str, Any]:
-    """An interaction of a failed episode: its tokens are in no sequence, and `clew agent replay` answers with them."""
+    """Return the record of a failed episode's interaction, with its tokens.
+
+    The tokens are in no sequence, and `clew agent replay` answers with them.
+    """
     tokens = {name: getattr(interaction, name) for name in TOKENS}
     return {**interaction.as_dict(), "tokens": tokens}

@@ -1,4 +1,4 @@
-"""Evaluation on held-out prompts: when it is due, and what is counted."""
+"""Evaluation on held-out prompts: when it is due, and the numbers that it reports."""
 
 from __future__ import annotations
 
@@ -12,24 +12,26 @@ from clew.config import Config
 from clew.rollout.episode import Episode
 
 PASS_ABOVE = 0.5
-"""An episode passes when its reward (the total) is above this: so 0/1 rewards count as they are, and so does a small
-deduction from 1, for length, say."""
+"""Threshold of the total reward above which an episode passes.
+
+0/1 rewards count as they are, and a small deduction from 1 (for length, say) still passes.
+"""
 
 
 def is_due(version: int, config: Config) -> bool:
-    """Whether the weights of `version` are evaluated: 0, N, 2N, ... and the last."""
+    """Return whether the weights of `version` are to be evaluated: versions 0, N, 2N, ... and the last are."""
     if config.eval.path is None:
         return False
     return version % config.eval.every_steps == 0 or version == config.training.steps
 
 
 def group_id(version: int, row: int) -> str:
-    """The ID of an evaluation prompt's episodes, such as v000020.g000003: never that of a training group."""
+    """Return the group ID of an evaluation prompt, such as v000020.g000003, which no training group has."""
     return f"v{version:06d}.g{row:06d}"
 
 
 def pass_at_k(n: int, passed: int, k: int) -> float:
-    """The unbiased estimate of the chance that at least one of k samples passes, given that `passed` of n did.
+    """Return the unbiased estimate of the chance that at least one of k samples passes, given that `passed` of n did.
 
     Chen et al. 2021 (arXiv 2107.03374), eq. 1: 1 - C(n - passed, k) / C(n, k). Needs k <= n.
     """
@@ -37,9 +39,9 @@ def pass_at_k(n: int, passed: int, k: int) -> float:
 
 
 def summarize(prompts: SequenceABC[SequenceABC[Episode]], *, n_samples: int, seconds: float) -> dict[str, Any]:
-    """What an evaluation found. Episodes that failed are counted in `failed` and nowhere else.
+    """Return the summary of an evaluation. Failed episodes are counted in `failed` and nowhere else.
 
-    pass@k for k = 1, 2, 4, ... up to n_samples, each over the prompts of which at least k episodes did not fail.
+    It has pass@k for k = 1, 2, 4, ... up to n_samples, each over the prompts of which at least k episodes did not fail.
     """
     scored = [[episode for episode in episodes if episode.error is None] for episodes in prompts]
     flat = [episode for episodes in scored for episode in episodes]

@@ -32,7 +32,7 @@ from clew.errors import RolloutError
 from clew.record.warned import kind_of
 
 FALSE_STOPS = 1e-4
-"""Upper bound of the false stops a step, where half as many episodes fail as rollout.max_failed_share allows."""
+"""Upper bound of the false stops per step, if half as many episodes fail as rollout.max_failed_share allows."""
 
 
 class FailureWatch:
@@ -67,7 +67,7 @@ class FailureWatch:
             raise RolloutError(self._message(list(self._errors)[-groups:]))
 
     def _too_many(self) -> int:
-        """Return how many of the last groups show that too many episodes fail; 0 where none do."""
+        """Return how many of the last groups show that too many episodes fail; 0 if they do not show it."""
         rate = self._max_share / 2
         numbers = np.arange(1, len(self._shares) + 1)
         evidence = numbers * divergence(np.cumsum(list(self._shares)[::-1]) / numbers, rate)

@@ -1,4 +1,4 @@
-"""Groups that teach nothing: all rewards equal, so that no episode is better than another."""
+"""Detection of groups that teach nothing: all rewards are equal, so that no episode is better than another."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ log = logging.getLogger("clew.rollout")
 
 WARN_BATCHES = 4
 STOP_BATCHES = 40
-"""The run stops after so many batches' worth of groups without one that passes, and a whole pass over the data."""
+"""Number of batches' worth of groups rejected in a row after which the run stops; at least one pass over the data."""
 
 
 class EqualRewards:
-    """Watches `rollout.drop_equal_rewards`, which may reject for ever."""
+    """Watches the filter `rollout.drop_equal_rewards`, which might reject every group for ever."""
 
     def __init__(self, batch_groups: int, n_rows: int) -> None:
         self._batch = batch_groups
@@ -24,7 +24,14 @@ class EqualRewards:
         self._in_a_row: Counter[float] = Counter()
 
     def add(self, reward: float | None) -> None:
-        """Take one group: the reward that all its episodes have, or None when they differ. Raises RolloutError."""
+        """Take the outcome of one group.
+
+        Args:
+            reward: The reward that all its episodes have; None if they differ.
+
+        Raises:
+            RolloutError: So many groups in a row were rejected that the run stops.
+        """
         if reward is None:
             self._in_a_row.clear()
             return
@@ -37,7 +44,7 @@ class EqualRewards:
 
     @property
     def rejects_everything(self) -> str | None:
-        """What to know and do when the last groups, a batch of them at least, were all rejected."""
+        """Return an explanation with advice if at least the last batch of groups was rejected entirely; else None."""
         count = self._in_a_row.total()
         return self._message(count) if count >= self._batch else None
 

@@ -63,7 +63,7 @@ def count_tokens(prompts: list[Any], tokenizer: PreTrainedTokenizerBase, *, chat
     """
     lengths = [0] * len(prompts)
     texts: dict[bool, list[tuple[int, str]]] = {True: [], False: []}
-    """By whether the tokenizer adds its special tokens: the place in `prompts`, and the text."""
+    """Place in `prompts` and text of each prompt, by whether the tokenizer adds its special tokens."""
     for place, prompt in enumerate(prompts):
         messages = [{"role": "user", "content": prompt}] if chat and isinstance(prompt, str) else prompt
         if isinstance(messages, list) and messages and tokenizer.chat_template is not None:

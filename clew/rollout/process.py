@@ -1,4 +1,4 @@
-"""Rollout as a process (`clew rollout`), and as a part of the trainer's (launch.mode=inline)."""
+"""Rollout as a process (`clew rollout`) or inside the trainer's process (launch.mode=inline)."""
 
 from __future__ import annotations
 
@@ -23,12 +23,18 @@ from clew.rollout.servers import ServerPool
 from clew.waits import Reporter
 
 END_S = 1.5
-"""Seconds in which the process ends when it is asked to, also when a workflow blocks the event loop."""
+"""Seconds until the process ends when it is asked to, even if a workflow blocks the event loop."""
 
 
 def rollout(config: Config) -> None:
-    """Make episodes until the last step of the run is committed and published. Raises ClewError when it cannot go on;
-    SIGTERM and SIGINT end it (SystemExit), reward workers included."""
+    """Make episodes until the last step of the run is committed and published.
+
+    SIGTERM and SIGINT end it, reward workers included.
+
+    Raises:
+        ClewError: Rollout cannot go on.
+        SystemExit: A signal ended it.
+    """
     run = RunDirectory(config.run_path)
     with ExitStack() as stack:
         stack.enter_context(run.hold("rollout"))
@@ -39,12 +45,12 @@ def rollout(config: Config) -> None:
 def inline_runner(
     config: Config, run: RunDirectory, engine: Engine, gateway: GatewayThread | None = None
 ) -> RolloutRunner:
-    """Rollout in the trainer's process: the trainer calls `advance` while it waits, and `close` at the end."""
+    """Return a runner for the trainer's process: the trainer calls `advance` while it waits, and `close` at the end."""
     return _runner(config, run, engine, None, gateway)
 
 
 def gateway_for(config: Config) -> GatewayThread | None:
-    """Where the configured agent reaches the model; None for a workflow, which is handed its engine."""
+    """Return the gateway between the configured agent and the model; None for a workflow, which gets its engine."""
     if config.rollout.agent is None:
         return None
     return GatewayThread(Limits(turns=config.rollout.max_turns, tokens=config.rollout.max_episode_tokens))
@@ -66,7 +72,10 @@ async def _roll_out(config: Config, run: RunDirectory, reporter: Reporter) -> No
 async def runner_on_servers(
     config: Config, run: RunDirectory, served: RunDirectory, reporter: Reporter
 ) -> AsyncIterator[RolloutRunner]:
-    """A runner on the inference servers of the run directory `served`, closed with everything that it needs."""
+    """Yield a runner on the inference servers of the run directory `served`.
+
+    At the end, close it, its connections to the servers and its gateway.
+    """
     pool, gateway = ServerPool(served), gateway_for(config)
     runner = _runner(config, run, pool, reporter, gateway)
     try:
@@ -95,8 +104,10 @@ def _runner(
 
 
 def end_on_signals() -> list[int]:
-    """Cancel the present task on SIGTERM or SIGINT, and note which it was. When the event loop does not get to it, a
-    thread ends the process; its reward workers die with it."""
+    """Cancel the current task on SIGTERM or SIGINT, and return a list that then holds the signal's number.
+
+    If the event loop does not react in time, a thread ends the process; its reward workers die with it.
+    """
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     received: list[int] = []

@@ -1,4 +1,4 @@
-"""From rewards to returns: a discount for turns, walked from the leaves of the turn tree to its root."""
+"""Conversion of rewards to returns: a discount for turns, applied from the leaves of the turn tree to its root."""
 
 from __future__ import annotations
 
@@ -10,14 +10,20 @@ from clew.rollout.capture import Interaction
 def turn_returns(
     chains: Sequence[Sequence[Interaction]], episode: float, rewards: Mapping[str, float], discount: float
 ) -> dict[str, float]:
-    """What each interaction is trained on, by its ID.
+    """Return each interaction's return, the number that it is trained on, by interaction ID.
 
-    return = own reward + discount x mean of the returns of the turns that follow it; the episode's number is added to
+    return = own reward + discount x mean of the returns of the turns that follow it. The episode's reward is added to
     the own reward of each leaf. So with a discount of 1 and no rewards of single turns, each return is the episode's
-    number; with branches (parallel calls, sub-agents) a turn before them is worth what they came to on average.
+    reward. With branches (parallel calls, sub-agents), a turn before them gets their average.
 
-    chains: the interactions of each sequence (`capture.assemble`). A turn follows the one before it in its chain, or
-    the one that the gateway named, where the chain could not go on because the context was rewritten.
+    A turn follows the one before it in its chain, or the one that the gateway named, if the chain could not go on
+    because the context was rewritten.
+
+    Args:
+        chains: The interactions of each sequence (`capture.assemble`).
+        episode: Reward of the episode.
+        rewards: Rewards of single turns, by interaction ID.
+        discount: Factor for each turn.
     """
     parents: dict[str, str | None] = {}
     for chain in chains:

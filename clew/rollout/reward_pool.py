@@ -1,7 +1,7 @@
 """Worker processes for plain reward functions: one job each at a time, killed and replaced at the time limit.
 
-A reward function may hang, also inside C code that no signal handler interrupts, or take its process down. Neither
-may stop rollout, and neither may become a 0: the episode fails with an EpisodeError.
+A reward function may hang, even inside C code that no signal handler interrupts, or take its process down. Neither may
+stop rollout, and neither may become a 0: the episode fails with an EpisodeError.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from clew.waits import waiting
 class RewardPool:
     """Calls the reward `path` in `workers` processes, each call for at most `timeout_s` seconds.
 
-    Used from one event loop on the main thread: on Linux a worker is killed when the *thread* that started it ends.
+    Use it from one event loop on the main thread: on Linux a worker is killed when the *thread* that started it ends.
     """
 
     def __init__(self, path: str, prompt_column: str, *, workers: int, timeout_s: float) -> None:
@@ -41,7 +41,12 @@ class RewardPool:
         self._closed = False
 
     async def __call__(self, completion: str, data: dict[str, Any]) -> Reward:
-        """The reward. Raises EpisodeError: the function raised, returned no number, took too long, or died."""
+        """Return the reward of a completion.
+
+        Raises:
+            EpisodeError: The function raised, returned no number, took too long, or its process died.
+            ConfigError: A worker could not import the function.
+        """
         worker = await self._take()
         kept = False
         try:
@@ -65,7 +70,7 @@ class RewardPool:
         return answer
 
     def close(self) -> None:
-        """End all workers, whatever they do."""
+        """Kill all workers, whatever they are doing."""
         self._closed = True
         for worker in self._workers:
             worker.kill()
@@ -141,7 +146,12 @@ class _Worker:
         self._pipe.send((sys.path, dotted.guards, *setup))
 
     async def start(self) -> None:
-        """Return when the worker has imported the function. Raises ConfigError, or EOFError when it ended."""
+        """Wait until the worker has imported the function.
+
+        Raises:
+            ConfigError: It could not import the function.
+            EOFError: It ended.
+        """
         kind, message = await self._receive()
         if kind == "failed":
             raise ConfigError(message)
@@ -168,7 +178,7 @@ class _Worker:
             raise EOFError from None
 
     def kill(self) -> None:
-        """SIGKILL, to the function's own child processes too; returns when the process is gone."""
+        """Kill the process and the function's own child processes with SIGKILL, and wait until the process is gone."""
         if self._process.returncode is None:
             try:
                 os.killpg(self.pid, signal.SIGKILL)
@@ -178,7 +188,7 @@ class _Worker:
         self._pipe.close()
 
     def how_it_ended(self) -> str:
-        """Of a process that has closed its pipe: it is ending, or what it left running is ended."""
+        """Return the exit code or signal of a process that has closed its pipe, and end whatever still runs of it."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=0.5)
         self.kill()

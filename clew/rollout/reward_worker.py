@@ -1,7 +1,7 @@
-"""What runs in a reward worker: `python -P -c "from clew.rollout.reward_worker import main; main(...)"`.
+"""Program of a reward worker: `python -P -c "from clew.rollout.reward_worker import main; main(...)"`.
 
-A job comes as a pickled (completion, data), over a pipe that only this process and its parent hold, and goes back as
-("returned", reward) or ("failed", message). The process is killed from outside when a job takes too long.
+A job comes as a pickled (completion, data), over a pipe that only this process and its parent hold. The answer is
+("returned", reward) or ("failed", message). The parent kills the process when a job takes too long.
 """
 
 from __future__ import annotations

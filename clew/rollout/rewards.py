@@ -1,4 +1,4 @@
-"""The reward: a function of the user's, `(completion, data) -> number or named numbers`, plain or async.
+"""The user's reward function, `(completion, data) -> number or named numbers`, plain or async.
 
 TRL's signature, `(prompts, completions, **columns) -> list`, is recognised by its parameter `completions`.
 """
@@ -14,16 +14,22 @@ from clew import dotted
 from clew.errors import ConfigError, EpisodeError
 
 Reward = float | dict[str, float]
-"""What a reward function or a workflow gives an episode; the total of named numbers is their sum."""
+"""Reward of an episode, from a reward function or a workflow; the total of named numbers is their sum."""
 
 
 class RewardFunction:
-    """The user's function, by either signature. Imports nothing but the user's module, so a worker starts quickly."""
+    """The user's function, with either signature. Imports only the user's module, so that a worker starts quickly."""
 
     def __init__(self, path: str, prompt_column: str) -> None:
-        """path: dotted. prompt_column: what TRL's functions get as `prompts`.
+        """Import the function.
 
-        Raises ConfigError: no such function, or one that cannot be called so."""
+        Args:
+            path: Dotted path of the function.
+            prompt_column: Column of the data that TRL's functions get as `prompts`.
+
+        Raises:
+            ConfigError: There is no such function, or it cannot be called with these arguments.
+        """
         self.path = path
         self.prompt_column = prompt_column
         self._function = dotted.load(path, "rollout.reward")
@@ -47,11 +53,15 @@ class RewardFunction:
                 ) from None
 
     def __call__(self, completion: str, data: dict[str, Any]) -> Reward:
-        """Call a plain function. Raises EpisodeError when it returns no number; its own exceptions pass."""
+        """Call a plain function. Exceptions of its own are passed on.
+
+        Raises:
+            EpisodeError: It returned neither a finite number nor named finite numbers.
+        """
         return self._checked(self._call(completion, data), data)
 
     async def awaited(self, completion: str, data: dict[str, Any]) -> Reward:
-        """Call an async function."""
+        """Call an async function; see `__call__`."""
         return self._checked(await self._call(completion, data), data)
 
     def _call(self, completion: str, data: dict[str, Any]) -> Any:
@@ -79,7 +89,16 @@ class RewardFunction:
 
 
 def checked(value: Any, what: str, where: str = "") -> Reward:
-    """`value` as plain finite numbers. Raises EpisodeError that says what was returned by `what`."""
+    """Return `value` as a float, or as named floats.
+
+    Args:
+        value: The value that a reward function, workflow or agent returned.
+        what: Name of what returned it, for the message.
+        where: Sentence that ends the message.
+
+    Raises:
+        EpisodeError: It is neither a finite number nor a dict of named finite numbers.
+    """
     if isinstance(value, dict):
         if not value or not all(isinstance(name, str) for name in value):
             raise EpisodeError(f"{what} returned {shortened(value)}; expected at least one number, by name.{where}")
@@ -88,17 +107,17 @@ def checked(value: Any, what: str, where: str = "") -> Reward:
 
 
 def total(reward: Reward) -> float:
-    """The number that is trained on."""
+    """Return the number that is trained on."""
     return math.fsum(reward.values()) if isinstance(reward, dict) else reward
 
 
 def by_name(reward: Reward) -> dict[str, float]:
-    """Named numbers whose sum is the total."""
+    """Return the reward as named numbers, whose sum is the total."""
     return reward if isinstance(reward, dict) else {"reward": reward}
 
 
 def shortened(value: Any, limit: int = 200) -> str:
-    """`repr` of the value, cut in the middle when it is long."""
+    """Return `repr` of the value, cut in the middle when it is longer than `limit` characters."""
     text = repr(value)
     return text if len(text) <= limit else f"{text[: limit // 2]} … {text[-limit // 2 :]}"
 

@@ -53,19 +53,19 @@ log = logging.getLogger("clew.rollout")
 T = TypeVar("T")
 
 POLL_S = 0.005
-"""How often the inbox's folder is asked whether it has changed (2 microseconds)."""
+"""Seconds between two checks whether the inbox's folder has changed (a check takes 2 microseconds)."""
 
 LOOK_S = 0.25
-"""How often it is read in any case."""
+"""Maximum seconds between two reads of the inbox, even if nothing has changed."""
 
 STAMP_S = 0.05
-"""How coarse its time stamp may be: it is read again when it had changed so shortly before."""
+"""Resolution of the folder's time stamp, in seconds: after a change this recent, the inbox is read once more."""
 
 CLOSE_S = 1.0
-"""How long a workflow may take to be cancelled at the end."""
+"""Seconds that workflows may take to be cancelled at the end."""
 
 RATE_S = 10.0
-"""Tokens a second are counted over this long."""
+"""Seconds over which the tokens per second are averaged."""
 
 
 class RolloutRunner:
@@ -85,9 +85,23 @@ class RolloutRunner:
         reporter: Reporter | None = None,
         gateway: GatewayThread | None = None,
     ) -> None:
-        """gateway: where rollout.agent reaches the engine, which is then used on the gateway's loop alone.
+        """Load the workflow or agent and the reward, and find where the run stopped.
 
-        Raises ConfigError and DataError for what can never form a batch."""
+        Args:
+            config: Configuration of the run.
+            run: Run directory.
+            engine: Engine that generates.
+            tokenizer: Tokenizer of the model.
+            rows: Training data.
+            eval_rows: Evaluation data.
+            reporter: Reporter of the process's status, if it has one.
+            gateway: Gateway through which rollout.agent reaches the engine; the engine is then used only on the
+                gateway's loop.
+
+        Raises:
+            ConfigError: The workflow, agent or reward cannot be loaded, or no batch can ever be formed.
+            DataError: The data has fewer rows than a batch has groups.
+        """
         refuse_impossible(config, len(rows))
         self._config = config
         self._run = run
@@ -103,22 +117,22 @@ class RolloutRunner:
 
         settled = run.clean_after_rollout()
         self._next = next(number for number in itertools.count() if group_name(number) not in settled)
-        """The number of the group that is issued next, if it is not settled yet."""
+        """Number of the group that is started next, unless that group is settled already."""
         self._settled = {name for name in settled if group_number(name) > self._next}
         """Later groups that were settled before this process began."""
         self._waiting = 0
-        """Groups in the inbox, at the last look."""
+        """Number of groups in the inbox at the last look."""
         self._inbox_seen = 0
         """Time stamp of the inbox's folder at the last look."""
         self._version: int | None = None
         """The newest published version."""
         self._running: dict[str, int] = {}
-        """Group ID to the published version when it was admitted."""
+        """Running groups: group ID to the version that was published when the group was admitted."""
         self._filed_running: dict[str, int] | None = None
-        """What running.json says."""
+        """Content of running.json, as last written; None before that."""
         self._evaluating: set[int] = set()
         self._tasks: list[asyncio.Task[None]] = []
-        """Groups and evaluations that are being made, in the order in which they started."""
+        """Tasks of the groups and evaluations that are being made, in the order in which they started."""
         self._changed = asyncio.Event()
         self._failures = self._failure_watch(run.rejected)
         self._equal = EqualRewards(config.rollout.batch_groups, len(rows))
@@ -134,10 +148,14 @@ class RolloutRunner:
             0,
         )
         self._generated: deque[tuple[float, int]] = deque()
-        """When an episode finished, and its generated tokens; of the last seconds."""
+        """Finish time (monotonic) and number of generated tokens of each episode that finished in the last seconds."""
 
     async def run(self) -> None:
-        """Roll out until the last version is published and evaluated. Raises RolloutError when too much fails."""
+        """Roll out until the last version is published and evaluated.
+
+        Raises:
+            RolloutError: Too many episodes fail, or the filter rejects everything.
+        """
         self._look()
         while not self._complete():
             what, unblocks = self._waits_for()
@@ -147,9 +165,9 @@ class RolloutRunner:
             self._look()
 
     async def advance(self) -> bool:
-        """Run until at least one group or evaluation is finished; False when there is none to run.
+        """Run until at least one group or evaluation is finished; return False if there is none to run.
 
-        No timers and no polling: what happens, and in which order, follows from the seed and the record alone.
+        It uses no timers and no polling: what happens, and in which order, follows from the seed and the record alone.
         """
         self._look()
         if not self._tasks:
@@ -161,7 +179,7 @@ class RolloutRunner:
         return True
 
     async def close(self) -> None:
-        """Cancel what runs and end the reward workers."""
+        """Cancel everything that is running, and end the reward workers."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -174,7 +192,7 @@ class RolloutRunner:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Counts for status and progress."""
+        """Return the counts for status and progress."""
         since = time.monotonic() - RATE_S
         while self._generated and self._generated[0][0] < since:
             self._generated.popleft()
@@ -189,7 +207,7 @@ class RolloutRunner:
     # Admission -------------------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Start what may start now: first the evaluation that is due, then groups."""
+        """Start everything that may start now: first the evaluation that is due, then groups."""
         self._inbox_seen = self._inbox_time()
         self._waiting = len(self._run.inbox.names())  # before the version: a step's groups leave once it is published
         self._version = self._run.inbox.published()
@@ -231,7 +249,7 @@ class RolloutRunner:
         task.add_done_callback(lambda _: self._changed.set())
 
     def _raise_failure(self) -> None:
-        """Forget the tasks that are done; raise what the first of them raised."""
+        """Forget the tasks that are done; raise the exception of the first one that failed."""
         errors = [task.exception() for task in self._tasks if task.done()]
         self._tasks = [task for task in self._tasks if not task.done()]
         for error in errors:
@@ -241,7 +259,7 @@ class RolloutRunner:
     # Groups ----------------------------------------------------------------------------------------------------------
 
     async def _make_group(self, name: str, version: int) -> None:
-        """Run the episodes of one group, and file it: in the inbox or in rejected/."""
+        """Run the episodes of one group, and file it in the inbox or in rejected/."""
         row = self._rows[order(len(self._rows), group_number(name), self._config.seed)]
         episodes = await self._episodes(self._resources, name, row, self._config.rollout.n_samples, version)
         self._file(name, episodes)
@@ -281,7 +299,7 @@ class RolloutRunner:
         return FailureWatch(rollout.max_failed_share, rollout.batch_groups, str(where))
 
     def _warn_of_first_failure(self, episode: Episode) -> None:
-        """Warn once in each process: the others are counted at the end of the run."""
+        """Warn of the first failed episode of this process; further ones are only counted."""
         if not self._counts["episodes_failed"] and episode.error is not None:
             log.warning(
                 "episode %s failed: %s\nThis is said once. The run goes on without failed episodes, keeps them in %s, "
@@ -327,7 +345,7 @@ class RolloutRunner:
             self._start(self._evaluate(version))
 
     async def _evaluate(self, version: int) -> None:
-        """Run all evaluation episodes at `version`. The trainer publishes no other before the result is filed."""
+        """Run all evaluation episodes at `version`, which stays the published one until the result is filed."""
         began = time.monotonic()
         n_samples = self._config.eval.n_samples
         by_temperature = self._resources.at_temperature(self._config.eval.temperature)
@@ -356,7 +374,7 @@ class RolloutRunner:
         return self._version is not None and self._version >= self._config.training.steps and not self._tasks
 
     def _waits_for(self) -> tuple[str, str]:
-        """What the loop waits for, and who unblocks it."""
+        """Return what the loop is waiting for, and who unblocks it."""
         if self._version is None:
             return "the first weights", "the trainer"
         if self._running and self._equal.rejects_everything:
@@ -380,7 +398,7 @@ class RolloutRunner:
         )
 
     def _where_episodes_are(self) -> str:
-        """Whose turn it is in the episodes that run: the model's, the reward's, or else the user's own code's."""
+        """Return how many running episodes wait for the model, for the reward, and for the user's own code."""
         running = self._counts["episodes_running"]
         waits = [wait.what for wait in current_waits()]
         model = sum(what.startswith("completion ") for what in waits)
@@ -392,7 +410,7 @@ class RolloutRunner:
         return f"; {running} episodes: {model} requests with the model, {reward} with the reward, {own} in {code}"
 
     async def _something_changes(self) -> None:
-        """Return when a group or an evaluation is finished, or the inbox has changed."""
+        """Wait until a group or an evaluation is finished, or the inbox has changed."""
         looked_at = time.time()
         settled_time_stamp = looked_at - self._inbox_seen / 1e9 > STAMP_S
         look_again_at = looked_at + (LOOK_S if settled_time_stamp else STAMP_S)
@@ -410,7 +428,10 @@ class RolloutRunner:
 
 
 async def _side_by_side(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results, in order. When one raises, the others are cancelled and its exception is passed on."""
+    """Run all coroutines side by side and return their results, in order.
+
+    When one raises, the others are cancelled and its exception is passed on.
+    """
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(each) for each in work]

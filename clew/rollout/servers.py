@@ -1,4 +1,4 @@
-"""All inference servers of a run as one engine: each request goes to the least loaded that is ready."""
+"""One engine made of all inference servers of a run: each request goes to the least loaded server that is ready."""
 
 from __future__ import annotations
 
@@ -17,29 +17,32 @@ from clew.waits import waiting
 log = logging.getLogger("clew.rollout")
 
 LOOK_S = 0.2
-"""How old the list of servers may be."""
+"""Maximum age of the list of servers, in seconds."""
 
 AVOID_S = 0.25
-"""How long a server is left alone after it could not be reached."""
+"""Seconds for which a server is avoided after it could not be reached."""
 
 
 class ServerPool:
-    """The `Engine` of a rollout process. A server that dies costs its requests a new start on whichever is ready,
-    also when it comes back at another address; while there is none, they wait."""
+    """The `Engine` of a rollout process.
+
+    If a server dies, its requests start again on any server that is ready, even if that is the same server at another
+    address. While no server is ready, requests wait.
+    """
 
     def __init__(self, run: RunDirectory) -> None:
-        """The servers are those that the environment names, or else those registered in the run directory."""
+        """Take the servers that the environment names, or else those registered in the run directory."""
         self._run = run
         token = server_token()
         self._fixed = [Server(name=each, address=each, pid=0, ready=True, token=token) for each in server_addresses()]
         self._servers: list[Server] = []
         self._looked_at = 0.0
         self._engines: dict[tuple[str, str], HTTPEngine] = {}
-        """By address and token: a server that is started again at its address has another token."""
+        """Clients by address and token: a server that is restarted at its address has another token."""
         self._load: dict[str, int] = {}
-        """Requests under way, by address."""
+        """Number of requests under way, by address."""
         self._avoided: dict[tuple[str, int], float] = {}
-        """Address and pid of servers that could not be reached, and until when they are left alone."""
+        """Monotonic time until which an unreachable server is avoided, by address and pid."""
 
     async def generate(
         self,
@@ -50,7 +53,11 @@ class ServerPool:
         request_id: str = "",
         on_token: OnToken | None = None,
     ) -> Completion:
-        """See `Engine.generate`; never unreachable: it waits."""
+        """Generate as `Engine.generate` does, but wait for a server instead of raising EngineUnreachable.
+
+        Raises:
+            SchemaUnsupported: The parameters ask for a JSON schema, which is never applied in training.
+        """
         if params.json_schema is not None:
             raise SchemaUnsupported(
                 "in training no output is held to a JSON schema: its tokens' logprobs would be those among what the "
@@ -69,15 +76,15 @@ class ServerPool:
                 self._load[server.address] -= 1
 
     async def load_weights(self, ref: WeightRef) -> None:
-        """The trainer has the servers load weights, not rollout."""
+        """Raise NotImplementedError: the trainer has the servers load weights, not rollout."""
         raise NotImplementedError
 
     async def abort(self, request_id: str | None = None) -> None:
-        """Cut one request short, or all, on every server."""
+        """Abort one request, or all requests, on every ready server."""
         await asyncio.gather(*(self._engine(server).abort(request_id) for server in self._ready()))
 
     async def version(self) -> int:
-        """The oldest version that a ready server serves."""
+        """Return the oldest version that a ready server serves."""
         await self._ready_server()
         return min(await asyncio.gather(*(self._engine(server).version() for server in self._ready())))
 

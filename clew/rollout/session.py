@@ -1,4 +1,4 @@
-"""What a workflow gets as `engine`: the model and the reward, for one episode, with every interaction kept."""
+"""The `engine` that a workflow gets: the model and the reward, for one episode, with every interaction kept."""
 
 from __future__ import annotations
 
@@ -25,49 +25,49 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_WARNINGS = 3
-"""Warnings of one kind that an episode shows."""
+"""Number of warnings of one kind that an episode shows."""
 
 _PARAMS = [field.name for field in fields(SamplingParams) if field.name != "continues"]
-"""What a workflow may set."""
+"""Sampling parameters that a workflow may set."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """What all episodes of a run share."""
+    """Resources that all episodes of a run share."""
 
     engine: Engine
     tokenizer: PreTrainedTokenizerBase
     sampling: SamplingParams
-    """Defaults; the seed is set for each interaction."""
+    """Default sampling parameters; the seed is set for each interaction."""
     seed: int
     prompt_column: str
     reward: Callable[[str, dict[str, Any]], Awaitable[Reward]] | None
     turn_discount: float = 1.0
     context: int | None = None
-    """Of the model, in tokens, where it is known."""
+    """Context length of the model in tokens; None if it is not known."""
     vision: Sight | None = None
-    """Of a model that takes images, and an engine that does."""
+    """Image input of the model; None if the model or the engine takes no images."""
     media: Media | None = None
-    """Where images are kept for the record; None: nothing is recorded."""
+    """Folder that keeps images for the record; None: nothing is recorded."""
     individual: bool = False
-    """A sequence an interaction, instead of one for those that extend one another."""
+    """True makes each interaction a sequence of its own, instead of joining those that extend one another."""
     on_warning: Callable[[str, str, str], None] | None = None
-    """Told each warning at once: the episode's ID, the warning, its kind."""
+    """Called at once with each warning: the episode's ID, the warning, its kind."""
 
     def at_temperature(self, temperature: float) -> Resources:
-        """The same, for an evaluation."""
+        """Return a copy that samples at another temperature, for an evaluation."""
         return replace(self, sampling=replace(self.sampling, temperature=temperature))
 
 
 class WarningLog:
-    """Logs one warning of each kind: hundreds of episodes would say the same."""
+    """Logs only the first warning of each kind: hundreds of episodes would say the same."""
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
         self._logged: set[str] = set()
 
     def add(self, episode_id: str, warning: str, kind: str) -> None:
-        """Log a warning, unless there was one of its kind."""
+        """Log a warning, unless one of its kind has been logged."""
         if kind not in self._logged:
             self._logged.add(kind)
             self._log.warning("%s: %s (further warnings of this kind are not shown)", episode_id, warning)
@@ -80,11 +80,11 @@ class Session:
         self.resources = resources
         self.episode_id = episode_id
         self.interactions: list[Interaction] = []
-        """Those that are complete."""
+        """Interactions that are complete."""
         self.turn_rewards: dict[str, float] = {}
-        """By interaction ID: rewards of single turns, besides the episode's."""
+        """Rewards of single turns, besides the episode's, by interaction ID."""
         self.warnings: dict[str, str] = {}
-        """What the owner of the workflow or agent should know, and of which kind each warning is."""
+        """Warnings for the owner of the workflow or agent, each with its kind."""
         self._requests = 0
 
     @property
@@ -98,11 +98,11 @@ class Session:
         return self.resources.prompt_column
 
     def warn(self, warning: str, kind: str | None = None) -> None:
-        """Warn the owner of the workflow or agent: once in the same words, and a few times of one kind.
+        """Warn the owner of the workflow or agent: the same text once, and only a few warnings of one kind.
 
         Args:
             warning: A sentence.
-            kind: Without one, warnings that differ in nothing but numbers and IDs are of one kind.
+            kind: Kind of the warning. By default, warnings that differ only in numbers and IDs are of one kind.
         """
         kind = kind or re.sub(r"\S*\d\S*", "N", warning)
         count = sum(each == kind for each in self.warnings.values())
@@ -115,12 +115,12 @@ class Session:
             self.resources.on_warning(self.episode_id, warning, kind)
 
     def reserve(self) -> int:
-        """The index of the next interaction, which is then taken."""
+        """Reserve the index of the next interaction, and return it."""
         self._requests += 1
         return self._requests - 1
 
     def interaction_id(self, index: int) -> str:
-        """The ID of this episode's n-th interaction."""
+        """Return the ID of this episode's interaction with that index."""
         return f"{self.episode_id}.i{index}"
 
     async def generate(
@@ -136,13 +136,19 @@ class Session:
     ) -> Interaction:
         """Have the model complete `input_ids`, sampled as the configuration says.
 
-        prompt: the text or messages that `input_ids` render, for the record.
-        images: files (PNG, JPEG) that the tokens show, in order; `engine.see` makes such tokens.
-        index: from `reserve`, where the request's place in the episode was settled before; None takes the next.
-        on_token: told the first tokens as they come; all that the engine's stream has.
-        details: further things for the record, such as the name of the model that a client asked for.
-        overrides: fields of SamplingParams, for this request.
-        Raises EngineError: the prompt does not fit into the context, or the parameters contradict one another.
+        Args:
+            input_ids: Tokens of the prompt.
+            prompt: Text or messages that `input_ids` render, for the record.
+            images: Files (PNG, JPEG) that the tokens show, in order; `engine.see` makes such tokens.
+            index: Index from `reserve`, if the request's place in the episode was settled before; None takes the next.
+            on_token: Called with each token and its logprob as they come, in order; with fewer than all if the engine
+                does not stream.
+            details: Further entries for the record, such as the name of the model that a client asked for.
+            overrides: Fields of SamplingParams, for this request.
+
+        Raises:
+            EngineError: The prompt does not fit into the context, or the parameters contradict one another.
+            EpisodeError: There is no sampling parameter of that name.
         """
         if index is None:
             index = self.reserve()
@@ -174,10 +180,15 @@ class Session:
         return interaction
 
     def see(self, text: str, images: Sequence[bytes]) -> list[int]:
-        """The tokens of a text with the tokenizer's placeholder (`<image>`, say) in each image's place.
+        """Return the tokens of a text that has the tokenizer's placeholder (`<image>`, say) in each image's place.
 
-        images: files (PNG, JPEG). Raises ImageError: the model takes none, there are not as many placeholders, one of
-        them is no image."""
+        Args:
+            text: Text with the placeholders.
+            images: Files (PNG, JPEG), in order.
+
+        Raises:
+            ImageError: The model takes no images, the number of placeholders differs, or a file is not an image.
+        """
         vision = self.resources.vision
         if vision is None:
             raise ImageError("the model takes no images.")
@@ -185,8 +196,12 @@ class Session:
         return list(encoded["input_ids"])
 
     async def reward(self, completion: str, data: dict[str, Any]) -> Reward:
-        """What the function rollout.reward gives this text. Raises EpisodeError: it raised, hung, or returned no
-        finite number; ConfigError when there is none."""
+        """Return the reward that the function rollout.reward gives this text.
+
+        Raises:
+            EpisodeError: The function raised, hung, or returned no finite number.
+            ConfigError: rollout.reward is not set.
+        """
         if self.resources.reward is None:
             raise ConfigError(
                 "the workflow asks for a reward, and rollout.reward is not set. Name a function "
@@ -209,12 +224,12 @@ class Session:
 
 
 def plain_text(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
-    """Tokens as the model wrote them, without special ones."""
+    """Return the text of tokens as the model wrote it, without special tokens."""
     return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def sampling_params(sampling: Sampling) -> SamplingParams:
-    """The configuration's section as the engine takes it."""
+    """Return the configuration's sampling section as the engine takes it."""
     values = sampling.model_dump()
     ids = values.pop("stop_token_ids")
     stop = tuple(values.pop("stop"))
@@ -230,8 +245,16 @@ def resources(
     vision: Sight | None,
     media: Media | None = None,
 ) -> Resources:
-    """What the configuration says that all episodes share. vision: of a model and an engine that take images. media: of
-    the record, where there is one."""
+    """Return the resources that all episodes of this configuration share.
+
+    Args:
+        config: Configuration of the run.
+        engine: Engine that generates.
+        tokenizer: Tokenizer of the model.
+        reward: Reward function, as `load_reward` returns it.
+        vision: Image input, if the model and the engine take images.
+        media: Images of the record, if there is a record.
+    """
     return Resources(
         engine=engine,
         tokenizer=tokenizer,

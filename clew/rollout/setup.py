@@ -1,4 +1,4 @@
-"""What the configuration names for rollout, loaded and checked before anything starts."""
+"""Loading and checking of everything that the configuration names for rollout, before anything starts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,11 @@ def refuse_impossible(config: Config, n_rows: int) -> None:
 
 
 def load_workflow(config: Config) -> Workflow:
-    """An instance of the workflow's class, which serves all episodes. Raises ConfigError."""
+    """Import the workflow's class and return one instance, which serves all episodes.
+
+    Raises:
+        ConfigError: There is no such class, or it cannot be called with rollout.workflow_kwargs.
+    """
     path = config.rollout.workflow
     cls = dotted.load(path, "rollout.workflow")
     if not isinstance(cls, type) or not inspect.iscoroutinefunction(getattr(cls, "run_episode", None)):
@@ -45,11 +49,15 @@ def load_workflow(config: Config) -> Workflow:
 
 
 def side_by_side(config: Config) -> int:
-    """Return how many sequences the engine in this process may compute side by side. Raises ConfigError.
+    """Return how many sequences the engine in this process may compute side by side.
 
-    Who shares a batch shows in the last bits of a logprob. A run that is to repeat has batches of one where requests
-    come in whatever order they come: an agent's, over sockets; those of a workflow, or after a reward, that may wait
-    for something of its own, such as a tool or a timer. Clew's own workflows wait for the engine alone.
+    The other sequences in a batch affect the last bits of a logprob. A run that is to be repeatable therefore has
+    batches of one if its requests come in no fixed order: those of an agent, which come over sockets, and those of a
+    workflow or after a reward that may wait for something of its own, such as a tool or a timer. Clew's own workflows
+    wait only for the engine.
+
+    Raises:
+        ConfigError: The reward function cannot be loaded.
     """
     rollout = config.rollout
     if config.launch.mode != "inline" or rollout.max_lag > 0:
@@ -60,8 +68,14 @@ def side_by_side(config: Config) -> int:
 
 
 def load_reward(config: Config) -> Callable[[str, dict[str, Any]], Awaitable[Reward]] | None:
-    """The reward as a session calls it: awaited in this process, called in it (inline), or a pool of worker processes.
-    Raises ConfigError."""
+    """Return the reward as a session calls it; None if none is configured.
+
+    An async function is awaited in this process. A plain function is called in this process (inline) or in a pool of
+    worker processes.
+
+    Raises:
+        ConfigError: The reward function cannot be loaded.
+    """
     rollout, prompt_column = config.rollout, config.data.prompt
     inline = config.launch.mode == "inline"
     if rollout.reward is None:

@@ -1,7 +1,7 @@
-"""The built-in workflows. Yours is a class like these: name it by dotted path in rollout.workflow.
+"""Built-in workflows. Yours is a class like these: name it by dotted path in rollout.workflow.
 
-`run_episode(engine, data)` gets a `Session` and its own copy of one row of the data set, and returns a number or a
-dict of named numbers, whose sum is trained on. One instance serves all episodes, side by side.
+`run_episode(engine, data)` gets a `Session` and its own copy of one row of the data set, and returns a number or a dict
+of named numbers, whose sum is trained on. One instance serves all episodes, side by side.
 """
 
 from __future__ import annotations
@@ -19,13 +19,17 @@ _MARKER = "clew:answer"
 class SingleTurn:
     """One answer to the prompt, judged by the reward function.
 
-    The prompt is a list of chat messages, which goes through the tokenizer's chat template, or text, which goes to the
-    model as it is.
+    The prompt is either a list of chat messages, which goes through the tokenizer's chat template, or text, which goes
+    to the model as it is.
     """
 
     def __init__(self, enable_thinking: bool | None = None, chat: bool = False) -> None:
-        """enable_thinking: handed to the chat template; None: the template's own default.
-        chat: send a text as a user's message through the template."""
+        """Set the options.
+
+        Args:
+            enable_thinking: Passed to the chat template; None: the template's own default.
+            chat: Send a text as a user's message through the template.
+        """
         self.enable_thinking = enable_thinking
         self.chat = chat
 
@@ -35,7 +39,11 @@ class SingleTurn:
         return await engine.reward(answer.text, data)
 
     def prompt_of(self, engine: Session, data: dict[str, Any]) -> str | list[dict[str, Any]]:
-        """The prompt of a row: text, or chat messages. Raises EpisodeError when it is neither."""
+        """Return the prompt of a row: text, or chat messages.
+
+        Raises:
+            EpisodeError: It is neither.
+        """
         prompt = data[engine.prompt_column]
         if isinstance(prompt, str):
             return [{"role": "user", "content": prompt}] if self.chat else prompt
@@ -47,13 +55,17 @@ class SingleTurn:
         )
 
     def tokens_of(self, engine: Session, prompt: str | list[dict[str, Any]]) -> list[int]:
-        """The tokens that the model is to continue."""
+        """Return the tokens that the model is to continue."""
         if isinstance(prompt, str):
             return _tokens(engine, prompt, special=True)
         return _tokens(engine, self.render(engine, prompt), special=False)
 
     def render(self, engine: Session, messages: list[dict[str, Any]]) -> str:
-        """The messages as the template writes them, up to where the model begins."""
+        """Return the messages as the template writes them, up to where the model begins.
+
+        Raises:
+            EpisodeError: The tokenizer has no chat template.
+        """
         if engine.tokenizer.chat_template is None:
             raise EpisodeError(
                 "the prompt is a list of chat messages, and the model's tokenizer has no chat template. "
@@ -66,10 +78,10 @@ class SingleTurn:
 
 
 class MultiTurnRetry(SingleTurn):
-    """Tells the model when its answer is wrong, and lets it try again, in the same conversation.
+    """Tells the model when its answer is wrong, and lets it try again in the same conversation.
 
-    Each further turn extends the exact tokens of the one before. The reward is that of the last answer. There
-    is no further turn where none fits into the context.
+    Each further turn extends the exact tokens of the one before. The reward is that of the last answer. There is no
+    further turn if none fits into the context.
     """
 
     def __init__(
@@ -81,8 +93,16 @@ class MultiTurnRetry(SingleTurn):
         enable_thinking: bool | None = None,
         chat: bool = False,
     ) -> None:
-        """max_turns: answers, at most. feedback: the user's message after a wrong answer. threshold: an answer is wrong
-        when its reward is not above this. discount: the reward is multiplied by this for each retry."""
+        """Set the options.
+
+        Args:
+            max_turns: Maximum number of answers.
+            feedback: The user's message after a wrong answer.
+            threshold: An answer is wrong when its reward is not above this.
+            discount: Factor of the reward for each retry.
+            enable_thinking: See `SingleTurn`.
+            chat: See `SingleTurn`.
+        """
         super().__init__(enable_thinking, chat)
         self.max_turns = max_turns
         self.feedback = feedback
@@ -111,15 +131,15 @@ class MultiTurnRetry(SingleTurn):
         return {name: scale * each for name, each in reward.items()} if isinstance(reward, dict) else scale * reward
 
     def with_feedback(self, messages: list[dict[str, Any]], answer: str) -> list[dict[str, Any]]:
-        """The conversation that asks for another answer."""
+        """Return the conversation that asks for another answer."""
         return [*messages, {"role": "assistant", "content": answer}, {"role": "user", "content": self.feedback}]
 
     def _next_turn(self, engine: Session, prompt: str | list[dict[str, Any]], last_token: int) -> list[int]:
-        """The tokens between the end of an answer and the beginning of the next.
+        """Return the tokens between the end of an answer and the beginning of the next.
 
-        What the template writes after an answer is told by a marker in the answer's place; what the model generated is
-        neither decoded nor tokenized again. Where the model ended its turn itself, the template's end of turn is left
-        out.
+        They are found by rendering the conversation with a marker in the answer's place, so that what the model
+        generated is neither decoded nor tokenized again. If the model ended its turn itself, the template's end of turn
+        is left out.
         """
         if isinstance(prompt, str):
             return _tokens(engine, self.feedback, special=False)
@@ -135,6 +155,12 @@ class MultiTurnRetry(SingleTurn):
 
 
 def _tokens(engine: Session, text: str, *, special: bool) -> list[int]:
-    """special: with what the tokenizer puts around a text of its own accord (a first token, for some models)."""
+    """Return the tokens of a text.
+
+    Args:
+        engine: Session of the episode.
+        text: The text.
+        special: Add the tokens that the tokenizer puts around a text (a first token, for some models).
+    """
     encoded: Any = engine.tokenizer(text, add_special_tokens=special)
     return list(encoded["input_ids"])

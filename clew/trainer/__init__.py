@@ -1,1 +1,1 @@
-"""The loop, and where its batches come from."""
+"""The training loop, and the sources of its batches."""

@@ -1,4 +1,4 @@
-"""Batches outside their run: dumped by one run, trained on by another (config section debug)."""
+"""Batches outside their run: dumped by one run and trained on by another (configuration section `debug`)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ from clew.training.padded import load_padded, save_padded
 
 
 def check_origin(run: RunDirectory, *, replayed: bool) -> None:
-    """Raise RecordError when `run` has begun with batches of the other kind: replayed from debug.path, or made by its
-    own rollout."""
+    """Raise RecordError when `run` began with batches of the other kind.
+
+    Args:
+        replayed: Whether batches are now replayed from debug.path, rather than made by the run's own rollout.
+    """
     begun = run.steps.count() or run.steps.has_data(0)
     if not begun or not run.config_path.exists() or "trainer" in run.facts():
         return
@@ -33,8 +36,11 @@ def check_origin(run: RunDirectory, *, replayed: bool) -> None:
 
 
 def resume_dump(config: Config, run: RunDirectory) -> None:
-    """Copy to debug.path what is missing there of the committed steps: the last one, where its copy failed. Raises
-    RecordError when debug.path holds the batches of another run."""
+    """Copy the committed steps that debug.path lacks, such as the last one if copying it failed.
+
+    Raises:
+        RecordError: debug.path holds the batches of another run.
+    """
     folder = _folder(config)
     with explain_disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -49,7 +55,11 @@ def resume_dump(config: Config, run: RunDirectory) -> None:
 
 
 def dump(config: Config, run: RunDirectory, step: int) -> None:
-    """Copy the batch of the newest committed step to debug.path. Raises RecordError when there is one already."""
+    """Copy the batch of the newest committed step to debug.path.
+
+    Raises:
+        RecordError: debug.path already has a batch of this step.
+    """
     if step in _batches(_folder(config)):  # of a run that began after this one
         raise _of_another_run(_folder(config), step, run)
     _copy(config, run, step)
@@ -76,7 +86,7 @@ def _of_another_run(folder: Path, step: int, run: RunDirectory) -> RecordError:
 
 
 def _batches(folder: Path) -> list[int]:
-    """The steps whose batches are in a folder of them."""
+    """Return the steps whose batches are in `folder`."""
     return sorted({int(path.stem[5:]) for path in folder.glob("step-[0-9]*.p*")})
 
 
@@ -99,13 +109,19 @@ def _digest(batch: list[Sequence]) -> str:
 
 
 class ReplayedSource:
-    """The batches in debug.path: a folder of dumps, or a run directory, which stays as it is. Each becomes the batch
-    of the same step here. Filters of the configuration are applied again."""
+    """Source of the batches in debug.path: a folder of dumps or a run directory, which is left as it is.
+
+    Each batch becomes the batch of the same step in this run. The configuration's filters are applied again.
+    """
 
     def __init__(self, config: Config, run: RunDirectory, check: Callable[[], None]) -> None:
-        """check: called before each batch; it may raise to end the replay.
+        """Open debug.path.
 
-        Raises RecordError: no such folder; the steps that `run` has were not trained on what is there.
+        Args:
+            check: Called before each batch; it may raise to end the replay.
+
+        Raises:
+            RecordError: The folder does not exist, or the steps that `run` has were not trained on its batches.
         """
         folder = _folder(config)
         if not folder.is_dir():

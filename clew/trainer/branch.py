@@ -1,4 +1,4 @@
-"""A new run that shares its beginning with another: the same steps up to one, then steps of its own."""
+"""A new run that shares its first steps with another run, and continues with steps of its own."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from clew.training.folders import written_aside
 
 
 def branch(source: RunDirectory, run: RunDirectory, engine: TrainEngine) -> None:
-    """Have `run`, which must be new, go on from where `engine` is in `source`. The steps before are there by what they
-    committed, without their data; the engine's state is a checkpoint, and so is the first one of `source`: the model
-    that both began with. Every rank calls this at once; rank 0 writes.
+    """Let `run`, which must be new, continue from the step that `engine` has reached in `source`.
 
-    Raises RecordError when `run` has steps or checkpoints already.
+    The commits of earlier steps are copied without their data. The engine's state becomes a checkpoint, and so does the
+    first checkpoint of `source`: the model that both runs began with. Every rank calls this at once; rank 0 writes.
+
+    Raises:
+        RecordError: `run` already has steps or checkpoints.
     """
     if run.steps.count() or checkpoint.saved(run.checkpoints):
         raise RecordError(f"{run.path} has steps or checkpoints already. Choose another trial=NAME.")
@@ -29,7 +31,7 @@ def branch(source: RunDirectory, run: RunDirectory, engine: TrainEngine) -> None
 
 
 def _copy_beginning(source: RunDirectory, run: RunDirectory, count: int) -> None:
-    """The first `count` steps, and the model."""
+    """Copy the first `count` steps, the media and the model that the run began with."""
     for earlier in range(count):
         write_bytes(run.steps.json_path(earlier), source.steps.json_path(earlier).read_bytes())
     run.steps.repair()

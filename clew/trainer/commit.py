@@ -1,4 +1,4 @@
-"""What a step says when it commits."""
+"""The summary of a step, written when it commits."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from clew.training.engine import StepResult, TrainEngine
 from clew.training.ranks import Ranks
 
 CONFIGURED = ("training", "algorithm")
-"""The sections that decide what a step computes from its batch. A run may change them when it starts again."""
+"""Configuration sections that decide what a step computes from its batch. They may change when a run is restarted."""
 
 
 VARIABLES = ("ATEN_CPU_CAPABILITY", "MKL_", "DNNL_", "ONEDNN_", "OMP_", "KMP_", "GOMP_")
-"""How the names of the variables begin that choose instruction sets and threads for torch, MKL and oneDNN."""
+"""Prefixes of the environment variables that choose instruction sets and threads for torch, MKL and oneDNN."""
 
 
 def environment(engine: TrainEngine) -> dict[str, Any]:
@@ -45,17 +45,21 @@ def environment(engine: TrainEngine) -> dict[str, Any]:
 
 
 def repeats(then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Return whether a step made in one environment should repeat bit for bit in the other: the same on the CPU, and on
-    CUDA with training.deterministic. Where it does not, `clew.record.summary.rounding_doubt` may say
-    why."""
+    """Return whether a step made in one environment should repeat bit for bit in the other.
+
+    It should when both are equal and either run on the CPU or use training.deterministic on CUDA. If it does not repeat
+    nevertheless, `clew.record.summary.rounding_doubt` may say why.
+    """
     same = {**then, "rounding": None} == {**now, "rounding": None}
     return same and (now["device"] == "cpu" or now["deterministic"])
 
 
 @cache
 def _rounding() -> dict[str, Any]:
-    """What decides on the CPU how a sum of floats is rounded, besides packages and threads. Looked up once, as the
-    libraries do."""
+    """Return what decides on the CPU how a sum of floats is rounded, besides packages and threads.
+
+    The values are looked up once, as the libraries do.
+    """
     known = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.11 and newer
     sets = sorted(name for name, value in known.items() if value is True)
     caches = [f"{name} {known[name]}" for name in ("l1d_cache_size", "l2_cache_size") if name in known]
@@ -70,15 +74,19 @@ def _rounding() -> dict[str, Any]:
 
 @cache
 def _packages() -> dict[str, str]:
-    """Looked up once: it takes milliseconds."""
+    """Return the version of each package. They are looked up once, as this takes milliseconds."""
     return {name: importlib.metadata.version(name) for name in PACKAGES if name != "clew"}
 
 
 def write_stages(
     run: RunDirectory, step: int, digests: Mapping[str, RowDigest], result: StepResult, ranks: Ranks
 ) -> None:
-    """Write what this rank computed from its rows; of a group that computed the same, the first writes. digests: of all
-    rows, in their order."""
+    """Write what this rank computed from its rows. In a tensor-parallel group, where all compute the same, one rank
+    writes.
+
+    Args:
+        digests: Digests of all rows of the batch, in their order.
+    """
     if ranks.tp_rank:
         return
     own = sorted(row for minibatch in result.plan for rows in minibatch[ranks.dp_rank :: ranks.dp_size] for row in rows)
@@ -92,9 +100,11 @@ def write_stages(
 
 
 def facts_of(batch: list[Sequence], version: int) -> dict[str, Any]:
-    """What the index repeats of a batch: its groups, and from which version to which its trained tokens are.
+    """Return what the index repeats about a batch: its groups, and the oldest and newest version of its trained tokens.
 
-    version: where no token is, the first."""
+    Args:
+        version: The oldest version to report when the batch has no trained token.
+    """
     generated = np.concatenate([row.versions[row.loss_mask] for row in batch])
     return {
         "groups": sorted({row.group_id for row in batch}),
@@ -105,7 +115,11 @@ def facts_of(batch: list[Sequence], version: int) -> dict[str, Any]:
 def summarize(
     run: RunDirectory, batch: list[Sequence], digests: Mapping[str, RowDigest], result: StepResult, engine: TrainEngine
 ) -> dict[str, Any]:
-    """What step-N.json holds, but for the timings. digests: of the batch, from `clew.record.digest.digest_rows`."""
+    """Return the content of step-N.json, except for the timings.
+
+    Args:
+        digests: Digests of the batch's rows, from `clew.record.digest.digest_rows`.
+    """
     evaluation = run.newest_eval()
     return {
         **facts_of(batch, engine.version),

@@ -1,4 +1,4 @@
-"""Being asked to end (Ctrl-C, SIGTERM): first where nothing is cut in two, and only after a while anywhere."""
+"""Handling of requests to end (Ctrl-C, SIGTERM): at first only at safe places, after a while anywhere."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from contextlib import contextmanager
 from clew.errors import Interrupted
 
 PATIENCE_S = 5.0
-"""Seconds in which the process should come to a place where it can end; after that it is cut short where it is."""
+"""Seconds that the process has to reach a safe place to end; after that it is interrupted wherever it is."""
 
 
 class Interrupts:
-    """Holds SIGINT and SIGTERM back until `check` is called, for `PATIENCE_S` or until a second signal; then they are a
-    KeyboardInterrupt: in the user's code that does not return, or in a long step. Of the main thread.
+    """Holds SIGINT and SIGTERM back until `check` is called.
 
-    Ranks that follow rank 0 never call `check`: it tells them when to end, and has twice the time for that.
+    After `PATIENCE_S`, or at a second signal, they raise KeyboardInterrupt instead: in user code that does not return,
+    or in a long step. Use it in the main thread only. Ranks other than 0 never call `check`: rank 0 tells them when to
+    end, and they wait twice as long for it.
     """
 
     def __init__(self, *, leads: bool = True) -> None:
@@ -27,14 +28,14 @@ class Interrupts:
             signal.signal(number, self._ask)
 
     def check(self) -> None:
-        """Raise Interrupted when somebody asked."""
+        """Raise Interrupted when somebody asked this process to end."""
         if self._asked:
             signal.setitimer(signal.ITIMER_REAL, 0)
             raise Interrupted("")
 
     @contextmanager
     def waking(self, wake: Callable[[], object]) -> Iterator[None]:
-        """Have `wake` called when somebody asks: it ends a wait in which nobody calls `check`."""
+        """Call `wake` when somebody asks this process to end, to stop a wait in which nobody calls `check`."""
         self._wake = wake
         try:
             yield

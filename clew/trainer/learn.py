@@ -36,18 +36,21 @@ log = logging.getLogger("clew.trainer")
 POLL_S = 0.01
 
 Released = Callable[[], AbstractContextManager[None]]
-"""Within it inference runs nothing, and its cache's memory is free."""
+"""Context manager type: inside the block inference is paused, and the memory of its cache is free."""
 
 OnStep = Callable[[int, dict[str, Any]], None]
 
 Beginning = Callable[[Config, Ranks], Config]
-"""Has a run begin otherwise than with its own model. Called on every rank; returns the configuration with which the run
-goes on."""
+"""Function that makes a run begin from something else than its own model. It is called on every rank and returns the
+configuration with which the run continues."""
 
 
 def learn(config: Config, on_step: OnStep = lambda step, summary: None) -> None:
-    """Train, in this process; rollout and inference are processes of their own. Raises ClewError when the run ends
-    before its last step."""
+    """Train in this process, with rollout and inference in processes of their own.
+
+    Raises:
+        ClewError: The run ended before its last step.
+    """
     with _rank_of(config) as (ranks, run, reporter, interrupts), closing(Servers(run)) as servers:
 
         def pause() -> None:
@@ -68,9 +71,11 @@ def learn(config: Config, on_step: OnStep = lambda step, summary: None) -> None:
 
 
 def learn_inline(config: Config, on_step: OnStep) -> None:
-    """Train with rollout and inference in this process, all user code on this thread, without time limits: so
-    `breakpoint()` works in the agent, the reward and the loss. A run repeats bit for bit with
-    rollout.max_lag=0."""
+    """Train with rollout and inference in this process.
+
+    All user code runs on this thread, without time limits, so `breakpoint()` works in the agent, the reward and the
+    loss. A run repeats bit for bit with rollout.max_lag=0.
+    """
     from clew.inference.local import load_engine
     from clew.rollout.process import gateway_for, inline_runner
     from clew.rollout.setup import side_by_side
@@ -149,11 +154,15 @@ def learn_from_record(
     begun: Beginning | None = None,
     until: int | None = None,
 ) -> None:
-    """Train on the batches in config.debug.path, up to step `until` (default: training.steps): no rollout and no
-    inference; nothing is published or evaluated. Raises ClewError, RecordError where a batch is missing, and where the
-    run began with other batches.
+    """Train on the batches in config.debug.path, without rollout and inference. Nothing is published or evaluated.
 
-    begun: None: with its own model.
+    Args:
+        begun: Makes the run begin from something else than its own model; None: it begins with its own.
+        until: Step at which to stop; None: training.steps.
+
+    Raises:
+        RecordError: A batch is missing, or the run began with other batches.
+        ClewError: Anything else that ends the run before its last step.
     """
     with _rank_of(config) as (ranks, run, reporter, interrupts):
         live = ReplayedSource(config, run, interrupts.check)
@@ -178,7 +187,7 @@ def learn_from_record(
 
 @contextmanager
 def _rank_of(config: Config) -> Iterator[tuple[Ranks, RunDirectory, Reporter, Interrupts]]:
-    """Be one of the run's trainer ranks."""
+    """Join the run's trainer ranks for as long as the block runs."""
     torch.set_num_threads(config.rank_threads)
     run = RunDirectory(config.run_path)
     with ExitStack() as stack:
@@ -200,8 +209,13 @@ def _train_live(
     check: Callable[[], None],
     on_step: OnStep,
 ) -> None:
-    """On what rollout makes meanwhile. load: returns when every engine serves the weights. check: raises Interrupted
-    when the trainer was asked to end. pause: the same, and lets a little time pass."""
+    """Train on the batches that rollout makes meanwhile.
+
+    Args:
+        load: Returns when every engine serves the given weights.
+        check: Raises Interrupted when the trainer was asked to end.
+        pause: Does what `check` does, and lets a little time pass.
+    """
     check_origin(run, replayed=False)
     clock = Clock()
     with closing(Publisher(config, run, load)) as publisher:
@@ -222,7 +236,7 @@ def _train_live(
 
 @contextmanager
 def _alone_on_device(ranks: Ranks, clock: Clock, released: Released) -> Iterator[None]:
-    """Have inference's memory for this block, on every rank, and leave nothing of it in the allocator's hands."""
+    """Use inference's memory inside this block, on every rank. The allocator keeps none of it afterwards."""
     with ExitStack() as stack:
         with clock("release"):
             ranks.agree("inference to release its memory", lambda: stack.enter_context(released()))
@@ -231,7 +245,7 @@ def _alone_on_device(ranks: Ranks, clock: Clock, released: Released) -> Iterator
 
 
 def _wait_for_evaluation(config: Config, run: RunDirectory, pause: Callable[[], None], version: int) -> None:
-    """Return when the evaluation of that version, if one is due, is complete."""
+    """Return when the evaluation of this version is complete, or at once if none is due."""
     if version < 0 or not is_due(version, config) or run.read_eval(version) is not None:
         return
     weights = run.newest_weights()
@@ -258,7 +272,11 @@ def _train(
     on_step: OnStep,
     until: int | None = None,
 ) -> None:
-    """check: raises Interrupted when the trainer was asked to end."""
+    """Load or resume the engine, then train to the last step.
+
+    Args:
+        check: Raises Interrupted when the trainer was asked to end.
+    """
     reporter.set(doing="loading the model")
     make_deterministic(config.training)
     if ranks.leads and config.debug.dump_rollout_data:

@@ -1,5 +1,7 @@
-"""The loop. Synchronous training is asynchronous training with a permitted lag of 0; resuming is the same loop with
-recorded batches.
+"""The training loop.
+
+Synchronous training is asynchronous training with a permitted lag of 0. Resuming is the same loop, with recorded
+batches.
 
 ::
 
@@ -7,11 +9,11 @@ recorded batches.
        ▲                                                                                      │
        └────────── inbox/version.json ◄── servers load ◄── weights of version N + 1 ◄─────────┘
 
-consumes  batches of groups, one a step
+consumes  batches of groups, one per step
 produces  committed steps, published versions, checkpoints
-waits     for a batch and for evaluations (rollout unblocks them), for servers to load weights (they do)
+waits     for a batch and for evaluations (rollout unblocks both), and for servers to load weights (the servers do)
 
-Every rank of the trainer runs it. Rank 0 alone talks to rollout and inference, and commits; the others follow it from
+Every rank of the trainer runs it. Only rank 0 talks to rollout and inference, and commits; the others follow it from
 one batch to the next.
 """
 
@@ -33,15 +35,15 @@ from clew.training.engine import StepResult, TrainEngine
 
 
 class Source(Protocol):
-    """Where batches come from: `sources.LiveSource` or `sources.RecordedSource`."""
+    """A source of batches: `sources.LiveSource` or `sources.RecordedSource`."""
 
     def batch(self, step: int) -> list[Sequence]:
-        """The batch of `step`; it lies in steps/step-N.parquet when this returns."""
+        """Return the batch of `step`, which is in steps/step-N.parquet by then."""
         ...
 
 
 class Clock:
-    """Adds up the seconds of a step by what they went into; what is timed within something is not timed twice."""
+    """Adds up the seconds of a step by activity. Time inside a nested activity counts only for the inner one."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -59,7 +61,7 @@ class Clock:
             self._within = before + whole
 
     def take(self) -> dict[str, float]:
-        """The seconds since the last call."""
+        """Return the seconds since the last call, by activity."""
         taken, self.seconds = self.seconds, {}
         return taken
 
@@ -80,10 +82,14 @@ def train(
 ) -> None:
     """Train from `engine.version` to `until`.
 
-    Steps that are committed already are trained again from the record and verified against it; nothing is published
-    until the last of them. publish: hands the weights to inference, returns when they serve. evaluated: returns when
-    the evaluation of that version, if one is due, is complete. undisturbed: within it a step is trained.
-    on_step: told of each step that this call committed.
+    Steps that are already committed are trained again from the record and verified against it. Nothing is published
+    until the last of them is done.
+
+    Args:
+        publish: Hands the weights to inference and returns when they are served.
+        evaluated: Returns when the evaluation of a version, if one is due, is complete.
+        undisturbed: Context manager inside which a step is trained.
+        on_step: Called for each step that this call commits.
     """
     committed, ranks = run.steps.count(), engine.ranks
     while True:

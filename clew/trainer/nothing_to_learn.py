@@ -1,4 +1,4 @@
-"""What a run should be told while it goes on: that its rewards have nothing to teach."""
+"""Warnings for a run whose rewards teach it nothing."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from clew.algorithms import WITHIN_GROUP
 log = logging.getLogger("clew.trainer")
 
 WARN_STEPS = 4
-"""So many steps in a row without a difference between rewards are worth a warning, which is repeated each time that
-their number has doubled."""
+"""Number of consecutive steps without any difference between rewards that triggers a warning. The warning is repeated
+each time that the number has doubled."""
 
 
 ZERO = 1e-8
-"""An advantage up to this is zero: equal rewards give about 1e-10, by rounding."""
+"""Largest absolute advantage that counts as zero: equal rewards give about 1e-10, because of rounding."""
 
 
 class NothingToLearn:
-    """Counts steps whose advantages are all zero, and steps in a row whose rewards are all equal among those that
-    algorithm.advantages compares."""
+    """Counts steps whose advantages are all zero, and consecutive steps in which all rewards that algorithm.advantages
+    compares are equal."""
 
     def __init__(self, advantages: str) -> None:
         self._within_groups = advantages in WITHIN_GROUP
@@ -31,13 +31,13 @@ class NothingToLearn:
         self._warn_zero_at = 1
 
     def add(self, step: int, metrics: Mapping[str, float], largest_advantage: float = 1.0) -> str:
-        """Take a step's metrics, and warn where it teaches nothing.
+        """Take a step's metrics, and warn when the step teaches nothing.
 
         Args:
-            largest_advantage: the largest absolute advantage of the step's tokens.
+            largest_advantage: The largest absolute advantage of the step's tokens.
 
         Returns:
-            What `clew status` shows; empty where there is nothing to warn of.
+            The warning that `clew status` shows; empty when there is none.
         """
         warning = self._equal_rewards(step, metrics)
         if largest_advantage <= ZERO:

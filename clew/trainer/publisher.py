@@ -1,4 +1,4 @@
-"""Weights on their way to inference: written, announced, loaded by every server, and only then published."""
+"""Publishing of weights to inference: write, announce, have every server load them, then publish to rollout."""
 
 from __future__ import annotations
 
@@ -14,16 +14,25 @@ from clew.training.weights import write_weights
 
 
 class Publisher:
-    """Publishes a version. The order settles each race with a server that starts meanwhile (see `RunDirectory`):
+    """Publishes a version of the weights.
 
-    1. the weights are written, 2. announced, 3. loaded by the servers that are registered, 4. published to rollout,
-    5. their predecessors are removed.
+    The order below settles each race with a server that starts meanwhile (see `RunDirectory`). The weights are
 
-    Of several ranks each calls it, for its slice of the weights; the rest is rank 0's.
+    1. written,
+    2. announced,
+    3. loaded by the registered servers,
+    4. published to rollout,
+    5. and their predecessors are removed.
+
+    Every rank calls this, for its slice of the weights; rank 0 does everything else.
     """
 
     def __init__(self, config: Config, run: RunDirectory, load: Callable[[WeightRef], None]) -> None:
-        """load: returns when every engine serves the weights."""
+        """Prepare to publish the weights of `run`.
+
+        Args:
+            load: Returns when every engine serves the weights.
+        """
         self._run = run
         self._load = load
         self._folder = run.path / "weights"
@@ -55,6 +64,6 @@ class Publisher:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def close(self) -> None:
-        """Leave no weights outside the run directory; the checkpoint has them."""
+        """Remove weights outside the run directory; the checkpoint has them."""
         if self._outside and self._leads:
             shutil.rmtree(self._folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""What a run shows of itself: TensorBoard's files and the learning curve. Both follow from the record."""
+"""Reports of a run: TensorBoard's files and the learning curve. Both are derived from the record."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger("clew.trainer")
 
 @contextmanager
 def _only_shown(what: str) -> Iterator[None]:
-    """A full disk is not the reports' to stop a run for: the record will."""
+    """Turn a full disk into a warning: reports must not stop a run. The record will, if it cannot be written."""
     try:
         yield
     except OSError as error:
@@ -23,10 +23,14 @@ def _only_shown(what: str) -> Iterator[None]:
 
 
 class Tensorboard:
-    """reports/tensorboard: each metric of each step, and each evaluation, as a scalar."""
+    """Writer of reports/tensorboard: each metric of each step, and each evaluation, as a scalar."""
 
     def __init__(self, run: RunDirectory, first_step: int) -> None:
-        """first_step: what an earlier, killed trainer wrote from there on is hidden."""
+        """Open the files.
+
+        Args:
+            first_step: Step from which on the entries of an earlier, killed trainer are hidden.
+        """
         from torch.utils.tensorboard import SummaryWriter
 
         self._run = run
@@ -59,7 +63,7 @@ class Tensorboard:
 
 
 def draw_learning_curve(run: RunDirectory) -> None:
-    """reports/learning_curve.png: reward, evaluation, length, lag and agreement with inference over the steps."""
+    """Draw reports/learning_curve.png: reward, evaluation, length, entropy, gradient norm, lag and seconds per step."""
     steps = [run.steps.read(entry["step"]) for entry in run.steps.index()]
     if not steps:
         return

@@ -1,4 +1,4 @@
-"""May this run go on here? What a trainer looks at when it starts, and at each step that it trains again."""
+"""Checks that a run may continue here: when a trainer starts, and at each step that it trains again."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ from clew.training.ranks import Ranks
 log = logging.getLogger("clew.trainer")
 
 TOLERANCE = 1e-3
-"""Relative, on loss and gradient norm, where bits are not promised."""
+"""Relative tolerance for loss and gradient norm when a repeat is not promised to be bit for bit."""
 
 
 def restore(config: Config, run: RunDirectory, ranks: Ranks) -> TrainEngine:
-    """The engine at the nearest checkpoint, or at the model that the run begins with.
+    """Return the engine at the newest checkpoint, or at the model that the run begins with.
 
-    Raises ConfigError: an objective of `clew sft`, another model, or another training of steps that must be trained
-    again; RecordError: no run of `clew train`.
+    Raises:
+        ConfigError: The objective belongs to `clew sft`; or the model changed; or settings of training changed although
+            steps must be trained again.
+        RecordError: This is not a run of `clew train`.
     """
     if config.training.objective != "sft":
         raise ConfigError(
@@ -69,8 +71,10 @@ def restore(config: Config, run: RunDirectory, ranks: Ranks) -> TrainEngine:
 
 
 def check_chain(run: RunDirectory) -> None:
-    """Raise RecordError when the record that a run would go on from does not fit together. Looks at all commits, and at
-    the data and stages of the steps that are trained on again."""
+    """Raise RecordError when the record that a run would continue from is inconsistent.
+
+    All commits are checked, and the data and stages of the steps that are trained again.
+    """
     again = range(checkpoint.latest_version(run.checkpoints), run.steps.count())
     for found in chain.breaks(run, again):
         if not found.harmless:
@@ -101,11 +105,13 @@ def _refuse_changes(config: Config, run: RunDirectory, version: int, committed: 
 
 
 def verify(run: RunDirectory, step: int, again: dict[str, Any]) -> None:
-    """Compare a step that was trained again with what was committed.
+    """Compare a step that was trained again with the committed one, before anything is published.
 
-    Bit for bit on the CPU with the same threads and packages; otherwise, and where instruction sets may differ and the
-    gradients do, loss and gradient norm within `TOLERANCE` (and the log says so). Raises TrainingError at the first
-    difference, before anything is published.
+    The comparison is bit for bit on the CPU with the same threads and packages. Otherwise, and when the gradients
+    differ where instruction sets may too, loss and gradient norm must agree within `TOLERANCE`, and the log says so.
+
+    Raises:
+        TrainingError: The first difference.
     """
     recorded = run.steps.read(step)
     then, now = environment_of(recorded), again["environment"]

@@ -1,4 +1,4 @@
-"""The inference servers of a run, as the trainer directs them over HTTP: to load weights, to give their memory away."""
+"""The trainer's HTTP client for a run's inference servers: it has them load weights and release their memory."""
 
 from __future__ import annotations
 
@@ -19,30 +19,34 @@ log = logging.getLogger("clew.trainer")
 Ask = Callable[[HTTPEngine], Awaitable[None]]
 
 ANSWER_TIMEOUT_S = 120.0
-"""A server that has not done by then what it was asked to do, such as to load new weights, is taken out; it loads the
-newest before it comes back."""
+"""Seconds in which a server must do what it was asked, such as load new weights. After that it is taken out, and loads
+the newest weights before it comes back."""
 
 LEASE_S = 60.0
-"""After so long without a word of the trainer, a server that has released its memory takes it and serves."""
+"""Seconds without a word from the trainer after which a server that released its memory takes it back and serves."""
 
 
 class Servers:
-    """The servers of a run, asked all at once."""
+    """The servers of a run, which are all asked at once."""
 
     def __init__(self, run: RunDirectory, lease_s: float = LEASE_S) -> None:
-        """lease_s: for how long they give their memory away; prolonged each third of it."""
+        """Prepare to ask the servers of `run`.
+
+        Args:
+            lease_s: Seconds for which the servers release their memory; renewed after each third of it.
+        """
         self._run = run
         self._lease_s = lease_s
         self._loop = asyncio.new_event_loop()
         self._engines: dict[tuple[str, str], HTTPEngine] = {}
 
     def load(self, ref: WeightRef) -> None:
-        """Return when they serve these weights."""
+        """Return when the servers serve these weights."""
         self._ask(f"load version {ref.version}", lambda engine: engine.load_weights(ref))
 
     @contextmanager
     def released(self) -> Iterator[None]:
-        """They run nothing and keep no cache while the block runs, however long it does."""
+        """Keep the servers paused and without a cache while the block runs, however long that takes."""
         self._ask("release its memory", lambda engine: engine.release_memory(self._lease_s))
         over = asyncio.Event()
         keeper = threading.Thread(target=self._loop.run_until_complete, args=(self._prolong(over),), daemon=True)
@@ -63,7 +67,7 @@ class Servers:
         self._loop.run_until_complete(self._ask_everywhere(what, ask))
 
     async def _prolong(self, over: asyncio.Event) -> None:
-        """Keep the servers in their pause."""
+        """Keep the servers paused until `over` is set."""
         while True:
             try:
                 await asyncio.wait_for(over.wait(), self._lease_s / 3)

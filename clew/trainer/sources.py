@@ -1,4 +1,4 @@
-"""Where batches come from. Both sources hand out what lies in steps/step-N.parquet: live and replay cannot differ."""
+"""Sources of batches. Each hands out what is in steps/step-N.parquet, so live training and replay cannot differ."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from clew.waits import waiting
 
 
 class SharedSource:
-    """Hands out on every rank what another source hands out to rank 0; the others read it from steps/."""
+    """Gives every rank the batch that another source gives to rank 0; the other ranks read it from steps/."""
 
     def __init__(
         self, source: Source, run: RunDirectory, ranks: Ranks, described: Callable[[int], None] | None = None
@@ -25,7 +25,7 @@ class SharedSource:
         """Share `source`.
 
         Args:
-            described: called on rank 0 with the first step that has its batch, before that step is trained.
+            described: Called on rank 0 with the first step that has its batch, before that step is trained.
         """
         self._source = source
         self._run = run
@@ -46,7 +46,10 @@ class SharedSource:
 
 
 class RecordedSource:
-    """The batches of committed steps. check: called before each; it may raise to end the replay."""
+    """Source of the batches of committed steps.
+
+    `check` is called before each batch; it may raise to end the replay.
+    """
 
     def __init__(self, run: RunDirectory, check: Callable[[], None]) -> None:
         self._run = run
@@ -58,10 +61,10 @@ class RecordedSource:
 
 
 class LiveSource:
-    """Batches chosen from the inbox.
+    """Source of batches that are chosen from the inbox.
 
-    pause: lets a little time pass, in which rollout can go on: a short sleep where rollout is another process, a turn
-    of its event loop where everything is in one (launch.mode=inline). It may raise to end the wait.
+    `pause` lets a little time pass, in which rollout can continue: a short sleep when rollout is another process, a
+    turn of its event loop when everything is in one process (launch.mode=inline). It may raise to end the wait.
     """
 
     def __init__(self, config: Config, run: RunDirectory, pause: Callable[[], None], clock: Clock) -> None:

@@ -1,6 +1,6 @@
 """Advantages of sequences: how much better an episode was than others. NumPy only: replay needs no torch for it.
 
-Statistics are over episodes: one of several sequences counts once. docs/algorithms.md has the formulas.
+Statistics are over episodes: an episode of several sequences counts once. docs/algorithms.md has the formulas.
 """
 
 from __future__ import annotations
@@ -19,28 +19,29 @@ from clew.training.custom import CustomAdvantages
 from clew.training.metrics import divergences
 
 EPSILON = 1e-6
-"""Added to a group's standard deviation; it keeps equal rewards from dividing by zero."""
+"""Constant added to a group's standard deviation, so that equal rewards do not cause a division by zero."""
 
 Rewards = SequenceABC[SequenceABC[float]]
-"""Of each episode, the rewards of its sequences."""
+"""Rewards of the sequences of each episode: one inner list per episode."""
 
 Compute = Callable[[SequenceABC[Sequence], SequenceABC[np.ndarray] | None], Iterable[np.ndarray]]
-"""(sequences of a step, [T] reference logprobs of each or None) -> of each a number or [T], float32."""
+"""Function (sequences of a step, reference logprobs [T] of each or None) -> float32 advantage of each, a number or [T].
+"""
 
 
 def normalise(rewards_E: np.ndarray) -> np.ndarray:
-    """[E] float64 → [E]: (reward - mean) / (standard deviation + EPSILON) over the episodes of one group.
+    """Return (reward - mean) / (standard deviation + EPSILON) over the episodes of one group: [E] float64.
 
-    The standard deviation divides by E - 1. Equal rewards give zero but for rounding: about 1e-10. GRPO, arXiv
+    The standard deviation divides by E - 1. Equal rewards give zero up to rounding, about 1e-10. GRPO, arXiv
     2402.03300, equation 3.
     """
     return normalise_sequences([[reward] for reward in rewards_E.tolist()])
 
 
 def normalise_sequences(rewards_ES: Rewards) -> np.ndarray:
-    """The same for episodes of several sequences, each with a reward of its own: [sequences], episode by episode.
+    """Return [sequences]: what `normalise` does, for episodes of several sequences with a reward each, in their order.
 
-    Mean and variance are over episodes: one of several sequences counts once, as the mean over its sequences.
+    Mean and variance are over episodes: an episode counts once, as the mean over its sequences.
     """
     assert len(rewards_ES) >= 2, "a group needs two or more scored episodes to compare them"
     mean = np.mean([np.mean(rewards_S) for rewards_S in rewards_ES])
@@ -52,13 +53,13 @@ def normalise_sequences(rewards_ES: Rewards) -> np.ndarray:
 
 
 def centre(rewards_ES: Rewards) -> np.ndarray:
-    """[sequences]: reward - mean over the episodes. Dr. GRPO, arXiv 2503.20783."""
+    """Return reward - mean over the episodes: [sequences]. Dr. GRPO, arXiv 2503.20783."""
     mean = np.mean([np.mean(rewards_S) for rewards_S in rewards_ES])
     return np.concatenate(rewards_ES) - mean
 
 
 def leave_one_out(rewards_ES: Rewards) -> np.ndarray:
-    """[sequences]: reward - mean over the other episodes. RLOO, arXiv 2402.14740."""
+    """Return reward - mean over the other episodes: [sequences]. RLOO, arXiv 2402.14740."""
     means_E = np.array([np.mean(rewards_S) for rewards_S in rewards_ES])
     others_E = (means_E.sum() - means_E) / (len(rewards_ES) - 1)
     return np.concatenate([np.array(rewards_S) - other for rewards_S, other in zip(rewards_ES, others_E, strict=True)])
@@ -71,14 +72,17 @@ METHODS: dict[str, Callable[[Rewards], np.ndarray]] = {
     "leave_one_out": leave_one_out,
     "none": lambda rewards_ES: np.concatenate(rewards_ES),
 }
-"""What algorithm.advantages names: from the rewards of one group (batch: of all groups together)."""
+"""Function for each built-in value of algorithm.advantages except gae. It gets the rewards of one group, or for `batch`
+those of all groups together."""
 
 
 def group_advantages(sequences: SequenceABC[Sequence], method: str = "group") -> np.ndarray:
-    """[sequences] float32: the advantage of each sequence within its group, or the batch.
+    """Return the advantage of each sequence within its group or the batch: [sequences] float32.
 
-    Statistics are over episodes: an episode with several sequences counts once. Raises TrainingError when there is
-    nothing to compare an episode with.
+    Statistics are over episodes: an episode with several sequences counts once.
+
+    Raises:
+        TrainingError: An episode has no other episode to be compared with.
     """
     groups: dict[str, dict[str, list[int]]] = {}
     for place, sequence in enumerate(sequences):
@@ -99,9 +103,12 @@ def group_advantages(sequences: SequenceABC[Sequence], method: str = "group") ->
 
 
 def sequence_advantages_function(algorithm: Algorithm) -> Compute:
-    """What algorithm.advantages names, but for gae, after what the options take off the reward.
+    """Return the function that algorithm.advantages names, except gae.
 
-    Raises ConfigError where a dotted path names no function that can be called so.
+    Options that reduce the reward are applied first.
+
+    Raises:
+        ConfigError: A dotted path names no function that can be called this way.
     """
     method = algorithm.advantages
     custom = None if method in ADVANTAGES else CustomAdvantages(method)
@@ -119,9 +126,10 @@ def sequence_advantages_function(algorithm: Algorithm) -> Compute:
 def shaped_rewards(
     sequences: SequenceABC[Sequence], algorithm: Algorithm, reference: SequenceABC[np.ndarray] | None
 ) -> SequenceABC[Sequence]:
-    """The sequences with the rewards that are trained on: less a KL divergence, less what is overlong.
+    """Return the sequences with the rewards that are trained on: minus a KL divergence and minus the overlong penalty.
 
-    reference: [T] logprobs of the model that the run began with, of each sequence.
+    Args:
+        reference: Logprobs [T] of each sequence under the model that the run began with.
     """
     sequences = without_overlong(sequences, algorithm)
     if algorithm.kl_in == "reward" and algorithm.kl_coef > 0:
@@ -138,7 +146,7 @@ def shaped_rewards(
 
 
 def without_overlong(sequences: SequenceABC[Sequence], algorithm: Algorithm) -> SequenceABC[Sequence]:
-    """The sequences with their rewards less algorithm.overlong_penalty."""
+    """Return the sequences with algorithm.overlong_penalty subtracted from their rewards."""
     cache = algorithm.overlong_penalty
     if cache is None:
         return sequences
@@ -146,10 +154,14 @@ def without_overlong(sequences: SequenceABC[Sequence], algorithm: Algorithm) -> 
 
 
 def overlong(sequence: Sequence, cache: int) -> float:
-    """0 to 1, of the longest response: 0 up to `cache` tokens before its limit, then rising to 1 at the limit.
+    """Return the penalty of the sequence's longest response, from 0 to 1.
 
-    DAPO, arXiv 2503.14476, equation 13 (there with a minus). A response is one interaction, its limit the
-    max_new_tokens that it was sampled with. Raises TrainingError when the record does not say that.
+    It is 0 up to `cache` tokens before the response's limit, then rises to 1 at the limit: DAPO, arXiv 2503.14476,
+    equation 13, where the sign is negative. A response is one interaction, and its limit is the max_new_tokens that it
+    was sampled with.
+
+    Raises:
+        TrainingError: The record does not have a response's length and limit.
     """
     found = []
     for interaction in sequence.interactions:

@@ -1,9 +1,9 @@
-"""The attention of transformers' models while they are trained, in rows one below the other or packed in one.
+"""The attention of transformers' models while they are trained, for rows that are padded or packed into one.
 
-It is transformers' own (`sdpa`; `eager` where an architecture knows no other, such as Gemma 2), called for rows that
-are apart, with the masks of rows that are apart. Rows of few tokens are computed here on the CPU: written out as two
-products and a softmax that is up to a fifth faster there, forward and backward together, than torch's kernel, which is
-made for many tokens. Models so small and rows so short are what a laptop trains.
+It is transformers' own attention (`sdpa`, or `eager` for architectures that have no other, such as Gemma 2), called for
+separate rows with the masks of separate rows. On the CPU, short rows are computed here: two products and a softmax are
+up to a fifth faster there, forward and backward together, than torch's kernel, which is made for many tokens. Laptops
+train such small models and short rows.
 """
 
 from __future__ import annotations
@@ -24,18 +24,20 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from clew.training.packing import Packed
 
 NAMES = {"sdpa": "clew_sdpa", "eager": "clew_eager"}
-"""What transformers' attention is called when it is called from here."""
+"""Name under which each of transformers' attentions is registered when it is called from here."""
 
 SHORT = 128
-"""Tokens up to which writing it out is faster."""
+"""Number of tokens up to which two products and a softmax are faster than torch's kernel."""
 
 _packed: ContextVar[Packed | None] = ContextVar("packed", default=None)
 
 
 @contextmanager
 def attending_within(packed: Packed | None) -> Iterator[None]:
-    """Within the block, a forward pass takes one packed row (None: rows one below the other), with an attention_mask
-    of ones: without one, transformers would make a mask of [P, P]."""
+    """Let forward passes inside the block take one packed row; None: padded rows, one below the other.
+
+    Packed forward passes need an attention_mask of ones: without one, transformers would make a mask of [P, P].
+    """
     token = _packed.set(packed)
     try:
         yield
@@ -44,12 +46,17 @@ def attending_within(packed: Packed | None) -> Iterator[None]:
 
 
 def repeated_within() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """For torch's checkpoint of a part of the model: its repetition in the backward pass attends as it does now."""
+    """Return the two contexts for torch's activation checkpointing, so that the recomputation in the backward pass uses
+    the same packing as now."""
     return nullcontext(), attending_within(_packed.get())
 
 
 def use_attention(model: Any) -> bool:
-    """Have `model` compute its attention here. False: its architecture cannot be told to, and it is as before."""
+    """Make `model` compute its attention here.
+
+    Returns:
+        False if its architecture does not allow that; the model is then unchanged.
+    """
     name = NAMES.get(model.config._attn_implementation)
     if name is None or not model._can_set_attn_implementation():
         return False
@@ -67,9 +74,10 @@ def attend(
     inner: Callable[..., tuple[Tensor, Any]],
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of [rows, heads, T, dim] over [rows, kv_heads, T, dim]. Returns [rows, T, heads, dim].
+    """Return attention of [rows, heads, T, dim] over [rows, kv_heads, T, dim], as [rows, T, heads, dim].
 
-    inner: computes it for rows that are apart.
+    Args:
+        inner: Computes attention for separate rows.
     """
     packed = _packed.get()
     if packed is None:
@@ -92,7 +100,8 @@ def _sdpa(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' `sdpa`, or, for few tokens in float32 on the CPU, the same written out."""
+    """Return the attention of transformers' `sdpa`. Few tokens in float32 on the CPU are computed without torch's
+    kernel."""
     n, heads, length, dim = query.shape
     plain = attention_mask is None and not dropout and kwargs.get("position_bias") is None  # a mask: a sliding window
     slow_here = query.dtype != torch.float32 or query.device.type != "cpu" or length > SHORT
@@ -109,13 +118,16 @@ def _sdpa(
 
 @cache
 def _future(length: int) -> Tensor:
-    """[T, T]: added to the scores, hides what comes later."""
+    """Return the [T, T] matrix that hides later tokens when it is added to the scores."""
     return torch.full((length, length), float("-inf")).triu(1)
 
 
 def _mask(plain: Callable[..., Tensor | None], *, attention_mask: Tensor | None, **kwargs: Any) -> Tensor | None:
-    """transformers' mask; of packed rows, that of the longest row alone, in whose corner the others' are: [1, 1, T, T],
-    empty where plain causal attention will do."""
+    """Return transformers' mask.
+
+    For packed rows it is only the mask of the longest row, [1, 1, T, T], whose corner serves each shorter row. It is
+    empty when plain causal attention is enough.
+    """
     packed = _packed.get()
     if packed is None:
         return plain(attention_mask=attention_mask, **kwargs)
@@ -125,7 +137,7 @@ def _mask(plain: Callable[..., Tensor | None], *, attention_mask: Tensor | None,
 
 
 def _eager(module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
-    """The attention that the architecture's own file writes out, with its soft-capping, sinks and the like."""
+    """Return the attention that the architecture's own file defines, with its soft-capping, sinks and the like."""
     return sys.modules[type(module).__module__].eager_attention_forward(module, *args, **kwargs)
 
 

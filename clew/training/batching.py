@@ -1,5 +1,5 @@
-"""Which sequences are computed together: mini-batches (an optimizer update each) of micro-batches (a forward each);
-and how much each of their tokens counts."""
+"""Division of a batch into mini-batches (one optimizer update each) of micro-batches (one forward pass each), and the
+weight of each sequence's tokens."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from clew.config import Algorithm
 from clew.record import rows as record
 
 Plan = list[list[list[int]]]
-"""plan[mini-batch][micro-batch] lists rows of the batch. Of N ranks (with training.tp: groups of ranks), the r-th
-computes the micro-batches r, r + N, ...: each as many, so some may be empty. It is JSON as it stands and goes into the
-record."""
+"""Plan of a step: plan[mini-batch][micro-batch] lists rows of the batch.
+
+Of N ranks (with training.tp: groups of ranks), rank r computes the micro-batches r, r + N, ... All ranks have equally
+many, so some may be empty. The plan is valid JSON and goes into the record.
+"""
 
 
 ENOUGH = 2048
-"""Tokens from which on a padded micro-batch is large enough to be closed before much shorter rows, ..."""
+"""Number of tokens from which a padded micro-batch is large enough to be closed before much shorter rows."""
 SHORT = 0.75
-"""... that is, those below this share of its longest row, whose padding would cost more than another pass."""
+"""Share of a micro-batch's longest row below which a row counts as much shorter: padding would cost more than a pass.
+"""
 
 
 def plan_step(
@@ -33,11 +36,14 @@ def plan_step(
     ranks: int = 1,
     width: int = 1,
 ) -> Plan:
-    """Split a batch by groups, in their order, into mini-batches of as equal numbers of groups as possible, and deal
-    each of those.
+    """Split a batch by groups, in their order, into mini-batches with as equal numbers of groups as possible, and
+    divide each into micro-batches.
 
-    lengths: tokens of each row.   group_ids: of each row.
-    minibatches: how many; fewer where there are fewer groups.   budget, packed, ranks, width: see `deal`.
+    Args:
+        lengths: Number of tokens of each row.
+        group_ids: Group of each row.
+        minibatches: Number of mini-batches; fewer if there are fewer groups.
+        budget: See `deal`, as for packed, ranks and width.
     """
     rows_of: dict[str, list[int]] = {}
     for row, group_id in enumerate(group_ids):
@@ -61,10 +67,11 @@ def plan_step(
 def deal(
     lengths: Sequence[int], rows: Sequence[int], *, budget: int, packed: bool, ranks: int = 1, width: int = 1
 ) -> list[list[int]]:
-    """Micro-batches of at most `budget` tokens for all ranks, one of each rank after the other.
+    """Return micro-batches of at most `budget` tokens for all ranks: one of each rank in turn.
 
-    packed: see `pack`.   width: the model's hidden size, which says from which length on attention costs more than the
-    rest.
+    Args:
+        packed: See `pack`.
+        width: The model's hidden size, which determines from which length attention costs more than the rest.
     """
     shares = balance(lengths, rows, ranks=ranks, width=width)
     plans = [pack(lengths, share, budget=budget, packed=packed) for share in shares]
@@ -73,11 +80,11 @@ def deal(
 
 
 def balance(lengths: Sequence[int], rows: Sequence[int], *, ranks: int, width: int) -> list[list[int]]:
-    """The rows of each rank, so that all have about as much to compute: the costliest row first, each to the rank that
-    has least so far.
+    """Return the rows of each rank, such that all ranks have about equally much to compute.
 
-    A row of T tokens costs T x (12 x width + T): in a layer of the usual proportions a token takes 24 x width^2
-    multiplications outside attention, and 2 x width for each of the tokens that it attends to.
+    The costliest row comes first, and each goes to the rank with the least work so far. The cost of T tokens in one row
+    is T x (12 x width + T): in a layer of the usual proportions a token takes 24 x width^2 multiplications outside
+    attention, and 2 x width for each token that it attends to.
     """
     if ranks == 1:
         return [list(rows)]
@@ -91,10 +98,12 @@ def balance(lengths: Sequence[int], rows: Sequence[int], *, ranks: int, width: i
 
 
 def pack(lengths: Sequence[int], rows: Sequence[int], *, budget: int, packed: bool) -> list[list[int]]:
-    """Micro-batches of rows of like length, the longest first, so that a lack of memory shows at once.
+    """Return micro-batches of rows of similar length, the longest first, so that a lack of memory shows at once.
 
-    A micro-batch takes at most `budget` tokens; a longer row goes alone.
-    packed: rows take their own tokens; otherwise as many as the longest beside them, padding included.
+    A micro-batch takes at most `budget` tokens; a longer row gets one of its own.
+
+    Args:
+        packed: Rows count with their own tokens; otherwise padding to the longest row of their micro-batch counts too.
     """
     micro_batches: list[list[int]] = []
     longest = taken = 0
@@ -110,7 +119,7 @@ def pack(lengths: Sequence[int], rows: Sequence[int], *, budget: int, packed: bo
 
 
 def padding_share(lengths: Sequence[int], plan: Plan, *, packed: bool) -> float:
-    """Of all tokens computed, the share that is padding."""
+    """Return padding as a share of all computed tokens."""
     if packed:
         return 0.0
     computed = sum(len(rows) * max(lengths[row] for row in rows) for minibatch in plan for rows in minibatch if rows)
@@ -118,9 +127,9 @@ def padding_share(lengths: Sequence[int], plan: Plan, *, packed: bool) -> float:
 
 
 def loss_weights(batch: Sequence[record.Sequence], plan: Plan, algorithm: Algorithm) -> np.ndarray | None:
-    """[rows] float32: what the losses of a row's tokens are multiplied with, so that their mean over all tokens of a
-    mini-batch is the mean that algorithm.loss_mean asks for. None: 1, for all.
+    """Return the factor for the losses of each row's tokens, [rows] float32; None: 1 for all.
 
+    With these factors, the mean loss over all tokens of a mini-batch is the mean that algorithm.loss_mean asks for.
     Rows without trained tokens, and those that algorithm.overlong_filter leaves out, count in no denominator.
     """
     if algorithm.loss_mean == "token" and not algorithm.overlong_filter:

@@ -1,10 +1,10 @@
-"""Checkpoints: what a killed run restarts from, bit for bit.
+"""Checkpoints, from which a killed run restarts bit for bit.
 
 ::
 
     step-000130/
       model.safetensors, config.json, tokenizer files     as save_pretrained writes them; transformers reads them
-      adapter/                                            of these what was added by adapters, as PeftModel reads it
+      adapter/                                            the adapters alone, as PeftModel reads them
       trainer/state.safetensors                           optimizer moments, float32 masters
       trainer/critic/                                     the critic, as AutoModelForSequenceClassification reads it
       checkpoint.json                                     version, updates, digests of tensors and other files
@@ -44,22 +44,23 @@ from clew.training.sharding import collect, like, state_of
 log = logging.getLogger("clew.training")
 
 FORMAT = 1
-"""Version of checkpoint.json. A reader refuses a newer one."""
+"""Version of the format of checkpoint.json. Newer ones are refused."""
 STATE = "trainer/state.safetensors"
-"""In a folder of its own: vLLM loads every *.safetensors that lies beside a model."""
+"""Path of the optimizer's state. It has a folder of its own because vLLM loads every *.safetensors beside a model."""
 CRITIC = "trainer/critic"
 ADAPTER = "adapter"
 _RANDOM = "random.torch"
-"""What checkpoints held before each step had a seed of its own."""
+"""Name of a state tensor in checkpoints from before each step had its own seed."""
 _NUMBERS = ("version", "updates", "critic_updates", "recent_norms")
 _OF_FILES = ("files", "seal")
-"""What checkpoint.json says of the files beside it, and of itself."""
+"""Fields of checkpoint.json about the files beside it and about itself."""
 BY_TENSOR = "by tensor"
-"""In place of the digest of a file of which each tensor has one."""
+"""Placeholder for the digest of a file whose tensors each have a digest."""
 LOADED = (".json", ".jinja", ".txt", ".model", ".safetensors", ".bin", ".py")
-"""What transformers or an inference engine may load from a folder. Nobody's business are others, such as README.md."""
+"""Suffixes of files in a folder that transformers or an inference engine may load. Others, such as README.md, are
+ignored."""
 SMALL = 1024
-"""Bytes. A smaller file of tensors holds hardly more than its header, and has a digest of its own."""
+"""Bytes below which a file of tensors is hardly more than its header, and has a digest of its own."""
 GO_ON = "remove the checkpoint, and the run goes on from the one before; or restore it from a copy"
 
 
@@ -83,19 +84,20 @@ class Said(TypedDict):
 
 
 def is_due(version: int, config: Config) -> bool:
-    """Whether a run saves the weights of this version: 0, every so many, and the last."""
+    """Return whether a run saves the weights of this version: version 0, every checkpoint.every_steps, and the last."""
     return version % config.checkpoint.every_steps == 0 or version == config.training.steps
 
 
 def save(engine: TrainEngine, folder: Path, *, follows: str | None = None) -> None:
-    """Write a checkpoint, which any number of ranks can load; `folder` appears whole. One that is there already and is
-    the same is left as it is. Every rank calls this at once; rank 0 writes.
+    """Write a checkpoint that any number of ranks can load. Every rank calls this at once; rank 0 writes.
+
+    The folder appears all at once. An existing one with the same content is left as it is.
 
     Args:
         engine: The engine whose state is written.
         folder: The folder to write.
-        follows: The digest of the step's JSON that led here (`clew.record.chain`); None at the model that a run begins
-            with, and where no steps are recorded.
+        follows: Digest of the JSON of the step that led here (`clew.record.chain`). None for the model that a run
+            begins with, and when no steps are recorded.
 
     Raises:
         RecordError: The disk is full.
@@ -142,9 +144,11 @@ def save(engine: TrainEngine, folder: Path, *, follows: str | None = None) -> No
 
 
 def load(engine: TrainEngine, folder: Path) -> None:
-    """Bring `engine` to where `save` was called; The engine is untouched when this raises.
+    """Restore the state that `engine` had when `save` was called. The engine is unchanged when this raises.
 
-    Raises RecordError: missing, truncated, altered, newer; ModelError: a checkpoint of another model.
+    Raises:
+        RecordError: The checkpoint is missing, truncated, altered or newer than this version of Clew.
+        ModelError: The checkpoint belongs to another model.
     """
     if not (folder / "checkpoint.json").exists():
         raise RecordError(f"{folder} is no checkpoint: it holds no checkpoint.json.")
@@ -184,7 +188,7 @@ def numbers_of(engine: TrainEngine) -> dict[str, Any]:
 
 
 def digests_of(engine: TrainEngine) -> dict[str, dict[str, str]]:
-    """The digest of each tensor that a checkpoint would hold now, by kind and name."""
+    """Return the digest of each tensor that a checkpoint would hold now, by kind and name."""
     return {
         "weights": _said(engine.weights_digests()),
         "state": _said(digest_tensors(_state(engine).items(), engine.ranks)),
@@ -192,48 +196,53 @@ def digests_of(engine: TrainEngine) -> dict[str, dict[str, str]]:
 
 
 def digests_in(folder: Path, engine: TrainEngine) -> dict[str, dict[str, str]]:
-    """The same of the files in a checkpoint. Raises RecordError: truncated; or its numbers, or files of which no tensor
-    is digested, were altered."""
+    """Return the digest of each tensor in a checkpoint's files, by kind and name.
+
+    Raises:
+        RecordError: The checkpoint is truncated, or its numbers or a file without digested tensors were altered.
+    """
     return _digests(engine, *_read(folder, engine, facts(folder)))
 
 
 def check(folder: Path, engine: TrainEngine) -> None:
-    """Raise RecordError when a checkpoint's files do not hold what its checkpoint.json says."""
+    """Raise RecordError when a checkpoint's files do not match its checkpoint.json."""
     _check_digests(folder, engine, digests_in(folder, engine))
 
 
 def check_files(folder: Path) -> None:
-    """Raise RecordError when one of a checkpoint's files is no file, or one of which no tensor is digested was altered:
-    before other libraries read them, which may wait for ever or say nothing that helps."""
+    """Raise RecordError when part of a checkpoint is no regular file, or a file without digested tensors was altered.
+
+    Call it before other libraries read the files: they may wait forever, or fail with a message that does not help.
+    """
     if wrong := _wrong_file(folder, facts(folder).get("files", {})):
         raise _altered(folder, wrong)
 
 
 def saved(checkpoints: Path) -> list[Path]:
-    """The checkpoints in a folder of them, oldest first."""
+    """Return the checkpoints in a folder of checkpoints, oldest first."""
     return sorted(path.parent for path in checkpoints.glob("step-*/checkpoint.json"))
 
 
 def latest_version(checkpoints: Path) -> int:
-    """The version of the newest checkpoint; 0 where there is none (the run then begins with its model)."""
+    """Return the version of the newest checkpoint; 0 if there is none, as the run then begins with its model."""
     return max((int(folder.name.removeprefix("step-")) for folder in saved(checkpoints)), default=0)
 
 
 def clean(checkpoints: Path) -> None:
-    """Remove what killed processes left half-written."""
+    """Remove files that killed processes left half-written."""
     remove_strays(checkpoints, "*")
 
 
 def prune(checkpoints: Path, keep: int) -> None:
-    """Remove all but the first and the last `keep`."""
+    """Remove all checkpoints but the first and the last `keep`."""
     for folder in saved(checkpoints)[1:-keep]:
         remove_folder(folder)
 
 
 def point_latest(folder: Path) -> None:
-    """Have the link `latest` beside this checkpoint name it, from one moment to the next.
+    """Point the link `latest` beside this checkpoint to it, atomically.
 
-    The link is for people and for model.path: a file system that has none is only worth a warning.
+    The link is for people and for model.path: if the file system has no links, this only logs a warning.
     """
     link = folder.with_name(f".latest.{os.getpid()}")
     try:
@@ -247,7 +256,8 @@ def point_latest(folder: Path) -> None:
 def _files(folder: Path, *, merged: bool) -> dict[str, str]:
     """Return the digest of each file by its path in the folder; `BY_TENSOR` for large files of tensors.
 
-    merged: the model has adapters merged into it, so that its tensors are not those that are digested.
+    Args:
+        merged: Whether adapters are merged into the model, so that the digested tensors are not those in its files.
     """
     found = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
     return {name: BY_TENSOR if _by_tensor(path, folder, merged) else _digest_of(path) for name, path in found.items()}
@@ -264,7 +274,7 @@ def _digest_of(path: Path) -> str:
 
 
 def _wrong_file(folder: Path, said: Mapping[str, str]) -> str:
-    """Return which file is not what checkpoint.json says, and how; empty where all are."""
+    """Return which file differs from checkpoint.json, and how; empty if none does."""
     for path in sorted(folder.rglob("*")):  # safetensors would wait for ever at a named pipe
         if not path.is_file() and not path.is_dir():
             return f"{path.relative_to(folder)} is no file"
@@ -277,8 +287,10 @@ def _wrong_file(folder: Path, said: Mapping[str, str]) -> str:
 
 
 def _added(folder: Path, said: Mapping[str, str]) -> str:
-    """Return which file came later and would be loaded, such as a chat template that the run did not have; empty where
-    none did. Older checkpoints do not say all of their files."""
+    """Return a file that was added later and would be loaded, such as a chat template; empty if there is none.
+
+    Older checkpoints do not list all of their files, and are not checked.
+    """
     for path in sorted(folder.rglob("*")) if any(name.endswith(".safetensors") for name in said) else ():
         name = path.relative_to(folder).as_posix()
         if path.suffix in LOADED and name not in {*said, "checkpoint.json"}:
@@ -287,8 +299,11 @@ def _added(folder: Path, said: Mapping[str, str]) -> str:
 
 
 def _read(folder: Path, engine: TrainEngine, said: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The trained parameters, named as in the engine, and the state. said: by checkpoint.json; older ones say no
-    files."""
+    """Return the trained parameters, named as in the engine, and the optimizer state.
+
+    Args:
+        said: Content of checkpoint.json; older ones list no files.
+    """
     if wrong := engine.ranks.agree(
         f"the files of {folder.name} to be looked at", lambda: _wrong_file(folder, said.get("files", {}))
     ):
@@ -315,19 +330,23 @@ def _read(folder: Path, engine: TrainEngine, said: Mapping[str, Any]) -> tuple[d
 
 
 def _state(engine: TrainEngine) -> dict[str, Tensor]:
-    """Of both optimizers."""
+    """Return the state of both optimizers."""
     critic = engine.critic.optimizer.state() if engine.critic is not None else {}
     return {**engine.optimizer.state(), **{f"critic.{name}": tensor for name, tensor in critic.items()}}
 
 
 def _by_owner(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What `_state` put together: the policy's and the critic's."""
+    """Split the result of `_state` into the policy's and the critic's part."""
     critic = {name.removeprefix("critic."): tensor for name, tensor in state.items() if name.startswith("critic.")}
     return {name: tensor for name, tensor in state.items() if not name.startswith("critic.")}, critic
 
 
 def facts(folder: Path) -> dict[str, Any]:
-    """What checkpoint.json says. Raises RecordError: newer, altered, of another version than the folder's name says."""
+    """Return the content of checkpoint.json.
+
+    Raises:
+        RecordError: It is newer, was altered, or has another version than the folder's name.
+    """
     path = folder / "checkpoint.json"
     said = read_json(path)
     if isinstance(said, dict) and "format" in said:

@@ -1,4 +1,4 @@
-"""What each sequence of a step contributes to its gradient, and where a number first stops being one."""
+"""The contribution of each sequence of a step to its gradient, and the place where NaN or infinity first appears."""
 
 from __future__ import annotations
 
@@ -22,29 +22,32 @@ class Contribution:
     """One sequence's part in one update."""
 
     row: int
-    """In the batch."""
+    """Row of the sequence in the batch."""
     update: int
     loss: float
-    """Its summand of the update's loss; they add up to it."""
+    """Part of the update's loss that comes from this sequence; the parts add up to the loss."""
     gradient_norm: float
-    """Of its summand of the gradient."""
+    """Norm of this sequence's contribution to the gradient."""
     share: float
-    """Its summand's component along the whole gradient, over the whole gradient's norm: they add up to 1."""
+    """Component of this contribution along the whole gradient, divided by the whole gradient's norm. The shares of an
+    update add up to 1."""
     where_N: np.ndarray
-    """Position in the step's arrays of each trained token; aligned with the three below."""
+    """Position of each trained token in the step's arrays; aligned with the three arrays below."""
     logprobs_N: np.ndarray
     losses_N: np.ndarray
     weights_N: np.ndarray
-    """How much each token pulls: |d loss / d logprob| x (1 - probability), which is what reaches its own logit."""
+    """Strength with which each token pulls: |d loss / d logprob| x (1 - probability), which reaches its own logit."""
     first_not_finite: str | None
-    """Where NaN or infinity first appeared when it was computed alone; None where its loss and gradient are finite."""
+    """Place where NaN or infinity first appears when the sequence is computed alone; None if nothing is NaN or
+    infinite."""
 
 
 def contributions(engine: TrainEngine, step: Prepared) -> Iterator[Contribution]:
-    """Each sequence's part in each update of a step, which is made meanwhile, or left out, as the step does: the engine
-    is then at the next version's weights, or, where training.on_bad_gradient ended the step, where that left it.
+    """Yield the contribution of each sequence to each update of a step.
 
-    The gradient of the whole is computed first, as the step does; then that of each sequence alone.
+    The updates are made, or left out, as the step would do. Afterwards the engine has the weights of the next version,
+    or those that it had when training.on_bad_gradient ended the step. The gradient of a whole mini-batch is computed
+    first, as the step does, then that of each sequence alone.
     """
     for number, minibatch in enumerate(step.plan):
         trained = sum(step.tokens.trained_in(rows) for rows in minibatch)
@@ -80,7 +83,8 @@ class CriticContribution:
 
 
 def critic_contributions(engine: TrainEngine, step: Prepared) -> Iterator[CriticContribution]:
-    """The same of the critic, whose updates are made meanwhile; nothing where there is none."""
+    """Yield the contribution of each sequence to each of the critic's updates, which are made meanwhile; nothing if
+    there is no critic."""
     if engine.critic is None or step.values_S is None or step.returns_S is None:
         return
     critic, old_S, returns_S, done = engine.critic, step.values_S, step.returns_S, Fitted()
@@ -104,8 +108,14 @@ def _backward(
     trained: int,
     before: Callable[[MicroBatch, Tensor, Tensor], None] | None = None,
 ) -> tuple[MicroBatch, Tensor, Tensor]:
-    """Add the gradient of these rows; returns their logprobs and losses, one a trained token; `before` is called with
-    them when they are computed and the gradient is not."""
+    """Add the gradient of these rows.
+
+    Args:
+        before: Called with the results, after they are computed and before the gradient is.
+
+    Returns:
+        The micro-batch, and the logprobs and losses of its trained tokens.
+    """
     micro = engine.micro_batch(step.tokens, rows)
     if not len(micro.where_N):
         return micro, torch.zeros(0), torch.zeros(0)
@@ -146,9 +156,11 @@ def _norm(gradients: Any) -> float:
 
 
 def first_not_finite(engine: TrainEngine, step: Prepared, row: int) -> str | None:
-    """Where NaN or infinity first appears when this sequence is computed: a parameter, a module's output in the forward
-    pass, a recorded input of the loss, a logprob or a loss, or a gradient in the backward pass. None when all is
-    finite."""
+    """Return where NaN or infinity first appears when this sequence is computed; None if everything is finite.
+
+    The place is a parameter, a module's output in the forward pass, a recorded input of the loss, a logprob or loss, or
+    a gradient in the backward pass.
+    """
     for name, parameter in engine.model.named_parameters():
         if not bool(parameter.isfinite().all()):
             return f"the parameter {name}{_place(parameter)}: before anything was computed"
@@ -217,6 +229,6 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 
 
 def _place(tensor: Tensor) -> str:
-    """The index of the first entry that is not finite, and how many there are."""
+    """Return the index of the first entry that is not finite, and the number of such entries, as text."""
     bad = (~tensor.isfinite()).nonzero()
     return f" at {bad[0].tolist()} of {list(tensor.shape)} ({len(bad)} entries)"

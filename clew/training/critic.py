@@ -1,6 +1,6 @@
-"""The critic of PPO: the expected return from each token on, by a model of its own with an optimizer of its own.
+"""The critic of PPO: a separate model, with its own optimizer, that predicts the return from each token on.
 
-Its updates depend on the policy only through what a step begins with (values, returns), so that the two are trained
+Its updates depend on the policy only through the values and returns at the beginning of a step. So the two are trained
 one after the other, on the same mini-batches and micro-batches.
 """
 
@@ -30,15 +30,17 @@ from clew.training.tokens import MicroBatch, Tokens
 
 
 class ValueModel(nn.Module):
-    """A model of `clew.models.load_value_model`, asked for the numbers of chosen tokens."""
+    """A model of `clew.models.load_value_model` that computes values for chosen tokens."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, input_ids_BT: Tensor, rows_N: Tensor, columns_N: Tensor, packed: Packed | None = None) -> Tensor:
-        """[N] float32, or as wide as the model: the number at the token (rows_N, columns_N), which follows from it and
-        those before. Rows are padded or packed as for `clew.training.scoring.score`."""
+        """Return the value at each token (rows_N, columns_N), given that token and those before it: [N].
+
+        Values are float32, or as wide as the model. Rows are padded or packed as for `clew.training.scoring.score`.
+        """
         head, hidden_ND = self.model.score, hidden_states(self.model, input_ids_BT, rows_N, columns_N, packed)
         wide = torch.promote_types(hidden_ND.dtype, torch.float32)
         numbers_N = hidden_ND.to(wide) @ head.weight[0].to(wide)
@@ -47,18 +49,18 @@ class ValueModel(nn.Module):
 
 @dataclass(kw_only=True)
 class Fitted:
-    """What the critic's updates of one step add up to."""
+    """Results of the critic's updates of one step."""
 
     sums: dict[str, float] = field(default_factory=dict)
-    """Over the trained tokens: divided by their number they are metrics."""
+    """Sums over the trained tokens; divided by the number of these tokens, they are metrics."""
     gradients: list[Digests] = field(default_factory=list)
-    """Of each update, before clipping."""
+    """Digests of each update's gradients, before clipping."""
     norms: list[float] = field(default_factory=list)
     skipped: int = 0
 
 
 class Critic:
-    """Model and optimizer. Like the policy it stays in eval mode."""
+    """The value model and its optimizer. The model stays in eval mode, like the policy."""
 
     def __init__(
         self,
@@ -71,19 +73,23 @@ class Critic:
         tokenizer: Any,
         vocabulary: int,
     ) -> None:
-        """Load it.
+        """Load the critic.
 
-        own: this rank's micro-batches of a mini-batch.   idle: what it computes where one is None.
-        tokenizer, vocabulary: the policy's, and how many tokens the policy has an embedding for.
+        Args:
+            own: Yields this rank's micro-batches of a mini-batch.
+            idle: Micro-batch to compute in place of one that is None.
+            tokenizer: The policy's tokenizer.
+            vocabulary: Number of tokens for which the policy has an embedding.
 
-        Raises ModelError, also when the critic's tokens are others than the policy's.
+        Raises:
+            ModelError: The critic cannot be loaded, or its tokens differ from the policy's.
         """
         field = "algorithm.critic" if config.algorithm.critic else "model.path"
         path = config.algorithm.critic or config.model.path
         self._device, self._ranks, self._own_micro_batches, self._idle = device, ranks, own, idle
         host = device if ranks.size == 1 else torch.device("cpu")
         self.inner = load_value_model(path, config.model.dtype, host, field)
-        """As transformers has it."""
+        """The model in transformers' form."""
         _check_same_tokens(self.inner, path, tokenizer, vocabulary)
         self.model = ValueModel(self.inner)
         spread(self.inner, config.training, ranks, device, root=self.model)
@@ -92,12 +98,12 @@ class Critic:
         self.optimizer = Optimizer(self.inner, self._own(config.training), total_updates=total)
 
     def configure(self, training: Training, algorithm: Algorithm) -> None:
-        """Go on with other settings."""
+        """Continue with other settings."""
         self._training, self._algorithm = training, algorithm
         self.optimizer.configure(self._own(training), total_updates=training.steps * algorithm.minibatches)
 
     def values(self, tokens: Tokens, plan: Plan) -> np.ndarray:
-        """[S]: the value of the state in which each trained token was chosen, in the micro-batches of `fit`."""
+        """Return the value of the state in which each trained token was chosen, [S], in the micro-batches of `fit`."""
         values_S = np.zeros(tokens.starts[-1], np.float64 if self.inner.dtype == torch.float64 else np.float32)
         with torch.no_grad():
             for minibatch in plan:
@@ -108,9 +114,14 @@ class Critic:
         return self._ranks.add_up_shares(values_S)
 
     def fit(self, tokens: Tokens, plan: Plan, old_S: np.ndarray, returns_S: np.ndarray, *, step: int) -> Fitted:
-        """One update a mini-batch on the mean value loss of its trained tokens.
+        """Make one update per mini-batch on the mean value loss of its trained tokens.
 
-        old_S: what `values` gave.   step: for messages. Raises TrainingError for a gradient that is not finite.
+        Args:
+            old_S: The result of `values`.
+            step: Number of the step, for error messages.
+
+        Raises:
+            TrainingError: A gradient is not finite.
         """
         done = Fitted()
         for minibatch in plan:
@@ -128,7 +139,7 @@ class Critic:
         *,
         step: int,
     ) -> None:
-        """One of the updates of `fit`, which `done` is told of."""
+        """Make one of the updates of `fit`, and add its results to `done`."""
         trained = sum(tokens.trained_in(rows) for rows in minibatch)
         for micro in self._own_micro_batches(tokens, minibatch):
             self.backward(micro, old_S, returns_S, trained, done)
@@ -149,7 +160,11 @@ class Critic:
     def backward(
         self, micro: MicroBatch | None, old_S: np.ndarray, returns_S: np.ndarray, trained: int, done: Fitted
     ) -> Tensor:
-        """Add the gradient of a micro-batch to that of its update, of so many trained tokens; returns its [N] loss."""
+        """Add the gradient of a micro-batch to that of its update, which has `trained` trained tokens.
+
+        Returns:
+            The loss of each token, [N].
+        """
         values_N = self._values(micro or self._idle)
         loss_N = values_N * 0 if micro is None else self._loss(micro, values_N, old_S, returns_S, done)
         (loss_N.sum() / max(1, trained)).backward()
@@ -159,7 +174,7 @@ class Critic:
     def _loss(
         self, micro: MicroBatch, values_N: Tensor, old_S: np.ndarray, returns_S: np.ndarray, done: Fitted
     ) -> Tensor:
-        """[N] loss of a micro-batch; its sums are added to `done`."""
+        """Return the loss [N] of a micro-batch, and add its sums to `done`."""
         clip = self._algorithm.value_clip
         old_N, returns_N = (torch.from_numpy(all_S[micro.where_N]).to(self._device) for all_S in (old_S, returns_S))
         loss_N = value_loss(values_N, old_N, returns_N, clip)
@@ -172,13 +187,16 @@ class Critic:
         return self.model(micro.input_ids_BT, micro.rows_N, micro.columns_N - 1, micro.packed)
 
     def _own(self, training: Training) -> Training:
-        """The training section with the critic's learning rate."""
+        """Return the training section with the critic's learning rate."""
         return training.model_copy(update={"lr": self._algorithm.critic_lr or training.lr})
 
 
 def value_metrics(values_N: np.ndarray, returns_N: np.ndarray) -> dict[str, float]:
-    """Of a step's trained tokens, before its updates. critic/explained_variance is 1 - variance(return - value) /
-    variance(return): 1 for a perfect critic, 0 for one that knows the mean; left out where all returns are equal."""
+    """Return metrics of a step's trained tokens, before its updates.
+
+    critic/explained_variance is 1 - variance(return - value) / variance(return): 1 for a perfect critic, 0 for one that
+    only knows the mean. It is left out when all returns are equal.
+    """
     if not len(values_N):
         return {}
     means = {
@@ -192,7 +210,7 @@ def value_metrics(values_N: np.ndarray, returns_N: np.ndarray) -> dict[str, floa
 
 
 def _check_same_tokens(model: Any, path: str, tokenizer: Any, vocabulary: int) -> None:
-    """Raise ModelError when an id means another token to the critic than to the policy, or nothing."""
+    """Raise ModelError when a token ID means something else to the critic than to the policy, or nothing."""
     embedded = model.get_input_embeddings().weight.shape[0]
     try:
         theirs = load_tokenizer(path).get_vocab()

@@ -1,6 +1,7 @@
-"""A user's own loss or advantages: loaded, called, and its mistakes told. Without torch.
+"""Loading and calling a user's own loss or advantages, and reporting its mistakes. Works without torch.
 
-What such a function does wrong is a TrainingError that says what was found; what it raises, with file and line.
+A wrong result raises a TrainingError that says what was returned. An exception in the function becomes a TrainingError
+with its file and line.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from clew.record.rows import Sequence
 
 
 def code_of(config: Config) -> dict[str, str]:
-    """Return the digest of the file that each of the user's functions and classes is from, by its field, such as
-    "rollout.reward": as it was when this process first asked."""
+    """Return the digest of the file that defines each of the user's functions and classes.
+
+    Keys are fields such as "rollout.reward". A file's digest is the one from when this process first asked for it.
+    """
     digests = {f"algorithm.{stage}": source_of(config.algorithm, stage) for stage in ("advantages", "loss")}
     for name in ("workflow", "agent", "reward"):
         path = getattr(config.rollout, name)
@@ -35,7 +38,7 @@ def code_of(config: Config) -> dict[str, str]:
 
 
 def source_of(algorithm: Algorithm, stage: str) -> str | None:
-    """Digest of the file of the function that makes this stage, advantages or loss; None where it is built in."""
+    """Return the digest of the file with the function for `stage` (advantages or loss); None if that is built in."""
     path, built_in = getattr(algorithm, stage), ADVANTAGES if stage == "advantages" else LOSSES
     return None if path in built_in else UserFunction(path, f"algorithm.{stage}").source
 
@@ -44,11 +47,19 @@ class UserFunction:
     """A function that the configuration names."""
 
     def __init__(self, path: str, field: str) -> None:
-        """field: where the path was configured. Raises ConfigError: no such function."""
+        """Load the function.
+
+        Args:
+            path: Dotted path of the function.
+            field: Name of the field that has the path.
+
+        Raises:
+            ConfigError: There is no such function.
+        """
         self.name = f"{field}={path}"
         self._function = dotted.load(path, field)
         self.source = _source(self._function)
-        """Digest of the file that it is from."""
+        """Digest of the file that defines the function."""
         if inspect.isclass(self._function) or not callable(self._function):
             raise ConfigError(f"{self.name} is {type(self._function).__name__} {path!r}; expected a function.")
         try:
@@ -59,7 +70,11 @@ class UserFunction:
             ) from None
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """Raises TrainingError for whatever the function raises."""
+        """Call the function.
+
+        Raises:
+            TrainingError: The function raised an exception.
+        """
         try:
             return self._function(*arguments, **named)
         except (Exception, SystemExit) as error:
@@ -76,12 +91,12 @@ def _source(function: Any) -> str:
 
 @cache
 def digest_of_file(file: str) -> str:
-    """As it was when it was first asked for, which is when it was loaded."""
+    """Return the digest of the file from when this was first called for it, which is when it was loaded."""
     return sha256(Path(file).read_bytes()).hexdigest()[:16] if Path(file).is_file() else ""
 
 
 def _places(error: BaseException) -> str:
-    """The line of the user's code that raised it, and the one that called that, if it is another."""
+    """Return the line of the user's code that raised the error, and the line that called that code if it is another."""
     frames = traceback.extract_tb(error.__traceback__)[1:]
     own = [each for each in frames if "site-packages" not in each.filename and not each.filename.startswith("<")]
     places = list(dict.fromkeys(f"{each.filename}:{each.lineno}" for each in own or frames))
@@ -89,14 +104,18 @@ def _places(error: BaseException) -> str:
 
 
 class CustomAdvantages:
-    """`def mine(sequences: list[Sequence]) -> list`, by a dotted path: for each sequence of a step a number, or [T]
-    numbers, one a token, of which those of trained tokens count.
+    """Advantages by a user's function, named by a dotted path: `def mine(sequences: list[Sequence]) -> list`.
 
-    `reward` of a sequence is what is trained on: after penalties.
+    The function returns, for each sequence of a step, one number or one number per token, [T]; numbers of untrained
+    tokens are ignored. `reward` of a sequence is the reward that is trained on, after penalties.
     """
 
     def __init__(self, path: str) -> None:
-        """Raises ConfigError: no such function, or one of other parameters."""
+        """Load the function.
+
+        Raises:
+            ConfigError: There is no such function, or it has other parameters.
+        """
         self._function = UserFunction(path, "algorithm.advantages")
         required = [each for each in self._function.parameters.values() if each.default is each.empty]
         if len([each for each in required if each.kind is not each.VAR_KEYWORD]) != 1:
@@ -106,7 +125,11 @@ class CustomAdvantages:
             )
 
     def __call__(self, sequences: SequenceABC[Sequence]) -> list[np.ndarray]:
-        """For each sequence [] or [T], float32. Raises TrainingError."""
+        """Return the advantages of each sequence: [] or [T], float32.
+
+        Raises:
+            TrainingError: The function raised, changed its input, or did not return finite numbers of these shapes.
+        """
         name, before, given = self._function.name, digest_rows(sequences), list(sequences)
         returned = self._function(given)
         if list(map(id, given)) != list(map(id, sequences)) or digest_rows(sequences) != before:

@@ -1,4 +1,4 @@
-"""Demonstrations and preferences for `clew sft`: rows of the user's data as tokens, and which ones each step takes."""
+"""Demonstrations and preferences for `clew sft`: the user's data as tokens, and the rows of each step's batch."""
 
 from __future__ import annotations
 
@@ -15,21 +15,25 @@ from clew.training.tokens import Tokens
 
 @dataclass(frozen=True, kw_only=True)
 class Demonstration:
-    """A prompt, its completion and the end token."""
+    """Tokens of a prompt, its completion and the end token."""
 
     input_ids: np.ndarray
-    """int32"""
+    """Token IDs, int32."""
     prompt_tokens: int
-    """How many of them are the prompt; all others are trained on."""
+    """Number of tokens of the prompt; all others are trained on."""
 
 
 class Demonstrations:
-    """The demonstrations that a run will use, ready to be batched."""
+    """The demonstrations that a run will use, tokenized and ready to be batched."""
 
     def __init__(self, config: Config, tokenizer: Any, *, context: int | None) -> None:
-        """Read and tokenize them. Raises DataError, naming the row.
+        """Read and tokenize the demonstrations.
 
-        context: tokens that a sequence may have.
+        Args:
+            context: Maximum number of tokens of a sequence; None: no limit.
+
+        Raises:
+            DataError: A row cannot be used; the message names it.
         """
         names = config.data
         pairs = config.training.objective != "sft"
@@ -44,7 +48,7 @@ class Demonstrations:
         prompts = _tokenize_prompts([rows[row][names.prompt] for row in in_use], in_use, config, tokenizer)
         encoded = [_encode(rows, in_use, prompts, column, config, tokenizer) for column in completions]
         self._rows = dict(zip(in_use, zip(*encoded, strict=True), strict=True))
-        """Of each row its demonstration, or the chosen and the rejected one."""
+        """Demonstrations of each row in use: one, or the chosen and the rejected of a pair."""
         for row, demonstration in ((row, each) for row, several in self._rows.items() for each in several):
             if context is not None and len(demonstration.input_ids) > context:
                 raise DataError(
@@ -54,9 +58,11 @@ class Demonstrations:
                 )
 
     def batch(self, step: int) -> Tokens:
-        """The batch of a step (from 0): the chosen, then the rejected of a pair. It follows from the step's number, the
-        seed and the data alone. For a reward model the mask has the last token alone that is no padding, which is where
-        transformers reads the score."""
+        """Return the batch of a step (counted from 0); of each pair the chosen, then the rejected.
+
+        The batch depends only on the step's number, the seed and the data. For a reward model, the mask has only the
+        last token that is not padding, where transformers reads the score.
+        """
         size = self._config.training.batch_size
         indices = range(step * size, (step + 1) * size)
         rows = [data.order(self._n_rows, index, self._config.seed) for index in indices]
@@ -85,7 +91,7 @@ class Demonstrations:
 def _encode(
     rows: list[dict], in_use: list[int], prompts: list[list[int]], column: str, config: Config, tokenizer: Any
 ) -> list[Demonstration]:
-    """The prompts, each followed by its row's completion in this column."""
+    """Return the prompts, each followed by its row's completion in this column."""
     end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.pad_token_id
     completions = [_text(rows[row][column], f"{config.data.path}: row {row + 1}", column) for row in in_use]
     answers = tokenizer(completions, add_special_tokens=False)["input_ids"]
@@ -96,7 +102,7 @@ def _encode(
 
 
 def _tokenize_prompts(prompts: list[Any], rows: list[int], config: Config, tokenizer: Any) -> list[list[int]]:
-    """Text as it is; chat messages by the tokenizer's template."""
+    """Return the tokens of each prompt: text as it is, chat messages by the tokenizer's template."""
     column, where = config.data.prompt, config.data.path
     if all(isinstance(prompt, str) for prompt in prompts):
         return tokenizer(prompts)["input_ids"]
@@ -120,7 +126,7 @@ def _tokenize_prompts(prompts: list[Any], rows: list[int], config: Config, token
 
 
 def _text(value: Any, where: str, column: str) -> str:
-    """A completion: text, or a list with one message."""
+    """Return the text of a completion, which is given as text or as a list with one message."""
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict):
         value = value[0].get("content")
     if not isinstance(value, str):

@@ -1,4 +1,4 @@
-"""Digests of tensors, by the definition of `clew.record.digest`."""
+"""Digests of tensors, as `clew.record.digest` defines them."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ from clew.training.ranks import ALONE, Ranks
 from clew.training.sharding import slice_of
 
 Digests = dict[str, int]
-"""The digest of each tensor of a set, by its name."""
+"""Digest of each tensor of a set, by its name."""
 
 LARGE = 1 << 21
-"""A set with more elements is worth several threads."""
+"""Number of elements above which a set is worth several threads."""
 
 AT_ONCE = 1 << 24
-"""Elements that are multiplied at once on a device: 128 MiB of products."""
+"""Number of elements that are multiplied at once on a device: 128 MiB of products."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def digest_tensors(named: Iterable[tuple[str, Tensor]], ranks: Ranks = ALONE) -> Digests:
-    """The digest of each of a set of named tensors; bfloat16 counts as uint16. `clew.record.digest.total` has that of
-    the set. Each rank adds the digest of its slice: the sum does not depend on how a tensor is spread."""
+    """Return the digest of each named tensor; bfloat16 counts as uint16. `clew.record.digest.total` combines them.
+
+    Each rank adds the digest of its slice: the sum does not depend on how a tensor is sharded.
+    """
     tensors = dict(named)
     pieces = ((name, slice_of(tensor.detach(), ranks)) for name, tensor in tensors.items())
     # A pool takes all pieces at once; with tensor parallelism some are copies.
@@ -49,7 +51,10 @@ def _digest(named: tuple[str, tuple[Tensor, int] | None]) -> int:
 
 
 def digest_on_device(tensor: Tensor, *, name: str, start: int = 0) -> int:
-    """As `digest_array`, where the tensor lies: a GPU's memory is read many times as fast as it can be copied out."""
+    """Return the same digest as `digest_array`, computed on the tensor's device.
+
+    A GPU reads its memory many times as fast as it can be copied to the host.
+    """
     flat = tensor.contiguous().view(-1)
     bits, mask = flat.view(_BITS[flat.element_size()]), (1 << 8 * flat.element_size()) - 1
     places = torch.from_numpy(WITHIN_BLOCK.view(np.int64)).to(flat.device)
@@ -68,6 +73,6 @@ def digest_on_device(tensor: Tensor, *, name: str, start: int = 0) -> int:
 
 
 def as_array(tensor: Tensor) -> np.ndarray:
-    """A tensor's bits as a NumPy array (without a copy on the CPU); bfloat16, which NumPy lacks, as uint16."""
+    """Return a tensor's bits as a NumPy array (without a copy on the CPU); bfloat16, which NumPy lacks, as uint16."""
     tensor = tensor.detach().cpu()
     return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()

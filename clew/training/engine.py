@@ -1,4 +1,4 @@
-"""The training engine: a batch in, one step of the policy out, with everything that the record wants to know of it.
+"""The training engine: it takes a batch and makes one step of the policy, with everything that the record keeps of it.
 
 ::
 
@@ -68,40 +68,48 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 Watch = Callable[[str, dict[str, Any]], None]
-"""Told what a step is about to do (advantages, loss, backward, update), and with what."""
+"""Function that is called with the name of a step's next stage (advantages, loss, backward, update) and its values."""
 
 TokenLoss = Callable[[MicroBatch, Scores], tuple[Tensor, dict[str, Tensor]]]
-"""(micro-batch, its scores) -> (loss_N, sums over the N tokens by the name of a metric)."""
+"""Function (micro-batch, its scores) -> (loss_N, sums over the N tokens by the name of a metric)."""
 
 
 log = logging.getLogger("clew.training")
 
 RECENT_NORMS = 32
-"""Updates whose gradient norms a spike is measured by."""
+"""Number of recent updates whose gradient norms define a spike."""
 
 TOO_FAST = "Perhaps training.lr is too high."
 NOT_YET = "No update was made before: the model, or the loss, is such that these tokens overflow."
 ENOUGH_NORMS = 8
-"""Fewer are no measure."""
+"""Minimum number of updates before spike detection starts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """One step."""
+    """Results of one step."""
 
     metrics: dict[str, float]
     stages: dict[str, list[np.ndarray]]
-    """By name, one array a sequence (also of other ranks), aligned with its tokens, 0 where a token is not trained on:
-    advantages, proximal_logprobs, logprobs (current, as the loss saw them), reference_logprobs (with KL), values and
-    returns (with a critic), entropies (with a bonus for them), loss (what the token contributes to the mean over all
-    tokens: weighted as algorithm.loss_mean asks)."""
+    """Arrays by name, one per sequence (of all ranks), aligned with its tokens, and 0 for untrained tokens:
+
+    - advantages
+    - proximal_logprobs
+    - logprobs: current, as the loss saw them
+    - reference_logprobs: with a KL term
+    - values, returns: with a critic
+    - entropies: with an entropy bonus
+    - loss: the token's contribution to the mean over all tokens, weighted as algorithm.loss_mean asks
+    """
     plan: Plan
     digests: dict[str, Any]
-    """gradients: one for each update, before clipping; weights: after the step. See `clew.record.digest`."""
+    """Digests of gradients, one for each update, before clipping, and of weights after the step. See
+    `clew.record.digest`."""
     tensor_digests: dict[str, Any]
-    """The same for each parameter, in the order of `TrainEngine.parameter_names`, as `clew.record.digest.to_hex`."""
+    """Digests of each parameter's gradients and weights, in the order of `TrainEngine.parameter_names`, as
+    `clew.record.digest.to_hex` writes them."""
     timings: dict[str, float]
-    """Seconds in: advantages, logprobs, reference, critic, forward_backward, optimizer, digest."""
+    """Seconds spent in advantages, logprobs, reference, critic, forward_backward, optimizer and digest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,19 +123,19 @@ class Prepared:
     behaviour_S: np.ndarray
     versions_S: np.ndarray
     proximal_S: np.ndarray | None
-    """None with a single update: they are what the loss computes."""
+    """Logprobs at the start of the step; None with a single update, where the loss computes them anyway."""
     reference_S: np.ndarray | None
     values_S: np.ndarray | None
-    """None, like returns_S: there is no critic."""
+    """Values of the critic; None, like returns_S, without a critic."""
     returns_S: np.ndarray | None
 
 
 @dataclass(kw_only=True)
 class _Pass:
-    """What the updates of one step add up to."""
+    """Results of the updates of one step."""
 
     logprobs_S: np.ndarray
-    """Of this rank's rows, 0 elsewhere; of all when the updates are done."""
+    """Logprobs of this rank's rows, 0 elsewhere; of all rows when the updates are done."""
     entropies_S: np.ndarray
     loss_S: np.ndarray
     sums: dict[str, float] = field(default_factory=dict)
@@ -138,7 +146,7 @@ class _Pass:
 
 
 def _within_memory(step: Callable[Concatenate[TrainEngine, P], T]) -> Callable[Concatenate[TrainEngine, P], T]:
-    """A step that says so when there is too little memory for it."""
+    """Wrap a step so that it raises TrainingError, with advice, when it runs out of memory."""
 
     @wraps(step)
     def within(self: TrainEngine, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -174,12 +182,17 @@ class TrainEngine:
         ranks: Ranks = ALONE,
         media: Media | None = None,
     ) -> None:
-        """Load the model. Raises ModelError; ConfigError for a loss or advantages that cannot be loaded.
+        """Load the model.
 
-        model_path: other weights to begin with than config.model.path (which the KL term refers to in any case, and to
-        which adapters are added).
-        device: None takes config.model.device.
-        media: where the images of sequences lie.
+        Args:
+            model_path: Other initial weights than config.model.path. The KL term always refers to config.model.path,
+                and adapters are always added to it.
+            device: Device of the model; None: config.model.device.
+            media: Storage of the sequences' images.
+
+        Raises:
+            ModelError: The model cannot be loaded or trained.
+            ConfigError: The loss or the advantages cannot be loaded.
         """
         self.config = config
         self.ranks = ranks = ranks.grouped(config.training.tp)
@@ -202,7 +215,7 @@ class TrainEngine:
                 f"expected a causal language model."
             )
         self.adapters: Adapters | None = None
-        """With training.lora_rank."""
+        """Adapters of the model, if training.lora_rank is set."""
         if wants_adapters:
             from clew.training.lora import Adapters
 
@@ -210,13 +223,13 @@ class TrainEngine:
         self._scorer = ValueModel(self.model) if self._scores_rewards else None
         spread(self.model, config.training, ranks, self.device, root=self._scorer)
         self.version = 0
-        """Steps done."""
+        """Number of steps done."""
         self.whole = True
-        """The weights are those of a whole number of steps: not in the midst of one's updates."""
+        """True while the weights are those of a whole number of steps; False between a step's updates."""
         total = config.training.steps * config.algorithm.minibatches
         self.optimizer = Optimizer(self.model, config.training, total_updates=total)
         self._reference: Any = None
-        """With adapters the model itself, without them."""
+        """Reference model; with adapters, it is the model itself with its adapters switched off."""
         self._refer()
         self.critic: Critic | None = None
         if config.algorithm.advantages == "gae":
@@ -230,17 +243,20 @@ class TrainEngine:
                 vocabulary=vocabulary,
             )
         self.packs = self._can_pack()
-        """Rows of different lengths are packed, not padded."""
+        """True if rows of different lengths are packed, rather than padded."""
         self.watch: Watch = _nobody
-        """Called at each stage of a step: for debuggers and diagnoses."""
+        """Function that is called at each stage of a step, for debuggers and diagnoses."""
         self.recent_norms: deque[float] = deque(maxlen=RECENT_NORMS)
-        """Of the gradients of the last updates that were made: what a spike is measured by."""
+        """Gradient norms of the last updates that were made, against which a spike is measured."""
         self._digests: Digests | None = None
         self._timings: dict[str, float] = {}
 
     def configure(self, training: Training, algorithm: Algorithm) -> None:
-        """Go on with other settings of optimizer and algorithm. (advantages=gae needs its critic from the start.)
-        Raises ModelError where that is not so, or a KL term needs a reference that cannot be loaded."""
+        """Continue with other settings of the optimizer and the algorithm. A critic cannot be added later.
+
+        Raises:
+            ModelError: algorithm.advantages=gae without a critic, or a KL term needs a reference that cannot be loaded.
+        """
         self.config = self.config.model_copy(update={"training": training, "algorithm": algorithm})
         self._refer()
         if algorithm.advantages == "gae" and self.critic is None:
@@ -254,7 +270,7 @@ class TrainEngine:
             self.critic.configure(training, algorithm)
 
     def _refer(self) -> None:
-        """Have the reference model where there is a KL term, and only there."""
+        """Load or drop the reference model, so that there is one only with a KL term."""
         if self.config.algorithm.kl_coef == 0 or self._scores_rewards:
             self._reference = None
         elif self.adapters is not None:
@@ -265,7 +281,7 @@ class TrainEngine:
 
     @property
     def _host(self) -> torch.device:
-        """Where a model is read, before it is spread over the ranks."""
+        """Device on which a model is loaded, before it is sharded over the ranks."""
         return self.device if self.ranks.size == 1 else torch.device("cpu")
 
     def _can_pack(self) -> bool:
@@ -273,24 +289,32 @@ class TrainEngine:
         return all(keeps_rows_apart(each) for each in models if each is not None)
 
     def _seed(self) -> int:
-        """Of what is random in a step, such as a dropout of the user's own loss: another for each rank that computes
-        other rows, and the same in a replay on as many."""
+        """Return the seed for anything random in a step, such as dropout in the user's own loss.
+
+        Ranks that compute different rows get different seeds. A replay on the same number of ranks gets the same seeds.
+        """
         return derive_seed(self.config.seed, f"step {self.version} rank {self.ranks.dp_rank}")
 
     @property
     def context(self) -> int | None:
-        """Tokens that a sequence may have; None: the model does not say."""
+        """Maximum number of tokens of a sequence; None if the model does not say."""
         return context_in(self.model.config)[0]
 
     def read(self, path: str, device: torch.device) -> Any:
-        """A model such as this one trains, from a folder or the hub, as a whole. Raises ModelError."""
+        """Load a model of the kind that is trained here, unsharded, from a folder or the hub.
+
+        Raises:
+            ModelError: The model cannot be loaded.
+        """
         if self._scores_rewards:
             return load_value_model(path, self.config.model.dtype, device, "model.path")
         return load_model(path, self.config.model.dtype, device)
 
     def published_state(self) -> dict[str, Tensor]:
-        """The policy's parameters and persistent buffers as whoever reads weights gets them, adapters merged into them:
-        on rank 0, see `clew.training.sharding.collect`."""
+        """Return the policy's parameters and persistent buffers for readers of weights, with adapters merged into them.
+
+        They are on rank 0, see `clew.training.sharding.collect`.
+        """
         state = state_of(self.model, self.ranks)
         return state if self.adapters is None else self.adapters.merged(state)
 
@@ -298,9 +322,10 @@ class TrainEngine:
 
     @_within_memory
     def train_step(self, sequences: SequenceABC[Sequence]) -> StepResult:
-        """One step of reinforcement learning: `algorithm.minibatches` updates.
+        """Make one step of reinforcement learning: `algorithm.minibatches` updates.
 
-        Raises TrainingError when a loss or a gradient is not finite; the update that met it has not been made.
+        Raises:
+            TrainingError: A loss or gradient is not finite; the update in question was not made.
         """
         assert sequences, "a step needs a batch"
         torch.manual_seed(self._seed())
@@ -337,7 +362,7 @@ class TrainEngine:
         )
 
     def prepare(self, sequences: SequenceABC[Sequence]) -> Prepared:
-        """Everything of a step that is computed before its first update. Changes nothing."""
+        """Compute everything of a step that comes before its first update. Changes nothing."""
         algorithm = self.config.algorithm
         tokens = Tokens.of(sequences)
         self._check(tokens)
@@ -399,10 +424,13 @@ class TrainEngine:
 
     @_within_memory
     def supervised_step(self, tokens: Tokens) -> StepResult:
-        """One step on demonstrations, one update: on the mean cross-entropy of the tokens in the loss mask, or the mean
-        loss of pairs (rows 2k and 2k + 1: chosen, rejected), as training.objective says.
+        """Make one step of one update on demonstrations or pairs, as training.objective says.
 
-        Raises TrainingError as `train_step` does.
+        The loss is the mean cross-entropy of the tokens in the loss mask, or the mean loss of the pairs. Rows 2k and 2k
+        + 1 are a pair: the chosen and the rejected.
+
+        Raises:
+            TrainingError: As for `train_step`.
         """
         self._timings = dict.fromkeys(("reference", "forward_backward", "optimizer", "digest"), 0.0)
         lengths, objective = tokens.lengths.tolist(), self.config.training.objective
@@ -419,7 +447,7 @@ class TrainEngine:
         return self._finish(tokens, plan, done, stages=stages, metrics={})
 
     def _check(self, tokens: Tokens) -> None:
-        """Raise TrainingError for a sequence that the policy, or its critic, has no embeddings for."""
+        """Raise TrainingError for sequences that are too long, or have unknown tokens, for the policy or its critic."""
         models: list[tuple[Any, str]] = [(self.model, "the model")]
         if self.critic is not None:
             models.append((self.critic.inner, "the critic"))
@@ -441,46 +469,46 @@ class TrainEngine:
                 )
 
     def score(self, sequences: SequenceABC[Sequence]) -> list[np.ndarray]:
-        """The logprobs that the policy gives the trained tokens now, aligned like a stage. Changes nothing."""
+        """Return the logprobs that the policy now gives the trained tokens, aligned like a stage. Changes nothing."""
         tokens = Tokens.of(sequences)
         self._check(tokens)
         plan = [deal(tokens.lengths.tolist(), range(len(sequences)), **self._dealing(tokens))]
         return tokens.split(self._score_all(self.model, tokens, plan))
 
     def score_micro(self, micro: MicroBatch) -> Scores:
-        """The policy's scores of a micro-batch, with what gradients the loss needs."""
+        """Return the policy's scores of a micro-batch, with the gradients that the loss needs."""
         return self._score(self.model, micro, entropy_gradient=self.config.algorithm.entropy_coef > 0)
 
     def weights_digest(self) -> str:
-        """Digest of all parameters as the model computes with them."""
+        """Return the digest of all parameters as the model computes with them."""
         return total(self.weights_digests().values())
 
     def weights_digests(self) -> Digests:
-        """The digest of each parameter, also of the critic's. Those that are not trained are looked at once."""
+        """Return the digest of each parameter, including the critic's. Untrained parameters are digested only once."""
         if self._digests is None:
             self._digests = self.frozen_digests | digest_tensors(self.trained_parameters(), self.ranks)
         return self._digests
 
     @cached_property
     def frozen_digests(self) -> Digests:
-        """The digest of each parameter that is not trained: with adapters the base model's."""
+        """Digest of each parameter that is not trained: with adapters, those of the base model."""
         frozen = [(name, each) for name, each in self.model.named_parameters() if not each.requires_grad]
         return digest_tensors(frozen, self.ranks)
 
     def trained_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Of the policy, then of its critic, whose names begin with "critic."."""
+        """Yield the policy's trained parameters, then its critic's, whose names begin with "critic."."""
         yield from ((name, each) for name, each in self.model.named_parameters() if each.requires_grad)
         if self.critic is not None:
             yield from ((f"critic.{name}", each) for name, each in self.critic.inner.named_parameters())
 
     @property
     def parameter_names(self) -> list[str]:
-        """Those that are not trained, and those that are: of the policy, then of its critic."""
+        """Names of all parameters: those that are not trained, then the policy's trained ones, then the critic's."""
         frozen = [name for name, each in self.model.named_parameters() if not each.requires_grad]
         return [*frozen, *(name for name, _ in self.trained_parameters())]
 
     def restored(self, version: int, recent_norms: Iterable[float] = ()) -> None:
-        """Other weights have been put into the model: those of `version`, after updates with these gradient norms."""
+        """Reset the bookkeeping after weights of `version` were loaded, whose last updates had these gradient norms."""
         self.version = version
         self.recent_norms = deque(recent_norms, maxlen=RECENT_NORMS)
         self._digests = None
@@ -488,12 +516,12 @@ class TrainEngine:
     # Inside a step ---------------------------------------------------------------------------------------------------
 
     def _packs(self, tokens: Tokens) -> bool:
-        """Whether these rows are packed: not where they show images, around which models count positions of their
-        own."""
+        """Return whether these rows are packed. Rows with images are not, because models number their positions
+        differently."""
         return self.packs and tokens.images is None
 
     def _dealing(self, tokens: Tokens) -> dict[str, Any]:
-        """How `deal` makes micro-batches of these rows for this model and these ranks."""
+        """Return the arguments with which `deal` makes micro-batches of these rows for this model and these ranks."""
         budget = self.config.training.micro_batch_tokens
         return {
             "budget": budget,
@@ -536,7 +564,11 @@ class TrainEngine:
     def _backward(
         self, tokens: Tokens, minibatch: list[list[int]], loss_of: TokenLoss
     ) -> Iterator[tuple[MicroBatch, Scores, Tensor, dict[str, Tensor]]]:
-        """Accumulate the gradient of the mean over all trained tokens of a mini-batch, of this rank's micro-batches."""
+        """Accumulate this rank's part of the gradient of the mean loss over all trained tokens of a mini-batch.
+
+        Yields:
+            Each micro-batch of this rank with its scores, loss and sums.
+        """
         trained = sum(tokens.trained_in(rows) for rows in minibatch)
         for micro in self._own(tokens, minibatch):
             if micro is None:
@@ -550,7 +582,7 @@ class TrainEngine:
             yield micro, scores, loss_N, sums
 
     def _score_reference(self, tokens: Tokens, plan: Plan) -> np.ndarray | None:
-        """The same of the model that the run began with; None: nothing refers to it."""
+        """Return the logprobs [S] of the reference model; None if nothing refers to it."""
         if self._reference is None:
             return None
         with nullcontext() if self.adapters is None else self.adapters.off():
@@ -558,8 +590,10 @@ class TrainEngine:
 
     @torch.no_grad()
     def _score_all(self, model: Any, tokens: Tokens, plan: Plan) -> np.ndarray:
-        """[S] logprobs of the trained tokens, in exactly the micro-batches of the loss, so that the same weights give
-        the same bits."""
+        """Return the logprobs [S] of the trained tokens.
+
+        They are computed in exactly the micro-batches of the loss, so that the same weights give the same bits.
+        """
         logprobs_S = self._zeros(tokens)
         for minibatch in plan:
             for micro in self._own(tokens, minibatch):
@@ -569,8 +603,11 @@ class TrainEngine:
         return self.ranks.add_up_shares(logprobs_S)
 
     def _own(self, tokens: Tokens, minibatch: list[list[int]]) -> Iterator[MicroBatch | None]:
-        """This rank's micro-batches; None where the others have one and this rank has nothing: it must compute
-        something all the same, since all gather parameters together."""
+        """Yield this rank's micro-batches.
+
+        None stands for a micro-batch in which only other ranks have something to compute. This rank must compute
+        something all the same, since all ranks gather parameters together.
+        """
         for rows in minibatch[self.ranks.dp_rank :: self.ranks.dp_size]:
             if tokens.trained_in(rows):
                 yield self.micro_batch(tokens, rows)
@@ -578,14 +615,24 @@ class TrainEngine:
                 yield None
 
     def micro_batch(self, tokens: Tokens, rows: list[int]) -> MicroBatch:
-        """These rows as the model takes them. Raises TrainingError, RecordError: an image."""
+        """Return these rows in the form that the model takes.
+
+        Raises:
+            TrainingError: The images do not fit the model, or there is no record with images.
+            RecordError: An image cannot be read.
+        """
         micro = MicroBatch.of(tokens, rows, self.device, pack=self._packs(tokens))
         if tokens.images is None and self.vision is None:
             return micro
         return replace(micro, seen=self._seen(tokens, rows, micro.input_ids_BT))
 
     def _seen(self, tokens: Tokens, rows: list[int], input_ids_BT: Tensor) -> dict[str, Tensor]:
-        """What the images of these rows are to the model. Raises TrainingError, RecordError."""
+        """Return the model's inputs for the images of these rows.
+
+        Raises:
+            TrainingError: The images do not fit the model, or there is no record with images.
+            RecordError: An image cannot be read.
+        """
         images = [[self._read_image(name) for name in tokens.images[row]] if tokens.images else [] for row in rows]
         if self.vision is None:
             raise TrainingError(f"{tokens.ids[rows[0]]} shows images, and this model takes none.")
@@ -603,7 +650,7 @@ class TrainEngine:
 
     @cached_property
     def _idle(self) -> MicroBatch:
-        """Two tokens that stand for nothing."""
+        """Placeholder micro-batch of two meaningless tokens."""
         nothing = Tokens(
             ids=["idle"],
             starts=np.array([0, 2]),
@@ -614,7 +661,7 @@ class TrainEngine:
         return MicroBatch.of(nothing, [0], self.device)
 
     def _zeros(self, tokens: Tokens) -> np.ndarray:
-        """[S] for what the model computes: float32, or as wide as the model."""
+        """Return zeros [S] for what the model computes: float32, or as wide as the model."""
         return np.zeros(tokens.starts[-1], np.float64 if self.model.dtype == torch.float64 else np.float32)
 
     def _score(self, model: Any, micro: MicroBatch, *, entropy_gradient: bool = False) -> Scores:
@@ -633,8 +680,13 @@ class TrainEngine:
         )
 
     def _fit_critic(self, step: Prepared, done: _Pass, stages: dict[str, np.ndarray]) -> dict[str, float]:
-        """Train the critic, where there is one, on the step's returns; adds its stages and gradients. Returns its
-        metrics."""
+        """Train the critic, if there is one, on the step's returns.
+
+        Its stages are added to `stages`, and its gradients to `done`.
+
+        Returns:
+            The critic's metrics; empty without a critic.
+        """
         if self.critic is None or step.values_S is None or step.returns_S is None:
             return {}
         stages |= {"values": step.values_S, "returns": step.returns_S}
@@ -685,7 +737,7 @@ class TrainEngine:
         )
 
     def _bad_loss(self, tokens: Tokens, micro: MicroBatch, done: _Pass) -> str | None:
-        """What is wrong with the losses of a micro-batch."""
+        """Return what is wrong with the losses of a micro-batch; None if they are finite."""
         bad = ~np.isfinite(done.loss_S[micro.where_N])
         if not bad.any():
             return None
@@ -704,11 +756,11 @@ class TrainEngine:
 
     @property
     def _advice(self) -> str:
-        """Where the weights made a number that is none."""
+        """Hint shown when the model itself produced NaN or infinity."""
         return TOO_FAST if self.optimizer.updates else NOT_YET
 
     def bad_norm(self, norm: float) -> str | None:
-        """What is wrong with the norm of a gradient, for which its update is not made; None: nothing."""
+        """Return why an update with a gradient of this norm is not made; None if nothing is wrong."""
         if not math.isfinite(norm):
             names = self._not_finite(self.optimizer.gradients().items())
             where = names[0] if names else "the sum"
@@ -727,7 +779,11 @@ class TrainEngine:
         )
 
     def _refuse(self, problem: str, done: _Pass) -> None:
-        """Leave an update out. Raises TrainingError where training.on_bad_gradient says so."""
+        """Leave out an update.
+
+        Raises:
+            GradientError: training.on_bad_gradient is "stop".
+        """
         self.optimizer.forget()
         said = f"step {self.version}: {problem} This update was not made."
         where = f"`clew blame RUN --step {self.version}` says where it comes from"
@@ -747,7 +803,7 @@ class TrainEngine:
             )
 
     def _not_finite(self, named: Iterable[tuple[str, Tensor]]) -> list[str]:
-        """The names of those tensors that have NaN or infinity on some rank."""
+        """Return the names of the tensors that have NaN or infinity on any rank."""
         pieces = {name: slice_of(tensor.detach(), self.ranks) for name, tensor in named}
         bad = [piece is not None and not bool(piece[0].isfinite().all()) for piece in pieces.values()]
         counts = self.ranks.add_up(np.array(bad, np.int64))
@@ -763,8 +819,10 @@ class TrainEngine:
 
 
 def make_deterministic(training: Training) -> None:
-    """Have CUDA's kernels give the same bits each time, where training.deterministic asks for it; call it before the
-    first of them."""
+    """Make CUDA's kernels give the same bits each time, if training.deterministic asks for it.
+
+    Call this before the first CUDA kernel runs.
+    """
     if training.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
     torch.use_deterministic_algorithms(training.deterministic)

@@ -1,4 +1,4 @@
-"""Steps out of a run, one file each, to be taken elsewhere (`clew export`); and back (`clew import`)."""
+"""Export of a run's steps, one file each, for use elsewhere (`clew export`), and import (`clew import`)."""
 
 from __future__ import annotations
 
@@ -23,14 +23,19 @@ from clew.training.metrics import rollout_metrics
 from clew.training.padded import load_padded, load_stages, save_padded
 
 Stages = dict[str, list[np.ndarray]]
-"""By name, one float32 array a sequence, aligned with its tokens."""
+"""Stages by name: one float32 array per sequence, aligned with its tokens."""
 
 
 def export_steps(run: RunDirectory, form: str, steps: str, folder: Path) -> list[Path]:
-    """Write a file for each of these steps: batch and stages. Returns the files.
+    """Write the batch and stages of each chosen step to a file, and return the files.
 
-    form: a key of `FORMS`.   steps: as `choose_steps` takes them.
-    Raises ConfigError and RecordError.
+    Args:
+        form: A key of `FORMS`.
+        steps: The steps, as `choose_steps` takes them.
+
+    Raises:
+        ConfigError: There is no such form.
+        RecordError: The steps are not there, or the folder belongs to the record.
     """
     if form not in FORMS:
         raise ConfigError(f"there is no form {form!r} to export; there are {', '.join(FORMS)}.")
@@ -50,8 +55,11 @@ def export_steps(run: RunDirectory, form: str, steps: str, folder: Path) -> list
 
 
 def choose_steps(run: RunDirectory, steps: str) -> list[int]:
-    """The committed steps that are meant, see `parse_steps`; "" means all whose data is there. Raises RecordError when
-    there is none, or its data is gone."""
+    """Return the committed steps that `steps` names (see `parse_steps`); "" means all whose data is there.
+
+    Raises:
+        RecordError: No such step is there, or its data is gone.
+    """
     meant = parse_steps(steps or ":", run.steps.count())
     there = [step for step in meant if run.steps.has_data(step)]
     if not there or (steps and there != list(meant)):
@@ -60,9 +68,13 @@ def choose_steps(run: RunDirectory, steps: str) -> list[int]:
 
 
 def import_steps(files: Sequence[Path], folder: Path, group_size: int | None) -> None:
-    """Make a run directory of .pt files, a step each, in this order. All of it appears, or nothing.
+    """Make a run directory of .pt files, one step each, in this order. It appears complete or not at all.
 
-    group_size: of files that name no groups, see `load_padded`. Raises RecordError.
+    Args:
+        group_size: Group size for files that name no groups, see `load_padded`.
+
+    Raises:
+        RecordError: The folder exists, or a file cannot be used.
     """
     if folder.exists():
         raise RecordError(f"{folder} exists already; expected the name of a new run directory. Choose another --to.")
@@ -76,7 +88,7 @@ def import_steps(files: Sequence[Path], folder: Path, group_size: int | None) ->
 
 
 def _write_parquet(path: Path, batch: list[rows.Sequence], stages: Stages) -> None:
-    """The table of the record; each stage is one more column, which readers of the record leave alone."""
+    """Write the record's table, with one more column per stage, which readers of the record ignore."""
     table = rows.to_table(batch)
     for name, values in stages.items():
         table = table.append_column(f"stage_{name}", pa.array(values, pa.list_(pa.float32())))
@@ -84,7 +96,7 @@ def _write_parquet(path: Path, batch: list[rows.Sequence], stages: Stages) -> No
 
 
 def _write_jsonl(path: Path, batch: list[rows.Sequence], stages: Stages) -> None:
-    """A line a sequence. JSON has no NaN and no infinity: null."""
+    """Write one line per sequence. NaN and infinity become null, as JSON has neither."""
     lines = []
     for place, row in enumerate(batch):
         values = {name: getattr(row, name) for name in rows.SCHEMA.names}
@@ -104,4 +116,4 @@ def _plain(value: Any) -> Any:
 
 
 FORMS = {"parquet": _write_parquet, "jsonl": _write_jsonl, "pt": save_padded}
-"""By the end of the file's name."""
+"""Writer of each form, by the suffix of the file's name."""

@@ -1,4 +1,4 @@
-"""Folders of weights: written aside under a name that begins with a dot, then renamed."""
+"""Folders of weights: written under a temporary name that begins with a dot, then renamed."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ from clew.record.files import explain_disk_errors
 
 @contextmanager
 def written_aside(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder to write into; it becomes `folder` when the block ends, in the place of one that is there.
+    """Yield an empty folder to write into; when the block ends, it becomes `folder` and replaces an existing one.
 
-    A reader sees a whole folder or none, also after SIGKILL. Raises RecordError when the disk is full or not ours.
+    A reader sees a whole folder or none, even after SIGKILL.
+
+    Raises:
+        RecordError: The disk is full, or cannot be written to.
     """
     aside = folder.with_name(f".{folder.name}.{os.getpid()}")
     with explain_disk_errors(folder):
@@ -39,7 +42,7 @@ def written_aside(folder: Path) -> Iterator[Path]:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder so that nobody ever sees a part of it. Without effect where there is none."""
+    """Remove a folder in such a way that nobody ever sees a part of it. Does nothing if there is no such folder."""
     if folder.exists():
         doomed = folder.with_name(f".{folder.name}.{os.getpid()}.removed")
         folder.rename(doomed)
@@ -47,9 +50,13 @@ def remove_folder(folder: Path) -> None:
 
 
 def save_model(model: Any, folder: Path, weights: dict[str, Tensor]) -> None:
-    """Write weights (safetensors, in transformers' naming, a tied head once) and config.json. Raises ModelError.
+    """Write weights (safetensors, with transformers' names, a tied head once) and config.json.
 
-    weights: of `model`, from `clew.training.sharding.state_of`.
+    Args:
+        weights: The weights of `model`, from `clew.training.sharding.state_of`.
+
+    Raises:
+        ModelError: transformers cannot save the model.
     """
     try:
         model.save_pretrained(folder, state_dict=dict(weights))
@@ -58,7 +65,7 @@ def save_model(model: Any, folder: Path, weights: dict[str, Tensor]) -> None:
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Write the tokenizer as transformers reads it."""
+    """Write the tokenizer in transformers' form."""
     try:
         tokenizer.save_pretrained(folder)
     except Exception as error:  # the tokenizers library raises nothing more specific for a full disk
@@ -68,7 +75,7 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
 
 
 def _as_os_error(error: Exception) -> OSError:
-    """safetensors reports a full disk in words: "... (os error 28)"."""
+    """Return the OSError that a library reported only in words: "... (os error 28)" for a full disk."""
     found = re.search(r"os error (\d+)", str(error))
     number = int(found[1]) if found else errno.EIO
     return OSError(number, os.strerror(number) if found else str(error))

@@ -1,7 +1,8 @@
 """Advantages of tokens: those of their sequences, or from a critic's values. NumPy only.
 
-In generalized advantage estimation (arXiv 1506.02438) a state is the tokens so far, and an action the next token. Only
-trained tokens are actions: what the environment says between two turns is a part of the next state and takes no time.
+In generalized advantage estimation (arXiv 1506.02438) a state is the tokens so far, and an action is the next token.
+Only trained tokens are actions: what the environment says between two turns belongs to the next state and takes no
+time.
 """
 
 from __future__ import annotations
@@ -20,24 +21,28 @@ from clew.training.metrics import divergences
 
 @dataclass(frozen=True, kw_only=True)
 class TokenAdvantages:
-    """Of the sequences of a step: one array a sequence, aligned with its tokens, 0 where not trained on; float32, or as
-    wide as the critic."""
+    """Advantages and returns of a step: one array per sequence, aligned with its tokens, and 0 for untrained tokens.
+
+    Arrays are float32, or as wide as the critic.
+    """
 
     advantages: list[np.ndarray]
     returns: list[np.ndarray] | None
-    """What the critic's values are fitted to; None without a critic."""
+    """Targets to which the critic's values are fitted; None without a critic."""
 
 
 Compute = Callable[
     [SequenceABC[Sequence], SequenceABC[np.ndarray] | None, SequenceABC[np.ndarray] | None], TokenAdvantages
 ]
-"""(sequences of a step; [T] reference logprobs of each, or None; [T] values of each, or None) -> advantages"""
+"""Function (sequences of a step, reference logprobs [T] of each or None, values [T] of each or None) -> advantages."""
 
 
 def advantages_function(algorithm: Algorithm) -> Compute:
-    """What algorithm.advantages names, after what the options take off the reward: of each token.
+    """Return the function that computes each token's advantage as algorithm.advantages says. It first applies the
+    options that reduce the reward.
 
-    Raises ConfigError where a dotted path names no function that can be called so.
+    Raises:
+        ConfigError: A dotted path names no function that can be called this way.
     """
     of_sequences = None if algorithm.advantages == "gae" else sequence_advantages_function(algorithm)
 
@@ -57,12 +62,14 @@ def advantages_function(algorithm: Algorithm) -> Compute:
 
 
 def gae(rewards_N: np.ndarray, values_N: np.ndarray, *, gamma: float, lam: float) -> tuple[np.ndarray, np.ndarray]:
-    """Advantages and returns of the N actions of one sequence, [N] float64; after the last the value is 0.
+    """Return advantages and returns of one sequence's N actions, [N] float64. The value after the last action is 0.
 
     delta_t = r_t + gamma V_{t+1} - V_t,  A_t = delta_t + gamma lam A_{t+1}   (equation 16)
+
     R_t = A_t + V_t: with lam = 1 the discounted rewards from t on, with lam = 0 the estimate one step ahead.
 
-    values_N: of the state before each action.
+    Args:
+        values_N: Value of the state before each action.
     """
     values, advantages = values_N.astype(np.float64).tolist(), np.zeros(len(values_N))
     after = after_value = 0.0
@@ -73,10 +80,11 @@ def gae(rewards_N: np.ndarray, values_N: np.ndarray, *, gamma: float, lam: float
 
 
 def token_rewards(sequence: Sequence, algorithm: Algorithm, reference_T: np.ndarray | None) -> np.ndarray:
-    """[N] float64, over the trained tokens: what an agent gave a turn at the turn's last token, the rest of the
-    sequence's reward at its last one, and with a KL term in the reward minus its share on each (arXiv 2203.02155).
+    """Return the reward of each trained token, [N] float64.
 
-    The rest of a sequence that others follow, after its context was rewritten, is what they came to.
+    A reward that the agent gave to a turn goes to the turn's last token. The rest of the sequence's reward goes to its
+    last trained token; if other sequences follow this one after its context was rewritten, the rest is what they came
+    to. With a KL term in the reward, each token's share of it is subtracted (arXiv 2203.02155).
     """
     mask_T = sequence.loss_mask
     rewards_N, turns_N = np.zeros(int(mask_T.sum())), sequence.turn_ids[mask_T]
@@ -98,7 +106,7 @@ def token_rewards(sequence: Sequence, algorithm: Algorithm, reference_T: np.ndar
 
 
 def whiten(advantages_N: np.ndarray) -> np.ndarray:
-    """(A - mean) / (standard deviation + EPSILON) over the tokens of a step; the deviation divides by N - 1."""
+    """Return (A - mean) / (standard deviation + EPSILON) over the tokens of a step; the deviation divides by N - 1."""
     centred_N = advantages_N - advantages_N.mean() if len(advantages_N) else advantages_N
     return centred_N / (np.sqrt((centred_N**2).sum() / max(1, len(centred_N) - 1)) + EPSILON)
 
@@ -109,9 +117,12 @@ def token_advantages(
     reference: SequenceABC[np.ndarray] | None,
     algorithm: Algorithm,
 ) -> TokenAdvantages:
-    """Advantages, whitened over all trained tokens, and returns of a step, after what the options take off the rewards.
+    """Return the returns of a step and its advantages, whitened over all trained tokens. The options that reduce
+    rewards are applied first.
 
-    values: [T] of each sequence, by the critic when the step began.   reference: [T] logprobs of the run's first model.
+    Args:
+        values: Values [T] of each sequence, by the critic at the beginning of the step.
+        reference: Logprobs [T] of each sequence under the run's first model.
     """
     shaped = without_overlong(sequences, algorithm)
     found = [

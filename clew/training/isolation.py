@@ -1,5 +1,5 @@
-"""Whether a model is causal, and keeps packed rows apart. Found by trying: that depends on all of an architecture's
-code."""
+"""Checks that a model is causal and keeps packed rows apart. Both are tried out, since they depend on all of an
+architecture's code."""
 
 from __future__ import annotations
 
@@ -17,25 +17,30 @@ from clew.training.packing import Packed
 from clew.training.scoring import hidden_states, score
 
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
-"""Layers that see other tokens through attention and its mask alone; what transformers calls them."""
+"""Names, in transformers, of layer types that see other tokens only through attention and its mask."""
 LENGTHS = (19, 12)
-"""Tokens of the rows that are tried, where the context has room for both."""
+"""Numbers of tokens of the two rows that are tried, if the context has room for both."""
 TOLERANCE = 1e-4
-"""Nats between a token's logprobs, in float32 and above; of a model of values, which has none, the same of a hidden
-state's direction."""
+"""Largest difference between a token's logprobs, in nats, for float32 and wider types. For a model of values, which has
+no logprobs: between the directions of a hidden state."""
 LOW_TOLERANCE = 0.1
-"""The same in lower precisions, of one row whose last token differs."""
+"""Largest such difference in lower precisions, between rows that differ only in their last token."""
 SHARES = (0.1, 0.01)
-"""In lower precisions, of the difference that it makes when each row sees the one before: packed against alone, whose
-roundings differ; and beside one row against beside another, whose roundings are mostly the same."""
+"""Largest differences in lower precisions, relative to the difference when each row sees the one before it.
+
+The first is for packed against separate rows, whose rounding differs. The second is for a row that is packed beside one
+row and beside another, where most rounding is the same.
+"""
 
 log = logging.getLogger("clew.training")
 
 
 @torch.no_grad()
 def check_causal(model: Any) -> None:
-    """Raise ModelError where a token's logprob depends on what follows it, or the value before it: no policy can sample
-    by such logprobs, nor a critic know them."""
+    """Raise ModelError when a token's logprob depends on later tokens, or its value does.
+
+    No policy can sample with such logprobs, and no critic can know such values.
+    """
     row = _tokens(model, _lengths(model)[1], 0)
     otherwise = torch.cat([row[:-1], row[:1]])
     change = _largest(_predictions(model, row, [len(row)])[:-1] - _predictions(model, otherwise, [len(row)])[:-1])
@@ -49,8 +54,10 @@ def check_causal(model: Any) -> None:
 
 @torch.no_grad()
 def prepare_for_packing(model: Any) -> None:
-    """Have a model compute its attention for packed rows where that gives the logprobs or values of rows that are
-    apart. Else it is left as it was, and a line of the log says why."""
+    """Make a model compute its attention for packed rows, if that gives the logprobs or values of separate rows.
+
+    Otherwise the model is left as it was, and the log says why.
+    """
     name = type(model).__name__
     if kinds := set(getattr(model.config.get_text_config(), "layer_types", None) or []) - ATTENTION:
         log.warning("%s has layers of kind %s: its rows are padded, not packed.", name, ", ".join(sorted(kinds)))
@@ -83,25 +90,28 @@ def prepare_for_packing(model: Any) -> None:
 
 
 def keeps_rows_apart(model: Any) -> bool:
-    """Whether `prepare_for_packing` found that the model's rows can be packed."""
+    """Return whether `prepare_for_packing` found that the model's rows can be packed."""
     return model.config._attn_implementation in NAMES.values()
 
 
 def _lengths(model: Any) -> list[int]:
-    """LENGTHS, or as much as the context has room for."""
+    """Return LENGTHS, or less if the context is too short."""
     context = context_in(model.config)[0] or 2 * max(LENGTHS)
     return [min(length, max(2, context // 2)) for length in LENGTHS]
 
 
 def _tokens(model: Any, length: int, number: int) -> Tensor:
-    """[T] spread over the vocabulary."""
+    """Return token IDs [T] that are spread over the vocabulary."""
     embeddings = model.get_output_embeddings() or model.get_input_embeddings()
     return 7919 * (torch.arange(length, device=model.device) + 100 * number + 1) % embeddings.weight.shape[0]
 
 
 def _predictions(model: Any, ids_T: Tensor, lengths: list[int]) -> Tensor:
-    """What follows from the tokens before it for each token of packed rows, but for their first: its logprob; of a
-    model of values, whose head may be zero, the hidden state that its value is made of, at length 1."""
+    """Return the model's prediction for each token but the first of each packed row.
+
+    The prediction is the token's logprob. For a model of values, whose head may be zero, it is the hidden state from
+    which the value is computed, normalized to length 1.
+    """
     rows_N = torch.cat([torch.full((length - 1,), row) for row, length in enumerate(lengths)]).to(ids_T.device)
     columns_N = torch.cat([torch.arange(1, length) for length in lengths]).to(ids_T.device)
     packed = Packed.of(lengths, ids_T.device) if len(lengths) > 1 else None

@@ -1,9 +1,9 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) through peft: h = W x + lora_alpha / lora_rank B A x, where A and B alone
-are trained.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) through peft: h = W x + lora_alpha / lora_rank B A x; only A and B are
+trained.
 
-The model keeps its class, and the base its weights. Inference, and whoever reads a checkpoint as a model, gets W + B A
-as if it had been trained in full; beside it a checkpoint has the adapters in peft's own form. Importing this imports
-peft, which takes two seconds.
+The model keeps its class, and the base its weights. Inference, and everyone who reads a checkpoint as a model, gets the
+sum of W and B A as if it had been trained in full; the checkpoint also has the adapters in peft's own form. Importing
+this module imports peft, which takes two seconds.
 """
 
 from __future__ import annotations
@@ -29,25 +29,32 @@ from clew.errors import ModelError
 log = logging.getLogger("clew.training")
 
 NAME = "default"
-"""Peft's, of the one adapter that there is."""
+"""Peft's name of the only adapter."""
 FILE = "adapter_model.safetensors"
 EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
-"""Layers that were each expert's own before transformers 5. In a model with experts peft takes any layer of such a name
-(a shared expert's, or that of a layer without experts) for the tensors that all experts are in now; those stay frozen,
-and so do the layers."""
+"""Names of layers that belonged to single experts before transformers 5.
+
+In a model with experts, peft mistakes every layer of such a name (of a shared expert, or in a layer without experts)
+for the tensors that now hold all experts. Those tensors stay frozen, and so do the layers.
+"""
 _PREFIX = "base_model.model."
-"""Of a parameter's name in a PeftModel."""
+"""Prefix of a parameter's name in a PeftModel."""
 
 
 class Adapters:
-    """Those of a model. Making them puts one on every linear layer but the output embedding and some that peft cannot
-    tell from experts, and freezes all else.
+    """The adapters of a model.
 
-    B begins with zeros, so that the model computes what it did; A follows from the seed.
+    The constructor adds one to every linear layer, except the output embedding and layers that peft cannot tell from
+    experts, and freezes everything else. B begins with zeros, so the model computes what it did before; A is drawn with
+    the configured seed.
     """
 
     def __init__(self, model: Any, config: Config) -> None:
-        """Raises ModelError: no linear layer, or an architecture that peft refuses."""
+        """Add adapters to `model`.
+
+        Raises:
+            ModelError: The model has no linear layer, or peft refuses its architecture.
+        """
         rank, output = config.training.lora_rank, model.get_output_embeddings()
         assert rank is not None, "adapters are wanted where training.lora_rank is set"
         linear = [  # by their whole names: the last part may be that of something else, too
@@ -90,7 +97,7 @@ class Adapters:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """The block sees the base model."""
+        """Switch the adapters off inside the block, which then uses the base model."""
         for _, layer in self._layers():
             layer.enable_adapters(False)
         try:
@@ -101,8 +108,13 @@ class Adapters:
 
     @torch.no_grad()
     def merged(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The model's state (`clew.training.sharding.state_of`) as if it had no adapters, their products added to the
-        weights. Where a product is zero the weight keeps its bits."""
+        """Return the model's state as if it had no adapters: their products are added to the weights.
+
+        A weight whose product is zero keeps its bits.
+
+        Args:
+            state: The model's state, from `clew.training.sharding.state_of`.
+        """
         merged = {name.replace(".base_layer.", "."): tensor for name, tensor in state.items() if ".lora_" not in name}
         for name, layer in self._layers() if state else ():
             a, b = (state[f"{name}.lora_{each}.{NAME}.weight"] for each in "AB")
@@ -111,7 +123,7 @@ class Adapters:
 
     @contextmanager
     def rounded(self) -> Iterator[None]:
-        """The block computes with the weights of `merged`, as inference does, layer by layer."""
+        """Compute with the weights of `merged` inside the block, layer by layer, as inference does."""
         for _, layer in self._layers():
             layer.forward = partial(_as_merged, layer)
         try:
@@ -121,7 +133,11 @@ class Adapters:
                 del layer.forward
 
     def save(self, folder: Path, state: Mapping[str, Tensor]) -> None:
-        """Write what PeftModel.from_pretrained(base model, folder) reads. state: the model's, as in `merged`."""
+        """Write files that PeftModel.from_pretrained(base model, folder) reads.
+
+        Args:
+            state: The model's state, as for `merged`.
+        """
         folder.mkdir(parents=True)
         self._config.inference_mode = True
         self._config.save_pretrained(str(folder))
@@ -133,7 +149,7 @@ class Adapters:
 
 
 def _sum(layer: Any, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Of a base's weight and its adapter's product."""
+    """Return the sum of a base's weight and its adapter's product."""
     wide = torch.promote_types(weight.dtype, torch.float32)
     product = layer.scaling[NAME] * (b.to(wide) @ a.to(wide))
     product = product.T if getattr(layer, "fan_in_fan_out", False) else product
@@ -147,7 +163,12 @@ def _as_merged(layer: Any, x: Tensor) -> Tensor:
 
 
 def read_adapters(folder: Path) -> dict[str, Tensor]:
-    """What `Adapters.save` wrote, by the names in the model. Raises OSError, SafetensorError."""
+    """Return the tensors that `Adapters.save` wrote, by their names in the model.
+
+    Raises:
+        OSError: The file cannot be read.
+        SafetensorError: The file is damaged.
+    """
     tensors = load_file(folder / FILE)
     return {
         name.removeprefix(_PREFIX).removesuffix("weight") + f"{NAME}.weight": tensor for name, tensor in tensors.items()

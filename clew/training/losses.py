@@ -1,7 +1,7 @@
 """Losses of single tokens, as pure functions on named tensors. The caller takes the mean over tokens.
 
-All tensors have one entry a trained token ([N]; any common shape will do without options of whole sequences) and hold
-natural logarithms. docs/algorithms.md has the formulas, and where implementations differ.
+All tensors have one entry per trained token, [N], and hold natural logarithms. Options that do not need whole sequences
+accept any common shape. docs/algorithms.md has the formulas, and explains where implementations differ.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from clew.training.custom import UserFunction
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLoss:
-    """What each token contributes, and what is worth watching."""
+    """Loss of each token, and sums for metrics."""
 
     per_token_N: Tensor
-    """float32, carries the gradient; the loss of a mini-batch is its mean over all tokens."""
+    """Loss of each token, float32, which carries the gradient. The loss of a mini-batch is its mean over all tokens."""
     sums: dict[str, Tensor]
-    """Sums over the N tokens: divided by their number they are metrics."""
+    """Sums over the N tokens; divided by the number of tokens, they are metrics."""
 
 
 def policy_loss(
@@ -52,26 +52,31 @@ def policy_loss(
     importance: str = "token_truncate",
     entropy_coef: float = 0.0,
 ) -> PolicyLoss:
-    """The decoupled clipped objective of AReaL (arXiv 2505.24298, equation 5), with a KL term; and its relatives.
+    """Return the decoupled clipped objective of AReaL (arXiv 2505.24298, equation 5) with a KL term, or a relative of
+    it.
+
     An entropy bonus of entropy_coef x entropy is subtracted (arXiv 1707.06347, equation 9).
 
     clip:  -weight x min(ratio x A, clip(ratio, 1 - clip_low, 1 + clip_high) x A) + kl_coef x KL(current, reference)
     cispo: -weight x constant(clip(ratio, ...)) x A x log current + ...   (MiniMax-M1, arXiv 2506.13585, equation 4)
 
-    ratio = current / proximal: how far this step has moved the policy, which the clip bounds; of the token, or its
-    geometric mean over the token's sequence (GSPO, arXiv 2507.18071, equation 7).
-    weight = proximal / behaviour: how much likelier the token, or its whole sequence, was when the step began than when
-    it was sampled; a constant, truncated or masked. Where proximal equals behaviour (no lag) it is 1, and clip is GRPO
-    (arXiv 2402.03300).
-    dual_clip: where A < 0, the objective is at least dual_clip x A (arXiv 1912.09729).
-    No logarithm of a ratio above LOG_RATIO_LIMIT is exponentiated: such a ratio counts as the limit's, and has no
-    gradient.
+    ratio = current / proximal: how far this step has moved the policy, which the clip bounds. It is the token's own, or
+    the geometric mean over the token's sequence (GSPO, arXiv 2507.18071, equation 7).
 
-    logprobs_N: current; a gradient flows through them and, with an entropy_coef, through entropies_N alone.
-    proximal_N: at the start of the step.   behaviour_N: of the weights that sampled the token.
-    reference_N: of the model that the run began with; None: no KL term.
-    entropies_N: of the whole distribution that the token was drawn from, exact; None: no bonus.
-    rows_N: int64, which sequence a token belongs to, from 0; needed by options of whole sequences.
+    weight = proximal / behaviour: how much likelier the token, or its whole sequence, was when the step began than when
+    it was sampled. It is a constant, truncated or masked. If proximal equals behaviour (no lag) it is 1, and clip is
+    GRPO (arXiv 2402.03300).
+
+    The logarithm of a ratio is limited to LOG_RATIO_LIMIT before it is exponentiated; a limited ratio has no gradient.
+
+    Args:
+        logprobs_N: Current logprobs. Only they carry a gradient, and with an entropy_coef also entropies_N.
+        proximal_N: Logprobs at the start of the step.
+        behaviour_N: Logprobs under the weights that sampled the token.
+        reference_N: Logprobs under the model that the run began with; None: no KL term.
+        entropies_N: Exact entropy of the whole distribution that the token was drawn from; None: no bonus.
+        rows_N: Sequence that each token belongs to, counted from 0, int64. Options of whole sequences need it.
+        dual_clip: When A < 0, the objective is at least dual_clip x A (arXiv 1912.09729).
     """
     log_ratio_N = logprobs_N - proximal_N
     ratio_N = exp_limited(log_ratio_N if ratio == "token" else sequence_means(log_ratio_N, rows_N))
@@ -107,8 +112,10 @@ def policy_loss(
 
 
 def importance_weights(log_weight_N: Tensor, rows_N: Tensor | None, *, importance: str, cap: float) -> Tensor:
-    """Proximal over behaviour probability of each token, or of its whole sequence (the product over its tokens):
-    truncated to `cap` (TIS), or 0 where it is outside [1/cap, cap] (IcePop, arXiv 2510.18855; MIS)."""
+    """Return proximal over behaviour probability of each token, or of its whole sequence (the product over its tokens).
+
+    It is truncated to `cap` (TIS), or set to 0 outside [1/cap, cap] (IcePop, arXiv 2510.18855; MIS).
+    """
     level, _, kind = importance.partition("_")
     weight_N = exp_limited(log_weight_N if level == "token" else sequence_sums(log_weight_N, rows_N))
     if kind == "truncate":
@@ -117,25 +124,35 @@ def importance_weights(log_weight_N: Tensor, rows_N: Tensor | None, *, importanc
 
 
 def exp_limited(log_ratio_N: Tensor) -> Tensor:
-    """exp of the logarithm of a ratio, which counts as at most LOG_RATIO_LIMIT. float32 overflows above 88.7, and
-    infinity times an advantage of 0 is NaN. A smaller logarithm is left as it is, to the last bit."""
+    """Return exp of the logarithm of a ratio, limited to LOG_RATIO_LIMIT.
+
+    float32 overflows above 88.7, and infinity times an advantage of 0 is NaN. A smaller logarithm is unchanged, bit for
+    bit.
+    """
     return torch.exp(log_ratio_N.clamp(max=LOG_RATIO_LIMIT))
 
 
 def sequence_sums(values_N: Tensor, rows_N: Tensor | None) -> Tensor:
-    """[N]: for each token the sum over the tokens of its sequence. rows_N: int64, the sequences, from 0."""
+    """Return for each token the sum over the tokens of its sequence: [N].
+
+    Args:
+        rows_N: Sequence of each token, counted from 0, int64.
+    """
     assert rows_N is not None, "an option of whole sequences needs rows_N"
     count = int(rows_N.max()) + 1 if len(rows_N) else 0
     return values_N.new_zeros(count).index_add(0, rows_N, values_N).index_select(0, rows_N)
 
 
 def sequence_means(values_N: Tensor, rows_N: Tensor | None) -> Tensor:
-    """[N]: for each token the mean over the tokens of its sequence."""
+    """Return for each token the mean over the tokens of its sequence: [N]."""
     return sequence_sums(values_N, rows_N) / sequence_sums(torch.ones_like(values_N), rows_N)
 
 
 def loss_options(algorithm: Algorithm) -> dict[str, Any]:
-    """What the configuration says of `policy_loss`. A KL divergence in the reward has no coefficient in the loss."""
+    """Return the arguments of `policy_loss` that the configuration sets.
+
+    A KL divergence in the reward has no coefficient in the loss.
+    """
     names = (
         "clip_low",
         "clip_high",
@@ -151,28 +168,37 @@ def loss_options(algorithm: Algorithm) -> dict[str, Any]:
 
 
 def loss_function(algorithm: Algorithm) -> Callable[..., PolicyLoss]:
-    """What algorithm.loss names, its options bound: call it with the named tensors of `policy_loss`.
+    """Return the function that algorithm.loss names, with its options bound.
 
-    Raises ConfigError where a dotted path names no function that can be called so.
+    Call it with the named tensors of `policy_loss`.
+
+    Raises:
+        ConfigError: A dotted path names no function that can be called this way.
     """
     options = loss_options(algorithm)
     return partial(policy_loss if algorithm.loss in LOSSES else CustomLoss(options.pop("loss")), **options)
 
 
 OPTIONAL = {"reference_N": "algorithm.kl_coef", "entropies_N": "algorithm.entropy_coef"}
-"""What a loss gets only where an option asks for it."""
+"""Inputs that a loss gets only if an option asks for them, and that option."""
 
 
 class CustomLoss:
-    """A function, by a dotted path, of any of `policy_loss`'s arguments but `loss`, by their names; it returns a
-    PolicyLoss, or (loss_N, metrics): a dict of [N] tensors or numbers, recorded as their mean over all tokens.
+    """A user's loss function, named by a dotted path.
 
-    It is called once a micro-batch, which holds whole sequences, and must not depend on which: the loss of a token may
-    follow from its own sequence alone. NaN is found by the engine, for any loss.
+    It takes any of `policy_loss`'s arguments except `loss`, by name. It returns a PolicyLoss, or (loss_N, metrics),
+    where metrics is a dict of [N] tensors or numbers, recorded as their mean over all tokens.
+
+    The function is called once per micro-batch, which holds whole sequences. Its result must not depend on how these
+    are grouped: a token's loss may depend only on the token's own sequence. The engine detects NaN for every loss.
     """
 
     def __init__(self, path: str) -> None:
-        """Raises ConfigError: no such function, or one that wants an argument that there is not."""
+        """Load the function.
+
+        Raises:
+            ConfigError: There is no such function, or it requires an unknown argument.
+        """
         self._function = UserFunction(path, "algorithm.loss")
         offered = [name for name in inspect.signature(policy_loss).parameters if name != "loss"]
         wanted = self._function.parameters.values()
@@ -185,7 +211,11 @@ class CustomLoss:
         self._takes = set(offered) if takes_any else set(offered) & {p.name for p in wanted}
 
     def __call__(self, **inputs: Any) -> PolicyLoss:
-        """Raises TrainingError for what cannot be a loss."""
+        """Return the user's loss.
+
+        Raises:
+            TrainingError: The function raised, changed its input, or returned something that cannot be a loss.
+        """
         name, logprobs_N = self._function.name, inputs["logprobs_N"]
         tensors = {key: value for key, value in inputs.items() if isinstance(value, Tensor)}
         before = {key: value._version for key, value in tensors.items()}
@@ -224,7 +254,7 @@ class CustomLoss:
         )
 
     def _sum(self, key: str, value: Any, loss_N: Tensor) -> Tensor:
-        """A metric's sum over the tokens; a single number counts for each of them."""
+        """Return a metric's sum over the tokens; a single number counts once per token."""
         try:
             each = torch.as_tensor(value, dtype=torch.float32).detach()
             return each.expand(loss_N.shape).sum()
@@ -237,24 +267,28 @@ class CustomLoss:
 
 
 def k1(logprobs_N: Tensor, other_N: Tensor) -> Tensor:
-    """KL(p || q) of each token, estimated from a sample of p: log(p/q). Its own gradient is 0 on average, so in a loss
-    it does nothing; it belongs in the reward. Schulman, http://joschu.net/blog/kl-approx.html
+    """Return KL(p || q) of each token, estimated from a sample of p as log(p/q).
 
-    logprobs_N: log p.   other_N: log q.
+    Its own gradient is 0 on average, so it has no effect in a loss; it belongs in the reward. Schulman,
+    http://joschu.net/blog/kl-approx.html
+
+    Args:
+        logprobs_N: log p.
+        other_N: log q.
     """
     return logprobs_N - other_N
 
 
 def k2(logprobs_N: Tensor, other_N: Tensor) -> Tensor:
-    """KL(p || q) of each token, estimated by log(p/q)^2 / 2: biased, but its gradient on samples of p is KL's."""
+    """Return KL(p || q) per token, estimated as log(p/q)^2 / 2. Biased, but its gradient on samples of p is not."""
     return 0.5 * (logprobs_N - other_N) ** 2
 
 
 def k3(logprobs_N: Tensor, other_N: Tensor) -> Tensor:
-    """KL(p || q) of each token, estimated by q/p - log(q/p) - 1: unbiased, never negative, zero where p = q.
+    """Return KL(p || q) of each token, estimated as q/p - log(q/p) - 1: unbiased, never negative, zero where p = q.
 
     expm1 keeps what exp(x) - 1 would round away: in float32, for p and q that differ by less than 1e-4, the sum would
-    be noise of either sign. log(q/p) counts as at most LOG_RATIO_LIMIT.
+    be noise of either sign. log(q/p) is limited to LOG_RATIO_LIMIT.
     """
     log_ratio_N = (other_N - logprobs_N).clamp(max=LOG_RATIO_LIMIT)
     return torch.expm1(log_ratio_N) - log_ratio_N
@@ -264,10 +298,14 @@ KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
 
 
 def value_loss(values_N: Tensor, old_N: Tensor, returns_N: Tensor, clip: float | None) -> Tensor:
-    """[N]: half the squared distance of a value from its return, or from where the clip holds it if that is further:
+    """Return half the squared distance of each value from its return, or of its clipped value if that is further: [N].
+
     1/2 max((V - R)^2, (V_old + clamp(V - V_old, -clip, clip) - R)^2), as in PPO's code (arXiv 2005.12729).
 
-    values_N: current, carry the gradient.   old_N: when the step began.   clip: None: no clip.
+    Args:
+        values_N: Current values, which carry the gradient.
+        old_N: Values when the step began.
+        clip: Largest change of a value; None: no clip.
     """
     squares_N = (values_N - returns_N) ** 2
     if clip is not None:
@@ -279,20 +317,23 @@ def value_loss(values_N: Tensor, old_N: Tensor, returns_N: Tensor, clip: float |
 def dpo_loss(
     chosen_P: Tensor, rejected_P: Tensor, reference_chosen_P: Tensor, reference_rejected_P: Tensor, *, beta: float
 ) -> Tensor:
-    """[P]: -log sigmoid(beta (log pi/pi_ref of the chosen - the same of the rejected)), DPO, arXiv 2305.18290, eq. 7.
+    """Return the DPO loss of each pair, [P] (arXiv 2305.18290, equation 7).
 
-    All are logprobs of whole completions, summed over their tokens.
+    It is -log sigmoid(beta (log pi/pi_ref of the chosen - log pi/pi_ref of the rejected)). All inputs are logprobs of
+    whole completions, summed over their tokens.
     """
     margin_P = (chosen_P - reference_chosen_P) - (rejected_P - reference_rejected_P)
     return -torch.nn.functional.logsigmoid(beta * margin_P)
 
 
 def preference_loss(chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
-    """[P]: -log sigmoid(score of the chosen - score of the rejected): Bradley and Terry's model, by which reward models
-    are trained (InstructGPT, arXiv 2203.02155, equation 1)."""
+    """Return -log sigmoid(score of the chosen - score of the rejected) of each pair, [P].
+
+    This is Bradley and Terry's model, with which reward models are trained (InstructGPT, arXiv 2203.02155, equation 1).
+    """
     return -torch.nn.functional.logsigmoid(chosen_P - rejected_P)
 
 
 def supervised_loss(logprobs_N: Tensor) -> Tensor:
-    """Cross-entropy of each token of a demonstration, nats."""
+    """Return the cross-entropy of each token of a demonstration, in nats."""
     return -logprobs_N

@@ -1,4 +1,4 @@
-"""The numbers of one step that are worth watching, from arrays that the step has anyway. Pure NumPy."""
+"""Metrics of one step, computed from arrays that the step has anyway. Pure NumPy."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from clew.record.rows import Sequence
 
 
 def rollout_metrics(sequences: SequenceABC[Sequence]) -> dict[str, float]:
-    """What came in: rewards (of episodes), the share of groups in which all are equal, lengths (trained tokens an
-    episode), how many were cut off."""
+    """Return metrics of a batch: rewards of episodes, the share of groups in which all rewards are equal, lengths
+    (trained tokens per episode) and the share of episodes that were cut off."""
     episodes = {sequence.episode_id: sequence for sequence in sequences}
     lengths = dict.fromkeys(episodes, 0)
     for sequence in sequences:
@@ -41,14 +41,17 @@ def rollout_metrics(sequences: SequenceABC[Sequence]) -> dict[str, float]:
 
 
 def lag_metrics(versions_N: np.ndarray, *, version: int) -> dict[str, float]:
-    """How many versions the trained tokens are behind `version`, the trainer's at the start of the step."""
+    """Return by how many versions the trained tokens lag behind `version`, the trainer's at the start of the step."""
     lag_N = version - versions_N
     return {"lag_mean": float(lag_N.mean()), "lag_max": float(lag_N.max())} if lag_N.size else {}
 
 
 def gap_metrics(behaviour_N: np.ndarray, proximal_N: np.ndarray) -> dict[str, float]:
-    """How far the logprobs at the start of the step are from those recorded at sampling: mean and largest absolute
-    difference, and KL(behaviour || proximal) by k3. Without lag this is the disagreement of trainer and engine."""
+    """Return the gap between the logprobs at the start of the step and those recorded at sampling.
+
+    The metrics are the mean and largest absolute difference, and KL(behaviour || proximal) by k3. Without lag, this is
+    the disagreement between trainer and inference engine.
+    """
     if not behaviour_N.size:
         return {}
     difference_N = proximal_N.astype(np.float64) - behaviour_N
@@ -60,9 +63,11 @@ def gap_metrics(behaviour_N: np.ndarray, proximal_N: np.ndarray) -> dict[str, fl
 
 
 def divergences(logprobs_N: np.ndarray, other_N: np.ndarray, estimator: str) -> np.ndarray:
-    """Return [N] float64: KL(p || q) at each token by k1, k2 or k3, as in `clew.training.losses`.
+    """Return KL(p || q) at each token by k1, k2 or k3, as in `clew.training.losses`: [N] float64.
 
-    logprobs_N: log p.   other_N: log q.
+    Args:
+        logprobs_N: log p.
+        other_N: log q.
     """
     log_ratio_N = logprobs_N.astype(np.float64) - other_N
     if estimator == "k1":

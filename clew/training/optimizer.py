@@ -1,4 +1,4 @@
-"""AdamW, its schedule and clipping, on weights of at least 32 bits whatever type the model computes in."""
+"""AdamW with its schedule and clipping, on weights of at least 32 bits, whatever type the model computes in."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
 class GradientError(TrainingError):
-    """A number in the midst of a step that is none. Every rank has met it."""
+    """Raised when a number becomes NaN or infinite during a step. It is raised on every rank."""
 
 
 class Optimizer:
-    """One optimizer update after another.
+    """Updates of a model's weights.
 
-    A float32 or float64 model's parameters are updated in place. For a bfloat16 model, float32 masters are updated and
-    rounded into it after each update, and the gradients of micro-batches are summed in the masters: the model computes
-    with exactly the weights that inference gets, and no small update is lost. Of a model that is spread over ranks,
-    each updates its slices.
+    A float32 or float64 model's parameters are updated in place. For a bfloat16 model, float32 masters are updated, and
+    rounded into the model after each update; the gradients of micro-batches are summed in the masters. So the model
+    computes with exactly the weights that inference gets, and no small update is lost. If a model is sharded over
+    ranks, each rank updates its slices.
     """
 
     def __init__(self, model: nn.Module, training: Training, *, total_updates: int) -> None:
         self.updates = 0
-        """Updates done."""
+        """Number of updates done."""
         self._training = training
         self._total = total_updates
         self._parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
@@ -40,7 +40,7 @@ class Optimizer:
             name: parameter if parameter.dtype.itemsize >= 4 else parameter.detach().float().requires_grad_()
             for name, parameter in self._parameters.items()
         }
-        """The weights that are updated, by the parameter's name."""
+        """Weights that are updated, by the parameter's name."""
         self._rounded = [name for name, master in self.masters.items() if master is not self._parameters[name]]
         matrices = by_mesh(master for master in self.masters.values() if master.dim() >= 2)
         vectors = by_mesh(master for master in self.masters.values() if master.dim() < 2)
@@ -55,18 +55,18 @@ class Optimizer:
         )
 
     def configure(self, training: Training, *, total_updates: int) -> None:
-        """Go on with other settings."""
+        """Continue with other settings."""
         self._training, self._total = training, total_updates
         for group in self._adamw.param_groups:
             group.update(betas=training.betas, weight_decay=training.weight_decay if group["decays"] else 0.0)
 
     @property
     def lr(self) -> float:
-        """The learning rate of the next update."""
+        """Learning rate of the next update."""
         return learning_rate(self.updates, total=self._total, training=self._training)
 
     def gather(self) -> None:
-        """After each backward pass: move a bfloat16 model's gradients into the masters' float32 sums."""
+        """Move a bfloat16 model's gradients into the masters' float32 sums. Call it after each backward pass."""
         for name in self._rounded:
             gradient = self._parameters[name].grad
             if gradient is not None:
@@ -75,11 +75,15 @@ class Optimizer:
                 self._parameters[name].grad = None
 
     def gradients(self) -> dict[str, Tensor]:
-        """The gathered gradients, by the parameter's name; without those that the loss did not reach."""
+        """Return the gathered gradients by the parameter's name, without those that the loss did not reach."""
         return {name: master.grad for name, master in self.masters.items() if master.grad is not None}
 
     def clip(self) -> float:
-        """Scale the gradients down to `max_grad_norm`; returns their norm before. If that is not finite, they stay."""
+        """Scale the gradients down to `max_grad_norm`. If their norm is not finite, they are unchanged.
+
+        Returns:
+            The norm before scaling.
+        """
         norms = [whole(nn.utils.get_total_norm(gradients)) for gradients in by_mesh(self.gradients().values())]
         norm = reduce(torch.hypot, norms) if norms else torch.zeros(())
         if math.isfinite(norm):
@@ -88,7 +92,7 @@ class Optimizer:
         return float(norm)
 
     def update(self) -> None:
-        """Change the weights, and forget the gradients."""
+        """Change the weights, and drop the gradients."""
         for group in self._adamw.param_groups:
             group["lr"] = self.lr
         self._adamw.step()
@@ -97,12 +101,12 @@ class Optimizer:
         self.updates += 1
 
     def forget(self) -> None:
-        """Forget the gathered gradients."""
+        """Drop the gathered gradients."""
         for master in self.masters.values():
             master.grad = None
 
     def state(self) -> dict[str, Tensor]:
-        """Everything that the next update depends on besides the model's weights, as named tensors."""
+        """Return everything that the next update depends on besides the model's weights, as named tensors."""
         state = {
             f"{name}.{moment}": self._adamw.state[master][moment]
             for name, master in self.masters.items()
@@ -112,7 +116,7 @@ class Optimizer:
         return state | {f"{name}.master": self.masters[name].detach() for name in self._rounded}
 
     def load_state(self, state: dict[str, Tensor], *, updates: int) -> None:
-        """Go on from what `state` returned after so many updates. The model's weights must have been loaded before."""
+        """Restore what `state` returned after `updates` updates. The model's weights must have been loaded before."""
         self.updates = updates
         for name, master in self.masters.items():
             if name in self._rounded:

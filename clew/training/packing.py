@@ -1,4 +1,4 @@
-"""Rows of tokens laid end to end in one row, so that nothing outside attention computes padding.
+"""Packing: rows of tokens are laid end to end in one row, so that only attention computes padding.
 
 ::
 
@@ -6,8 +6,8 @@
               b b b b        [1, P]                              of its   b b b b .
               c c                                                buckets
 
-Attention is computed in slots: rows of like length one below the other, padded on the right, which a causal model's
-tokens do not see. Its cost is the sum of the squares of the lengths, nearly, and no row sees another.
+Attention is computed in slots: a bucket has rows of similar length one below the other, padded on the right, where a
+causal model's tokens do not look. The cost is nearly the sum of the squares of the lengths, and no row sees another.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ import torch
 from torch import Tensor
 
 WASTE = 2**12
-"""Pairs of tokens (query and key) that the padding of a bucket may cost: about what another bucket would."""
+"""Number of token pairs (query and key) that a bucket's padding may cost: about the cost of another bucket."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Packed:
-    """Where rows are in a packed row of P tokens, and where attention computes them."""
+    """Positions of rows in a packed row of P tokens, and the slots in which attention computes them."""
 
     starts_R: Tensor
-    """int64: of each row, its first token."""
+    """First token of each row, int64."""
     positions_P: Tensor
-    """int64: of each token within its row."""
+    """Position of each token within its row, int64."""
     shapes: list[tuple[int, int]]
-    """Rows and slots a row of each bucket; their products are the slots."""
+    """Shape of each bucket: (rows, slots per row). The products add up to the number of slots."""
     tokens_of_slots: Tensor
-    """int64: the token in each slot; for padding, any."""
+    """Token in each slot, int64; any token for padding."""
     slots_of_tokens_P: Tensor
-    """int64"""
+    """Slot of each token, int64."""
     padding: Tensor
-    """int64: the slots that are padding."""
+    """Slots that are padding, int64."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> Packed:
-        """Rows of these many tokens each, one after another."""
+        """Lay out rows of these lengths, one after another."""
         sizes = np.asarray(lengths, np.int64)
         starts = np.cumsum(sizes) - sizes
         buckets = like_lengths(lengths)
@@ -72,11 +72,11 @@ class Packed:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest row."""
+        """Number of tokens of the longest row."""
         return max(length for _, length in self.shapes)
 
     def spread(self, packed: Tensor) -> list[Tensor]:
-        """[1, heads, P, dim], as attention is given it, as [rows, heads, slots a row, dim] of each bucket."""
+        """Return an input of attention, [1, heads, P, dim], as [rows, heads, slots per row, dim] of each bucket."""
         _, heads, _, dim = packed.shape
         slots = _Moved.apply(
             packed.transpose(1, 2).flatten(2)[0], self.tokens_of_slots, self.slots_of_tokens_P, None
@@ -84,7 +84,7 @@ class Packed:
         return [part.view(*shape, heads, dim).transpose(1, 2) for part, shape in zip(slots, self.shapes, strict=True)]
 
     def gather(self, buckets: list[Tensor]) -> Tensor:
-        """[rows, slots a row, heads, dim] of each bucket, as attention returns it, as [1, P, heads, dim]."""
+        """Return the results of attention, [rows, slots per row, heads, dim] of each bucket, as [1, P, heads, dim]."""
         heads, dim = buckets[0].shape[2:]
         slots = torch.cat([bucket.reshape(-1, heads * dim) for bucket in buckets])
         packed = _Moved.apply(slots, self.slots_of_tokens_P, self.tokens_of_slots, self.padding)
@@ -92,7 +92,7 @@ class Packed:
 
 
 def like_lengths(lengths: Sequence[int]) -> list[list[int]]:
-    """Buckets of rows of like length, the longest first."""
+    """Return buckets of rows of similar length, the longest first."""
     buckets: list[list[int]] = []
     wasted = 0
     for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
@@ -106,12 +106,20 @@ def like_lengths(lengths: Sequence[int]) -> list[list[int]]:
 
 
 class _Moved(torch.autograd.Function):
-    """values[there]. Each of the values goes to one place, or is padding or a copy made for it: so the gradient is a
-    plain selection as well, where autograd's own would be a slow sum in an order of its own."""
+    """Selection values[there] with a fast and deterministic gradient.
+
+    Each value goes to one place, unless it is padding or a copy that was made for padding. So the gradient is a plain
+    selection as well, whereas autograd's own would be a slow sum in an unspecified order.
+    """
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, there: Tensor, back: Tensor, padding: Tensor | None) -> Tensor:
-        """padding: the values that go nowhere."""
+        """Return values[there].
+
+        Args:
+            back: Place of each value in the result, for the gradient.
+            padding: Values that go nowhere.
+        """
         ctx.back, ctx.padding = back, padding
         return values.index_select(0, there)
 

@@ -1,7 +1,7 @@
-"""A batch as one .pt file of plain tensors, padded on the right to [B, T]: what AReaL hands from rollout to training.
+"""A batch as one .pt file of plain tensors, padded on the right to [B, T], as AReaL hands it from rollout to training.
 
-Read with `weights_only=True`: a file in which somebody pickled an object is refused, and nothing of it is executed.
-docs/record.md, "A batch as a .pt file", has the fields.
+Files are read with `weights_only=True`: a file with a pickled object is refused, and nothing in it is executed.
+docs/record.md, "A batch as a .pt file", describes the fields.
 """
 
 from __future__ import annotations
@@ -27,23 +27,24 @@ from clew.record.rows import Sequence
 from clew.record.writer import UNTRAINED, complete
 
 NEEDED = ("input_ids", "attention_mask", "loss_mask", "logprobs", "versions", "rewards")
-"""The tensors of AReaL's batch: [B, T], and rewards [B]."""
+"""Tensors of AReaL's batch: all [B, T], except rewards, [B]."""
 TEXTS = ("id", "group_id", "episode_id", "finish_reason", "error")
-"""Lists of B str (error: or None)."""
+"""Fields that are lists of B strings (error: strings or None)."""
 JSON = {"rewards_by_name": "rewards", "data": "data", "interactions": "interactions", "images": "images"}
-"""Lists of B str, each a JSON text, and the columns that they are in the record."""
+"""Fields that are lists of B JSON texts, and the record's column for each."""
 NUMBERS = ("admitted_version", "admitted_at", "started_at", "finished_at", "consumed_at")
-"""Tensors [B]; a consumed_at of NaN: not consumed."""
+"""Fields that are tensors [B]. A consumed_at of NaN means: not consumed."""
 ALWAYS_ELEMENTS = 2**24
-"""The tensors of any file may have so many elements together; those of a larger file one for each of its bytes."""
+"""Number of elements that the tensors of any file may have in total. A larger file may have one element per byte."""
 
 
 def save_padded(
     path: Path, sequences: SequenceABC[Sequence], stages: Mapping[str, SequenceABC[np.ndarray]] | None = None
 ) -> None:
-    """Write a batch, atomically. `load_padded` gives back exactly these sequences.
+    """Write a batch, atomically. `load_padded` returns exactly these sequences.
 
-    stages: what was computed from it, by name: one array a sequence, aligned with its tokens.
+    Args:
+        stages: Arrays that were computed from the batch, by name: one per sequence, aligned with its tokens.
     """
     content: dict[str, Any] = {"clew_format": rows.FORMAT, **padded(sequences)}
     real_BT = content["attention_mask"].numpy()
@@ -62,8 +63,11 @@ def save_padded(
 
 
 def padded(sequences: SequenceABC[Sequence]) -> dict[str, Tensor]:
-    """A batch as tensors [B, T], padded on the right: input_ids (int64), attention_mask, loss_mask (bool), logprobs,
-    temperatures (float32), versions, turn_ids (int32); and rewards [B] (float64)."""
+    """Return a batch as tensors [B, T], padded on the right.
+
+    They are input_ids (int64), attention_mask, loss_mask (bool), logprobs, temperatures (float32), versions and
+    turn_ids (int32); and rewards, [B] (float64).
+    """
     lengths = np.array([len(row.input_ids) for row in sequences], np.int64)
     real_BT = np.arange(lengths.max(initial=0)) < lengths[:, None]
     content = {"attention_mask": torch.from_numpy(real_BT)}
@@ -81,10 +85,14 @@ def _pad(real_BT: np.ndarray, values: Iterable[np.ndarray], dtype: type, fill: f
 
 
 def load_padded(path: Path, *, group_size: int | None = None, first_group: int = 0) -> list[Sequence]:
-    """Read what `save_padded` or AReaL wrote. Raises RecordError: unreadable, newer, a pickled object, other shapes.
+    """Read a file that `save_padded` or AReaL wrote.
 
-    For a file that names no groups: group_size: rows that follow one another are a group of this size; None: all rows
-    are one group. first_group: its number.
+    Args:
+        group_size: Number of consecutive rows per group if the file names no groups; None: all rows are one group.
+        first_group: Number of the first such group.
+
+    Raises:
+        RecordError: The file cannot be read, is newer than this version of Clew, has a pickled object, or wrong shapes.
     """
     content = _read(path)
     lengths = content["attention_mask"].bool().sum(1)
@@ -113,19 +121,23 @@ def load_padded(path: Path, *, group_size: int | None = None, first_group: int =
 
 
 def load_stages(path: Path) -> dict[str, list[np.ndarray]]:
-    """The stages of a file that `save_padded` wrote; none in AReaL's. Raises RecordError as `load_padded` does."""
+    """Return the stages in a file of `save_padded`; AReaL's files have none.
+
+    Raises:
+        RecordError: As for `load_padded`.
+    """
     content = _read(path)
     return {name: _cut(values, content["attention_mask"]) for name, values in content.get("stages", {}).items()}
 
 
 def _cut(values_BT: Tensor, attention_mask_BT: Tensor) -> list[np.ndarray]:
-    """The real tokens of each row; a prompt may be padded on the left as well."""
+    """Return the real tokens of each row; a prompt may also be padded on the left."""
     values_BT = values_BT.detach().float() if values_BT.is_floating_point() else values_BT
     return [values[mask].numpy() for values, mask in zip(values_BT, attention_mask_BT.bool(), strict=True)]
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The content of a .pt file, checked for what `NEEDED` promises."""
+    """Return the content of a .pt file, after checking that the tensors in `NEEDED` are there."""
     try:
         zipped = zipfile.is_zipfile(path)
         if zipped:
@@ -170,7 +182,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _check_packed(path: Path) -> None:
-    """Raise RecordError for an archive that torch did not write: it compresses nothing, and a few MB may be GBs."""
+    """Raise RecordError for an archive that torch did not write.
+
+    torch compresses nothing, whereas a few MB of a compressed archive may unpack to many GB.
+    """
     with zipfile.ZipFile(path) as archive:
         members = archive.infolist()
     unpacked, size = sum(member.file_size for member in members), path.stat().st_size

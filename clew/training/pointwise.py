@@ -1,7 +1,7 @@
 """Rotary embedding and RMSNorm in fewer passes over memory than transformers' own code takes.
 
-On a CPU both are bound by memory: operation by operation, and with autograd's graph of each, they take a third of the
-forward and backward pass of a small model. Here each is one operation, whose gradient is written by hand.
+On a CPU both are limited by memory bandwidth: with one operation after another, and autograd's graph of each, they take
+a third of the forward and backward pass of a small model. Here each is one operation, with a gradient written by hand.
 
 Su et al., RoFormer, 2021 (arXiv 2104.09864); Zhang and Sennrich, Root Mean Square Layer Normalization, 2019 (arXiv
 1910.07467).
@@ -22,25 +22,27 @@ from torch.autograd import Function
 from torch.distributed.tensor import DTensor
 
 ROTARY = "apply_rotary_pos_emb"
-"""The function of transformers, in the module of each architecture that has it."""
+"""Name of transformers' function, in the module of each architecture that has it."""
 
 EPSILONS = ("variance_epsilon", "eps")
-"""What architectures call the norm's."""
+"""Names of the norm's epsilon in different architectures."""
 
 TOLERANCE = 1e-5
-"""Of float32, where the numbers are about 1."""
+"""Largest difference in float32 between numbers of about 1."""
 
 Computes = Callable[..., Any]
 
 
 _quick: set[Computes] = set()
-"""What stands in the place of transformers' functions."""
+"""Functions that have replaced transformers' own."""
 
 
 def quicken(model: Any) -> None:
-    """Replace these two in a model's architecture, for this process, where a trial shows that values and gradients are
-    the same. What it is not for goes through transformers' code as before: other devices and precisions, slices of
-    tensor parallelism, heads of which a part is turned."""
+    """Replace both operations in a model's architecture, for this process, if a trial gives equal values and gradients.
+
+    Other cases still use transformers' code: other devices and precisions, slices of tensor parallelism, and heads that
+    are rotated only in part.
+    """
     norms: defaultdict[type, dict[str, Any]] = defaultdict(dict)
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm") and _weight(module) is not None:
@@ -60,17 +62,17 @@ def quicken(model: Any) -> None:
 
 
 def _settings(module: Any) -> str:
-    """What a module was made with: it may decide what its code computes."""
+    """Return the settings that a module was made with, which may decide what its code computes."""
     return repr(sorted((name, each) for name, each in vars(module).items() if isinstance(each, int | float | str)))
 
 
 def _weight(norm: Any) -> Tensor | None:
-    """Of Gemma 3n's and Gemma 4's norms some have none."""
+    """Return the norm's weight; None if it has none, as for some norms of Gemma 3n and Gemma 4."""
     return getattr(norm, "weight", None)
 
 
 def _agrees(slow: Computes, quick: Computes, results: Callable[[Computes], list[Tensor]]) -> bool:
-    """Whether both have the same results. False, too, for one that is quick already."""
+    """Return whether both functions have the same results. False, too, if `slow` is already a replacement."""
     if slow in _quick:
         return False
     try:
@@ -110,9 +112,9 @@ def _norm(slow: Computes, epsilon: str) -> Computes:
 
 
 class Rotation(Function):
-    """Turns the pairs (i, i + D / 2) of the last dimension by the angles whose cosines and sines are given.
+    """Rotation of the pairs (i, i + D / 2) of the last dimension by angles, given as cosines and sines.
 
-    x: [batch, heads, tokens, D]; cos, sin: broadcast to it; they get no gradient.
+    x is [batch, heads, tokens, D]; cos and sin are broadcast to it and get no gradient.
     """
 
     @staticmethod
@@ -135,7 +137,7 @@ class Rotation(Function):
 
 
 class Norm(Function):
-    """x / sqrt(mean(x^2) + epsilon) * weight, over the last dimension."""
+    """RMSNorm: x / sqrt(mean(x^2) + epsilon) * weight, over the last dimension."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -159,7 +161,7 @@ class Norm(Function):
 
 
 def _of_rotation(rotary: Computes) -> list[Tensor]:
-    """What it makes of some tensors, and the gradients."""
+    """Return the results of a rotary function for some tensors, and the gradients."""
     draw = torch.Generator().manual_seed(0)
     q, k, to_q, to_k = (torch.randn(2, heads, 3, 8, generator=draw) for heads in (4, 2, 4, 2))
     angles = torch.randn(2, 3, 4, generator=draw)
@@ -171,8 +173,10 @@ def _of_rotation(rotary: Computes) -> list[Tensor]:
 
 
 def _of_norm(module: Any, forward: Computes) -> list[Tensor]:
-    """What it makes of some tensors with other weights than the module's, and the gradients: of large numbers and of
-    small ones, for which epsilon matters."""
+    """Return the results of a norm for some tensors, and the gradients, with random weights instead of the module's.
+
+    Both large and small numbers are tried; for small ones epsilon matters.
+    """
     draw = torch.Generator().manual_seed(0)
     tried = copy.deepcopy(module).to("cpu", torch.float32).requires_grad_()
     size = tried.weight.shape[-1]

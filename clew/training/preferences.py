@@ -1,5 +1,7 @@
-"""Training on preferences: pairs of completions of one prompt, of which the first was chosen. Rows 2k and 2k + 1 of a
-batch are a pair, and stay together in a micro-batch."""
+"""Training on preferences: pairs of completions of one prompt, of which the first was chosen.
+
+Rows 2k and 2k + 1 of a batch are a pair, and stay together in a micro-batch.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,11 @@ from clew.training.tokens import MicroBatch, Tokens
 
 
 def deal_pairs(lengths: Sequence[int], *, budget: int, packed: bool, ranks: int = 1, width: int = 1) -> list[list[int]]:
-    """Micro-batches of whole pairs for all ranks, see `clew.training.batching.deal`.
+    """Return micro-batches of whole pairs for all ranks, see `clew.training.batching.deal`.
 
-    lengths: tokens of each row.   budget: tokens of a micro-batch; a longer pair goes alone.
+    Args:
+        lengths: Number of tokens of each row.
+        budget: Maximum number of tokens of a micro-batch; a longer pair gets one of its own.
     """
     both = [(lengths[row], lengths[row + 1]) for row in range(0, len(lengths), 2)]
     pairs = [sum(each) if packed else 2 * max(each) for each in both]
@@ -29,10 +33,14 @@ def deal_pairs(lengths: Sequence[int], *, budget: int, packed: bool, ranks: int 
 def pair_losses(
     tokens: Tokens, plan: Plan, *, beta: float | None, reference_S: np.ndarray | None
 ) -> Callable[[MicroBatch, Scores], tuple[Tensor, dict[str, Tensor]]]:
-    """What computes the losses of a micro-batch: each pair's is spread over its trained tokens so that the mean over
-    all tokens is the mean over the pairs; and so are the metrics.
+    """Return the function that computes the losses of a micro-batch.
 
-    beta, reference_S: DPO's, and the reference's logprobs; None: the scores are a reward model's.
+    The loss of a pair is spread over its trained tokens, so that the mean over all tokens is the mean over the pairs.
+    The same holds for the metrics.
+
+    Args:
+        beta: Coefficient of DPO; None: the scores are a reward model's.
+        reference_S: Logprobs of the reference model, for DPO.
     """
     pairs = sum(len(rows) for minibatch in plan for rows in minibatch) // 2
     share = sum(tokens.trained_in(rows) for minibatch in plan for rows in minibatch) / pairs
@@ -57,6 +65,6 @@ def pair_losses(
 
 
 def _of_pairs(numbers_N: Tensor, rows_N: Tensor) -> tuple[Tensor, Tensor]:
-    """[P] and [P]: sums over the tokens of the chosen and of the rejected."""
+    """Return sums over the tokens of the chosen and of the rejected: [P] and [P]."""
     sums_R = numbers_N.new_zeros(int(rows_N.max()) + 1).index_add(0, rows_N, numbers_N)
     return sums_R[0::2], sums_R[1::2]

@@ -1,7 +1,7 @@
-"""The trainer's processes: which of them this one is, and what they tell one another.
+"""The trainer's processes: which of them this one is, and how they communicate.
 
-Parameters and gradients travel in FSDP2's collectives (`clew.training.sharding`). Here is what little is left: sums,
-a few words, and waiting for rank 0, which alone talks to the rest of the world.
+Parameters and gradients travel in FSDP2's collectives (`clew.training.sharding`). This module does the rest: sums,
+small messages, and waiting for rank 0, which alone talks to everything outside the trainer.
 """
 
 from __future__ import annotations
@@ -24,30 +24,31 @@ from clew.waits import waiting
 T = TypeVar("T")
 
 PATIENCE = datetime.timedelta(minutes=30)
-"""A collective that takes longer has lost a rank."""
+"""Time after which a collective counts as failed, because a rank was lost."""
 
 LOOK = datetime.timedelta(seconds=1)
-"""How long a wait for rank 0 goes on before it looks whether this process should end."""
+"""Interval at which a wait for rank 0 checks whether this process should end."""
 
 
 def rank_here() -> int:
-    """This process's rank, by the environment that torchrun and `clew.launch.ranks` set; 0 where it names none."""
+    """Return this process's rank, as torchrun and `clew.launch.ranks` set it in the environment; 0 if it is not set."""
     return int(os.environ.get("RANK", "0"))
 
 
 def process_here() -> str:
-    """What this rank is called in status/ and logs/."""
+    """Return the name of this rank in status/ and logs/."""
     return f"trainer-{rank}" if (rank := rank_here()) else "trainer"
 
 
 _words = itertools.count()
-"""Of `Ranks.agree`: how many there were; the same on each rank."""
+"""Number of calls of `Ranks.agree` so far; the same on each rank."""
 
 
 class Ranks:
-    """One of `size` processes that train together; alone, all of this costs nothing.
+    """One of `size` processes that train together. With a single process, nothing here costs anything.
 
-    `tp` ranks that follow one another compute the same rows, each its part of the model, and find the same.
+    Every `tp` consecutive ranks form a group, which computes the same rows: each rank computes its part of the model,
+    and all get the same results.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, tp: int = 1) -> None:
@@ -57,14 +58,16 @@ class Ranks:
         self.tp = tp
 
     def grouped(self, tp: int) -> Ranks:
-        """The same processes, in groups of `tp`."""
+        """Return the same processes, in groups of `tp`."""
         return Ranks(self.rank, self.size, tp)
 
     @classmethod
     @contextmanager
     def joined(cls) -> Iterator[Ranks]:
-        """Meet the other ranks that the environment names (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT: as torchrun
-        and `clew.launch.ranks` set it) for as long as the block runs; alone where it names none."""
+        """Join the other ranks that the environment names, for as long as the block runs; alone if it names none.
+
+        torchrun and `clew.launch.ranks` set the variables: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+        """
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if size == 1:
             yield cls()
@@ -83,31 +86,31 @@ class Ranks:
 
     @property
     def leads(self) -> bool:
-        """Whether this is rank 0: it writes what is written once, and talks to rollout and inference."""
+        """True on rank 0, which writes what is written once, and talks to rollout and inference."""
         return self.rank == 0
 
     @property
     def dp_size(self) -> int:
-        """How many groups share a batch."""
+        """Number of groups that share a batch."""
         return self.size // self.tp
 
     @property
     def dp_rank(self) -> int:
-        """Which of these groups this rank is in."""
+        """Number of the group that this rank is in."""
         return self.rank // self.tp
 
     @property
     def tp_rank(self) -> int:
-        """Which one of its group this rank is."""
+        """Position of this rank within its group."""
         return self.rank % self.tp
 
     def meet(self) -> None:
-        """Return when every rank has come here."""
+        """Return when every rank has called this."""
         if self.size > 1:
             dist.barrier()
 
     def add_up(self, values: np.ndarray) -> np.ndarray:
-        """The sum over the ranks of an array; integers wrap around, as digests do. On every rank the same bits."""
+        """Return the sum of an array over the ranks, with the same bits on every rank. Integers wrap around."""
         if self.size == 1:
             return values
         signed = values.view(np.int64) if values.dtype == np.uint64 else values
@@ -116,16 +119,16 @@ class Ranks:
         return summed.numpy().view(values.dtype)
 
     def add_up_shares(self, values: np.ndarray) -> np.ndarray:
-        """The same of what all ranks of a group have found, which counts once."""
+        """Return the sum over groups of an array that all ranks of a group have; it counts once per group."""
         return self.add_up(values if self.tp_rank == 0 else np.zeros_like(values))
 
     def add_up_named(self, sums: dict[str, float]) -> dict[str, float]:
-        """The same of numbers by name, of which a group may have others than the next."""
+        """Return the sum over groups of numbers by name; groups may have different names."""
         everyone = self.gather(sums)[:: self.tp]
         return {name: sum(each.get(name, 0.0) for each in everyone) for each in everyone for name in each}
 
     def gather(self, said: T) -> list[T]:
-        """What each rank says, in their order; small things."""
+        """Return what each rank passes as `said`, in the order of ranks. For small objects only."""
         if self.size == 1:
             return [said]
         everyone: list[T | None] = [None] * self.size
@@ -133,9 +136,13 @@ class Ranks:
         return cast(list[T], everyone)
 
     def agree(self, what: str, decide: Callable[[], T]) -> T:
-        """What rank 0 decides, on every rank. It may take as long as it likes: the others wait by name.
+        """Return on every rank what rank 0 decides.
 
-        decide: called on rank 0 alone; returns something that JSON can say. Where it raises Interrupted, all do.
+        Rank 0 may take any amount of time; the others report meanwhile what they are waiting for.
+
+        Args:
+            what: What the other ranks are waiting for, for their status.
+            decide: Called on rank 0 only; returns something that JSON can represent. All ranks raise its Interrupted.
         """
         if self.size == 1:
             return decide()
@@ -163,4 +170,4 @@ class Ranks:
 
 
 ALONE = Ranks()
-"""The only rank of a trainer of one process."""
+"""The only rank of a trainer with a single process."""

@@ -1,4 +1,4 @@
-"""The learning rate."""
+"""Learning rate schedules."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from clew.config import Training
 
 
 def learning_rate(update: int, *, total: int, training: Training) -> float:
-    """The rate of optimizer update number `update` (from 0) of `total`.
+    """Return the learning rate of optimizer update number `update` (from 0) of `total`.
 
-    It rises in equal parts over `warmup_steps` updates and is at its peak in the one after them. linear and cosine
-    then fall, and would be at 0 in the update after the last.
+    The rate rises in equal steps over `warmup_steps` updates and reaches its peak in the one after them. linear and
+    cosine then fall, and would reach 0 in the update after the last.
     """
     warmup = training.warmup_steps
     if update < warmup:

@@ -1,5 +1,5 @@
-"""The logprobs of given tokens, and the hidden states at them. The one place where predictions are shifted by one
-against what they predict."""
+"""Logprobs of given tokens, and the hidden states at them. This is the only module where predictions are shifted by one
+against the tokens that they predict."""
 
 from __future__ import annotations
 
@@ -19,18 +19,20 @@ from clew.training.attention import attending_within
 from clew.training.packing import Packed
 
 LOGITS = 2**26
-"""Tokens x vocabulary up to which all logits are held for the backward pass. Where there are more, they are computed in
-chunks of at most so many, and computed once more in the backward pass."""
+"""Maximum number of logits (tokens x vocabulary) that are held for the backward pass.
+
+If there are more, they are computed in chunks of at most this size, and once more in the backward pass.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """One entry for each scored token: float32, float64 of a model in float64."""
+    """One entry per scored token: float32, or float64 for a model in float64."""
 
     logprobs_N: Tensor
-    """nats; carries the gradient. Of a reward model: its score of what ends in the token."""
+    """Logprobs in nats, which carry the gradient. For a reward model: its score of the text that ends in the token."""
     entropies_N: Tensor
-    """nats: of the distribution that the token was drawn from; carries a gradient where it was asked for."""
+    """Entropies in nats of the distributions that the tokens were drawn from. They carry a gradient only on request."""
 
 
 def score(
@@ -45,23 +47,24 @@ def score(
     logits: int | None = None,
     entropy_gradient: bool = False,
 ) -> Scores:
-    """The logprobs of the tokens at (rows_N, columns_N), given the tokens before them in their rows.
+    """Return the logprobs of the tokens at (rows_N, columns_N), given the tokens before them in their rows.
 
-    Rows are padded on the right with any valid ID: a causal model's tokens see nothing to their right, so no
-    attention mask is needed (which lets attention take its fast causal path), and padding is never scored. Or they lie
-    end to end in one row, for a model that `keeps_rows_apart`.
+    Rows are either padded or packed. Padding is on the right, with any valid ID: a causal model's tokens see nothing to
+    their right, so no attention mask is needed (which lets attention take its fast causal path), and padding is never
+    scored. Packed rows lie end to end in one row, for a model that `keeps_rows_apart`.
 
     Only the N hidden states that predict a scored token are projected to the vocabulary, and only their logits become
-    float32. The projection is reached by hooks on the output embedding, so that what an architecture does to its
-    logits afterwards (scaling, soft-capping) is done here too.
+    float32. Hooks on the output embedding do this, so anything that an architecture does to its logits afterwards
+    (scaling, soft-capping) is done here too.
 
-    model: a causal language model of transformers.
-    columns_N: at least 1; the first token of a row is predicted by nothing.
-    temperatures_N: float32; the logits are divided by them.
-    packed: where the rows are in input_ids_BT [1, P]; None: one below the other.
-    seen: what the model takes besides tokens, of rows one below the other that show images.
-    logits: None takes LOGITS.
-    entropy_gradient: whether a gradient will be asked of the entropies, which holds one more [N, V] until then.
+    Args:
+        model: A causal language model of transformers.
+        columns_N: At least 1, as nothing predicts the first token of a row.
+        temperatures_N: Divisors of the logits, float32.
+        packed: Positions of the rows in input_ids_BT [1, P]; None: padded rows, one below the other.
+        seen: Further inputs of the model for padded rows that show images.
+        logits: Maximum number of logits that are held; None: LOGITS.
+        entropy_gradient: Whether a gradient of the entropies is needed, which holds one more [N, V] until then.
     """
     assert bool((columns_N > 0).all()), "the first token of a sequence cannot be trained on"
     inputs = {**_inputs(input_ids_BT, packed), **(seen or {})}
@@ -85,15 +88,17 @@ def score(
 def hidden_states(
     model: Any, input_ids_BT: Tensor, rows_N: Tensor, columns_N: Tensor, packed: Packed | None = None
 ) -> Tensor:
-    """[N, D]: what a model of transformers, without its head, makes of the tokens at (rows_N, columns_N) and those
-    before them. Rows are padded or packed as for `score`."""
+    """Return the hidden states at the tokens (rows_N, columns_N) of a transformers model without its head: [N, D].
+
+    Each depends on the token and those before it. Rows are padded or packed as for `score`.
+    """
     with attending_within(packed):
         hidden_BTD = model.base_model(**_inputs(input_ids_BT, packed)).last_hidden_state
     return hidden_BTD.flatten(0, 1)[_tokens(input_ids_BT, rows_N, columns_N, packed)]
 
 
 def _inputs(input_ids_BT: Tensor, packed: Packed | None) -> dict[str, Any]:
-    """A model's, but for images."""
+    """Return a model's inputs, except for images."""
     inputs: dict[str, Any] = {"input_ids": input_ids_BT, "use_cache": False}
     if packed is None:
         return inputs
@@ -101,7 +106,7 @@ def _inputs(input_ids_BT: Tensor, packed: Packed | None) -> dict[str, Any]:
 
 
 def _tokens(input_ids_BT: Tensor, rows_N: Tensor, columns_N: Tensor, packed: Packed | None) -> Tensor:
-    """[N]: places in input_ids_BT as one row."""
+    """Return the positions of the tokens (rows_N, columns_N) in input_ids_BT, read as one row: [N]."""
     return columns_N + (rows_N * input_ids_BT.shape[1] if packed is None else packed.starts_R[rows_N])
 
 
@@ -115,8 +120,10 @@ def _score(logits_NV: Tensor, targets_N: Tensor, temperatures_N: Tensor, entropy
 
 
 class _Projection(ExitStack):
-    """While it is open, the output embedding is given the predicting hidden states only; or, where not all are
-    projected at once, the first of them, and what the model does to its logits is recorded."""
+    """Context in which the output embedding gets only the predicting hidden states.
+
+    If they are not projected all at once, it gets only the first one, and records what the model does to its logits.
+    """
 
     def __init__(self, head: torch.nn.Module, predictors_N: Tensor, *, all_at_once: bool) -> None:
         super().__init__()
@@ -138,7 +145,11 @@ class _Projection(ExitStack):
     def score_in_chunks(
         self, chunks: int, logits_1V: Tensor, targets_N: Tensor, temperatures_N: Tensor, entropy_gradient: bool
     ) -> Scores:
-        """logits_1V: the model's, of the first hidden state."""
+        """Return the scores, computed in chunks.
+
+        Args:
+            logits_1V: The model's logits for the first hidden state.
+        """
 
         def score_chunk(hidden_CH: Tensor, targets_C: Tensor, temperatures_C: Tensor) -> Scores:
             logits_CV = self.afterwards.repeat(self.head(hidden_CH), result=logits_1V)
@@ -156,7 +167,7 @@ class _Projection(ExitStack):
 
 
 class _Recording(TorchFunctionMode):
-    """What is computed from one tensor, to compute it from others."""
+    """Recording of the operations on one tensor, so that they can be repeated on others."""
 
     def __init__(self, first: Tensor) -> None:
         super().__init__()
@@ -172,7 +183,7 @@ class _Recording(TorchFunctionMode):
         return result
 
     def repeat(self, other: Tensor, *, result: Tensor) -> Tensor:
-        """What `result` was computed to, had it begun with `other`."""
+        """Return what `result` would be if the computation had begun with `other`."""
         assert id(result) in self._known, "the logits are not computed from the output embedding by torch's functions"
         values = {id(self._first): other}
         for func, args, kwargs, found in self._calls:

@@ -1,6 +1,6 @@
 """`clew sft CONFIG`: training on demonstrations or preferences (training.objective), with the engine that RL uses.
 
-Killed anywhere and started again, it goes on from its last checkpoint and ends in the same weights.
+A run that is killed at any point continues from its last checkpoint when restarted, and ends with the same weights.
 """
 
 from __future__ import annotations
@@ -24,13 +24,17 @@ from clew.training.ranks import Ranks, process_here
 log = logging.getLogger("clew.training")
 
 PROGRESS_S = 2.0
-"""Seconds between lines of progress."""
+"""Seconds between two lines of progress."""
 
 
 def sft(config: Config) -> None:
     """Train `config.model` for `training.steps` steps of `training.batch_size` demonstrations each.
 
-    Raises DataError, ModelError, RecordError, TrainingError.
+    Raises:
+        DataError: A row of the data cannot be used.
+        ModelError: The model cannot be loaded or trained.
+        RecordError: The run directory or a checkpoint cannot be used.
+        TrainingError: A step failed.
     """
     torch.set_num_threads(config.launch.threads or max(1, cores() // config.launch.ranks))
     make_deterministic(config.training)
@@ -64,7 +68,11 @@ def sft(config: Config) -> None:
 
 
 def resume(engine: TrainEngine, run: RunDirectory, console: Console) -> None:
-    """Go on from the newest checkpoint, where there is one. Raises RecordError when it is beyond training.steps."""
+    """Continue from the newest checkpoint, if there is one.
+
+    Raises:
+        RecordError: The checkpoint is beyond training.steps.
+    """
     folders = checkpoint.saved(run.checkpoints)
     if not folders:
         return
@@ -81,7 +89,7 @@ def resume(engine: TrainEngine, run: RunDirectory, console: Console) -> None:
 
 
 class _Progress:
-    """A line every few seconds, and for the last step."""
+    """Progress output: one line every few seconds, and one for the last step."""
 
     def __init__(self, console: Console, steps: int) -> None:
         self._console = console

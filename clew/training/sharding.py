@@ -1,10 +1,10 @@
-"""A model over several ranks: each holds a slice of every parameter, gradient and optimizer moment (FSDP2).
+"""Sharding of a model over several ranks: each holds a slice of every parameter, gradient and optimizer moment (FSDP2).
 
 PyTorch FSDP2: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html. Before a block computes, its
 parameters are gathered; after its backward pass the gradients are summed over the ranks, and each keeps its slice.
 
-With `training.tp`, ranks that follow one another split the blocks among them (`clew.training.tensor_parallel`), and a
-part is gathered from those that have a slice of it:
+With `training.tp`, consecutive ranks split the blocks among them (`clew.training.tensor_parallel`), and a part is
+gathered from the ranks that have a slice of it:
 
 ::
 
@@ -42,8 +42,14 @@ from clew.training.tensor_parallel import split
 def spread(
     model: Any, training: Training, ranks: Ranks, device: torch.device, *, root: torch.nn.Module | None = None
 ) -> None:
-    """Have a model of transformers, as it was read, compute as `training` asks, on all ranks. root: as in `shard`.
-    Raises ModelError where it cannot be trained at all."""
+    """Prepare a newly loaded transformers model for training as `training` asks, and shard it over all ranks.
+
+    Args:
+        root: See `shard`.
+
+    Raises:
+        ModelError: The model cannot be trained at all.
+    """
     check_causal(model)
     quicken(model)
     prepare_for_packing(model)
@@ -53,11 +59,16 @@ def spread(
 
 
 def shard(model: Any, ranks: Ranks, device: torch.device, *, root: torch.nn.Module | None = None) -> None:
-    """Spread a model's parameters over the ranks, block by block, each rank's slices on its device; without effect on
-    one rank. root: the module that holds the model and is called in its place.
+    """Shard a model's parameters over the ranks, block by block, with each rank's slices on its device.
 
-    Gradients are summed, not averaged: a loss is divided by the tokens of all ranks together. bfloat16 gradients are
-    summed in float32. Raises ModelError where ranks.tp asks for what the model cannot do.
+    Does nothing with a single rank. Gradients are summed, not averaged: a loss is divided by the number of tokens of
+    all ranks together. bfloat16 gradients are summed in float32.
+
+    Args:
+        root: Module that holds the model and is called in its place; None: the model itself.
+
+    Raises:
+        ModelError: ranks.tp asks for something that the model cannot do.
     """
     if ranks.size == 1:
         return
@@ -77,8 +88,10 @@ def shard(model: Any, ranks: Ranks, device: torch.device, *, root: torch.nn.Modu
 
 
 def blocks_of(model: Any) -> list[torch.nn.Module]:
-    """The decoder's blocks: what transformers says is not to be split. None lies within another; of Mamba's and their
-    mixers, which both are named, the blocks."""
+    """Return the decoder's blocks: the modules that transformers says must not be split.
+
+    None lies within another: for Mamba, where both blocks and their mixers are named, these are the blocks.
+    """
     names = set(model._no_split_modules or ())
     blocks: list[torch.nn.Module] = []
     within: set[torch.nn.Module] = set()
@@ -90,15 +103,16 @@ def blocks_of(model: Any) -> list[torch.nn.Module]:
 
 
 def checkpoint_activations(model: Any) -> None:
-    """Have each block keep its inputs alone, and compute again in the backward pass (arXiv 1604.06174)."""
+    """Make each block keep only its inputs, and compute the rest again in the backward pass (arXiv 1604.06174)."""
     for block in blocks_of(model):
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=repeated_within)
 
 
 def slice_of(tensor: Tensor, ranks: Ranks) -> tuple[Tensor, int] | None:
-    """The part of a tensor that this rank answers for, and its flat position in the whole. Every rank must ask at once.
+    """Return the part of a tensor that this rank answers for, and its flat position in the whole tensor.
 
-    None where others answer for all of it: of a tensor that every rank has as a whole, rank 0 does.
+    None means that other ranks answer for all of it; rank 0 answers for tensors that every rank has as a whole. Every
+    rank must call this at once.
     """
     if not isinstance(tensor, DTensor):
         return (tensor, 0) if ranks.leads else None
@@ -112,7 +126,7 @@ def slice_of(tensor: Tensor, ranks: Ranks) -> tuple[Tensor, int] | None:
 
 
 def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Those that are spread over the same ranks together: torch takes no others in one call."""
+    """Return the tensors grouped by the ranks over which they are sharded. torch takes one such group per call."""
     groups: dict[DeviceMesh | None, list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
@@ -120,7 +134,7 @@ def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor; every rank must ask at once."""
+    """Return the whole of a tensor. Every rank must call this at once."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor
@@ -132,8 +146,10 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def collect(named: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
-    """All of each tensor, in the memory of rank 0's host; nothing on the others. One under several names stays one.
-    Every rank must ask at once."""
+    """Return the whole of each tensor, in host memory of rank 0; nothing on other ranks.
+
+    A tensor under several names stays one tensor. Every rank must call this at once.
+    """
     wholes: dict[int, Tensor] = {}
     for tensor in named.values():
         if id(tensor) not in wholes:
@@ -143,7 +159,7 @@ def collect(named: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
 
 
 def like(tensor: Tensor, full: Tensor) -> Tensor:
-    """`full` on the device of `tensor`, and spread over the ranks as it is. Every rank has `full`; nothing is sent."""
+    """Return `full` on the device of `tensor` and sharded like it. Every rank must have `full`; nothing is sent."""
     moved = full.to(tensor.device)
     if not isinstance(tensor, DTensor):
         return moved
@@ -151,5 +167,5 @@ def like(tensor: Tensor, full: Tensor) -> Tensor:
 
 
 def state_of(model: torch.nn.Module, ranks: Ranks) -> dict[str, Tensor]:
-    """A model's parameters and persistent buffers, as `collect` gives them."""
+    """Return a model's parameters and persistent buffers, as `collect` does."""
     return collect(model.state_dict(keep_vars=True), ranks)

@@ -1,8 +1,8 @@
 """Tensor parallelism (arXiv 1909.08053): the ranks of a group compute the same tokens, each with its share of the
-attention's heads and of the MLP's width, and sum what they found.
+attention's heads and of the MLP's width, and sum their results.
 
-What of an architecture is split, and how, is transformers' plan for it (`tp_plan`); torch's DTensor does it. Embeddings
-and output head lie outside the blocks and are not split: FSDP2 spreads them over all ranks.
+transformers' plan for an architecture (`tp_plan`) says what is split and how; torch's DTensor does it. Embeddings and
+output head lie outside the blocks and are not split: FSDP2 shards them over all ranks.
 """
 
 from __future__ import annotations
@@ -42,26 +42,31 @@ STYLES: dict[str, ParallelStyle] = {
     # Norms of each head, of which a rank has some: as of a sequence that is split, the weight's gradient is their sum.
     "replicated_with_grad_allreduce": SequenceParallel(sequence_dim=0, use_local_output=True),
 }
-"""How a module is split, by transformers' name for it."""
+"""Way to split a module, by transformers' name for it."""
 
 HEADS = ("num_attention_heads", "num_key_value_heads")
-"""What transformers' configurations call them."""
+"""Names of the numbers of heads in transformers' configurations."""
 
 TOKENS = 16
-"""On which a model is tried before and after it is split."""
+"""Number of tokens on which a model is tried before and after it is split."""
 TOLERANCES = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""Of what is then found, relative to its size; by the model's type."""
+"""Largest difference between the results, relative to their size, by the model's type."""
 
 
 @contextmanager
 def split(
     model: Any, blocks: list[nn.Module], ranks: Ranks, device: torch.device, *, root: nn.Module | None
 ) -> Iterator[DeviceMesh]:
-    """Have each rank of a group keep its share of the blocks, on its device, and compute it. Inside, the caller spreads
-    them over the mesh that it gets: the ranks with the same share. Then the model is tried.
+    """Make each rank of a group keep and compute its share of the blocks, on its device.
 
-    Every rank has the model as a whole.   root: the module that holds the model and is called in its place.
-    Raises ModelError as `check_plan` does, and where the split model is not what it was.
+    Inside the block, the caller shards them over the mesh that is yielded: the ranks with the same share. Afterwards
+    the model is tried. Every rank must have the whole model.
+
+    Args:
+        root: Module that holds the model and is called in its place; None: the model itself.
+
+    Raises:
+        ModelError: As for `check_plan`, or when the split model computes something else than the whole one.
     """
     planned = check_plan(model, blocks, ranks.tp)
     with torch.no_grad():
@@ -75,17 +80,18 @@ def split(
 
 @cache
 def _mesh(device_type: str, dp: int, tp: int) -> DeviceMesh:
-    """The ranks by the rows and by the share of a block that they have. One for all models, as it opens connections."""
+    """Return the mesh of ranks by rows and by share of a block. All models share it, because it opens connections."""
     mesh = init_device_mesh(device_type, (dp, tp), mesh_dim_names=("fsdp", "tp"))
     mesh._flatten()  # so that the gradients' norm is summed over both at once
     return mesh
 
 
 def check_plan(model: Any, blocks: list[nn.Module], tp: int) -> dict[str, str]:
-    """The style of each module in the blocks that the model's plan names.
+    """Return the style of each module in the blocks that the model's plan names.
 
-    Raises ModelError: transformers has no plan for this architecture, or one with styles that are not known here; or a
-    number of heads or another width that `tp` does not divide.
+    Raises:
+        ModelError: transformers has no plan for this architecture, or the plan has unknown styles; or `tp` does not
+            divide a number of heads or another width.
     """
     kind, said = type(model).__name__, f"training.tp is {tp}"
     plan: dict[str, str] = getattr(model, "tp_plan", None) or {}
@@ -127,7 +133,7 @@ def check_plan(model: Any, blocks: list[nn.Module], tp: int) -> dict[str, str]:
 
 
 def _try_out(model: Any, blocks: list[nn.Module], root: nn.Module | None) -> tuple[Tensor, Tensor]:
-    """What a model makes of a few tokens: its numbers (logprobs or values), and what left its last block."""
+    """Return a model's results for a few tokens: its numbers (logprobs or values), and the output of its last block."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
     length = min(TOKENS, context_in(model.config)[0] or TOKENS)
     ids_BT = 7919 * torch.arange(1, length + 1, device=model.device)[None] % vocabulary
@@ -149,10 +155,15 @@ def _try_out(model: Any, blocks: list[nn.Module], root: nn.Module | None) -> tup
 def _check_split(
     model: Any, blocks: list[nn.Module], root: nn.Module | None, mesh: DeviceMesh, ranks: Ranks, whole_BTD: Tensor
 ) -> None:
-    """Raise ModelError where a model does not compute what it did as a whole (whole_BTD, of `_try_out`), or where ranks
-    of a group find different gradients of a parameter that each of them has: the plan then lacks something.
+    """Raise ModelError when the split model does not work.
 
-    It is tried, because it depends on all of an architecture's code. mesh: "fsdp" and "tp".
+    Either it computes something else than the whole model did, or ranks of a group get different gradients of a
+    parameter that each of them has, which means that the plan lacks something. This is tried out, because it depends on
+    all of an architecture's code.
+
+    Args:
+        mesh: Mesh with the dimensions "fsdp" and "tp".
+        whole_BTD: Result of `_try_out` for the whole model.
     """
     trained = any(parameter.requires_grad for parameter in model.parameters())
     with torch.set_grad_enabled(trained):

@@ -17,24 +17,24 @@ from clew.training.packing import Packed
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """Rows of tokens; S of them in all. Anything aligned with tokens is an [S] array."""
+    """Rows of tokens, S tokens in total. Anything aligned with tokens is an [S] array."""
 
     ids: list[str]
     """Names of the rows."""
     starts: np.ndarray
-    """[rows + 1] int64: row r has the tokens starts[r] to starts[r + 1]."""
+    """Bounds of the rows, [rows + 1] int64: row r has the tokens starts[r] to starts[r + 1]."""
     input_ids_S: np.ndarray
-    """int32"""
+    """Token IDs, int32."""
     loss_mask_S: np.ndarray
-    """bool: the tokens that are trained on."""
+    """Mask of the tokens that are trained on, bool."""
     temperatures_S: np.ndarray
-    """float32"""
+    """Temperature of each token, float32."""
     images: SequenceABC[SequenceABC[str]] | None = None
-    """Of each row, the names of what it shows; None: there are none."""
+    """Names of each row's images; None if there are no images."""
 
     @classmethod
     def of(cls, sequences: SequenceABC[Sequence]) -> Tokens:
-        """The tokens of recorded sequences."""
+        """Lay out the tokens of recorded sequences."""
         return cls(
             ids=[sequence.id for sequence in sequences],
             starts=np.cumsum([0, *(len(sequence.input_ids) for sequence in sequences)]),
@@ -46,47 +46,50 @@ class Tokens:
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """[rows] int64"""
+        """Number of tokens of each row, [rows] int64."""
         return np.diff(self.starts)
 
     @cached_property
     def row_of_S(self) -> np.ndarray:
-        """int64: the row that each token belongs to."""
+        """Row of each token, int64."""
         return np.repeat(np.arange(len(self.ids)), self.lengths)
 
     def split(self, values_S: np.ndarray) -> list[np.ndarray]:
-        """An array aligned with the tokens, row by row."""
+        """Split an array that is aligned with the tokens into rows."""
         return np.split(values_S, self.starts[1:-1])
 
     def trained_in(self, rows: list[int]) -> int:
-        """How many tokens of these rows are trained on."""
+        """Return how many tokens of these rows are trained on."""
         return sum(int(self.loss_mask_S[self.starts[row] : self.starts[row + 1]].sum()) for row in rows)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """Rows of tokens, padded on the right to one length or packed in one row; and the N of their tokens that are
-    trained on."""
+    """Rows of tokens, padded on the right to one length or packed in one row, and the N trained tokens among them."""
 
     input_ids_BT: Tensor
-    """int64; padding is 0"""
+    """Token IDs, int64; padding is 0."""
     packed: Packed | None
-    """Where the rows are in input_ids_BT [1, P]; None: one below the other."""
+    """Positions of the rows in input_ids_BT [1, P]; None: padded rows, one below the other."""
     rows_N: Tensor
-    """int64: the row of each trained token, from 0."""
+    """Row of each trained token, counted from 0, int64."""
     columns_N: Tensor
-    """int64: its position in that row."""
+    """Position of each trained token in its row, int64."""
     temperatures_N: Tensor
-    """float32"""
+    """Temperature of each trained token, float32."""
     where_N: np.ndarray
-    """int64: position in the batch's [S] arrays of each trained token."""
+    """Position of each trained token in the batch's [S] arrays, int64."""
     seen: Mapping[str, Tensor] = field(default_factory=dict)
-    """What the model takes besides tokens, where the rows show images: see `clew.vision.Vision.inputs`."""
+    """Further inputs of the model for rows that show images: see `clew.vision.Vision.inputs`."""
 
     @classmethod
     def of(cls, tokens: Tokens, rows: list[int], device: torch.device, *, pack: bool = False) -> MicroBatch:
-        """pack: whether rows of different lengths are packed; those of one length lie one below the other anyway,
-        where nothing is padding."""
+        """Lay out these rows for the model.
+
+        Args:
+            pack: Whether rows of different lengths are packed. Rows of equal length are always one below the other, as
+                they need no padding.
+        """
         lengths = tokens.lengths[rows]
         where = np.concatenate([np.arange(tokens.starts[row], tokens.starts[row + 1]) for row in rows])
         real_BT = np.arange(lengths.max()) < lengths[:, None]

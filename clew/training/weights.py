@@ -1,4 +1,4 @@
-"""Weights on their way from the trainer to inference."""
+"""Publishing of weights from the trainer to inference."""
 
 from __future__ import annotations
 
@@ -19,13 +19,18 @@ PROBE_TOKENS = 32
 
 
 def write_weights(engine: TrainEngine, folder: Path, version: int, probe_ids: Sequence[int] | None = None) -> WeightRef:
-    """Write the policy's weights in the type that inference computes with, under the names that they have in memory:
-    `save_pretrained` gives some architectures (mixtures of experts, GPT-NeoX) others, of which the engine's model,
-    which is the same class, knows nothing. Of tied tensors one is written.
+    """Write the policy's weights in the type that inference computes with, under the names that they have in memory.
 
-    folder: appears whole, by a rename; one that is there is replaced. Every rank calls this at once; rank 0 writes.
-    probe_ids: at least two; None takes `default_probe`.
-    Raises RecordError when the disk is full.
+    `save_pretrained` uses other names for some architectures (mixtures of experts, GPT-NeoX). The inference engine's
+    model has the same class as the policy and does not know them. Of tied tensors, one is written. Every rank calls
+    this at once; rank 0 writes.
+
+    Args:
+        folder: Folder to write. It appears all at once, by a rename; an existing one is replaced.
+        probe_ids: Token IDs to score, at least two; None: `default_probe`.
+
+    Raises:
+        RecordError: The disk is full.
     """
     probe = list(default_probe(engine) if probe_ids is None else probe_ids)
     tensors, digest = _each_once(engine.published_state()), engine.weights_digest()
@@ -43,20 +48,21 @@ def write_weights(engine: TrainEngine, folder: Path, version: int, probe_ids: Se
 
 
 def _each_once(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors that share memory, once."""
+    """Return the tensors, with only one of those that share memory."""
     found = {tensor.data_ptr(): (name, tensor) for name, tensor in reversed(state.items())}
     return {name: tensor.contiguous() for name, tensor in reversed(found.values())}
 
 
 def default_probe(engine: TrainEngine) -> list[int]:
-    """Token IDs spread over the vocabulary, the same for every version of a model; fewer where the context is short."""
+    """Return token IDs spread over the vocabulary, the same for every version of a model; fewer for a short context."""
     length = min(PROBE_TOKENS, engine.context or PROBE_TOKENS)
     return [7919 * (i + 1) % engine.model.config.get_text_config().vocab_size for i in range(length)]
 
 
 @torch.no_grad()
 def probe_logprob(engine: TrainEngine, probe_ids: Sequence[int]) -> float:
-    """The logprob of the last token given those before, at temperature 1, by the weights that are published."""
+    """Return the logprob of the last token given those before it, at temperature 1, under the weights that are
+    published."""
     ids_BT = torch.tensor([probe_ids], device=engine.device)
     row_N, column_N = torch.tensor([[0], [len(probe_ids) - 1]], device=engine.device)
     ones_N = torch.ones(1, device=engine.device)

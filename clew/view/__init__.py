@@ -1,1 +1,1 @@
-"""What a run looks like."""
+"""Views of a run for people."""

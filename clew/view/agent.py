@@ -1,4 +1,4 @@
-"""What an agent did in one run, and what the trainer would make of it."""
+"""Output of `clew agent run` and `clew agent replay`: what an agent did, and what the trainer would make of it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def show_ran(
     warnings: list[str],
     tokenizer: Tokenizer | None,
 ) -> None:
-    """The conversation with its tokens coloured by who wrote them; reward, time, warnings."""
+    """Print the conversation with its tokens coloured by who wrote them, then reward, time and warnings."""
     console.print(Text(f"{title}: ", style="bold").append(visible(as_text(data), keep=""), style="dim"))
     if sequences and sequences[0].error is not None:
         _show_failed(console, sequences[0])
@@ -63,7 +63,7 @@ def show_ran(
 
 
 def _show_failed(console: Console, sequence: Sequence) -> None:
-    """How far it came, and what it raised, with the traceback."""
+    """Print how far a failed episode came, and what it raised, with the traceback."""
     for interaction in sequence.interactions:
         prompt = interaction.get("prompt")
         asked = prompt[-1].get("content") if isinstance(prompt, list) and prompt else prompt
@@ -74,7 +74,7 @@ def _show_failed(console: Console, sequence: Sequence) -> None:
 
 
 class Replayed(Protocol):
-    """What is shown of a replay."""
+    """Fields of a replay that are shown."""
 
     answered: int
     recorded: int
@@ -87,7 +87,7 @@ class Replayed(Protocol):
 
 
 def show_replay(replay: Replayed) -> None:
-    """How far the agent went as it did then, and how it ended."""
+    """Print how far the agent repeated its recorded behaviour, and how it ended then and now."""
     console = EscapingConsole(highlight=False, markup=False, emoji=False)
     live = f", {replay.live} by the served model" if replay.live else ""
     console.print(f"{replay.answered} of {replay.recorded} recorded responses were asked for again{live}")

@@ -1,4 +1,4 @@
-"""An episode: what was said, what it was worth, and when; and its tokens."""
+"""View of an episode: what was said, what reward it got and when, and its tokens."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _show_tokens(console: Console, run: RunDirectory, found: Found, sequences: l
 
 
 def _show_interactions(console: Console, interactions: list[dict[str, Any]]) -> None:
-    """All that is known of each. Messages that the one before has too are not repeated."""
+    """Print everything that is known of each interaction, without repeating the messages of the one before."""
     if not interactions:
         console.print(Text("\nno interaction is recorded; --tokens shows the tokens, if there are any", style="dim"))
     before: dict[str, Any] = {}
@@ -131,8 +131,11 @@ def _after(seconds: float | None, since: float | None) -> str:
 
 
 def lag(sequences: list[Sequence], step: int | None) -> str:
-    """Mean and maximum over the trained tokens: how many versions older than the step that trains on them. Unknown
-    where one is newer: another trainer counts its versions otherwise than the record its steps."""
+    """Return mean and maximum lag of the trained tokens, as text.
+
+    The lag is the number of versions by which a token is older than the step that trains on it. It is shown as unknown
+    if a token is newer: another trainer may count its versions differently from the steps of the record.
+    """
     if step is None or not sequences:
         return MISSING
     lags = step - np.concatenate([sequence.versions[sequence.loss_mask] for sequence in sequences])
@@ -144,7 +147,7 @@ def rewards_by_name(rewards: dict[str, float]) -> str:
 
 
 def versions(sequences: Iterable[Sequence]) -> str:
-    """Of the generated tokens."""
+    """Return the range of versions that generated the tokens, such as "3 to 5"; "-" if none were generated."""
     generated = np.concatenate([sequence.versions[sequence.loss_mask] for sequence in sequences])
     if not generated.size:
         return MISSING

@@ -1,4 +1,4 @@
-"""Where in a run directory a thing lies that someone asks for by its ID. Reads the index, and the one file needed."""
+"""Finding a group or episode in a run directory by its ID. Reads the index, and the one file that is needed."""
 
 from __future__ import annotations
 
@@ -20,19 +20,21 @@ _ID = re.compile(r"((?:v(\d+)\.)?[^/*?\[]+?)(?:(\.e\d+)(\.[is]\d+)?)?")
 
 @dataclass(frozen=True)
 class Name:
-    """An ID taken apart: g000123, g000123.e2, g000123.e2.s0, g000123.e2.i0; of an evaluation with v000020 before it.
-    Another trainer's groups may have other names."""
+    """The parts of an ID: g000123, g000123.e2, g000123.e2.s0, g000123.e2.i0; in an evaluation with v000020 before it.
+
+    Another trainer's groups may have other names.
+    """
 
     group: str
     episode: str | None = None
     part: str | None = None
-    """A sequence or an interaction of the episode."""
+    """ID of a sequence or an interaction of the episode."""
     version: int | None = None
-    """Of an evaluation."""
+    """Version whose evaluation the ID belongs to; None outside evaluations."""
 
     @classmethod
     def parse(cls, text: str) -> Name:
-        """Raises RecordError."""
+        """Return the parts of an ID. Raises RecordError if `text` is not an ID."""
         found = _ID.fullmatch(text)
         if found is None:
             raise RecordError(
@@ -45,21 +47,21 @@ class Name:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A group, and what became of it."""
+    """A group, and what happened to it."""
 
     id: str
     fate: str
     sequences: list[Sequence] = field(default_factory=list)
-    """In the file that holds the group."""
+    """Sequences in the file that holds the group."""
     failed: list[Sequence] = field(default_factory=list)
-    """Of failed episodes, which lie in rejected/ when the others are trained on."""
+    """Sequences of failed episodes, which are in rejected/ if the other episodes are trained on."""
     step: int | None = None
-    """The step that trains, or trained, on it."""
+    """Step that trains, or trained, on the group; None if there is none."""
     committed: bool = False
-    """Whether that step is."""
+    """True if that step is committed."""
 
     def episodes(self) -> dict[str, list[Sequence]]:
-        """The sequences of each episode, failed ones too."""
+        """Return the sequences of each episode, including failed ones."""
         found: dict[str, list[Sequence]] = {}
         for sequence in [*self.sequences, *self.failed]:
             found.setdefault(sequence.episode_id, []).append(sequence)
@@ -67,7 +69,11 @@ class Found:
 
 
 def find_group(run: RunDirectory, name: Name) -> Found:
-    """A group by its ID: in an evaluation, a step, the inbox, or rejected/. Raises RecordError when there is none."""
+    """Return a group by its ID, from an evaluation, a step, the inbox or rejected/.
+
+    Raises:
+        RecordError: There is no such group.
+    """
     group = name.group
     if name.version is not None:
         return _of_evaluation(run, group, name.version)
@@ -104,7 +110,7 @@ def find_group(run: RunDirectory, name: Name) -> Found:
 
 
 def find_episode(run: RunDirectory, name: Name) -> list[Sequence]:
-    """The rows of an episode. Raises RecordError when there is none."""
+    """Return the rows of an episode. Raises RecordError if there is no such episode."""
     found = find_group(run, name)
     episodes = found.episodes()
     if name.episode not in episodes:
@@ -115,20 +121,20 @@ def find_episode(run: RunDirectory, name: Name) -> list[Sequence]:
 
 
 def read_batch(run: RunDirectory, step: int) -> list[Sequence]:
-    """All sequences of a step, but for their interactions, which may be long. Raises RecordError."""
+    """Return all sequences of a step, without their interactions, which may be long. Raises RecordError."""
     return rows.checked(run.steps.data_path(step), run.steps.read_table(step).drop_columns("interactions"))
 
 
 class Settings:
-    """config.yaml of a run directory, unchecked: the run may be of another Clew, or of another trainer."""
+    """Unchecked config.yaml of a run directory: the run may be of another Clew, or of another trainer."""
 
     def __init__(self, run: Path) -> None:
-        """Raises RecordError when it is no YAML."""
+        """Read config.yaml, if there is one. Raises RecordError if it is not YAML."""
         path = run / "config.yaml"
         self._values = read_yaml(path) if path.exists() else None
 
     def get(self, name: str, default: Any = None) -> Any:
-        """A field by its dotted name."""
+        """Return a field by its dotted name; `default` if it is missing."""
         value = self._values
         for part in name.split("."):
             value = value.get(part) if isinstance(value, dict) else None
@@ -136,7 +142,7 @@ class Settings:
 
 
 def committed_steps(count: int) -> str:
-    """Which steps there are, for a message."""
+    """Return a clause for a message that says which steps are committed."""
     return {0: "no step is committed yet", 1: "step 0 is committed"}.get(count, f"steps 0 to {count - 1} are committed")
 
 
@@ -164,6 +170,6 @@ def _rows(path: Path) -> list[Sequence]:
 
 
 def _of_group(path: Path, table: pa.Table, group: str) -> list[Sequence]:
-    """The rows of a group; the others are not unpacked. path: where the table was read, for errors."""
+    """Return the rows of a group, without unpacking the others. path: where the table was read from, for errors."""
     places = [place for place, name in enumerate(table.column("group_id").to_pylist()) if name == group]
     return rows.checked(path, pa.concat_tables([table.slice(place, 1) for place in places])) if places else []

@@ -1,7 +1,7 @@
-"""`clew show`: a run, a step, a group, an episode or its tokens, as the record has them.
+"""`clew show`: a run, a step, a group, an episode or its tokens, as recorded.
 
-Reads the index, the JSON of the steps shown, and the one Parquet file that holds what is asked for: so it answers at
-once also where there are thousands of steps.
+It reads only the index, the JSON of the steps shown, and the one Parquet file that holds what is asked for. So it
+answers at once, even if there are thousands of steps.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ STEPS_SHOWN = 20
 EVALUATIONS_SHOWN = 10
 BREAKS_SHOWN = 5
 FIELD_SHOWN = 2000
-"""Characters of a field of the prompt's data row."""
+"""Number of characters that are shown of a field of the prompt's data row."""
 
 
 def show(
@@ -55,10 +55,15 @@ def show(
 ) -> None:
     """Print what the record has.
 
-    path: a run directory, a bundle or, without `what`, a folder of runs.
-    what: a step's number or the ID of a group, an episode, a sequence or an interaction; None: the run.
-    steps: which steps of a run, as a slice: "100:140" are 100 to 139.
-    Raises RecordError.
+    Args:
+        path: A run directory, a bundle or, without `what`, a folder of runs.
+        what: The number of a step, or the ID of a group, an episode, a sequence or an interaction; None: the run.
+        steps: Which steps of a run to list, as a slice: "100:140" means 100 to 139.
+        tokens: Show the tokens of an episode or a sequence.
+        console: Where to print.
+
+    Raises:
+        RecordError: There is no such thing on record, or it cannot be read.
     """
     if tokens and (what is None or what.isdecimal()):
         raise RecordError("--tokens shows an episode or a sequence. Name one of them, such as g000123.e0.")
@@ -78,7 +83,7 @@ def show(
 
 
 def _show_breaks(console: Console, run: RunDirectory) -> None:
-    """What does not fit in the chain of commits. The data and the stages of steps are not looked at: replay does."""
+    """Print what does not fit into the chain of commits. Data and stages of steps are checked by replay, not here."""
     found = chain.breaks(run)
     if found:
         console.print()
@@ -89,7 +94,7 @@ def _show_breaks(console: Console, run: RunDirectory) -> None:
 
 
 def _show_named(console: Console, run: RunDirectory, what: str, tokens: bool) -> None:
-    """What has an ID."""
+    """Print the group, episode, sequence or interaction with this ID."""
     name = Name.parse(what)
     found = find_group(run, name)
     if name.episode is None and tokens:
@@ -104,7 +109,7 @@ def _show_named(console: Console, run: RunDirectory, what: str, tokens: bool) ->
 
 
 def _show_runs(console: Console, folder: Path) -> None:
-    """The runs of ROOT or ROOT/EXPERIMENT."""
+    """Print a table of the runs in ROOT or ROOT/EXPERIMENT."""
     paths = sorted(status.parent for depth in ("*", "*/*") for status in folder.glob(f"{depth}/status/"))
     if not paths:
         raise RecordError(
@@ -135,7 +140,15 @@ def _show_runs(console: Console, folder: Path) -> None:
 
 
 def _show_run(console: Console, run: RunDirectory, steps: str | None, path: str, bundle: dict[str, Any] | None) -> None:
-    """path: where the run directory or the bundle lies.   bundle: what it says of itself."""
+    """Print a run.
+
+    Args:
+        console: Where to print.
+        run: The run directory.
+        steps: Which steps to list, as a slice; None: the last ones.
+        path: The path of the run directory or the bundle, as the user gave it.
+        bundle: Content of bundle.json; None for a run directory.
+    """
     config, facts = Settings(run.path), run.facts()
     index = run.steps.index()
     count = len(index)
@@ -193,17 +206,17 @@ def _show_run(console: Console, run: RunDirectory, steps: str | None, path: str,
 
 
 def _changes(facts: dict[str, Any]) -> list[str]:
-    """Return a line for each change of the configuration, with the step at which it took effect."""
+    """Return a line for each change of the configuration, with the first step that it applied to."""
     return [f"from step {each['step']}: {changes_in_words(each['fields'])}" for each in facts.get("changes", [])]
 
 
 def _latest(run: RunDirectory) -> int | None:
-    """The version of the newest checkpoint."""
+    """Return the version of the newest checkpoint; None if there is none."""
     return max((int(path.name.removeprefix("step-")) for path in run.checkpoints.glob("step-*")), default=None)
 
 
 def _progress(run: RunDirectory, count: int, config: Settings) -> str:
-    """How many steps are trained."""
+    """Return how many steps are trained, as text."""
     steps, latest = config.get("training.steps", MISSING), _latest(run)
     if not count and latest:
         return f"{latest} of {steps} behind the newest checkpoint; none on record, as `clew sft` trains"
@@ -242,7 +255,7 @@ def _show_evaluations(console: Console, evaluations: list[dict[str, Any]]) -> No
 
 
 def _reward_range(run: RunDirectory, count: int) -> str:
-    """The mean reward of the first and of the last step."""
+    """Return the mean reward of the first and of the last step, as text."""
     ends = [run.steps.read(step).get("metrics", {}).get("reward") for step in sorted({0, count - 1}) if count]
     return " → ".join(number(reward) for reward in ends) or MISSING
 
@@ -305,7 +318,7 @@ def _show_step(console: Console, run: RunDirectory, step: int) -> None:
 
 
 def _flat(value: Any) -> str:
-    """A digest, or several: a list, or by name."""
+    """Return one or several digests as text. Several come as a list or by name."""
     if isinstance(value, dict):
         return "  ".join(f"{name} {_flat(part)}" for name, part in value.items())
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
@@ -366,5 +379,5 @@ def _field(value: Any) -> str:
 
 
 def _counts(plan: Any) -> str:
-    """How many micro-batches each update had; empty ones, of ranks that had fewer than others, do not count."""
+    """Return the number of micro-batches in each update, without the empty ones of ranks that had fewer than others."""
     return " ".join(str(sum(map(bool, update))) for update in plan) or MISSING

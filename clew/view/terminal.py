@@ -1,6 +1,6 @@
-"""What a run looks like from a terminal: the progress of `clew train` and the table of `clew status`.
+"""Terminal views of a run: the progress of `clew train` and the table of `clew status`.
 
-Both only read the run directory, so they show the same from any terminal, and show a run that hangs as well.
+Both only read the run directory. So they show the same from any terminal, even for a run that hangs.
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ class Status(TypedDict):
 
 
 STALE_S = 5.0
-"""A status file this old belongs to a process that is stopped, hung in C code, or gone."""
+"""Age in seconds from which a status file belongs to a process that is stopped, hung in C code, or gone."""
 
 
 def read_statuses(run: RunDirectory) -> list[dict[str, Any]]:
-    """The status files of a run's processes, trainer first."""
+    """Return the contents of the status files of a run's processes, trainer first."""
     paths = sorted(run.status.glob("[!.]*.json"), key=lambda p: ROLES.index(p.stem) if p.stem in ROLES else 9)
     return [read_json(path, Status) for path in paths]
 
 
 def status_table(run: RunDirectory) -> Group:
-    """Each process: its version, what it does, what it waits for, since when, and the numbers that decide it."""
+    """Return a table of the processes: version, activity, waits, since when, and the numbers that decide them."""
     table = Table(expand=True, box=None, pad_edge=False)
     for column in ("process", "version", "doing", "waiting for", "since", "numbers", "unblocked by"):
         table.add_column(column, overflow="fold", no_wrap=column in ("process", "version", "since"))
@@ -93,7 +93,7 @@ def status_table(run: RunDirectory) -> Group:
 
 
 def branched_share(branched: Any, episodes: Any) -> str:
-    """Return how many of the episodes branched, and what that means; "" if none did."""
+    """Return a note on how many episodes branched, and what that means; "" if none did."""
     if not isinstance(branched, int) or not isinstance(episodes, int) or not 0 < branched <= episodes:
         return ""
     return (
@@ -113,15 +113,15 @@ STEP_COLUMNS = ("step", "reward", "length", "lag", "k3", "grad norm", "tok/s", "
 
 
 SPARE_COLUMNS = ("seconds in", "tok/s trained", "tok/s", "k3", "lag", "grad norm")
-"""Columns that a narrow terminal leaves out, the first of them first; step, reward and length always stay."""
+"""Columns that a narrow terminal leaves out, in this order. Step, reward and length always stay."""
 
 FRAME_LINES = 6
-"""Lines of the live picture beside steps and processes: its heading, the steps' heading, a note on columns that are
-left out (two lines), a blank line, and the cursor's."""
+"""Number of lines in the live picture besides steps and processes: its heading, the steps' heading, a note on columns
+that are left out (two lines), a blank line, and the cursor's."""
 
 
 def step_cells(summary: dict[str, Any]) -> tuple[str, ...]:
-    """One committed step, as the progress shows it."""
+    """Return the cells of one committed step in the progress display."""
     metrics, seconds = summary["metrics"], summary["timings"]
     parts = [
         ("waiting", "rollout"),
@@ -147,14 +147,14 @@ def step_cells(summary: dict[str, Any]) -> tuple[str, ...]:
 
 
 class Progress:
-    """Shows each committed step and evaluation once; on a terminal also the processes, live."""
+    """Display that shows each committed step and evaluation once; on a terminal also the processes, live."""
 
     LINES = 12
 
     def __init__(
         self, run: RunDirectory, total_steps: int, *, live: bool = True, console: Console | None = None
     ) -> None:
-        """live: False where a debugger may ask for its prompt on the same terminal."""
+        """Look at a run. live: False if a debugger may ask for its prompt on the same terminal."""
         self._run = run
         self._total = total_steps
         self._console = console or EscapingConsole(soft_wrap=True, highlight=False)
@@ -164,7 +164,7 @@ class Progress:
         self._live = Live(console=self._console, refresh_per_second=4) if live and self._console.is_terminal else None
         self._shown = 0.0
         self._elsewhere = live
-        """The processes write their warnings elsewhere, so that they are to be shown here."""
+        """True if the processes write their warnings elsewhere, so that they have to be shown here."""
         self._warned_to = run.warnings_path.stat().st_size if run.warnings_path.exists() else 0
         self._told: dict[tuple[str, float], float] = {}
 
@@ -182,7 +182,7 @@ class Progress:
             self._live.__exit__(*exc)
 
     def refresh(self, *_: Any, final: bool = False) -> None:
-        """Look again at the run directory; does nothing more than five times a second."""
+        """Show what is new in the run directory; at most five times a second."""
         if time.monotonic() - self._shown < 0.2 and not final:
             return
         self._shown = time.monotonic()
@@ -208,7 +208,7 @@ class Progress:
             self._tell_old_waits()
 
     def _tell_warnings(self) -> None:
-        """Write new warnings to stderr, or above the live picture where both are the same terminal."""
+        """Write new warnings to stderr, or above the live picture if both are the same terminal."""
         warnings, self._warned_to = read_warnings(self._run.warnings_path, self._warned_to)
         for warning in warnings:
             step = "" if warning.step is None else f", step {warning.step}"
@@ -219,7 +219,10 @@ class Progress:
                 print(line, file=sys.__stderr__ if self._live else sys.stderr, flush=True)
 
     def _tell_old_waits(self) -> None:
-        """Without a live picture: a line when the oldest wait of a process is 20 s old, and each time that doubles."""
+        """Print a line when a process's oldest wait is 20 s old, and whenever its age has doubled.
+
+        This is for output without the live picture, which shows waits itself.
+        """
         try:
             statuses = read_statuses(self._run)
         except RecordError:  # a training run does not end because of what only people read

@@ -1,4 +1,4 @@
-"""What models and users wrote, made safe for a terminal: none of it is markup, and what cannot be seen is spelt out."""
+"""Text by models and users, made safe for a terminal: nothing in it is markup, and control characters are spelt out."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from clew.printing import visible
 
 MISSING = "-"
 GAP = 2
-"""Between two columns."""
+"""Number of blanks between two columns."""
 WORDS = 16
-"""What a column of text needs at least."""
+"""Minimum width of a column of text, in characters."""
 
 
 def one_line(text: str, limit: int = 160, style: str = "") -> Text:
-    """`text` on one line, cut after `limit` characters or where its place ends."""
+    """Return `text` on one line, cut after `limit` characters or at the end of its column."""
     cut = visible(text[:limit], keep="") + ("…" if len(text) > limit else "")
     return Text(cut, style, no_wrap=True, overflow="ellipsis")
 
 
 def as_text(value: Any) -> str:
-    """Text as it is, anything else as JSON."""
+    """Return text as it is, and anything else as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def prompt_text(prompt: Any) -> str:
-    """A prompt as one text: of chat messages the content of the last."""
+    """Return a prompt as one text; for chat messages the content of the last."""
     if isinstance(prompt, list) and prompt and isinstance(prompt[-1], dict):
         return content_text(prompt[-1].get("content"))
     return as_text(prompt)
 
 
 def content_text(content: Any) -> str:
-    """What a chat message says: its text, or that of its parts; other parts as JSON."""
+    """Return the text of a chat message's content, or of its parts; other parts as JSON."""
     if not isinstance(content, list):
         return as_text(content)
     return "\n".join(
@@ -52,30 +52,30 @@ def content_text(content: Any) -> str:
 
 
 def number(value: float | None, form: str = ".3f") -> str:
-    """A number that may be missing or NaN."""
+    """Return a number as text; "-" if it is missing or NaN."""
     return MISSING if value is None or math.isnan(value) else format(value, form)
 
 
 def moment(seconds: float | None) -> str:
-    """Seconds since the epoch, as this machine's clock has it."""
+    """Return seconds since the epoch as local date and time; "-" if there are none."""
     return MISSING if not seconds else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """A table whose numbers are whole: columns that do not fit are left out, and named below."""
+    """A table that never cuts numbers: columns that do not fit are left out, and named below."""
 
     columns: tuple[str, ...]
     left: tuple[str, ...]
-    """Aligned to the left: names."""
+    """Columns of names, which are aligned to the left."""
     words: tuple[str, ...]
-    """Text, which is cut or wrapped where the terminal is narrow."""
+    """Columns of text, which is cut or wrapped if the terminal is narrow."""
     spare: tuple[str, ...]
-    """Columns that can be left out, the first of them first."""
+    """Columns that can be left out, in this order."""
     rows: list[tuple[str | Text, ...]] = field(default_factory=list)
 
     def add_row(self, *cells: str | Text) -> None:
-        """One cell a column; those that are not given are empty."""
+        """Add a row with one cell per column. Missing cells at the end stay empty."""
         self.rows.append((*cells, *[""] * (len(self.columns) - len(cells))))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -105,12 +105,12 @@ class Rows:
 
 
 def table(*columns: str, left: Iterable[str] = (), words: Iterable[str] = (), spare: Iterable[str] = ()) -> Rows:
-    """A table of right-aligned numbers, but for the columns `left` and `words`. What these are: see `Rows`."""
+    """Return a table of right-aligned numbers, except for the columns `left` and `words`. See `Rows`."""
     return Rows(columns=columns, left=tuple(left), words=tuple(words), spare=tuple(spare))
 
 
 def pairs(facts: Iterable[tuple[str, Any]]) -> Table:
-    """A name and what there is to say about it, a line each."""
+    """Return a table with a name and its value on each line."""
     made = Table.grid(padding=(0, 2))
     made.add_column(no_wrap=True, style="bold")
     made.add_column(overflow="fold")

@@ -1,4 +1,4 @@
-"""The tokens of a sequence, each by what training made of it."""
+"""View of the tokens of a sequence, each coloured by what training made of it."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from clew.view.text import MISSING, number, visible
 LEGEND = "underlined: generated; green: advantage above 0, red: below 0, stronger where it is larger"
 LEGEND_UNTRAINED = "underlined: generated; no step's record has advantages of it"
 REPEATED = 8
-"""So many tokens that are the same and not generated are shown as one: those of an image."""
+"""Number of equal tokens in a row, not generated, from which they are shown as one: those of an image."""
 _BYTES = 4
-"""Tokens that one character may be spread over."""
+"""Maximum number of tokens that one character may be spread over."""
 
 
 class Tokenizer(Protocol):
-    """What is needed of a tokenizer."""
+    """The part of a tokenizer's interface that is used here."""
 
     def decode(self, ids: list[int], skip_special_tokens: bool = ...) -> str: ...
 
 
 def load_tokenizer(run: RunDirectory, console: Console) -> Tokenizer | None:
-    """The tokenizer of the newest checkpoint; without one None, and the console says why there are only ids."""
+    """Return the tokenizer of the newest checkpoint; None if it cannot be had, and the console says why."""
     path = max(run.checkpoints.glob("step-*/tokenizer.json"), default=None)
     if path is None:
         console.print(Text("Tokens are shown by their ids: no checkpoints/step-*/tokenizer.json."))
@@ -44,8 +44,11 @@ def load_tokenizer(run: RunDirectory, console: Console) -> Tokenizer | None:
 
 
 def token_texts(ids: list[int], tokenizer: Tokenizer | None) -> list[str]:
-    """What each token adds to the text. A token that ends within a character, or adds nothing, is ⟨its id⟩; the one
-    that ends the character has it whole."""
+    """Return what each token adds to the text.
+
+    A token that ends within a character, or adds nothing, becomes ⟨its id⟩. The token that completes the character has
+    all of it.
+    """
     if tokenizer is None:
         return [f"⟨{token}⟩" for token in ids]
     texts = []
@@ -62,7 +65,7 @@ def token_texts(ids: list[int], tokenizer: Tokenizer | None) -> list[str]:
 
 
 def shown_once(ids: list[int], generated: list[bool]) -> list[tuple[int, int]]:
-    """The places that are shown, each with how many that are like it and follow one another it stands for."""
+    """Return the positions of the tokens to show, each with the number of equal tokens in a row that it stands for."""
     runs: list[tuple[int, int]] = []
     begin = 0
     for (_, made), run in itertools.groupby(zip(ids, generated, strict=True)):
@@ -78,9 +81,13 @@ def shown_once(ids: list[int], generated: list[bool]) -> list[tuple[int, int]]:
 def show_tokens(
     console: Console, sequence: Sequence, stages: dict[str, np.ndarray], tokenizer: Tokenizer | None
 ) -> None:
-    """The text, each token coloured, and a line a token.
+    """Print the text with each token coloured, and then a line for each token.
 
-    stages: of the step that trained on it, by name; empty before.
+    Args:
+        console: Where to print.
+        sequence: The sequence.
+        stages: Stages of the step that trained on it, by name; empty if there is none yet.
+        tokenizer: Turns tokens into text; None: show their ids.
     """
     texts = token_texts(sequence.input_ids.tolist(), tokenizer)
     generated = sequence.loss_mask.tolist()
@@ -121,12 +128,12 @@ def show_tokens(
 
 
 def times(count: int) -> str:
-    """Behind a token that stands for several."""
+    """Return what is written after a token that stands for several."""
     return f" x{count} " if count > 1 else ""
 
 
 def _style(generated: bool, strength: float) -> str:
-    """strength: the advantage, divided by the largest of the sequence."""
+    """Return the style of a token. strength: its advantage, divided by the largest of the sequence."""
     if not generated:
         return "dim"
     if not strength:

@@ -1,1 +1,1 @@
-"""`clew agent stress`: what training will do to an agent, done to it beforehand, and what came of it."""
+"""`clew agent stress`: loads an agent as training will, before training, and reports the problems that this causes."""

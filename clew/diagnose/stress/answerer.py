@@ -1,4 +1,4 @@
-"""Who answers in a stress: a served model, a provider, or a stand-in."""
+"""The model that answers in a stress: a served model, a provider, or a stand-in."""
 
 from __future__ import annotations
 
@@ -15,13 +15,26 @@ from clew.record.run import open_run
 from clew.vision import load_vision
 
 RECORDED = 4096
-"""Answers that are taken from a run, at most."""
+"""Maximum number of answers taken from a run."""
 
 
 def answerer(
     base_url: str | None, *, latency_s: float, tokens: int, recorded: Path | None, model: str | None
 ) -> Gateway:
-    """The gateway in front of whoever answers. Raises EngineError, ModelError, RecordError."""
+    """Return the gateway in front of the model that answers.
+
+    Args:
+        base_url: A server that takes token IDs, or a provider. None: a stand-in answers.
+        latency_s: Minimum seconds that an answer of the stand-in takes.
+        tokens: Maximum length of a synthetic answer of the stand-in.
+        recorded: A run from whose completions the stand-in chooses its answers. None: the answers are synthetic.
+        model: The model whose tokenizer and image processing the stand-in uses. None: one token per byte.
+
+    Raises:
+        EngineError: If nothing usable answers at `base_url`.
+        ModelError: If the model's files cannot be loaded.
+        RecordError: If `recorded` cannot be read or has no completions.
+    """
     if base_url is not None:
         api_key = provider()[1]
         found = asyncio.run(find_engine(base_url, api_key))
@@ -36,7 +49,7 @@ def answerer(
 
 
 def _answers(path: Path) -> list[str]:
-    """What the model said in a run: the raw text of its completions."""
+    """Return the model's answers in a run: the raw text of its completions."""
     run = open_run(path)
     found: list[str] = []
     for step in range(run.steps.count()):

@@ -1,4 +1,4 @@
-"""Python's audit events, for whoever listens. The hooks of `sys` stay for good, so there is one."""
+"""Python's audit events, passed to listeners. A hook of `sys` can never be removed, so there is only one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Have the listener called at each event, in the thread in which it happens."""
+    """Call the listener at each event, in the thread in which the event happens."""
     global _hooked
     if not _hooked:
         sys.addaudithook(_hook)

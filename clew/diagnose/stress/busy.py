@@ -1,7 +1,7 @@
-"""How busy the processor is with what episodes wait for: the threads of this process, and the processes they start.
+"""Processor time of the threads of this process and of the processes they start: episodes may wait for these.
 
-The sum is what counts, not the share of the machine: a lock that is held across a sleep leaves all of them idle,
-however many other programs compete for the cores, and a crowd that waits for a processor does not.
+The sum of their time counts, not the share of the machine. While a lock is held across a sleep, all of them are idle,
+however many other programs compete for the cores. While a crowd waits for a processor, they are not.
 """
 
 from __future__ import annotations
@@ -15,22 +15,26 @@ from pathlib import Path
 from clew.processes import cores
 
 LOOK_S = 0.02
-"""Seconds between two looks ..."""
+"""Minimum seconds between two looks."""
 
 COST = 10
-"""... and at least so many times what a look takes."""
+"""Minimum time between two looks, as a multiple of the processor time that a look takes."""
 
 LATE_S = 0.2
-"""The kernel counts a wait for a processor when it is over; it may have begun so many seconds before a look."""
+"""Maximum seconds before a look at which a wait may have begun: the kernel counts a wait only when it is over."""
 
 BUSY_THREAD = "clew busy watch"
 
 
 class BusyWatch:
-    """Adds up, while it is entered, for how long threads and child processes computed or waited for a processor."""
+    """Measures, while entered, how long threads and child processes computed or waited for a processor."""
 
     def __init__(self, ignored: tuple[str, ...]) -> None:
-        """ignored: names of threads that only watch."""
+        """Create a watch.
+
+        Args:
+            ignored: Names of threads that only watch, and are not counted.
+        """
         self._ignored = (*ignored, BUSY_THREAD)
         self._stop = threading.Event()
         self._busy_s = 0.0
@@ -47,11 +51,11 @@ class BusyWatch:
         self._thread.join()
 
     def busy_s(self) -> float:
-        """Seconds since it was entered in which something was ready to run, or ran."""
+        """Return the seconds since entry in which something ran or was ready to run."""
         return self._busy_s
 
     def idle_s(self) -> float:
-        """Seconds since it was entered in which nothing was."""
+        """Return the seconds since entry in which nothing ran or was ready to run."""
         return max(0.0, time.monotonic() - self._began - self._busy_s)
 
     def _run(self) -> None:
@@ -70,7 +74,7 @@ class BusyWatch:
             cost = time.thread_time() - computed
 
     def _wanted(self) -> dict[int, float]:
-        """Seconds for which each thread has computed or waited for a processor, by its native ID."""
+        """Return the seconds for which each thread computed or waited for a processor, by native thread ID."""
         wanted = {}
         for thread in threading.enumerate():
             if thread.native_id is not None and thread.name not in self._ignored:
@@ -80,12 +84,16 @@ class BusyWatch:
         return wanted
 
     def _children_ready(self) -> int:
-        """How many processes below this one run, or are ready to."""
+        """Return the number of descendant processes that run or are ready to run."""
         return sum(state_of(pid) == "R" for pid in children())
 
 
 def scheduled(thread: int) -> tuple[float, float]:
-    """Seconds for which a thread of this process (native ID) computed, and was ready to run and had no processor."""
+    """Return the seconds for which a thread of this process computed, and for which it was ready but had no processor.
+
+    Args:
+        thread: Native ID of the thread.
+    """
     with suppress(OSError, ValueError):  # it may have ended
         computed, waited, _ = Path(f"/proc/self/task/{thread}/schedstat").read_text().split()
         return int(computed) / 1e9, int(waited) / 1e9
@@ -93,7 +101,7 @@ def scheduled(thread: int) -> tuple[float, float]:
 
 
 def children() -> Iterator[int]:
-    """The process IDs of all processes below this one, on Linux."""
+    """Yield the process ID of each descendant of this process. Linux only."""
     for thread in threading.enumerate():
         yield from _below(f"/proc/self/task/{thread.native_id}/children")
 
@@ -106,7 +114,7 @@ def _below(listing: str) -> Iterator[int]:
 
 
 def state_of(pid: int) -> str:
-    """The state of a process as the kernel abbreviates it, such as R or Z; empty when it is gone."""
+    """Return the kernel's abbreviation for a process's state, such as R or Z; empty when the process is gone."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]
     return ""

@@ -1,9 +1,8 @@
-"""A few episodes in another process, with another PYTHONHASHSEED.
+"""Run a few episodes in another process, with another PYTHONHASHSEED.
 
-What depends on the order of a set, on `hash()`, or on what episodes before it left in the process does something else
-there.
+Results differ there if they depend on the order of a set, on `hash()`, or on what earlier episodes left in the process.
 
-The child gets what it is to do as JSON on its standard input, and answers in JSON; it uses the parent's gateway.
+The child reads its task as JSON from standard input and answers in JSON. It uses the parent's gateway.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from clew.diagnose.stress.steps import Episode, OpenEpisode, run_episode
 from clew.processes import PARENT_VARIABLE
 
 START_S = 120.0
-"""How long the child may take to start, beside its episodes."""
+"""Seconds that the child may take to start, in addition to the time of its episodes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """How to make the agent again, elsewhere."""
+    """Recipe to create the agent in another process."""
 
     path: str
-    """Dotted, of its class."""
+    """Dotted path of the agent's class."""
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
@@ -42,7 +41,15 @@ async def run_elsewhere(
 ) -> str:
     """Run the episodes one after another in a new process, and set their rewards and errors.
 
-    timeout_s: of an episode. Returns why it could not be done; empty when it could.
+    Args:
+        source: Recipe to create the agent.
+        episodes: Episodes to run; their `reward`, `error` and `at` are set.
+        open_episode: Opens the gateway session of an episode.
+        timeout_s: Maximum seconds per episode.
+        hash_seed: PYTHONHASHSEED of the new process.
+
+    Returns:
+        The reason why the episodes could not be run; empty on success.
     """
     async with AsyncExitStack() as stack:
         jobs = []
@@ -110,7 +117,7 @@ async def _work(given: dict[str, Any]) -> dict[str, tuple[Any, str | None, str]]
 
 
 def main() -> None:
-    """The child."""
+    """Run the child process."""
     from clew.processes import die_with_parent
 
     die_with_parent()

@@ -1,4 +1,4 @@
-"""What asyncio and its libraries complain of to the event loop, because nobody else would hear it."""
+"""Problems that asyncio and its libraries report to the event loop because no caller is left to receive them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from clew.diagnose.stress.origins import Origins
 from clew.diagnose.stress.verdict import Verdict
 
 NEVER_CLOSED = ("Unclosed client session", "Unclosed connection", "Unclosed connector")
-"""aiohttp's, of a session that was left to the garbage collector."""
+"""Messages with which aiohttp reports a client session that was left to the garbage collector."""
 
 NEVER_LOOKED_AT = "Task exception was never retrieved"
 
 SHARE = 0.1
-"""Named when it happens in more than this share of the episodes."""
+"""Share of the episodes above which a problem is reported."""
 
 
 class Complaints:
-    """The event loop's exception handler while episodes run: keeps what it hears, and prints nothing."""
+    """Exception handler of the event loop while episodes run: counts what is reported, and prints nothing."""
 
     def __init__(self, code: Code) -> None:
         self._code = code
@@ -31,7 +31,7 @@ class Complaints:
         self._places: Counter[str] = Counter()
 
     def hear(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """See loop.set_exception_handler."""
+        """Count one report. This is the handler to pass to `loop.set_exception_handler`."""
         message = str(context.get("message", ""))
         with self._lock:
             self._counts[message] += 1
@@ -42,7 +42,12 @@ class Complaints:
                 self._places[place] += 1
 
     def verdicts(self, episodes: int, origins: Origins) -> list[Verdict]:
-        """episodes: that have run. origins: for the lines that connect."""
+        """Return verdicts on the problems that happened in more than SHARE of the episodes.
+
+        Args:
+            episodes: Number of episodes that have run.
+            origins: Provides the lines that opened connections.
+        """
         connects = Counter(origins.sockets.values()).most_common(1)
         found = []
         unclosed = self._counts[NEVER_CLOSED[0]]

@@ -1,4 +1,4 @@
-"""A few episodes in other processes: what they do otherwise than here, and which text of others is missing there."""
+"""Comparison with a few episodes in other processes: what differs there, and which text of other rows is missing."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from clew.diagnose.stress.wave import Wave
 from clew.diagnose.stress.writes import Sources
 
 ELSEWHERE = 4
-"""Episodes that each of two other processes runs."""
+"""Number of episodes that each of the two other processes runs."""
 
 FAILED_SHARE = 0.1
-"""More failed episodes than this speak against the agent."""
+"""Share of failed episodes above which the agent is at fault."""
 
 
 def rows_of_others(crowd: Wave, again: Wave) -> list[Foreign]:
-    """Requests that hold text of another row, of which one episode for each pair of rows."""
+    """Return requests that hold text of another row, one for each pair of rows."""
     found = rows.foreign(crowd.episodes, crowd.requests) + rows.foreign(again.episodes, again.requests)
     return list({(rows.row_of(each.asker.data), rows.row_of(each.owner.data)): each for each in found}.values())
 
@@ -35,9 +35,19 @@ async def run_some_elsewhere(
     first: Sequence[Episode],
     timeout_s: float,
 ) -> tuple[list[tuple[Sequence[Episode], list[Request]]], str]:
-    """A few episodes of the crowd, each process with rows of its own; and why it could not be done.
+    """Run a few episodes of the crowd in two other processes, each with rows of its own.
 
-    first: episodes to be among them."""
+    Args:
+        source: Recipe to create the agent in another process.
+        crowd: The wave from which episodes are chosen.
+        requests: Receives the requests of the episodes.
+        open_episode: Opens the gateway session of an episode.
+        first: Episodes to prefer.
+        timeout_s: Maximum seconds per episode.
+
+    Returns:
+        The episodes and requests of each process, and the reason if a process could not be run (otherwise empty).
+    """
     sound = {episode.id: episode for episode in crowd.episodes if episode.error is None}
     wanted = [*(each for each in first if each.id in sound), *sound.values()]
     by_row = {rows.row_of(episode.data): episode for episode in reversed(wanted)}
@@ -64,7 +74,16 @@ def judge_elsewhere(
     sources: Sources,
     notes: list[str],
 ) -> list[Verdict]:
-    """What another process did otherwise. notes: is added to where that cannot be told."""
+    """Return a verdict if episodes fail or give other results in another process.
+
+    Args:
+        crowd: The wave in this process to compare with.
+        tried: Episodes and requests of each process.
+        why_not: Reason why a process could not be run; empty if all ran.
+        origins: Provides the lines that drew random numbers.
+        sources: Provides the lines that use sets and hashes.
+        notes: Receives a note if this cannot be judged.
+    """
     if why_not:
         notes.append(
             f"whether another process gives the same results: the agent could not be run in one ({why_not}). Training "
@@ -108,8 +127,11 @@ def judge_elsewhere(
 
 
 def also_elsewhere(found: Foreign, tried: Sequence[tuple[Sequence[Episode], list[Request]]]) -> bool:
-    """Whether the asker holds this text also in a process in which its owner had not run before: it is an example, or
-    what a tool says. True of one that was not tried: it speaks against nobody."""
+    """Return whether the asker uses this text even in a process in which its owner had not run before.
+
+    Such text is an example, or the output of a tool, and no sign of a fault. The result is also True if this could not
+    be tested: if no process ran the asker, or the owner ran there first.
+    """
     owner = rows.row_of(found.owner.data)
     for episodes, asked in tried:
         for number, episode in enumerate(episodes):

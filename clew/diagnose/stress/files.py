@@ -1,4 +1,4 @@
-"""Files that several episodes write at the same time, at the same path: one reads what another has written."""
+"""Files that several episodes write at the same path at the same time, so that one reads what another has written."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Opened:
 
 
 class Files:
-    """While it is entered, notes the files that episodes open to write them anew."""
+    """Records, while entered, the files that episodes open to overwrite them."""
 
     def __init__(self, code: Code) -> None:
         self._code = code
@@ -56,8 +56,13 @@ class Files:
 
 
 def verdicts(opened: Sequence[Opened], *, matters: bool) -> list[Verdict]:
-    """By the path. matters: what episodes do was seen to depend on one another; otherwise the file may be a cache, or a
-    log."""
+    """Return one verdict for each path that overlapping episodes write.
+
+    Args:
+        opened: Files that episodes opened for writing.
+        matters: True if episodes were seen to depend on one another. Otherwise the file may be a cache or a log, and
+            the verdict is only a suspicion.
+    """
     by_path: dict[str, list[Opened]] = defaultdict(list)
     for each in opened:
         by_path[each.path].append(each)

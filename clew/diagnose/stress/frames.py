@@ -1,4 +1,4 @@
-"""Whose code a stack is in: the user's, a library's, or Clew's own."""
+"""Attribution of a stack to the user's code, a library's, or Clew's own."""
 
 from __future__ import annotations
 
@@ -20,36 +20,40 @@ _LOOP = ("asyncio/base_events.py", "asyncio/events.py", "asyncio/runners.py")
 _RUNS = ("_run_once", "run_forever", "run_until_complete", "_run", "run")
 
 Line = tuple[CodeType, int]
-"""A function, and a line number of its file."""
+"""A function's code, and a line number in its file."""
 
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """A line of somebody's code, and what it had called."""
+    """A line of code, and the call that it had made."""
 
     where: str
-    """file:line function; of the user's code, where there is any on the stack."""
+    """`file:line function` of the user's code if it is on the stack, otherwise of the innermost line of a library."""
     within: str = ""
-    """The innermost call in an installed library, or else in Python's own."""
+    """Innermost call in an installed library, or else in Python's own, that the line led to; empty without one."""
     user: bool = True
-    """False: none of the user's code was on the stack."""
+    """False if none of the user's code was on the stack."""
 
     def __str__(self) -> str:
         return f"{self.where}, in {self.within}" if self.within else self.where
 
 
 class Code:
-    """Tells the user's code from libraries'."""
+    """Distinguishes the user's code from that of libraries."""
 
     def __init__(self, agent: object) -> None:
-        """agent: its own package counts as the user's code wherever it is installed."""
+        """Prepare to tell an agent's code from that of libraries.
+
+        Args:
+            agent: Its own package counts as the user's code wherever it is installed.
+        """
         package = type(agent).__module__.partition(".")[0]
         file = getattr(sys.modules.get(package), "__file__", None)
         self._own = str(Path(file).parent) if file and Path(file).name == "__init__.py" else file
         self.is_user = cache(self._is_user)
 
     def _is_user(self, file: str) -> bool:
-        """Whether a file of source code is the user's."""
+        """Return whether a source file is the user's."""
         if file.startswith(("<", _CLEW)):
             return False
         if self._own and file.startswith(self._own):
@@ -57,7 +61,14 @@ class Code:
         return "site-packages" not in file and not file.startswith(_LIBRARIES)
 
     def place(self, stack: Iterable[Line]) -> Place | None:
-        """stack: innermost first. None when there is nothing but Clew on it."""
+        """Return the place in the user's code that a stack belongs to.
+
+        Args:
+            stack: Lines, innermost first.
+
+        Returns:
+            The innermost line of the user's code, or else of a library; None if only Clew's code is on the stack.
+        """
         lines = [line for line in stack if not is_clew(line[0].co_filename)]
         if not lines:
             return None
@@ -71,23 +82,26 @@ class Code:
 
 
 def is_clew(file: str) -> bool:
-    """Whether a file of source code is Clew's."""
+    """Return whether a source file is Clew's."""
     return file.startswith(_CLEW)
 
 
 def is_loop(file: str) -> bool:
-    """Whether a file of source code is asyncio's event loop."""
+    """Return whether a source file belongs to asyncio's event loop."""
     return file.endswith(_LOOP)
 
 
 def stack_of_thread(thread_id: int) -> list[Line]:
-    """What a thread does now, innermost first, down to its event loop or its beginning."""
+    """Return the current stack of a thread, innermost first, up to its event loop or the thread's start."""
     return list(lines_of(sys._current_frames().get(thread_id)))
 
 
 def waits_for_events(thread_id: int) -> bool:
-    """Whether a thread's event loop has nothing to do. To ask the loop itself would wake it, and on a busy machine each
-    time it would have to wait for a processor."""
+    """Return whether a thread's event loop has nothing to do.
+
+    This looks at the stack, because asking the loop itself would wake it. On a busy machine, it would then have to wait
+    for a processor each time.
+    """
     frame = sys._current_frames().get(thread_id)
     if frame is None or not frame.f_code.co_filename.endswith("selectors.py") or frame.f_back is None:
         return False
@@ -96,7 +110,7 @@ def waits_for_events(thread_id: int) -> bool:
 
 
 def lines_of(frame: FrameType | None) -> Iterator[Line]:
-    """The stack above a frame, innermost first, down to its event loop or its beginning."""
+    """Yield the stack from a frame outwards, innermost first, up to its event loop or the thread's start."""
     while frame is not None:
         code = frame.f_code
         if is_loop(code.co_filename) and code.co_name in _RUNS:
@@ -106,12 +120,15 @@ def lines_of(frame: FrameType | None) -> Iterator[Line]:
 
 
 def stack_of_error(error: BaseException) -> list[Line]:
-    """Where an error was raised, innermost first."""
+    """Return the stack in which an error was raised, innermost first."""
     return [(frame.f_code, number) for frame, number in traceback.walk_tb(error.__traceback__)][::-1]
 
 
 def stack_of_coroutine(awaited: Any) -> list[Line]:
-    """Where a suspended coroutine waits, innermost first; into the tasks that it awaits, and the first of a gather."""
+    """Return the stack of a suspended coroutine, innermost first.
+
+    It continues into the tasks that the coroutine awaits, and into the first unfinished child of an `asyncio.gather`.
+    """
     lines: list[Line] = []
     while awaited is not None and len(lines) < 100:
         code, frame, inner = _suspended(awaited)
@@ -126,7 +143,7 @@ def stack_of_coroutine(awaited: Any) -> list[Line]:
 
 
 def _suspended(awaited: Any) -> tuple[CodeType | None, FrameType | None, Any]:
-    """The code, the frame and what it awaits, of a coroutine, a generator or an asynchronous generator."""
+    """Return code, frame and awaited object of a coroutine, a generator or an asynchronous generator."""
     for prefix, awaits in (("cr", "cr_await"), ("gi", "gi_yieldfrom"), ("ag", "ag_await")):
         if hasattr(awaited, f"{prefix}_frame"):
             inner = getattr(awaited, awaits)
@@ -138,7 +155,7 @@ def _suspended(awaited: Any) -> tuple[CodeType | None, FrameType | None, Any]:
 
 
 def shown_path(name: str) -> str:
-    """A file of source code, as short as it can be told."""
+    """Return the path of a source file, shortened: relative to the working directory or to the library folder."""
     file = Path(name)
     for folder in (Path.cwd(), *map(Path, _LIBRARIES)):
         if file.is_relative_to(folder):
@@ -149,6 +166,6 @@ def shown_path(name: str) -> str:
 
 
 def told(line: Line) -> str:
-    """file:line function"""
+    """Return a line as `file:line function`."""
     code, number = line
     return f"{shown_path(code.co_filename)}:{number} {code.co_qualname}"

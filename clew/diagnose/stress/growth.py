@@ -1,4 +1,4 @@
-"""What grows with every episode and never stops: tasks, threads, open files, sessions, memory."""
+"""Resources that grow with every episode and never stop: tasks, threads, open files, sessions, memory."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from clew.diagnose.stress.verdict import Verdict
 from clew.diagnose.stress.watch import WATCHING
 
 SETTLE_S = 0.05
-"""What ends by itself shortly after the last episode is no leak."""
+"""Seconds to wait after the last episode: anything that ends by itself in this time is no leak."""
 
 DEPTH = 8
-"""Frames of each allocation that are kept, to find the user's line among them."""
+"""Number of frames kept for each allocation, to find the user's line among them."""
 
 QUANTITIES = {
     "tasks": (0.05, 2, "{:.1f} tasks"),
@@ -37,29 +37,38 @@ QUANTITIES = {
     "memory": (512, 16 * 2**10, "{:,.0f} bytes"),
     "resident": (64 * 2**10, 16 * 2**20, "{:,.0f} bytes of resident memory"),
 }
-"""What is counted: the least growth an episode, the least in all, and how it is told. `memory` is what the user's code
-allocated and holds; `resident` is the whole process's, which is known less well."""
+"""Quantities that are counted: minimum growth per episode, minimum growth in total, and format of the message.
+
+`memory` is what the user's code allocated and still holds. `resident` is the memory of the whole process, whose cause
+is less certain.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """What was there after a wave of episodes."""
+    """Counts after a wave of episodes."""
 
     episodes: int
-    """So far."""
+    """Number of episodes run so far."""
     counts: dict[str, float]
-    """By the names of QUANTITIES."""
+    """Count of each quantity, by the names of QUANTITIES."""
     examples: dict[str, str] = field(default_factory=dict)
-    """The commonest of each: where it is from."""
+    """Most common example of each quantity, with the line it comes from."""
     by_line: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Of files and sockets, by the line that opened them: a pool that closes idle connections hides no leak. (No
-    Counter: dataclasses.asdict would count its items.)"""
+    """Number of open files and sockets, by the line that opened them.
+
+    A leak shows here even if a pool closes idle connections meanwhile. (Not a Counter, because dataclasses.asdict would
+    count its items.)
+    """
 
 
 def grows(samples: Sequence[Sample], quantity: str) -> float | None:
-    """Growth an episode, when it is steady: in each wave but the first, which may warm up, and not levelling off.
+    """Return the growth per episode if it is steady.
 
-    None: it does not grow, or there are fewer than three waves to tell from.
+    Growth is steady if each wave after the first, which may warm up, adds to it and the growth does not level off.
+
+    Returns:
+        None if the quantity does not grow steadily, or if fewer than three waves counted it.
     """
     least, least_in_all, _ = QUANTITIES[quantity]
     points = [(s.episodes, s.counts[quantity]) for s in samples if quantity in s.counts]
@@ -72,7 +81,7 @@ def grows(samples: Sequence[Sample], quantity: str) -> float | None:
 
 
 def line_that_leaks(samples: Sequence[Sample], quantity: str) -> tuple[str, list[float]]:
-    """The line whose part of a quantity grows steadily, and its counts; empty when there is none."""
+    """Return the line whose share of a quantity grows steadily, and its counts; empty if there is none."""
     counted = [sample for sample in samples if quantity in sample.counts]
     lines = {line for sample in counted for line in sample.by_line.get(quantity, ()) if line}
     for line in sorted(lines):
@@ -87,7 +96,10 @@ def line_that_leaks(samples: Sequence[Sample], quantity: str) -> tuple[str, list
 
 
 def verdicts(samples: Sequence[Sample]) -> list[Verdict]:
-    """What grows. The process's memory is named only when the user's code does not explain it."""
+    """Return a verdict for each quantity that grows.
+
+    The memory of the whole process is named only if the user's code does not explain it.
+    """
     found = []
     for quantity, (_, _, told) in QUANTITIES.items():
         slope, where = grows(samples, quantity), samples[-1].examples.get(quantity, "")
@@ -116,10 +128,16 @@ def verdicts(samples: Sequence[Sample]) -> list[Verdict]:
 
 
 class Sampler:
-    """Takes samples in the event loop in which it was made; what was there before is not counted."""
+    """Takes samples in the event loop in which it was created. Anything that existed before is not counted."""
 
     def __init__(self, code: Code, origins: Origins, sessions: Callable[[], int] | None = None) -> None:
-        """sessions: how many the gateway holds open."""
+        """Remember what exists now, so that samples can leave it out.
+
+        Args:
+            code: Tells the user's code from libraries'.
+            origins: Provides the lines that created tasks, threads, files and sockets.
+            sessions: Returns the number of sessions that the gateway holds open.
+        """
         self._code = code
         self._origins = origins
         self._sessions = sessions
@@ -129,11 +147,15 @@ class Sampler:
         self._processes = set(children())
 
     def left_tasks(self) -> list[asyncio.Task]:
-        """Tasks that run, and did not when this was made."""
+        """Return the tasks that run now and did not when this was created."""
         return [task for task in asyncio.all_tasks() if task not in self._tasks and task is not asyncio.current_task()]
 
     async def sample(self, episodes: int) -> Sample:
-        """episodes: that have run so far."""
+        """Return the counts now.
+
+        Args:
+            episodes: Number of episodes that have run so far.
+        """
         gc.collect()
         await asyncio.sleep(SETTLE_S)
         gc.collect()
@@ -187,12 +209,16 @@ class Sampler:
         return Sample(episodes=episodes, counts=counts, examples=examples, by_line=by_line)
 
     def _opened_at(self, name: str) -> str:
-        """The user's line that opened what a descriptor is of; a file without a name was opened by its folder's."""
+        """Return the user's line that opened a file; for a file without a name, the line that opened its folder.
+
+        Args:
+            name: What the file descriptor links to.
+        """
         path = Path(name.removesuffix(" (deleted)"))
         return self._origins.files.get(str(path)) or self._origins.files.get(str(path.parent), "")
 
     def _held(self) -> Counter[str]:
-        """Bytes that the user's code holds, by the line that allocated them."""
+        """Return the bytes that the user's code holds, by the line that allocated them."""
         held: Counter[str] = Counter()
         for trace in tracemalloc.take_snapshot().statistics("traceback"):
             for frame in reversed(trace.traceback):  # innermost first
@@ -205,17 +231,17 @@ class Sampler:
 
 
 def _with(what: str, how: str, place: str) -> str:
-    """What is left behind, and where it is from, as far as either is known."""
+    """Return what is left behind and where it comes from, as far as either is known."""
     return ", ".join(filter(None, (what, f"{how} {place}" if place else "")))
 
 
 def _resident() -> int:
-    """Bytes of this process in memory."""
+    """Return the number of bytes of this process in memory."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _open_files() -> dict[int, str]:
-    """Descriptor to what it is of."""
+    """Return the target of each open file descriptor."""
     files: dict[int, str] = {}
     folder = Path("/proc/self/fd")
     for entry in folder.iterdir() if folder.is_dir() else ():

@@ -1,4 +1,4 @@
-"""What the waves tell about an agent, and what they cannot tell."""
+"""Verdicts on an agent that the waves support, and notes on what they cannot show."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ from clew.diagnose.stress.wave import Wave
 from clew.diagnose.stress.words import texts
 
 FAILED_SHARE = 0.1
-"""More failed episodes than this speak against the agent."""
+"""Share of failed episodes above which the agent is at fault."""
 
 
 def waits_for_one_another(waves: Sequence[Wave]) -> Verdict | None:
-    """Return what runs one at a time, if every crowd says so. waves: warm, alone, narrow, crowds."""
+    """Return what runs one at a time, if every crowd says so.
+
+    Args:
+        waves: The waves warm, alone and narrow, then all crowds.
+    """
     _, alone, narrow, *crowds = waves
     if not all(wave.ended for wave in waves):
         return None
@@ -31,9 +35,13 @@ def waits_for_one_another(waves: Sequence[Wave]) -> Verdict | None:
 def judge(
     waves: Sequence[Wave], confirming: Sequence[Wave], origins: Origins, state: shared.State
 ) -> tuple[list[Verdict], list[str]]:
-    """Return what the waves at full speed tell, and what they cannot, with what to do.
+    """Return the verdicts of the waves at full speed, and notes on what they cannot show, with advice.
 
-    waves: warm, alone, narrow, crowd, again. confirming: further crowds.
+    Args:
+        waves: The waves warm, alone, narrow, crowd and again.
+        confirming: Further crowds.
+        origins: Provides the lines that drew random numbers.
+        state: State that outlives the episodes, in which crossed text is looked up.
     """
     warm, alone, _, crowd, again = waves
     verdicts = watch.verdicts(crowd.watched + again.watched)
@@ -52,7 +60,12 @@ def judge(
 
 
 def _waiting(waves: Sequence[Wave], *, blocked: bool) -> tuple[list[str], list[Verdict]]:
-    """What runs one at a time, or why that cannot be told. blocked: something holds up the event loop."""
+    """Return a note if the waves cannot show what runs one at a time, or a verdict if something does.
+
+    Args:
+        waves: The waves warm, alone and narrow, then all crowds.
+        blocked: True if something blocks the event loop.
+    """
     _, alone, narrow, *crowds = waves
     asked = [request for wave in waves for request in wave.requests]
     refused = [request.refused for request in asked if request.refused]
@@ -90,7 +103,7 @@ def _waiting(waves: Sequence[Wave], *, blocked: bool) -> tuple[list[str], list[V
 
 
 def hanging(waves: Sequence[Wave]) -> list[Verdict]:
-    """Episodes that came to no end, by where they waited: whatever share they are."""
+    """Return a verdict for each place where episodes waited that did not end, however few they are."""
     by_place: dict[str, list[tuple[Wave, Episode]]] = defaultdict(list)
     for wave in waves:
         for episode in wave.stopped:
@@ -124,14 +137,17 @@ def _failing(alone: Wave, crowd: Wave, again: Wave) -> list[Verdict]:
 
 
 def _refusals(refused: Sequence[str]) -> str:
-    """How often of each kind, and what the commonest says."""
+    """Return how often each kind of refusal happened, and an example of the most common."""
     kinds = Counter(each.partition(":")[0] for each in refused).most_common()
     example = next(each for each in refused if each.startswith(kinds[0][0]))
     return ", ".join([f"{count} times {kind}" for kind, count in kinds]) + f", such as {example!r}"
 
 
 def _strangers(*waves: Wave) -> list[Verdict]:
-    """Episodes that were refused because they came with the API key of another, as the gateway's message names it."""
+    """Return a verdict if episodes were refused because they used the API key of another episode.
+
+    The gateway's error message names the other episode.
+    """
     episodes = [episode for wave in waves for episode in wave.episodes]
     names = {episode.id for episode in episodes}
     found = [
@@ -155,8 +171,13 @@ def _strangers(*waves: Wave) -> list[Verdict]:
 
 
 def _crossing(waves: Sequence[Wave], state: shared.State, *, repeats: bool) -> list[Verdict]:
-    """Answers that one episode was given and another asks with. repeats: the model answers the same again, so that an
-    answer can also be followed from wave to wave."""
+    """Return a verdict if an answer to one episode appears in the requests of another.
+
+    Args:
+        waves: All waves at full speed, ending with crowd and again.
+        state: State that outlives the episodes, in which the text is looked up.
+        repeats: True if the model repeats its answers, so that an answer can also be followed from wave to wave.
+    """
     *_, crowd, again = waves
     found = [
         crossing
@@ -183,8 +204,11 @@ def _crossing(waves: Sequence[Wave], state: shared.State, *, repeats: bool) -> l
 
 
 def _is_own(wave: Wave, others: Sequence[Request]) -> Callable[[str, str], bool]:
-    """Return whether an episode has a text from its data, or asks with it in other requests although nobody was told it
-    there."""
+    """Return a function that tells whether a text is an episode's own.
+
+    It is if it stands in the episode's data, or in its requests among `others` although no answer there contained
+    it.
+    """
     data = {episode.id: "\n".join(texts(episode.data)) for episode in wave.episodes}
     asked: defaultdict[str, str] = defaultdict(str)
     for request in others:
@@ -194,7 +218,7 @@ def _is_own(wave: Wave, others: Sequence[Request]) -> Callable[[str, str], bool]
 
 
 def _differing(warm: Wave, alone: Wave, crowd: Wave, again: Wave, origins: Origins) -> list[Verdict]:
-    """What an episode does depends on chance, or on the company it is in."""
+    """Return a verdict if an episode's results depend on chance, or on other episodes that run before or beside it."""
     by_chance_alone = repeat.differences(warm.told, alone.told)
     by_chance = repeat.differences(crowd.told, again.told) or by_chance_alone
     if by_chance:

@@ -1,4 +1,4 @@
-"""The stress with a gateway as training has it: in front of an engine, or of a provider."""
+"""Runs a stress with a gateway as in training, in front of an engine or of a provider."""
 
 from __future__ import annotations
 
@@ -28,30 +28,30 @@ if TYPE_CHECKING:
 
 
 class Gateway(Protocol):
-    """In a thread of its own. It notes what the episodes ask."""
+    """A gateway that runs in a thread of its own and notes the requests of the episodes."""
 
     requests: Requests
     base_url: str
 
     def open(self, episode_id: str) -> str:
-        """The API key of an episode that begins."""
+        """Open a session for an episode that begins, and return its API key."""
         ...
 
     async def close(self, key: str) -> None:
-        """The episode is over."""
+        """Close the session of an episode that is over."""
         ...
 
     def sessions(self) -> int:
-        """How many episodes it believes to run."""
+        """Return the number of sessions that the gateway holds open."""
         ...
 
     def stop(self) -> None:
-        """End the thread."""
+        """Stop the gateway's thread."""
         ...
 
 
 class BeforeEngine:
-    """The gateway that training has."""
+    """The gateway that training uses, in front of an engine."""
 
     def __init__(
         self,
@@ -60,7 +60,14 @@ class BeforeEngine:
         vision: Sight | None,
         close: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """vision: of a model that takes images. close: of the engine; called at the end."""
+        """Start the gateway.
+
+        Args:
+            engine: Answers the requests.
+            tokenizer: Tokenizer of the engine's model.
+            vision: Image processing, for a model that takes images.
+            close: Closes the engine; called at the end.
+        """
         self.requests = Requests()
         self._shared = Resources(
             engine=Noted(engine, tokenizer, self.requests),
@@ -81,10 +88,15 @@ class BeforeEngine:
 
 
 class BeforeProvider:
-    """One that passes requests on, as they are."""
+    """A gateway that passes requests on to a provider unchanged."""
 
     def __init__(self, url: str, api_key: str) -> None:
-        """api_key: the provider's."""
+        """Start the gateway.
+
+        Args:
+            url: Address of the provider.
+            api_key: Key of the provider.
+        """
         self.requests = Requests()
         passed_on = PassedOn(url, api_key)
         self._provider = NotedProvider(passed_on, self.requests)

@@ -1,4 +1,4 @@
-"""Where in the user's code something was made: a task, a thread, a process, a file, a socket, a random number."""
+"""Lines of the user's code that created a task, a thread, a process, a file or a socket, or drew a random number."""
 
 from __future__ import annotations
 
@@ -31,35 +31,35 @@ DRAWS: dict[ModuleType, tuple[str, ...]] = {
     os: ("urandom",),
     time: ("time", "time_ns"),
 }
-"""Functions that return something else in each run."""
+"""Functions whose results differ in each run."""
 
 NUMPY_DRAWS = (
     *("rand", "randn", "randint", "random", "choice", "shuffle", "permutation", "uniform", "normal"),
     "default_rng",
 )
-"""The same of numpy.random, where that has been imported."""
+"""Functions of numpy.random whose results differ in each run. They are watched only if it has been imported."""
 
 
 STARTS_THREAD = ("_thread.start_new_thread", "_thread.start_joinable_thread")
 
 HEARD = frozenset(("open", "socket.connect", *STARTS_THREAD, "subprocess.Popen", "os.fork", "os.posix_spawn"))
-"""The audit events that are listened to."""
+"""Audit events that are recorded."""
 
 
 class Origins:
-    """Notes, while it is entered, the lines of the user's code that make what an episode may leave behind."""
+    """Records, while entered, the lines of the user's code that create what an episode may leave behind."""
 
     def __init__(self, code: Code) -> None:
         self._code = code
         self.threads: WeakKeyDictionary[threading.Thread, str] = WeakKeyDictionary()
         self.tasks: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
         self.files: dict[str, str] = {}
-        """By the absolute path."""
+        """Line that opened each file, by absolute path."""
         self.sockets: dict[int, str] = {}
-        """By the descriptor."""
+        """Line that connected each socket, by file descriptor."""
         self.processes: Counter[str] = Counter()
         self.drawn: Counter[str] = Counter()
-        """Lines that drew random numbers, or read the clock."""
+        """Lines that drew random numbers or read the clock, with counts."""
         self._replaced: list[tuple[ModuleType, str, Callable[..., Any]]] = []
 
     async def __aenter__(self) -> Origins:
@@ -81,11 +81,15 @@ class Origins:
         self._listening.__exit__(None, None, None)
 
     def made(self, task: Any) -> None:
-        """Note a task that is being made."""
+        """Record the line that is creating a task."""
         self.tasks[task] = self.place(1)
 
     def place(self, depth: int) -> str:
-        """The user's line that is being run, so many frames above; or where its episode waits. Empty without one."""
+        """Return the user's line that is running, or the line where the current episode waits; empty if there is none.
+
+        Args:
+            depth: Number of frames to skip above the caller.
+        """
         place = self._code.place(lines_of(sys._getframe(depth + 1)))
         episode = current_episode()
         if (place is None or not place.user) and episode is not None and episode.coroutine is not None:

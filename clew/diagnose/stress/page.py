@@ -21,7 +21,7 @@ overflow-wrap: anywhere } img { max-width: 100% } .fit { color: #183 } .unfit { 
 
 
 def page(report: Report) -> str:
-    """The whole document."""
+    """Return the whole HTML document."""
     return "\n".join(_lines(report))
 
 
@@ -75,7 +75,7 @@ def _table(heads: list[str], rows: list[list[Any]]) -> str:
 
 
 def _plots(report: Report) -> str:
-    """Throughput over width; requests with the engine over time; seconds by part; what is left after each wave."""
+    """Return a base64 PNG: throughput by width, requests over time, seconds by part, and what is left after waves."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 7), constrained_layout=True)

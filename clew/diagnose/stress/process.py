@@ -1,4 +1,4 @@
-"""State of the whole process that an episode changes: what one sets, all others have, and the trainer's process too."""
+"""Process-wide state that an episode changes: it affects all other episodes, and the trainer's process too."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ CALLS: dict[str, tuple[ModuleType, tuple[str, ...]]] = {
     "the handler of": (signal, ("signal",)),
     "os.environ": (os, ("putenv", "unsetenv")),
 }
-"""What changes it, by how its name begins."""
+"""Module and functions that change each kind of state. The key is the beginning of the state's name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """One that an episode left behind at the end of a step."""
+    """One change that an episode left behind at the end of a step."""
 
     name: str
     before: Any
@@ -41,7 +41,10 @@ class Change:
 
 
 class ProcessState:
-    """Told after each step. While it is entered, the calls that change such state are noted, for their place."""
+    """Finds process-wide state that episodes change, by comparing it after each step.
+
+    While entered, it also records the lines that change such state. On exit, it restores the original state.
+    """
 
     def __init__(self, code: Code) -> None:
         self._code = code
@@ -49,7 +52,7 @@ class ProcessState:
         self._first: dict[str, Any] = {}
         self._before: dict[str, Any] = {}
         self._called: dict[str, str] = {}
-        """Where each kind was last changed."""
+        """Line that last changed each kind of state."""
         self._replaced: list[tuple[ModuleType, str, Callable[..., Any]]] = []
         self.changes: list[Change] = []
 
@@ -77,11 +80,11 @@ class ProcessState:
         return call
 
     def look(self) -> None:
-        """What has changed so far is nobody's."""
+        """Take the present state as the baseline, so that earlier changes are attributed to no episode."""
         self._before = _now()
 
     def stepped(self, episode: Episode) -> None:
-        """What is different now was changed by this episode."""
+        """Attribute all changes since the last look to this episode."""
         with self._lock:
             now = _now()
             for name in sorted(now.keys() | self._before.keys()):
@@ -117,7 +120,7 @@ class ProcessState:
 
 
 def _now() -> dict[str, Any]:
-    """By name."""
+    """Return the present state, by name."""
     state: dict[str, Any] = {f"os.environ['{name}']": value for name, value in os.environ.items()}
     state |= {f"the handler of {each.name}": signal.getsignal(each) for each in signal.Signals}
     state["the working directory"] = str(Path.cwd())
@@ -136,7 +139,10 @@ def _status() -> str:
 
 
 def verdicts(changes: list[Change]) -> list[Verdict]:
-    """By what was changed. A variable of the environment that every episode sets to the same may be meant so."""
+    """Return a verdict for each name that was changed.
+
+    An environment variable that all episodes set to the same value may be intended, and is only a suspicion.
+    """
     by_name: dict[str, list[Change]] = defaultdict(list)
     for change in changes:
         by_name[change.name].append(change)

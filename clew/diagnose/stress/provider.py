@@ -1,4 +1,4 @@
-"""A provider behind keys of episodes: requests are passed on, and what each episode asked and was told is noted."""
+"""A provider behind per-episode API keys: requests are passed on, and each episode's requests and answers are noted."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from clew.rollout.gateway.front import PassedOn
 from clew.rollout.gateway.thread import EpisodeKeys
 
 MODEL_PATHS = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"))
-"""Where a model is asked. What goes elsewhere (a list of models, a count of tokens) is passed on, and not noted."""
+"""Paths at which a model is asked. Others (a list of models, a token count) are passed on, but not noted."""
 
 
 @dataclass(kw_only=True, eq=False)
 class Exchange:
-    """A request, and as much of its answer as has come."""
+    """A request, and as much of its answer as has arrived."""
 
     episode: str
     came: float
     """time.monotonic()"""
     done: float
-    """When the last of it came."""
+    """time.monotonic() when its last message passed."""
     asked: bytes = b""
     status: int = 0
-    """Of HTTP; 0: there is no answer yet."""
+    """HTTP status; 0: there is no answer yet."""
     streamed: bool = False
     answered: bytearray = field(default_factory=bytearray)
 
     def hear(self, message: Message) -> None:
-        """What passes by, of either side."""
+        """Add a message of the request or of the answer."""
         if message["type"] == "http.request":
             self.asked += message.get("body", b"")
         elif message["type"] == "http.response.start":
@@ -48,7 +48,7 @@ class Exchange:
         self.done = time.monotonic()
 
     def told(self) -> Request:
-        """In words."""
+        """Return the request and its answer as text."""
         body = bytes(self.answered)
         if self.status == 0:
             answer = words.Answer(id="", words="", error="")
@@ -69,14 +69,14 @@ class Exchange:
 
 @dataclass(kw_only=True)
 class Asking:
-    """An episode, and its exchanges that are under way."""
+    """An episode and its exchanges in progress."""
 
     episode: str
     exchanges: list[Exchange] = field(default_factory=list)
 
 
 class NotedProvider:
-    """ASGI. Use it from one event loop."""
+    """ASGI app that passes requests on to a provider and notes them. Use it from one event loop."""
 
     def __init__(self, passed_on: PassedOn, requests: Requests) -> None:
         self._passed_on = passed_on
@@ -84,11 +84,11 @@ class NotedProvider:
         self.keys: EpisodeKeys[Asking] = EpisodeKeys()
 
     def open(self, episode_id: str) -> str:
-        """The key of an episode that begins."""
+        """Return the API key for an episode that begins."""
         return self.keys.open(episode_id, Asking(episode=episode_id))
 
     async def close(self, key: str) -> None:
-        """The episode is over: what it did not wait for is noted as it stands."""
+        """End an episode, and note its unfinished exchanges as they stand."""
         asking = self.keys.close(key)
         while asking.exchanges:
             self._requests.note(asking.exchanges.pop().told())

@@ -11,15 +11,18 @@ from clew.diagnose.stress.requests import Request
 
 @dataclass(frozen=True, kw_only=True)
 class Told:
-    """What one episode did, as far as it should repeat."""
+    """Requests and reward of one episode: what should repeat when it is run again."""
 
     requests: Sequence[Request]
-    """In the order in which they came."""
+    """Requests in order of arrival."""
     reward: object
 
     @property
     def earned(self) -> object:
-        """The reward, with what was asked in the place of an answer's ID: a provider draws its IDs by chance."""
+        """Reward in a form that can be compared between two runs.
+
+        A provider draws the IDs of its answers by chance, so each ID is replaced with the request it answers.
+        """
         if not isinstance(self.reward, dict):
             return self.reward
         asked = {request.id: request.asked for request in self.requests}
@@ -28,17 +31,21 @@ class Told:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """Where one episode's two runs part, although the model told it the same."""
+    """Point at which two runs of an episode diverge although the model gave the same answers."""
 
     episode: str
     what: str
 
 
 def differences(first: Mapping[str, Told], second: Mapping[str, Told]) -> list[Difference]:
-    """One for each episode of both that differs by its own doing. Episodes that failed are to be left out.
+    """Return a difference for each episode in both that diverged by its own doing.
 
-    Requests that run side by side may come in any order. When the model answered the same request differently, what
-    follows is not the agent's doing.
+    Requests that run side by side may come in any order. Once the model answered the same request differently, later
+    differences are not the agent's doing.
+
+    Args:
+        first: One run of the episodes, by ID, without those that failed.
+        second: The other run.
     """
     found = []
     for episode in sorted(first.keys() & second.keys()):
@@ -49,7 +56,7 @@ def differences(first: Mapping[str, Told], second: Mapping[str, Told]) -> list[D
 
 
 def by_chance(first: Mapping[str, Told], second: Mapping[str, Told]) -> list[str]:
-    """The episodes of both that the model told something else when it was asked the same."""
+    """Return the episodes in both that the model answered differently when it was asked the same."""
     return [
         episode
         for episode in sorted(first.keys() & second.keys())
@@ -70,7 +77,7 @@ def _difference(a: Told, b: Told) -> str:
 
 
 def _first_of_its_own(these: Sequence[str], others: Sequence[str]) -> int | None:
-    """The place of the first that is not, or not so often, among the others."""
+    """Return the index of the first text that is missing, or occurs less often, among the others; None without one."""
     left = Counter(others)
     for place, asked in enumerate(these):
         if not left[asked]:
@@ -80,7 +87,10 @@ def _first_of_its_own(these: Sequence[str], others: Sequence[str]) -> int | None
 
 
 def _told_otherwise(a: Told, b: Told, asked: Collection[str]) -> bool:
-    """Whether the model answered one of these requests differently, as far as both made it equally often."""
+    """Return whether the model answered one of these requests differently.
+
+    If one run made a request more often, its surplus answers are ignored.
+    """
     for each in asked:
         told_a, told_b = ([r.answered for r in told.requests if r.asked == each] for told in (a, b))
         both = min(len(told_a), len(told_b))
@@ -95,5 +105,5 @@ def _shown(one: str, other: str) -> str:
 
 
 def _common(one: str, other: str) -> int:
-    """Characters that both begin with."""
+    """Return the number of characters that both texts begin with."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -1,4 +1,4 @@
-"""What a stress found, as data."""
+"""Results of a stress, as data."""
 
 from __future__ import annotations
 
@@ -19,13 +19,19 @@ from clew.diagnose.stress.verdict import Verdict
 Outcome = Literal["fit", "not fit", "not judged"]
 
 PARTS = ("episode", "model", "agent code", "tools", "reward")
-"""episode: from start to end. model: at least one request is with the engine. reward: from the model's last answer to
-the end. agent code: computing, before that. tools: waiting for anything else, before that."""
+"""Parts of an episode's time:
+
+- episode: from start to end
+- model: at least one request is with the engine
+- agent code: computing, up to the model's last answer
+- tools: waiting for anything else, up to the model's last answer
+- reward: from the model's last answer to the end
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Percentiles:
-    """Seconds an episode."""
+    """Seconds per episode."""
 
     p50: float
     p90: float
@@ -34,14 +40,14 @@ class Percentiles:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Episodes that failed alike."""
+    """Episodes that failed in the same way."""
 
     error: str
-    """The first of them."""
+    """Error of the first of these episodes."""
     count: int
     episodes: list[str]
     at: str
-    """The user's line that raised, or let pass, the error."""
+    """The user's line that raised the error or let it pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,51 +56,56 @@ class WaveReport:
 
     name: str
     width: int
-    """Episodes at once, as asked for."""
+    """Number of episodes at once, as requested."""
     episodes: int
     seconds: float
     episodes_per_s: float
     failed: int
     requests: int
     requests_at_once: int
-    """To the model, at most."""
+    """Largest number of requests to the model at the same time."""
     episodes_at_once: float
-    """So much of the episodes' own time went by in a second: 1 when they run one after another, although all have
-    started; None of a wave that cannot be compared with one alone."""
+    """Number of episodes that effectively progress at once: throughput times the seconds of an episode alone.
+
+    It is 1 when episodes run one after another although all have started, and also when no time alone is known.
+    """
     latency: dict[str, Percentiles]
-    """By PARTS, of the episodes that did not fail."""
+    """Seconds of the episodes that did not fail, by PARTS."""
     curve: list[tuple[float, int]]
-    """(seconds since the start, requests with the engine)"""
+    """Pairs of (seconds since the start, requests with the engine)."""
     cpu_share: float
-    """Processor time of this process a second."""
+    """Processor seconds of this process per second."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a stress found."""
+    """Results of a stress."""
 
     agent: str
     batch: int
     group: int
     dp: int
     width: int
-    """Episodes at once: batch / dp prompts, each `group` times."""
+    """Number of episodes at once: batch / dp prompts, each `group` times."""
     rows: int
-    """Of the data ..."""
+    """Number of rows in the data."""
     rows_used: int
-    """... and how many of them were run."""
+    """Number of rows that were run."""
     waves: list[WaveReport]
     failures: list[Failure]
     growth: list[Sample]
     verdicts: list[Verdict]
-    """Facts first, then suspicions."""
+    """Verdicts, facts first and suspicions last."""
     notes: list[str]
-    """What could not be judged, why, and what to do."""
+    """Notes on what could not be judged, why, and what to do."""
 
     @property
     def outcome(self) -> Outcome:
-        """Not fit when something certain speaks against training with this agent; not judged when something could not
-        be looked at."""
+        """Overall result.
+
+        "not fit" if a certain verdict speaks against training with this agent; "not judged" if there is none but
+        something could not be examined; otherwise "fit".
+        """
         if any(verdict.certain for verdict in self.verdicts):
             return "not fit"
         return "not judged" if self.notes else "fit"
@@ -105,12 +116,12 @@ class Report:
         return max(self.waves, key=lambda wave: wave.width)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the report as a dictionary for JSON."""
         return asdict(self) | {"outcome": self.outcome}
 
 
 def parts(episode: Episode, requests: Sequence[Request]) -> dict[str, float]:
-    """How an episode's seconds divide, by PARTS."""
+    """Return the seconds of each part of an episode, by PARTS."""
     model = union([(request.came, request.done) for request in requests])
     answered = max((request.done for request in requests), default=episode.started)
     reward = max(0.0, episode.finished - answered)
@@ -128,7 +139,17 @@ def wave_report(
     cpu_s: float,
     alone_s: float | None,
 ) -> WaveReport:
-    """alone_s: what an episode takes alone."""
+    """Return the report on one wave.
+
+    Args:
+        name: Name of the wave.
+        width: Number of episodes at once, as requested.
+        episodes: Episodes that ran.
+        requests: Their requests to the model.
+        seconds: Duration of the wave.
+        cpu_s: Processor time of this process during the wave.
+        alone_s: Seconds that an episode takes alone; None if unknown.
+    """
     began = min(episode.started for episode in episodes)
     by_episode = {episode.id: [r for r in requests if r.episode == episode.id] for episode in episodes}
     divided = [parts(episode, by_episode[episode.id]) for episode in episodes if episode.error is None]
@@ -150,7 +171,10 @@ def wave_report(
 
 
 def failures(episodes: Iterable[Episode]) -> list[Failure]:
-    """By cause, commonest first: errors that differ only in numbers and IDs (words that hold digits) are one."""
+    """Return the failures by cause, most common first.
+
+    Errors that differ only in numbers and IDs (words that contain digits) count as one.
+    """
     kinds: dict[tuple[str, str], list[Episode]] = {}
     for episode in episodes:
         if episode.error is not None:
@@ -164,7 +188,7 @@ def failures(episodes: Iterable[Episode]) -> list[Failure]:
 
 
 def growth_shown(samples: Sequence[Sample]) -> dict[str, list[tuple[int, float]]]:
-    """Quantity to its points (episodes so far, count), of those that were counted."""
+    """Return the points (episodes so far, count) of each quantity that was counted at least twice."""
     names = Counter(name for sample in samples for name in sample.counts)
     return {
         name: [(sample.episodes, sample.counts[name]) for sample in samples if name in sample.counts]

@@ -1,5 +1,7 @@
-"""What the agent's episodes asked the model: taken down where the engine is called, whichever engine it is, or where
-requests are passed on to a provider."""
+"""Requests of the agent's episodes to the model.
+
+They are noted where the engine is called, whichever engine it is, or where requests are passed on to a provider.
+"""
 
 from __future__ import annotations
 
@@ -30,27 +32,27 @@ class Request:
     """time.monotonic()"""
     done: float
     id: str = ""
-    """Of the answer, by which an agent may name it in its rewards."""
+    """ID of the answer, by which an agent may name it in its rewards."""
     refused: str = ""
-    """Why there is no answer, in the provider's words."""
+    """Reason why there is no answer, in the provider's words; empty if there was no refusal."""
 
 
 class Requests:
-    """Those since the last look. May be written in one thread and read in another."""
+    """Requests since the last `take`. One thread may write while another reads."""
 
     def __init__(self) -> None:
         self._requests: list[Request] = []
         self._open: dict[int, tuple[str, float]] = {}
         self._numbers = itertools.count()
         self.moved = time.monotonic()
-        """When the last request came, or was answered."""
+        """time.monotonic() when the last request arrived or was answered."""
 
     def note(self, request: Request) -> None:
         self._requests.append(request)
 
     @contextmanager
     def asking(self, episode: str) -> Iterator[None]:
-        """While it is entered, the model has a request of this episode."""
+        """Count a request of this episode as being with the model while entered."""
         number, self.moved = next(self._numbers), time.monotonic()
         self._open[number] = episode, self.moved
         try:
@@ -60,7 +62,10 @@ class Requests:
             self.moved = time.monotonic()
 
     def with_the_model(self) -> dict[str, float]:
-        """Episode to the seconds for which the model had requests of it, of those that have one there now or had."""
+        """Return the seconds for which the model had requests of each episode.
+
+        Requests in progress count, as do those that ended since the last `take`. Episodes without either are left out.
+        """
         now, seconds = time.monotonic(), defaultdict[str, float](float)
         for request in list(self._requests):
             seconds[request.episode] += request.done - request.came
@@ -69,17 +74,20 @@ class Requests:
         return seconds
 
     def now_asking(self) -> set[str]:
-        """Episodes of which the model has a request now."""
+        """Return the episodes that have a request with the model now."""
         return {episode for episode, _ in list(self._open.values())}
 
     def take(self) -> list[Request]:
-        """All so far, in the order in which they came; they are forgotten here."""
+        """Remove and return all finished requests, in order of arrival."""
         taken, self._requests = self._requests, []
         return sorted(taken, key=lambda request: request.came)
 
 
 class Noted:
-    """An engine whose requests are noted. Their IDs are `<episode>.i<number>`, as a gateway's session gives them."""
+    """An engine whose requests are noted.
+
+    Request IDs are `<episode>.i<number>`, as a session of the gateway assigns them.
+    """
 
     def __init__(self, engine: Engine, tokenizer: PreTrainedTokenizerBase, requests: Requests) -> None:
         self._engine = engine

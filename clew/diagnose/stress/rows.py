@@ -1,4 +1,4 @@
-"""Text of one row of the data that stands in another row's requests: a cache with a wrong key, for example."""
+"""Text of one row of the data that appears in another row's requests, for example through a cache with a wrong key."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from clew.diagnose.stress.steps import Episode
 from clew.diagnose.stress.words import texts
 
 LEAST = 8
-"""Characters of a row's text by which it is known; a shorter one may stand anywhere ..."""
+"""Minimum number of characters by which a row's text is recognized; shorter text may appear anywhere."""
 
 MARK = 48
-"""... and so many of a longer text are looked for at a time."""
+"""Length of the pieces in which a longer text is searched for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,16 +30,19 @@ class Foreign:
 
 
 def row_of(data: dict[str, Any]) -> str:
-    """The same text for equal rows."""
+    """Return a text that is equal for equal rows."""
     return json.dumps(data, sort_keys=True, default=repr)
 
 
 def foreign(episodes: Sequence[Episode], requests: Sequence[Request]) -> list[Foreign]:
-    """One for each pair of rows. Text that several rows hold is no mark, nor what the model itself had said."""
+    """Return one request for each pair of rows: an episode of the first row sent it, and it holds text of the second.
+
+    Text that several rows hold does not count, nor does text that the model itself had given to the asking episode.
+    """
     rows = {row_of(episode.data): episode for episode in episodes}
     whole = {row: "\n".join(texts(episode.data)) for row, episode in rows.items()}
     marks: dict[str, list[tuple[str, str]]] = defaultdict(list)
-    """By their first characters: the mark, and its row."""
+    """Mark and its row, by the mark's first characters."""
     for row, episode in rows.items():
         for mark in {mark for text in texts(episode.data) for mark in _marks(text.strip())}:
             if not any(mark in text for other, text in whole.items() if other != row):

@@ -1,9 +1,9 @@
-"""The stress itself: waves of episodes, and what is judged by each.
+"""The stress itself: waves of episodes, and what each wave shows.
 
 ::
 
     warm        1 episode            imports and first uses; nothing is judged
-    alone       a few, one by one    what an episode takes, asks and is told without company
+    alone       a few, one by one    time, requests and answers of an episode on its own
     narrow      width / 4 at once    ─┐ throughput: does it grow with the width?
     crowd       width at once        ─┤ what blocks the loop; do answers cross over?
     again       the same             ─┘ the same seeds: the same results?
@@ -12,7 +12,7 @@
     traced      a few at once, three times: what memory the user's code holds
     elsewhere   a few, in two other processes with another PYTHONHASHSEED: the same results?
 
-An episode that comes to no end by itself is stopped, and a finding; what the others took is judged without it.
+An episode that does not end by itself is stopped and reported. The timings are judged without it.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ from clew.diagnose.stress.watch import WATCHING, LoopWatch
 from clew.diagnose.stress.wave import Wave
 
 ALONE = 3
-"""Episodes that run alone, one after another."""
+"""Number of episodes that run alone, one after another."""
 
 WATCHED = 8
-"""Episodes at once in the wave that is watched after each step ..."""
+"""Number of episodes at once in the wave that is examined after each step."""
 
 TRACED = 4
-"""... and in those whose memory is traced, which slows them down several times."""
+"""Number of episodes at once in the waves whose memory is traced, which slows them down several times."""
 
 CONFIRMING = 2
 """Largest number of further crowds that confirm a finding."""
@@ -77,11 +77,22 @@ async def stress(
 ) -> Report:
     """Run the agent as one rollout process of `dp` would: batch / dp prompts at once, each `group` times.
 
-    open_episode: opens a session of the gateway for an episode's ID; the same ID comes again in later waves, and is to
-    get the same seeds. requests: where the gateway notes what they ask. timeout_s: how long an episode may take beside
-    the model, while the processor is idle. stuck_s: how long the loop may stand still, or nothing may move. source: how
-    to make the agent in another process; without it, no other one is tried. sessions: how many the gateway holds open.
-    say: told what runs now. To be called in the process's main event loop; the gateway's must be another thread's.
+    Call this in the process's main event loop. The gateway must run in another thread.
+
+    Args:
+        agent: The agent to run.
+        data: Rows of the data set.
+        open_episode: Opens a session of the gateway for an episode's ID. The same ID comes again in later waves, and
+            must get the same seeds.
+        requests: Requests of the episodes, as the gateway notes them.
+        batch: Number of prompts per training step.
+        group: Number of episodes per prompt.
+        dp: Number of rollout processes that share the batch.
+        timeout_s: Maximum seconds of an episode, not counting the model and a busy processor.
+        stuck_s: Seconds for which the loop may stand still, or nothing may move.
+        source: Recipe to create the agent in another process. None: no other process is tried.
+        sessions: Returns the number of sessions that the gateway holds open.
+        say: Called with lines of progress.
     """
     prompts = -(-batch // dp)
     jobs = [(f"g{number:06d}.e{copy}", data[number % len(data)]) for copy in range(group) for number in range(prompts)]

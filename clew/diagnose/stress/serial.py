@@ -1,4 +1,4 @@
-"""Something that admits only so many at a time: where throughput stops growing, and where the episodes wait then."""
+"""Bottlenecks that limit how many episodes progress at once: where throughput stops growing, and where they wait."""
 
 from __future__ import annotations
 
@@ -17,81 +17,89 @@ from clew.diagnose.stress.verdict import Verdict
 WAITS_THREAD = "clew waits watch"
 
 LOOK_S = 0.02
-"""How often the stacks of the waiting episodes are looked at ..."""
+"""Seconds between two looks at the stacks of waiting episodes."""
 
 LOOK_AT = 64
-"""... and at how many of them, drawn at random."""
+"""Maximum number of episodes, drawn at random, in each look."""
 
 SCALES = 0.6
-"""A crowd that is k times as wide should get k times as much done; less than this share of it is not well."""
+"""Minimum share of the ideal gain in throughput. Ideally, a crowd that is k times as wide gets k times as much done."""
 
 STRETCH = 1.3
-"""An episode in the crowd takes longer than among a few by more than this factor."""
+"""Factor above which an episode in the crowd takes longer than in a narrower wave."""
 
 LASTS = 1.5
-"""A crowd that nothing holds up lasts no longer than one of its episodes alone, but for the longest: less than this
-factor."""
+"""Factor above which a crowd lasts too long, compared with one episode alone.
+
+Without a bottleneck, a crowd takes no longer than its longest episode.
+"""
 
 EXPLAINS = 0.4
-"""The place that is named explains this share of the additional time."""
+"""Minimum share of the additional time that a place must explain to be named."""
 
 MODELS = 0.5
-"""The model explains a larger share of it."""
+"""Share of the additional time above which the model explains it."""
 
 BUSY = 0.5
-"""Where what episodes wait for is busy for a larger share of the time, a place that some wait at may be a lock's."""
+"""Busy share of the time above which a place where episodes wait is only suspected: the processor may be the cause."""
 
 MODELS_PLACE = 0.5
-"""For a larger share of the time that an episode alone waits at a place, the model has its request."""
+"""Share of the waiting time at a place above which it counts as waiting for the model.
+
+During this share, the model has a request of the episode.
+"""
 
 Interval = tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Crowd:
-    """How a wave of episodes fared."""
+    """Throughput and waiting times of a wave of episodes."""
 
     width: int
-    """Episodes at once, as asked for."""
+    """Number of episodes at once, as requested."""
     seconds: float
     episodes: int
     mean_s: float
-    """Of an episode ..."""
+    """Mean seconds per episode."""
     model_s: float
-    """... and with the model, of that."""
+    """Mean seconds per episode in which the model had a request of it."""
     waits: dict[Place, float]
-    """Seconds that a mean episode waited at each place."""
+    """Mean seconds per episode spent waiting at each place."""
     busy_s: float
-    """Of the time: something that the episodes may wait for computed, or waited for a processor. See `busy`."""
+    """Seconds in which something that episodes may wait for computed or waited for a processor. See `busy`."""
     at_model: Collection[Place] = ()
-    """Places where an episode waits for the model: what is slow there is the model, or Clew's gateway."""
+    """Places where episodes wait for the model. The cause of slowness there is the model or Clew's gateway."""
     took: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of each episode, by its ID."""
+    """Seconds of each episode, by ID."""
 
     @property
     def throughput(self) -> float:
-        """Episodes a second."""
+        """Episodes per second."""
         return self.episodes / self.seconds
 
     @property
     def idle_s(self) -> float:
-        """Seconds in which nothing wanted a processor: a lock, a tool or the model was waited for."""
+        """Seconds in which nothing needed a processor: episodes waited for a lock, a tool or the model."""
         return max(self.seconds - self.busy_s, 0.02 * self.seconds)
 
     @property
     def busy_share(self) -> float:
-        """Of the time."""
+        """Share of the time in which something computed or waited for a processor."""
         return min(1.0, self.busy_s / self.seconds)
 
 
 def slows(narrow: Crowd, wide: Crowd) -> bool:
-    """Whether throughput stops growing between two widths, for whatever reason."""
+    """Return whether throughput stops growing between two widths, for whatever reason."""
     return wide.width > narrow.width and wide.throughput / narrow.throughput < SCALES * wide.width / narrow.width
 
 
 def saturates(alone: Crowd, narrow: Crowd, wide: Crowd) -> bool:
-    """Whether throughput stops growing between two widths, also where the processor's time is left out, and the same
-    episodes take longer for it: some may take long for reasons of their own."""
+    """Return whether throughput stops growing between two widths for reasons other than the processor.
+
+    The time in which the processor is busy is left out. The same episodes must also take longer in the wider crowd,
+    because some may take long for reasons of their own.
+    """
     asked = wide.width / narrow.width
     gained = (wide.episodes / wide.idle_s) / (narrow.episodes / narrow.idle_s)
     both = wide.took.keys() & narrow.took.keys()
@@ -101,13 +109,16 @@ def saturates(alone: Crowd, narrow: Crowd, wide: Crowd) -> bool:
 
 
 def by_model(alone: Crowd, wide: Crowd) -> bool:
-    """Whether it is the model that takes longer in the crowd."""
+    """Return whether the model explains why episodes take longer in the crowd."""
     return wide.model_s - alone.model_s > MODELS * (wide.mean_s - alone.mean_s)
 
 
 def waited_most(alone: Crowd, wide: Crowd) -> Place | None:
-    """Where an episode in the crowd waits for longer than alone, if that explains why it takes longer, and it is not
-    the model that it waits for."""
+    """Return the place whose additional waiting best explains why episodes take longer in the crowd.
+
+    Returns:
+        None if no place explains enough of it. Places where the model is waited for are left out.
+    """
     longer = {
         place: seconds - alone.waits.get(place, 0.0)
         for place, seconds in wide.waits.items()
@@ -118,7 +129,11 @@ def waited_most(alone: Crowd, wide: Crowd) -> Place | None:
 
 
 def verdict(alone: Crowd, narrow: Crowd, wide: Crowd) -> Verdict | None:
-    """What throughput saturates at, unless it is the model or the processor."""
+    """Return a verdict that names the place where throughput saturates.
+
+    Returns:
+        None if throughput does not saturate, if the model or the processor is the cause, or if no place explains it.
+    """
     if not saturates(alone, narrow, wide) or by_model(alone, wide):
         return None
     place = waited_most(alone, wide)
@@ -142,25 +157,31 @@ def verdict(alone: Crowd, narrow: Crowd, wide: Crowd) -> Verdict | None:
 
 
 class Waits:
-    """Looks at where the running episodes wait, while it is entered, from a thread of its own."""
+    """Records, while entered, where the running episodes wait, from a thread of its own."""
 
     def __init__(self, running: Collection[Episode], code: Code, asking: Callable[[], Collection[str]]) -> None:
-        """running: kept up to date by whoever runs them. asking: the IDs of those whose request the model has now."""
+        """Create a watch.
+
+        Args:
+            running: Running episodes; the caller keeps this up to date.
+            code: Tells the user's code from libraries'.
+            asking: Returns the IDs of the episodes that have a request with the model now.
+        """
         self._asking = asking
         self._running = running
         self._code = code
         self._stop = threading.Event()
         self._draw = random.Random(0)
         self.seconds: defaultdict[Place, float] = defaultdict(float)
-        """Of all episodes together."""
+        """Seconds that all episodes together waited at each place."""
         self.model_s: defaultdict[Place, float] = defaultdict(float)
-        """The part of it during which the model had a request of the episode."""
+        """Seconds of this during which the model had a request of the episode."""
         self.asked_at: dict[str, Place] = {}
-        """Where each episode was last seen to wait for the model; for anything, if it never was."""
+        """Place where each episode was last seen to wait for the model; otherwise, the first place where it waited."""
 
     @property
     def at_model(self) -> set[Place]:
-        """Places where mostly the model is waited for."""
+        """Places where episodes mostly wait for the model."""
         return {place for place, seconds in self.model_s.items() if seconds > MODELS_PLACE * self.seconds[place]}
 
     async def __aenter__(self) -> Waits:
@@ -192,7 +213,7 @@ class Waits:
 
 
 def waits_at(episode: Episode, code: Code) -> Place | None:
-    """Where a running episode waits now."""
+    """Return the place where a running episode waits now."""
     thread, coroutine = episode.thread_id, episode.coroutine  # it may end meanwhile, in another thread
     if thread is not None:
         return code.place(stack_of_thread(thread))
@@ -200,7 +221,7 @@ def waits_at(episode: Episode, code: Code) -> Place | None:
 
 
 def concurrency(intervals: Iterable[Interval]) -> list[tuple[float, int]]:
-    """How many of the intervals are open at once: (time, from then on so many), in order."""
+    """Return the number of open intervals over time, as sorted pairs (time, number open from then on)."""
     changes: Counter[float] = Counter()
     for start, end in intervals:
         changes[start] += 1
@@ -213,6 +234,6 @@ def concurrency(intervals: Iterable[Interval]) -> list[tuple[float, int]]:
 
 
 def union(intervals: Sequence[Interval]) -> float:
-    """Seconds during which at least one interval is open."""
+    """Return the seconds during which at least one interval is open."""
     curve = concurrency(intervals)
     return sum(b[0] - a[0] for a, b in itertools.pairwise(curve) if a[1])

@@ -1,8 +1,8 @@
-"""State that episodes share: answers that cross over, and objects that several of them change.
+"""State that episodes share: answers that appear in another episode, and objects that several episodes change.
 
-A fact needs two episodes that overlap in time: one writes a value, and the other replaces it while the first still
-runs; or both change one list, and what they ask or get differs for it. What may be meant so (a counter, a log, a cache,
-a pool that hands the same things out again) is a suspicion.
+A fact needs two episodes that overlap in time. Either one writes a value and the other replaces it while the first
+still runs; or both change one list, and their requests or results differ because of it. What may be intended (a
+counter, a log, a cache, a pool that hands the same objects out again) is a suspicion.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from clew.diagnose.stress.verdict import Verdict
 from clew.diagnose.stress.writes import Sources
 
 MARK = 48
-"""Characters of an answer by which it is known again; a shorter answer is known whole ..."""
+"""Number of characters of an answer by which it is recognized; a shorter answer is recognized as a whole."""
 
 LEAST_MARK = 24
-"""... if it has at least so many: a name or a figure may be in another's data as well."""
+"""Minimum length of an answer that is recognized. Shorter ones (a name, a figure) may be in another's data too."""
 
 DEPTH = 3
-"""How deep objects within objects are looked at, and ..."""
+"""Maximum depth to which objects within objects are examined."""
 
 WIDTH = 256
-"""... how many entries of each."""
+"""Maximum number of entries that are examined in each object."""
 
 MANY = 4096
-"""A dictionary with more entries is a table, and left alone."""
+"""Maximum number of entries in a dictionary; a larger one is a table, and is left alone."""
 
 NO_SOURCES = Sources()
 
@@ -47,7 +47,7 @@ _PLAIN = (str, int, float, bool, bytes, type(None))
 
 @dataclass(frozen=True, kw_only=True)
 class Crossing:
-    """One episode's prompt holds what the model had told another."""
+    """A prompt of one episode that holds what the model had answered to another."""
 
     asker: str
     owner: str
@@ -57,9 +57,14 @@ class Crossing:
 def crossings(
     requests: Sequence[Request], is_own: Callable[[str, str], bool] = lambda episode, text: False
 ) -> list[Crossing]:
-    """One for each pair of episodes. Text that several were told, or that the prompt already held, is no mark.
+    """Return one crossing for each pair of episodes.
 
-    is_own: whether an episode has this text from elsewhere; models say by chance what is in another's data."""
+    Text that several episodes were given, or that the prompt already held, does not count.
+
+    Args:
+        requests: Requests and answers of the episodes.
+        is_own: Returns whether an episode has a text from elsewhere. By chance, models say what is in another's data.
+    """
     owners: dict[str, tuple[str, float] | None] = {}
     for request in requests:
         answer = request.answered.strip()
@@ -69,7 +74,7 @@ def crossings(
             known = other is None or other[0] != request.episode or mark in request.asked
             owners[mark] = None if known else (request.episode, request.done)
     marks: dict[str, list[tuple[str, str, float]]] = defaultdict(list)
-    """By their first characters."""
+    """Marks with their owner and time, by the mark's first characters."""
     for mark, owner in owners.items():
         if owner:
             marks[mark[:LEAST_MARK]].append((mark, *owner))
@@ -88,32 +93,40 @@ def crossings(
 
 
 Kind = Literal["set", "added", "removed", "changed"]
-"""set: a value replaced another; added, removed: a key or attribute, or an element of a set; changed: a list."""
+"""Kinds of change:
+
+- set: a value replaced another
+- added, removed: a key, an attribute, or an element of a set
+- changed: a list
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """One change of an object that outlives the episode, made in a step of this episode."""
+    """One change, made in a step of an episode, to an object that outlives the episode."""
 
     name: str
-    """Of the object: agent, agent.messages, module.CACHE."""
+    """Name of the object, such as agent, agent.messages or module.CACHE."""
     top: str
-    """Of the attribute or global that it is, or lies within: one finding is about all of it."""
+    """Name of the attribute or global that is this object or contains it. Each gets at most one finding."""
     key: str
-    """Of a dictionary's entry or an object's attribute."""
+    """Key of the dictionary entry, or name of the attribute; empty for a list or a set."""
     kind: Kind
     value: str
-    """The type of what is there now, and its value when it is plain."""
+    """The new value if it is plain (at most 80 characters), otherwise its type."""
     number: float | None
-    """The value, where it is a number."""
+    """The new value if it is a number."""
     known: bool
-    """What was put into a list had been in it before: a pool, perhaps."""
+    """True if the new last element of a list had been in it before, or if the list became shorter: perhaps a pool."""
     episode: Episode
 
 
 class State:
-    """What outlives an episode: the agent's attributes, its classes', its modules' globals, the defaults of arguments
-    and of context variables. Told after each step."""
+    """State that outlives an episode, compared after each step.
+
+    It consists of the attributes of the agent and its classes, the globals of its modules, and the defaults of
+    arguments and of context variables.
+    """
 
     def __init__(self, agent: object, code: Code) -> None:
         self._code = code
@@ -129,7 +142,7 @@ class State:
         self.changes: list[Change] = []
 
     def stepped(self, episode: Episode) -> None:
-        """What is different now was changed by this episode."""
+        """Attribute all changes since the last step to this episode."""
         with self._lock:
             now = self._now()
             for name in now.keys() & self._before.keys():
@@ -137,17 +150,17 @@ class State:
             self._before = now
 
     def held(self) -> dict[str, Any]:
-        """Name to what it holds now, shallow."""
+        """Return what each object holds now, by name, shallow."""
         return self._now()
 
     def place_of(self, text: str) -> str:
-        """The attribute or global within which this text stands, and the line that changes it; empty without one."""
+        """Return the attribute or global that holds this text, and the line that changes it; empty if there is none."""
         name = holding(self, text)
         lines = self.sources.lines_that_change(re.sub(r"\[.*", "", name).rpartition(".")[2]) if name else []
         return f"{name}, changed at {lines[0]}" if lines else name
 
     def top_of(self, name: str) -> str:
-        """The attribute or global that the object of this name is, or lies within."""
+        """Return the attribute or global that is the object of this name or contains it."""
         return self._tops.get(name, "")
 
     def _compare(self, name: str, before: Any, now: Any, episode: Episode) -> None:
@@ -178,7 +191,7 @@ class State:
             note("", "added", None)
 
     def _now(self) -> dict[str, Any]:
-        """Name to what it holds, shallow: a dictionary; a list as (length, last elements); a set."""
+        """Return what each object holds, by name, shallow: a dictionary; a list as (length, last elements); a set."""
         held: dict[str, Any] = {}
         looked: set[int] = set()
         for name, values in self._roots:
@@ -186,7 +199,16 @@ class State:
         return held
 
     def _look(self, name: str, value: Any, held: dict[str, Any], depth: int, top: str, looked: set[int]) -> None:
-        """top: of what lies within an attribute or global. looked: objects that have been seen under another name."""
+        """Collect what an object holds, and what the objects within it hold.
+
+        Args:
+            name: Name of the object.
+            value: The object.
+            held: Receives the contents, by name.
+            depth: Depth below a root.
+            top: Name of the attribute or global that contains the object; empty if there is none.
+            looked: IDs of objects that have been seen under another name.
+        """
         if depth > DEPTH or id(value) in looked:
             return
         looked.add(id(value))
@@ -221,12 +243,12 @@ class State:
 
 
 def _file_of(name: str) -> str:
-    """The source file of the module that a root's name begins with."""
+    """Return the source file of a module that is a root; empty for a root that is no module."""
     return str(getattr(sys.modules.get(name), "__file__", None) or "")
 
 
 def holding(state: State, text: str) -> str:
-    """The name of an attribute or global within which this text stands, without those that hold all rows' alike."""
+    """Return the name of the attribute or global that holds this text; empty if there is none."""
     for name, value in state.held().items():
         entries = value.values() if isinstance(value, dict) else value[1] if isinstance(value, tuple) else ()
         for key, each in value.items() if isinstance(value, dict) else enumerate(entries):
@@ -236,7 +258,7 @@ def holding(state: State, text: str) -> str:
 
 
 def _roots(agent: object, code: Code) -> Iterator[tuple[str, Any]]:
-    """Named dictionaries of attributes: the agent's, its classes', the globals of the user's modules and classes."""
+    """Yield named dictionaries of attributes: the agent's, its classes', and the globals of the user's modules."""
     if hasattr(agent, "__dict__"):
         yield "agent", agent.__dict__
     own = sys.modules[type(agent).__module__]
@@ -257,7 +279,7 @@ def _roots(agent: object, code: Code) -> Iterator[tuple[str, Any]]:
 
 
 def _defaults(name: str, attributes: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The defaults of functions' arguments: each is one object for all calls."""
+    """Yield the defaults of functions' arguments: each is one object for all calls."""
     for function in list(attributes.values()):
         function = function.__func__ if isinstance(function, (classmethod, staticmethod)) else function
         if isinstance(function, FunctionType):
@@ -282,13 +304,18 @@ def _differ(a: Any, b: Any) -> bool:
 
 
 def full_name(name: str, key: str) -> str:
-    """Of an entry of the object of this name."""
+    """Return the full name of an entry of the object with this name."""
     return f"{name}[{key}]" if key and not key.startswith("'") else f"{name}.{key[1:-1]}" if key else name
 
 
 def verdicts(changes: Sequence[Change], *, matters: bool, sources: Sources = NO_SOURCES) -> list[Verdict]:
-    """One for each object, facts and suspicions. matters: what episodes do was seen to depend on one
-    another. sources: where to find the line that changes it."""
+    """Return one verdict for each object, facts first and suspicions last.
+
+    Args:
+        changes: Changes that episodes made.
+        matters: True if episodes were seen to depend on one another.
+        sources: Provides the lines that change an object.
+    """
     by_place: dict[tuple[str, str], list[Change]] = defaultdict(list)
     for change in changes:
         by_place[change.name, change.key].append(change)
@@ -329,7 +356,7 @@ def verdicts(changes: Sequence[Change], *, matters: bool, sources: Sources = NO_
 
 
 def _overlapping(made: Sequence[Change]) -> tuple[Change, Change] | None:
-    """Two successive changes by different episodes of which the first still ran at the second."""
+    """Return two successive changes by different episodes, the first of which still ran at the second."""
     for a, b in itertools.pairwise(made):
         if a.episode is not b.episode and b.episode.started < a.episode.finished:
             return a, b
@@ -337,7 +364,13 @@ def _overlapping(made: Sequence[Change]) -> tuple[Change, Change] | None:
 
 
 def _suspicion(made: Sequence[Change], several_rows: bool, matters: bool) -> str:
-    """Why it may be meant so; empty when it may not. several_rows: the episodes are of different prompts."""
+    """Return why the changes may be intended; empty if they may not.
+
+    Args:
+        made: Changes of one object.
+        several_rows: True if the episodes have different prompts.
+        matters: True if episodes were seen to depend on one another.
+    """
     numbers = [change.number for change in made if change.number is not None]
     steps = [b - a for a, b in itertools.pairwise(numbers)]
     if len(numbers) == len(made) and (

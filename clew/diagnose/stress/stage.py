@@ -23,17 +23,20 @@ CANCEL_S = 10.0
 """Seconds that stopped episodes may take to end."""
 
 TIMEOUT_S = 120.0
-"""Default number of seconds that an episode may take, not counting the model and a busy processor."""
+"""Default seconds that an episode may take, not counting the model and a busy processor."""
 
 IN_ALL = 5
-"""An episode may take this many times `timeout_s` in all, model and busy processor included."""
+"""Maximum total time of an episode, model and busy processor included, as a multiple of `timeout_s`."""
 
 PATIENT = 5
-"""Multiple of the slowest episode's time alone. A wave is stuck when, for that long and for `patience_s`, no episode
-has ended, no request has come, and nothing has computed."""
+"""Time that a wave may stand still, as a multiple of the slowest episode's time alone.
+
+A wave is stuck when, for that long and for `patience_s`, no episode has ended, no request has come, and nothing has
+computed.
+"""
 
 AGAIN_S = 3.0
-"""Seconds that replace `patience_s` once a wave was stuck."""
+"""Seconds that replace `patience_s` after a wave was stuck."""
 
 LOOK_S = 0.5
 """Seconds between two looks at whether something moves."""
@@ -43,7 +46,7 @@ SAY_S = 10.0
 
 
 class StoodStill(Exception):
-    """A wave came to no end by itself."""
+    """Raised when the event loop stood still in a wave, or none of its episodes ended by itself."""
 
     def __init__(self, wave: Wave) -> None:
         super().__init__(wave.name)
@@ -70,12 +73,12 @@ class Stage:
         say: Callable[[str], None],
     ) -> None:
         self.episodes = 0
-        """So far."""
+        """Number of episodes run so far."""
         self._agent, self._code = agent, code
         self._open_episode, self._requests = open_episode, requests
         self._timeout_s, self._patience_s = timeout_s, patience_s
         self._longest_s = 0.0
-        """What the slowest episode took alone."""
+        """Seconds that the slowest episode took alone."""
         self._loop_watch = loop_watch
         self._say = say
         self._stuck = stuck
@@ -85,7 +88,17 @@ class Stage:
     async def wave(
         self, name: str, jobs: Sequence[tuple[str, dict[str, Any]]], at_once: int, stepped: Stepped | None = None
     ) -> Wave:
-        """Run the episodes, at most so many at once; ends when the last has ended. Raises StoodStill."""
+        """Run a wave of episodes, and return when the last has ended.
+
+        Args:
+            name: Name of the wave.
+            jobs: ID and row of each episode.
+            at_once: Maximum number of episodes at once.
+            stepped: Called after each step of an episode.
+
+        Raises:
+            StoodStill: If the event loop stood still, or no episode ended by itself.
+        """
         self._say(f"{name}: {len(jobs)} episodes, {min(at_once, len(jobs))} at once")
         asyncio.get_running_loop().set_task_factory(task_factory(stepped, self._origins.made))
         episodes = [Episode(id=id, data=data) for id, data in jobs]
@@ -124,15 +137,15 @@ class Stage:
         raise StoodStill(wave)
 
     async def _until_ended(self, name: str, tasks: Mapping[asyncio.Task[None], Episode]) -> None:
-        """Return when all have ended, or the event loop stood still; what runs then is cancelled.
+        """Wait until all episodes have ended or the event loop has stood still, then cancel what still runs.
 
-        Episodes that come to no end are stopped.
+        Episodes that do not end by themselves are stopped.
         """
         still = asyncio.ensure_future(self._stuck.happened.wait())
         left: set[asyncio.Task[Any]] = set(tasks)
         began = told = time.monotonic()
         quiet_s = 0.0
-        """How long nothing has moved; a round that this process had no processor for counts no more than others."""
+        """Seconds for which nothing has moved. Each round counts as LOOK_S, even if this process had to wait longer."""
         while left and not still.done():
             busy, requests = self._busy.busy_s(), self._requests.moved
             done, waiting = await asyncio.wait({*left, still}, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
@@ -157,13 +170,13 @@ class Stage:
                 task.result()
 
     def _progress(self, name: str, episodes: int, left: int, seconds: float) -> str:
-        """What somebody who waits is told."""
+        """Return a line of progress for the user."""
         places = Counter(str(place) for each in list(self._running) if (place := serial.waits_at(each, self._code)))
         most = f"; most wait at {places.most_common(1)[0][0]}" if places else ""
         return f"{name}: {episodes - left} of {episodes} episodes have ended after {seconds:.0f} s{most}"
 
     def _stop_endless(self, tasks: Mapping[Episode, asyncio.Task[Any]], quiet_s: float) -> None:
-        """Stop the episodes whose time is over, or all that run when nothing has moved for long."""
+        """Stop episodes that ran too long, or all running episodes if nothing has moved for too long."""
         now, idle = time.monotonic(), self._busy.idle_s()
         patience_s = max(self._patience_s, PATIENT * self._longest_s)
         still = quiet_s > patience_s

@@ -1,4 +1,4 @@
-"""An engine without a model, so that an agent can be asked without one."""
+"""An engine without a model, so that an agent can be tested without one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 SPREAD = 0.5
-"""An answer takes up to so much longer than the shortest, each its own time: what relies on their order is found."""
+"""Maximum additional latency, as a share of `latency_s`. It differs per answer, to find reliance on their order."""
 
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}{{ '\\n' }}{{ message.content }}"
@@ -28,7 +28,7 @@ TEMPLATE = (
 
 
 def byte_tokenizer() -> PreTrainedTokenizerBase:
-    """A token a byte, and a chat template: for a stand-in that stands for no particular model."""
+    """Return a tokenizer with one token per byte and a chat template, for a stand-in without a particular model."""
     from tokenizers import Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
@@ -48,20 +48,19 @@ def byte_tokenizer() -> PreTrainedTokenizerBase:
 
 
 class Names:
-    """The eyes of a stand-in that stands for no particular model: it reads the images' names, as TEMPLATE writes
-    them."""
+    """Image processing of a stand-in without a particular model: reads only the names of images, as in TEMPLATE."""
 
     def expanded(self, text: str, images: Sequence[bytes]) -> str:
-        """See the protocol."""
+        """Return the text unchanged. See the protocol."""
         return text
 
 
 class StandIn:
     """Answers after a set time, with recorded texts or synthetic ones.
 
-    An answer follows from (seed, episode, prompt, how often this episode has asked it), and from nothing else: requests
-    of one episode that run side by side may come in any order, and each still gets its own answer. Synthetic answers
-    are random printable tokens, so that no two episodes are told the same.
+    An answer depends only on the seed, the episode, the prompt, and how often this episode has sent it. So requests of
+    one episode that run side by side may come in any order, and each still gets its own answer. Synthetic answers are
+    random printable tokens, so that no two episodes get the same.
     """
 
     def __init__(
@@ -75,9 +74,19 @@ class StandIn:
         limit: int | None = None,
         seed: int = 0,
     ) -> None:
-        """latency_s + token_s x tokens: how long an answer takes, at least; up to SPREAD of the latency longer.
-        tokens: of a synthetic answer, at most; at least half as many. texts: recorded answers, to choose from. limit:
-        requests at once; the rest queue; None: no limit."""
+        """Create a stand-in.
+
+        An answer takes at least latency_s + token_s x tokens, and up to SPREAD of the latency longer.
+
+        Args:
+            tokenizer: Encodes and decodes the answers.
+            latency_s: Minimum seconds before the first token.
+            token_s: Seconds per token.
+            tokens: Maximum length of a synthetic answer; the minimum is half of it.
+            texts: Recorded answers to choose from; if empty, answers are synthetic.
+            limit: Maximum number of requests at once; the rest queue. None: no limit.
+            seed: Seed of the answers and their latencies.
+        """
         self._tokenizer = tokenizer
         self._latency_s, self._token_s = latency_s, token_s
         self._tokens = tokens
@@ -120,10 +129,10 @@ class StandIn:
         )
 
     async def load_weights(self, ref: WeightRef) -> None:
-        """It has none."""
+        """Do nothing: a stand-in has no weights."""
 
     async def abort(self, request_id: str | None = None) -> None:
-        """Its answers are short."""
+        """Do nothing: answers are short, and end by themselves."""
 
     async def version(self) -> int:
         return 0

@@ -1,6 +1,6 @@
-"""An agent's episode, run as rollout runs it, and known step by step: a step is what it does between two awaits.
+"""An agent's episode, run as in rollout but observed step by step. A step is what it does between two awaits.
 
-The tasks that an episode starts belong to it. A plain `run` has a thread of its own and no steps; there each return
+The tasks that an episode starts belong to it. A plain `run` has a thread of its own and no steps; there, each return
 from a call in the user's code counts as one.
 """
 
@@ -24,12 +24,12 @@ from clew.rollout.agents import extra_kwargs_of
 from clew.rollout.rewards import checked
 
 OpenEpisode = Callable[[str], AbstractAsyncContextManager[tuple[str, str, Any]]]
-"""Of an episode's ID: a session of the gateway, as (base_url, api_key, http_client)."""
+"""Function that opens a session of the gateway for an episode ID, as (base_url, api_key, http_client)."""
 
 
 @dataclass(eq=False)
 class Episode:
-    """One episode while it runs, and what is left of it."""
+    """One episode while it runs, and its results afterwards."""
 
     id: str
     data: dict[str, Any]
@@ -37,20 +37,20 @@ class Episode:
     """time.monotonic()"""
     finished: float = 0.0
     code_s: float = 0.0
-    """Seconds in the agent's own code and its libraries', without waiting."""
+    """Seconds spent in the agent's own code and its libraries', without waiting."""
     reward: Any = None
     error: str | None = None
-    """Type and message."""
+    """Type and message of the error."""
     at: str = ""
-    """Where the error was raised, or where it waited when it was stopped."""
+    """Line where the error was raised, or where the episode waited when it was stopped."""
     stopped: str = ""
-    """Why it was stopped, when it came to no end by itself."""
+    """Reason why the episode was stopped; empty if it ended by itself."""
     idle_from: float = 0.0
-    """What `BusyWatch.idle_s` said when it started."""
+    """Result of `BusyWatch.idle_s` when the episode started."""
     coroutine: Coroutine | None = None
-    """Of an `async def run`, while it runs."""
+    """Coroutine of an `async def run`, while it runs."""
     thread_id: int | None = None
-    """Of a plain `run`, while it runs."""
+    """Thread of a plain `run`, while it runs."""
 
     @property
     def seconds(self) -> float:
@@ -61,7 +61,7 @@ _current: contextvars.ContextVar[Episode | None] = contextvars.ContextVar("clew_
 
 
 def current_episode() -> Episode | None:
-    """Whose code runs now."""
+    """Return the episode whose code runs now; None outside of episodes."""
     return _current.get()
 
 
@@ -78,7 +78,18 @@ async def run_episode(
     stepped: Stepped | None,
     code: Code,
 ) -> None:
-    """Run the agent on its own copy of the row. Whatever it raises is kept, as the episode's error."""
+    """Run the agent on its own copy of the row.
+
+    Whatever the agent raises is kept as the episode's error.
+
+    Args:
+        agent: The agent.
+        episode: The episode; its results are set.
+        open_episode: Opens a session of the gateway.
+        timeout_s: Maximum seconds; None: no limit.
+        stepped: Called after each step.
+        code: Tells the user's code from libraries'.
+    """
     data = copy.deepcopy(episode.data)
     episode.started = time.monotonic()
     limit = asyncio.timeout(timeout_s)
@@ -114,7 +125,7 @@ async def run_episode(
 
 @types.coroutine
 def driven(clew_drives: Coroutine, episode: Episode, stepped: Stepped | None) -> Generator[Any, Any, Any]:
-    """Await a coroutine, step by step. (Its name is how `frames` finds it.)"""
+    """Await a coroutine step by step. (`frames` finds the coroutine by the name `clew_drives`.)"""
     advance: Callable[[], Any] = lambda: clew_drives.send(None)  # noqa: E731
     while True:
         began = time.perf_counter()
@@ -138,9 +149,11 @@ def driven(clew_drives: Coroutine, episode: Episode, stepped: Stepped | None) ->
 
 
 def task_factory(stepped: Stepped | None, made: Callable[[asyncio.Task], None]) -> Callable[..., asyncio.Task]:
-    """For loop.set_task_factory: tasks that an episode starts are known as its own.
+    """Return a factory for loop.set_task_factory that assigns the tasks an episode starts to that episode.
 
-    made: called with each of them, in the call that makes it.
+    Args:
+        stepped: Called after each step of such a task.
+        made: Called with each of these tasks, in the call that creates it.
     """
 
     def make(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task:

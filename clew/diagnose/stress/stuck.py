@@ -1,5 +1,8 @@
-"""An event loop that stands still for good: a blocking call that waits for what only another episode could give back,
-such as a threading.Lock that is held across an await. It is interrupted, so that the stress can say so."""
+"""Detection of an event loop that stands still for good.
+
+Such a loop is in a blocking call that waits for what only another episode could give back, for example a threading.Lock
+that is held across an await. The call is interrupted, so that the stress can report it.
+"""
 
 from __future__ import annotations
 
@@ -19,27 +22,33 @@ from clew.diagnose.stress.verdict import Verdict
 from clew.diagnose.stress.watch import STUCK_THREAD
 
 STUCK_S = 30.0
-"""A loop that stands still for this long, without computing, never moves again."""
+"""Seconds after which a loop that stands still without computing is taken to never move again."""
 
 AGAIN_S = 0.05
-"""After that has been seen once, each further such call is interrupted after so long."""
+"""Seconds after which each further such call is interrupted, once one has been seen."""
 
 COMPUTES = 0.1
-"""A thread that computes, or waits for a processor, for a larger share of the time does not stand still."""
+"""Share of the time above which a thread that computes, or waits for a processor, does not stand still."""
 
 SIGNAL = signal.SIGUSR2
-"""Interrupts the call; Python does so in the main thread alone."""
+"""Signal that interrupts the call. Python handles signals in the main thread only."""
 
 
 class Stuck(Exception):
-    """Raised in the call that would never return."""
+    """Raised inside the call that would never return."""
 
 
 class StuckWatch:
-    """Watches the event loop in which it is entered, which is to be the main thread's."""
+    """Watches the event loop in which it is entered. This must be the main thread's."""
 
     def __init__(self, code: Code, running: Collection[Episode], stuck_s: float) -> None:
-        """running: kept up to date by whoever runs them."""
+        """Create a watch.
+
+        Args:
+            code: Tells the user's code from libraries'.
+            running: Running episodes; the caller keeps this up to date.
+            stuck_s: Seconds for which the loop may stand still.
+        """
         self.verdict: Verdict | None = None
         self.happened = asyncio.Event()
         self._code = code
@@ -88,7 +97,7 @@ class StuckWatch:
                 signal.pthread_kill(self._thread_id, SIGNAL)
 
     def _wanted_s(self) -> float:
-        """Seconds for which the loop's thread has computed or, where the kernel tells, waited for a processor."""
+        """Return the seconds that the loop's thread has computed or, if the kernel tells, waited for a processor."""
         computed = time.clock_gettime(time.pthread_getcpuclockid(self._thread_id))
         return max(computed, sum(scheduled(self._native_id)))
 

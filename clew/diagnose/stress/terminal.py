@@ -20,7 +20,7 @@ _STYLES = {"fit": "green", "not fit": "red", "not judged": "yellow"}
 
 
 def rendered(report: Report) -> Group:
-    """For rich's Console.print."""
+    """Return the report in a form that rich's Console.print shows."""
     return Group(*_blocks(report))
 
 

@@ -1,4 +1,4 @@
-"""What the stress says about an agent: a finding, where it is, and the numbers that it rests on."""
+"""A finding of the stress about an agent, with the place and the numbers it rests on."""
 
 from __future__ import annotations
 
@@ -6,9 +6,16 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Kind = Literal["hangs", "blocks", "serial", "shared", "growth", "differs", "fails"]
-"""hangs: episodes that do not end. blocks: calls that block the event loop. serial: something admits only so many at a
-time. shared: state shared between episodes. growth: something grows with every episode. differs: the same seeds, other
-results. fails: episodes that fail."""
+"""Kinds of finding:
+
+- hangs: episodes that do not end
+- blocks: calls that block the event loop
+- serial: something admits only so many episodes at a time
+- shared: state shared between episodes
+- growth: something grows with every episode
+- differs: the same seeds give other results
+- fails: episodes that fail
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,9 +24,9 @@ class Verdict:
 
     kind: Kind
     what: str
-    """In a sentence."""
+    """The finding in one sentence."""
     where: str = ""
-    """File, line and function; or an attribute's name."""
+    """File, line and function, or the name of an attribute."""
     evidence: list[str] = field(default_factory=list)
     certain: bool = True
-    """False: a suspicion, which may be meant so (a cache, a counter). It does not make an agent unfit."""
+    """False for a suspicion, which may be intended (a cache, a counter) and does not make an agent unfit."""

@@ -1,4 +1,4 @@
-"""What blocks an event loop, and where."""
+"""Calls that block an event loop, and the lines that make them."""
 
 from __future__ import annotations
 
@@ -23,23 +23,26 @@ ASYNCIO = str(Path(asyncio.__file__).parent)
 WATCH_THREAD = "clew loop watch"
 STUCK_THREAD = "clew stuck watch"
 WATCHING = (WATCH_THREAD, STUCK_THREAD, BUSY_THREAD, WAITS_THREAD)
-"""Names of threads that watch."""
+"""Names of the threads that only watch."""
 
 FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
-"""The system call in which a thread waits for a lock; also for the interpreter's, which is nobody's fault."""
+"""Number of the system call that waits for a lock. This may be the interpreter's lock, which is nobody's fault."""
 
 BEAT_S = 0.005
-"""How often the loop is asked for a sign of life, and how often its stack is looked at while it gives none."""
+"""Seconds between two signs of life asked of the loop, and between two looks at its stack while it gives none."""
 
 COMPUTES_S = 0.05
-"""A single task that computes for this long without an await is at fault. One that sleeps in a blocking call is however
-short that is: hundreds of episodes do the same, one after another."""
+"""Seconds of computing without an await above which a single task is at fault.
+
+A task that sleeps in a blocking call is at fault however short the sleep is: hundreds of episodes do the same, one
+after another.
+"""
 
 SHARE = 0.05
-"""A place is named in a verdict when it took this share of the time."""
+"""Share of the time above which a place is named in a verdict."""
 
 ONCE_S = 1.0
-"""A single block this long is named in any case."""
+"""Seconds above which a single block is named in any case."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,18 +52,18 @@ class Block:
     place: Place
     seconds: float
     computing: bool
-    """False: it waited, in a call that blocks."""
+    """False if it waited in a blocking call."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Watched:
-    """What a LoopWatch saw."""
+    """Observations of a LoopWatch."""
 
     blocks: list[Block]
     seconds: float
-    """How long it watched."""
+    """Seconds for which it watched."""
     late_share: float
-    """Of this time: how much the loop spent silent, for more than 10 ms at a stretch: blocked, or always busy."""
+    """Share of this time in which the loop was silent for more than 10 ms at a stretch: blocked, or always busy."""
 
     def __add__(self, other: Watched) -> Watched:
         seconds = self.seconds + other.seconds
@@ -74,18 +77,26 @@ class Hold:
 
     task: object
     places: Counter[Place]
-    """Samples."""
+    """Number of samples at each place."""
     slept_s: float = 0.0
-    """Time for which the loop's thread slept in a system call that is no lock's."""
+    """Seconds for which the loop's thread slept in a system call, not counting the interpreter's lock."""
     waited_s: float = 0.0
-    """Other time that went by, as far as this process had a processor to see it go by, and no other thread computed:
-    that one may have had the interpreter, for which the loop's then waited."""
+    """Other seconds that passed while this process had a processor, and no other thread computed.
+
+    Another thread that computes may hold the interpreter, and the loop's thread then waits for it.
+    """
     cpu_s: float = 0.0
-    """Time that the loop's thread computed."""
+    """Seconds for which the loop's thread computed."""
 
     def block(self, slept: float) -> Block | None:
-        """What it amounts to. A task that waits in a call makes the loop's thread sleep. slept: the share of the time
-        without computing in which no thread wanted a processor in vain: the loop's, or one that has the interpreter."""
+        """Return the block that this hold amounts to; None if it is harmless.
+
+        A task that waits in a call makes the loop's thread sleep.
+
+        Args:
+            slept: Share of the time without computing in which no thread waited for a processor. Threads that count are
+                the loop's, and any that may hold the interpreter.
+        """
         if not self.places:
             return None
         place = self.places.most_common(1)[0][0]
@@ -122,7 +133,7 @@ class LoopWatch:
         self._thread.join()
 
     def take(self) -> Watched:
-        """What was seen since the last look."""
+        """Return what was seen since the last call, and start anew."""
         now = time.monotonic()
         watched = Watched(
             blocks=list(self._blocks), seconds=now - self._since, late_share=self._late_s / max(now - self._since, 1e-9)
@@ -147,13 +158,19 @@ class LoopWatch:
             self._stop.wait(BEAT_S)
 
     def _sample_until(self, answered: threading.Event, sent: float, ran: float) -> list[Block]:
-        """sent: when the loop was asked for a sign of life. ran: for how long its thread had then run, or wanted to."""
+        """Sample the loop's stack until it answers, and return the blocks that were seen.
+
+        Args:
+            answered: Set when the loop answers.
+            sent: time.monotonic() when the loop was asked for a sign of life.
+            ran: Seconds for which the loop's thread had run, or had waited for a processor, by then.
+        """
         holds: list[Hold] = []
         seen, computed, others = time.monotonic(), time.clock_gettime(self._cpu_clock), self._others_s()
         threads = working_threads()
         denied = denied_s(threads)
         waits = 2 * BEAT_S
-        """What went by before the first look."""
+        """Seconds that passed before the first look."""
         while True:
             task = asyncio.current_task(self._loop)
             stack = stack_of_thread(self._thread_id)
@@ -180,28 +197,38 @@ class LoopWatch:
         return [block for hold in holds if (block := hold.block(slept)) is not None]
 
     def _asyncios(self, stack: Sequence[Line]) -> bool:
-        """Whether what runs is asyncio's own: an idle loop's select, or the start of a process or a thread for a user
-        who does use the asynchronous form."""
+        """Return whether asyncio's own code is running.
+
+        This is an idle loop's select, or the start of a process or a thread for a user who does use the asynchronous
+        form.
+        """
         called = list(itertools.takewhile(lambda line: not self._code.is_user(line[0].co_filename), stack))
         idle = len(called) == len(stack) and stack[0][0].co_filename.endswith("selectors.py")
         return idle or any(line[0].co_filename.startswith(ASYNCIO) for line in called)
 
     def _others_s(self) -> float:
-        """Processor time of all threads but the loop's."""
+        """Return the processor seconds of all threads except the loop's."""
         return time.process_time() - time.clock_gettime(self._cpu_clock)
 
 
 def denied_s(threads: Iterable[int]) -> float:
-    """Seconds for which these threads of this process (native IDs) were ready to run and had no processor, on Linux."""
+    """Return the seconds for which these threads of this process were ready to run but had no processor. Linux only.
+
+    Args:
+        threads: Native IDs of the threads.
+    """
     return sum(scheduled(thread)[1] for thread in threads)
 
 
 def sleeps_in_a_call(thread: int, stack: Sequence[Line] = ()) -> bool:
-    """Whether a thread of this process (native ID) waits in a system call, where the kernel tells, and not for the
-    interpreter.
+    """Return whether a thread of this process waits in a system call, other than for the interpreter.
 
-    stack: what it does, innermost first. A lock that it waits for within `threading` is not the interpreter's, unless
-    it starts a thread, which has to get the interpreter first.
+    The answer is False where the kernel does not report it.
+
+    Args:
+        thread: Native ID of the thread.
+        stack: Stack of the thread, innermost first. A lock it waits for within `threading` is not the interpreter's,
+            unless it is starting a thread, which must get the interpreter first.
     """
     within = [code.co_name for code, _ in stack if code.co_filename == threading.__file__]
     waits = bool(stack) and stack[0][0].co_filename == threading.__file__ and "start" not in within
@@ -213,17 +240,20 @@ def sleeps_in_a_call(thread: int, stack: Sequence[Line] = ()) -> bool:
 
 
 def threads() -> set[int]:
-    """All of this process, also those that Python knows nothing of; none but on Linux."""
+    """Return the native IDs of all threads of this process, also those unknown to Python; empty except on Linux."""
     return {int(path.name) for path in Path("/proc/self/task").glob("*")}
 
 
 def working_threads() -> set[int]:
-    """All but those that watch: waking so often, they are denied what nobody else wants."""
+    """Return the native IDs of all threads except those that watch.
+
+    Threads that watch wake so often that they wait for a processor even if nothing else needs one.
+    """
     return threads() - {each.native_id for each in threading.enumerate() if each.name in WATCHING}
 
 
 def verdicts(watched: Watched) -> list[Verdict]:
-    """The lines that took a share of the time worth naming, worst first."""
+    """Return a verdict for each line that took a notable share of the time, worst first."""
     by_line: dict[str, list[Block]] = defaultdict(list)
     for block in watched.blocks:
         by_line[block.place.where].append(block)

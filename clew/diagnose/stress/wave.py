@@ -1,4 +1,4 @@
-"""A wave of episodes: what ran, and what was seen meanwhile."""
+"""A wave of episodes: the episodes that ran, and what was observed meanwhile."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from clew.diagnose.stress.watch import Watched
 
 @dataclass(kw_only=True)
 class Wave:
-    """Episodes that ran, and what was seen meanwhile."""
+    """Episodes that ran, and what was observed meanwhile."""
 
     name: str
     width: int
@@ -25,22 +25,22 @@ class Wave:
     seconds: float
     cpu_s: float
     busy_s: float
-    """Time in which something that the episodes may wait for computed, or waited for a processor."""
+    """Seconds in which something that episodes may wait for computed or waited for a processor."""
     waits: Mapping[Any, float]
     at_model: Collection[Any]
-    """Places where mostly the model is waited for."""
+    """Places where episodes mostly wait for the model."""
     waits_at: Mapping[str, Any]
-    """Where each episode was last seen to wait, by its ID."""
+    """Place where each episode was last seen to wait for the model, by episode ID. See `Waits.asked_at`."""
     watched: Watched
 
     @property
     def ended(self) -> list[Episode]:
-        """Those that came to an end by themselves."""
+        """Episodes that ended by themselves."""
         return [episode for episode in self.episodes if not episode.stopped]
 
     @property
     def stopped(self) -> list[Episode]:
-        """The others."""
+        """Episodes that were stopped."""
         return [episode for episode in self.episodes if episode.stopped]
 
     @property
@@ -49,7 +49,7 @@ class Wave:
 
     @property
     def model_s(self) -> float:
-        """Seconds of a mean episode in which the model had a request of it."""
+        """Mean seconds per episode in which the model had a request of it."""
         by_episode: dict[str, list[serial.Interval]] = {episode.id: [] for episode in self.ended}
         for request in self.requests:
             if request.episode in by_episode:
@@ -58,7 +58,7 @@ class Wave:
 
     @property
     def crowd(self) -> Crowd:
-        """As `serial` judges it: what is over once the last has ended that ends by itself."""
+        """Summary for `serial`. The time counts until the end of the last episode that ended by itself."""
         ended = self.ended
         began = min((episode.started for episode in self.episodes), default=0.0)
         seconds = self.seconds
@@ -78,7 +78,7 @@ class Wave:
 
     @property
     def told(self) -> dict[str, repeat.Told]:
-        """As `repeat` compares it: of the episodes that did not fail."""
+        """Requests and rewards for `repeat`, by episode ID, of the episodes that did not fail."""
         return {
             episode.id: repeat.Told(
                 requests=[request for request in self.requests if request.episode == episode.id], reward=episode.reward
@@ -89,7 +89,7 @@ class Wave:
 
     @property
     def refused_last(self) -> list[str]:
-        """How the provider refused the last request of episodes that failed."""
+        """Messages with which the provider refused the last request of episodes that failed."""
         last = {request.episode: request.refused for request in self.requests}
         return [last[each.id] for each in self.episodes if each.error is not None and last.get(each.id)]
 

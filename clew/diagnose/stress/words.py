@@ -1,4 +1,4 @@
-"""What was asked of a provider and what it answered, in words, whichever of the dialects they speak.
+"""Text of requests to a provider and of its answers, in any of the API dialects.
 
 IDs are left out: a provider draws them by chance, and they come back in later requests.
 """
@@ -14,33 +14,33 @@ from typing import Any
 import orjson
 
 ASKED = ("instructions", "system", "tools", "messages", "input", "prompt")
-"""What the model reads of a request."""
+"""Fields of a request that the model reads."""
 
 CHANCE = frozenset(("id", "call_id", "tool_call_id", "tool_use_id", "signature", "encrypted_content"))
-"""What a provider draws by chance."""
+"""Fields whose values a provider draws by chance."""
 
 FORM = frozenset(("role", "type", "status", "phase", "index", "stop_reason", "stop_sequence"))
-"""What is none of an answer's words."""
+"""Fields of an answer that hold no words of the model."""
 
 SAID = ("message", "delta", "text")
-"""What is words of OpenAI's choices; providers add much of their own."""
+"""Fields that hold the words in the choices of OpenAI's dialect. Providers add many fields of their own."""
 
 OPAQUE = 4096
-"""So many characters without a space are an image, perhaps, and no text."""
+"""Number of leading ASCII characters without a space from which a text counts as data, perhaps an image."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a provider said."""
+    """Answer of a provider."""
 
     id: str
     words: str
     error: str
-    """Instead of an answer, or in the midst of a stream; empty when there was none."""
+    """Error instead of an answer or in the middle of a stream; empty if there was none."""
 
 
 def asked(body: bytes) -> str:
-    """What the model is to read."""
+    """Return the text that the model reads of a request."""
     request = _object(body)
     if request is None:
         return body.decode(errors="replace")
@@ -48,7 +48,7 @@ def asked(body: bytes) -> str:
 
 
 def answer(body: bytes) -> Answer:
-    """Of a body that came whole."""
+    """Return the answer in a complete response body."""
     whole = _object(body)
     if whole is None:
         return Answer(id="", words=body.decode(errors="replace"), error="")
@@ -57,7 +57,10 @@ def answer(body: bytes) -> Answer:
 
 
 def answer_of_stream(body: bytes) -> Answer:
-    """Of as many server-sent events as came: the pieces of a text (a choice's, a block's, a tool call's) are joined."""
+    """Return the answer in the server-sent events that arrived.
+
+    The pieces of each text (of a choice, a block or a tool call) are joined.
+    """
     id, error = "", ""
     said: dict[tuple[Any, ...], str] = {}
 
@@ -85,7 +88,7 @@ def answer_of_stream(body: bytes) -> Answer:
 
 
 def refused(status: int, body: bytes) -> str:
-    """What a refusal says."""
+    """Return the status and the message of a refusal."""
     said = _error(_object(body) or {}) or body.decode(errors="replace")[:200].strip()
     return f"HTTP {status}: {said}" if said else f"HTTP {status}"
 
@@ -96,7 +99,7 @@ def _choices(answer: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _error(answer: dict[str, Any]) -> str:
-    """The message of what may be an error, in each dialect's form."""
+    """Return the error message in an answer, in any dialect; empty if there is none."""
     error = answer if answer.get("type") == "error" and "message" in answer else answer.get("error")
     return str(error.get("message") or error) if isinstance(error, dict) else str(error or "")
 
@@ -109,7 +112,7 @@ def _events(body: bytes) -> Iterator[dict[str, Any]]:
 
 
 def texts(value: Any, left_out: frozenset[str] = frozenset()) -> Iterator[str]:
-    """The texts within, in their order. Tools, and what one is called with, are JSON."""
+    """Yield the texts within a value, in order. Tools, and the arguments of a tool call, are given as JSON."""
     if isinstance(value, str):
         start = value[:OPAQUE]
         is_text = len(start) < OPAQUE or not start.isascii() or len(start.split(maxsplit=1)) > 1

@@ -1,4 +1,4 @@
-"""Which lines of source code change an object that is known by its name."""
+"""Lines of source code that change an object with a given name."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ CHANGES = frozenset(
         *("pop", "popleft", "popitem", "clear", "remove", "discard", "move_to_end", "sort", "reverse"),
     )
 )
-"""Methods that change what they are called on."""
+"""Names of methods that change the object they are called on."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sources:
-    """The source code that an agent is made of."""
+    """Source code that an agent is made of."""
 
     files: Sequence[str] = ()
     classes: Collection[str] = ()
-    """The names of the agent's class and its bases: their lines are told first."""
+    """Names of the agent's class and its bases; their lines are listed first."""
 
     def lines_that_change(self, name: str) -> list[str]:
-        """The lines within functions that assign to an attribute, a global or an entry of this name, or call a method
-        on it that changes it, as file:line function.
+        """Return the lines within functions that change an object of this name, as `file:line function`.
 
-        They are read off the source: another object may have the same name.
+        They assign to an attribute, a global or an entry of this name, or call a method on it that changes it. They are
+        found in the source code, so another object with the same name may be meant.
         """
         lines = [(file, *each) for file in self.files for each in _changes(name, file)]
         return self._shown([line for line in lines if not line[2].endswith("__init__")] or lines)
 
     def lines_with_sets(self) -> list[str]:
-        """The lines within the agent's classes that make a set, use one of its module's, or call `hash`."""
+        """Return the lines within the agent's classes that make a set, use a set of its module, or call `hash`."""
         lines = [
             (file, node.lineno, function)
             for file in self.files
@@ -72,7 +72,7 @@ def _changes(name: str, file: str) -> Iterator[tuple[int, str]]:
 
 
 def _is_unordered(node: ast.expr, file: str) -> bool:
-    """Whether the order of a set, or a hash, may be told from this expression."""
+    """Return whether this expression may depend on the order of a set, or on a hash."""
     if isinstance(node, ast.Call):
         return isinstance(node.func, ast.Name) and node.func.id in ("set", "frozenset", "hash")
     return isinstance(node, (ast.Set, ast.SetComp)) or (isinstance(node, ast.Name) and node.id in _sets_of(file))
@@ -80,7 +80,7 @@ def _is_unordered(node: ast.expr, file: str) -> bool:
 
 @cache
 def _sets_of(file: str) -> frozenset[str]:
-    """The names of sets that a module defines."""
+    """Return the names of the sets that a module defines."""
     return frozenset(
         target.id
         for node in _tree(file).body
@@ -99,7 +99,7 @@ def _names(tree: ast.AST, name: str) -> bool:
 
 @cache
 def _global_names(file: str) -> frozenset[str]:
-    """Names that a function declares global."""
+    """Return the names that a function declares global."""
     return frozenset(
         name for node in ast.walk(_tree(file)) if isinstance(node, (ast.Global, ast.Nonlocal)) for name in node.names
     )
@@ -107,7 +107,7 @@ def _global_names(file: str) -> frozenset[str]:
 
 @cache
 def _statements(file: str) -> list[tuple[str, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Delete | ast.expr]]:
-    """Statements and expressions within functions, each with the function's name, in the order of their lines."""
+    """Return the statements and expressions within functions, with the function's name, in order of their lines."""
     found = []
 
     def walk(node: ast.AST, path: tuple[str, ...], inside: bool) -> None:

@@ -26,16 +26,16 @@ ERRORS = {
     504: "timeout_error",
     529: "overloaded_error",
 }
-"""Types of errors by HTTP status; others are invalid_request_error below 500 and api_error from there."""
+"""Error types by HTTP status; others are invalid_request_error below 500 and api_error from 500 on."""
 
 BILLING = "x-anthropic-billing-header:"
-"""How a block begins that Claude Code puts before its system prompt, for the provider's accounts and not the model."""
+"""Prefix of a block that Claude Code puts before its system prompt, meant for the provider's accounting only."""
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class _Hints(Strict):
-    """Change nothing about what comes out; accepted. So are a part's cache_control and the signature of thinking."""
+    """Fields that are accepted and have no effect, like a part's cache_control and a thinking block's signature."""
 
     cache_control: Any = None
     inference_geo: Any = None
@@ -209,7 +209,7 @@ class Request(CountRequest):
 
 
 def parse(body: dict[str, Any]) -> Ask:
-    """See the protocol."""
+    """See `Dialect.parse`."""
     request = read(Request, body)
     sampling: dict[str, Any] = {"max_new_tokens": request.max_tokens}
     for name in ("temperature", "top_p", "top_k"):
@@ -221,7 +221,11 @@ def parse(body: dict[str, Any]) -> Ask:
 
 
 def parse_count(body: dict[str, Any]) -> Ask:
-    """A request of /v1/messages/count_tokens, whose answer is {"input_tokens": n}. Raises Refusal, as parse does."""
+    """Parse the body of /v1/messages/count_tokens, whose answer is {"input_tokens": n}.
+
+    Raises:
+        Refusal: See `Dialect.parse`.
+    """
     return _ask(read(CountRequest, body))
 
 
@@ -256,7 +260,7 @@ def _ask(request: CountRequest, **more: Any) -> Ask:
 
 
 def _variables(request: CountRequest) -> dict[str, Any]:
-    """Of the chat template."""
+    """Return the variables of the chat template."""
     thinking, config = request.thinking, request.output_config
     variables: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking.type != "disabled"}
     if config is not None and config.effort not in (None, "high"):
@@ -309,15 +313,19 @@ def _parts(request: CountRequest) -> Iterator[Strict]:
 
 
 def _joined(blocks: Sequence[Strict]) -> Content:
-    """Of texts and images."""
+    """Return the texts and images among these blocks as the content of a message."""
     shown = (block for block in blocks if isinstance(block, _Text | _Image))
     return content_of([block.text if isinstance(block, _Text) else block.source.data for block in shown])
 
 
 def _of_user(message: _User, names: dict[str, str], tools: dict[str, dict[str, Any]]) -> list[Message]:
-    """A message for each tool's result, then the user's words.
+    """Return a message for each tool's result, then one for the user's words.
 
-    names: of the tools, by the ID of the call. tools: as templates take them, by name."""
+    Args:
+        message: The message of the request.
+        names: Names of the tools, by the ID of the call.
+        tools: Tools as chat templates take them, by name.
+    """
     results: list[Message] = []
     for block in message.content:
         if isinstance(block, _ToolResult):
@@ -339,7 +347,11 @@ def _said_by(part: _Text | _Image | _ToolReference, tools: dict[str, dict[str, A
 
 
 def _told_of(reference: _ToolReference, tools: dict[str, dict[str, Any]]) -> str:
-    """What the model is told of a tool that it has found."""
+    """Return the text that describes a tool to the model when a tool_reference names it.
+
+    Raises:
+        Refusal: There is no tool of that name.
+    """
     if reference.tool_name not in tools:
         message = f"tool_reference names {reference.tool_name!r}, which is not among the tools."
         raise Refusal(400, message, param="messages")
@@ -360,7 +372,7 @@ def _of_assistant(message: _Assistant) -> Message:
 
 
 def respond(ask: Ask, replies: Sequence[Reply]) -> dict[str, Any]:
-    """See the protocol."""
+    """See `Dialect.respond`."""
     [reply] = replies
     return {
         **_begun(ask, reply.id, reply.input_tokens),
@@ -372,7 +384,7 @@ def respond(ask: Ask, replies: Sequence[Reply]) -> dict[str, Any]:
 
 
 def _begun(ask: Ask, id: str, input_tokens: int) -> dict[str, Any]:
-    """A message without words."""
+    """Return a message as it begins: without content."""
     return {
         "id": id,
         "type": "message",
@@ -396,12 +408,12 @@ def _ending(reply: Reply) -> dict[str, Any]:
 
 
 def _edited(ask: Ask) -> dict[str, Any]:
-    """What was done to the context, for a client that asks."""
+    """Return the edits made to the context (there are never any), for a client that asks for edits."""
     return {"context_management": {"applied_edits": []}} if ask.extras["edits"] else {}
 
 
 def _usage(input_tokens: int, reply: Reply | None = None) -> dict[str, Any]:
-    """reply: None before there is one."""
+    """Return the token counts. `reply` is None before there is one."""
     return {
         "input_tokens": input_tokens,
         "cache_creation_input_tokens": 0,
@@ -417,7 +429,7 @@ SERVING = {
     "inference_geo": None,
     "service_tier": "standard",
 }
-"""What a message's usage says besides."""
+"""Further fields in the usage of a message."""
 
 
 def _blocks(reply: Reply) -> list[dict[str, Any]]:
@@ -440,11 +452,11 @@ EMPTY: dict[str, dict[str, Any]] = {
     "thinking": {"type": "thinking", "thinking": "", "signature": ""},
     "text": {"type": "text", "text": ""},
 }
-"""Blocks as they begin."""
+"""Content blocks as they begin, by type."""
 
 
 async def events(ask: Ask, stream: Stream) -> AsyncIterator[bytes]:
-    """See the protocol: a block for the thinking, one for the text, and one for each call of a tool."""
+    """Stream a block for the thinking, one for the text, and one for each call of a tool; see `Dialect.events`."""
     [id] = stream.ids
     start = _event({"type": "message_start", "message": _begun(ask, id, len(stream.input_ids))})
     started, index, open = False, -1, ""
@@ -485,7 +497,7 @@ def _delta(index: int, delta: dict[str, Any]) -> bytes:
 
 
 def _closing(index: int, kind: str, id: str) -> Iterator[bytes]:
-    """The end of a block, if one is open."""
+    """Yield the events that end a block, if one is open."""
     if kind == "thinking":
         yield _delta(index, {"type": "signature_delta", "signature": id})
     if kind:
@@ -493,7 +505,7 @@ def _closing(index: int, kind: str, id: str) -> Iterator[bytes]:
 
 
 def _json_of(input: dict[str, Any]) -> str:
-    """JSON as the provider writes it; in ASCII where the model wrote half a surrogate pair, which no UTF-8 holds."""
+    """Return JSON as the provider writes it; in ASCII if it has half a surrogate pair, which UTF-8 cannot hold."""
     text = json.dumps(input, ensure_ascii=False)
     return text if is_utf8(text) else json.dumps(input)
 
@@ -503,7 +515,7 @@ def _event(content: dict[str, Any]) -> bytes:
 
 
 def refuse(refusal: Refusal) -> dict[str, Any]:
-    """See the protocol."""
+    """See `Dialect.refuse`."""
     kind = ERRORS.get(refusal.status, "api_error" if refusal.status >= 500 else "invalid_request_error")
     error: dict[str, Any] = {"type": kind, "message": str(refusal)}
     if refusal.code == "context_length_exceeded":  # agents look for the provider's words, and shorten their context
@@ -514,17 +526,17 @@ def refuse(refusal: Refusal) -> dict[str, Any]:
 
 
 def refuse_in_stream(refusal: Refusal, place: int) -> bytes:
-    """See the protocol."""
+    """See `Dialect.refuse_in_stream`."""
     return _event(refuse(refusal))
 
 
 def models(names: Sequence[str]) -> dict[str, Any]:
-    """The answer of GET /v1/models."""
+    """Return the answer of GET /v1/models."""
     return {"data": [model(name) for name in names], "has_more": False, "first_id": names[0], "last_id": names[-1]}
 
 
 def model(name: str) -> dict[str, Any]:
-    """The answer of GET /v1/models/NAME."""
+    """Return the answer of GET /v1/models/NAME."""
     return {
         "type": "model",
         "id": name,

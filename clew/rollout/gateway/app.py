@@ -1,4 +1,4 @@
-"""The gateway's HTTP application: whose request it is, which dialect it speaks, and how its answer travels.
+"""The gateway's HTTP application: finds the session and the dialect of each request, and sends the answer.
 
 ::
 
@@ -32,40 +32,52 @@ from clew.rollout.gateway.strict import Strict, read
 log = logging.getLogger("clew.gateway")
 
 MAX_KEYS = 100_000
-"""Keys of JSON objects in a body, those in texts included: to check a thousand takes some 20 ms."""
+"""Maximum number of JSON object keys in a body, counting those inside texts: checking a thousand takes some 20 ms."""
 
 MAX_DATA = 2**20
-"""Bytes of a session's data."""
+"""Maximum size of a session's data, in bytes."""
 
 KEEP_ALIVE_S = 5.0
-"""How long a stream is silent, at most; an error before that still has its HTTP status."""
+"""Maximum seconds of silence in a stream; an error before that still gets its HTTP status."""
 
 GONE = Response(status_code=499)
-"""Nobody reads it: the client has closed the connection."""
+"""Response that nobody reads: the client has closed the connection."""
 
 
 class Sessions(Protocol):
-    """Who is behind a key."""
+    """Sessions that the application serves, by API key."""
 
     @property
     def models(self) -> Sequence[str] | None:
-        """The names that are served, the first its own; None: every name is."""
+        """Return the model names that are served, the model's own first; None if every name is served."""
         ...
 
     def find(self, key: str) -> AgentSession:
-        """The session of a key; where any key will do, a new one is opened. Raises Refusal: unknown, or ended."""
+        """Return the session of a key; if any key will do, an unknown one opens a new session.
+
+        Raises:
+            Refusal: The key is unknown, or its session has ended.
+        """
         ...
 
     def own(self, key: str) -> AgentSession:
-        """The session of a key that has one already. Raises Refusal."""
+        """Return the session of a key, and never open one.
+
+        Raises:
+            Refusal: No session has this key.
+        """
         ...
 
     def start(self, key: str) -> tuple[AgentSession, str]:
-        """A new session and its key, for the caller with `key`. Raises Refusal where sessions are opened otherwise."""
+        """Open a session for the caller with `key`, and return it with its own key.
+
+        Raises:
+            Refusal: Sessions are opened in another way here.
+        """
         ...
 
     async def end(self, key: str) -> None:
-        """End a session by its client's own wish."""
+        """End a session because its client asked for it."""
         ...
 
 
@@ -83,7 +95,7 @@ class SetReward(Strict):
 
 
 def application(sessions: Sessions) -> FastAPI:
-    """ASGI. All routes run on one event loop, the gateway's."""
+    """Return the ASGI application. All routes run on one event loop, the gateway's."""
     app = FastAPI(title="Clew gateway", docs_url=None, redoc_url=None)
 
     def serve(path: str, dialect: Dialect, body: type[Strict], handle: Callable[..., Awaitable[Response]]) -> None:
@@ -159,11 +171,11 @@ STATUSES: dict[int | str, Any] = {
     413: "too large",
     503: "the engine is away",
 }
-"""Of errors, in every dialect."""
+"""Descriptions of the error statuses, for every dialect."""
 
 
 def dialect_of(path: str) -> Dialect:
-    """Whose errors are expected there."""
+    """Return the dialect in which clients of this path expect errors."""
     return anthropic_messages if path.startswith("/v1/messages") else openai_chat
 
 
@@ -209,8 +221,11 @@ STREAMED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 def _with_earlier(session: AgentSession, ask: Ask) -> Ask:
-    """With what a client names instead of sending it: all messages up to an earlier response, and in a thread of
-    Anthropic's its tools. Instructions are those of one response."""
+    """Return the request completed with everything that its client names instead of sending.
+
+    These are all messages up to an earlier response and, in one of Anthropic's threads, its tools. Instructions apply
+    to one response only, so earlier ones are left out.
+    """
     if ask.follows is None:
         return ask
     turn = session.turn(ask.follows)
@@ -230,7 +245,7 @@ def _with_earlier(session: AgentSession, ask: Ask) -> Ask:
 
 
 async def _stream(dialect: Dialect, ask: Ask, request: Request) -> AsyncIterator[bytes]:
-    """The dialect's events, and signs of life between them."""
+    """Yield the dialect's events, and keep-alives between them."""
     seen, place = False, 0
     events = dialect.events(ask, request.stream())
     upcoming: asyncio.Future[bytes | None] | None = None
@@ -289,20 +304,24 @@ async def _end_session(sessions: Sessions, dialect: Dialect, http: HTTPRequest) 
 
 
 def key_of(http: HTTPRequest) -> str:
-    """OpenAI's clients send it as a bearer token, Anthropic's as x-api-key."""
+    """Return the API key: OpenAI's clients send it as a bearer token, Anthropic's as x-api-key."""
     given = http.headers.get("authorization", "")
     scheme, _, token = given.partition(" ")
     return token.strip() if scheme.lower() == "bearer" else http.headers.get("x-api-key", "")
 
 
 def _is_retry(http: HTTPRequest) -> bool:
-    """The official clients say so."""
+    """Return whether the client says that this is a retry, as the official clients do."""
     count = http.headers.get("x-stainless-retry-count", "0")
     return count.isdecimal() and int(count) > 0
 
 
 async def _read(http: HTTPRequest) -> bytes:
-    """The body, whose size `clew.listening.Guard` limits. Raises Refusal when there are too many objects in it."""
+    """Return the body, whose size `clew.listening.Guard` limits.
+
+    Raises:
+        Refusal: Its objects have too many keys.
+    """
     raw = await http.body()
     if raw.count(b'":') > MAX_KEYS:
         raise Refusal(413, f"Cannot read the body: its objects have more than {MAX_KEYS} keys. Send less at once.")
@@ -320,11 +339,11 @@ def _object(raw: bytes) -> dict[str, Any]:
 
 
 async def disconnected(http: HTTPRequest) -> None:
-    """Returns when the client has closed the connection; to be called when the body has been read."""
+    """Wait until the client has closed the connection. Call it only after the body has been read."""
     while (await http.receive())["type"] != "http.disconnect":
         pass
 
 
 def json_response(content: Any, status: int = 200) -> Response:
-    """As JSON; see `encoded`."""
+    """Return a JSON response; see `encoded`."""
     return Response(encoded(content), status, media_type="application/json")

@@ -1,4 +1,4 @@
-"""How a request differs from the recorded conversation that it should have continued, in words for people."""
+"""Description, for people, of how a request differs from the recorded conversation that it should have continued."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from clew.rollout.gateway.chat import Message
 
 AROUND = 24
-"""Characters shown before and after the first one that differs."""
+"""Number of characters shown before and after the first one that differs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,15 +18,15 @@ class Difference:
     """The first difference between two conversations."""
 
     index: int
-    """Of the message in the request."""
+    """Index of the message in the request, from 0."""
     kind: str
-    """Differences of one kind are shown a few times only."""
+    """Kind of the difference; only a few differences of one kind are shown."""
     what: str
-    """A clause, such as: message 1 (system) differs at character 9: 'a' became 'b'."""
+    """Description as a clause, such as: message 1 (system) differs at character 9: 'a' became 'b'."""
 
 
 def key_of(message: Message) -> str:
-    """Return what makes two messages the same for the model: role, words, calls. Neither ids nor reasoning."""
+    """Return a key that is equal for messages with the same role, words and calls; IDs and reasoning do not count."""
     words = message.get("content") or ""
     return json.dumps(
         [message.get("role"), words.strip() if isinstance(words, str) else words, _calls_of(message)], sort_keys=True
@@ -56,7 +56,7 @@ def first_difference(recorded: Sequence[Message], sent: Sequence[Message]) -> Di
 
 
 def _spoken(reply: Message, after: Message) -> Message:
-    """The reply as a client may send it back: with other white space around it, and without its reasoning."""
+    """Return the reply as a client may send it back: with other white space around it, and without its reasoning."""
     spoken = dict(reply)
     words = after.get("content") or ""
     if isinstance(words, str) and words.strip() == reply["content"].strip():
@@ -67,7 +67,7 @@ def _spoken(reply: Message, after: Message) -> Message:
 
 
 def _differing(before: Message, after: Message) -> str | None:
-    """The first field that the model may read and that differs; ids of calls are not among them."""
+    """Return the first field that differs and that the model may read (so not the IDs of calls), or None."""
     for field in ("role", "content", "reasoning_content"):
         if (before.get(field) or "") != (after.get(field) or ""):
             return field
@@ -75,7 +75,7 @@ def _differing(before: Message, after: Message) -> str | None:
 
 
 def _moved(recorded: Sequence[Message], sent: Sequence[Message], index: int) -> Difference | None:
-    """Messages that were left out or put in at this place, if the others go on as they were."""
+    """Return the messages that were left out or put in at this place, if the others go on as they were; else None."""
     before, after = [key_of(message) for message in recorded[index:]], [key_of(message) for message in sent[index:]]
     if before[0] == after[0]:
         return None
@@ -113,7 +113,7 @@ def _changed(before: Message, after: Message, index: int, field: str, *, reply: 
 
 
 def excerpt(before: str, after: str) -> str:
-    """Return where two texts differ first, and both from shortly before there on; white space can be seen."""
+    """Return a clause with the place of the first difference between two texts, and both texts around it as `repr`."""
     pairs = zip(before, after, strict=False)
     place = next((number for number, (one, other) in enumerate(pairs) if one != other), min(len(before), len(after)))
     return f"at character {place + 1}: {_around(before, place)} became {_around(after, place)}"
@@ -129,7 +129,7 @@ def _short(text: str) -> str:
 
 
 def _text(message: Message, field: str) -> str:
-    """A field as text; images by their names."""
+    """Return a field as text; images appear by their names."""
     value = _calls_of(message) if field == "tool_calls" else message.get(field)
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) if value else ""
 

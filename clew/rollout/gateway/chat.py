@@ -1,5 +1,7 @@
-"""What the dialects have in common: a request, the model's reply, a refusal. A dialect translates between these and
-its provider's JSON; everything else (sessions, tokens, the engine) knows nothing of dialects.
+"""Types that the dialects share: a request, the model's reply, a refusal.
+
+A dialect translates between these and its provider's JSON. Everything else (sessions, tokens, the engine) knows nothing
+of dialects.
 
 ::
 
@@ -20,17 +22,29 @@ from clew.errors import ClewError
 from clew.rollout.capture import Interaction
 
 Message = dict[str, Any]
-"""As chat templates take them: role (system, user, assistant, tool), content (text; with images a list of parts, see
-`clew.rollout.gateway.images`), and where they apply
-reasoning_content (text), tool_calls ([{"id", "type": "function", "function": {"name", "arguments": dict}}]),
-tool_call_id and name."""
+"""Message as chat templates take it, with these entries, the last four only where they apply:
+
+role: system, user, assistant or tool.
+content: text; with images a list of parts, see `clew.rollout.gateway.images`.
+reasoning_content: text.
+tool_calls: [{"id", "type": "function", "function": {"name", "arguments": dict}}].
+tool_call_id: ID of the call that a tool's result answers.
+name: name of the tool or the speaker.
+"""
 
 
 class Refusal(ClewError):
-    """A request that gets an error instead of a reply. The dialect gives it its provider's form."""
+    """Raised for a request that gets an error instead of a reply. The dialect gives it its provider's form."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
-        """status: of HTTP. param: the field at fault. code: a provider's short word for it, such as model_not_found."""
+        """Set the error's fields.
+
+        Args:
+            status: HTTP status.
+            message: Text for the client.
+            param: Field at fault.
+            code: The provider's short word for the error, such as model_not_found.
+        """
         super().__init__(message)
         self.status = status
         self.param = param
@@ -39,59 +53,59 @@ class Refusal(ClewError):
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """What all of a reply's text is to be."""
+    """JSON schema that the whole text of a reply has to match."""
 
     schema: dict[str, Any]
-    """JSON Schema."""
+    """JSON schema."""
     param: str
-    """The field that asks for it."""
+    """Name of the field that asks for it, for errors."""
 
 
 ANY_OBJECT = {"type": "object"}
-"""The schema that json_object stands for."""
+"""Schema that json_object stands for."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """One request, whichever dialect it came in."""
+    """One request, the same for all dialects."""
 
     model: str
-    """As the client named it."""
+    """Name of the model, as the client sent it."""
     messages: list[Message] = field(default_factory=list)
     images: Mapping[str, bytes] = field(default_factory=dict)
-    """What the messages show, by the names that they have there."""
+    """Images that the messages show, by their names in the messages."""
     follows: str | None = None
-    """The ID of an earlier reply; messages are what comes after it."""
+    """ID of an earlier reply that the messages continue, if the client names one."""
     text: str | None = None
-    """In the place of messages: goes to the model as it is."""
+    """Text that goes to the model as it is, in place of messages."""
     tools: list[dict[str, Any]] = field(default_factory=list)
-    """As chat templates take them: {"type": "function", "function": {"name", "description", "parameters"}}."""
+    """Tools as chat templates take them: {"type": "function", "function": {"name", "description", "parameters"}}."""
     tool_choice: str = "auto"
-    """auto, none, required, or the name of one of the tools."""
+    """Choice of tools: auto, none, required, or the name of one of the tools."""
     parallel_tool_calls: bool = True
-    """False: a reply has one tool call at most."""
+    """Permission for several tool calls; False: a reply has one tool call at most."""
     sampling: dict[str, Any] = field(default_factory=dict)
     """Fields of SamplingParams that the client set; stop is a tuple of strings."""
     form: Form | None = None
     n: int = 1
     logprobs: int | None = None
-    """How many alternatives to show beside each token's logprob; 0: the token's alone; None: no logprobs."""
+    """Number of alternatives to show beside each token's logprob; 0: the token's own only; None: no logprobs."""
     stream: bool = False
     template: dict[str, Any] = field(default_factory=dict)
     """Further variables of the chat template, such as enable_thinking."""
     notes: Sequence[str] = ()
-    """What its sender should know: a setting that this model does not have, and that changes nothing."""
+    """Warnings for the client's owner, such as a setting that this model does not have and that changes nothing."""
     extras: dict[str, Any] = field(default_factory=dict)
-    """What only the dialect itself needs again, to shape its response."""
+    """Values that only the dialect itself needs again, to shape its response."""
 
     @property
     def shown_tools(self) -> list[dict[str, Any]]:
-        """Those that the model is told of, and may call."""
+        """Return the tools that the model is told of and may call."""
         return self.tools if self.tool_choice != "none" else []
 
     @property
     def characters(self) -> int:
-        """Of what the model reads, roughly."""
+        """Return the approximate number of characters that the model reads."""
         said = sum(len(str(value)) for message in self.messages for value in message.values())
         return len(self.text or "") + said + (len(str(self.tools)) if self.tools else 0)
 
@@ -103,32 +117,32 @@ class ToolCall:
     id: str
     name: str
     arguments: str
-    """JSON text of an object."""
+    """Arguments as the JSON text of an object."""
 
     @classmethod
     def of(cls, interaction_id: str, number: int, name: str, arguments: dict[str, Any]) -> ToolCall:
-        """number: among those of its interaction."""
+        """Return a call with an ID made of the interaction's ID and the call's number in the interaction."""
         id = f"call_{interaction_id}_{number}".replace(".", "_")
         return cls(id=id, name=name, arguments=json.dumps(arguments))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """What the model said, taken apart."""
+    """Output of the model, split into reasoning, content and tool calls."""
 
     interaction: Interaction
-    """Its id is the response's id; the exact tokens are here."""
+    """Interaction with the exact tokens; its ID is the response's ID."""
     content: str
-    """Without reasoning, tool calls, special tokens and the stop string."""
+    """Text without reasoning, tool calls, special tokens and the stop string."""
     reasoning: str
     tool_calls: Sequence[ToolCall]
     finish_reason: Literal["stop", "length", "tool_calls"]
     reasoning_tokens: int = 0
-    """Of the output, counted by tokenizing the reasoning's text."""
+    """Number of output tokens that are reasoning, counted by tokenizing the reasoning's text."""
     stop_string: str | None = None
-    """The stop string that ended it."""
+    """Stop string that ended the reply."""
     tokens: Sequence[Token] = ()
-    """Of the content, where Ask.logprobs asked for them."""
+    """Tokens of the content, if Ask.logprobs asked for them."""
 
     @property
     def id(self) -> str:
@@ -136,7 +150,7 @@ class Reply:
 
     @property
     def created_at(self) -> float:
-        """Seconds since the epoch."""
+        """Start of the request, in seconds since the epoch."""
         return self.interaction.started_at
 
     @property
@@ -149,7 +163,7 @@ class Reply:
 
 
 def message_of(reply: Reply) -> Message:
-    """Return a reply as a message of the conversation that goes on from it."""
+    """Return a reply as a message, for the conversation that continues after it."""
     message: Message = {"role": "assistant", "content": reply.content}
     if reply.reasoning:
         message["reasoning_content"] = reply.reasoning
@@ -171,69 +185,78 @@ class Token:
 
     text: str
     logprob: float
-    """Nats, after temperature and before truncation."""
+    """Log-probability in nats, after temperature and before truncation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Delta:
-    """Some words of a reply, or a tool call. Joined, those of a reply are its reasoning, its content, its calls."""
+    """Some words of a reply, or a tool call. Joined, a reply's deltas are its reasoning, its content and its calls."""
 
     index: int
-    """Of the reply, among Ask.n."""
+    """Index of the reply among the Ask.n replies."""
     reasoning: str = ""
     content: str = ""
     tokens: Sequence[Token] = ()
-    """Of the content, where Ask.logprobs asked for them."""
+    """Tokens of the content, if Ask.logprobs asked for them."""
     call: ToolCall | None = None
-    """One of the three."""
+    """Tool call. A delta has either reasoning, content or a call."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stream:
-    """The replies to one request, on their way."""
+    """Replies to one request while they are being generated."""
 
     ids: Sequence[str]
-    """Of their interactions."""
+    """IDs of the replies' interactions."""
     created_at: float
-    """Seconds since the epoch."""
+    """Start of the request, in seconds since the epoch."""
     input_ids: Sequence[int]
     deltas: AsyncIterator[Delta]
-    """They end when the replies are there."""
+    """Deltas of all replies; they end when the replies are complete."""
     replies: Callable[[], Awaitable[Sequence[Reply]]]
-    """Raises Refusal."""
+    """Function that waits for the complete replies. Raises Refusal."""
 
 
 class Dialect(Protocol):
-    """One endpoint's JSON; a module has these names at its top."""
+    """JSON format of one endpoint; a module that is a dialect has these names at its top level."""
 
     @property
     def KEEP_ALIVE(self) -> bytes:
-        """What a stream sends while there is nothing to say."""
+        """Return the bytes that a stream sends when there is nothing else to send."""
         ...
 
     def parse(self, body: dict[str, Any]) -> Ask:
-        """Raises Refusal for a field that is unknown, wrong, or asks for what cannot be done."""
+        """Parse the body of a request.
+
+        Raises:
+            Refusal: A field is unknown, wrong, or asks for something that cannot be done.
+        """
         ...
 
     def respond(self, ask: Ask, replies: Sequence[Reply]) -> dict[str, Any]:
-        """The response; one reply for each of Ask.n."""
+        """Return the body of the response, from one reply for each of Ask.n."""
         ...
 
     def events(self, ask: Ask, stream: Stream) -> AsyncIterator[bytes]:
-        """The stream, as server-sent events. A Refusal that its replies raise passes."""
+        """Yield the stream as server-sent events. A Refusal that its replies raise is passed on."""
         ...
 
     def refuse(self, refusal: Refusal) -> dict[str, Any]:
-        """The body of an error."""
+        """Return the body of an error."""
         ...
 
     def refuse_in_stream(self, refusal: Refusal, place: int) -> bytes:
-        """The event of an error in a stream that has begun: the one after `place` others."""
+        """Return the event of an error in a stream that has begun.
+
+        Args:
+            refusal: The error.
+            place: Number of events sent before it.
+        """
         ...
 
 
 def encoded(content: Any) -> bytes:
-    """JSON."""
+    """Return the content as JSON."""
     try:
         return orjson.dumps(content)
     except TypeError:  # in a tool's name or arguments: a number beyond 64 bits, half a surrogate pair
@@ -241,7 +264,7 @@ def encoded(content: Any) -> bytes:
 
 
 def is_utf8(text: str) -> bool:
-    """Not where a model escaped half a surrogate pair in JSON."""
+    """Return whether a text can be encoded as UTF-8. It cannot if a model escaped half a surrogate pair in JSON."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -250,7 +273,7 @@ def is_utf8(text: str) -> bool:
 
 
 def pieces(text: str) -> list[str]:
-    """A text as a stream hands it out: a word at a time, with the spaces before it. Joined they are the text."""
+    """Split a text into the pieces in which a stream sends it: a word each, with the spaces before it."""
     parts: list[str] = []
     start = 0
     for place in range(1, len(text)):

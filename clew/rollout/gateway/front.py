@@ -1,7 +1,7 @@
-"""`clew serve --engine URL`: the gateway in front of a server that is up already.
+"""The gateway in front of a server that is up already (`clew serve --engine URL`).
 
-Before vLLM, SGLang or another `clew serve` it captures tokens. A provider takes no token ids: its requests are passed
-on as they are, and nothing of them can be trained on.
+In front of vLLM, SGLang or another `clew serve`, it captures tokens. A provider takes no token IDs: its requests are
+passed on unchanged, and nothing of them can be trained on.
 """
 
 from __future__ import annotations
@@ -33,17 +33,23 @@ from clew.rollout.session import sampling_params
 from clew.vision import load_vision
 
 DROPPED = frozenset(("host", "connection", "content-length", "transfer-encoding", "content-encoding", "keep-alive"))
-"""Headers that belong to one connection."""
+"""Headers that belong to one connection, and are not passed on."""
 
 UNPACKED = "accept-encoding"
-"""Left to the client that asks the provider: answers are unpacked on their way."""
+"""Header that the gateway's own HTTP client sets, because answers are unpacked on their way."""
 
 
 class PassedOn:
-    """ASGI: every request goes to the provider, with the provider's key, and comes back as it comes."""
+    """ASGI application that passes every request to the provider, with the provider's key, and returns its answer."""
 
     def __init__(self, url: str, api_key: str) -> None:
-        """url: as OpenAI's client takes it, whole (https://host/v1beta/openai), or as Anthropic's, before /v1."""
+        """Prepare to pass requests on.
+
+        Args:
+            url: Address as OpenAI's client takes it, whole (https://host/v1beta/openai), or as Anthropic's takes it,
+                without /v1.
+            api_key: The provider's key; if empty, the client's own key is passed on.
+        """
         self._url = url.rstrip("/")
         self._api_key = api_key
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=1024)
@@ -77,13 +83,16 @@ class PassedOn:
             await answer.aclose()
 
     def _there(self, path: str) -> str:
-        """The provider's address for a path of this gateway."""
+        """Return the provider's address for a path of this gateway."""
         if path.startswith("/v1/messages"):
             return self._url.removesuffix("/v1") + path
         return (self._url if urlsplit(self._url).path else self._url + "/v1") + path.removeprefix("/v1")
 
     async def _answer(self, request: httpx2.Request, came: Request) -> httpx2.Response | None:
-        """As soon as it begins; None when nobody waits for it any more, and the provider need not go on."""
+        """Return the provider's answer as soon as it begins.
+
+        None if the client has left: the request to the provider is then cancelled.
+        """
         answer = asyncio.ensure_future(self._client.send(request, stream=True))
         gone = asyncio.ensure_future(disconnected(came))
         try:
@@ -100,9 +109,17 @@ class PassedOn:
 
 
 def serve_in_front(config: Config, url: str, record: Path | None, *, api_key: str = "") -> None:
-    """Serve until SIGTERM or SIGINT. Raises EngineError when nothing answers at `url`, ModelError.
+    """Serve until SIGTERM or SIGINT.
 
-    api_key: what clients have to send; empty: on loopback any key will do, elsewhere one is made.
+    Args:
+        config: Configuration.
+        url: Address of the server.
+        record: Run directory that ended sessions are filed in; None: nothing is recorded.
+        api_key: Key that clients have to send; if empty, any key will do on loopback, and one is made elsewhere.
+
+    Raises:
+        EngineError: Nothing answers at `url`, its tokens cannot be recorded, or the listening address cannot be used.
+        ModelError: The tokenizer cannot be loaded.
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(config, url, record, api_key))

@@ -1,4 +1,4 @@
-"""Images in a client's messages: they come as files in base64, and the messages keep their names."""
+"""Images in a client's messages: they come as base64 files, and the messages keep only their names."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ Base64 = Annotated[bytes, BeforeValidator(_decoded, json_schema_input_type=str)]
 DataURL = Annotated[bytes, BeforeValidator(_of_data_url, json_schema_input_type=str)]
 
 Content = str | list[dict[str, Any]]
-"""Of a message: its text; where it shows images, its parts, in order, as chat templates take them."""
+"""Content of a message: its text, or if it shows images its parts, in order, as chat templates take them."""
 
 
 def content_of(parts: Sequence[str | bytes]) -> Content:
-    """texts and images, in order."""
+    """Return texts and images, in order, as the content of a message."""
     if all(isinstance(part, str) for part in parts):
         return "".join(part for part in parts if isinstance(part, str))
     return [
@@ -48,12 +48,12 @@ def content_of(parts: Sequence[str | bytes]) -> Content:
 
 
 def shown_in(messages: Sequence[Message]) -> list[str]:
-    """The names of the images in these messages, in order."""
+    """Return the names of the images in these messages, in order."""
     contents = (message.get("content") for message in messages)
     parts = (part for content in contents if isinstance(content, list) for part in content)
     return [part["image"] for part in parts if part["type"] == "image"]
 
 
 def by_name(images: Sequence[bytes]) -> Mapping[str, bytes]:
-    """What Ask.images is."""
+    """Return the images by name, as `Ask.images` holds them."""
     return {media_name(image): image for image in images}

@@ -1,4 +1,4 @@
-"""Fields that client libraries send unasked, and that do not change what the model says.
+"""Fields that client libraries send by default, and that do not change what the model says.
 
 Each is accepted with one warning. A value that would change the distribution that tokens are drawn from is refused,
 because the trainer could not compute that distribution again.
@@ -29,7 +29,7 @@ CHANGES_ANSWER = "the gateway has no such answer. Leave it out"
 
 
 def _only(*neutral: Any, because: str) -> AfterValidator:
-    """Refuse every value but the neutral ones."""
+    """Return a validator that refuses every value except the neutral ones."""
 
     def check(value: Any) -> Any:
         if value in neutral:
@@ -49,7 +49,7 @@ Penalty = Annotated[float, _only(0.0, because=PENALTY + IN_CLIENTS)]
 
 
 class Neutral(Strict):
-    """The fields, each with the values that change nothing."""
+    """Base of requests with these fields, each limited to values that change nothing."""
 
     frequency_penalty: Penalty = 0.0
     presence_penalty: Penalty = 0.0
@@ -108,6 +108,7 @@ def notes_on_extras(named: Iterable[tuple[str, BaseModel]]) -> list[str]:
     """Return a warning for each key that a client added.
 
     Args:
-        named: What carries the keys, with its name in the warning, such as "user messages"."""
+        named: Objects that may have such keys, each with its name in the warning, such as "user messages".
+    """
     added = dict.fromkeys((name, key) for name, model in named for key in model.model_extra or {})
     return [f"the client adds {key!r:.80} to {name}: the model does not see it" for name, key in added]

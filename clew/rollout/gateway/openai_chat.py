@@ -29,7 +29,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class _Text(Strict):
-    """Its other fields are marks for a provider's cache, and what frameworks keep of a response: no words."""
+    """A text part. Its other fields, such as marks for a provider's cache, are not words and are ignored."""
 
     model_config = ConfigDict(extra="ignore")
     type: Literal["text"]
@@ -84,7 +84,7 @@ class _Given(Lenient):
 
 
 class _Said(Strict):
-    """Clients send back whatever a response had, and add fields of their own; the model said none of them."""
+    """A message of the assistant. Fields that clients keep from a response or add themselves are ignored."""
 
     model_config = ConfigDict(extra="ignore")
     role: Literal["assistant"]
@@ -160,7 +160,7 @@ def _as_texts(stop: Any) -> Any:
 
 
 class _Hints(Strict):
-    """Change nothing about what comes out; accepted."""
+    """Fields that are accepted and have no effect."""
 
     user: Any = None
     metadata: Any = None
@@ -174,7 +174,7 @@ class _Hints(Strict):
 
 
 class Sampling(_Hints, Neutral):
-    """What the two endpoints call alike."""
+    """Fields that /v1/chat/completions and /v1/completions share."""
 
     model: str
     stream: bool = False
@@ -195,7 +195,7 @@ class Sampling(_Hints, Neutral):
 
 
 class Request(Sampling):
-    """The body."""
+    """The body of /v1/chat/completions."""
 
     messages: list[_Message] = Field(min_length=1)
     max_tokens: int | None = Field(default=None, ge=1, le=LARGEST)
@@ -217,7 +217,7 @@ class Request(Sampling):
 
 
 def parse(body: dict[str, Any]) -> Ask:
-    """See the protocol."""
+    """See `Dialect.parse`."""
     request = read(Request, body)
     if request.top_logprobs and not request.logprobs:
         raise Refusal(400, "top_logprobs needs logprobs=true. Set it, or leave top_logprobs out.", param="top_logprobs")
@@ -271,15 +271,18 @@ def _form(request: Request) -> Form | None:
 
 
 def variables_of_effort(effort: str | None) -> dict[str, Any]:
-    """Of the chat template."""
+    """Return the variables of the chat template for a reasoning effort."""
     if effort is None:
         return {}
     return {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
 
 
 def notes_on_strict(names: Sequence[str]) -> list[str]:
-    """names: of the tools that are to be held to their schema. Frameworks ask for it of their own accord, so it is no
-    reason to refuse."""
+    """Return a warning if the client sets strict for tools. Frameworks do so by default, so it is not refused.
+
+    Args:
+        names: Names of the tools with strict.
+    """
     if not names:
         return []
     return [f"the client sets strict for {', '.join(names)}: the engine cannot hold arguments to a schema, check them"]
@@ -288,7 +291,7 @@ def notes_on_strict(names: Sequence[str]) -> list[str]:
 def allowed_tools(
     tools: Sequence[dict[str, Any]], allowed: Sequence[str], mode: str
 ) -> tuple[list[dict[str, Any]], str, str]:
-    """Honour the tool_choice `allowed_tools`: the model is told of the allowed tools alone.
+    """Apply the tool_choice `allowed_tools`: the model is told only of the allowed tools.
 
     Args:
         tools: All tools, as chat templates take them.
@@ -316,7 +319,7 @@ def allowed_tools(
 
 
 def sampling_of(request: Sampling) -> dict[str, Any]:
-    """Fields of SamplingParams."""
+    """Return the fields of SamplingParams that the client set."""
     sampling: dict[str, Any] = {
         name: value
         for name in ("temperature", "top_p", "min_p", "seed")
@@ -332,7 +335,7 @@ def sampling_of(request: Sampling) -> dict[str, Any]:
 
 
 def message_of(message: _Given | _Said) -> Message:
-    """As chat templates take it."""
+    """Return the message as chat templates take it."""
     made: Message = {"role": "system" if message.role == "developer" else message.role}
     made["content"] = content_of([_of_part(part) for part in message.content or ()])
     if message.name:
@@ -362,7 +365,7 @@ def _of_part(part: _Part) -> str | bytes:
 
 
 def respond(ask: Ask, replies: Sequence[Reply]) -> dict[str, Any]:
-    """See the protocol."""
+    """See `Dialect.respond`."""
     choices = [
         {
             "index": index,
@@ -384,12 +387,12 @@ def respond(ask: Ask, replies: Sequence[Reply]) -> dict[str, Any]:
 
 
 def token_ids_of(ask: Ask, reply: Reply) -> dict[str, Any]:
-    """Return the field token_ids, where the client asked for it: the exact tokens, special ones included."""
+    """Return the field token_ids, if the client asked for it: the exact tokens, special ones included."""
     return {"token_ids": reply.interaction.output_ids} if ask.extras.get("token_ids") else {}
 
 
 def prompt_token_ids(ask: Ask, input_ids: Sequence[int]) -> dict[str, Any]:
-    """Return the field prompt_token_ids, where the client asked for it."""
+    """Return the field prompt_token_ids, if the client asked for it."""
     return {"prompt_token_ids": list(input_ids)} if ask.extras.get("token_ids") else {}
 
 
@@ -414,7 +417,7 @@ def _call(call: ToolCall) -> dict[str, Any]:
 
 
 def logprobs_of(tokens: Sequence[Token]) -> dict[str, Any]:
-    """Of tokens of a reply."""
+    """Return the field logprobs for these tokens of a reply."""
     return {"content": [_logprob(token) for token in tokens], "refusal": None}
 
 
@@ -423,7 +426,7 @@ def _logprob(token: Token) -> dict[str, Any]:
 
 
 def usage_of(replies: Sequence[Reply]) -> dict[str, Any]:
-    """Tokens; the prompt counts once."""
+    """Return the token counts; the prompt counts once."""
     prompt, completion = replies[0].input_tokens, sum(reply.output_tokens for reply in replies)
     said = {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0, "audio_tokens": 0}
     return {
@@ -436,8 +439,11 @@ def usage_of(replies: Sequence[Reply]) -> dict[str, Any]:
 
 
 async def events(ask: Ask, stream: Stream) -> AsyncIterator[bytes]:
-    """See the protocol: for each reply a chunk with the role (and the first call, where no words come before it),
-    chunks of some words, chunks of calls, and one with the finish reason; then [DONE]."""
+    """Stream the replies; see `Dialect.events`.
+
+    For each reply there is a chunk with the role (and the first call, if no words come before it), chunks of some
+    words, chunks of calls, and a chunk with the finish reason. The stream ends with [DONE].
+    """
     head = _head(ask, stream.ids[0], stream.created_at, "chat.completion.chunk")
 
     begins = prompt_token_ids(ask, stream.input_ids)
@@ -485,17 +491,17 @@ async def events(ask: Ask, stream: Stream) -> AsyncIterator[bytes]:
 
 
 def event(content: dict[str, Any]) -> bytes:
-    """A server-sent event."""
+    """Return a server-sent event."""
     return b"data: " + encoded(content) + b"\n\n"
 
 
 def model(name: str) -> dict[str, Any]:
-    """The answer of GET /v1/models/NAME."""
+    """Return the answer of GET /v1/models/NAME."""
     return {"id": name, "object": "model", "created": 0, "owned_by": "clew"}
 
 
 def refuse(refusal: Refusal) -> dict[str, Any]:
-    """See the protocol."""
+    """See `Dialect.refuse`."""
     kind = "server_error" if refusal.status >= 500 else "invalid_request_error"
     message = str(refusal)
     if refusal.code == "context_length_exceeded":  # frameworks look for the provider's words
@@ -504,5 +510,5 @@ def refuse(refusal: Refusal) -> dict[str, Any]:
 
 
 def refuse_in_stream(refusal: Refusal, place: int) -> bytes:
-    """See the protocol."""
+    """See `Dialect.refuse_in_stream`."""
     return event(refuse(refusal))

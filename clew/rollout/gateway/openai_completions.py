@@ -1,5 +1,7 @@
 """POST /v1/completions: text that goes to the model as it is.
-https://platform.openai.com/docs/api-reference/completions"""
+
+https://platform.openai.com/docs/api-reference/completions
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ from clew.rollout.gateway.strict import LARGEST, read
 __all__ = ["KEEP_ALIVE", "Request", "events", "parse", "refuse", "refuse_in_stream", "respond"]
 
 DEFAULT_MAX_TOKENS = 16
-"""OpenAI's."""
+"""Default of max_tokens, as in OpenAI's interface."""
 
 
 def _as_texts(prompt: Any) -> Any:
@@ -36,7 +38,7 @@ def _as_texts(prompt: Any) -> Any:
 
 
 class Request(Sampling):
-    """The body."""
+    """The body of /v1/completions."""
 
     prompt: Annotated[list[str], BeforeValidator(_as_texts, json_schema_input_type=str | list[str])] = Field(
         min_length=1, max_length=1, description="One text. /generate takes token ids."
@@ -49,7 +51,7 @@ class Request(Sampling):
 
 
 def parse(body: dict[str, Any]) -> Ask:
-    """See the protocol."""
+    """See `Dialect.parse`."""
     request = read(Request, body)
     if request.best_of not in (None, 1, request.n):
         raise Refusal(400, "best_of is not supported; take the best of n yourself.", param="best_of")
@@ -66,7 +68,7 @@ def parse(body: dict[str, Any]) -> Ask:
 
 
 def respond(ask: Ask, replies: Sequence[Reply]) -> dict[str, Any]:
-    """See the protocol."""
+    """See `Dialect.respond`."""
     choices = [
         _choice(ask, index, reply.id, reply.content, reply.tokens, finish_reason=_reason(reply))
         | token_ids_of(ask, reply)
@@ -94,7 +96,7 @@ def _choice(
     finish_reason: str | None,
     offset: int = 0,
 ) -> dict[str, Any]:
-    """offset: of the tokens, in characters from the reply's beginning."""
+    """Return a choice. `offset` is the place of the tokens in the reply, in characters."""
     logprobs = None
     if ask.logprobs is not None:
         begins = list(itertools.accumulate((len(token.text) for token in tokens), initial=offset))
@@ -108,14 +110,14 @@ def _choice(
 
 
 async def events(ask: Ask, stream: Stream) -> AsyncIterator[bytes]:
-    """See the protocol: chunks of some words, then for each reply one with the finish reason."""
+    """Stream chunks of some words, then for each reply a chunk with the finish reason; see `Dialect.events`."""
     head = _head(ask, stream.ids[0], stream.created_at)
     usage = {"usage": None} if ask.extras.get("usage") else {}
     offsets = [0] * len(stream.ids)
     opened: set[int] = set()
 
     def opens(index: int) -> dict[str, Any]:
-        """The first chunk of each choice has the prompt's tokens."""
+        """Return the prompt's tokens for the first chunk of each choice, and nothing for later chunks."""
         if index in opened:
             return {}
         opened.add(index)

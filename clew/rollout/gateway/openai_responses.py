@@ -38,8 +38,10 @@ ENCRYPTED = "reasoning.encrypted_content"
 
 
 class _Hints(Strict):
-    """Change nothing about what comes out; accepted, and those that are echoed are echoed. So are the id, status and
-    phase of items."""
+    """Fields that are accepted and have no effect, like the id, status and phase of items.
+
+    The response repeats those that OpenAI's response repeats.
+    """
 
     client_metadata: Any = None
     metadata: dict[str, str] = Field(default_factory=dict)
@@ -62,7 +64,7 @@ class _Tool(Strict):
 
 
 class _Namespace(Strict):
-    """Its tools are shown to the model as namespace.name."""
+    """A namespace of tools, which are shown to the model as namespace.name."""
 
     type: Literal["namespace"]
     name: str
@@ -71,7 +73,7 @@ class _Namespace(Strict):
 
 
 class _WebSearch(Strict):
-    """The provider's own, which agents offer unasked: the model is not told of it, and a warning says so."""
+    """A tool of the provider's own, which agents offer by default. The model is not told of it; a warning says so."""
 
     model_config = ConfigDict(extra="ignore")
     type: Literal["web_search", "web_search_preview"]
@@ -140,7 +142,7 @@ class _StreamOptions(Strict):
 
 
 class Request(_Hints, Neutral):
-    """The body."""
+    """The body of /v1/responses."""
 
     model: str
     input: Items
@@ -166,8 +168,17 @@ class Request(_Hints, Neutral):
 
 
 def with_items(body: dict[str, Any], turn: Callable[[str], Turn]) -> dict[str, Any]:
-    """The body, with those items in full that it names by their IDs in place of sending them: item references, and
-    reasoning without its words. turn: the turn of a response's ID; raises Refusal."""
+    """Return the body with the full items in place of those that it names only by their IDs.
+
+    These are item references, and reasoning without its words.
+
+    Args:
+        body: Body of the request.
+        turn: Function that returns the turn of a response's ID, and raises Refusal if there is none.
+
+    Raises:
+        Refusal: There is no such item.
+    """
     items = body.get("input")
     if not isinstance(items, list):
         return body
@@ -191,8 +202,11 @@ def _in_full(item: dict[str, Any], turn: Callable[[str], Turn]) -> dict[str, Any
 
 
 def parse(body: dict[str, Any]) -> Ask:
-    """See the protocol. Extras hold `instructions`: where there are any, the first message is theirs, ahead of all
-    earlier ones, and takes the place of earlier instructions."""
+    """Parse the body; see `Dialect.parse`.
+
+    Extras hold `instructions`. If there are any, they are the first message, ahead of all earlier ones, and replace
+    earlier instructions.
+    """
     request = read(Request, body)
     choice = request.tool_choice
     functions = _functions(request.tools)
@@ -240,7 +254,7 @@ def parse(body: dict[str, Any]) -> Ask:
 
 
 def _functions(tools: Sequence[_Offered]) -> list[_Tool]:
-    """Those that the model is told of."""
+    """Return the tools that the model is told of."""
     functions: list[_Tool] = []
     for tool in tools:
         if isinstance(tool, _Namespace):
@@ -268,7 +282,7 @@ def _form(asked: _Plain | _Schema) -> Form | None:
 
 
 def _echo(request: Request) -> dict[str, Any]:
-    """What a response repeats of its request."""
+    """Return the fields that a response repeats of its request."""
     choice = request.tool_choice
     return {
         "background": False,
@@ -302,7 +316,7 @@ def _shown(tool: _Offered) -> dict[str, Any]:
 
 
 def respond(ask: Ask, replies: Sequence[Reply]) -> dict[str, Any]:
-    """See the protocol."""
+    """See `Dialect.respond`."""
     [reply] = replies
     return _finished(ask, _begun(ask, reply.id, int(reply.created_at)), reply)
 
@@ -341,7 +355,7 @@ def _finished(ask: Ask, begun: dict[str, Any], reply: Reply) -> dict[str, Any]:
 
 
 def _output(ask: Ask, reply: Reply) -> list[dict[str, Any]]:
-    """The items. Their ids are made of the response's."""
+    """Return the output items. Their IDs are made of the response's ID."""
     items: list[dict[str, Any]] = []
     if reply.reasoning:
         items.append(_reasoning(ask, reply.id, reply.reasoning))
@@ -384,7 +398,7 @@ def _logprob(token: Token) -> dict[str, Any]:
 
 
 async def events(ask: Ask, stream: Stream) -> AsyncIterator[bytes]:
-    """See the protocol: created and in_progress, then each item in small parts."""
+    """Stream created and in_progress, then each item in small parts; see `Dialect.events`."""
     numbers = itertools.count()
     [id] = stream.ids
 
@@ -392,7 +406,7 @@ async def events(ask: Ask, stream: Stream) -> AsyncIterator[bytes]:
         return _event({"type": kind, "sequence_number": next(numbers), **fields})
 
     def tell(index: int, item: dict[str, Any], parts: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[bytes]:
-        """Events about an item: their kinds, and what they say."""
+        """Yield events about an item, from their kinds and fields."""
         for kind, fields in parts:
             yield event(kind, output_index=index, **({} if "item" in fields else {"item_id": item["id"]}), **fields)
 
@@ -425,7 +439,7 @@ async def events(ask: Ask, stream: Stream) -> AsyncIterator[bytes]:
 
 
 def _item_of(ask: Ask, id: str, told: Sequence[Delta], number: int) -> dict[str, Any]:
-    """The item that these deltas make. number: of a function call."""
+    """Return the item that these deltas make. `number` is that of a function call."""
     if told[0].call is not None:
         return _function_call(ask, id, number, told[0].call)
     if told[0].reasoning:
@@ -435,7 +449,7 @@ def _item_of(ask: Ask, id: str, told: Sequence[Delta], number: int) -> dict[str,
 
 
 def _beginning_of(item: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """How an item opens, empty."""
+    """Yield the kinds and fields of the events that open an item, still empty."""
     empty: dict[str, Any] = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
     if "encrypted_content" in item:
         empty["encrypted_content"] = ""
@@ -448,7 +462,7 @@ def _beginning_of(item: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _parts_of(delta: Delta) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Some words, or the arguments of a call."""
+    """Yield the events for some words, or for the arguments of a call."""
     if delta.call is not None:
         for piece in pieces(delta.call.arguments):
             yield "response.function_call_arguments.delta", {"delta": piece}
@@ -460,7 +474,7 @@ def _parts_of(delta: Delta) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _end_of(item: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """How an item closes, whole."""
+    """Yield the kinds and fields of the events that close an item, with all of its content."""
     if item["type"] == "function_call":
         yield "response.function_call_arguments.done", {"arguments": item["arguments"]}
     else:
@@ -476,8 +490,11 @@ def _event(content: dict[str, Any]) -> bytes:
 
 
 def refuse_in_stream(refusal: Refusal, place: int) -> bytes:
-    """See the protocol. The fields are there twice: as documented, and under `error`, as the provider sends them and
-    as its clients look for them."""
+    """Return the event of an error; see `Dialect.refuse_in_stream`.
+
+    The fields are there twice: as documented, and under `error`, where the provider sends them and its clients look for
+    them.
+    """
     error = refuse(refusal)["error"]
     said = {name: error[name] for name in ("code", "message", "param")}
     return _event({"type": "error", "sequence_number": place, **said, "error": error})

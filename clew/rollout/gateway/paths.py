@@ -1,4 +1,4 @@
-"""One base URL for every client: OpenAI's ends in /v1, Anthropic's does not and adds it itself."""
+"""One base URL for all clients, although OpenAI's ends in /v1, and Anthropic's does not: its client adds /v1."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ENDPOINTS = ("/chat/completions", "/completions", "/responses", "/messages", "/m
 
 
 class AnyBase:
-    """ASGI: /v1/v1/messages and /chat/completions are what they mean."""
+    """ASGI middleware that serves /v1/v1/messages and /chat/completions as /v1/messages and /v1/chat/completions."""
 
     def __init__(self, app: ASGI) -> None:
         self._app = app

@@ -1,4 +1,4 @@
-"""The input of /v1/responses, and the messages that its items stand for."""
+"""Input of /v1/responses, and its conversion to messages."""
 
 from __future__ import annotations
 
@@ -100,12 +100,15 @@ def _as_items(content: Any) -> Any:
 
 
 Items = Annotated[list[Item], Field(min_length=1), BeforeValidator(_as_items, json_schema_input_type=str | list[Item])]
-"""The field `input`."""
+"""Type of the field `input`."""
 
 
 def messages_of(items: Sequence[Item]) -> list[Message]:
-    """The items between two of the client's are the assistant's, and become one message, or as many as there were
-    replies: a reply has its reasoning first, then one text, then its calls."""
+    """Return the messages that the items stand for.
+
+    The items between two of the client's are the assistant's. They become one message, or as many as there were
+    replies: a reply has its reasoning first, then one text, then its calls.
+    """
     messages: list[Message] = []
     names: dict[str, str] = {}
     said: Message | None = None
@@ -134,7 +137,7 @@ _SILENT: Message = {"role": "assistant", "content": ""}
 
 
 def _add(said: Message, item: _Message | _Reasoning | _FunctionCall) -> None:
-    """Put an item into the assistant's message."""
+    """Add an item to the assistant's message."""
     if isinstance(item, _Message):
         said["content"] = _joined(item.content)
     elif isinstance(item, _FunctionCall):
@@ -145,7 +148,7 @@ def _add(said: Message, item: _Message | _Reasoning | _FunctionCall) -> None:
 
 
 def _name_of(call: _FunctionCall) -> str:
-    """As the model is told of it."""
+    """Return the name of a called tool as the model knows it."""
     return f"{call.namespace}.{call.name}" if call.namespace else call.name
 
 
@@ -154,14 +157,14 @@ def _joined(parts: Sequence[_Part]) -> Content:
 
 
 def given_in(items: Sequence[Item]) -> list[tuple[str, BaseModel]]:
-    """Return the client's own messages and results of tools, each with what warnings call its kind."""
+    """Return the client's own messages and tool results, each with the name that warnings use for it."""
     messages = [(f"{item.role} messages", item) for item in items if isinstance(item, _Message)]
     results = [("results of tools", item) for item in items if isinstance(item, _FunctionCallOutput)]
     return [pair for pair in [*messages, *results] if pair[0] != "assistant messages"]
 
 
 def images_of(items: Sequence[Item]) -> list[bytes]:
-    """What the items show, in order."""
+    """Return the images that the items show, in order."""
     parts = [
         part
         for item in items
@@ -173,7 +176,11 @@ def images_of(items: Sequence[Item]) -> list[bytes]:
 
 
 def _reasoning_of(item: _Reasoning) -> str:
-    """In full where the client has it in full."""
+    """Return the text of reasoning from its content, or else from encrypted_content, or else from its summary.
+
+    Raises:
+        Refusal: encrypted_content cannot be read.
+    """
     if item.content or not item.encrypted_content:
         return "".join(thought.text for thought in item.content or item.summary)
     try:

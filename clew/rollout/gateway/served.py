@@ -1,4 +1,4 @@
-"""The sessions of `clew serve`: opened by whoever comes, kept until they are ended or forgotten, and recorded."""
+"""Sessions of `clew serve`: opened by any caller, kept until they are ended or unused for too long, and recorded."""
 
 from __future__ import annotations
 
@@ -20,24 +20,32 @@ from clew.rollout.session import Resources, Session, WarningLog
 log = logging.getLogger("clew.gateway")
 
 IDLE_S = 3600.0
-"""A session that nobody used for so long is ended."""
+"""Seconds after which an unused session is ended."""
 
 MAX_SESSIONS = 4096
-"""Open at once. Where there are more, the one that was not used for longest is ended ..."""
+"""Maximum number of open sessions. Beyond it, the session that was unused for longest is ended."""
 
 MAX_BYTES = 2**30
-"""... and so it is where their requests have more bytes than this, together; all of them are kept in memory."""
+"""Maximum size in bytes of the requests of all sessions, which are kept in memory. Beyond it, the same happens."""
 
 UNUSED_S = 60.0
-"""Only a session that was not used for so long is ended to make room."""
+"""Seconds that a session must have been unused before it may be ended to make room."""
 
 
 class ServedSessions:
-    """Any key that `clew.listening.Guard` lets in opens a session of its own, also none; /rl/start_session, which needs
-    the run's token, gives further keys."""
+    """Sessions by API key: any key that `clew.listening.Guard` lets in, even an empty one, opens a session of its own.
+
+    /rl/start_session, which needs the run's token, hands out further keys.
+    """
 
     def __init__(self, resources: Resources, models: Sequence[str], *, record: Path | None) -> None:
-        """record: the run directory that ended sessions are filed in."""
+        """Set up without open sessions.
+
+        Args:
+            resources: Resources that all sessions share.
+            models: Model names that are served.
+            record: Run directory that ended sessions are filed in; None: nothing is recorded.
+        """
         self.models = models
         self._resources = replace(resources, on_warning=WarningLog(log).add)
         self._run = RunDirectory(record) if record is not None else None
@@ -46,36 +54,36 @@ class ServedSessions:
         self._count = 1 + max((int(name[1:]) for name in settled), default=-1)
 
     def find(self, key: str) -> AgentSession:
-        """See the protocol."""
+        """See `Sessions.find` in `clew.rollout.gateway.app`."""
         self._make_room(sessions=0 if key in self._sessions else 1)
         if key not in self._sessions:
             self._open(key)
         return self._sessions[key]
 
     def own(self, key: str) -> AgentSession:
-        """See the protocol."""
+        """See `Sessions.own`."""
         if not key or key not in self._sessions:
             message = "no open session has this API key. A session is rewarded and ended with its own key."
             raise Refusal(401, message, code="invalid_api_key")
         return self._sessions[key]
 
     def has_session(self, key: str) -> bool:
-        """Whether an open session has this key."""
+        """Return whether an open session has this key."""
         return key in self._sessions
 
     def start(self, key: str) -> tuple[AgentSession, str]:
-        """See the protocol."""
+        """See `Sessions.start`."""
         self._make_room(sessions=1)
         new = f"sk-clew-{secrets.token_urlsafe(12)}"
         self._open(new)
         return self._sessions[new], new
 
     async def end(self, key: str) -> None:
-        """See the protocol. A later request with the same key opens another session, where any key will do."""
+        """End a session. If any key will do, a later request with the same key opens another session."""
         self._end(key)
 
     async def end_idle(self) -> None:
-        """End the sessions that nobody uses, for ever."""
+        """Keep ending sessions that nobody uses, for ever."""
         while True:
             await asyncio.sleep(IDLE_S / 60)
             since = time.monotonic() - IDLE_S
@@ -83,13 +91,16 @@ class ServedSessions:
                 self._end(key)
 
     async def close(self) -> None:
-        """End all of them."""
+        """End all sessions."""
         for key in list(self._sessions):
             self._end(key)
 
     def _make_room(self, *, sessions: int) -> None:
-        """End the sessions that were not used for longest, until there is room for a request and so many new sessions.
-        Raises Refusal when those that are left are in use."""
+        """End the sessions that were unused for longest, until there is room for a request and so many new sessions.
+
+        Raises:
+            Refusal: The remaining sessions are in use.
+        """
         while len(self._sessions) + sessions > MAX_SESSIONS or self._bytes() >= MAX_BYTES:
             key, oldest = min(self._sessions.items(), key=lambda entry: (entry[1].busy, entry[1].last_used))
             if oldest.busy or oldest.last_used > time.monotonic() - UNUSED_S:
@@ -116,7 +127,7 @@ class ServedSessions:
         self._sessions[key] = AgentSession(Session(self._resources, episode_id), Limits())
 
     def _file(self, session: AgentSession) -> None:
-        """As a group of one episode; its reward is NaN where nobody gave one."""
+        """File the session as a group of one episode; its reward is NaN if nobody gave one."""
         if self._run is None or not session.session.interactions:
             return
         group_id = session.id.partition(".")[0]

@@ -1,4 +1,4 @@
-"""The gateway beside an inference server, in one process: `clew serve`."""
+"""The gateway beside an inference server in one process: `clew serve`."""
 
 from __future__ import annotations
 
@@ -20,14 +20,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ANY_KEY = "sk-clew"
-"""On a loopback address any will do."""
+"""API key shown to clients if any key will do, as on a loopback address."""
 
 
 class ServedGateway:
-    """What `clew.inference.server.serve` has beside itself."""
+    """The gateway as the application that `clew.inference.server.serve` runs beside itself."""
 
     def __init__(self, sessions: ServedSessions, tokenizer: PreTrainedTokenizerBase, key: str) -> None:
-        """key: what clients have to send; empty where any will do."""
+        """Make the application.
+
+        Args:
+            sessions: The sessions.
+            tokenizer: Tokenizer of the model.
+            key: Key that clients have to send; empty if any will do.
+        """
         self.app = AnyBase(application(sessions))
         self.has_session = sessions.has_session
         self._sessions = sessions
@@ -35,7 +41,7 @@ class ServedGateway:
         self._key = key
 
     def launched(self, address: str) -> None:
-        """Print how to reach it, in lines that can be pasted."""
+        """Print how to reach the gateway, in lines that can be pasted into a shell."""
         key = self._key or ANY_KEY
         model = self._sessions.models[0] if self._sessions.models else "any"
         path, asked = ("chat/completions", {"messages": [{"role": "user", "content": "Hello"}]})
@@ -58,7 +64,7 @@ class ServedGateway:
             )
 
     async def run(self) -> None:
-        """End sessions that nobody uses, and all of them at the end."""
+        """End sessions that nobody uses, and at the end all sessions."""
         try:
             await self._sessions.end_idle()
         finally:
@@ -66,7 +72,7 @@ class ServedGateway:
 
 
 def gateway_beside(config: Config, record: Path | None) -> Callable[[Any, str], ServedGateway]:
-    """Made by the server once it has its engine."""
+    """Return a function that makes the gateway; the server calls it once it has its engine."""
 
     def make(engine: Any, key: str) -> ServedGateway:
         core = engine.core
@@ -88,9 +94,13 @@ def gateway_on(
     """Return a gateway in front of an engine of this event loop.
 
     Args:
-        model: Its folder or hub name.
-        key: What clients have to send; empty where any key will do.
-        vision: Of a model and an engine that take images.
+        config: Configuration.
+        engine: The engine.
+        tokenizer: Tokenizer of the model.
+        model: Folder or hub name of the model.
+        record: Run directory that ended sessions are filed in; None: nothing is recorded.
+        key: Key that clients have to send; empty if any will do.
+        vision: Image input, if the model and the engine take images.
     """
     media = RunDirectory(record).media if record is not None else None
     shared = resources(config, engine, tokenizer, None, vision=vision, media=media)

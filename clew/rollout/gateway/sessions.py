@@ -1,6 +1,6 @@
-"""Sessions: whose request it is, what it extends, and what became of it.
+"""Sessions: the conversations of one episode with the model, from request to reply.
 
-Each episode has a session and an API key of its own, so that a client needs to say nothing but the key. A session ends
+Each episode has a session and an API key of its own, so that a client needs to send nothing but the key. A session ends
 with its episode, by an explicit call, or at a limit; a request after that gets an error that says so.
 """
 
@@ -38,32 +38,32 @@ from clew.rollout.session import Session
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a session may use up; None: no limit."""
+    """Limits of a session; None: no limit."""
 
     turns: int | None = None
-    """Requests to the model."""
+    """Maximum number of requests to the model."""
     tokens: int | None = None
-    """Generated tokens."""
+    """Maximum number of generated tokens."""
 
 
 @dataclass(kw_only=True, eq=False)
 class Request:
-    """A request, from its arrival on; a retry of it is answered with the same replies."""
+    """A request, from its arrival on. A retry of it gets the same replies."""
 
     ids: Sequence[str]
-    """Of its interactions; the first is the response's."""
+    """IDs of its interactions; the first is the response's ID."""
     fingerprint: bytes
     created_at: float
-    """Seconds since the epoch."""
+    """Time of arrival, in seconds since the epoch."""
     input_ids: Sequence[int]
     speech: Speech
-    """What the model says, where the client wants a stream."""
+    """Parts of the replies as they come, if the client wants a stream."""
     replies: asyncio.Task[list[Reply]]
     abandoned: bool = False
-    """The client had gone before it had the reply, and no retry has come for it yet."""
+    """True if the client left before it had the reply, and no retry has come for it yet."""
 
     def stream(self) -> Stream:
-        """The replies from the beginning, as often as wanted."""
+        """Return the replies as a stream from the beginning; it may be called any number of times."""
         return Stream(
             ids=self.ids,
             created_at=self.created_at,
@@ -73,7 +73,11 @@ class Request:
         )
 
     async def answered(self) -> list[Reply]:
-        """The replies; to stop waiting for them does not stop them. Raises Refusal."""
+        """Wait for the replies and return them. Cancelling this wait does not stop them.
+
+        Raises:
+            Refusal: The request failed, or the session has ended.
+        """
         await asyncio.wait({self.replies})
         if self.replies.cancelled():
             raise Refusal(400, f"session {self.ids[0].rpartition('.i')[0]} has ended.", code="session_ended")
@@ -81,49 +85,54 @@ class Request:
 
 
 class AgentSession:
-    """One episode's conversations with the model. Use it on the gateway's event loop."""
+    """Conversations of one episode with the model. Use it on the gateway's event loop."""
 
     def __init__(self, session: Session, limits: Limits) -> None:
         self.session = session
         self.ended: str | None = None
-        """Why no further request is answered."""
+        """Reason why no further request is answered; None while the session is open."""
         self.data: dict[str, Any] = {}
-        """The row that its client named, where no data set has one."""
+        """Data row that the client named, if no data set has one."""
         self.started_at = time.time()
         self.last_used = time.monotonic()
         self.received_bytes = 0
-        """Size of the requests that are kept, as they came."""
+        """Size of the kept requests in bytes, as they came."""
         self._limits = limits
         self._turns = Turns(session.tokenizer, session.resources.context, session.resources.vision)
         self._requests: list[Request] = []
         self._failed: Counter[bytes] = Counter()
-        """Requests that were answered with an error, by fingerprint: as many retries of them are new attempts."""
+        """Number of failed attempts by request fingerprint: as many retries are treated as new attempts."""
 
     @property
     def id(self) -> str:
-        """The episode's."""
+        """Return the episode's ID."""
         return self.session.episode_id
 
     @property
     def busy(self) -> bool:
-        """Whether a request is being answered."""
+        """Return whether a request is being answered."""
         return any(not request.replies.done() for request in self._requests)
 
     @property
     def rewards(self) -> dict[str, float]:
-        """By interaction ID."""
+        """Return the rewards of single interactions, by interaction ID."""
         return self.session.turn_rewards
 
     @property
     def warnings(self) -> list[str]:
-        """What its owner should know, once each."""
+        """Return the warnings for the session's owner, without repetition."""
         return list(self.session.warnings)
 
     async def submit(self, ask: Ask, fingerprint: bytes, *, retry: bool) -> Request:
-        """Begin to answer a request, or find the one that it is a retry of.
+        """Begin to answer a request, or return the earlier request that it is a retry of.
 
-        fingerprint: equal for a request and its retries. retry: the client says that it is one.
-        Raises Refusal: the session has ended; messages or parameters that cannot be honoured.
+        Args:
+            ask: The request.
+            fingerprint: Equal for a request and its retries.
+            retry: The client says that this is a retry.
+
+        Raises:
+            Refusal: The session has ended, or its messages or parameters cannot be honoured.
         """
         self.last_used = time.monotonic()
         if retry and self._failed[fingerprint] > 0:
@@ -154,25 +163,37 @@ class AgentSession:
         return request
 
     async def count_tokens(self, ask: Ask) -> int:
-        """How many tokens the request would hand to the model."""
+        """Return the number of tokens that the request would give to the model."""
         return len((await self._prompt(ask)).input_ids)
 
     def turn(self, id: str) -> Turn:
-        """The turn with the reply of that ID. Raises Refusal when there is none."""
+        """Return the turn with the reply of that ID.
+
+        Raises:
+            Refusal: There is none.
+        """
         turn = self._turns.find(id)
         if turn is None:
             raise Refusal(404, f"there is no response {id!r} in this session.", code="previous_response_not_found")
         return turn
 
     def set_reward(self, reward: float, id: str | None = None) -> None:
-        """Reward one interaction; None: the last. Raises Refusal when there is none of that ID."""
+        """Reward one interaction.
+
+        Args:
+            reward: The reward.
+            id: ID of the interaction; None: the last one.
+
+        Raises:
+            Refusal: There is no interaction of that ID, or none at all.
+        """
         known = [interaction.id for interaction in self.session.interactions]
         if not known or (id is not None and id not in known):
             raise Refusal(404, f"no interaction {id or ''} in session {self.id}; it has {', '.join(known) or 'none'}.")
         self.rewards[id or known[-1]] = reward
 
     def end(self, why: str) -> None:
-        """Answer nothing more, and forget what the client did not wait for: it had no part in the episode."""
+        """Answer no further request, and drop replies that the client never saw: they had no part in the episode."""
         self.ended = self.ended or why
         for request in self._requests:
             request.replies.cancel()
@@ -192,7 +213,13 @@ class AgentSession:
             self._failed[request.fingerprint] += 1
 
     async def _prompt(self, ask: Ask, begin: str = "") -> Prompt:
-        """See `Turns.prompt`; in a thread where it takes so long that the other sessions would notice."""
+        """Return the prompt of a request; see `Turns.prompt`.
+
+        A long one is made in a thread, so that other sessions do not have to wait for it.
+
+        Raises:
+            Refusal: The messages are too long or do not fit the template, or the session has ended.
+        """
         if ask.characters > (limit := max_text(self.session.resources.context)):
             message = (
                 f"the messages have {ask.characters} characters; for this model's context at most {limit} are read."
@@ -215,7 +242,14 @@ class AgentSession:
             raise Refusal(400, f"session {self.id} has ended: {self.ended}.", code="session_ended")
 
     def _constrained(self, ask: Ask) -> tuple[Ask, str]:
-        """What the request asks of the form of the reply, as words to begin with and strings to stop at."""
+        """Turn demands on the form of the reply into words to begin with and strings to stop at.
+
+        Returns:
+            The request to send, and the words that the reply begins with.
+
+        Raises:
+            Refusal: The engine or the chat template cannot meet the demands.
+        """
         if ask.logprobs:
             field = "top_logprobs" if ask.text is None else "logprobs"
             message = f"Cannot honour {field}={ask.logprobs}: the engine gives the logprob of the sampled token alone."
@@ -245,8 +279,14 @@ class AgentSession:
         return ask, f'{CALL_OPENS}\n{{"name": {json.dumps(ask.tool_choice)}, "arguments": ' if forced else ""
 
     def _with_known_variables(self, ask: Ask) -> Ask:
-        """Without enable_thinking=False where the template knows no thinking: there is nothing to turn off. Nor with
-        thinking or an effort, which frameworks ask of some names of models of their own accord."""
+        """Drop variables that the template does not know if that does no harm.
+
+        These are variables set to False, such as enable_thinking (there is nothing to turn off), and, with a warning,
+        thinking or an effort, which frameworks ask for by default for some model names.
+
+        Raises:
+            Refusal: The template does not know another variable.
+        """
         unknown = [name for name in ask.template if name not in self._turns.variables]
         for name in unknown:
             value = ask.template[name]
@@ -301,7 +341,7 @@ class AgentSession:
         return replies
 
     async def _mark_branch(self, turns: Sequence[Turn]) -> None:
-        """Say, in a warning and in the record, if a request does not continue the conversation that it should have."""
+        """Warn, and note in the record, if a request does not continue the conversation that it should have."""
         find = functools.partial(self._turns.branch, turns[0])
         branch = await asyncio.to_thread(find) if turns[0].ask.characters >= LARGE_TEXT else find()
         if branch is None:
@@ -321,8 +361,15 @@ class AgentSession:
         )
 
     def _draft(self, ask: Ask, prompt: Prompt, begin: str, reply: tuple[int, int], speech: Speech) -> Draft | None:
-        """Of the reply with that number among the request's and that index among the session's, where a stream tells
-        it."""
+        """Return the draft of a reply if a stream is to tell it, else None.
+
+        Args:
+            ask: The request.
+            prompt: Its prompt.
+            begin: Prefilled beginning of the reply.
+            reply: Number of the reply among the request's, and its index among the session's.
+            speech: Parts of the replies as they come.
+        """
         if not ask.stream:
             return None
         number, index = reply
@@ -405,7 +452,7 @@ class AgentSession:
         return reply
 
     def _tokens(self, interaction: Interaction, begin: str, parsed: Parsed) -> list[Token]:
-        """Those that the content is made of."""
+        """Return the tokens that make up the content."""
         transcript = Transcript(self.session.tokenizer, begin, logprobs=True)
         for token, logprob in zip(interaction.output_ids, interaction.logprobs, strict=True):
             transcript.add(token, logprob)
@@ -420,5 +467,5 @@ class AgentSession:
 
 
 def _before(prompt: Prompt, begin: str) -> str:
-    """What the model's words follow, those that were put into its mouth included."""
+    """Return the prompt up to the model's own words, of which a prefilled beginning is a part."""
     return prompt.rendered.removesuffix(begin) if begin else prompt.rendered

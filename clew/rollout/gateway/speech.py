@@ -1,12 +1,12 @@
-"""A reply while the model is still speaking: what of it can be told already, and to whom.
+"""Streaming of a reply while the model is still generating it.
 
 ::
 
     engine ── token ──► Transcript ── text ──► Draft ── parts, by a Reader ──► Speech ──► each stream of the request
 
-Only what stays as it is, whatever the model goes on to write, is told: not half a character, not what may be the
-beginning of a stop string or the end of reasoning, and a tool call once it is whole. The record knows nothing of this;
-it has the tokens.
+Only text that is final, whatever the model generates next, is sent. Half a character is held back, and so is text that
+may be the beginning of a stop string or the end of reasoning; a tool call is sent once it is whole. The record knows
+nothing of this; it has the tokens.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 
 
 class Decoder:
-    """Tokens to text, one by one. Joined, what `add` returns is how the text begins that all tokens make together."""
+    """Decoder of tokens, one by one. Joined, the texts that `add` returns are how the text of all tokens begins."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
-        """Those since the last text but one: some tokenizers write a first token without its space."""
+        """Tokens since the last text but one: some tokenizers write a first token without its space."""
         self._told = 0
-        """How many of them made that text."""
+        """Number of these tokens that made the last text."""
 
     def add(self, token: int) -> str:
-        """The text that it completes: "" for special tokens, and while a character is incomplete."""
+        """Return the text that the token completes: "" for special tokens, and while a character is incomplete."""
         self._ids.append(token)
         before, text = plain_text(self._tokenizer, self._ids[: self._told]), plain_text(self._tokenizer, self._ids)
         if len(text) <= len(before) or text.endswith("\ufffd"):
@@ -46,22 +46,28 @@ class Decoder:
 
 
 class Transcript:
-    """A reply's text as its tokens make it, and which token made which of its characters."""
+    """Text of a reply as its tokens make it, with the tokens that made each character."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, begin: str, *, logprobs: bool) -> None:
-        """begin: words put into the model's mouth, ahead of the tokens'. logprobs: whether tokens will be taken."""
+        """Start with a prefilled beginning.
+
+        Args:
+            tokenizer: Tokenizer of the model.
+            begin: Prefilled beginning of the reply, ahead of the tokens' text.
+            logprobs: Keep tokens and logprobs, for `take`.
+        """
         self._tokenizer = tokenizer
         self._decoder = Decoder(tokenizer)
         self._length = len(begin)
         self._special = set(tokenizer.all_special_ids)
         self._logprobs = logprobs
         self._unfinished: list[Token] = []
-        """Of a character that is incomplete."""
+        """Tokens of a character that is still incomplete."""
         self._finished: deque[tuple[Token, int, int]] = deque()
-        """Those not taken yet, each with where in the text the characters begin and end that it is a part of."""
+        """Tokens not taken yet, each with the begin and end in the text of the characters that it is part of."""
 
     def add(self, token: int, logprob: float) -> str:
-        """The text that the token completes."""
+        """Return the text that the token completes."""
         new = self._decoder.add(token)
         if self._logprobs and token not in self._special:
             self._unfinished.append(Token(text=plain_text(self._tokenizer, [token]), logprob=logprob))
@@ -70,7 +76,7 @@ class Transcript:
         return new
 
     def end(self) -> None:
-        """No further token will come; a character that is incomplete stays so."""
+        """Finish the transcript: no further token will come, and a character that is incomplete stays so."""
         self._finish(1)
 
     def _finish(self, length: int) -> None:
@@ -79,7 +85,7 @@ class Transcript:
         self._unfinished = []
 
     def take(self, begin: int, end: int) -> list[Token]:
-        """Those of the characters from `begin` to `end`, once each. What is before them is forgotten."""
+        """Return the tokens of the characters from `begin` to `end`, each once, and forget those before them."""
         taken: list[Token] = []
         while self._finished and self._finished[0][1] < end:
             token, _, until = self._finished.popleft()
@@ -89,7 +95,7 @@ class Transcript:
 
 
 class Speech:
-    """What has been told of a request's replies; any number of streams follow it, each from the beginning."""
+    """Deltas of a request's replies so far. Any number of streams can follow them, each from the beginning."""
 
     def __init__(self) -> None:
         self._told: list[Delta] = []
@@ -101,17 +107,17 @@ class Speech:
         self._news.set()
 
     def end(self) -> None:
-        """Nothing more will be told."""
+        """Mark the end: nothing more will be told."""
         self._ended = True
         self._news.set()
 
     async def begun(self) -> None:
-        """Until something is told, or nothing ever will be."""
+        """Wait until something is told, or nothing ever will be."""
         while not self._told and not self._ended:
             await self._next()
 
     async def follow(self) -> AsyncIterator[Delta]:
-        """From the beginning to the end."""
+        """Yield all deltas, from the beginning to the end."""
         place = 0
         while True:
             while place < len(self._told):
@@ -127,8 +133,10 @@ class Speech:
 
 
 class Draft:
-    """One reply, from its first token to its last, in time that is linear in its length. What it tells, joined, is the
-    reply's reasoning, content, tokens and tool calls."""
+    """One reply, from its first token to its last, in time that is linear in its length.
+
+    The deltas that it tells, joined, are the reply's reasoning, content, tokens and tool calls.
+    """
 
     def __init__(
         self,
@@ -141,8 +149,17 @@ class Draft:
         begin: str,
         stops: Sequence[str],
     ) -> None:
-        """index: of the reply among those of its request. id: of its interaction. reader: None where nothing is certain
-        before the end. begin: words put into the model's mouth. stops: the strings that the reply may end at."""
+        """Start a reply.
+
+        Args:
+            index: Index of the reply among those of its request.
+            tell: Called with each delta.
+            id: ID of its interaction.
+            transcript: Transcript that decodes the tokens.
+            reader: Reader that takes the text apart; None if nothing is certain before the end.
+            begin: Prefilled beginning of the reply.
+            stops: Strings that the reply may end at.
+        """
         self._index = index
         self._tell = tell
         self._id = id
@@ -150,21 +167,25 @@ class Draft:
         self._reader = reader
         self._stops = stops
         self._kept = ""
-        """Perhaps the beginning of a stop string."""
+        """Held-back text that may be the beginning of a stop string."""
         self._stopped = False
         self._place: int | None = None
-        """Where in the text the content ends that was told."""
+        """End of the content told so far, as a place in the text."""
         self._told: list[Delta] = []
         self._read(begin)
 
     def add(self, token: int, logprob: float) -> None:
-        """Tell what is certain with this token."""
+        """Take a token, and tell the text that has become certain."""
         if new := self._transcript.add(token, logprob):
             self._read(self._before_stop(new))
 
     def finish(self, reply: Reply) -> None:
-        """Tell the rest. Raises ValueError where what was told is not how the reply begins: a tokenizer whose text of
-        some tokens is not how the text of more tokens begins. Then only calls are told after that."""
+        """Tell the rest of the reply.
+
+        Raises:
+            ValueError: The text that was told is not how the reply begins, because the tokenizer changes the text of
+                earlier tokens when more follow. Then only calls are told after that.
+        """
         reasoning = "".join(delta.reasoning for delta in self._told)
         content = "".join(delta.content for delta in self._told)
         calls = [delta.call for delta in self._told if delta.call is not None]
@@ -190,7 +211,7 @@ class Draft:
             self._tell(delta)
 
     def _before_stop(self, new: str) -> str:
-        """What is certain to come before the first stop string."""
+        """Return the text that is certain to come before the first stop string."""
         if self._stopped:
             return ""
         kept = self._kept + new
@@ -217,8 +238,10 @@ class Draft:
 def deltas_of(
     reply: Reply, index: int = 0, *, reasoning: int = 0, content: int = 0, tokens: int = 0, calls: int = 0
 ) -> Iterator[Delta]:
-    """A reply as a stream tells it, after so many characters, tokens and calls: a word at a time, or a token where the
-    tokens are no more and no less than the words."""
+    """Yield the rest of a reply as a stream tells it, after so many characters, tokens and calls.
+
+    It goes a word at a time, or a token at a time if the tokens match the words exactly.
+    """
     for piece in pieces(reply.reasoning[reasoning:]):
         yield Delta(index=index, reasoning=piece)
     words, left = reply.content[content:], reply.tokens[tokens:]

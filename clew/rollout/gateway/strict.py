@@ -1,4 +1,4 @@
-"""Reading a request's body so that nothing in it is ignored: an unknown field is refused, and named."""
+"""Reading of a request's body so that nothing in it is ignored: an unknown field is refused by name."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from clew.rollout.gateway.chat import Refusal
 
 LARGEST = 2**31 - 1
-"""Of the counts that a client may send."""
+"""Maximum of the counts that a client may send."""
 
 NOT_HONOURED = "not_honoured"
-"""Type of the errors of fields that the gateway knows, at a value that it cannot honour."""
+"""Error type for fields that the gateway knows, but with a value that it cannot honour."""
 
 NOT_SERVED = {
     "input_audio": "the model takes text alone",
     "file": "the model takes text alone",
 }
-"""Why not, by what a `type` field says; of other types it is said which ones are served."""
+"""Reason why a `type` is not served; for other types, the error lists the ones that are."""
 
 
 class Strict(BaseModel):
-    """A JSON object with no other fields than its own. A null asks for nothing, like a field that is not there."""
+    """A JSON object that may have only its own fields. A null counts as a field that is not there."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -37,7 +37,11 @@ S = TypeVar("S", bound=Strict)
 
 
 def read(model: type[S], body: dict[str, Any]) -> S:
-    """Raises Refusal, which names the first field that is unknown or wrong."""
+    """Return the body as a model.
+
+    Raises:
+        Refusal: A field is unknown or wrong; the first one is named.
+    """
     try:
         return model.model_validate(body)
     except ValidationError as error:
@@ -64,7 +68,7 @@ def read(model: type[S], body: dict[str, Any]) -> S:
 
 
 def _path(body: Any, location: tuple[int | str, ...]) -> str:
-    """Where in the body an error is, without the names of the union members that pydantic tried on the way."""
+    """Return the path of an error in the body, without the names of the union members that pydantic tried."""
     path: list[str] = []
     value: Any = body
     tagged: Any = None
@@ -83,7 +87,7 @@ def _path(body: Any, location: tuple[int | str, ...]) -> str:
 
 
 def arguments_of(text: str) -> dict[str, Any] | str:
-    """A tool call's, as chat templates take them: an object; a text that is none stays as it is."""
+    """Return a tool call's arguments as chat templates take them: an object, or the text itself if it is not one."""
     try:
         arguments = json.loads(text)
     except (ValueError, RecursionError):

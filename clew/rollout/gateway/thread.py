@@ -1,4 +1,4 @@
-"""The gateway in a thread with an event loop of its own: an agent that blocks its own loop is slow, and no deadlock."""
+"""The gateway in a thread with its own event loop: an agent that blocks its loop is slow, but does not deadlock."""
 
 from __future__ import annotations
 
@@ -22,28 +22,32 @@ from clew.rollout.session import Session
 T = TypeVar("T")
 
 REMEMBERED = 16384
-"""Keys of ended sessions, for a clear answer to who still uses one."""
+"""Number of keys of ended sessions that are remembered, so that a late request gets a clear error."""
 
 
 class EpisodeKeys(Generic[T]):
-    """A key an episode, from its start to its end, and what is kept for it."""
+    """One API key for each episode, from its start to its end, and the value kept for it."""
 
     def __init__(self) -> None:
         self._kept: dict[str, tuple[str, T]] = {}
         self._ended: OrderedDict[str, str] = OrderedDict()
 
     def open(self, episode_id: str, kept: T) -> str:
-        """A new key."""
+        """Make a new key for an episode."""
         key = f"sk-{episode_id}-{secrets.token_urlsafe(12)}"
         self._kept[key] = episode_id, kept
         return key
 
     def count(self) -> int:
-        """How many are open."""
+        """Return the number of open keys."""
         return len(self._kept)
 
     def find(self, key: str) -> T:
-        """What is kept for it. Raises Refusal: unknown, or its episode has ended."""
+        """Return the value kept for a key.
+
+        Raises:
+            Refusal: The key is unknown, or its episode has ended.
+        """
         if key in self._kept:
             return self._kept[key][1]
         if key in self._ended:
@@ -52,11 +56,15 @@ class EpisodeKeys(Generic[T]):
         raise Refusal(401, f"no session has the API key {shown!r}; an agent is given its own.", code="invalid_api_key")
 
     def own(self, key: str) -> T:
-        """What is kept for it: each key here is a session's own. Raises Refusal."""
+        """Return the value kept for a key, as `find` does: each key here belongs to one session.
+
+        Raises:
+            Refusal: The key is unknown, or its episode has ended.
+        """
         return self.find(key)
 
     def close(self, key: str) -> T:
-        """Give up a key whose episode is over, and what was kept for it."""
+        """Drop the key of an episode that has ended, and return the value that was kept for it."""
         self._ended[key], kept = self._kept.pop(key)
         if len(self._ended) > REMEMBERED:
             self._ended.popitem(last=False)
@@ -64,16 +72,16 @@ class EpisodeKeys(Generic[T]):
 
 
 class EpisodeSessions(EpisodeKeys[AgentSession]):
-    """The sessions that `application` serves in training. Every model name is served."""
+    """Sessions that `application` serves in training. Every model name is served."""
 
     models: None = None
 
     def start(self, key: str) -> tuple[AgentSession, str]:
-        """See the protocol."""
+        """See `Sessions.start`: always refused, because in training each episode has its session already."""
         raise Refusal(400, "in training each episode has its session, with the API key that its agent was given.")
 
     async def end(self, key: str) -> None:
-        """See the protocol: requests are refused from now on. What came so far counts when the episode ends."""
+        """See `Sessions.end`: requests are refused from now on. Everything so far counts when the episode ends."""
         self.find(key).end("its client ended it")
 
 
@@ -81,9 +89,14 @@ class ServingThread:
     """Serves an application on a free port of this machine until `stop`."""
 
     def __init__(self, app: ASGI, close: Callable[[], Awaitable[None]] | None = None) -> None:
-        """close: of what the application holds; called on its loop when all has been served."""
+        """Start serving.
+
+        Args:
+            app: The application.
+            close: Closes the application's resources; called on its loop after all requests have been served.
+        """
         self.loop = uvloop.new_event_loop()
-        """Where everything of the application happens."""
+        """Event loop that the application runs on."""
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
         self.base_url = f"http://127.0.0.1:{self._listener.getsockname()[1]}/v1"
         self._server = Listener(AnyBase(app), Access())
@@ -92,7 +105,7 @@ class ServingThread:
         self._thread.start()
 
     async def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work` on the gateway's loop, and wait for it on the caller's."""
+        """Run `work` on the gateway's loop, and wait for it on the caller's loop."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
 
     def stop(self) -> None:
@@ -116,18 +129,26 @@ class GatewayThread(ServingThread):
     """The gateway, and the engine that its sessions use."""
 
     def __init__(self, limits: Limits, close: Callable[[], Awaitable[None]] | None = None) -> None:
-        """close: of the engine, if it is the gateway's alone."""
+        """Start serving.
+
+        Args:
+            limits: Limits of each session.
+            close: Closes the engine, if the engine is the gateway's alone.
+        """
         self.sessions = EpisodeSessions()
         self._limits = limits
         super().__init__(application(self.sessions), close)
 
     def open(self, session: Session) -> tuple[str, AgentSession]:
-        """A session for an episode, and its API key. Use the session on `loop` alone, until it is closed."""
+        """Open a session for an episode, and return its API key and the session.
+
+        Until the session is closed, use it only on `loop`.
+        """
         opened = AgentSession(session, self._limits)
         return self.sessions.open(opened.id, opened), opened
 
     async def close(self, key: str) -> None:
-        """End an episode's session; from any event loop."""
+        """End an episode's session. May be called from any event loop."""
 
         async def close() -> None:
             self.sessions.close(key).end("its episode is over")

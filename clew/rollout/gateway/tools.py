@@ -1,7 +1,7 @@
-"""Taking a model's output apart: reasoning, content, tool calls.
+"""Splitting of a model's output into reasoning, content and tool calls.
 
-The tokenizer's own response template does it where there is one (transformers' `parse_response`); otherwise the two
-forms that most open models write:
+If the tokenizer has a response template of its own, that does it (transformers' `parse_response`). Otherwise the two
+forms that most open models write are read:
 
 Qwen, Hermes    <think>reasoning</think> content <tool_call>{"name": "f", "arguments": {...}}</tool_call> ...
 Llama           {"name": "f", "parameters": {...}}, alone, several separated by semicolons
@@ -22,30 +22,36 @@ CALL_OPENS, CALL_CLOSES = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 
 Call = tuple[str, dict[str, Any]]
-"""A tool's name and its arguments."""
+"""Name and arguments of a tool call."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parsed:
-    """An output, taken apart."""
+    """An output split into its parts."""
 
     content: str
     reasoning: str = ""
     calls: Sequence[Call] = ()
     begins: int | None = None
-    """Where in the output the content begins, which is then part of it as it stands."""
+    """Place in the output where the content begins, if the content appears there unchanged."""
     unparsed: str | None = None
-    """What looks like a tool call and is none; it stays in the content."""
+    """Text that looks like a tool call but cannot be read; it stays in the content."""
     left_out: str = ""
-    """Words after a tool call: no part of the content."""
+    """Words after a tool call, which are not part of the content."""
 
 
 def parse_output(
     tokenizer: PreTrainedTokenizerBase, text: str, raw: str, prompt: str, tools: list[dict[str, Any]]
 ) -> Parsed:
-    """text: the output without special tokens, and without the stop string. raw: with them.
-    prompt: what it continues, whose template may have begun the model's words. tools: what the model may call; without
-    any, everything is content."""
+    """Split an output into reasoning, content and tool calls.
+
+    Args:
+        tokenizer: Tokenizer of the model.
+        text: Output without special tokens and without the stop string.
+        raw: Output with special tokens.
+        prompt: Text that the output continues; its template may have begun the model's words.
+        tools: Tools that the model may call; if there are none, everything is content.
+    """
     if has_template(tokenizer):
         return _by_template(tokenizer, raw, prompt, tools)
     reader = Reader(prompt, tools)
@@ -61,7 +67,7 @@ def parse_output(
 
 
 def has_template(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether it brings a response template, whose parser decides everything at the end."""
+    """Return whether the tokenizer has a response template, whose parser decides everything at the end."""
     return getattr(tokenizer, "response_template", None) is not None
 
 
@@ -75,8 +81,9 @@ class Part:
 
 
 class Reader:
-    """Takes an output apart as it comes, in time that is linear in its length. Its parts, joined, are the same however
-    the output is cut: what could still become something else is held back.
+    """Splits an output as it comes, in time that is linear in its length.
+
+    The parts, joined, are the same however the output is cut: text that could still become something else is held back.
 
     ::
 
@@ -88,32 +95,37 @@ class Reader:
     """
 
     def __init__(self, prompt: str | None, tools: Sequence[dict[str, Any]]) -> None:
-        """As `parse_output` takes them; no prompt: everything is content."""
+        """Start at the beginning of an output.
+
+        Args:
+            prompt: See `parse_output`; None makes everything content.
+            tools: See `parse_output`.
+        """
         self.begins: int | None = None
-        """Where the content begins."""
+        """Place in the output where the content begins; None before it begins."""
         self.unparsed: str | None = None
         self.left_out = ""
         self._tools = bool(tools)
         self._fed = 0
         self._held = ""
-        """The end of what was fed: not decided yet."""
+        """End of the text fed so far that is not decided yet."""
         self._looked = 0
-        """How much of it is known to hold no mark."""
+        """Number of held characters that are known to contain no mark."""
         self._thinks = self._calls = False
-        """Whether there was a part of that kind."""
+        """Flags for the kinds of parts so far: reasoning, calls."""
         if prompt is None:
             self._state = self._plain
         else:
             self._state = self._thought if opens_thought(prompt) else self._beginning
 
     def feed(self, text: str) -> Iterator[Part]:
-        """What is certain with this text."""
+        """Yield the parts that are certain once this text has come."""
         self._fed += len(text)
         self._held += text
         yield from self._read(final=False)
 
     def end(self) -> Iterator[Part]:
-        """What is certain as nothing more will come."""
+        """Yield the parts that are certain because nothing more will come."""
         yield from self._read(final=True)
 
     def _read(self, *, final: bool) -> Iterator[Part]:
@@ -123,7 +135,7 @@ class Reader:
             yield from before(final)
 
     def _go(self, state: Callable[[bool], Iterator[Part]], used: int) -> None:
-        """On to a state, after so many characters of what is held."""
+        """Switch to a state, after using so many of the held characters."""
         self._state = state
         self._held = self._held[used:]
         self._looked = 0
@@ -171,7 +183,7 @@ class Reader:
         yield from self._say(len(self._held))
 
     def _whole(self, final: bool) -> Iterator[Part]:
-        """Perhaps calls of Llama's form, which stand alone: the end decides."""
+        """Hold calls of Llama's form, which stand alone, until the end decides whether they are calls."""
         if not final:
             return
         if CALL_OPENS in self._held:
@@ -211,7 +223,7 @@ class Reader:
         self._go(self._words, 0)
 
     def _say(self, length: int) -> Iterator[Part]:
-        """Content: so many characters of what is held."""
+        """Yield so many of the held characters as content, or leave them out if they follow a call."""
         said, self._held = self._held[:length], self._held[length:]
         if self._calls:
             self.left_out += said
@@ -222,12 +234,12 @@ class Reader:
 
 
 def opens_thought(prompt: str) -> bool:
-    """Whether what the model goes on from is the beginning of its reasoning."""
+    """Return whether the prompt ends in the beginning of the model's reasoning."""
     return prompt.rstrip().endswith(THINK_OPENS)
 
 
 def without_beginning(text: str, mark: str) -> str:
-    """The text without what it ends with, if the mark begins so."""
+    """Return the text without the longest end that could be the beginning of the mark."""
     longest = min(len(text), len(mark) - 1)
     cut = next((size for size in range(longest, 0, -1) if text.endswith(mark[:size])), 0)
     return text[: len(text) - cut]
@@ -251,7 +263,7 @@ def _by_template(tokenizer: PreTrainedTokenizerBase, raw: str, prompt: str, tool
 
 
 def _llama(content: str) -> tuple[list[Call], str | None]:
-    """The calls; without any, what looks like one."""
+    """Return the calls; if there are none, also the text that looks like one."""
     body = content.strip().removeprefix(PYTHON_TAG).strip()
     decoder, calls, place = json.JSONDecoder(), [], 0
     while place < len(body):
@@ -270,7 +282,7 @@ def _llama(content: str) -> tuple[list[Call], str | None]:
 
 
 def _call_of(text: str, arguments: str) -> Call | None:
-    """A call in JSON; both forms' names of the arguments are taken, as models mix them."""
+    """Return a call from JSON. Both forms' names for the arguments are accepted, because models mix them."""
     call = _json_object(text)
     if call is None or not isinstance(call.get("name"), str):
         return None

@@ -1,4 +1,4 @@
-"""Token capture: which tokens a request's messages stand for, and whether they extend an earlier turn's.
+"""Token capture: finds the tokens of a request's messages, and the earlier turn that they extend.
 
 ::
 
@@ -6,10 +6,10 @@
     turn 1   rendered ............ output as the template writes it .|tail.....|          messages, as text
              input_ids of turn 0  |exact output ids                  |ids(tail)|          tokens
 
-A request extends a turn when its messages go on from that turn's, the message after them stands for what the model
-wrote, and the template still renders all of it. Then its tokens are that turn's exact tokens, and only the tail is
-tokenized: nothing that the model wrote is decoded and tokenized again. Otherwise a new sequence starts. If the
-request was to continue a recorded conversation, that is a branch, and `Turns.branch` says what differs.
+A request extends a turn when its messages go on from that turn's, the message after them stands for the model's output,
+and the template still renders all of it. Then its tokens are that turn's exact tokens, and only the tail is tokenized:
+nothing that the model wrote is decoded and tokenized again. Otherwise a new sequence starts. If the request should have
+continued a recorded conversation, that is a branch, and `Turns.branch` says what differs.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 
 
 _WORDS: list[Message] = [{"role": "assistant", "content": word} for word in ("clew0", "clew1")]
-"""Two messages whose last characters differ: what their renderings end with alike follows the words."""
+"""Two messages whose last characters differ: the text that both renderings end with is what follows the words."""
 
 
 _GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
-"""Tags that transformers adds to Jinja's, around what the model writes."""
+"""Tags that transformers adds to Jinja's, around the model's words."""
 
 LOOKED_AT = 16
-"""Characters a token of the context, of a prompt that may be too long."""
+"""Number of characters, for each token of the context, that are read of a prompt that may be too long."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,14 +52,14 @@ class Turn:
 
     ask: Ask
     rendered: str
-    """The text that the template made of the request, up to where the model began."""
+    """Text that the template made of the request, up to where the model began."""
     reply: Reply
     raw: str
-    """What the model wrote, special tokens included."""
+    """Output of the model, special tokens included."""
     follows: Turn | None = None
-    """The turn that its messages go on from."""
+    """Turn that the messages continue, if there is one."""
     extends: bool = False
-    """Whether it keeps the tokens of that turn."""
+    """True if this turn keeps the tokens of `follows`."""
 
     @property
     def all_ids(self) -> list[int]:
@@ -67,16 +67,16 @@ class Turn:
 
     @cached_property
     def conversation(self) -> list[Message]:
-        """The messages of the request, and the reply."""
+        """Return the messages of the request, and the reply."""
         return [*self.ask.messages, message_of(self.reply)]
 
     @cached_property
     def keys(self) -> list[str]:
-        """See `key_of`; of the conversation."""
+        """Return the keys of the conversation's messages; see `key_of`."""
         return [key_of(message) for message in self.conversation]
 
     def comes_after(self, turn: Turn) -> bool:
-        """Whether its messages go on from that turn's, also through others."""
+        """Return whether the messages continue that turn, directly or through others."""
         follows = self.follows
         while follows is not None and follows is not turn:
             follows = follows.follows
@@ -85,28 +85,28 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True)
 class Branch:
-    """A request that was to continue a recorded conversation, and does not keep its tokens."""
+    """A request that should have continued a recorded conversation, but does not keep its tokens."""
 
     of: Turn
-    """The conversation: up to this turn's reply."""
+    """Last turn of the recorded conversation."""
     kind: str
-    """Warnings of one kind are shown a few times only."""
+    """Kind of the branch; only a few warnings of one kind are shown."""
     message: int | None
-    """The first message of the request that differs, from 1; None if none does."""
+    """Number of the first message of the request that differs, from 1; None if none does."""
     why: str
     tokens: int
-    """How many tokens of the conversation are processed once more in training."""
+    """Number of tokens of the conversation that are processed again in training."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """What a request asks the model to continue."""
+    """Prompt of a request: the tokens that the model continues."""
 
     input_ids: list[int]
     rendered: str
     extends: Turn | None = None
     rewritten: Turn | None = None
-    """A turn that the messages go on from, and whose tokens they do not keep: a new sequence starts."""
+    """Turn that the messages continue without keeping its tokens: a new sequence starts."""
 
 
 class Turns:
@@ -115,7 +115,13 @@ class Turns:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, context: int | None = None, vision: Sight | None = None
     ) -> None:
-        """context: of the model, in tokens. vision: of a model that takes images."""
+        """Start without turns.
+
+        Args:
+            tokenizer: Tokenizer of the model.
+            context: Context length of the model in tokens, if it is known.
+            vision: Image input, if the model takes images.
+        """
         self._tokenizer = tokenizer
         self._context = context
         self._vision = vision
@@ -125,13 +131,19 @@ class Turns:
         self._turns.append(turn)
 
     def find(self, id: str) -> Turn | None:
-        """The turn with the reply of that ID."""
+        """Return the turn with the reply of that ID."""
         return next((turn for turn in self._turns if turn.reply.id == id), None)
 
     def prompt(self, ask: Ask, begin: str = "") -> Prompt:
-        """The tokens of a request. Raises Refusal when the template does not take its messages.
+        """Return the prompt of a request.
 
-        begin: words put into the model's mouth; they count as the prompt's."""
+        Args:
+            ask: The request.
+            begin: Prefilled beginning of the reply; it counts as part of the prompt.
+
+        Raises:
+            Refusal: The template does not take the messages, the model takes no images, or the prompt is far too long.
+        """
         if ask.text is not None:
             self._refuse_what_never_fits(ask.text, "prompt")
             return Prompt(input_ids=self._encode(ask.text, special=True), rendered=ask.text)
@@ -158,11 +170,11 @@ class Turns:
         return Prompt(input_ids=self._encode(rendered), rendered=rendered, rewritten=rewritten)
 
     def branch(self, turn: Turn) -> Branch | None:
-        """Return what a turn differs in from the conversation that it was to continue.
+        """Return how a turn differs from the conversation that it should have continued; None if it is no branch.
 
-        A request is to continue a conversation if it has a reply of the model among its messages, or another message
-        in the place of one. What has neither (a sub-agent, say) is a conversation of its own, and no branch; nor is
-        the same request made again, for another answer.
+        A request should continue a conversation if it has a reply of the model among its messages, or another message
+        in the place of one. A request with neither (from a sub-agent, say) is a conversation of its own, not a branch.
+        The same request made again, for another answer, is no branch either.
         """
         extended = turn.follows if turn.extends else None
         begin = 0
@@ -186,7 +198,7 @@ class Turns:
         counts = Counter(sent)
 
         def alike(other: Turn) -> tuple[int, bool]:
-            """How many messages they have in common, and whether they are all of the other's."""
+            """Return the number of messages in common, and whether these are all of the other's, from the beginning."""
             return sum((counts & Counter(other.keys)).values()), sent[: len(other.keys)] == other.keys
 
         best = max(reversed(others), key=alike)
@@ -197,7 +209,7 @@ class Turns:
         return Branch(of=best, kind=kind, message=message, why=why, tokens=tokens)
 
     def _processed_again(self, turn: Turn, best: Turn, sent: Sequence[str], difference: Difference | None) -> int:
-        """The tokens of a turn's prompt that the recorded conversation has, too, or has others in their place."""
+        """Return how many tokens of a turn's prompt the recorded conversation also has, or has in another form."""
         input_ids = turn.reply.interaction.input_ids
         both = zip(input_ids, best.all_ids, strict=False)
         same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], both)) if turn.extends else 0
@@ -220,7 +232,10 @@ class Turns:
             return None
 
     def _refuse_what_never_fits(self, text: str, param: str) -> None:
-        """Without making tokens of all of it: a beginning that has twice as many as the context takes is enough."""
+        """Refuse a text that is far too long, without tokenizing all of it.
+
+        It is enough that a beginning has twice as many tokens as the context takes.
+        """
         if self._context is None or len(text) <= LOOKED_AT * self._context:
             return
         beginning = text[: LOOKED_AT * self._context]
@@ -234,7 +249,7 @@ class Turns:
             )
 
     def _tail_ids(self, ask: Ask, rendered: str, turn: Turn) -> list[int] | None:
-        """The tokens after the turn's own; None when the rendered text does not hold the turn as it was."""
+        """Return the tokens after the turn's own; None if the rendered text does not hold the turn as it was."""
         if not rendered.startswith(turn.rendered):
             return None
         last_id = turn.all_ids[-1]
@@ -255,7 +270,10 @@ class Turns:
         return self._encode_after(last_id, tail)
 
     def _after_words(self, ask: Ask, place: int) -> str | None:
-        """What the template writes after the words of the message at `place`, an assistant's."""
+        """Return the text that the template writes after the words of the assistant's message at `place`.
+
+        None if the template does not take the messages.
+        """
         before, after = ask.messages[:place], ask.messages[place + 1 :]
         try:
             texts = [self._render(ask, [*before, message, *after]) for message in _WORDS]
@@ -269,7 +287,7 @@ class Turns:
 
     @cached_property
     def _end_of_turn(self) -> str:
-        """The special token that the template writes after an assistant's words; "" when it writes none there."""
+        """Return the special token that the template writes after an assistant's words; "" if it writes none there."""
         user = {"role": "user", "content": "clew"}
         asks = [Ask(model="", messages=[user, message]) for message in _WORDS]
         ids = self._encode(common_suffix([self._render(ask, ask.messages, generation=False) for ask in asks]))
@@ -277,14 +295,14 @@ class Turns:
         return str(self._tokenizer.decode(ids[:1], skip_special_tokens=False)) if special else ""
 
     def _encode_after(self, last_id: int, text: str) -> list[int]:
-        """The tokens of a text that follows a token. (Some tokenizers put a space before a text's first word.)"""
+        """Return the tokens of a text that follows a token. Some tokenizers put a space before a text's first word."""
         last = self._tokenizer.decode([last_id], skip_special_tokens=False)
         together = self._encode(f"{last}{text}")
         return together[1:] if together[:1] == [last_id] else self._encode(text)
 
     @cached_property
     def variables(self) -> set[str]:
-        """What the chat template asks for, besides what it sets itself."""
+        """Return the names of the variables that the chat template reads, except those that it sets itself."""
         template = self._tokenizer.chat_template or ""
         texts = template.values() if isinstance(template, dict) else [template]
         language = Environment(extensions=["jinja2.ext.loopcontrols"])
@@ -293,7 +311,7 @@ class Turns:
         )
 
     def count(self, text: str) -> int:
-        """Its tokens."""
+        """Return the number of tokens of a text."""
         return len(self._encode(text))
 
     def _render(self, ask: Ask, messages: Sequence[Message], *, generation: bool = True) -> str:
@@ -321,7 +339,7 @@ class Turns:
 
     @cached_property
     def _wants_parts(self) -> bool:
-        """Whether the template takes a message's content as a list of parts alone, as some do of models that see."""
+        """Return whether the template takes content only as a list of parts, as some vision models' templates do."""
         if self._vision is None or self._tokenizer.chat_template is None:
             return False
         self.__dict__["_wants_parts"] = False  # while it is asked
@@ -344,8 +362,11 @@ def _in_parts(message: Message) -> Message:
 
 
 def stands_for(message: Message, reply: Reply) -> bool:
-    """Whether a message of the client's is what the model said: the same words, the same tools with the same arguments
-    as JSON. A client may leave the reasoning out; whether the template would have kept it shows in the text."""
+    """Return whether a message of the client's stands for the model's reply.
+
+    It does if it has the same words, and the same tools with the same arguments as JSON. A client may leave the
+    reasoning out; whether the template would have kept it shows in the rendered text.
+    """
     if message.get("role") != "assistant":
         return False
     said = message.get("content") or ""
@@ -364,7 +385,7 @@ def stands_for(message: Message, reply: Reply) -> bool:
 
 
 def goes_on_in(message: Message, reply: Reply) -> bool:
-    """Whether the client wrote on in the model's message, from where a stop string had ended it."""
+    """Return whether the client continued the model's message after the stop string that had ended it."""
     said = message.get("content") if message.get("role") == "assistant" else None
     return reply.stop_string is not None and str(said).startswith(reply.content + reply.stop_string)
 
@@ -374,7 +395,7 @@ def _goes_on_from(sent: Sequence[str], reworded: int, turn: Turn) -> bool:
 
     Args:
         sent: Keys of the request's messages.
-        reworded: Place of the first words of the assistant that no model said; 0 if there are none.
+        reworded: Place of the first assistant message that no model said; 0 if there is none.
         turn: The turn.
     """
     *asked, replied = turn.keys
@@ -386,10 +407,10 @@ def _goes_on_from(sent: Sequence[str], reworded: int, turn: Turn) -> bool:
 
 
 def _why_rewritten(turn: Turn, before: Turn) -> tuple[str, str]:
-    """Return why the rendered text does not keep an earlier turn that the messages go on from.
+    """Return why the rendered text does not keep an earlier turn that the messages continue.
 
     Returns:
-        The kind of it, and a clause that says it.
+        The kind of the reason, and a clause that states it.
     """
     ask, earlier, id = turn.ask, before.ask, before.reply.id
     if ask.shown_tools != earlier.shown_tools:
@@ -408,7 +429,10 @@ def _why_rewritten(turn: Turn, before: Turn) -> tuple[str, str]:
 
 
 def with_one_system(messages: Sequence[Message]) -> list[Message]:
-    """With the system messages at the beginning as one: many templates take no more, and some agents send several."""
+    """Return the messages with the system messages at the beginning joined into one.
+
+    Many templates accept only one, and some agents send several.
+    """
     systems = list(itertools.takewhile(lambda message: message["role"] == "system", messages))
     if len(systems) < 2 or shown_in(systems):
         return list(messages)
@@ -417,6 +441,6 @@ def with_one_system(messages: Sequence[Message]) -> list[Message]:
 
 
 def common_suffix(texts: Sequence[str]) -> str:
-    """The longest text that all of them end with."""
+    """Return the longest text that all of them end with."""
     alike = itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(*map(reversed, texts), strict=False))
     return "".join(letters[0] for letters in alike)[::-1]
