@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from clew.diagnose.stress import files, growth, repeat, rows, serial, shared, watch
-from clew.diagnose.stress.frames import Code, Place, stack_of_thread
+from clew.diagnose.stress import files, growth, process, repeat, rows, serial, shared, watch
+from clew.diagnose.stress.frames import Code, Place, stack_of_coroutine, stack_of_thread
 from clew.diagnose.stress.growth import Sample, grows
 from clew.diagnose.stress.repeat import Told
 from clew.diagnose.stress.report import Report
@@ -333,6 +333,38 @@ def test_a_block_is_timed_and_placed() -> None:
     assert "test_judgements.py" in verdict.where
     assert verdict.evidence[0].startswith("2 times")
     assert sum(each.seconds for each in watched.blocks) == pytest.approx(0.2, abs=0.06)
+
+
+def test_a_running_coroutine_is_not_asked_what_it_awaits() -> None:
+    """Python 3.11 may crash at that."""
+
+    async def waiting() -> None:
+        await asyncio.sleep(0)
+
+    coroutine = waiting()
+
+    class Running:
+        cr_running, cr_frame, cr_code = True, coroutine.cr_frame, coroutine.cr_code
+
+        @property
+        def cr_await(self) -> None:
+            raise AssertionError("it was asked")
+
+    assert [code.co_name for code, _ in stack_of_coroutine(Running())] == ["waiting"]
+    coroutine.send(None)
+    assert [code.co_name for code, _ in stack_of_coroutine(coroutine)] == ["__sleep0", "sleep", "waiting"]
+    coroutine.close()
+
+
+def test_what_changes_after_the_stress_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def changes() -> list[process.Change]:
+        async with process.ProcessState(Code(object())) as state:
+            pass
+        monkeypatch.setenv("CLEW_TEST_AFTER", "1")
+        state.stepped(Episode("g0.e0", {}))
+        return state.changes
+
+    assert asyncio.run(changes()) == []
 
 
 def test_three_outcomes() -> None:

@@ -120,8 +120,14 @@ def judge_elsewhere(
             f"seeds and answers",
             where=", ".join([*used, *drawn][:1]) or (f"asked at {place}" if place is not None else ""),
             evidence=[f"{each.episode}: {each.what}" for each in found[:4]]
-            + ([f"sets and hash() are used at {', '.join(used[:4])}"] if used else [])
-            + ["sort a set before its order matters; take hashlib in the place of hash()"],
+            + (
+                [
+                    f"sets and hash() are used at {', '.join(used[:4])}",
+                    "sort a set before its order matters; take hashlib in the place of hash()",
+                ]
+                if used
+                else ["look for the clock, for chance, for the environment and for what earlier episodes left behind"]
+            ),
         )
     ]
 

@@ -143,15 +143,26 @@ def stack_of_coroutine(awaited: Any) -> list[Line]:
 
 
 def _suspended(awaited: Any) -> tuple[CodeType | None, FrameType | None, Any]:
-    """Return code, frame and awaited object of a coroutine, a generator or an asynchronous generator."""
-    for prefix, awaits in (("cr", "cr_await"), ("gi", "gi_yieldfrom"), ("ag", "ag_await")):
-        if hasattr(awaited, f"{prefix}_frame"):
-            inner = getattr(awaited, awaits)
-            frame = getattr(awaited, f"{prefix}_frame")
-            if inner is None and frame is not None:
-                inner = frame.f_locals.get("clew_drives")  # see steps.driven
-            return getattr(awaited, f"{prefix}_code"), frame, inner
-    return None, None, None
+    """Return code, frame and awaited object of a coroutine, a generator or an asynchronous generator.
+
+    Another thread may be running it, and then it awaits nothing. Python 3.11 looks for what a running frame awaits all
+    the same, takes something else for an object, and crashes. So it is not asked, and no call stands between the
+    question whether it runs and the read, because a call lets other threads go on.
+    """
+    if hasattr(awaited, "cr_frame"):
+        inner = None if awaited.cr_running else awaited.cr_await
+        code, frame = awaited.cr_code, awaited.cr_frame
+    elif hasattr(awaited, "gi_frame"):
+        inner = None if awaited.gi_running else awaited.gi_yieldfrom
+        code, frame = awaited.gi_code, awaited.gi_frame
+    elif hasattr(awaited, "ag_frame"):
+        inner = None if awaited.ag_running else awaited.ag_await
+        code, frame = awaited.ag_code, awaited.ag_frame
+    else:
+        return None, None, None
+    if inner is None and frame is not None and "clew_drives" in code.co_varnames:
+        inner = frame.f_locals.get("clew_drives")  # see steps.driven
+    return code, frame, inner
 
 
 def shown_path(name: str) -> str:

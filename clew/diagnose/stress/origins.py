@@ -102,7 +102,10 @@ class Origins:
             return
         if event == "open":
             if isinstance(arguments[0], (str, bytes)):
-                self.files[str(Path(os.fsdecode(arguments[0])).absolute())] = place
+                path = str(Path(os.fsdecode(arguments[0])).absolute())
+                before = self.files.get(path, "")  # mkstemp opens a file, and another line opens it again
+                if place not in before:
+                    self.files[path] = f"{before} or {place}" if before else place
         elif event == "socket.connect":
             self.sockets[arguments[0].fileno()] = place
         elif event in STARTS_THREAD:

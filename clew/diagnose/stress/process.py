@@ -54,6 +54,8 @@ class ProcessState:
         self._called: dict[str, str] = {}
         """Line that last changed each kind of state."""
         self._replaced: list[tuple[ModuleType, str, Callable[..., Any]]] = []
+        self._left = False
+        """True after the exit. Tasks that an episode left behind still run then, while others restore their state."""
         self.changes: list[Change] = []
 
     async def __aenter__(self) -> ProcessState:
@@ -68,6 +70,8 @@ class ProcessState:
     async def __aexit__(self, *_: object) -> None:
         for module, function, original in self._replaced:
             setattr(module, function, original)
+        with self._lock:
+            self._left = True
         self._restore()
 
     def _noting(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -86,6 +90,8 @@ class ProcessState:
     def stepped(self, episode: Episode) -> None:
         """Attribute all changes since the last look to this episode."""
         with self._lock:
+            if self._left:
+                return
             now = _now()
             for name in sorted(now.keys() | self._before.keys()):
                 if now.get(name) != self._before.get(name):

@@ -122,7 +122,7 @@ async def stress(
             waves=[wave.report(alone_s) for wave in waves[1:5] or waves],
             failures=failures(episode for wave in waves for episode in wave.episodes),
             growth=samples,
-            verdicts=sorted([*hanging(waves), *verdicts], key=lambda verdict: not verdict.certain),
+            verdicts=sorted([*hanging(waves), *verdicts], key=_order),
             notes=notes,
         )
 
@@ -201,3 +201,8 @@ async def stress(
     verdicts += process.verdicts(process_state.changes)
     verdicts += complaints.verdicts(stage.episodes, origins)
     return report(verdicts, notes, alone.mean_s)
+
+
+def _order(verdict: Verdict) -> tuple[bool, bool]:
+    """Return the sort key of a finding: the certain ones first, and causes before what differs because of them."""
+    return not verdict.certain, verdict.kind == "differs"
