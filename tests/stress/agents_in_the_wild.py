@@ -85,6 +85,17 @@ class SetOrder:
         return float(len(await ask(f"Tools: {', '.join(names)}. {data['prompt']}", **given)))
 
 
+def _keywords(text: str) -> list[str]:
+    return [word for word in set(text.lower().split()) if len(word) > 2]
+
+
+class SetInAFunction:
+    """The set is in a function beside the class."""
+
+    async def run(self, data: dict, **given: Any) -> float:
+        return float(len(await ask(f"Notes on {', '.join(_keywords(data['prompt']))}.", **given)))
+
+
 class HashShard:
     """hash() of a string is another in each process."""
 
@@ -454,6 +465,7 @@ FAULTY: dict[type, tuple[str, str]] = {
     PlanCache: ("shared", "PlanCache.run"),
     AnswerCache: ("shared", "AnswerCache.run"),
     SetOrder: ("differs", "SetOrder.run"),
+    SetInAFunction: ("differs", "_keywords"),
     HashShard: ("differs", "HashShard.run"),
     WorkersTakeTurns: ("serial", "WorkersTakeTurns.run"),
     NeverTold: ("hangs", "NeverTold.run"),

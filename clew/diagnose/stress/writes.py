@@ -37,12 +37,22 @@ class Sources:
         return self._shown([line for line in lines if not line[2].endswith("__init__")] or lines)
 
     def lines_with_sets(self) -> list[str]:
-        """Return the lines within the agent's classes that make a set, use a set of its module, or call `hash`."""
+        """Return the lines that make a set, use a set of their module, or call `hash`.
+
+        They stand within the agent's classes, or in functions that these call by their name.
+        """
+        statements = [(file, *each) for file in self.files for each in _statements(file)]
+        called = {
+            node.func.id
+            for _, function, node in statements
+            if self._is_own(function) and isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        }
         lines = [
             (file, node.lineno, function)
-            for file in self.files
-            for function, node in _statements(file)
-            if self._is_own(function) and isinstance(node, ast.expr) and _is_unordered(node, file)
+            for file, function, node in statements
+            if (self._is_own(function) or function in called)
+            and isinstance(node, ast.expr)
+            and _is_unordered(node, file)
         ]
         return self._shown(lines)
 
