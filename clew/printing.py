@@ -11,6 +11,7 @@ from __future__ import annotations
 import builtins
 import html
 import logging
+from collections.abc import Sequence
 from typing import Any, TextIO
 
 KEPT = "\n\t"
@@ -27,6 +28,12 @@ def visible(text: str, keep: str = "\n") -> str:
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() or char in keep else repr(char)[1:-1] for char in text)
+
+
+def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return how many items both begin with: the place of their first difference, for messages that show it."""
+    pairs = zip(one, other, strict=False)
+    return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 def in_html(text: str) -> str:

@@ -20,6 +20,7 @@ from clew.diagnose.rewards import interactions_of
 from clew.errors import ConfigError, EngineError, EpisodeError, RecordError
 from clew.inference.found import find_engine
 from clew.models import load_tokenizer
+from clew.printing import common_length
 from clew.record.media import media_name
 from clew.record.rows import Sequence as Row
 from clew.record.run import RunDirectory
@@ -164,9 +165,7 @@ class RecordedModel(Session):
         found = first_difference(texts[0], texts[1], where)
         if found is not None:
             return found
-        at = next(
-            (i for i, pair in enumerate(zip(then, now, strict=False)) if pair[0] != pair[1]), min(len(then), len(now))
-        )
+        at = common_length(then, now)
         shown = (f"tokens {side[at : at + 8]}" for side in (then, now))
         return Divergence(f"the tokens of {where}, token {at}", *shown)
 
@@ -222,7 +221,7 @@ def first_difference(then: Any, now: Any, where: str) -> Divergence | None:
                 return found
         return None
     if isinstance(then, str) and isinstance(now, str):
-        at = next((i for i, (a, b) in enumerate(zip(then, now, strict=False)) if a != b), min(len(then), len(now)))
+        at = common_length(then, now)
         return Divergence(f"{where}, character {at}", _around(then, at), _around(now, at))
     return Divergence(where, _value(then), _value(now))
 

@@ -24,7 +24,7 @@ from clew.diagnose import differences
 from clew.diagnose.differences import EXACT, Difference, Tolerance
 from clew.diagnose.stages import chain_holds, suggestions
 from clew.errors import ConfigError, RecordError
-from clew.printing import print
+from clew.printing import common_length, print
 from clew.reading import read_json, read_yaml
 from clew.record.bundle import opened
 from clew.record.digest import digest_rows
@@ -92,10 +92,8 @@ def diff(a: Path, b: Path, *, ignore: list[str], plot: Path | None) -> bool:
             )
         else:
             print(f"FIRST DIFFERENCE  {found.told(*names)}")
-            for run, name in zip((left, right), names, strict=True):
-                for line in suggestions(run, found, f"{name}: "):
-                    print(line)
-                found = replace(found, suggests="")  # said once
+            for line in suggestions(found, {f"{names[0]}: ": left, f"{names[1]}: ": right}):
+                print(line)
             _explain(left, right, found, names, ignore, environments)
         _drift(left, right, steps, names)
         if plot is not None:
@@ -368,7 +366,7 @@ def _in_field(step: int, where: str, then: Any, now: Any) -> Difference | None:
     a, b = (json.dumps(each, sort_keys=True, default=str, ensure_ascii=False) for each in (then, now))
     if a == b:  # both NaN
         return None
-    first = next((place for place, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    first = common_length(a, b)
     cut = max(0, first - 60) if max(len(a), len(b)) > 200 else 0
     shown = [("…" if cut else "") + each[cut : cut + 200] + ("…" if len(each) > cut + 200 else "") for each in (a, b)]
     return Difference(step=step, stage="data", where=where, position=None, recorded=shown[0], found=shown[1])

@@ -182,9 +182,11 @@ def replay(run: RunDirectory, engine: TrainEngine, last: int, *, verify: bool = 
             tolerance, because = TOLERANCES[engine.config.model.dtype], drifted
         result = engine.train_step(batch)
         found = compare(run, step, batch, result, recorded, stages, engine, tolerance) if verify else []
-        doubt = rounding_doubt(environment_of(recorded), environment(engine)) if tolerance.exact else ""
-        elsewhere = all(recorded["tensors"].get(name) != now for name, now in result.tensor_digests.items())
-        if found and doubt and elsewhere:  # gradients or weights that agree bit for bit show that both round alike
+        doubt = ""
+        if found and tolerance.exact:
+            doubt = rounding_doubt(environment_of(recorded), environment(engine))
+        if doubt and all(recorded["tensors"].get(name) != now for name, now in result.tensor_digests.items()):
+            # gradients or weights that agree bit for bit show that both round alike
             near = TOLERANCES[engine.config.model.dtype]
             beyond = compare(run, step, batch, result, recorded, stages, engine, near)
             if not beyond or str(beyond[0]) != str(found[0]):

@@ -257,7 +257,7 @@ def _tell(run: RunDirectory, found: list[Difference]) -> None:
     if not found:
         return
     print(f"FIRST DIFFERENCE  {found[0]}")
-    for line in suggestions(run, found[0]):
+    for line in suggestions(found[0], {"": run}):
         print(line)
     if after := [stage for stage in dict.fromkeys(each.stage for each in found) if stage != found[0].stage]:
         print(f"after it, these stages of the step differ too: {', '.join(after)}")

@@ -7,7 +7,7 @@ They find out whether a batch is what was trained on, and recompute the stages t
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
 from typing import Any
 
@@ -131,10 +131,18 @@ def chain_holds(run: RunDirectory, steps: range, whose: str = "") -> bool:
     return not found
 
 
-def suggestions(run: RunDirectory, found: Difference, whose: str = "") -> list[str]:
-    """Return lines on what may have caused a difference: what it looks like, and how its step stands out in the run."""
-    odd = _stands_out(run, found.step)
-    return [f"this suggests: {each}" for each in (found.suggests, f"{whose}{odd}" if odd else "") if each]
+def suggestions(found: Difference, runs: Mapping[str, RunDirectory]) -> Iterator[str]:
+    """Yield lines on what may have caused a difference: what it looks like, and how its step stands out in each run.
+
+    Args:
+        found: The first difference.
+        runs: The runs that were compared, by what the line about each begins with.
+    """
+    if found.suggests:
+        yield f"this suggests: {found.suggests}"
+    for whose, run in runs.items():
+        if odd := _stands_out(run, found.step):
+            yield f"this suggests: {whose}{odd}"
 
 
 def _stands_out(run: RunDirectory, step: int) -> str:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from clew.errors import RecordError
-from clew.reading import read_json as read_json
 
 
 def write_bytes(path: Path, content: bytes | memoryview, *, private: bool = False) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import time
 
+from clew.reading import read_json
 from clew.record import rows
-from clew.record.files import read_json, write_json
+from clew.record.files import write_json
 from clew.record.run import RunDirectory
 
 NAME = "bundle.json"

@@ -21,7 +21,7 @@ from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
 from clew import config as configuration
-from clew.config import Config
+from clew.config import Config, server_addresses, server_token
 from clew.errors import RecordError
 from clew.processes import hold_lock
 from clew.reading import STRICT, Count, Flag, Moment, Number, check, read_json
@@ -49,6 +49,12 @@ class Server:
     """True if it has loaded the newest weights, or answers 503 until it has."""
     token: str = ""
     """Token that is needed for calls that change the server's state."""
+
+
+def attached_servers() -> list[Server]:
+    """Return the servers that CLEW_LLM_SERVER_ADDRS names; empty if the servers of the run directory are used."""
+    token = server_token()
+    return [Server(name=each, address=each, pid=0, ready=True, token=token) for each in server_addresses()]
 
 
 @with_config(STRICT)

@@ -211,10 +211,6 @@ class Steps:
         summary.check(path, step, said, by_clew=self.by_clew)
         return said
 
-    def committed_digest(self, step: int) -> str | None:
-        """Return the digest by which the chain names a committed step's JSON; None if the step is not on record."""
-        return chain.committed_digest(self, step)
-
     def committed_after(self, step: int) -> int | None:
         """Return the first later step whose JSON exists; None if there is no such step."""
         names = (path.stem.removeprefix("step-") for path in self.folder.glob("step-*.json"))
@@ -254,7 +250,7 @@ class Steps:
             entries.append(entry)
         while self.json_path(len(entries)).exists():  # committed, but killed before its line was written
             step = len(entries)
-            entries.append(_entry(step, self.read(step)) | {"json": self.committed_digest(step)})
+            entries.append(_entry(step, self.read(step)) | {"json": chain.committed_digest(self, step)})
         return entries
 
     def count(self) -> int:

@@ -7,10 +7,9 @@ import logging
 import time
 from collections.abc import Sequence
 
-from clew.config import server_addresses, server_token
 from clew.inference.client import HTTPEngine
 from clew.inference.protocol import Completion, EngineUnreachable, OnToken, SamplingParams, SchemaUnsupported
-from clew.record.run import RunDirectory, Server
+from clew.record.run import RunDirectory, Server, attached_servers
 from clew.record.weights import WeightRef
 from clew.waits import waiting
 
@@ -33,8 +32,7 @@ class ServerPool:
     def __init__(self, run: RunDirectory) -> None:
         """Take the servers that the environment names, or else those registered in the run directory."""
         self._run = run
-        token = server_token()
-        self._fixed = [Server(name=each, address=each, pid=0, ready=True, token=token) for each in server_addresses()]
+        self._fixed = attached_servers()
         self._servers: list[Server] = []
         self._looked_at = 0.0
         self._engines: dict[tuple[str, str], HTTPEngine] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 
 from clew.errors import RecordError
+from clew.record.chain import committed_digest
 from clew.record.files import explain_disk_errors, write_bytes
 from clew.record.run import RunDirectory
 from clew.training import checkpoint
@@ -26,7 +27,7 @@ def branch(source: RunDirectory, run: RunDirectory, engine: TrainEngine) -> None
     engine.ranks.meet()  # all have looked
     if engine.ranks.leads:
         _copy_beginning(source, run, engine.version)
-    follows = run.steps.committed_digest(engine.version - 1)
+    follows = committed_digest(run.steps, engine.version - 1)
     checkpoint.save(engine, run.checkpoints / f"step-{engine.version:06d}", follows=follows)
 
 

@@ -14,6 +14,7 @@ import torch
 
 from clew.config import Config
 from clew.errors import Interrupted, RolloutError, TrainingError
+from clew.record.chain import committed_digest
 from clew.record.run import RunDirectory, warn_of_changes
 from clew.record.weights import WeightRef
 from clew.rollout.evaluation import is_due
@@ -340,7 +341,7 @@ def _train(
         folder = run.checkpoints / f"step-{engine.version:06d}"
         together = ranks.size == 1 or not isinstance(error, TrainingError) or isinstance(error, GradientError)
         if together and engine.whole and engine.version == run.steps.count() and not folder.exists():
-            follows = run.steps.committed_digest(engine.version - 1)
+            follows = committed_digest(run.steps, engine.version - 1)
             checkpoint.save(engine, folder, follows=follows)  # so that it can go on with another configuration
         if isinstance(error, TrainingError):
             raise

@@ -25,6 +25,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 from clew.config import Config
+from clew.record.chain import committed_digest
 from clew.record.digest import digest_rows
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
@@ -105,7 +106,7 @@ def train(
                     run.inbox.remove(run.steps.read(version - 1)["groups"] if version else ())
         if not replaying and checkpoint.is_due(version, config):  # a committed step may name the one that was there
             with clock("checkpoint"):
-                follows = run.steps.committed_digest(version - 1)
+                follows = committed_digest(run.steps, version - 1)
                 checkpoint.save(engine, run.checkpoints / f"step-{version:06d}", follows=follows)
                 if ranks.leads:
                     checkpoint.prune(run.checkpoints, config.checkpoint.keep)

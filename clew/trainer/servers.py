@@ -9,9 +9,8 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from clew.config import server_addresses, server_token
 from clew.inference.client import EngineUnreachable, HTTPEngine
-from clew.record.run import RunDirectory, Server
+from clew.record.run import RunDirectory, Server, attached_servers
 from clew.record.weights import WeightRef
 
 log = logging.getLogger("clew.trainer")
@@ -81,9 +80,7 @@ class Servers:
         A server that is not ready is starting, or was taken out. It may not even listen yet, and needs no call: before
         it serves it registers as ready and then looks for the newest weights, which are announced by now.
         """
-        token = server_token()
-        named = [Server(name=each, address=each, pid=0, ready=True, token=token) for each in server_addresses()]
-        servers = named or [server for server in self._run.servers() if server.ready]
+        servers = attached_servers() or [server for server in self._run.servers() if server.ready]
         await asyncio.gather(*(self._ask_one(server, what, ask) for server in servers))
 
     async def _ask_one(self, server: Server, what: str, ask: Ask) -> None:

@@ -47,5 +47,5 @@ def test_by_what_its_neighbours_say(run: RunDirectory) -> None:
     path.write_text(json.dumps(said))
     seal(run)
     found = [Difference(step=step, stage="update", where="a", position=None, recorded=1, found=2) for step in (3, 2, 0)]
-    lines = [suggestions(run, each) for each in found]
+    lines = [list(suggestions(each, {"": run})) for each in found]
     assert lines == [["this suggests: config.training.lr is 0.5 at step 3, and 0.001 just before and after it"], [], []]

@@ -14,8 +14,9 @@ from clew.diagnose.agent_replay import replay_agent
 from clew.diagnose.blame import blame
 from clew.diagnose.rerun import rerun
 from clew.errors import ConfigError
+from clew.reading import read_json
 from clew.record.bundle import opened, write_bundle
-from clew.record.files import read_json, write_json
+from clew.record.files import write_json
 from clew.record.foreign import why_foreign
 from clew.record.run import RunDirectory
 from clew.training.exchange import export_steps, import_steps

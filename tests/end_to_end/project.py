@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import psutil
 import yaml
 
-from clew.record.files import read_json
+from clew.reading import read_json
 from clew.record.run import RunDirectory
 from tests.forked import clew
 from tests.models import tiny_model, tiny_tokenizer

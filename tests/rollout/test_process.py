@@ -8,8 +8,8 @@ import psutil
 import pytest
 
 from clew.config import dump
+from clew.reading import read_json
 from clew.record import rows as record_rows
-from clew.record.files import read_json
 from clew.record.run import RunDirectory
 from tests.forked import clew
 from tests.models import tiny_model, tiny_tokenizer

@@ -21,7 +21,8 @@ from rich.text import Text
 from clew import config as configuration
 from clew.console import EscapingConsole
 from clew.printing import VisibleFormatter, VisibleRecord, in_html, print, visible
-from clew.record.files import read_json, write_json
+from clew.reading import read_json
+from clew.record.files import write_json
 from clew.record.run import RunDirectory
 from clew.record.writer import Writer
 

@@ -17,9 +17,6 @@ from clew.diagnose.stress.writes import Sources
 ELSEWHERE = 4
 """Number of episodes that each of the two other processes runs."""
 
-FAILED_SHARE = 0.1
-"""Share of failed episodes above which the agent is at fault."""
-
 
 def rows_of_others(crowd: Wave, again: Wave) -> list[Foreign]:
     """Return requests that hold text of another row, one for each pair of rows."""

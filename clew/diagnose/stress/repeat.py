@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from clew.diagnose.stress.requests import Request
+from clew.printing import common_length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,10 +101,5 @@ def _told_otherwise(a: Told, b: Told, asked: Collection[str]) -> bool:
 
 
 def _shown(one: str, other: str) -> str:
-    start = max(0, _common(one, other) - 20)
+    start = max(0, common_length(one, other) - 20)
     return f"{one[start : start + 80]!r}, then {other[start : start + 80]!r}"
-
-
-def _common(one: str, other: str) -> int:
-    """Return the number of characters that both texts begin with."""
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -26,7 +26,6 @@ class Foreign:
     asker: Episode
     owner: Episode
     text: str
-    asked: str
 
 
 def row_of(data: dict[str, Any]) -> str:
@@ -60,7 +59,7 @@ def foreign(episodes: Sequence[Episode], requests: Sequence[Request]) -> list[Fo
                 if row == own or (own, row) in found or not request.asked.startswith(mark, start):
                     continue
                 if mark not in told[asker.id]:
-                    found[own, row] = Foreign(asker=asker, owner=rows[row], text=mark, asked=request.asked)
+                    found[own, row] = Foreign(asker=asker, owner=rows[row], text=mark)
         told[asker.id] += request.answered + "\n"
     return list(found.values())
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from clew.printing import common_length
 from clew.rollout.gateway.chat import Message
 
 AROUND = 24
@@ -114,8 +115,7 @@ def _changed(before: Message, after: Message, index: int, field: str, *, reply: 
 
 def excerpt(before: str, after: str) -> str:
     """Return a clause with the place of the first difference between two texts, and both texts around it as `repr`."""
-    pairs = zip(before, after, strict=False)
-    place = next((number for number, (one, other) in enumerate(pairs) if one != other), min(len(before), len(after)))
+    place = common_length(before, after)
     return f"at character {place + 1}: {_around(before, place)} became {_around(after, place)}"
 
 
