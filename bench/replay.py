@@ -37,7 +37,7 @@ def shell(*arguments: str) -> float:
 
 def recorded(folder: Path) -> RunDirectory:
     """A run of the model and prompts of bench/step.py, with steps of half a second."""
-    from clew.trainer.learn import learn_inline
+    from clew.loop.learn import learn_inline
 
     prepare(folder)
     options = [f"training.steps={STEPS}", "rollout.batch_groups=32", "checkpoint.every_steps=100"]
@@ -59,7 +59,7 @@ def size(run: RunDirectory, folder: Path) -> float:
 
 def speed(run: RunDirectory) -> tuple[float, float]:
     """Bare training over replay, which take turns: the median of the steps; and seconds of a bare step."""
-    from clew.diagnose.replay import engine_at, replay
+    from clew.loop.replay import engine_at, replay
 
     engine = engine_at(run, 0)
     batches = [run.steps.read_data(step) for step in range(STEPS)]

@@ -7,7 +7,8 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -144,11 +145,12 @@ def train(config: ConfigFile, overrides: Overrides = None) -> None:
     inline = loaded.launch.mode == "inline"
     with Progress(run, loaded.training.steps, live=not inline) as progress:
         if inline:
-            from clew.trainer.learn import learn_inline
+            from clew.loop.learn import learn_inline
 
             _log()
             print("launch.mode=inline: one process; time limits are off; breakpoint() works everywhere.", flush=True)
-            learn_inline(loaded, progress.refresh)
+            with _drawn(run):
+                learn_inline(loaded, progress.refresh)
         else:
             from clew.launch.local import supervise
 
@@ -158,15 +160,36 @@ def train(config: ConfigFile, overrides: Overrides = None) -> None:
 
 def _train_on_record(config: Config, run: RunDirectory) -> None:
     """`clew train` or `clew learn` with debug.replay_rollout_data, as one rank."""
-    from clew.diagnose.counterfactual import begun
-    from clew.trainer.learn import learn_from_record
+    from clew.loop.learn import learn_from_record
     from clew.view.terminal import Progress
 
     with Progress(run, config.training.steps, live=False) as progress:
         _log()
         print(f"training on the batches in {config.debug.path}; no rollout, no inference.", flush=True)
-        learn_from_record(config, progress.refresh, begun=begun if config.debug.first_step else None)
+        with _drawn(run):
+            learn_from_record(config, progress.refresh)
     _say_trained(config, run)
+
+
+@contextmanager
+def _drawn(run: RunDirectory) -> Iterator[None]:
+    """Draw the learning curve when the block ends, however it ends; on rank 0."""
+    from clew.training.ranks import rank_here
+    from clew.view.learning_curve import draw_learning_curve
+
+    try:
+        yield
+    finally:
+        if rank_here() == 0:
+            draw_learning_curve(run)
+
+
+def _learn(config: Config, run: RunDirectory) -> None:
+    """`clew learn`, as one rank."""
+    from clew.loop.learn import learn
+
+    with _drawn(run):
+        learn(config)
 
 
 def _say_trained(config: Config, run: RunDirectory) -> None:
@@ -268,14 +291,10 @@ def learn(config: ConfigFile, overrides: Overrides = None) -> None:
 
     Example: clew learn examples/addition/grpo.yaml trial=try
     """
-    from clew.trainer.learn import learn as run_trainer
-
     _log()
     loaded, run = _open(config, overrides)
-    from_record = loaded.debug.replay_rollout_data
-    _on_ranks(
-        loaded.launch.ranks, lambda: _train_on_record(loaded, run) if from_record else run_trainer(loaded), run.logs
-    )
+    work = _train_on_record if loaded.debug.replay_rollout_data else _learn
+    _on_ranks(loaded.launch.ranks, lambda: work(loaded, run), run.logs)
 
 
 @app.command()

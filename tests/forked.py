@@ -27,7 +27,7 @@ _FORKS.set_forkserver_preload(
         "clew.inference.server",
         "clew.rollout.gateway.front",
         "clew.rollout.process",
-        "clew.trainer.learn",
+        "clew.loop.learn",
         "matplotlib.backends.backend_agg",
         "matplotlib.figure",
         "omegaconf",

@@ -35,7 +35,7 @@ MAY_IMPORT = {
         "clew.inference.found",
     },
     "training": {"clew.record", "clew.data", "clew.models", "clew.vision"},
-    "trainer": {"clew.record", "clew.rollout", "clew.inference", "clew.training", "clew.models", "clew.data"},
+    "loop": {"clew.record", "clew.rollout", "clew.inference", "clew.training", "clew.models", "clew.data"},
     "launch": {"clew.record"},
     "view": {"clew.record"},
     "diagnose": {
@@ -43,7 +43,7 @@ MAY_IMPORT = {
         "clew.inference",
         "clew.rollout",
         "clew.training",
-        "clew.trainer",
+        "clew.loop",
         "clew.models",
         "clew.vision",
     },

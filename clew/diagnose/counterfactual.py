@@ -14,18 +14,13 @@ from rich.table import Table
 from clew import config as configuration
 from clew.config import Config
 from clew.console import EscapingConsole
-from clew.diagnose.replay import engine_at, replay
 from clew.diagnose.stages import batch_as_it_is
-from clew.dotted import only_trusted
 from clew.errors import ConfigError, Interrupted, RecordError
+from clew.loop.learn import learn_from_record
 from clew.printing import print
 from clew.record.foreign import mark_foreign, why_foreign
 from clew.record.run import RunDirectory
-from clew.trainer.branch import branch
-from clew.trainer.learn import learn_from_record
-from clew.training import checkpoint
 from clew.training.optimizer import GradientError
-from clew.training.ranks import Ranks
 
 SIDE_BY_SIDE = ("loss", "grad_norm", "reward", "entropy", "behaviour_k3", "clip_share", "kl", "lr")
 """Metrics that a counterfactual shows."""
@@ -84,7 +79,7 @@ def counterfactual(run: RunDirectory, first: int, last: int, overrides: list[str
         mark_foreign(new, why)  # its configuration is a stranger's as well
     print(f"into {new.path}, from step {first} on with {' '.join(overrides)}", flush=True)
     try:
-        learn_from_record(config, lambda step, summary: None, begun=begun if going_on else begin, until=last + 1)
+        learn_from_record(config, lambda step, summary: None, until=last + 1)
     except BaseException as error:
         blamed = isinstance(error, GradientError) and new.steps.has_data(first)
         left = going_on or blamed or new.steps.count() > first
@@ -121,52 +116,6 @@ def _left_unfinished(config: Config, run: RunDirectory, last: int) -> bool:
         and new.steps.index()[:first] == run.steps.index()[:first]
         and new.steps.count() <= last
     )
-
-
-def begun(config: Config, ranks: Ranks) -> Config:
-    """Begin a new run as `begin` does, or continue it if it has begun already: `clew train` with debug.first_step."""
-    new = RunDirectory(config.run_path)
-    if checkpoint.latest_version(new.checkpoints) >= config.debug.first_step:
-        return _with_first_model(config, new)
-    return begin(config, ranks)
-
-
-def begin(config: Config, ranks: Ranks) -> Config:
-    """Begin a new run at debug.first_step of the recorded run in debug.path, with the state that it had there.
-
-    That state is reached by training the recorded steps since the last checkpoint again, on these ranks.
-
-    Returns:
-        The configuration with the model that both runs began with, which the KL term needs.
-
-    Raises:
-        RecordError: There is no run directory, or no checkpoint at or before that step; or the steps from there cannot
-            be repeated; or the new run already has steps of its own.
-    """
-    assert config.debug.path is not None
-    first, path = config.debug.first_step, Path(config.debug.path)
-    if not (path / "checkpoints").is_dir():
-        raise RecordError(
-            f"debug.first_step={first} begins with what the steps before it left, and debug.path={path} is no run "
-            f"directory with checkpoints. Name the run directory, or leave debug.first_step out."
-        )
-    source, new = RunDirectory(path), RunDirectory(config.run_path)
-    ours = (config.algorithm.loss, config.algorithm.advantages)  # the user named these
-    with only_trusted(why_foreign(source), [name.rpartition(".")[0] for name in ours]):
-        engine = engine_at(source, first, ranks=ranks)
-        for done in replay(source, engine, first - 1):
-            if done.differences:
-                raise RecordError(
-                    f"step {done.step} of {path} differs when it is trained again, so nothing can begin at step "
-                    f"{first}: {done.differences[0]}"
-                )
-    branch(source, new, engine)
-    return _with_first_model(config, new)
-
-
-def _with_first_model(config: Config, run: RunDirectory) -> Config:
-    path = str(checkpoint.saved(run.checkpoints)[0])
-    return config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
 
 
 def _free_trial(experiment: Path, trial: str) -> str:

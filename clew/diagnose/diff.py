@@ -18,12 +18,13 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
+from clew import config as configuration
 from clew.config import field_names, flat
 from clew.console import EscapingConsole
-from clew.diagnose import differences
-from clew.diagnose.differences import EXACT, Difference, Tolerance
 from clew.diagnose.stages import chain_holds, suggestions
 from clew.errors import ConfigError, RecordError
+from clew.loop import differences
+from clew.loop.differences import EXACT, TOLERANCES, Difference, Tolerance
 from clew.printing import common_length, print
 from clew.reading import read_json, read_yaml
 from clew.record.bundle import opened
@@ -31,9 +32,6 @@ from clew.record.digest import digest_rows
 from clew.record.rows import ALIGNED, RESTORE, SCHEMA, TIMES, Sequence, timeless
 from clew.record.run import RunDirectory
 from clew.record.summary import rounding_doubt
-
-TOLERANCE = Tolerance(absolute=1e-3, relative=1e-3)
-"""Tolerance for stages that were computed in different environments."""
 
 DRIFT = ("reward", "loss", "grad_norm", "entropy", "behaviour_k3")
 
@@ -68,9 +66,9 @@ def diff(a: Path, b: Path, *, ignore: list[str], plot: Path | None) -> bool:
         found = _first_difference(left, right, alike, EXACT) or _first_difference(left, right, apart, tolerance)
         if found is not None and found.step in apart and tolerance.exact:
             doubt = _rounding(left, right, found)
-            near = _first_difference(left, right, apart, TOLERANCE) if doubt else found
+            near = _first_difference(left, right, apart, _near(left, right)) if doubt else found
             if str(near) != str(found):  # the first difference is within rounding
-                tolerance, environments, found = TOLERANCE, [doubt], near
+                tolerance, environments, found = _near(left, right), [doubt], near
         how = str(tolerance)
         if environments:
             before = f"{EXACT} up to step {apart[0] - 1}, then " if apart[0] > steps[0] else ""
@@ -184,7 +182,15 @@ def _tolerance(left: RunDirectory, right: RunDirectory, step: int) -> tuple[Tole
         for name in sorted({*then, *now})
         if then.get(name) != now.get(name)
     ]
-    return (TOLERANCE if changed else EXACT), changed
+    return (_near(left, right) if changed else EXACT), changed
+
+
+def _near(left: RunDirectory, right: RunDirectory) -> Tolerance:
+    """Return the tolerance for stages that were computed in different environments."""
+    if not (left.steps.by_clew and right.steps.by_clew):
+        return TOLERANCES["another trainer"]
+    dtypes = {configuration.load(run.config_path).model.dtype for run in (left, right)}
+    return max((TOLERANCES[dtype] for dtype in dtypes), key=lambda each: each.absolute)
 
 
 ROUNDED = (

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from clew.diagnose.differences import STAGES
 from clew.diagnose.stages import batch_as_it_is, check_aligned, tell_altered
 from clew.errors import TrainingError
+from clew.loop.differences import STAGES
 from clew.printing import print
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
@@ -78,7 +78,7 @@ def parts_of(run: RunDirectory, step: int) -> Parts:
 
 
 def _trained(run: RunDirectory, step: int) -> Parts:
-    from clew.diagnose.replay import configure_as, engine_at, replay
+    from clew.loop.replay import configure_as, engine_at, replay
     from clew.training.contributions import contributions, critic_contributions
 
     engine, batch = engine_at(run, step), batch_as_it_is(run, step)

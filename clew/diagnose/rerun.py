@@ -10,9 +10,9 @@ from typing import Any
 
 from clew import config as configuration
 from clew.config import Algorithm
-from clew.diagnose.differences import Difference
-from clew.diagnose.stages import ALONE, OF_ANOTHER, DifferenceFound, chain_holds, check_stages, suggestions
+from clew.diagnose.stages import ALONE, chain_holds, check_stages, suggestions
 from clew.errors import ConfigError, Interrupted, RecordError
+from clew.loop.differences import TOLERANCES, Difference, DifferenceFound
 from clew.printing import print
 from clew.record.bundle import opened
 from clew.record.run import RunDirectory
@@ -183,7 +183,7 @@ def _stages(
             break
     _tell(run, found)
     if not found:
-        near = f", {OF_ANOTHER}" if algorithm is not None else ""
+        near = f", {TOLERANCES['another trainer']}" if algorithm is not None else ""
         of = f" ({only})" if only else ""
         print(f"{_named(first, last)}: {', '.join(stages)} follow from the recorded inputs{near}{of}.")
         print(NOT_RECOMPUTED)
@@ -208,7 +208,8 @@ def _rewards(run: RunDirectory, first: int, last: int, only: str | None) -> bool
 def _train_again(
     run: RunDirectory, first: int, last: int, stop: str | None, device: str | None, verify: bool, *, named: Path
 ) -> bool:
-    from clew.diagnose.replay import configure_as, engine_at, replay, stop_at
+    from clew.diagnose.debugger import stop_at
+    from clew.loop.replay import configure_as, engine_at, replay
     from clew.training.ranks import Ranks
 
     with Ranks.joined() as ranks:

@@ -7,35 +7,27 @@ They find out whether a batch is what was trained on, and recompute the stages t
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
 from typing import Any
 
-import numpy as np
-
 from clew.config import Algorithm, flat
-from clew.diagnose import differences
-from clew.diagnose.differences import EXACT, Difference, Tolerance
 from clew.errors import ConfigError, RecordError
+from clew.loop import differences
+from clew.loop.differences import EXACT, TOLERANCES, Difference, DifferenceFound
+from clew.loop.recompute import COMPUTED, suspected
 from clew.printing import print
 from clew.record import chain
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
 from clew.record.steps import Stages
 from clew.record.summary import configured
-from clew.training.custom import source_of
 
 ALONE = ("data", "rewards", "advantages", "loss")
 """Stages that can be checked without a model."""
 
-LOSS = Tolerance(absolute=1e-6, relative=1e-6)
-"""Tolerance for the loss: another processor may round the last bit of an exponential differently."""
-
 _BREAKS = 5
 """Maximum number of breaks of the chain that are printed."""
-
-OF_ANOTHER = Tolerance(absolute=1e-3, relative=1e-3)
-"""Tolerance for another trainer's record: it rounds differently throughout, and adds another epsilon to a deviation."""
 
 
 def check_stages(
@@ -86,23 +78,15 @@ def check_stages(
         if stage in stages and algorithm is not None:
             _check_recorded(run, step, batch, recorded, stage, algorithm, summary["plan"])
             # From values, which are kept in fewer bits than a float64 critic has.
-            of_clew = EXACT if stage == "advantages" and algorithm.advantages != "gae" else LOSS
-            tolerance = of_clew if run.steps.by_clew else OF_ANOTHER
-            again = _COMPUTED[stage](batch, recorded, summary["plan"], algorithm)
+            of_clew = EXACT if stage == "advantages" and algorithm.advantages != "gae" else TOLERANCES["recomputed"]
+            tolerance = of_clew if run.steps.by_clew else TOLERANCES["another trainer"]
+            again = COMPUTED[stage](batch, recorded, summary["plan"], algorithm)
             then, now = ([side[name] for name in kept] for side in (recorded.arrays[stage], again))
             differs = differences.in_stage(step, stage, kept, then, now, tolerance)
             if differs is not None and run.steps.by_clew:
                 differs = suspected(differs, batch, recorded, summary, algorithm, checked=False)
             found.append(differs)
     return [each for each in found if each is not None]
-
-
-class DifferenceFound(RecordError):
-    """Raised when a batch is not what was trained on."""
-
-    def __init__(self, run: RunDirectory, difference: Difference) -> None:
-        super().__init__(f"{run.path} was altered: {difference}")
-        self.difference = difference
 
 
 def batch_as_it_is(run: RunDirectory, step: int) -> list[Sequence]:
@@ -239,119 +223,3 @@ def check_aligned(run: RunDirectory, step: int, batch: list[Sequence], recorded:
                     f"{run.steps.stage_path(step, 0).parent}: {name} of {row.id} has {there} numbers, the sequence "
                     f"{len(row.input_ids)} tokens: one of the two was altered."
                 )
-
-
-def suspected(
-    found: Difference,
-    batch: list[Sequence],
-    recorded: Stages,
-    summary: dict[str, Any],
-    algorithm: Algorithm,
-    *,
-    checked: bool,
-) -> Difference:
-    """Return a difference in the advantages or the loss, with how the user's own function may have caused it.
-
-    Args:
-        found: The difference.
-        batch: The step's sequences.
-        recorded: The step's recorded stages.
-        summary: The step's recorded JSON.
-        algorithm: The algorithm that the step was trained with.
-        checked: Whether all inputs of the computation agree, and torch's random numbers were seeded as they were then.
-    """
-    now = source_of(algorithm, found.stage)
-    if now is None:
-        return found
-    then = summary.get("code", {}).get(f"algorithm.{found.stage}")
-    compute = _COMPUTED[found.stage]
-    chance = (
-        "" if then != now else _chance(lambda: compute(batch, recorded, summary["plan"], algorithm), seeded=checked)
-    )
-    return differences.suspect(found, then, now, checked=checked, chance=chance)
-
-
-def _chance(compute: Callable[[], dict[str, np.ndarray]], *, seeded: bool) -> str:
-    """Return why a computation gives another result each time; empty if it does not.
-
-    Args:
-        compute: The computation.
-        seeded: Whether torch's random numbers were seeded in the comparison, so that they cannot be the reason.
-    """
-    import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    drawn: list[str] = []
-
-    class Drawn(TorchDispatchMode):
-        """Records the operations that draw random numbers."""
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if torch.Tag.nondeterministic_seeded in func.tags:
-                drawn.append(str(func))
-            return func(*args, **(kwargs or {}))
-
-    with Drawn():
-        first, second = compute(), compute()
-    if all(np.array_equal(first[name], second[name], equal_nan=True) for name in first) or (drawn and seeded):
-        return ""
-    if drawn:
-        return (
-            f"draws random numbers ({', '.join(dict.fromkeys(drawn))}), which have their seed where the whole step is "
-            f"trained: leave --stage away"
-        )
-    return (
-        "is not deterministic: computed twice here, it gave two results, and no operation of torch draws random "
-        "numbers in it"
-    )
-
-
-def _advantages(
-    batch: list[Sequence], recorded: Stages, plan: list[list[list[int]]], algorithm: Algorithm
-) -> dict[str, np.ndarray]:
-    from clew.training.gae import advantages_function
-
-    reference, values = (
-        [recorded.arrays[name][row.id] for row in batch] if name in recorded.arrays else None
-        for name in ("reference_logprobs", "values")
-    )
-    compute = advantages_function(algorithm)
-    return dict(zip([row.id for row in batch], compute(batch, reference, values).advantages, strict=True))
-
-
-def _loss(
-    batch: list[Sequence], recorded: Stages, plan: list[list[list[int]]], algorithm: Algorithm
-) -> dict[str, np.ndarray]:
-    """Return the loss of each token by sequence ID, computed from the recorded logprobs and advantages."""
-    import torch
-
-    from clew.training.batching import loss_weights
-    from clew.training.losses import loss_function
-
-    mask_S = np.concatenate([row.loss_mask for row in batch])
-    rows_S = np.repeat(np.arange(len(batch)), [len(row.input_ids) for row in batch])
-
-    def tensor(arrays: list[np.ndarray]) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate(arrays)[mask_S])
-
-    def stage(name: str) -> torch.Tensor | None:
-        return tensor([recorded.arrays[name][row.id] for row in batch]) if name in recorded.arrays else None
-
-    inputs: dict[str, Any] = {
-        "logprobs_N": stage("logprobs"),
-        "proximal_N": stage("proximal_logprobs"),
-        "behaviour_N": tensor([row.logprobs for row in batch]),
-        "advantages_N": stage("advantages"),
-        "reference_N": stage("reference_logprobs"),
-        "entropies_N": stage("entropies"),
-        "rows_N": torch.from_numpy(rows_S[mask_S]),
-    }
-    loss_S = np.zeros(len(mask_S), np.float32)
-    loss_S[mask_S] = loss_function(algorithm)(**inputs).per_token_N.numpy()
-    if (weights := loss_weights(batch, plan, algorithm)) is not None:
-        loss_S *= weights[rows_S]
-    pieces = np.split(loss_S, np.cumsum([len(row.input_ids) for row in batch])[:-1])
-    return dict(zip([row.id for row in batch], pieces, strict=True))
-
-
-_COMPUTED = {"advantages": _advantages, "loss": _loss}

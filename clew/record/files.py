@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from clew.errors import RecordError
+
+log = logging.getLogger("clew.record")
 
 
 def write_bytes(path: Path, content: bytes | memoryview, *, private: bool = False) -> None:
@@ -103,3 +106,12 @@ def remove_strays(folder: Path, *names: str) -> None:
                 shutil.rmtree(stray, ignore_errors=True)
             else:
                 stray.unlink(missing_ok=True)
+
+
+@contextmanager
+def only_shown(what: str) -> Iterator[None]:
+    """Turn a full disk into a warning: reports must not stop a run. The record will, if it cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        log.warning("cannot write %s: %s; the record has what it shows", what, error)

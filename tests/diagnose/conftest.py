@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from clew.loop.learn import learn_inline
 from clew.record.run import RunDirectory
-from clew.trainer.learn import learn_inline
 from tests.diagnose.planted import LOSSES, REWARD, configure
 from tests.models import tiny_model, tiny_tokenizer
 

@@ -14,11 +14,11 @@ from clew import config as configuration
 from clew.algorithms import PRESETS
 from clew.cli import bundle
 from clew.config import Config
-from clew.diagnose.replay import engine_at
 from clew.diagnose.rerun import rerun
+from clew.loop.learn import learn_inline
+from clew.loop.replay import engine_at
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
-from clew.trainer.learn import learn_inline
 from clew.training.contributions import contributions
 from clew.training.custom import digest_of_file
 from tests.diagnose.planted import REWARD, change_stage, configure, generated_at

@@ -26,9 +26,9 @@ import typer.main
 
 from clew.cli import app
 from clew.errors import ClewError
+from clew.loop.learn import learn_inline
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory, Server
-from clew.trainer.learn import learn_inline
 from tests.diagnose.altering import FILES, alter, alterations, restore
 from tests.diagnose.planted import REWARD, configure
 from tests.forked import clew

@@ -15,11 +15,11 @@ from rich.console import Console
 from clew.diagnose.diff import diff
 from clew.diagnose.rerun import rerun
 from clew.errors import RecordError
+from clew.loop.learn import learn_inline
+from clew.loop.resume import check_chain
 from clew.record import chain, rows
 from clew.record.bundle import write_bundle
 from clew.record.run import RunDirectory
-from clew.trainer.learn import learn_inline
-from clew.trainer.resume import check_chain
 from clew.view.show import show
 from tests.diagnose.planted import as_format_3, configure, seal
 

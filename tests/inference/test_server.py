@@ -31,10 +31,10 @@ from clew.inference.local import LocalEngine
 from clew.inference.protocol import Completion, EngineUnreachable, RequestTooLong, SamplingParams
 from clew.inference.resubmit import generate_through_aborts
 from clew.inference.server import serve
+from clew.loop.servers import Servers
 from clew.models import load_model, load_tokenizer
 from clew.record.run import RunDirectory
 from clew.record.weights import WeightRef
-from clew.trainer.servers import Servers
 from clew.vision import load_vision
 from tests.forked import Forked
 from tests.models import picture, seeing_model, tiny_model, tiny_tokenizer

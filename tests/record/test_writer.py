@@ -13,13 +13,13 @@ import torch
 
 from clew.cli import bundle
 from clew.errors import RecordError
+from clew.loop.commit import summarize
 from clew.record import Writer, rows
 from clew.record.digest import digest_batch, digest_rows
 from clew.record.run import RunDirectory, open_run
 from clew.record.weights import WeightRef
-from clew.trainer.commit import summarize
-from clew.trainer.report import draw_learning_curve
 from clew.training.engine import TrainEngine
+from clew.view.learning_curve import draw_learning_curve
 from tests.models import tiny_model, tiny_tokenizer
 from tests.record.test_rows import a_sequence
 from tests.training.sequences import make_batch, make_config

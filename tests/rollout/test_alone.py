@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import clew
+from clew.loop.learn import learn_from_record
 from clew.record.run import RunDirectory
-from clew.trainer.learn import learn_from_record
 from tests import forked
 from tests.models import tiny_model, tiny_tokenizer
 from tests.rollout.scripted import ROWS, config_for

@@ -6,7 +6,8 @@ from typing import Literal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clew.rollout.admission import choose_batch, may_start
+from clew.loop.live import choose_batch
+from clew.rollout.admission import may_start
 
 
 def choose(step, finished, running, batch_groups=2, max_lag=2, late: Literal["wait", "train"] = "wait"):

@@ -12,13 +12,13 @@ from rich.console import Console
 from clew import config as configuration
 from clew.config import Config
 from clew.errors import ClewError, ConfigError, RecordError, TrainingError
+from clew.loop.clock import Clock
+from clew.loop.learn import learn_inline
 from clew.record import rows
 from clew.record.run import RunDirectory
-from clew.trainer.learn import learn_inline
-from clew.trainer.loop import Clock
 from clew.view.show import show
+from tests.loop import losses
 from tests.models import tiny_model, tiny_tokenizer
-from tests.trainer import losses
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def test_two_runs_are_equal_bit_for_bit(folder: Path, first: RunDirectory) -> No
 
 def test_two_runs_of_an_agent_are_equal_bit_for_bit(folder: Path) -> None:
     """Its requests come over sockets, each time in another order."""
-    agent = {"rollout.agent": "tests.trainer.agents.AtItsOwnPace", "rollout.reward": "null", "training.steps": 3}
+    agent = {"rollout.agent": "tests.loop.agents.AtItsOwnPace", "rollout.reward": "null", "training.steps": 3}
     one, other = (learn(configure(folder, f"agent-{number}", **agent)) for number in range(2))
     assert one.steps.index() == other.steps.index()
     started = [
@@ -93,10 +93,10 @@ def test_two_runs_of_an_agent_are_equal_bit_for_bit(folder: Path) -> None:
 @pytest.mark.parametrize(
     "rollout",
     [
-        {"rollout.workflow": "tests.trainer.agents.Dawdles", "rollout.reward": "null"},
+        {"rollout.workflow": "tests.loop.agents.Dawdles", "rollout.reward": "null"},
         {
             "rollout.workflow": "clew.rollout.workflows.MultiTurnRetry",
-            "rollout.reward": "tests.trainer.agents.slow_reward",
+            "rollout.reward": "tests.loop.agents.slow_reward",
         },
     ],
 )
@@ -108,7 +108,7 @@ def test_two_runs_of_a_workflow_that_waits_for_something_else_are_equal(folder: 
 
 
 def test_taking_turns_on_one_device_frees_the_cache_and_changes_no_bit(folder: Path) -> None:
-    own = {"algorithm.loss": "tests.trainer.losses.watching", "training.steps": 2}
+    own = {"algorithm.loss": "tests.loop.losses.watching", "training.steps": 2}
     indices = []
     for colocate in (False, True):
         losses.cache_bytes.clear()
@@ -129,7 +129,7 @@ def test_what_is_in_flight_when_a_step_is_trained_goes_on_after_it(folder: Path)
         "sampling.min_new_tokens": 2,
         "training.lr": 1e-12,
     }
-    own = {"algorithm.loss": "tests.trainer.losses.watching", "launch.colocate": True, "training.steps": 3}
+    own = {"algorithm.loss": "tests.loop.losses.watching", "launch.colocate": True, "training.steps": 3}
     run = learn(configure(folder, "colocate-in-flight", **in_flight, **own))
     assert losses.cache_bytes == [0] * 6
     metrics = [run.steps.read(step)["metrics"] for step in range(3)]
@@ -232,7 +232,9 @@ def test_other_threads_are_compared_within_a_tolerance(
     run = copy(first, folder, "threads")
     keep_checkpoints(run, 0)
     learn(configure(folder, "threads", **{"launch.threads": 2}))
-    assert "compared within a tolerance of 0.001, not bit for bit" in caplog.text
+    assert (
+        "step 0: compared within 0.001 + 0.001 x |recorded|, not bit for bit: threads 1 recorded, 2 here" in caplog.text
+    )
     assert run.steps.index() == first.steps.index()
 
 

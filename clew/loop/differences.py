@@ -13,8 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from clew.errors import RecordError
 from clew.record import rows
 from clew.record.digest import RowDigest, digest_batch, digest_rows, from_hex
+from clew.record.run import RunDirectory
 
 STAGES = (
     "data",
@@ -63,6 +65,21 @@ class Tolerance:
 
 EXACT = Tolerance()
 
+TOLERANCES = {
+    "float64": Tolerance(absolute=1e-6, relative=1e-6),
+    "float32": Tolerance(absolute=1e-3, relative=1e-3),
+    "bfloat16": Tolerance(absolute=5e-2, relative=5e-2),
+    "recomputed": Tolerance(absolute=1e-6, relative=1e-6),
+    "another trainer": Tolerance(absolute=1e-3, relative=1e-3),
+}
+"""Tolerances wherever equality bit for bit is not promised.
+
+- by model.dtype: a step that was trained in another environment; logprobs, losses and the norm of the gradient
+- recomputed: the loss, from recorded inputs: another processor may round the last bit of an exponential differently
+- another trainer: advantages and loss in the record of another trainer, which rounds differently throughout, and adds
+  another epsilon to a deviation
+"""
+
 _OF_OPTIMIZER = "the learning rate does, or another setting of the optimizer"
 
 TINY = 1e-4
@@ -102,6 +119,14 @@ class Difference:
             then, now = (str(each) for each in (self.recorded, self.found))
         values = f"{recorded} {then}, {found} {now}"
         return f"step {self.step}, {self.stage}: {place}: {values}{f' ({self.more})' if self.more else ''}"
+
+
+class DifferenceFound(RecordError):
+    """Raised when a batch is not what was trained on."""
+
+    def __init__(self, run: RunDirectory, difference: Difference) -> None:
+        super().__init__(f"{run.path} was altered: {difference}")
+        self.difference = difference
 
 
 def _shown(value: Any) -> str:

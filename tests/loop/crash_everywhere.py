@@ -1,7 +1,7 @@
 """Kills a run right before each of its changes to the run directory, one after the other, and resumes it each time.
 
-    python -m tests.trainer.crash_everywhere FOLDER             lists the changes (FOLDER holds config.yaml)
-    python -m tests.trainer.crash_everywhere FOLDER 5 6 7       kills before each of these, and resumes
+    python -m tests.loop.crash_everywhere FOLDER             lists the changes (FOLDER holds config.yaml)
+    python -m tests.loop.crash_everywhere FOLDER 5 6 7       kills before each of these, and resumes
 
 No product code takes part in the killing: an audit hook of the interpreter counts each rename, removal and opening
 for writing in the run directory, and sends SIGKILL before the n-th. The imports are paid once: each run is a fork.
@@ -20,8 +20,8 @@ from pathlib import Path
 
 from clew import config as configuration
 from clew.config import Config
+from clew.loop.learn import learn_inline
 from clew.record.run import RunDirectory
-from clew.trainer.learn import learn_inline
 
 WRITES = {"os.rename": 1, "os.remove": 0, "os.rmdir": 0, "open": 0}
 """Audit events, and which argument is the path that changes."""

@@ -1,65 +1,11 @@
-"""Reports of a run: TensorBoard's files and the learning curve. Both are derived from the record."""
+"""The learning curve of a run, drawn from the record."""
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
+from clew.record.files import only_shown
 from clew.record.run import RunDirectory
-
-log = logging.getLogger("clew.trainer")
-
-
-@contextmanager
-def _only_shown(what: str) -> Iterator[None]:
-    """Turn a full disk into a warning: reports must not stop a run. The record will, if it cannot be written."""
-    try:
-        yield
-    except OSError as error:
-        log.warning("cannot write %s: %s; the record has what it shows", what, error)
-
-
-class Tensorboard:
-    """Writer of reports/tensorboard: each metric of each step, and each evaluation, as a scalar."""
-
-    def __init__(self, run: RunDirectory, first_step: int) -> None:
-        """Open the files.
-
-        Args:
-            first_step: Step from which on the entries of an earlier, killed trainer are hidden.
-        """
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._run = run
-        self._writer = SummaryWriter(str(run.reports / "tensorboard"), purge_step=first_step, flush_secs=10)
-        self._evaluated = -1
-
-    def add(self, step: int, summary: dict[str, Any]) -> None:
-        """Add a committed step, and the evaluations that were completed since the last one."""
-        with _only_shown("TensorBoard's files"):
-            self._add(step, summary)
-
-    def close(self) -> None:
-        with _only_shown("TensorBoard's files"):
-            self._writer.close()
-
-    def _add(self, step: int, summary: dict[str, Any]) -> None:
-        for name, value in summary["metrics"].items():
-            self._writer.add_scalar(name, value, step)
-        for name, value in summary["timings"].items():
-            self._writer.add_scalar(f"seconds/{name}", value, step)
-        self._add_evaluations()
-
-    def _add_evaluations(self) -> None:
-        for evaluation in self._run.read_evals():
-            if evaluation["version"] > self._evaluated:
-                self._evaluated = evaluation["version"]
-                for name, value in evaluation.items():
-                    if isinstance(value, (int, float)) and name != "version":
-                        self._writer.add_scalar(f"eval/{name}", value, self._evaluated)
 
 
 def draw_learning_curve(run: RunDirectory) -> None:
@@ -108,6 +54,6 @@ def draw_learning_curve(run: RunDirectory) -> None:
         axis.grid(alpha=0.3)
     figure.suptitle(f"{run.path.parent.name} / {run.path.name}")
     beside = run.reports / ".learning_curve.png"
-    with _only_shown(str(beside)):
+    with only_shown(str(beside)):
         figure.savefig(beside, dpi=110, format="png")
         beside.replace(run.reports / "learning_curve.png")

@@ -44,16 +44,6 @@ def environment(engine: TrainEngine) -> dict[str, Any]:
     }
 
 
-def repeats(then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Return whether a step made in one environment should repeat bit for bit in the other.
-
-    It should when both are equal and either run on the CPU or use training.deterministic on CUDA. If it does not repeat
-    nevertheless, `clew.record.summary.rounding_doubt` may say why.
-    """
-    same = {**then, "rounding": None} == {**now, "rounding": None}
-    return same and (now["device"] == "cpu" or now["deterministic"])
-
-
 @cache
 def _rounding() -> dict[str, Any]:
     """Return what decides on the CPU how a sum of floats is rounded, besides packages and threads.

@@ -42,13 +42,13 @@ def material(folder: Path, lag: int) -> Path:
 
 def changes(folder: Path) -> list[str]:
     """What a run does to its directory, in order."""
-    command = [sys.executable, "-m", "tests.trainer.crash_everywhere", str(folder)]
+    command = [sys.executable, "-m", "tests.loop.crash_everywhere", str(folder)]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True).stdout.splitlines()
 
 
 def crash(folder: Path, numbers: list[int]) -> list[dict]:
     """Kill a run before each of these changes and resume it, in two processes side by side."""
-    command = [sys.executable, "-m", "tests.trainer.crash_everywhere", str(folder)]
+    command = [sys.executable, "-m", "tests.loop.crash_everywhere", str(folder)]
     halves = [
         subprocess.Popen([*command, *map(str, half)], stdout=subprocess.PIPE, text=True, cwd=ROOT)
         for half in (numbers[::2], numbers[1::2])

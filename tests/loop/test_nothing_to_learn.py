@@ -10,10 +10,10 @@ import pytest
 from rich.console import Console
 
 from clew import config as configuration
+from clew.loop.learn import learn_inline
+from clew.loop.nothing_to_learn import WARN_STEPS, NothingToLearn
 from clew.record.run import RunDirectory
 from clew.record.warned import in_words, read_warnings
-from clew.trainer.learn import learn_inline
-from clew.trainer.nothing_to_learn import WARN_STEPS, NothingToLearn
 from clew.view.terminal import status_table
 from tests.models import tiny_model, tiny_tokenizer
 
@@ -57,7 +57,7 @@ def test_a_run_whose_rewards_are_all_equal(tmp_path: Path, caplog: pytest.LogCap
     (tmp_path / "config.yaml").write_text(
         f"experiment: e\nroot: {tmp_path}/runs\nmodel: {{path: {tmp_path}/model}}\n"
         f"data: {{path: {tmp_path}/prompts.jsonl}}\n"
-        "rollout: {reward: tests.trainer.test_nothing_to_learn.always, batch_groups: 2, n_samples: 2}\n"
+        "rollout: {reward: tests.loop.test_nothing_to_learn.always, batch_groups: 2, n_samples: 2}\n"
         "sampling: {max_new_tokens: 3}\ntraining: {steps: 5}\nlaunch: {threads: 1, mode: inline}\n"
     )
     config = configuration.load(tmp_path / "config.yaml")

@@ -11,9 +11,9 @@ import pytest
 from clew import config as configuration
 from clew.config import Config
 from clew.diagnose.rerun import rerun
+from clew.loop.learn import learn_inline
 from clew.record.bundle import write_bundle
 from clew.record.run import RunDirectory
-from clew.trainer.learn import learn_inline
 from tests.diagnose.planted import change_stage, generated_at, seal
 from tests.models import tiny_model, tiny_tokenizer
 

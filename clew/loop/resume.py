@@ -1,26 +1,19 @@
-"""Checks that a run may continue here: when a trainer starts, and at each step that it trains again."""
+"""Resuming: the engine at the newest checkpoint, after checks that the run may go on here."""
 
 from __future__ import annotations
 
 import logging
-import math
-from typing import Any
 
 from clew.config import Config
-from clew.errors import ConfigError, RecordError, TrainingError
+from clew.errors import ConfigError, RecordError
 from clew.record import chain
 from clew.record.run import RunDirectory, changes_in_words
-from clew.record.summary import environment_of, rounding_doubt
-from clew.trainer.commit import repeats
 from clew.training import checkpoint
 from clew.training.custom import code_of
 from clew.training.engine import TrainEngine
 from clew.training.ranks import Ranks
 
 log = logging.getLogger("clew.trainer")
-
-TOLERANCE = 1e-3
-"""Relative tolerance for loss and gradient norm when a repeat is not promised to be bit for bit."""
 
 
 def restore(config: Config, run: RunDirectory, ranks: Ranks) -> TrainEngine:
@@ -102,47 +95,3 @@ def _refuse_changes(config: Config, run: RunDirectory, version: int, committed: 
             f"({version}), and the configuration changed since: {', '.join(decisive)}. Go on with the old values until "
             f"the next checkpoint (Ctrl-C writes one), or start another trial=NAME."
         )
-
-
-def verify(run: RunDirectory, step: int, again: dict[str, Any]) -> None:
-    """Compare a step that was trained again with the committed one, before anything is published.
-
-    The comparison is bit for bit on the CPU with the same threads and packages. Otherwise, and when the gradients
-    differ where instruction sets may too, loss and gradient norm must agree within `TOLERANCE`, and the log says so.
-
-    Raises:
-        TrainingError: The first difference.
-    """
-    recorded = run.steps.read(step)
-    then, now = environment_of(recorded), again["environment"]
-    exact = repeats(then, now)
-    doubt = ""
-    if exact and all(recorded["digests"][kind] != again["digests"][kind] for kind in ("gradients", "weights")):
-        doubt = rounding_doubt(then, now)
-        exact = not doubt
-    for stage in ("data", "gradients", "weights") if exact else ("data",):
-        if recorded["digests"][stage] != again["digests"][stage]:
-            raise TrainingError(
-                f"step {step}, trained again from the record, differs in its {stage}: digest "
-                f"{again['digests'][stage]}, recorded {recorded['digests'][stage]}. Nothing was published or "
-                f"overwritten. Either {run.steps.data_path(step)} or a checkpoint was altered, or the code of the "
-                f"training changed since: put it back, or start another trial=NAME."
-            )
-    if exact:
-        return
-    others = [name for name in now if name != "rounding" and then.get(name) != now[name]]
-    differing = [f"{name} {then.get(name)!r}, here {now[name]!r}" for name in others]
-    if doubt:
-        differing.append(doubt)
-    log.warning(
-        "step %d: compared within a tolerance of %g, not bit for bit: %s",
-        step,
-        TOLERANCE,
-        "; ".join(differing) or f"device {now['device']}",
-    )
-    for metric in ("loss", "grad_norm"):
-        if not math.isclose(recorded["metrics"][metric], again["metrics"][metric], rel_tol=TOLERANCE, abs_tol=1e-6):
-            raise TrainingError(
-                f"step {step}, trained again from the record, has {metric} {again['metrics'][metric]:.6g}, recorded "
-                f"{recorded['metrics'][metric]:.6g}: beyond the tolerance of {TOLERANCE}. Nothing was published."
-            )

@@ -10,13 +10,13 @@ import pytest
 
 from clew import config as configuration
 from clew.config import Config
-from clew.diagnose.replay import engine_at
 from clew.diagnose.rerun import rerun
 from clew.errors import RecordError, TrainingError
+from clew.loop.learn import learn_inline
+from clew.loop.replay import engine_at
 from clew.record.bundle import write_bundle
 from clew.record.media import UNUSED_S, media_name
 from clew.record.run import RunDirectory
-from clew.trainer.learn import learn_inline
 from clew.training.contributions import contributions
 from clew.training.engine import TrainEngine
 from tests.models import picture, seeing_model
@@ -30,7 +30,7 @@ def configure(folder: Path, family: str, trial: str, **changes: object) -> Confi
     (folder / "config.yaml").write_text(
         f"experiment: images\nroot: {folder}/runs\nmodel: {{path: {folder}/{family}}}\n"
         f"data: {{path: {folder}/prompts.jsonl}}\n"
-        "rollout: {agent: tests.trainer.agents.Looks, batch_groups: 2, n_samples: 3}\n"
+        "rollout: {agent: tests.loop.agents.Looks, batch_groups: 2, n_samples: 3}\n"
         "sampling: {max_new_tokens: 8}\n"
         "training: {steps: 3, lr: 1e-3, micro_batch_tokens: 150}\n"
         "algorithm: {minibatches: 2, kl_coef: 0.01}\n"

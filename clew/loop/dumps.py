@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from clew import config as configuration
@@ -108,17 +107,14 @@ def _digest(batch: list[Sequence]) -> str:
     return digest_batch(digest_rows(batch))
 
 
-class ReplayedSource:
+class DumpedBatches:
     """Source of the batches in debug.path: a folder of dumps or a run directory, which is left as it is.
 
     Each batch becomes the batch of the same step in this run. The configuration's filters are applied again.
     """
 
-    def __init__(self, config: Config, run: RunDirectory, check: Callable[[], None]) -> None:
+    def __init__(self, config: Config, run: RunDirectory) -> None:
         """Open debug.path.
-
-        Args:
-            check: Called before each batch; it may raise to end the replay.
 
         Raises:
             RecordError: The folder does not exist, or the steps that `run` has were not trained on its batches.
@@ -129,7 +125,6 @@ class ReplayedSource:
         self._folder = folder / "steps" if (folder / "steps").is_dir() else folder
         self._filter = config.rollout.drop_equal_rewards
         self._run = run
-        self._check = check
         check_origin(run, replayed=True)
         last = run.steps.count() - 1
         if last >= config.debug.first_step:
@@ -140,12 +135,11 @@ class ReplayedSource:
                     f"folder that it began with, or choose another trial=NAME."
                 )
 
-    def batch(self, step: int) -> list[Sequence]:
-        self._check()
+    def write(self, step: int) -> None:
+        """Write the batch of a step into the run directory, unless it is there."""
         if not self._run.steps.has_data(step):
             kept = self._filtered(step, _read(self._folder, step))
             self._run.steps.write_data(step, rows.to_table(kept))
-        return self._run.steps.read_data(step)
 
     def _filtered(self, step: int, batch: list[Sequence]) -> list[Sequence]:
         if not self._filter:

@@ -1,0 +1,91 @@
+"""A new run that shares its first steps with another run, and continues with steps of its own."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from clew.config import Config
+from clew.dotted import only_trusted
+from clew.errors import RecordError
+from clew.loop.replay import engine_at, replay
+from clew.record.chain import committed_digest
+from clew.record.files import explain_disk_errors, write_bytes
+from clew.record.foreign import why_foreign
+from clew.record.run import RunDirectory
+from clew.training import checkpoint
+from clew.training.engine import TrainEngine
+from clew.training.folders import written_aside
+from clew.training.ranks import Ranks
+
+
+def begin(config: Config, ranks: Ranks) -> Config:
+    """Begin a new run at debug.first_step of the recorded run in debug.path, with the state that it had there.
+
+    That state is reached by training the recorded steps since the last checkpoint again, on these ranks. A run that
+    began before goes on.
+
+    Returns:
+        The configuration with the model that both runs began with, which the KL term needs.
+
+    Raises:
+        RecordError: There is no run directory, or no checkpoint at or before that step; or the steps from there cannot
+            be repeated; or the new run already has steps of its own.
+    """
+    assert config.debug.path is not None
+    first, path, new = config.debug.first_step, Path(config.debug.path), RunDirectory(config.run_path)
+    if checkpoint.latest_version(new.checkpoints) >= first:
+        return _with_first_model(config, new)
+    if not (path / "checkpoints").is_dir():
+        raise RecordError(
+            f"debug.first_step={first} begins with what the steps before it left, and debug.path={path} is no run "
+            f"directory with checkpoints. Name the run directory, or leave debug.first_step out."
+        )
+    source = RunDirectory(path)
+    ours = (config.algorithm.loss, config.algorithm.advantages)  # the user named these
+    with only_trusted(why_foreign(source), [name.rpartition(".")[0] for name in ours]):
+        engine = engine_at(source, first, ranks=ranks)
+        for done in replay(source, engine, first - 1):
+            if done.differences:
+                raise RecordError(
+                    f"step {done.step} of {path} differs when it is trained again, so nothing can begin at step "
+                    f"{first}: {done.differences[0]}"
+                )
+    branch(source, new, engine)
+    return _with_first_model(config, new)
+
+
+def _with_first_model(config: Config, run: RunDirectory) -> Config:
+    path = str(checkpoint.saved(run.checkpoints)[0])
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
+
+
+def branch(source: RunDirectory, run: RunDirectory, engine: TrainEngine) -> None:
+    """Let `run`, which must be new, continue from the step that `engine` has reached in `source`.
+
+    The commits of earlier steps are copied without their data. The engine's state becomes a checkpoint, and so does the
+    first checkpoint of `source`: the model that both runs began with. Every rank calls this at once; rank 0 writes.
+
+    Raises:
+        RecordError: `run` already has steps or checkpoints.
+    """
+    if run.steps.count() or checkpoint.saved(run.checkpoints):
+        raise RecordError(f"{run.path} has steps or checkpoints already. Choose another trial=NAME.")
+    engine.ranks.meet()  # all have looked
+    if engine.ranks.leads:
+        _copy_beginning(source, run, engine.version)
+    follows = committed_digest(run.steps, engine.version - 1)
+    checkpoint.save(engine, run.checkpoints / f"step-{engine.version:06d}", follows=follows)
+
+
+def _copy_beginning(source: RunDirectory, run: RunDirectory, count: int) -> None:
+    """Copy the first `count` steps, the media and the model that the run began with."""
+    for earlier in range(count):
+        write_bytes(run.steps.json_path(earlier), source.steps.json_path(earlier).read_bytes())
+    run.steps.repair()
+    if source.media.folder.exists():
+        with explain_disk_errors(run.media.folder):
+            shutil.copytree(source.media.folder, run.media.folder, dirs_exist_ok=True)
+    first = checkpoint.saved(source.checkpoints)[0]
+    with written_aside(run.checkpoints / first.name) as aside:
+        shutil.copytree(first, aside, dirs_exist_ok=True)

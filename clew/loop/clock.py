@@ -1,0 +1,31 @@
+"""A stopwatch for the activities of a step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Clock:
+    """Adds up the seconds of a step by activity. Time inside a nested activity counts only for the inner one."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._within = 0.0
+
+    @contextmanager
+    def __call__(self, what: str) -> Iterator[None]:
+        before, self._within = self._within, 0.0
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            whole = time.perf_counter() - began
+            self.seconds[what] = self.seconds.get(what, 0.0) + whole - self._within
+            self._within = before + whole
+
+    def take(self) -> dict[str, float]:
+        """Return the seconds since the last call, by activity."""
+        taken, self.seconds = self.seconds, {}
+        return taken

@@ -1,0 +1,203 @@
+"""The trainer as a process (`clew learn`), and the whole of Clew in one process (launch.mode=inline)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from typing import Any
+
+import torch
+
+from clew.config import Config
+from clew.errors import Interrupted, RolloutError, TrainingError
+from clew.loop.branch import begin
+from clew.loop.dumps import resume_dump
+from clew.loop.interrupt import Interrupts
+from clew.loop.loop import save_checkpoint, train
+from clew.loop.resume import restore
+from clew.loop.servers import Servers
+from clew.loop.surroundings import OnStep, Surroundings
+from clew.record.run import RunDirectory, warn_of_changes
+from clew.record.weights import WeightRef
+from clew.training.engine import GradientError, make_deterministic
+from clew.training.ranks import ALONE, Ranks, process_here, rank_here
+from clew.waits import Reporter
+
+log = logging.getLogger("clew.trainer")
+
+POLL_S = 0.01
+
+
+def learn(config: Config, on_step: OnStep = lambda step, summary: None) -> None:
+    """Train in this process, with rollout and inference in processes of their own.
+
+    Raises:
+        ClewError: The run ended before its last step.
+    """
+    with _rank_of(config) as (ranks, run, reporter, interrupts), closing(Servers(run)) as servers:
+
+        def pause() -> None:
+            interrupts.check()
+            time.sleep(POLL_S)
+
+        with Surroundings(
+            config, run, ranks, inference=servers, reporter=reporter, interrupts=interrupts, pause=pause
+        ) as around:
+            _train(config, run, around, on_step)
+
+
+class EngineHere:
+    """The engine of launch.mode=inline, and the rollout that runs in turns with the trainer."""
+
+    def __init__(self, config: Config, run: RunDirectory, loop: asyncio.AbstractEventLoop) -> None:
+        """Load the engine and prepare rollout, which runs in `loop`."""
+        from clew.inference.local import load_engine
+        from clew.rollout.process import gateway_for, inline_runner
+        from clew.rollout.setup import side_by_side
+
+        self._loop = loop
+        self._engine = load_engine(config, max_running=side_by_side(config))
+        newest = run.newest_weights()
+        if newest is not None and newest.exists():  # an evaluation of that version may not be complete
+            self._loop.run_until_complete(self._engine.load_weights(newest))
+        self._gateway = gateway_for(config)
+        self._runner = inline_runner(config, run, self._engine, self._gateway)
+        self.interrupts = Interrupts()
+
+    def load(self, ref: WeightRef) -> None:
+        """Return when the engine serves these weights."""
+        self._ask(self._engine.load_weights(ref))
+
+    @contextmanager
+    def released(self) -> Iterator[None]:
+        """Free the memory of the engine's cache inside this block."""
+        self._ask(self._engine.release_memory())
+        try:
+            yield
+        finally:
+            self._ask(self._engine.resume_memory())
+
+    def pause(self) -> None:
+        """Give rollout one turn of its event loop."""
+        self.interrupts.check()
+        turn = self._loop.create_task(self._runner.advance())
+        try:
+            with self.interrupts.waking(lambda: self._loop.call_soon_threadsafe(turn.cancel)):
+                going_on = self._loop.run_until_complete(turn)
+        except (KeyboardInterrupt, asyncio.CancelledError):
+            raise Interrupted("") from None
+        if not going_on:
+            raise RolloutError(
+                "rollout has nothing left to run, and the trainer still waits for a batch: "
+                "this is a defect of Clew; please report it with the run directory."
+            )
+
+    def close(self) -> None:
+        for task in asyncio.all_tasks(self._loop):  # else those that are ready go on into user code
+            task.cancel()
+        while True:
+            try:
+                self._loop.run_until_complete(self._runner.close())
+                break
+            except KeyboardInterrupt:  # of before: asyncio raises it once more in all that awaited what it ended
+                continue
+        if self._gateway is not None:
+            self._gateway.stop()
+
+    def _ask(self, work: Coroutine[Any, Any, None]) -> None:
+        self._loop.run_until_complete(work if self._gateway is None else self._gateway.call(work))
+
+
+def learn_inline(config: Config, on_step: OnStep) -> None:
+    """Train with rollout and inference in this process.
+
+    All user code runs on this thread, without time limits, so `breakpoint()` works in the agent, the reward and the
+    loss. A run repeats bit for bit with rollout.max_lag=0.
+    """
+    torch.set_num_threads(config.threads)
+    run = RunDirectory(config.run_path)
+    with ExitStack() as stack:
+        stack.enter_context(run.hold("trainer"))
+        stack.enter_context(run.hold("rollout"))
+        reporter = stack.enter_context(run.report("trainer"))
+        loop = stack.enter_context(closing(asyncio.new_event_loop()))
+        here = stack.enter_context(closing(EngineHere(config, run, loop)))
+        around = stack.enter_context(
+            Surroundings(
+                config, run, ALONE, inference=here, reporter=reporter, interrupts=here.interrupts, pause=here.pause
+            )
+        )
+        _train(config, run, around, on_step)
+
+
+def learn_from_record(config: Config, on_step: OnStep, *, until: int | None = None) -> None:
+    """Train on the batches in config.debug.path, without rollout and inference. Nothing is published or evaluated.
+
+    With debug.first_step, the run begins with what the steps before it left in the run directory debug.path.
+
+    Args:
+        config: The configuration.
+        on_step: Called on rank 0 with each committed step.
+        until: Step at which to stop; None: training.steps.
+
+    Raises:
+        RecordError: A batch is missing, or the run began with other batches.
+        ClewError: Anything else that ends the run before its last step.
+    """
+    with (
+        _rank_of(config) as (ranks, run, reporter, interrupts),
+        Surroundings(
+            config, run, ranks, inference=None, reporter=reporter, interrupts=interrupts, pause=interrupts.check
+        ) as around,
+    ):
+        if config.debug.first_step:
+            around.config = config = begin(config, ranks)
+            torch.set_num_threads(config.rank_threads)
+        _train(config, run, around, on_step, until=until)
+
+
+@contextmanager
+def _rank_of(config: Config) -> Iterator[tuple[Ranks, RunDirectory, Reporter, Interrupts]]:
+    """Join the run's trainer ranks for as long as the block runs."""
+    torch.set_num_threads(config.rank_threads)
+    run = RunDirectory(config.run_path)
+    with ExitStack() as stack:
+        stack.enter_context(run.hold(process_here()))
+        reporter = stack.enter_context(run.report(process_here()))
+        interrupts = Interrupts(leads=rank_here() == 0)
+        yield stack.enter_context(Ranks.joined()), run, reporter, interrupts
+
+
+def _train(
+    config: Config, run: RunDirectory, around: Surroundings, on_step: OnStep, *, until: int | None = None
+) -> None:
+    """Load or resume the engine, then train to the last step."""
+    ranks, reporter = around.ranks, around.reporter
+    reporter.set(doing="loading the model")
+    make_deterministic(config.training)
+    if ranks.leads and config.debug.dump_rollout_data:
+        resume_dump(config, run)
+    until = config.training.steps if until is None else until
+    engine = restore(config, run, ranks)
+    if ranks.leads:
+        if run.steps.count() == 0 or not run.config_path.exists():
+            around.describe(engine)
+        else:
+            warn_of_changes(log, config, run, run.steps.count(), until)
+    reporter.set(doing="training", version=engine.version)
+    try:
+        train(config, run, engine, around, until=until, on_step=on_step)
+    except (Interrupted, TrainingError) as error:
+        together = ranks.size == 1 or not isinstance(error, TrainingError) or isinstance(error, GradientError)
+        written = (run.checkpoints / f"step-{engine.version:06d}").exists()
+        if together and engine.whole and engine.version == run.steps.count() and not written:
+            save_checkpoint(run, engine)  # so that it can go on with another configuration
+        if isinstance(error, TrainingError):
+            raise
+        raise Interrupted(
+            f"interrupted before step {engine.version} of {config.training.steps}; nothing recorded is lost. Start the "
+            f"same command again to go on."
+        ) from None

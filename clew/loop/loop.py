@@ -1,0 +1,122 @@
+"""The training loop.
+
+Synchronous training is asynchronous training with a permitted lag of 0. Resuming is the same loop: it begins with
+`replay`, which `clew replay` and counterfactuals call too.
+
+::
+
+    steps/ ──► replay what is recorded after the checkpoint
+                                   │
+                                   ▼
+    ┌──► publish ──► checkpoint ──► take a batch ──► train ──► commit ──┐
+    └───────────────────────────────────────────────────────────────────┘
+
+    rollout ──► inbox/g*.arrows ──►  batch  ──► steps/step-N.parquet ──► train_step ──► steps/step-N.json   (committed)
+       ▲                                                                                      │
+       └────────── inbox/version.json ◄── servers load ◄── weights of version N + 1 ◄─────────┘
+
+consumes  batches of groups, one per step
+produces  committed steps, published versions, checkpoints
+waits     for a batch and for evaluations (rollout unblocks both), and for servers to load weights (the servers do)
+
+Every rank of the trainer runs it. Only rank 0 talks to rollout and inference, and commits; the others follow it from
+one batch to the next.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from clew.config import Config
+from clew.errors import TrainingError
+from clew.loop.commit import summarize, write_stages
+from clew.loop.replay import replay
+from clew.loop.surroundings import OnStep, Surroundings
+from clew.record.chain import committed_digest
+from clew.record.digest import digest_rows
+from clew.record.run import RunDirectory
+from clew.training import checkpoint
+from clew.training.engine import TrainEngine
+
+log = logging.getLogger("clew.trainer")
+
+
+def train(
+    config: Config, run: RunDirectory, engine: TrainEngine, around: Surroundings, *, until: int, on_step: OnStep
+) -> None:
+    """Train from `engine.version` to `until`.
+
+    Args:
+        config: The configuration of the run.
+        run: The run directory.
+        engine: The engine, at the newest checkpoint.
+        around: What a step needs from outside the trainer.
+        until: Number of steps after which this returns.
+        on_step: Called on rank 0 with each step that is committed here.
+
+    Raises:
+        TrainingError: A recorded step differs when it is trained again, or a new step fails.
+        Interrupted: This process was asked to end.
+    """
+    ranks, clock = engine.ranks, around.clock
+    train_again(config, run, engine, around)
+    while True:
+        version = engine.version  # also the number of the step that these weights will make
+        with clock("evaluation"):
+            around.wait_for_evaluation(version - 1)  # one version is evaluated before the next is published
+        with clock("publish"):
+            around.publish(engine)
+        if ranks.leads:
+            with clock("record"):
+                run.inbox.remove(run.steps.read(version - 1)["groups"] if version else ())
+        if checkpoint.is_due(version, config):
+            with clock("checkpoint"):
+                save_checkpoint(run, engine)
+                if ranks.leads:
+                    checkpoint.prune(run.checkpoints, config.checkpoint.keep)
+        if version >= until:
+            around.wait_for_evaluation(version)
+            return
+
+        with clock("rollout"):
+            batch = around.batch(engine)
+        with around.alone_on_device():
+            result = engine.train_step(batch)
+        digests = digest_rows(batch)
+        with clock("record"):
+            write_stages(run, version, digests, result, ranks)
+            ranks.meet()  # a commit follows the files of all ranks
+        if ranks.leads:
+            summary = summarize(run, batch, digests, result, engine)
+            run.steps.commit(version, {**summary, "timings": {**result.timings, **clock.take()}})
+            around.committed(version, result, on_step)
+
+
+def train_again(config: Config, run: RunDirectory, engine: TrainEngine, around: Surroundings) -> None:
+    """Train the committed steps after the engine's checkpoint again. Nothing is published meanwhile.
+
+    Raises:
+        TrainingError: A step differs from its record.
+    """
+    if engine.version >= run.steps.count():
+        return
+    because = ""
+    for done in replay(run, engine, run.steps.count() - 1):
+        if done.differences:
+            raise TrainingError(
+                f"step {done.step}, trained again from the record, differs: {done.differences[0]}. Nothing was "
+                f"published or overwritten. Either {run.steps.data_path(done.step)} or a checkpoint was altered, or "
+                f"the code of the training changed since: put it back, or start another trial=NAME."
+            )
+        if engine.ranks.leads and done.because != because:
+            because = done.because
+            log.warning("step %d: compared %s, not bit for bit: %s", done.step, done.tolerance, because)
+        around.check()
+    engine.configure(config.training, config.algorithm)
+    engine.config = config
+
+
+def save_checkpoint(run: RunDirectory, engine: TrainEngine) -> None:
+    """Write a checkpoint of the engine's version. Every rank calls this at once."""
+    follows = committed_digest(run.steps, engine.version - 1)
+    checkpoint.save(engine, run.checkpoints / f"step-{engine.version:06d}", follows=follows)

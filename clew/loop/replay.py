@@ -1,0 +1,203 @@
+"""Replay: train recorded steps again here, and compare each stage with what was recorded.
+
+::
+
+    checkpoint at or before the first step ──► recorded batch ──► train_step ──► each stage against the record
+                                                    ▲                                       │
+                                                    └───────────── next step ◄──────────────┘
+
+The training loop begins with it (resume), and so do `clew replay`, `clew blame` and counterfactuals. It reads
+checkpoints/ and steps/ of a run, and writes nothing into it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from clew import config as configuration
+from clew.config import Config
+from clew.errors import ModelError, RecordError
+from clew.loop import differences
+from clew.loop.commit import environment
+from clew.loop.compare import RecordedStep, compare, how_to_compare
+from clew.loop.differences import TOLERANCES, Difference, DifferenceFound, Tolerance
+from clew.record.digest import to_hex
+from clew.record.run import RunDirectory
+from clew.record.summary import configured, environment_of, rounding_doubt
+from clew.training import checkpoint
+from clew.training.engine import StepResult, TrainEngine, make_deterministic
+from clew.training.ranks import ALONE, Ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replayed:
+    """One step that was trained again."""
+
+    step: int
+    result: StepResult
+    tolerance: Tolerance
+    """Tolerance with which it was compared."""
+    because: str
+    """Reason why it was not compared bit for bit; empty if it was."""
+    differences: list[Difference]
+    """Differences from the record: one for each stage that differs, in the order of the stages."""
+
+
+def engine_at(run: RunDirectory, step: int, device: str | None = None, ranks: Ranks = ALONE) -> TrainEngine:
+    """Return an engine at the nearest checkpoint at or before `step`, configured as the run is.
+
+    It needs nothing but the run directory: the reference model, too, is the run's first checkpoint.
+
+    Args:
+        run: The run directory.
+        step: The step.
+        device: Device to use in place of the run's.
+        ranks: The ranks that this process is one of; the run may have had others.
+
+    Raises:
+        RecordError: There is no such checkpoint, or it was altered.
+        ModelError: The checkpoint belongs to another model than the run.
+    """
+    folders = {int(folder.name.removeprefix("step-")): folder for folder in checkpoint.saved(run.checkpoints)}
+    before = [version for version in folders if version <= step]
+    if not before:
+        there = ", ".join(map(str, folders)) or "none"
+        alone = "advantages,loss" if run.steps.by_clew else "data"
+        raise RecordError(
+            f"{run.path} has no checkpoint at or before step {step} (there: {there}), and steps are trained again from "
+            f"a checkpoint on. `clew replay RUN --step {step} --stage {alone}` needs none."
+        )
+    for version in {before[0], before[-1]}:
+        checkpoint.check_files(folders[version])
+    config = configuration.load(run.config_path)
+    recorded = run.steps.read(before[-1]) if before[-1] < run.steps.count() else None
+    if recorded is not None:
+        config = config.model_copy(update=_configured(run, recorded))
+    config = _portable(config, folders, device, ranks)
+    torch.set_num_threads(recorded["environment"]["threads"] if recorded else config.threads)
+    make_deterministic(config.training)
+    engine = TrainEngine(config, model_path=str(folders[before[-1]]), ranks=ranks, media=run.media)
+    checkpoint.load(engine, folders[before[-1]])
+    if config.algorithm.kl_coef > 0 and 0 in before[:-1]:
+        checkpoint.check(folders[0], engine)
+    _check_belongs(run, engine, folders[before[-1]])
+    return engine
+
+
+def _check_belongs(run: RunDirectory, engine: TrainEngine, folder: Path) -> None:
+    """Check that a checkpoint is what the step before it left.
+
+    Raises:
+        ModelError: The checkpoint is of another model than the run's.
+        RecordError: Its weights are not what the step before it left.
+    """
+    said = run.facts().get("parameters", engine.parameter_names)
+    names, ours = ([name for name in side if not name.startswith("critic.")] for side in (said, engine.parameter_names))
+    if names != ours:  # a critic it may have had for a while
+        strange = sorted(set(names) ^ set(ours)) or ["their order"]
+        raise ModelError(
+            f"{folder} belongs to another model than {run.path}: {strange[0]} is in one of them alone. Put the run's "
+            f"own checkpoint there, or remove it, and replay begins at the one before."
+        )
+    step = engine.version - 1
+    tensors = run.steps.read(step)["tensors"] if run.steps.json_path(step).exists() else {}
+    if "weights" in tensors:
+        now = to_hex(engine.weights_digests().values())
+        then = tensors["weights"] if engine.critic is not None else tensors["weights"][: len(now)]
+        found = differences.in_tensors(step, "update", engine.parameter_names, then, now)
+        if found is not None:
+            raise RecordError(
+                f"{folder} is not what step {step} left: {found.where}: {found.recorded} recorded, {found.found} in "
+                f"the checkpoint. Remove it, and replay begins at the one before."
+            )
+
+
+def _configured(run: RunDirectory, recorded: dict[str, Any]) -> dict[str, Any]:
+    """Return the parts of the configuration that a step was trained with; the run may have changed them since.
+
+    Raises:
+        RecordError: The recorded configuration cannot be read.
+    """
+    training, algorithm = configured(run.steps.json_path(recorded["step"]), recorded)
+    found: dict[str, Any] = {"training": training, "algorithm": algorithm}
+    seed = recorded["config"].get("seed")  # older steps have none
+    return found if seed is None else found | {"seed": seed}
+
+
+def _portable(config: Config, folders: dict[int, Path], device: str | None, ranks: Ranks) -> Config:
+    """Return the configuration with paths and devices of this machine, and training.tp adapted to the ranks."""
+    where = device or config.model.device
+    if device is None and where == "cuda" and not torch.cuda.is_available():
+        where = "cpu"  # how it was compared, and why, says so
+    path = str(folders.get(0, config.model.path))  # the model that the run began with, for the KL term
+    model = config.model.model_copy(update={"path": path, "device": where})
+    critic = {"critic": str(folders[0] / checkpoint.CRITIC)} if 0 in folders and config.algorithm.critic else {}
+    training = config.training.model_copy(update={"tp": math.gcd(config.training.tp, ranks.size)})
+    algorithm = config.algorithm.model_copy(update=critic)
+    return config.model_copy(update={"model": model, "training": training, "algorithm": algorithm})
+
+
+def replay(run: RunDirectory, engine: TrainEngine, last: int, *, verify: bool = True) -> Iterator[Replayed]:
+    """Train the steps from the engine's version to `last` again, and yield each with its differences from the record.
+
+    Args:
+        run: The run directory.
+        engine: The engine, at a checkpoint of the run.
+        last: Last step to train.
+        verify: Whether to compare; if False, differences do not stop the replay.
+
+    Raises:
+        DifferenceFound: A batch is not what was trained on.
+    """
+    near, drifted = TOLERANCES[engine.config.model.dtype], ""
+    for step in range(engine.version, last + 1):
+        recorded = RecordedStep.read(run, step)
+        if verify and (altered := recorded.altered()) is not None:
+            raise DifferenceFound(run, altered)
+        configure_as(run, engine, recorded.summary)
+        tolerance, because = how_to_compare(recorded.summary, engine)
+        if tolerance.exact and drifted:
+            tolerance, because = near, drifted
+        result = engine.train_step(recorded.batch)
+        found = compare(recorded, result, engine, tolerance) if verify else []
+        if found and tolerance.exact and (doubt := _rounding_doubt(recorded, result, engine)):
+            beyond = compare(recorded, result, engine, near)
+            if not beyond or str(beyond[0]) != str(found[0]):
+                tolerance, because, found = near, f"{found[0]}: this is within rounding, and {doubt}", beyond
+        if not tolerance.exact and not drifted:
+            drifted = f"the weights, which step {step} left within a tolerance"
+        yield Replayed(step=step, result=result, tolerance=tolerance, because=because, differences=found)
+
+
+def _rounding_doubt(recorded: RecordedStep, result: StepResult, engine: TrainEngine) -> str:
+    """Return why a step may have been rounded otherwise than its record; empty if it was not.
+
+    Gradients or weights that agree bit for bit show that both round alike.
+    """
+    then = recorded.summary["tensors"]
+    if any(then.get(name) == now for name, now in result.tensor_digests.items()):
+        return ""
+    return rounding_doubt(environment_of(recorded.summary), environment(engine))
+
+
+def configure_as(run: RunDirectory, engine: TrainEngine, recorded: dict[str, Any] | None) -> None:
+    """Set the engine's seed, optimizer and algorithm as they were at a step; the run may have changed them since.
+
+    Args:
+        run: The run directory.
+        engine: The engine.
+        recorded: The step's record; None: take them from the run's configuration as it is.
+    """
+    was = _configured(run, recorded) if recorded else dict(configuration.load(run.config_path))
+    training, algorithm = was["training"].model_copy(update={"tp": engine.ranks.tp}), was["algorithm"]
+    algorithm = algorithm.model_copy(update={"critic": engine.config.algorithm.critic})  # which is where it is here
+    if (training, algorithm) != (engine.config.training, engine.config.algorithm):
+        engine.configure(training, algorithm)
+    if "seed" in was:
+        engine.config = engine.config.model_copy(update={"seed": was["seed"]})

@@ -1,0 +1,175 @@
+"""Everything outside the trainer that a step needs: batches, inference, evaluations, reports, and requests to end."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from clew.config import Config
+from clew.loop.clock import Clock
+from clew.loop.dumps import DumpedBatches, dump
+from clew.loop.interrupt import Interrupts
+from clew.loop.live import LiveBatches
+from clew.loop.nothing_to_learn import NothingToLearn
+from clew.loop.publisher import Publisher
+from clew.loop.tensorboard import Tensorboard
+from clew.record.rows import Sequence
+from clew.record.run import RunDirectory
+from clew.record.weights import WeightRef
+from clew.rollout.evaluation import is_due
+from clew.training.engine import StepResult, TrainEngine
+from clew.training.ranks import Ranks
+from clew.waits import Reporter, waiting
+
+log = logging.getLogger("clew.trainer")
+
+OnStep = Callable[[int, dict[str, Any]], None]
+"""Function that is called on rank 0 with each committed step and its JSON."""
+
+
+class Inference(Protocol):
+    """The engines that a run samples from: servers in other processes, or one engine in this process."""
+
+    def load(self, ref: WeightRef) -> None:
+        """Return when every engine serves these weights."""
+        ...
+
+    def released(self) -> AbstractContextManager[None]:
+        """Return a context manager inside which inference is paused, and the memory of its cache is free."""
+        ...
+
+
+class Surroundings:
+    """Everything outside the trainer that a step needs. Ranks other than 0 only wait for what rank 0 decides.
+
+    Use it in a `with` block.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        run: RunDirectory,
+        ranks: Ranks,
+        *,
+        inference: Inference | None,
+        reporter: Reporter,
+        interrupts: Interrupts,
+        pause: Callable[[], None],
+    ) -> None:
+        """Connect a trainer to what is around it.
+
+        Args:
+            inference: What serves the weights. None: the batches in debug.path are trained on, and nothing is published
+                or evaluated.
+            reporter: The status of this process.
+            interrupts: Requests to end this process.
+            pause: Lets a little time pass, in which rollout goes on, and raises Interrupted like `interrupts.check`.
+        """
+        self.config = config
+        self.run = run
+        self.ranks = ranks
+        self.clock = Clock()
+        self.reporter = reporter
+        self._inference = inference
+        self._interrupts = interrupts
+        self._pause = pause
+        self._open = ExitStack()
+        self._publisher: Publisher | None = None
+        if inference is not None:
+            self._batches = LiveBatches(config, run, pause, self.clock)
+            self._publisher = self._open.enter_context(closing(Publisher(config, run, inference.load)))
+        else:
+            self._batches = DumpedBatches(config, run)
+        self._tensorboard: Tensorboard | None = None
+        self._nothing_to_learn = NothingToLearn(config.algorithm.advantages)
+        self._described = False
+
+    def __enter__(self) -> Surroundings:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._open.close()
+
+    def check(self) -> None:
+        """Raise Interrupted on every rank when rank 0 was asked to end."""
+        self.ranks.agree("whether to go on", self._interrupts.check)
+
+    def publish(self, engine: TrainEngine) -> None:
+        """Hand the engine's weights to inference, and return when they are served."""
+        self.reporter.set(version=engine.version)
+        if self._publisher is not None:
+            self._publisher(engine)
+        if self.config.launch.colocate:
+            torch.cuda.empty_cache()  # what the writing of weights took
+
+    def wait_for_evaluation(self, version: int) -> None:
+        """Return when the evaluation of this version is complete, or at once if none is due."""
+        if self._inference is not None and version >= 0 and is_due(version, self.config):
+            self.ranks.agree(f"the evaluation of version {version}", lambda: self._wait_for_evaluation(version))
+
+    def _wait_for_evaluation(self, version: int) -> None:
+        if self.run.read_eval(version) is not None:
+            return
+        weights = self.run.newest_weights()
+        if (self.run.inbox.published() or 0) > version or weights is None or not weights.exists():
+            log.warning("version %d cannot be evaluated any more: its weights are gone", version)
+            return
+        with waiting(f"the evaluation of version {version}", unblocks="rollout"):
+            while self.run.read_eval(version) is None:
+                self._pause()
+
+    def batch(self, engine: TrainEngine) -> list[Sequence]:
+        """Return the batch of the engine's next step: on every rank, what steps/step-N.parquet holds."""
+        self.ranks.agree(f"the batch of step {engine.version}", lambda: self._write_batch(engine))
+        with self.clock("record"):
+            return self.run.steps.read_data(engine.version)
+
+    def _write_batch(self, engine: TrainEngine) -> None:
+        self._interrupts.check()
+        self._batches.write(engine.version)
+        if not self._described:  # only now: config.yaml says what was trained, not what was tried
+            self.describe(engine)
+
+    def describe(self, engine: TrainEngine) -> None:
+        """Write config.yaml and run.json as they hold from the engine's next step on."""
+        self._described = True
+        self.run.describe(
+            self.config,
+            step=engine.version,
+            threads=torch.get_num_threads(),
+            device=engine.device.type,
+            topology={"ranks": self.ranks.size, "tp": self.config.training.tp},
+            parameters=engine.parameter_names,
+        )
+
+    @contextmanager
+    def alone_on_device(self) -> Iterator[None]:
+        """Use inference's memory inside this block, on every rank, if launch.colocate puts both on one device."""
+        inference = self._inference
+        if inference is None or not self.config.launch.colocate:
+            yield
+            return
+        with ExitStack() as stack:
+            with self.clock("release"):
+                self.ranks.agree("inference to release its memory", lambda: stack.enter_context(inference.released()))
+            stack.callback(torch.cuda.empty_cache)  # runs before inference may take memory again
+            yield
+
+    def committed(self, step: int, result: StepResult, on_step: OnStep) -> None:
+        """Report a committed step, and copy or remove what the configuration asks for."""
+        summary = self.run.steps.read(step)
+        largest = max(float(abs(advantages_T).max(initial=0.0)) for advantages_T in result.stages["advantages"])
+        self.reporter.set(warning=self._nothing_to_learn.add(step, summary["metrics"], largest))
+        if self._tensorboard is None:
+            self._tensorboard = self._open.enter_context(closing(Tensorboard(self.run, first_step=step)))
+        self._tensorboard.add(step, summary)
+        if self.config.debug.dump_rollout_data:
+            dump(self.config, self.run, step)
+        if (keep := self.config.record.keep_steps) is not None:
+            resumable = self.run.checkpointed()[1:]  # from any of them, but the first
+            self.run.prune(min(step + 1 - keep, min(resumable, default=0)))
+        on_step(step, summary)

@@ -1,0 +1,48 @@
+"""TensorBoard's files of a run, derived from the record."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from clew.record.files import only_shown
+from clew.record.run import RunDirectory
+
+
+class Tensorboard:
+    """Writer of reports/tensorboard: each metric of each step, and each evaluation, as a scalar."""
+
+    def __init__(self, run: RunDirectory, first_step: int) -> None:
+        """Open the files.
+
+        Args:
+            first_step: Step from which on the entries of an earlier, killed trainer are hidden.
+        """
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._run = run
+        self._writer = SummaryWriter(str(run.reports / "tensorboard"), purge_step=first_step, flush_secs=10)
+        self._evaluated = -1
+
+    def add(self, step: int, summary: dict[str, Any]) -> None:
+        """Add a committed step, and the evaluations that were completed since the last one."""
+        with only_shown("TensorBoard's files"):
+            self._add(step, summary)
+
+    def close(self) -> None:
+        with only_shown("TensorBoard's files"):
+            self._writer.close()
+
+    def _add(self, step: int, summary: dict[str, Any]) -> None:
+        for name, value in summary["metrics"].items():
+            self._writer.add_scalar(name, value, step)
+        for name, value in summary["timings"].items():
+            self._writer.add_scalar(f"seconds/{name}", value, step)
+        self._add_evaluations()
+
+    def _add_evaluations(self) -> None:
+        for evaluation in self._run.read_evals():
+            if evaluation["version"] > self._evaluated:
+                self._evaluated = evaluation["version"]
+                for name, value in evaluation.items():
+                    if isinstance(value, (int, float)) and name != "version":
+                        self._writer.add_scalar(f"eval/{name}", value, self._evaluated)
