@@ -70,31 +70,6 @@ class Rows:
         return mask.masked_fill_(~visible, torch.finfo(query.dtype).min)
 
 
-class FixedRows(Rows):
-    """Rows for decoding in fixed shapes: all columns are computed, and the invisible ones are masked."""
-
-    def __init__(self, starts_R1: Tensor, column_1: Tensor, width: int) -> None:
-        """Prepare the masks.
-
-        Args:
-            starts_R1: Column of each row's first token.
-            column_1: Column of the token that is fed.
-            width: Number of columns.
-        """
-        super().__init__(None)
-        columns_W = torch.arange(width, device=column_1.device)
-        self._ages_W = column_1 - columns_W
-        self._own_RW = (columns_W >= starts_R1) & (self._ages_W >= 0)
-        self._masks: dict[int | None, Tensor] = {}
-
-    def seen(self, key: Tensor, value: Tensor, window: int | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        if window not in self._masks:
-            seen_RW = self._own_RW if window is None else self._own_RW & (self._ages_W < window)
-            mask_RW = torch.zeros(seen_RW.shape, dtype=key.dtype, device=key.device)
-            self._masks[window] = mask_RW.masked_fill_(~seen_RW, torch.finfo(key.dtype).min)[:, None, None]
-        return key, value, self._masks[window]
-
-
 _rows: ContextVar[Rows] = ContextVar("rows")
 
 

@@ -70,8 +70,6 @@ class RowCache(Cache):
         """Column of each row's first token."""
         self.ahead: list[int] = []
         """Number added to each row's later positions, which otherwise count its columns: not 0 after some images."""
-        self.layout = 0
-        """Number of times that the tensors were replaced by tensors of another size."""
         self.column = 0
         """Column of the next token's key."""
         self.first = 0
@@ -198,7 +196,6 @@ class RowCache(Cache):
     def _lay_out(self, capacity: int, width: int, shift: int) -> None:
         """Move all rows `shift` columns to the right (to the left if negative), in storage of this size."""
         stays = self.tokens.shape == (capacity, width)
-        self.layout += not stays
         # the column that is next may lie beyond the old width
         begin, end = self.first, min(self.column + 1, self.tokens.shape[1])
 
@@ -236,41 +233,6 @@ class RowCache(Cache):
         hidden = torch.arange(width, device=device) < self.starts_R1[:, :, None, None]
         self.mask = torch.zeros(hidden.shape, dtype=dtype, device=device)
         self.mask.masked_fill_(hidden, torch.finfo(dtype).min)
-
-
-class FixedStep(Cache):
-    """Model's cache for a decoding step of the first `size` rows of a RowCache, in fixed shapes.
-
-    Rows that do not exist are computed too, and their results belong to nobody. Call `set` before each step. The object
-    is valid while the RowCache's `layout` stays the same.
-    """
-
-    def __init__(self, cache: RowCache, size: int) -> None:
-        super().__init__(layers=[])
-        self.width = cache.tokens.shape[1]
-        self.starts_R1 = torch.zeros(size, 1, dtype=torch.int64, device=cache.tokens.device)
-        self.column_1 = torch.zeros(1, dtype=torch.int64, device=cache.tokens.device)
-        self._keys = [each[:size] for each in cache.keys]
-        self._values = [each[:size] for each in cache.values]
-        self._tokens = cache.tokens[:size]
-
-    def set(self, cache: RowCache) -> None:
-        """Write what changed since the step before. A row that does not exist sees only the token that it is fed."""
-        self.column_1.fill_(cache.column)
-        self.starts_R1.fill_(cache.column)
-        self.starts_R1[: cache.rows] = cache.starts_R1
-
-    def ids_R1(self) -> Tensor:
-        """Return the tokens that are fed."""
-        return self._tokens.index_select(1, self.column_1)
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        keys, values = self._keys[layer_idx], self._values[layer_idx]
-        keys.index_copy_(2, self.column_1, key_states)
-        values.index_copy_(2, self.column_1, value_states)
-        return keys, values
 
 
 def moves(rows: int, leaving: list[int]) -> tuple[list[int], list[int]]:

@@ -27,9 +27,8 @@ from torch import Tensor
 from transformers import Cache
 
 from clew.inference import attention, fused
-from clew.inference.cache import FixedStep, PrefillCache, RowCache, columns_for, moves
+from clew.inference.cache import PrefillCache, RowCache, columns_for, moves
 from clew.inference.core import PROBE_TOLERANCE, Core, Finished, Request
-from clew.inference.graphs import DecodeGraphs, on_cuda
 from clew.inference.protocol import FinishReason, RequestTooLong
 from clew.inference.reference import ReferenceEngine
 from clew.inference.sampling import RowParams, choose, uniform
@@ -100,8 +99,6 @@ class EmbeddedEngine(Core):
         self._fused = fused.build(model)
         self.cache = RowCache(self.device, int(cache_gib * 2**30))
         self.cache.bytes_per_token = self._prefill([[0]])[0].bytes_per_token()
-        on_graphs = self.device.type == "cuda" and vision is None
-        self.graphs = DecodeGraphs(self._decode, self._decode_fixed, on_cuda) if on_graphs else None
         self._rows: list[Row] = []
         self._tick = 0
         self._waited = 0
@@ -128,7 +125,7 @@ class EmbeddedEngine(Core):
         if self.waiting and self._may_admit():
             finished = self._admit()
         if self._rows:
-            logits = self._decode(self.cache) if self.graphs is None else self.graphs.decode(self.cache)
+            logits = self._decode(self.cache)
             self.cache.advance(self._longest)
             self._tick += 1
             finished += self._draw(logits, 0)
@@ -226,11 +223,6 @@ class EmbeddedEngine(Core):
         ids = cache.tokens[:n, column : column + 1]
         positions = column - cache.origins_R1
         return self._forward(ids, positions, cache, attention.Rows(cache.step_mask()), column - cache.first + 1)
-
-    def _decode_fixed(self, step: FixedStep) -> Tensor:
-        """Do the work of `_decode` in shapes that do not change, see `clew.inference.graphs`."""
-        rows = attention.FixedRows(step.starts_R1, step.column_1, step.width)
-        return self._forward(step.ids_R1(), step.column_1 - step.starts_R1, step, rows, step.width)
 
     def _forward(
         self, ids_RT: Tensor, positions_RT: Tensor, cache: Cache, rows: attention.Rows, longest: int
@@ -369,8 +361,6 @@ class EmbeddedEngine(Core):
         return self.cache.memory()
 
     def _drop_cache(self) -> None:
-        if self.graphs is not None:
-            self.graphs.forget()
         empty = RowCache(self.device, self.cache.budget)
         empty.bytes_per_token = self.cache.bytes_per_token
         self.cache = empty

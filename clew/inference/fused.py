@@ -47,8 +47,8 @@ class FusedForward:
         self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
         self._layers = [_layer(layer) for layer in self._base.layers]
         self._scaling = self._base.layers[0].self_attn.scaling
-        self._ropes = [torch.zeros(0)]
-        """Tables of positions, the largest last. Those that were outgrown stay, because CUDA graphs may read them."""
+        self._rope = torch.zeros(0)
+        """cos and sin (its first half negated) of each position, [positions, 2, dim]."""
 
     def forward(self, ids_RT: Tensor, positions_RT: Tensor, cache: Cache, longest: int) -> Tensor:
         """Prefill (T tokens per row, into a PrefillCache) or decode (one token per row, into a RowCache).
@@ -84,17 +84,14 @@ class FusedForward:
         return self._head(rms_norm(last, self._base.norm.weight.shape, self._base.norm.weight, eps))
 
     def _rope_for(self, length: int) -> Tensor:
-        """Return cos and sin (its first half negated) of each position, [positions, 2, dim].
-
-        The table doubles as rows grow.
-        """
-        if length >= self._ropes[-1].shape[0]:
+        """Return the table of positions, which doubles as rows grow."""
+        if length >= self._rope.shape[0]:
             count = max(256, 2 * length)
             device = self._base.embed_tokens.weight.device
             cos, sin = self._base.rotary_emb(torch.zeros(1, device=device), torch.arange(count, device=device)[None])
             half = sin.shape[-1] // 2
-            self._ropes.append(torch.stack((cos[0], torch.cat((-sin[0, :, :half], sin[0, :, half:]), -1)), 1))
-        return self._ropes[-1]
+            self._rope = torch.stack((cos[0], torch.cat((-sin[0, :, :half], sin[0, :, half:]), -1)), 1)
+        return self._rope
 
 
 def build(model: Any) -> FusedForward | None:
