@@ -127,7 +127,12 @@ class HTTPEngine:
         )
 
     async def load_weights(self, ref: WeightRef) -> None:
-        """See the protocol."""
+        """Have the server abort all requests, load the weights in place, score the probe, and resume.
+
+        Raises:
+            EngineError: The weights are refused, or the probe differs. The server then serves the old weights or, if it
+                cannot, nothing until a load succeeds.
+        """
         loaded = await self._post(
             "/update_weights_from_disk",
             {
@@ -142,7 +147,7 @@ class HTTPEngine:
             )
 
     async def abort(self, request_id: str | None = None) -> None:
-        """See the protocol."""
+        """Abort one request, or all (None); their tokens so far are returned."""
         await self._post("/abort_request", {"abort_all": True} if request_id is None else {"rid": request_id})
 
     async def version(self) -> int:

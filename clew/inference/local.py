@@ -98,7 +98,7 @@ class LocalEngine:
             del self._futures[request]
 
     async def load_weights(self, ref: WeightRef) -> None:
-        """Load weights; see the protocol.
+        """Abort all requests, load the weights in place, score the probe, and resume.
 
         A load that is refused leaves everything as it was, including requests in flight. A load that fails later, or
         whose probe differs, has aborted the requests in flight; the old weights are still served.
@@ -114,7 +114,7 @@ class LocalEngine:
         self._resume()
 
     async def abort(self, request_id: str | None = None) -> None:
-        """See the protocol."""
+        """Abort one request, or all (None); their tokens so far are returned."""
         await self._call(lambda: self._deliver(self.core.abort(request_id)))
 
     async def version(self) -> int:

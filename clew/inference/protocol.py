@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from clew.errors import EngineError
-from clew.record.weights import WeightRef
 
 FinishReason = Literal["stop", "length", "abort"]
 """Reason why a completion ended.
@@ -102,7 +101,7 @@ class Completion:
 
 
 class Engine(Protocol):
-    """Inference engine, as rollout and the weight publisher see it."""
+    """Inference engine, as rollout sees it."""
 
     async def generate(
         self,
@@ -133,19 +132,6 @@ class Engine(Protocol):
             SchemaUnsupported: The engine cannot hold its output to the schema.
             ImageError: The model takes no images, or not these.
         """
-        ...
-
-    async def load_weights(self, ref: WeightRef) -> None:
-        """Abort all requests, load the weights in place, score the probe, and resume.
-
-        Raises:
-            EngineError: The weights are refused, or the probe differs. The engine then serves the old weights or, if it
-                cannot, nothing until a load succeeds.
-        """
-        ...
-
-    async def abort(self, request_id: str | None = None) -> None:
-        """Abort one request, or all (None); their tokens so far are returned."""
         ...
 
     async def version(self) -> int:

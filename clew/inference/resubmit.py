@@ -13,8 +13,8 @@ from dataclasses import replace
 from clew.inference.protocol import Completion, Engine, EngineUnreachable, OnToken, SamplingParams
 from clew.waits import waiting
 
-RETRY_S = 0.25
-"""Seconds between two looks for a server that is away; doubled up to 2 s."""
+RETRY_S = 0.02
+"""Seconds before the first look for a server that is away, or for another one; doubled up to 2 s."""
 
 
 async def generate_through_aborts(
@@ -57,9 +57,18 @@ async def generate_through_aborts(
             assert on_token is not None
             on_token(token, logprob)
 
-        part = await _generate_when_reachable(
-            engine, input_ids + output_ids, rest, images, request_id, None if on_token is None else tell
-        )
+        try:
+            with waiting(f"completion {request_id}".strip(), unblocks="the inference engine"):
+                part = await engine.generate(
+                    input_ids + output_ids,
+                    rest,
+                    images=images,
+                    request_id=request_id,
+                    on_token=None if on_token is None else tell,
+                )
+        except EngineUnreachable as error:
+            await _until_reachable(engine, error)
+            continue
         output_ids += part.output_ids
         logprobs += part.logprobs
         versions += part.versions
@@ -83,22 +92,6 @@ async def generate_through_aborts(
                 on_token(token, logprob)
         if not part.output_ids:
             await asyncio.sleep(0.02)  # the engine is about to load: not a wait of its own, but no spinning either
-
-
-async def _generate_when_reachable(
-    engine: Engine,
-    input_ids: list[int],
-    params: SamplingParams,
-    images: Sequence[bytes],
-    request_id: str,
-    on_token: OnToken | None,
-) -> Completion:
-    while True:
-        try:
-            with waiting(f"completion {request_id}".strip(), unblocks="the inference engine"):
-                return await engine.generate(input_ids, params, images=images, request_id=request_id, on_token=on_token)
-        except EngineUnreachable as error:
-            await _until_reachable(engine, error)
 
 
 async def _until_reachable(engine: Engine, error: EngineUnreachable) -> None:

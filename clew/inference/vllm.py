@@ -20,7 +20,6 @@ from typing import Any, Literal
 from clew.errors import EngineError, ImageError
 from clew.inference.client import HTTPEngine
 from clew.inference.protocol import Completion, EngineUnreachable, OnToken, SamplingParams
-from clew.record.weights import WeightRef
 
 LogprobsMode = Literal["raw", "processed", "unknown"]
 
@@ -184,13 +183,6 @@ class VLLMEngine(HTTPEngine):
         """See the protocol."""
         await self._request("GET", "/v1/models", None)
         return 0
-
-    async def load_weights(self, ref: WeightRef) -> None:
-        """Raise EngineError: weights cannot be loaded through this interface."""
-        raise EngineError("vLLM's weights are not loaded through its OpenAI server; serve them with `clew serve`.")
-
-    async def abort(self, request_id: str | None = None) -> None:
-        """Do nothing: a request ends when its connection closes."""
 
 
 def mode_of(at_one: Mapping[str, float], at_other: Mapping[str, float], temperature: float) -> LogprobsMode:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import aiohttp
 
 from clew.inference.client import HTTPEngine
-from clew.inference.protocol import Completion, EngineUnreachable, OnToken, SamplingParams, SchemaUnsupported
+from clew.inference.protocol import EngineUnreachable, SamplingParams, SchemaUnsupported
 from clew.record.run import RunDirectory, Server, attached_servers
-from clew.record.weights import WeightRef
 from clew.waits import waiting
 
 log = logging.getLogger("clew.rollout")
@@ -22,80 +24,57 @@ AVOID_S = 0.25
 """Seconds for which a server is avoided after it could not be reached."""
 
 
-class ServerPool:
-    """The `Engine` of a rollout process.
+class ServerPool(HTTPEngine):
+    """The `Engine` of a rollout process: one client for all servers of a run.
 
-    If a server dies, its requests start again on any server that is ready, even if that is the same server at another
-    address. While no server is ready, requests wait.
+    Each request goes to the least loaded server that is ready; while there is none, requests wait. If a server dies,
+    its requests raise EngineUnreachable, and go to another one when they are sent again.
     """
 
     def __init__(self, run: RunDirectory) -> None:
         """Take the servers that the environment names, or else those registered in the run directory."""
+        super().__init__("of this run")
         self._run = run
         self._fixed = attached_servers()
         self._servers: list[Server] = []
         self._looked_at = 0.0
-        self._engines: dict[tuple[str, str], HTTPEngine] = {}
+        self._clients: dict[tuple[str, str], HTTPEngine] = {}
         """Clients by address and token: a server that is restarted at its address has another token."""
         self._load: dict[str, int] = {}
         """Number of requests under way, by address."""
         self._avoided: dict[tuple[str, int], float] = {}
         """Monotonic time until which an unreachable server is avoided, by address and pid."""
 
-    async def generate(
-        self,
-        input_ids: list[int],
-        params: SamplingParams,
-        *,
-        images: Sequence[bytes] = (),
-        request_id: str = "",
-        on_token: OnToken | None = None,
-    ) -> Completion:
-        """Generate as `Engine.generate` does, but wait for a server instead of raising EngineUnreachable.
-
-        Raises:
-            SchemaUnsupported: The parameters ask for a JSON schema, which is never applied in training.
-        """
+    def _fitting(self, input_ids: list[int], params: SamplingParams) -> SamplingParams:
+        """Return `params`. Raises SchemaUnsupported for a JSON schema, which is never applied in training."""
         if params.json_schema is not None:
             raise SchemaUnsupported(
                 "in training no output is held to a JSON schema: its tokens' logprobs would be those among what the "
                 "schema allows, and not the policy's. Ask for the form in the prompt, and reward it."
             )
-        while True:
-            server = await self._ready_server()
-            self._load[server.address] = self._load.get(server.address, 0) + 1
-            try:
-                engine = self._engine(server)
-                return await engine.generate(input_ids, params, images=images, request_id=request_id, on_token=on_token)
-            except EngineUnreachable as error:
-                log.warning("request %s goes to another server: %s", request_id, error)
-                self._avoided[server.address, server.pid] = time.monotonic() + AVOID_S
-            finally:
-                self._load[server.address] -= 1
+        return params
 
-    async def load_weights(self, ref: WeightRef) -> None:
-        """Raise NotImplementedError: the trainer has the servers load weights, not rollout."""
-        raise NotImplementedError
-
-    async def abort(self, request_id: str | None = None) -> None:
-        """Abort one request, or all requests, on every ready server."""
-        await asyncio.gather(*(self._engine(server).abort(request_id) for server in self._ready()))
-
-    async def version(self) -> int:
-        """Return the oldest version that a ready server serves."""
-        await self._ready_server()
-        return min(await asyncio.gather(*(self._engine(server).version() for server in self._ready())))
+    @asynccontextmanager
+    async def _answered(self, method: str, path: str, body: bytes | None) -> AsyncIterator[aiohttp.ClientResponse]:
+        server = await self._ready_server()
+        place = server.address, server.token
+        if place not in self._clients:
+            self._clients[place] = HTTPEngine(*place)
+        self._load[server.address] = self._load.get(server.address, 0) + 1
+        try:
+            async with self._clients[place]._answered(method, path, body) as response:
+                yield response
+        except EngineUnreachable as error:
+            log.warning("a request goes to another server: %s", error)
+            self._avoided[server.address, server.pid] = time.monotonic() + AVOID_S
+            raise
+        finally:
+            self._load[server.address] -= 1
 
     async def close(self) -> None:
         """Close the connections."""
-        for engine in self._engines.values():
-            await engine.close()
-
-    def _engine(self, server: Server) -> HTTPEngine:
-        place = server.address, server.token
-        if place not in self._engines:
-            self._engines[place] = HTTPEngine(server.address, server.token)
-        return self._engines[place]
+        for client in self._clients.values():
+            await client.close()
 
     async def _ready_server(self) -> Server:
         ready = self._ready()

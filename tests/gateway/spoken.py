@@ -9,7 +9,6 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from clew.inference.protocol import Completion, OnToken, SamplingParams
-from clew.record.weights import WeightRef
 from clew.rollout.session import Resources, Session
 from tests.gateway.chatml import odd_ids
 
@@ -64,10 +63,6 @@ class Spoken:
             finish_reason="stop" if ended or matched else "length",
             matched=matched if matched is not None else ids[-1] if ended else None,
         )
-
-    async def load_weights(self, ref: WeightRef) -> None: ...
-
-    async def abort(self, request_id: str | None = None) -> None: ...
 
     async def version(self) -> int:
         return 3

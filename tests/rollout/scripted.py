@@ -11,7 +11,6 @@ from typing import Any
 from clew.config import Config
 from clew.inference.protocol import Completion, OnToken, SamplingParams
 from clew.record.run import RunDirectory
-from clew.record.weights import WeightRef
 from clew.rollout.runner import RolloutRunner
 from tests.models import tiny_tokenizer
 
@@ -52,11 +51,6 @@ class Scripted:
             versions=[self.now] * len(output),
             finish_reason="abort" if cut else "stop",
         )
-
-    async def load_weights(self, ref: WeightRef) -> None:
-        self.now = ref.version
-
-    async def abort(self, request_id: str | None = None) -> None: ...
 
     async def version(self) -> int:
         return self.now

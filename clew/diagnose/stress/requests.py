@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from clew.inference.protocol import Completion, Engine, OnToken, SamplingParams
-from clew.record.weights import WeightRef
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -120,12 +119,6 @@ class Noted:
             )
         )
         return completion
-
-    async def load_weights(self, ref: WeightRef) -> None:
-        await self._engine.load_weights(ref)
-
-    async def abort(self, request_id: str | None = None) -> None:
-        await self._engine.abort(request_id)
 
     async def version(self) -> int:
         return await self._engine.version()

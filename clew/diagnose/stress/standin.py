@@ -11,7 +11,6 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from clew.inference.protocol import Completion, OnToken, SamplingParams, SchemaUnsupported
-from clew.record.weights import WeightRef
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -127,12 +126,6 @@ class StandIn:
             finish_reason="length" if cut else "stop",
             matched=None if cut else output[-1],
         )
-
-    async def load_weights(self, ref: WeightRef) -> None:
-        """Do nothing: a stand-in has no weights."""
-
-    async def abort(self, request_id: str | None = None) -> None:
-        """Do nothing: answers are short, and end by themselves."""
 
     async def version(self) -> int:
         return 0
