@@ -125,7 +125,7 @@ class Served:
                 }
             )
         )
-        code = "import sys; from clew.config import load; from clew.inference.server import serve; "
+        code = "import sys; from clew.config import load; from clew.inference.serve import serve; "
         self.process = subprocess.Popen(
             [sys.executable, "-c", code + "serve(load(sys.argv[1]))", str(folder / "config.yaml")],
             stdout=subprocess.PIPE,

@@ -253,7 +253,7 @@ def serve(
 
         serve_in_front(loaded, engine, record, api_key=api_key)
     else:
-        from clew.inference.server import serve as run_server
+        from clew.inference.serve import serve as run_server
         from clew.rollout.gateway.serving import gateway_beside
 
         run_server(loaded, gateway_beside(loaded, record), api_key=api_key, allow_weights=allow_weights or [])

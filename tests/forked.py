@@ -24,7 +24,7 @@ _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(
     [
         "clew.cli",
-        "clew.inference.server",
+        "clew.inference.serve",
         "clew.rollout.gateway.front",
         "clew.rollout.process",
         "clew.loop.learn",

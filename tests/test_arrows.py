@@ -32,7 +32,7 @@ MAY_IMPORT = {
         "clew.inference.protocol",
         "clew.inference.resubmit",
         "clew.inference.client",
-        "clew.inference.found",
+        "clew.inference.detection",
     },
     "training": {"clew.record", "clew.data", "clew.models", "clew.vision"},
     "loop": {"clew.record", "clew.rollout", "clew.inference", "clew.training", "clew.models", "clew.data"},

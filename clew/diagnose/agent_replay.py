@@ -18,7 +18,7 @@ from clew import config as configuration
 from clew.config import Config
 from clew.diagnose.rewards import interactions_of
 from clew.errors import ConfigError, EngineError, EpisodeError, RecordError
-from clew.inference.found import find_engine
+from clew.inference.detection import find_engine
 from clew.models import load_tokenizer
 from clew.printing import common_length
 from clew.record.media import media_name

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from clew.config import provider
 from clew.errors import ConfigError
-from clew.inference.found import find_engine
+from clew.inference.detection import find_engine
 from clew.inference.protocol import SamplingParams
 from clew.models import context_of, load_tokenizer
 from clew.rollout.agents import AgentWorkflow, SharedClient, extra_kwargs_of, load_agent, run_of

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from clew.errors import EngineError, ImageError
+from clew.inference.loading import backed_up, check_weights, copy_weights, restore
 from clew.inference.protocol import (
     Completion,
     FinishReason,
@@ -24,7 +25,6 @@ from clew.inference.protocol import (
     SamplingParams,
     SchemaUnsupported,
 )
-from clew.inference.weights import backed_up, check_weights, copy_weights, restore
 from clew.models import context_in, described
 from clew.record.weights import WeightRef
 from clew.vision import Vision

@@ -20,8 +20,8 @@ from clew.config import Config
 from clew.errors import EngineError
 from clew.inference.core import Core, Finished, Request
 from clew.inference.embedded import build_engine
+from clew.inference.loading import check_weights
 from clew.inference.protocol import Completion, EngineUnreachable, OnToken, SamplingParams
-from clew.inference.weights import check_weights
 from clew.models import check_vocabulary, load_model, load_tokenizer, pick_device
 from clew.record.weights import WeightRef
 from clew.vision import load_vision

@@ -18,7 +18,7 @@ from clew.loop.dumps import resume_dump
 from clew.loop.interrupt import Interrupts
 from clew.loop.loop import save_checkpoint, train
 from clew.loop.resume import restore
-from clew.loop.servers import Servers
+from clew.loop.server_control import ServerControl
 from clew.loop.surroundings import OnStep, Surroundings
 from clew.record.run import RunDirectory, warn_of_changes
 from clew.record.weights import WeightRef
@@ -37,7 +37,7 @@ def learn(config: Config, on_step: OnStep = lambda step, summary: None) -> None:
     Raises:
         ClewError: The run ended before its last step.
     """
-    with _rank_of(config) as (ranks, run, reporter, interrupts), closing(Servers(run)) as servers:
+    with _rank_of(config) as (ranks, run, reporter, interrupts), closing(ServerControl(run)) as servers:
 
         def pause() -> None:
             interrupts.check()

@@ -10,7 +10,7 @@ from clew.config import Config
 from clew.record.run import RunDirectory
 from clew.record.weights import WeightRef, outside_folder
 from clew.training.engine import TrainEngine
-from clew.training.weights import write_weights
+from clew.training.export import write_weights
 
 
 class Publisher:

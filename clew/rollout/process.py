@@ -19,7 +19,7 @@ from clew.rollout.gateway.sessions import Limits
 from clew.rollout.gateway.thread import GatewayThread
 from clew.rollout.overlong import leave_out_overlong
 from clew.rollout.runner import RolloutRunner
-from clew.rollout.servers import ServerPool
+from clew.rollout.server_pool import ServerPool
 from clew.waits import Reporter
 
 END_S = 1.5

@@ -14,12 +14,12 @@ import openai
 import pytest
 from aiohttp import web
 
-from clew.inference.found import find_engine
+from clew.inference.detection import find_engine
 from clew.inference.protocol import SamplingParams, SchemaUnsupported
 from clew.record.run import RunDirectory
 from clew.rollout.gateway.sessions import Limits
 from clew.rollout.gateway.thread import GatewayThread
-from clew.rollout.servers import ServerPool
+from clew.rollout.server_pool import ServerPool
 from tests.gateway.chatml import CHATML, chatml_tokenizer, odd_ids
 from tests.gateway.spoken import session_on
 

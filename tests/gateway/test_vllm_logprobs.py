@@ -22,7 +22,7 @@ import torch
 from aiohttp import web
 
 from clew.errors import EngineError
-from clew.inference.found import FoundEngine, find_engine
+from clew.inference.detection import FoundEngine, find_engine
 from clew.inference.protocol import Completion, SamplingParams
 from clew.inference.vllm import VLLMEngine, mode_of
 from clew.launch.ranks import free_port

@@ -23,15 +23,15 @@ import torch
 
 from clew.config import Config, load
 from clew.errors import EngineError, ImageError
-from clew.inference import server as inference_server
+from clew.inference import serve as inference_server
 from clew.inference.client import HTTPEngine
 from clew.inference.core import Core, Request
 from clew.inference.embedded import build_engine
 from clew.inference.local import LocalEngine
 from clew.inference.protocol import Completion, EngineUnreachable, RequestTooLong, SamplingParams
 from clew.inference.resubmit import generate_through_aborts
-from clew.inference.server import serve
-from clew.loop.servers import Servers
+from clew.inference.serve import serve
+from clew.loop.server_control import ServerControl
 from clew.models import load_model, load_tokenizer
 from clew.record.run import RunDirectory
 from clew.record.weights import WeightRef
@@ -359,7 +359,7 @@ def test_the_trainer_ends_with_the_servers_words_when_its_weights_are_refused(
     server: ServerProcess, folder: Path
 ) -> None:
     refused = pytest.raises(EngineError, match=r"refused /update_weights_from_disk \(400\).*no \*\.safetensors")
-    with closing(Servers(RunDirectory(folder / "runs" / "test" / "0"))) as servers, refused:
+    with closing(ServerControl(RunDirectory(folder / "runs" / "test" / "0"))) as servers, refused:
         servers.load(WeightRef(version=8, path=str(folder / "nope"), digest=""))
 
 
@@ -449,7 +449,7 @@ def test_memory_is_released_for_as_long_as_the_trainer_says_and_requests_go_on(
         assert not (info["released"] and (info["running"] or info["cache_bytes"]))
         return info["released"], info["running"] > 0
 
-    servers = Servers(RunDirectory(folder / "runs" / "test" / "0"), lease_s=0.6)
+    servers = ServerControl(RunDirectory(folder / "runs" / "test" / "0"), lease_s=0.6)
     with ThreadPoolExecutor() as pool, closing(servers):
         request = pool.submit(with_engine, server, lambda engine: generate_through_aborts(engine, PROMPT, params))
         while not state()[1]:
@@ -483,7 +483,7 @@ def test_a_server_that_is_still_starting_is_no_cause_for_alarm(folder: Path, cap
     config = load(write_config(folder, "starting"))
     run = RunDirectory(config.run_path)
     tiny_model(run.path / "weights" / "first", seed=3)
-    with Forked(serve_once_published, config) as process, closing(Servers(run)) as servers:
+    with Forked(serve_once_published, config) as process, closing(ServerControl(run)) as servers:
         while not run.servers():
             assert process.poll() is None
             time.sleep(0.01)
@@ -535,7 +535,7 @@ def test_a_client_that_leaves_aborts_its_request(server: ServerProcess) -> None:
 
 
 def test_port_in_use(server: ServerProcess, folder: Path, tmp_path: Path) -> None:
-    from clew.inference.server import serve
+    from clew.inference.serve import serve
 
     config = Config.model_validate(
         {

@@ -14,10 +14,10 @@ from clew.config import Config
 from clew.errors import ModelError
 from clew.training import checkpoint, scoring
 from clew.training.engine import TrainEngine
+from clew.training.export import write_weights
 from clew.training.ranks import Ranks
 from clew.training.sharding import state_of
 from clew.training.tokens import Tokens
-from clew.training.weights import write_weights
 from tests.training.sequences import make_batch, make_config
 
 

@@ -15,7 +15,7 @@ from clew.inference.embedded import build_engine
 from clew.models import load_model
 from clew.training import checkpoint
 from clew.training.engine import TrainEngine
-from clew.training.weights import write_weights
+from clew.training.export import write_weights
 from tests.models import tiny_model, tiny_tokenizer
 from tests.training.sequences import make_batch, make_config, make_sequence
 

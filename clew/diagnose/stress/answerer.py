@@ -9,7 +9,7 @@ from clew.config import provider
 from clew.diagnose.stress.on_gateway import BeforeEngine, BeforeProvider, Gateway
 from clew.diagnose.stress.standin import Names, StandIn, byte_tokenizer
 from clew.errors import RecordError
-from clew.inference.found import find_engine
+from clew.inference.detection import find_engine
 from clew.models import load_tokenizer
 from clew.record.run import open_run
 from clew.vision import load_vision

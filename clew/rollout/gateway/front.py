@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from clew.config import TOKEN_VARIABLE, Config, provider, server_token
 from clew.errors import EngineError
-from clew.inference.found import find_engine
+from clew.inference.detection import find_engine
 from clew.listening import Access, Listener
 from clew.models import load_tokenizer
 from clew.printing import print

@@ -24,7 +24,7 @@ ANY_KEY = "sk-clew"
 
 
 class ServedGateway:
-    """The gateway as the application that `clew.inference.server.serve` runs beside itself."""
+    """The gateway as the application that `clew.inference.serve.serve` runs beside itself."""
 
     def __init__(self, sessions: ServedSessions, tokenizer: PreTrainedTokenizerBase, key: str) -> None:
         """Make the application.

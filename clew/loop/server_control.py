@@ -25,7 +25,7 @@ LEASE_S = 60.0
 """Seconds without a word from the trainer after which a server that released its memory takes it back and serves."""
 
 
-class Servers:
+class ServerControl:
     """The servers of a run, which are all asked at once."""
 
     def __init__(self, run: RunDirectory, lease_s: float = LEASE_S) -> None:
