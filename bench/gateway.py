@@ -30,9 +30,9 @@ ANSWER = "the answer is right"
 def serve() -> None:
     """The gateway's process. For a number on stdin it opens so many sessions, prints its URL and their keys, and at the
     next line what was recorded of each: the IDs of its interactions, and the number of its sequences."""
-    from clew.rollout.capture import assemble  # the client's process is free of all this
-    from clew.rollout.gateway.sessions import Limits
-    from clew.rollout.gateway.thread import GatewayThread
+    from clew.gateway.agent_session import Limits
+    from clew.gateway.sequences import assemble  # the client's process is free of all this
+    from clew.gateway.thread import GatewayThread
     from tests.gateway.chatml import chatml_tokenizer
     from tests.gateway.spoken import Spoken, session_on
 
@@ -51,7 +51,7 @@ def serve() -> None:
         keys = [key for key, _ in opened]
         print(json.dumps([gateway.base_url, keys]), flush=True)
         sys.stdin.readline()
-        interactions = [session.session.interactions for _, session in opened]
+        interactions = [session.engine.interactions for _, session in opened]
         print(json.dumps([[[i.id for i in each], len(assemble(each))] for each in interactions]), flush=True)
         asyncio.run(close(keys))
     gateway.stop()

@@ -9,8 +9,8 @@ from statistics import NormalDist
 from typing import Any
 
 from bench.rewards import digits
+from clew.gateway.episode_engine import EpisodeEngine
 from clew.rollout.rewards import total
-from clew.rollout.session import Session
 
 SHORTEST_S, LONGEST_S = 0.05, 2.0
 MEDIAN_S, SIGMA = 0.2, 1.0
@@ -26,7 +26,7 @@ def latency(episode_id: str) -> float:
 class ToolUser:
     """Generate, wait for the tool, generate again."""
 
-    async def run_episode(self, engine: Session, data: dict[str, Any]) -> float:
+    async def run_episode(self, engine: EpisodeEngine, data: dict[str, Any]) -> float:
         """The reward is that of the second answer."""
         prompt: Any = engine.tokenizer(data[engine.prompt_column])
         first = await engine.generate(prompt["input_ids"])

@@ -84,6 +84,7 @@ def rollout_batch(
 
 
 async def _rollout_batch(config: Config, rows: list[dict[str, Any]], server: str | None) -> RolloutBatch:
+    from clew.gateway.episode_engine import resources
     from clew.inference.client import HTTPEngine
     from clew.inference.local import load_engine
     from clew.models import load_tokenizer
@@ -91,7 +92,6 @@ async def _rollout_batch(config: Config, rows: list[dict[str, Any]], server: str
     from clew.rollout.episode import Episode, run_episode
     from clew.rollout.process import gateway_for
     from clew.rollout.reward_pool import RewardPool
-    from clew.rollout.session import resources
     from clew.rollout.setup import load_reward, load_workflow, side_by_side
     from clew.vision import load_vision
 

@@ -249,12 +249,12 @@ def serve(
     _log()
     loaded = _load(config, overrides)
     if engine is not None:
-        from clew.rollout.gateway.front import serve_in_front
+        from clew.gateway.front import serve_in_front
 
         serve_in_front(loaded, engine, record, api_key=api_key)
     else:
+        from clew.gateway.standalone import gateway_beside
         from clew.inference.serve import serve as run_server
-        from clew.rollout.gateway.serving import gateway_beside
 
         run_server(loaded, gateway_beside(loaded, record), api_key=api_key, allow_weights=allow_weights or [])
 

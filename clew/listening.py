@@ -69,7 +69,7 @@ WITHOUT_TOKEN = ("/generate", "/rl/set_reward", "/rl/end_session")
 """Other paths that need no token: sampling changes nothing, and the gateway checks a session's own key itself."""
 
 WITHOUT_TOKEN_BELOW = ("/v1/", "/chat/completions", "/completions", "/responses", "/messages")
-"""Prefixes of further paths that need no token; see also `clew.rollout.gateway.paths`."""
+"""Prefixes of further paths that need no token; see also `clew.gateway.app.AnyBase`."""
 
 HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::[0-9]{1,5})?", re.IGNORECASE)
 ORIGIN = re.compile(rf"https?://({HOST.pattern})", re.IGNORECASE)

@@ -25,7 +25,7 @@ _FORKS.set_forkserver_preload(
     [
         "clew.cli",
         "clew.inference.serve",
-        "clew.rollout.gateway.front",
+        "clew.gateway.front",
         "clew.rollout.process",
         "clew.loop.learn",
         "matplotlib.backends.backend_agg",

@@ -23,7 +23,17 @@ EVERYWHERE = {
 MAY_IMPORT = {
     "record": set(),
     "inference": {"clew.record", "clew.models", "clew.vision", "clew.listening"},
+    "gateway": {
+        "clew.record",
+        "clew.listening",
+        "clew.models",
+        "clew.vision",
+        "clew.inference.protocol",
+        "clew.inference.resubmit",
+        "clew.inference.detection",
+    },
     "rollout": {
+        "clew.gateway",
         "clew.record",
         "clew.data",
         "clew.listening",
@@ -32,7 +42,6 @@ MAY_IMPORT = {
         "clew.inference.protocol",
         "clew.inference.resubmit",
         "clew.inference.client",
-        "clew.inference.detection",
     },
     "training": {"clew.record", "clew.data", "clew.models", "clew.vision"},
     "loop": {"clew.record", "clew.rollout", "clew.inference", "clew.training", "clew.models", "clew.data"},
@@ -41,6 +50,7 @@ MAY_IMPORT = {
     "diagnose": {
         "clew.record",
         "clew.inference",
+        "clew.gateway",
         "clew.rollout",
         "clew.training",
         "clew.loop",

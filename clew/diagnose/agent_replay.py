@@ -18,6 +18,10 @@ from clew import config as configuration
 from clew.config import Config
 from clew.diagnose.rewards import interactions_of
 from clew.errors import ConfigError, EngineError, EpisodeError, RecordError
+from clew.gateway.agent_session import Limits
+from clew.gateway.episode_engine import EpisodeEngine, Resources, resources
+from clew.gateway.interactions import Interaction
+from clew.gateway.thread import GatewayThread
 from clew.inference.detection import find_engine
 from clew.models import load_tokenizer
 from clew.printing import common_length
@@ -25,11 +29,7 @@ from clew.record.media import media_name
 from clew.record.rows import Sequence as Row
 from clew.record.run import RunDirectory
 from clew.rollout.agents import AgentWorkflow, load_agent
-from clew.rollout.capture import Interaction
-from clew.rollout.gateway.sessions import Limits
-from clew.rollout.gateway.thread import GatewayThread
 from clew.rollout.rewards import total
-from clew.rollout.session import Resources, Session, resources
 from clew.seeds import derive_seed
 from clew.training import checkpoint
 from clew.vision import load_vision
@@ -59,8 +59,8 @@ class Replay:
         return not self.difference and self.answered == self.recorded and same_end
 
 
-class RecordedModel(Session):
-    """Session that answers each request with the response that was recorded for the same request."""
+class RecordedModel(EpisodeEngine):
+    """EpisodeEngine that answers each request with the response that was recorded for the same request."""
 
     def __init__(self, shared: Resources, answers: Sequence[Interaction], episode_id: str, *, live: bool) -> None:
         """Create the session.
@@ -84,7 +84,7 @@ class RecordedModel(Session):
         details: Mapping[str, Any] | None = None,
         **overrides: Any,
     ) -> Interaction:
-        """Return the recorded response to this request; see `Session`.
+        """Return the recorded response to this request; see `EpisodeEngine`.
 
         Raises:
             EpisodeError: The request differs from every recorded one, and no served model can continue (`live` is

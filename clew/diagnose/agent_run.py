@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from clew.config import provider
 from clew.errors import ConfigError
+from clew.gateway.agent_session import Limits
+from clew.gateway.episode_engine import Resources
+from clew.gateway.thread import GatewayThread
 from clew.inference.detection import find_engine
 from clew.inference.protocol import SamplingParams
 from clew.models import context_of, load_tokenizer
 from clew.rollout.agents import AgentWorkflow, SharedClient, extra_kwargs_of, load_agent, run_of
 from clew.rollout.episode import Episode, run_episode
-from clew.rollout.gateway.sessions import Limits
-from clew.rollout.gateway.thread import GatewayThread
 from clew.rollout.rewards import checked
-from clew.rollout.session import Resources
 from clew.vision import load_vision
 
 if TYPE_CHECKING:

@@ -14,15 +14,15 @@ import numpy as np
 from clew.config import Config
 from clew.diagnose.stages import chosen
 from clew.errors import ConfigError, EpisodeError
+from clew.gateway.episode_engine import EpisodeEngine, Resources, resources
+from clew.gateway.interactions import Interaction
 from clew.inference.protocol import SamplingParams
 from clew.models import load_tokenizer
 from clew.record.media import media_name
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
-from clew.rollout.capture import Interaction
 from clew.rollout.reward_pool import RewardPool
 from clew.rollout.rewards import by_name
-from clew.rollout.session import Resources, Session, resources
 from clew.rollout.setup import load_reward, load_workflow
 from clew.training import checkpoint
 from clew.vision import load_vision
@@ -49,8 +49,8 @@ def _named(rewards: dict[str, float]) -> str:
     return ", ".join(f"{name} {value:.9g}" for name, value in rewards.items())
 
 
-class RecordedSession(Session):
-    """Session that answers with the recorded responses, in order."""
+class RecordedSession(EpisodeEngine):
+    """EpisodeEngine that answers with the recorded responses, in order."""
 
     def __init__(self, shared: Resources, episode_id: str, answers: list[Interaction]) -> None:
         super().__init__(shared, episode_id)

@@ -23,9 +23,9 @@ import httpx2
 from clew import dotted
 from clew.config import Config
 from clew.errors import ConfigError, EpisodeError
-from clew.rollout.gateway.thread import GatewayThread
+from clew.gateway.episode_engine import EpisodeEngine, WarningLog
+from clew.gateway.thread import GatewayThread
 from clew.rollout.rewards import Reward, by_name, checked
-from clew.rollout.session import Session, WarningLog
 
 log = logging.getLogger("clew.rollout")
 
@@ -133,7 +133,7 @@ class AgentWorkflow:
         self._warnings = WarningLog(log)
         self._client = SharedClient()
 
-    async def run_episode(self, engine: Session, data: dict[str, Any]) -> Reward:
+    async def run_episode(self, engine: EpisodeEngine, data: dict[str, Any]) -> Reward:
         """Run the agent in a session of its own."""
         key, _ = self.gateway.open(engine)
         offered = {"base_url": self.gateway.base_url, "api_key": key, "http_client": self._client}
@@ -184,7 +184,7 @@ class AgentWorkflow:
         """Close the connections."""
         await self._client.really_close()
 
-    def _rewards(self, returned: Any, session: Session) -> Reward:
+    def _rewards(self, returned: Any, session: EpisodeEngine) -> Reward:
         """Return the episode's reward, and put rewards of single interactions into the session.
 
         Raises:

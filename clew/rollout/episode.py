@@ -13,17 +13,17 @@ from typing import Any, Protocol
 import numpy as np
 
 from clew.errors import ClewError, ConfigError, EpisodeError
+from clew.gateway.episode_engine import EpisodeEngine, Resources
+from clew.gateway.interactions import TOKENS, Interaction
+from clew.gateway.sequences import sequences_of
 from clew.record.rows import ALIGNED, Sequence
-from clew.rollout.capture import TOKENS, Interaction, aligned, assemble
-from clew.rollout.returns import turn_returns
 from clew.rollout.rewards import Reward, by_name, checked, total
-from clew.rollout.session import Resources, Session
 
 
 class Workflow(Protocol):
     """Interface of the class that rollout.workflow names."""
 
-    async def run_episode(self, engine: Session, data: dict[str, Any]) -> Reward:
+    async def run_episode(self, engine: EpisodeEngine, data: dict[str, Any]) -> Reward:
         """Work on one row of the data set with the model behind `engine`, and return the reward."""
         ...
 
@@ -82,7 +82,7 @@ async def run_episode(
         admitted_at: Time when the group was admitted, in seconds since the epoch.
         timeout_s: Limit in seconds; None for no limit.
     """
-    session = Session(resources, episode_id)
+    session = EpisodeEngine(resources, episode_id)
     started_at = time.time()
     reward: Reward | None = None
     error = None
@@ -112,45 +112,13 @@ async def run_episode(
         failed = _failed(episode_id, error or "", session, known)
         return Episode(id=episode_id, sequences=[failed], reward=failed.reward, warnings=list(session.warnings))
     whole = total(reward) + math.fsum(session.turn_rewards.values())
-    sequences = sequences_of(session, reward, known)
+    sequences = sequences_of(session, by_name(reward), known)
     return Episode(id=episode_id, sequences=sequences, reward=whole, warnings=list(session.warnings))
 
 
-def sequences_of(session: Session, reward: Reward, known: dict[str, Any]) -> list[Sequence]:
-    """Return the rows of an episode's interactions, each with its return as reward.
-
-    Args:
-        session: The episode's session.
-        reward: Reward of the episode.
-        known: Columns that do not follow from the interactions.
-    """
-    chains = assemble(session.interactions, individual=session.resources.individual)
-    returns = turn_returns(chains, total(reward), session.turn_rewards, session.resources.turn_discount)
-    for interaction in session.interactions:
-        if interaction.id in session.turn_rewards:
-            interaction.details["reward"] = session.turn_rewards[interaction.id]
-
-    def named(value: float) -> dict[str, float]:
-        if math.isnan(value):
-            return {}
-        return by_name(reward if value == total(reward) else value)
-
-    return [
-        Sequence(
-            id=f"{session.episode_id}.s{number}",
-            reward=returns[chain[0].id],
-            rewards=named(returns[chain[0].id]),
-            finish_reason=chain[-1].finish_reason,
-            interactions=[interaction.as_dict() for interaction in chain],
-            images=list(chain[-1].images),
-            **aligned(chain),
-            **known,
-        )
-        for number, chain in enumerate(chains)
-    ]
-
-
-async def _reward_of(workflow: Workflow, session: Session, data: dict[str, Any], timeout_s: float | None) -> Reward:
+async def _reward_of(
+    workflow: Workflow, session: EpisodeEngine, data: dict[str, Any], timeout_s: float | None
+) -> Reward:
     name = f"{type(workflow).__module__}.{type(workflow).__qualname__}.run_episode"
     limit = asyncio.timeout(timeout_s)
     try:
@@ -171,7 +139,7 @@ async def _reward_of(workflow: Workflow, session: Session, data: dict[str, Any],
     return reward
 
 
-def _failed(episode_id: str, error: str, session: Session, known: dict[str, Any]) -> Sequence:
+def _failed(episode_id: str, error: str, session: EpisodeEngine, known: dict[str, Any]) -> Sequence:
     return Sequence(
         id=f"{episode_id}.s0",
         reward=float("nan"),

@@ -12,11 +12,11 @@ from typing import Any
 
 from clew.config import Config
 from clew.data import load_rows
+from clew.gateway.agent_session import Limits
+from clew.gateway.thread import GatewayThread
 from clew.inference.protocol import Engine
 from clew.models import load_tokenizer
 from clew.record.run import RunDirectory
-from clew.rollout.gateway.sessions import Limits
-from clew.rollout.gateway.thread import GatewayThread
 from clew.rollout.overlong import leave_out_overlong
 from clew.rollout.runner import RolloutRunner
 from clew.rollout.server_pool import ServerPool

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from clew.config import Config
 from clew.data import order
 from clew.errors import RolloutError
+from clew.gateway.episode_engine import Resources, resources
 from clew.inference.protocol import Engine
 from clew.record.inbox import group_name, group_number
 from clew.record.rejected import FILTERED
@@ -38,7 +39,6 @@ from clew.rollout.evaluation import is_due, summarize
 from clew.rollout.failures import FailureWatch
 from clew.rollout.filters import EqualRewards
 from clew.rollout.reward_pool import RewardPool
-from clew.rollout.session import Resources, resources
 from clew.rollout.setup import load_reward, load_workflow, refuse_impossible
 from clew.vision import load_vision
 from clew.waits import Reporter, current_waits, waiting
@@ -46,7 +46,7 @@ from clew.waits import Reporter, current_waits, waiting
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from clew.rollout.gateway.thread import GatewayThread
+    from clew.gateway.thread import GatewayThread
 
 log = logging.getLogger("clew.rollout")
 

@@ -1,7 +1,7 @@
 """Built-in workflows. Yours is a class like these: name it by dotted path in rollout.workflow.
 
-`run_episode(engine, data)` gets a `Session` and its own copy of one row of the data set, and returns a number or a dict
-of named numbers, whose sum is trained on. One instance serves all episodes, side by side.
+`run_episode(engine, data)` gets an `EpisodeEngine` and its own copy of one row of the data set, and returns a number or
+a dict of named numbers, whose sum is trained on. One instance serves all episodes, side by side.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from clew.errors import EpisodeError
+from clew.gateway.episode_engine import EpisodeEngine
 from clew.inference.protocol import RequestTooLong
 from clew.rollout.rewards import Reward, total
-from clew.rollout.session import Session
 
 _MARKER = "clew:answer"
 
@@ -33,12 +33,12 @@ class SingleTurn:
         self.enable_thinking = enable_thinking
         self.chat = chat
 
-    async def run_episode(self, engine: Session, data: dict[str, Any]) -> Reward:
+    async def run_episode(self, engine: EpisodeEngine, data: dict[str, Any]) -> Reward:
         prompt = self.prompt_of(engine, data)
         answer = await engine.generate(self.tokens_of(engine, prompt), prompt=prompt)
         return await engine.reward(answer.text, data)
 
-    def prompt_of(self, engine: Session, data: dict[str, Any]) -> str | list[dict[str, Any]]:
+    def prompt_of(self, engine: EpisodeEngine, data: dict[str, Any]) -> str | list[dict[str, Any]]:
         """Return the prompt of a row: text, or chat messages.
 
         Raises:
@@ -54,13 +54,13 @@ class SingleTurn:
             f"list of chat messages."
         )
 
-    def tokens_of(self, engine: Session, prompt: str | list[dict[str, Any]]) -> list[int]:
+    def tokens_of(self, engine: EpisodeEngine, prompt: str | list[dict[str, Any]]) -> list[int]:
         """Return the tokens that the model is to continue."""
         if isinstance(prompt, str):
             return _tokens(engine, prompt, special=True)
         return _tokens(engine, self.render(engine, prompt), special=False)
 
-    def render(self, engine: Session, messages: list[dict[str, Any]]) -> str:
+    def render(self, engine: EpisodeEngine, messages: list[dict[str, Any]]) -> str:
         """Return the messages as the template writes them, up to where the model begins.
 
         Raises:
@@ -109,7 +109,7 @@ class MultiTurnRetry(SingleTurn):
         self.threshold = threshold
         self.discount = discount
 
-    async def run_episode(self, engine: Session, data: dict[str, Any]) -> Reward:
+    async def run_episode(self, engine: EpisodeEngine, data: dict[str, Any]) -> Reward:
         prompt = self.prompt_of(engine, data)
         answer = await engine.generate(self.tokens_of(engine, prompt), prompt=prompt)
         reward = await engine.reward(answer.text, data)
@@ -134,7 +134,7 @@ class MultiTurnRetry(SingleTurn):
         """Return the conversation that asks for another answer."""
         return [*messages, {"role": "assistant", "content": answer}, {"role": "user", "content": self.feedback}]
 
-    def _next_turn(self, engine: Session, prompt: str | list[dict[str, Any]], last_token: int) -> list[int]:
+    def _next_turn(self, engine: EpisodeEngine, prompt: str | list[dict[str, Any]], last_token: int) -> list[int]:
         """Return the tokens between the end of an answer and the beginning of the next.
 
         They are found by rendering the conversation with a marker in the answer's place, so that what the model
@@ -154,11 +154,11 @@ class MultiTurnRetry(SingleTurn):
         return suffix[1:] if suffix[0] == last_token else suffix
 
 
-def _tokens(engine: Session, text: str, *, special: bool) -> list[int]:
+def _tokens(engine: EpisodeEngine, text: str, *, special: bool) -> list[int]:
     """Return the tokens of a text.
 
     Args:
-        engine: Session of the episode.
+        engine: The episode's engine.
         text: The text.
         special: Add the tokens that the tokenizer puts around a text (a first token, for some models).
     """

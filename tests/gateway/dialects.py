@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 import httpx2
 
+from clew.gateway.dialect import Ask, Dialect, Refusal, Reply, Stream, ToolCall
+from clew.gateway.interactions import Interaction
+from clew.gateway.streaming import deltas_of
 from clew.inference.protocol import SamplingParams
-from clew.rollout.capture import Interaction
-from clew.rollout.gateway.chat import Ask, Dialect, Refusal, Reply, Stream, ToolCall
-from clew.rollout.gateway.speech import deltas_of
 
 ID = "g000007.e1.i0"
 

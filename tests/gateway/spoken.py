@@ -8,8 +8,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
+from clew.gateway.episode_engine import EpisodeEngine, Resources
 from clew.inference.protocol import Completion, OnToken, SamplingParams
-from clew.rollout.session import Resources, Session
 from tests.gateway.chatml import odd_ids
 
 Script = Callable[[str], str]
@@ -68,7 +68,7 @@ class Spoken:
         return 3
 
 
-def session_on(engine: Any, episode_id: str = "g000000.e0", **sampling: Any) -> Session:
+def session_on(engine: Any, episode_id: str = "g000000.e0", **sampling: Any) -> EpisodeEngine:
     """A session of an episode."""
     resources = Resources(
         engine=engine,
@@ -78,4 +78,4 @@ def session_on(engine: Any, episode_id: str = "g000000.e0", **sampling: Any) -> 
         prompt_column="prompt",
         reward=None,
     )
-    return Session(resources, episode_id)
+    return EpisodeEngine(resources, episode_id)

@@ -8,8 +8,8 @@ from anthropic.types import Message, ModelInfo, RawMessageStreamEvent
 from anthropic.types.shared import ErrorResponse
 from pydantic import TypeAdapter
 
-from clew.rollout.gateway import anthropic_messages
-from clew.rollout.gateway.chat import Refusal
+from clew.gateway import anthropic_messages
+from clew.gateway.dialect import Refusal
 from tests.gateway.dialects import ID, Served, made
 
 STREAM_EVENT = TypeAdapter(RawMessageStreamEvent)

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import requests
 
-from clew.rollout.capture import aligned, assemble
-from clew.rollout.gateway.sessions import Limits
-from clew.rollout.gateway.thread import GatewayThread
+from clew.gateway.agent_session import Limits
+from clew.gateway.sequences import aligned, assemble
+from clew.gateway.thread import GatewayThread
 from tests.gateway.chatml import CHATML, THINKING, chatml_tokenizer
 from tests.gateway.spoken import Spoken, session_on
 
@@ -53,7 +53,7 @@ class Told:
 
     def sequences(self) -> list[list[int]]:
         """Indices of the interactions of each sequence; exactly what was generated is trained on."""
-        chains = assemble(self.session.session.interactions)
+        chains = assemble(self.session.engine.interactions)
         for chain in chains:
             columns = aligned(chain)
             generated = [id for each in chain for id in each.output_ids]

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from clew.rollout.gateway.branches import excerpt
-from clew.rollout.gateway.chat import Message, Reply
-from clew.rollout.session import MAX_WARNINGS
+from clew.gateway.branches import excerpt
+from clew.gateway.dialect import Message, Reply
+from clew.gateway.episode_engine import MAX_WARNINGS
 from tests.gateway.chatml import CHATML, THINKING
 from tests.gateway.test_turns import ADD, USER, Talk, openai_message
 
@@ -239,7 +239,7 @@ def test_warnings_of_one_kind_are_limited(tmp_path: Path) -> None:
     warnings = talk.session.warnings
     assert len(warnings) == MAX_WARNINGS + 1
     assert warnings[-1] == "further warnings of this kind are not shown: a branch (system message)"
-    marked = [each for each in talk.session.session.interactions if "branch" in each.details]
+    marked = [each for each in talk.session.engine.interactions if "branch" in each.details]
     assert len(marked) == 8  # the record has all of them
 
 

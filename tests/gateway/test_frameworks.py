@@ -14,11 +14,11 @@ from typing import Any
 import openai
 import pytest
 
+from clew.gateway.agent_session import Limits
+from clew.gateway.episode_engine import EpisodeEngine
+from clew.gateway.sequences import aligned, assemble
+from clew.gateway.thread import GatewayThread
 from clew.rollout.agents import AgentWorkflow, load_agent
-from clew.rollout.capture import aligned, assemble
-from clew.rollout.gateway.sessions import Limits
-from clew.rollout.gateway.thread import GatewayThread
-from clew.rollout.session import Session
 from tests.gateway.chatml import CHATML, THINKING, chatml_tokenizer
 from tests.gateway.spoken import Spoken, session_on
 
@@ -76,12 +76,14 @@ class Running:
         self.engine = Spoken(chatml_tokenizer(folder, template), lambda prompt: "")
         self.gateway = GatewayThread(Limits())
 
-    def episode(self, name: str, arguments: dict[str, Any], first: str, then: str = "408") -> tuple[float, Session]:
+    def episode(
+        self, name: str, arguments: dict[str, Any], first: str, then: str = "408"
+    ) -> tuple[float, EpisodeEngine]:
         """Its reward, and its session."""
         agent = load_agent(name, arguments)
         self.engine.script = lambda prompt: f"{then if 'tool_response' in prompt else first}<|im_end|>"
 
-        async def run() -> tuple[Any, Session]:
+        async def run() -> tuple[Any, EpisodeEngine]:
             workflow = AgentWorkflow(agent, self.gateway)
             session = session_on(self.engine)
             try:
@@ -107,13 +109,13 @@ def offline() -> Iterator[None]:
         yield
 
 
-def trained_and_generated(session: Session) -> tuple[list[int], list[int]]:
+def trained_and_generated(session: EpisodeEngine) -> tuple[list[int], list[int]]:
     columns = [aligned(sequence) for sequence in assemble(session.interactions)]
     trained = [id for each in columns for id in each["input_ids"][each["loss_mask"]].tolist()]
     return trained, [id for each in session.interactions for id in each.output_ids]
 
 
-def warnings_of(session: Session) -> list[str]:
+def warnings_of(session: EpisodeEngine) -> list[str]:
     """But for tools that are to be held to their schema: some frameworks ask for that by themselves."""
     return [warning for warning in session.warnings if "the client sets strict for" not in warning]
 
@@ -155,7 +157,7 @@ def test_reasoning_that_is_named_by_an_id_which_is_unknown_here(running: Running
                 await client.responses.create(model="policy", input=items)
 
     asyncio.run(ask())
-    assert session.session.interactions == []
+    assert session.engine.interactions == []
 
 
 def test_run_stream_of_pydantic_ai_takes_the_first_words_for_the_answer(running: Running) -> None:

@@ -16,15 +16,15 @@ import openai
 import pytest
 from aiohttp import web
 
+from clew.gateway import standalone
+from clew.gateway.dialect import Refusal
+from clew.gateway.episode_engine import Resources
+from clew.gateway.front import PassedOn
+from clew.gateway.thread import ServingThread
 from clew.inference.protocol import SamplingParams
 from clew.models import load_tokenizer
 from clew.record.rows import from_table
 from clew.record.run import RunDirectory
-from clew.rollout.gateway import served
-from clew.rollout.gateway.chat import Refusal
-from clew.rollout.gateway.front import PassedOn
-from clew.rollout.gateway.thread import ServingThread
-from clew.rollout.session import Resources
 from tests.forked import clew
 from tests.models import tiny_model, tiny_tokenizer
 
@@ -283,7 +283,7 @@ def test_a_session_is_rewarded_and_ended_with_its_own_key_and_started_with_the_t
 def test_sessions_are_limited_in_number_and_bytes(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(served, "MAX_SESSIONS", 3)
+    monkeypatch.setattr(standalone, "MAX_SESSIONS", 3)
     shared = Resources(
         engine=None,  # type: ignore[arg-type]
         tokenizer=load_tokenizer(str(config.parent / "model")),
@@ -292,14 +292,14 @@ def test_sessions_are_limited_in_number_and_bytes(
         prompt_column="prompt",
         reward=None,
     )
-    sessions = served.ServedSessions(shared, ["model"], record=None)
+    sessions = standalone.StandaloneSessions(shared, ["model"], record=None)
     first, _, third = (sessions.find(key) for key in "abc")
     with pytest.raises(Refusal, match="3 sessions are open") as refused:
         sessions.find("d")
     assert refused.value.status == 429 and sessions.find("a") is first
     first.last_used -= 61  # a minute ago
     assert sessions.find("d") and not sessions.has_session("a") and first.ended is not None
-    third.received_bytes = served.MAX_BYTES
+    third.received_bytes = standalone.MAX_BYTES
     with pytest.raises(Refusal, match="1024 MiB of requests"):
         sessions.find("c")
     third.last_used -= 61

@@ -16,11 +16,11 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import TypeAdapter
 
+from clew.gateway import agent_session, app
+from clew.gateway.agent_session import AgentSession, Limits
+from clew.gateway.sequences import assemble
+from clew.gateway.thread import GatewayThread
 from clew.inference.protocol import EngineUnreachable, RequestTooLong
-from clew.rollout.capture import assemble
-from clew.rollout.gateway import app, sessions
-from clew.rollout.gateway.sessions import AgentSession, Limits
-from clew.rollout.gateway.thread import GatewayThread
 from tests.gateway.chatml import chatml_tokenizer
 from tests.gateway.spoken import Spoken, session_on
 
@@ -50,7 +50,7 @@ class Running:
             return response.status, await response.json()
 
     def recorded(self) -> list[str]:
-        return [each.id for each in self.session.session.interactions]
+        return [each.id for each in self.session.engine.interactions]
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_chat_completions_are_what_the_openai_package_expects(running: Running) 
             assert {chunk.id for chunk in chunks} == {"g000000.e0.i1"}
 
     asyncio.run(both())
-    assert [each.details["model"] for each in running.session.session.interactions] == ["gpt-5", "x"]
+    assert [each.details["model"] for each in running.session.engine.interactions] == ["gpt-5", "x"]
 
 
 def test_tools_over_a_stream_and_back(running: Running) -> None:
@@ -114,7 +114,7 @@ def test_tools_over_a_stream_and_back(running: Running) -> None:
             return second.choices[0].message.content
 
     assert asyncio.run(both()) == "hello"
-    assert len(assemble(running.session.session.interactions)) == 1
+    assert len(assemble(running.session.engine.interactions)) == 1
 
 
 def test_several_choices_are_interactions_of_their_own(running: Running) -> None:
@@ -148,7 +148,7 @@ def test_a_stop_string_is_no_part_of_the_content_but_of_the_tokens(running: Runn
 
     answer = asyncio.run(ask())
     assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("the answer", "stop")
-    assert running.session.session.interactions[0].text == "the answer is"
+    assert running.session.engine.interactions[0].text == "the answer is"
 
 
 @pytest.mark.parametrize("said_by", ["header", "closed connection"])
@@ -362,7 +362,7 @@ def test_images_are_refused_in_each_dialects_form_by_a_model_that_takes_none(
 def test_a_text_that_no_context_holds_is_refused_before_its_tokens_are_made(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sessions, "max_text", lambda context: 10_000)
+    monkeypatch.setattr(agent_session, "max_text", lambda context: 10_000)
     body = json.dumps({"model": "x", "messages": [{"role": "user", "content": "a" * 10_001}]}).encode()
     status, answer = asyncio.run(running.post("/chat/completions", body))
     assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
@@ -543,7 +543,7 @@ def test_many_sessions_at_once_lose_nothing(running: Running) -> None:
 
     assert asyncio.run(all_of_them()) == [7] * 256
     for _, session in keys:
-        assert len(assemble(session.session.interactions)) == 1 and len(session.session.interactions) == 3
+        assert len(assemble(session.engine.interactions)) == 1 and len(session.engine.interactions) == 3
 
 
 def test_an_effort_reaches_the_template_that_knows_it_and_else_a_warning_says_so(running: Running) -> None:

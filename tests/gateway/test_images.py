@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from clew.errors import ImageError
+from clew.gateway import anthropic_messages, openai_chat, openai_responses
+from clew.gateway.agent_session import AgentSession, Limits
+from clew.gateway.app import _with_earlier
+from clew.gateway.dialect import Refusal, Reply
+from clew.gateway.sequences import assemble
 from clew.models import load_tokenizer
 from clew.record.media import media_name
-from clew.rollout.capture import assemble
-from clew.rollout.gateway import anthropic_messages, openai_chat, openai_responses
-from clew.rollout.gateway.app import _with_earlier
-from clew.rollout.gateway.chat import Refusal, Reply
-from clew.rollout.gateway.sessions import AgentSession, Limits
 from clew.vision import Vision, load_vision
 from tests.gateway.spoken import Spoken, session_on
 from tests.models import SEEING_TEMPLATE, picture, seeing_model
@@ -135,7 +135,7 @@ def test_a_turn_that_goes_on_extends_the_tokens_and_shows_all_images(folder: Pat
     assert two.interaction.input_ids[: len(one.interaction.all_ids)] == one.interaction.all_ids
     assert seeing.engine.images == [[RED], [RED, BLUE], [BLUE, BLUE]]
     assert two.interaction.input_ids == other.interaction.input_ids  # but for what they show
-    assert [len(chain) for chain in assemble(seeing.session.session.interactions)] == [2, 1]
+    assert [len(chain) for chain in assemble(seeing.session.engine.interactions)] == [2, 1]
     assert "follows" not in other.interaction.details and two.interaction.details["follows"] == one.id
 
 
@@ -210,7 +210,7 @@ def test_what_is_no_image_is_refused(folder: Path) -> None:
 
 def test_a_workflow_sees_too(folder: Path) -> None:
     seeing = Seeing(folder)
-    engine = seeing.session.session
+    engine = seeing.session.engine
     ids = engine.see("a <image>?", [RED])
     interaction = asyncio.run(engine.generate(ids, images=[RED]))
     assert len(ids) == 3 + len(seeing.vision.tokens_of(RED)) and seeing.engine.images == [[RED]]

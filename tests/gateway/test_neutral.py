@@ -154,14 +154,14 @@ def test_token_ids_are_answered_as_vllm_answers_them(told: Told, path: str) -> N
     body: dict[str, Any] = {"messages": [QUESTION]} if path == "/chat/completions" else {"prompt": "1+2?"}
     assert "token_ids" not in str(told.post(path, {**body, "n": 1}))
     answer = told.post(path, {**body, "n": 2, "return_token_ids": True})
-    _, first, second = told.session.session.interactions
+    _, first, second = told.session.engine.interactions
     assert [choice["token_ids"] for choice in answer["choices"]] == [first.output_ids, second.output_ids]
     holder = answer if path == "/chat/completions" else answer["choices"][1]
     assert holder["prompt_token_ids"] == first.input_ids
     url, headers = told.gateway.base_url + path, {"Authorization": f"Bearer {told.key}"}
     asked = {"model": "x", **body, "return_token_ids": True, "stream": True}
     chunks = events(requests.post(url, json=asked, headers=headers, timeout=60).text)
-    last = told.session.session.interactions[-1]
+    last = told.session.engine.interactions[-1]
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
     assert [token for choice in choices for token in choice.get("token_ids", [])] == last.output_ids
     opened = [chunk if path == "/chat/completions" else chunk["choices"][0] for chunk in chunks]

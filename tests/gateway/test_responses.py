@@ -9,8 +9,8 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from clew.rollout.gateway import openai_responses
-from clew.rollout.gateway.chat import Form, Refusal, Token
+from clew.gateway import openai_responses
+from clew.gateway.dialect import Form, Refusal, Token
 from tests.gateway.dialects import ID, Served, made
 
 STREAM_EVENT = TypeAdapter(ResponseStreamEvent)

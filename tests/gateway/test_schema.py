@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import Case, GenerationMode
 from schemathesis.checks import not_a_server_error
 
-from clew.rollout.gateway.app import application
-from clew.rollout.gateway.sessions import Limits
-from clew.rollout.gateway.thread import EpisodeSessions, GatewayThread
+from clew.gateway.agent_session import Limits
+from clew.gateway.app import application
+from clew.gateway.thread import EpisodeSessions, GatewayThread
 from tests.gateway.chatml import chatml_tokenizer
 from tests.gateway.spoken import Spoken, session_on
 

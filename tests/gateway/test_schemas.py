@@ -14,11 +14,11 @@ import openai
 import pytest
 from aiohttp import web
 
+from clew.gateway.agent_session import Limits
+from clew.gateway.thread import GatewayThread
 from clew.inference.detection import find_engine
 from clew.inference.protocol import SamplingParams, SchemaUnsupported
 from clew.record.run import RunDirectory
-from clew.rollout.gateway.sessions import Limits
-from clew.rollout.gateway.thread import GatewayThread
 from clew.rollout.server_pool import ServerPool
 from tests.gateway.chatml import CHATML, chatml_tokenizer, odd_ids
 from tests.gateway.spoken import session_on
@@ -154,7 +154,7 @@ def test_the_schema_reaches_the_server_and_the_record(remote: Remote, ask: Any) 
     for format, schema in ((FORMAT, SCHEMA), ({"type": "json_object"}, {"type": "object"})):
         assert asyncio.run(ask(remote, format)) == SAID
         assert json.loads(remote.asked() or "") == schema
-        recorded = remote.session.session.interactions[-1].as_dict()
+        recorded = remote.session.engine.interactions[-1].as_dict()
         assert json.loads(recorded["sampling"]["json_schema"]) == schema
     [warning] = remote.session.warnings
     assert "held to a JSON schema" in warning and "do not train on them" in warning
@@ -206,7 +206,7 @@ def test_what_is_cut_short_in_its_midst_is_not_gone_on_with(remote: Remote) -> N
 
     remote.cut = None
     assert asyncio.run(_chat(remote, FORMAT)) == SAID
-    assert [each.text for each in remote.session.session.interactions] == [SAID]
+    assert [each.text for each in remote.session.engine.interactions] == [SAID]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -16,11 +16,11 @@ import anthropic
 import openai
 import pytest
 
-from clew.rollout.gateway.chat import Delta
-from clew.rollout.gateway.sessions import Limits
-from clew.rollout.gateway.speech import Decoder, Draft, Transcript
-from clew.rollout.gateway.thread import GatewayThread
-from clew.rollout.gateway.tools import Part, Reader, parse_output
+from clew.gateway.agent_session import Limits
+from clew.gateway.dialect import Delta
+from clew.gateway.output_parser import Part, Reader, parse_output
+from clew.gateway.streaming import Decoder, Draft, Transcript
+from clew.gateway.thread import GatewayThread
 from tests.gateway.chatml import CHATML, chatml_tokenizer, odd_ids
 from tests.gateway.spoken import Spoken, session_on
 
@@ -118,7 +118,7 @@ async def _messages(halting: Halting, heard: Callable[[str, str], None]) -> tupl
     blocks: dict[str, Any] = {block.type: block for block in message.content}
     assert list(blocks) == ["thinking", "text", "tool_use"]
     assert message.usage.input_tokens > 0 and message.usage.output_tokens == len(
-        halting.session.session.interactions[0].output_ids
+        halting.session.engine.interactions[0].output_ids
     )
     call = blocks["tool_use"]
     return blocks["thinking"].thinking, blocks["text"].text, [(call.name, json.dumps(call.input))]
@@ -139,7 +139,7 @@ def test_words_come_while_the_model_is_still_speaking(halting: Halting, ask: Any
     assert asyncio.run(ask(halting, heard)) == ("hm, 1 < 2", "I ask: the café", [("add", '{"a": 1}')])
     assert halting.may_go_on.is_set() and len(words) > 5 and len(thoughts) > 3
     assert "".join(thoughts) == "hm, 1 < 2" and "".join(words) == "I ask: the café"
-    [interaction] = halting.session.session.interactions
+    [interaction] = halting.session.engine.interactions
     assert interaction.output_ids == odd_ids(halting.engine.tokenizer, SAID)
     assert halting.session.warnings == []
 
@@ -242,7 +242,7 @@ def test_a_call_comes_when_it_is_whole(halting: Halting, path: str, body: dict[s
 
     text = asyncio.run(ask())
     assert halting.may_go_on.is_set() and text.index('" 1}"') < text.index('" 2}"')
-    [interaction] = halting.session.session.interactions
+    [interaction] = halting.session.engine.interactions
     assert [call["function"]["arguments"] for call in interaction.details["reply"]["tool_calls"]] == [
         {"a": 1},
         {"a": 2},
@@ -293,7 +293,7 @@ def test_a_client_that_leaves_in_mid_stream_gets_the_same_reply_when_it_retries(
             return "".join([chunk.choices[0].delta.content or "" async for chunk in again])
 
     assert "I ask: the café" in asyncio.run(leave_and_come_back())
-    assert [each.id for each in halting.session.session.interactions] == ["g000000.e0.i0"]
+    assert [each.id for each in halting.session.engine.interactions] == ["g000000.e0.i0"]
     assert len(halting.engine.requests) == 1
 
 
@@ -312,7 +312,7 @@ def test_a_stream_that_nobody_reads_to_its_end_is_no_part_of_the_episode(halting
         await halting.gateway.close(halting.key)
 
     asyncio.run(leave())
-    assert halting.session.session.interactions == []
+    assert halting.session.engine.interactions == []
 
 
 OUTPUTS = [

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clew.rollout.capture import aligned, assemble
-from clew.rollout.gateway import openai_chat
-from clew.rollout.gateway.chat import Message, Refusal, Reply, message_of
-from clew.rollout.gateway.sessions import AgentSession, Limits
-from clew.rollout.gateway.turns import common_suffix
+from clew.gateway import openai_chat
+from clew.gateway.agent_session import AgentSession, Limits
+from clew.gateway.dialect import Message, Refusal, Reply, message_of
+from clew.gateway.sequences import aligned, assemble
+from clew.gateway.turns import common_suffix
 from tests.gateway.chatml import CHATML, THINKING, chatml_tokenizer
 from tests.gateway.spoken import Script, Spoken, session_on
 
@@ -40,7 +40,7 @@ class Talk:
 
     def sequences(self) -> list[list[str]]:
         """IDs of the interactions of each sequence."""
-        return [[each.id for each in chain] for chain in assemble(self.session.session.interactions)]
+        return [[each.id for each in chain] for chain in assemble(self.session.engine.interactions)]
 
     def text(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=False))
@@ -65,7 +65,7 @@ def test_a_turn_that_extends_another_extends_its_exact_tokens(tmp_path: Path) ->
     encoded: Any = talk.tokenizer(talk.text(ids), add_special_tokens=False)
     assert encoded["input_ids"] != ids, "this tokenizer would have written it otherwise: the test would show nothing"
     assert talk.sequences() == [[first.id, second.id]]
-    columns = aligned(assemble(talk.session.session.interactions)[0])
+    columns = aligned(assemble(talk.session.engine.interactions)[0])
     trained = columns["input_ids"][columns["loss_mask"]].tolist()
     assert trained == first.interaction.output_ids + second.interaction.output_ids
     assert set(columns["turn_ids"][columns["loss_mask"]].tolist()) == {0, 1}
@@ -167,7 +167,7 @@ def test_branches_and_rewritten_contexts_are_sequences_of_their_own_and_train_ea
 
     first, left, right, compacted = asyncio.run(tree())
     assert talk.sequences() == [[first.id, left.id], [right.id], [compacted.id]]
-    interactions = talk.session.session.interactions
+    interactions = talk.session.engine.interactions
     trained = sum(int(aligned(chain)["loss_mask"].sum()) for chain in assemble(interactions))
     assert trained == sum(len(each.output_ids) for each in interactions)
 
@@ -255,7 +255,7 @@ def test_however_a_conversation_goes_its_tokens_are_those_that_were_generated(
 
     replies = asyncio.run(go_on())
     assert len(talk.sequences()) == 1
-    columns = aligned(assemble(talk.session.session.interactions)[0])
+    columns = aligned(assemble(talk.session.engine.interactions)[0])
     generated = [id for reply in replies for id in reply.interaction.output_ids]
     assert columns["input_ids"][columns["loss_mask"]].tolist() == generated
 

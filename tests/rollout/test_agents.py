@@ -14,11 +14,11 @@ from rich.console import Console
 
 from clew.config import Config
 from clew.errors import ConfigError
+from clew.gateway.sequences import turn_returns
 from clew.record.rows import Sequence, from_table, read_table
 from clew.record.run import RunDirectory
 from clew.rollout import agents
 from clew.rollout.process import gateway_for
-from clew.rollout.returns import turn_returns
 from clew.rollout.runner import RolloutRunner
 from clew.view.terminal import status_table
 from clew.waits import Reporter

@@ -21,11 +21,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from clew.diagnose.stress.standin import StandIn, byte_tokenizer
+from clew.gateway.agent_session import AgentSession, Limits
+from clew.gateway.app import application, disconnected, key_of
+from clew.gateway.episode_engine import EpisodeEngine, Resources
+from clew.gateway.thread import ServingThread
 from clew.inference.protocol import Completion, SamplingParams
-from clew.rollout.gateway.app import application, disconnected, key_of
-from clew.rollout.gateway.sessions import AgentSession, Limits
-from clew.rollout.gateway.thread import ServingThread
-from clew.rollout.session import Resources, Session
 
 KEY = "sk-theirs"
 FEW = 3
@@ -51,7 +51,7 @@ class Strangers:
         self._numbers = itertools.count()
 
     def find(self, key: str) -> AgentSession:
-        return AgentSession(Session(self._resources, f"g{next(self._numbers):06d}.e0"), Limits())
+        return AgentSession(EpisodeEngine(self._resources, f"g{next(self._numbers):06d}.e0"), Limits())
 
     def own(self, key: str) -> AgentSession:
         return self.find(key)

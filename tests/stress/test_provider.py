@@ -17,8 +17,8 @@ from clew.diagnose.stress.answerer import answerer
 from clew.diagnose.stress.on_gateway import BeforeProvider
 from clew.diagnose.stress.report import Report
 from clew.diagnose.stress.requests import Request
-from clew.rollout.gateway.sessions import Limits
-from clew.rollout.gateway.thread import GatewayThread
+from clew.gateway.agent_session import Limits
+from clew.gateway.thread import GatewayThread
 from tests.gateway.chatml import THINKING, chatml_tokenizer
 from tests.gateway.spoken import Spoken, session_on
 from tests.stress import agents_faulty, agents_sound

@@ -15,12 +15,12 @@ from clew.diagnose.stress.requests import Noted, Requests
 from clew.diagnose.stress.run import stress
 from clew.diagnose.stress.stage import TIMEOUT_S
 from clew.diagnose.stress.stuck import STUCK_S
+from clew.gateway.agent_session import Limits
+from clew.gateway.episode_engine import EpisodeEngine, Resources
+from clew.gateway.front import PassedOn
+from clew.gateway.thread import GatewayThread, ServingThread
 from clew.inference.protocol import Engine, SamplingParams
 from clew.rollout.agents import SharedClient
-from clew.rollout.gateway.front import PassedOn
-from clew.rollout.gateway.sessions import Limits
-from clew.rollout.gateway.thread import GatewayThread, ServingThread
-from clew.rollout.session import Resources, Session
 from clew.vision import Sight
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class BeforeEngine:
 
     def open(self, episode_id: str) -> str:
         """See the protocol."""
-        return self._thread.open(Session(self._shared, episode_id))[0]
+        return self._thread.open(EpisodeEngine(self._shared, episode_id))[0]
 
 
 class BeforeProvider:

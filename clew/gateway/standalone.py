@@ -1,21 +1,33 @@
-"""Sessions of `clew serve`: opened by any caller, kept until they are ended or unused for too long, and recorded."""
+"""The gateway of `clew serve`, without a run.
+
+Any caller opens sessions. They are kept until they are ended or unused for too long, and recorded if the user asks.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from clew.config import TOKEN_VARIABLE, Config
+from clew.gateway.agent_session import AgentSession, Limits
+from clew.gateway.app import AnyBase, application
+from clew.gateway.dialect import Refusal
+from clew.gateway.episode_engine import EpisodeEngine, Resources, WarningLog, resources
+from clew.gateway.sequences import sequences_of
+from clew.printing import print
 from clew.record.inbox import group_name
 from clew.record.run import RunDirectory
-from clew.rollout.episode import sequences_of
-from clew.rollout.gateway.chat import Refusal
-from clew.rollout.gateway.sessions import AgentSession, Limits
-from clew.rollout.session import Resources, Session, WarningLog
+from clew.vision import Sight
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger("clew.gateway")
 
@@ -28,11 +40,14 @@ MAX_SESSIONS = 4096
 MAX_BYTES = 2**30
 """Maximum size in bytes of the requests of all sessions, which are kept in memory. Beyond it, the same happens."""
 
+ANY_KEY = "sk-clew"
+"""API key shown to clients if any key will do, as on a loopback address."""
+
 UNUSED_S = 60.0
 """Seconds that a session must have been unused before it may be ended to make room."""
 
 
-class ServedSessions:
+class StandaloneSessions:
     """Sessions by API key: any key that `clew.listening.Guard` lets in, even an empty one, opens a session of its own.
 
     /rl/start_session, which needs the run's token, hands out further keys.
@@ -54,7 +69,7 @@ class ServedSessions:
         self._count = 1 + max((int(name[1:]) for name in settled), default=-1)
 
     def find(self, key: str) -> AgentSession:
-        """See `Sessions.find` in `clew.rollout.gateway.app`."""
+        """See `Sessions.find` in `clew.gateway.app`."""
         self._make_room(sessions=0 if key in self._sessions else 1)
         if key not in self._sessions:
             self._open(key)
@@ -124,11 +139,11 @@ class ServedSessions:
     def _open(self, key: str) -> None:
         episode_id = f"{group_name(self._count)}.e0"
         self._count += 1
-        self._sessions[key] = AgentSession(Session(self._resources, episode_id), Limits())
+        self._sessions[key] = AgentSession(EpisodeEngine(self._resources, episode_id), Limits())
 
     def _file(self, session: AgentSession) -> None:
         """File the session as a group of one episode; its reward is NaN if nobody gave one."""
-        if self._run is None or not session.session.interactions:
+        if self._run is None or not session.engine.interactions:
             return
         group_id = session.id.partition(".")[0]
         known = {
@@ -139,5 +154,91 @@ class ServedSessions:
             "started_at": session.started_at,
             "finished_at": time.time(),
         }
-        reward = 0.0 if session.rewards else float("nan")
-        self._run.inbox.put(group_id, sequences_of(session.session, reward, known))
+        rewards = {"reward": 0.0 if session.rewards else float("nan")}
+        self._run.inbox.put(group_id, sequences_of(session.engine, rewards, known))
+
+
+class StandaloneGateway:
+    """The gateway as the application that `clew.inference.serve.serve` runs beside itself."""
+
+    def __init__(self, sessions: StandaloneSessions, tokenizer: PreTrainedTokenizerBase, key: str) -> None:
+        """Make the application.
+
+        Args:
+            sessions: The sessions.
+            tokenizer: Tokenizer of the model.
+            key: Key that clients have to send; empty if any will do.
+        """
+        self.app = AnyBase(application(sessions))
+        self.has_session = sessions.has_session
+        self._sessions = sessions
+        self._chat = tokenizer.chat_template is not None
+        self._key = key
+
+    def launched(self, address: str) -> None:
+        """Print how to reach the gateway, in lines that can be pasted into a shell."""
+        key = self._key or ANY_KEY
+        model = self._sessions.models[0] if self._sessions.models else "any"
+        path, asked = ("chat/completions", {"messages": [{"role": "user", "content": "Hello"}]})
+        if not self._chat:
+            path, asked = "completions", {"prompt": "Hello"}
+        body = json.dumps({"model": model, **asked, "max_tokens": 16})
+        print(
+            f"OpenAI     http://{address}/v1    Anthropic  http://{address}\n"
+            f"export OPENAI_BASE_URL=http://{address}/v1 OPENAI_API_KEY={key}\n"
+            f"export ANTHROPIC_BASE_URL=http://{address} ANTHROPIC_API_KEY={key}\n"
+            f"curl http://{address}/v1/{path} -H 'Authorization: Bearer {key}' -H 'Content-Type: application/json' "
+            f"-d '{body}'",
+            flush=True,
+        )
+        if self._key:
+            print(
+                f"All requests with this key are one session. For another: curl -X POST http://{address}"
+                f'/rl/start_session -H "Authorization: Bearer ${TOKEN_VARIABLE}"',
+                flush=True,
+            )
+
+    async def run(self) -> None:
+        """End sessions that nobody uses, and at the end all sessions."""
+        try:
+            await self._sessions.end_idle()
+        finally:
+            await self._sessions.close()
+
+
+def gateway_beside(config: Config, record: Path | None) -> Callable[[Any, str], StandaloneGateway]:
+    """Return a function that makes the gateway; the server calls it once it has its engine."""
+
+    def make(engine: Any, key: str) -> StandaloneGateway:
+        core = engine.core
+        return gateway_on(config, engine, core.tokenizer, config.model.path, record, key, vision=core.vision)
+
+    return make
+
+
+def gateway_on(
+    config: Config,
+    engine: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    model: str,
+    record: Path | None,
+    key: str,
+    *,
+    vision: Sight | None,
+) -> StandaloneGateway:
+    """Return a gateway in front of an engine of this event loop.
+
+    Args:
+        config: Configuration.
+        engine: The engine.
+        tokenizer: Tokenizer of the model.
+        model: Folder or hub name of the model.
+        record: Run directory that ended sessions are filed in; None: nothing is recorded.
+        key: Key that clients have to send; empty if any will do.
+        vision: Image input, if the model and the engine take images.
+    """
+    media = RunDirectory(record).media if record is not None else None
+    shared = resources(config, engine, tokenizer, None, vision=vision, media=media)
+    names = dict.fromkeys([model, Path(model).name])
+    sessions = StandaloneSessions(shared, list(names), record=record)
+    return StandaloneGateway(sessions, tokenizer, key)

@@ -12,12 +12,11 @@ from typing import Any, Generic, TypeVar
 
 import uvloop
 
+from clew.gateway.agent_session import AgentSession, Limits
+from clew.gateway.app import ASGI, AnyBase, application
+from clew.gateway.dialect import Refusal
+from clew.gateway.episode_engine import EpisodeEngine
 from clew.listening import Access, Listener
-from clew.rollout.gateway.app import application
-from clew.rollout.gateway.chat import Refusal
-from clew.rollout.gateway.paths import ASGI, AnyBase
-from clew.rollout.gateway.sessions import AgentSession, Limits
-from clew.rollout.session import Session
 
 T = TypeVar("T")
 
@@ -139,7 +138,7 @@ class GatewayThread(ServingThread):
         self._limits = limits
         super().__init__(application(self.sessions), close)
 
-    def open(self, session: Session) -> tuple[str, AgentSession]:
+    def open(self, session: EpisodeEngine) -> tuple[str, AgentSession]:
         """Open a session for an episode, and return its API key and the session.
 
         Until the session is closed, use it only on `loop`.

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from clew.rollout.gateway.chat import (
+from clew.gateway.dialect import (
     ANY_OBJECT,
     Ask,
     Delta,
@@ -22,14 +22,14 @@ from clew.rollout.gateway.chat import (
     encoded,
     pieces,
 )
-from clew.rollout.gateway.images import by_name
-from clew.rollout.gateway.neutral import Neutral, notes_on_extras, notes_on_neutral
-from clew.rollout.gateway.openai_chat import allowed_tools, notes_on_strict, refuse, variables_of_effort
-from clew.rollout.gateway.responses_input import Items, given_in, images_of, messages_of
-from clew.rollout.gateway.strict import LARGEST, Strict, read
-from clew.rollout.gateway.turns import Turn
+from clew.gateway.images import by_name
+from clew.gateway.neutral import Neutral, notes_on_extras, notes_on_neutral
+from clew.gateway.openai_chat import allowed_tools, notes_on_strict, refuse, variables_of_effort
+from clew.gateway.responses_input import Items, given_in, images_of, messages_of
+from clew.gateway.strict import LARGEST, Strict, read
+from clew.gateway.turns import Turn
 
-__all__ = ["KEEP_ALIVE", "Request", "events", "parse", "refuse", "refuse_in_stream", "respond", "with_items"]
+__all__ = ["KEEP_ALIVE", "ResponsesRequest", "events", "parse", "refuse", "refuse_in_stream", "respond", "with_items"]
 
 KEEP_ALIVE: bytes = b": waiting for the model\n\n"
 
@@ -141,7 +141,7 @@ class _StreamOptions(Strict):
     include_obfuscation: bool = Field(default=False, description="Accepted; there is none.")
 
 
-class Request(_Hints, Neutral):
+class ResponsesRequest(_Hints, Neutral):
     """The body of /v1/responses."""
 
     model: str
@@ -207,7 +207,7 @@ def parse(body: dict[str, Any]) -> Ask:
     Extras hold `instructions`. If there are any, they are the first message, ahead of all earlier ones, and replace
     earlier instructions.
     """
-    request = read(Request, body)
+    request = read(ResponsesRequest, body)
     choice = request.tool_choice
     functions = _functions(request.tools)
     tools = [
@@ -264,7 +264,7 @@ def _functions(tools: Sequence[_Offered]) -> list[_Tool]:
     return functions
 
 
-def _notes(request: Request) -> list[str]:
+def _notes(request: ResponsesRequest) -> list[str]:
     notes = [
         f"the client offers {tool.type}, a tool of the provider's own: the model is not told of it"
         for tool in request.tools
@@ -281,7 +281,7 @@ def _form(asked: _Plain | _Schema) -> Form | None:
     return Form(schema=ANY_OBJECT, param="text.format") if asked.type == "json_object" else None
 
 
-def _echo(request: Request) -> dict[str, Any]:
+def _echo(request: ResponsesRequest) -> dict[str, Any]:
     """Return the fields that a response repeats of its request."""
     choice = request.tool_choice
     return {

@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, TemplateError, meta
 
 from clew.errors import ImageError
-from clew.rollout.gateway.branches import Difference, excerpt, first_difference, key_of
-from clew.rollout.gateway.chat import Ask, Message, Refusal, Reply, message_of
-from clew.rollout.gateway.images import shown_in
+from clew.gateway.branches import Difference, excerpt, first_difference, key_of
+from clew.gateway.dialect import Ask, Message, Refusal, Reply, message_of
+from clew.gateway.images import shown_in
 from clew.vision import Sight
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -23,11 +23,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 
+from clew.gateway import anthropic_messages, openai_chat, openai_completions, openai_responses
+from clew.gateway.agent_session import AgentSession, Submission
+from clew.gateway.dialect import Ask, Dialect, Refusal, encoded, message_of
+from clew.gateway.strict import Strict, read
 from clew.listening import LARGE_BODY
-from clew.rollout.gateway import anthropic_messages, openai_chat, openai_completions, openai_responses
-from clew.rollout.gateway.chat import Ask, Dialect, Refusal, encoded, message_of
-from clew.rollout.gateway.sessions import AgentSession, Request
-from clew.rollout.gateway.strict import Strict, read
 
 log = logging.getLogger("clew.gateway")
 
@@ -36,6 +36,11 @@ MAX_KEYS = 100_000
 
 MAX_DATA = 2**20
 """Maximum size of a session's data, in bytes."""
+
+Scope = MutableMapping[str, Any]
+ASGI = Callable[[Scope, Any, Any], Awaitable[None]]
+
+ENDPOINTS = ("/chat/completions", "/completions", "/responses", "/messages", "/models")
 
 KEEP_ALIVE_S = 5.0
 """Maximum seconds of silence in a stream; an error before that still gets its HTTP status."""
@@ -122,10 +127,10 @@ def application(sessions: Sessions) -> FastAPI:
         )
 
     definitions: dict[str, Any] = {}
-    serve("/v1/chat/completions", openai_chat, openai_chat.Request, _complete)
-    serve("/v1/completions", openai_completions, openai_completions.Request, _complete)
-    serve("/v1/responses", openai_responses, openai_responses.Request, _complete)
-    serve("/v1/messages", anthropic_messages, anthropic_messages.Request, _complete)
+    serve("/v1/chat/completions", openai_chat, openai_chat.ChatRequest, _complete)
+    serve("/v1/completions", openai_completions, openai_completions.CompletionRequest, _complete)
+    serve("/v1/responses", openai_responses, openai_responses.ResponsesRequest, _complete)
+    serve("/v1/messages", anthropic_messages, anthropic_messages.MessagesRequest, _complete)
     serve("/v1/messages/count_tokens", anthropic_messages, anthropic_messages.CountRequest, _count_tokens)
     serve("/rl/start_session", openai_chat, StartSession, _start_session)
     serve("/rl/set_reward", openai_chat, SetReward, _set_reward)
@@ -244,7 +249,7 @@ def _with_earlier(session: AgentSession, ask: Ask) -> Ask:
     )
 
 
-async def _stream(dialect: Dialect, ask: Ask, request: Request) -> AsyncIterator[bytes]:
+async def _stream(dialect: Dialect, ask: Ask, request: Submission) -> AsyncIterator[bytes]:
     """Yield the dialect's events, and keep-alives between them."""
     seen, place = False, 0
     events = dialect.events(ask, request.stream())
@@ -300,7 +305,7 @@ async def _end_session(sessions: Sessions, dialect: Dialect, http: HTTPRequest) 
     read(StartSession, _object(await _read(http) or b"{}"))
     session = sessions.own(key_of(http))
     await sessions.end(key_of(http))
-    return json_response({"session_id": session.id, "interactions": len(session.session.interactions)})
+    return json_response({"session_id": session.id, "interactions": len(session.engine.interactions)})
 
 
 def key_of(http: HTTPRequest) -> str:
@@ -336,6 +341,25 @@ def _object(raw: bytes) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise Refusal(400, f"the body is {type(body).__name__}, expected a JSON object.")
     return body
+
+
+class AnyBase:
+    """ASGI middleware that takes one base URL from all clients, although only OpenAI's ends in /v1.
+
+    Anthropic's client adds /v1 itself. So this serves /v1/v1/messages as /v1/messages, and /chat/completions as
+    /v1/chat/completions.
+    """
+
+    def __init__(self, app: ASGI) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
+        path = scope.get("path", "")
+        if path.startswith("/v1/v1/"):
+            scope = {**scope, "path": path[3:]}
+        elif path.startswith(ENDPOINTS):
+            scope = {**scope, "path": f"/v1{path}"}
+        await self._app(scope, receive, send)
 
 
 async def disconnected(http: HTTPRequest) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from clew.rollout.gateway.chat import (
+from clew.gateway.dialect import (
     ANY_OBJECT,
     Ask,
     Form,
@@ -20,9 +20,9 @@ from clew.rollout.gateway.chat import (
     encoded,
     pieces,
 )
-from clew.rollout.gateway.images import DataURL, by_name, content_of
-from clew.rollout.gateway.neutral import Lenient, Neutral, notes_on_extras, notes_on_neutral
-from clew.rollout.gateway.strict import LARGEST, Strict, arguments_of, read
+from clew.gateway.images import DataURL, by_name, content_of
+from clew.gateway.neutral import Lenient, Neutral, notes_on_extras, notes_on_neutral
+from clew.gateway.strict import LARGEST, Strict, arguments_of, read
 
 KEEP_ALIVE = b": waiting for the model\n\n"
 DONE = b"data: [DONE]\n\n"
@@ -194,7 +194,7 @@ class Sampling(_Hints, Neutral):
     )
 
 
-class Request(Sampling):
+class ChatRequest(Sampling):
     """The body of /v1/chat/completions."""
 
     messages: list[_Message] = Field(min_length=1)
@@ -218,7 +218,7 @@ class Request(Sampling):
 
 def parse(body: dict[str, Any]) -> Ask:
     """See `Dialect.parse`."""
-    request = read(Request, body)
+    request = read(ChatRequest, body)
     if request.top_logprobs and not request.logprobs:
         raise Refusal(400, "top_logprobs needs logprobs=true. Set it, or leave top_logprobs out.", param="top_logprobs")
     choice = request.tool_choice
@@ -263,7 +263,7 @@ def parse(body: dict[str, Any]) -> Ask:
     )
 
 
-def _form(request: Request) -> Form | None:
+def _form(request: ChatRequest) -> Form | None:
     asked = request.response_format
     if isinstance(asked, _Schema):
         return Form(schema=asked.json_schema.schema_, param="response_format")

@@ -8,11 +8,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from clew.rollout.gateway.chat import Ask, Form, Message, Refusal, Reply, Stream, ToolCall, encoded, is_utf8, pieces
-from clew.rollout.gateway.images import Base64, Content, by_name, content_of
-from clew.rollout.gateway.neutral import Lenient, notes_on_extras
-from clew.rollout.gateway.openai_chat import notes_on_strict
-from clew.rollout.gateway.strict import LARGEST, Strict, read
+from clew.gateway.dialect import Ask, Form, Message, Refusal, Reply, Stream, ToolCall, encoded, is_utf8, pieces
+from clew.gateway.images import Base64, Content, by_name, content_of
+from clew.gateway.neutral import Lenient, notes_on_extras
+from clew.gateway.openai_chat import notes_on_strict
+from clew.gateway.strict import LARGEST, Strict, read
 
 KEEP_ALIVE: bytes = b'event: ping\ndata: {"type":"ping"}\n\n'
 
@@ -197,7 +197,7 @@ class CountRequest(_Hints):
     context_management: _ContextManagement | None = None
 
 
-class Request(CountRequest):
+class MessagesRequest(CountRequest):
     """The body of /v1/messages."""
 
     max_tokens: int = Field(ge=1, le=LARGEST)
@@ -210,7 +210,7 @@ class Request(CountRequest):
 
 def parse(body: dict[str, Any]) -> Ask:
     """See `Dialect.parse`."""
-    request = read(Request, body)
+    request = read(MessagesRequest, body)
     sampling: dict[str, Any] = {"max_new_tokens": request.max_tokens}
     for name in ("temperature", "top_p", "top_k"):
         if (value := getattr(request, name)) is not None:

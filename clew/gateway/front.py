@@ -23,13 +23,13 @@ from starlette.types import Receive, Scope, Send
 
 from clew.config import TOKEN_VARIABLE, Config, provider, server_token
 from clew.errors import EngineError
+from clew.gateway.app import disconnected
+from clew.gateway.episode_engine import sampling_params
+from clew.gateway.standalone import StandaloneGateway, gateway_on
 from clew.inference.detection import find_engine
 from clew.listening import Access, Listener
 from clew.models import load_tokenizer
 from clew.printing import print
-from clew.rollout.gateway.app import disconnected
-from clew.rollout.gateway.serving import ServedGateway, gateway_on
-from clew.rollout.session import sampling_params
 from clew.vision import load_vision
 
 DROPPED = frozenset(("host", "connection", "content-length", "transfer-encoding", "content-encoding", "keep-alive"))
@@ -133,7 +133,7 @@ async def _serve(config: Config, url: str, record: Path | None, key: str) -> Non
     wrong = found.wrong_logprobs(sampling_params(config.sampling)) if found is not None else ""
     if wrong and record is not None:
         raise EngineError(f"Cannot record what {url} generates with the configured sampling: {wrong}.")
-    gateway: ServedGateway | None = None
+    gateway: StandaloneGateway | None = None
     passed_on = PassedOn(url, api_key)
     loopback, token = _is_loopback(config.inference.listen), ""
     if found is not None:

@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clew.errors import EpisodeError
+from clew.gateway.episode_engine import resources
+from clew.gateway.interactions import Interaction
+from clew.gateway.sequences import aligned, assemble
 from clew.inference.protocol import SamplingParams
-from clew.rollout.capture import Interaction, aligned, assemble
-from clew.rollout.session import resources
 from clew.rollout.workflows import MultiTurnRetry, SingleTurn
 from clew.seeds import derive_seed
 from tests.models import tiny_tokenizer
@@ -78,10 +79,12 @@ def test_every_generated_token_is_trained_on_in_exactly_one_sequence(data):
 
 
 def session_for(tmp_path, engine, reward=None, **sections):
-    from clew.rollout.session import Session
+    from clew.gateway.episode_engine import EpisodeEngine
 
     config = config_for(tmp_path, **sections)
-    return Session(resources(config, engine, tiny_tokenizer(tmp_path / "tokenizer"), reward, vision=None), "g000007.e1")
+    return EpisodeEngine(
+        resources(config, engine, tiny_tokenizer(tmp_path / "tokenizer"), reward, vision=None), "g000007.e1"
+    )
 
 
 def test_a_session_names_seeds_and_records_each_request(tmp_path):

@@ -16,9 +16,9 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from clew.rollout.gateway.chat import Delta, Reply, Token, ToolCall, pieces
-from clew.rollout.gateway.tools import Part, Reader, without_beginning
-from clew.rollout.session import plain_text
+from clew.gateway.dialect import Delta, Reply, Token, ToolCall, pieces
+from clew.gateway.episode_engine import plain_text
+from clew.gateway.output_parser import Part, Reader, without_beginning
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from clew.config import Config, Sampling
 from clew.errors import ConfigError, EpisodeError, ImageError
+from clew.gateway.interactions import Interaction
 from clew.inference.protocol import Engine, OnToken, SamplingParams
 from clew.inference.resubmit import generate_through_aborts
 from clew.models import context_of
 from clew.record.media import Media, media_name
-from clew.rollout.capture import Interaction
-from clew.rollout.rewards import Reward
 from clew.seeds import derive_seed
 from clew.vision import Sight
 
@@ -41,7 +40,7 @@ class Resources:
     """Default sampling parameters; the seed is set for each interaction."""
     seed: int
     prompt_column: str
-    reward: Callable[[str, dict[str, Any]], Awaitable[Reward]] | None
+    reward: Callable[[str, dict[str, Any]], Awaitable[float | dict[str, float]]] | None
     turn_discount: float = 1.0
     context: int | None = None
     """Context length of the model in tokens; None if it is not known."""
@@ -73,7 +72,7 @@ class WarningLog:
             self._log.warning("%s: %s (further warnings of this kind are not shown)", episode_id, warning)
 
 
-class Session:
+class EpisodeEngine:
     """The `engine` of `async def run_episode(self, engine, data)`."""
 
     def __init__(self, resources: Resources, episode_id: str) -> None:
@@ -195,7 +194,7 @@ class Session:
         encoded: Any = self.tokenizer(vision.expanded(text, images))
         return list(encoded["input_ids"])
 
-    async def reward(self, completion: str, data: dict[str, Any]) -> Reward:
+    async def reward(self, completion: str, data: dict[str, Any]) -> float | dict[str, float]:
         """Return the reward that the function rollout.reward gives this text.
 
         Raises:
@@ -240,7 +239,7 @@ def resources(
     config: Config,
     engine: Engine,
     tokenizer: PreTrainedTokenizerBase,
-    reward: Callable[[str, dict[str, Any]], Awaitable[Reward]] | None,
+    reward: Callable[[str, dict[str, Any]], Awaitable[float | dict[str, float]]] | None,
     *,
     vision: Sight | None,
     media: Media | None = None,

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
+from clew.gateway.dialect import Message
 from clew.record.media import media_name
-from clew.rollout.gateway.chat import Message
 
 
 def _decoded(data: Any) -> Any:

@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag
 
-from clew.rollout.gateway.chat import Message, Refusal
-from clew.rollout.gateway.images import Content, DataURL, content_of
-from clew.rollout.gateway.neutral import Lenient
-from clew.rollout.gateway.strict import Strict, arguments_of
+from clew.gateway.dialect import Message, Refusal
+from clew.gateway.images import Content, DataURL, content_of
+from clew.gateway.neutral import Lenient
+from clew.gateway.strict import Strict, arguments_of
 
 
 class _Text(Strict):

@@ -5,7 +5,7 @@ of dialects.
 
 ::
 
-    body ──► dialect.parse ──► Ask ──► Session ──► Reply ───► dialect.respond ──► JSON
+    body ──► dialect.parse ──► Ask ──► EpisodeEngine ──► Reply ───► dialect.respond ──► JSON
                                                └──► Stream ──► dialect.events ───► server-sent events
 """
 
@@ -19,13 +19,13 @@ from typing import Any, Literal, Protocol
 import orjson
 
 from clew.errors import ClewError
-from clew.rollout.capture import Interaction
+from clew.gateway.interactions import Interaction
 
 Message = dict[str, Any]
 """Message as chat templates take it, with these entries, the last four only where they apply:
 
 role: system, user, assistant or tool.
-content: text; with images a list of parts, see `clew.rollout.gateway.images`.
+content: text; with images a list of parts, see `clew.gateway.images`.
 reasoning_content: text.
 tool_calls: [{"id", "type": "function", "function": {"name", "arguments": dict}}].
 tool_call_id: ID of the call that a tool's result answers.

@@ -1,20 +1,10 @@
-"""Interactions, and how those of an episode become sequences: the exact tokens, each trained on once.
-
-::
-
-    i0   [prompt ........][output .....]
-    i1   [prompt ........][output .....][next turn ...][output ...]     extends i0's exact tokens: the same sequence
-    i2   [rewritten context ........][output ..]                        does not: a new sequence
-"""
+"""One request to the model and its response, with the exact tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
-
-import numpy as np
 
 from clew.inference.protocol import Completion, SamplingParams
 
@@ -86,51 +76,3 @@ class Interaction:
             "finished_at": self.finished_at,
             **self.details,
         }
-
-
-def assemble(interactions: SequenceABC[Interaction], *, individual: bool = False) -> list[list[Interaction]]:
-    """Return the interactions of each sequence, in the order of their indices.
-
-    An interaction extends the longest earlier sequence whose exact tokens and images its input begins with. If there is
-    none, it starts a new sequence. So each output belongs to exactly one sequence, even when interactions ran side by
-    side.
-
-    Args:
-        interactions: All interactions of an episode, in any order.
-        individual: Make each interaction a sequence of its own.
-    """
-    sequences: list[list[Interaction]] = []
-    for interaction in sorted(interactions, key=lambda each: each.index):
-        extended: list[Interaction] | None = None
-        for sequence in sequences if not individual else ():
-            tokens = sequence[-1].all_ids
-            shown = sequence[-1].images
-            begins_with = interaction.input_ids[: len(tokens)] == tokens and interaction.images[: len(shown)] == shown
-            if begins_with and (extended is None or len(tokens) > len(extended[-1].all_ids)):
-                extended = sequence
-        if extended is None:
-            sequences.append([interaction])
-        else:
-            extended.append(interaction)
-    return sequences
-
-
-def aligned(sequence: SequenceABC[Interaction]) -> dict[str, np.ndarray]:
-    """Return the aligned columns of a sequence's row: arrays of length T in which entry i belongs to token i."""
-    input_ids = np.array(sequence[-1].all_ids, np.int32)
-    columns = {
-        "input_ids": input_ids,
-        "loss_mask": np.zeros(len(input_ids), np.bool_),
-        "logprobs": np.zeros(len(input_ids), np.float32),
-        "versions": np.full(len(input_ids), -1, np.int32),
-        "turn_ids": np.full(len(input_ids), -1, np.int32),
-        "temperatures": np.ones(len(input_ids), np.float32),
-    }
-    for interaction in sequence:
-        generated = slice(len(interaction.input_ids), len(interaction.all_ids))
-        columns["loss_mask"][generated] = True
-        columns["logprobs"][generated] = interaction.logprobs
-        columns["versions"][generated] = interaction.versions
-        columns["turn_ids"][generated] = interaction.index
-        columns["temperatures"][generated] = interaction.params.temperature or 1.0
-    return columns

@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from clew.rollout.gateway.chat import Ask, Refusal, Reply, Stream, Token
-from clew.rollout.gateway.neutral import notes_on_neutral
-from clew.rollout.gateway.openai_chat import (
+from clew.gateway.dialect import Ask, Refusal, Reply, Stream, Token
+from clew.gateway.neutral import notes_on_neutral
+from clew.gateway.openai_chat import (
     DONE,
     KEEP_ALIVE,
     Sampling,
@@ -25,9 +25,9 @@ from clew.rollout.gateway.openai_chat import (
     token_ids_of,
     usage_of,
 )
-from clew.rollout.gateway.strict import LARGEST, read
+from clew.gateway.strict import LARGEST, read
 
-__all__ = ["KEEP_ALIVE", "Request", "events", "parse", "refuse", "refuse_in_stream", "respond"]
+__all__ = ["KEEP_ALIVE", "CompletionRequest", "events", "parse", "refuse", "refuse_in_stream", "respond"]
 
 DEFAULT_MAX_TOKENS = 16
 """Default of max_tokens, as in OpenAI's interface."""
@@ -37,7 +37,7 @@ def _as_texts(prompt: Any) -> Any:
     return [prompt] if isinstance(prompt, str) else prompt
 
 
-class Request(Sampling):
+class CompletionRequest(Sampling):
     """The body of /v1/completions."""
 
     prompt: Annotated[list[str], BeforeValidator(_as_texts, json_schema_input_type=str | list[str])] = Field(
@@ -52,7 +52,7 @@ class Request(Sampling):
 
 def parse(body: dict[str, Any]) -> Ask:
     """See `Dialect.parse`."""
-    request = read(Request, body)
+    request = read(CompletionRequest, body)
     if request.best_of not in (None, 1, request.n):
         raise Refusal(400, "best_of is not supported; take the best of n yourself.", param="best_of")
     return Ask(

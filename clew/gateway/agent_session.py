@@ -16,13 +16,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from clew.errors import EngineError, EpisodeError
-from clew.inference.protocol import EngineUnreachable, RequestTooLong, SchemaUnsupported
-from clew.listening import LARGE_TEXT, max_text
-from clew.rollout.capture import Interaction
-from clew.rollout.gateway.chat import Ask, Refusal, Reply, Stream, Token, ToolCall, message_of
-from clew.rollout.gateway.images import shown_in
-from clew.rollout.gateway.speech import Draft, Speech, Transcript
-from clew.rollout.gateway.tools import (
+from clew.gateway.dialect import Ask, Refusal, Reply, Stream, Token, ToolCall, message_of
+from clew.gateway.episode_engine import EpisodeEngine
+from clew.gateway.images import shown_in
+from clew.gateway.interactions import Interaction
+from clew.gateway.output_parser import (
     CALL_CLOSES,
     CALL_OPENS,
     THINK_CLOSES,
@@ -32,8 +30,10 @@ from clew.rollout.gateway.tools import (
     opens_thought,
     parse_output,
 )
-from clew.rollout.gateway.turns import Prompt, Turn, Turns
-from clew.rollout.session import Session
+from clew.gateway.streaming import Draft, Speech, Transcript
+from clew.gateway.turns import Prompt, Turn, Turns
+from clew.inference.protocol import EngineUnreachable, RequestTooLong, SchemaUnsupported
+from clew.listening import LARGE_TEXT, max_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class Limits:
 
 
 @dataclass(kw_only=True, eq=False)
-class Request:
+class Submission:
     """A request, from its arrival on. A retry of it gets the same replies."""
 
     ids: Sequence[str]
@@ -87,8 +87,8 @@ class Request:
 class AgentSession:
     """Conversations of one episode with the model. Use it on the gateway's event loop."""
 
-    def __init__(self, session: Session, limits: Limits) -> None:
-        self.session = session
+    def __init__(self, engine: EpisodeEngine, limits: Limits) -> None:
+        self.engine = engine
         self.ended: str | None = None
         """Reason why no further request is answered; None while the session is open."""
         self.data: dict[str, Any] = {}
@@ -98,15 +98,15 @@ class AgentSession:
         self.received_bytes = 0
         """Size of the kept requests in bytes, as they came."""
         self._limits = limits
-        self._turns = Turns(session.tokenizer, session.resources.context, session.resources.vision)
-        self._requests: list[Request] = []
+        self._turns = Turns(engine.tokenizer, engine.resources.context, engine.resources.vision)
+        self._requests: list[Submission] = []
         self._failed: Counter[bytes] = Counter()
         """Number of failed attempts by request fingerprint: as many retries are treated as new attempts."""
 
     @property
     def id(self) -> str:
         """Return the episode's ID."""
-        return self.session.episode_id
+        return self.engine.episode_id
 
     @property
     def busy(self) -> bool:
@@ -116,14 +116,14 @@ class AgentSession:
     @property
     def rewards(self) -> dict[str, float]:
         """Return the rewards of single interactions, by interaction ID."""
-        return self.session.turn_rewards
+        return self.engine.turn_rewards
 
     @property
     def warnings(self) -> list[str]:
         """Return the warnings for the session's owner, without repetition."""
-        return list(self.session.warnings)
+        return list(self.engine.warnings)
 
-    async def submit(self, ask: Ask, fingerprint: bytes, *, retry: bool) -> Request:
+    async def submit(self, ask: Ask, fingerprint: bytes, *, retry: bool) -> Submission:
         """Begin to answer a request, or return the earlier request that it is a retry of.
 
         Args:
@@ -146,11 +146,11 @@ class AgentSession:
         ask, begin = self._constrained(ask)
         prompt = await self._prompt(ask, begin)
         self._advise(ask)
-        indices = [self.session.reserve() for _ in range(ask.n)]
+        indices = [self.engine.reserve() for _ in range(ask.n)]
         speech = Speech()
         answer = asyncio.get_running_loop().create_task(self._answer(ask, prompt, begin, indices, speech))
-        request = Request(
-            ids=[self.session.interaction_id(index) for index in indices],
+        request = Submission(
+            ids=[self.engine.interaction_id(index) for index in indices],
             fingerprint=fingerprint,
             created_at=time.time(),
             input_ids=prompt.input_ids,
@@ -187,7 +187,7 @@ class AgentSession:
         Raises:
             Refusal: There is no interaction of that ID, or none at all.
         """
-        known = [interaction.id for interaction in self.session.interactions]
+        known = [interaction.id for interaction in self.engine.interactions]
         if not known or (id is not None and id not in known):
             raise Refusal(404, f"no interaction {id or ''} in session {self.id}; it has {', '.join(known) or 'none'}.")
         self.rewards[id or known[-1]] = reward
@@ -199,15 +199,15 @@ class AgentSession:
             request.replies.cancel()
             if request.abandoned and request.replies.done() and not request.replies.cancelled():
                 unseen = {reply.id for reply in request.replies.result()}
-                self.session.interactions[:] = [each for each in self.session.interactions if each.id not in unseen]
+                self.engine.interactions[:] = [each for each in self.engine.interactions if each.id not in unseen]
 
     def warn(self, warning: str, kind: str | None = None) -> None:
-        """See `Session.warn`."""
-        self.session.warn(warning, kind)
+        """See `EpisodeEngine.warn`."""
+        self.engine.warn(warning, kind)
 
     # One request -----------------------------------------------------------------------------------------------------
 
-    def _forget_failure(self, request: Request, done: asyncio.Task[list[Reply]]) -> None:
+    def _forget_failure(self, request: Submission, done: asyncio.Task[list[Reply]]) -> None:
         if done.cancelled() or done.exception() is not None:  # a retry is a new attempt
             self._requests.remove(request)
             self._failed[request.fingerprint] += 1
@@ -220,7 +220,7 @@ class AgentSession:
         Raises:
             Refusal: The messages are too long or do not fit the template, or the session has ended.
         """
-        if ask.characters > (limit := max_text(self.session.resources.context)):
+        if ask.characters > (limit := max_text(self.engine.resources.context)):
             message = (
                 f"the messages have {ask.characters} characters; for this model's context at most {limit} are read."
             )
@@ -233,7 +233,7 @@ class AgentSession:
 
     def _refuse_beyond_limits(self) -> None:
         turns = len(self._requests)
-        tokens = sum(len(interaction.output_ids) for interaction in self.session.interactions)
+        tokens = sum(len(interaction.output_ids) for interaction in self.engine.interactions)
         if self.ended is None and self._limits.turns is not None and turns >= self._limits.turns:
             self.ended = f"it had its {self._limits.turns} requests (rollout.max_turns)"
         if self.ended is None and self._limits.tokens is not None and tokens >= self._limits.tokens:
@@ -267,7 +267,7 @@ class AgentSession:
         ask = self._with_known_variables(ask)
         if not ask.tools or not (forced or not ask.parallel_tool_calls):
             return ask, ""
-        if CALL_OPENS not in str(self.session.tokenizer.chat_template):
+        if CALL_OPENS not in str(self.engine.tokenizer.chat_template):
             param = "tool_choice" if forced else "parallel_tool_calls"
             raise Refusal(
                 400, f"the model's chat template has no {CALL_OPENS}, so its tool calls cannot be forced.", param=param
@@ -375,14 +375,14 @@ class AgentSession:
         number, index = reply
         before = None if ask.text is not None else _before(prompt, begin)
         at_the_end = before is not None and (
-            has_template(self.session.tokenizer) or (ask.form is not None and opens_thought(before))
+            has_template(self.engine.tokenizer) or (ask.form is not None and opens_thought(before))
         )
-        stops = ask.sampling.get("stop", self.session.resources.sampling.stop)
+        stops = ask.sampling.get("stop", self.engine.resources.sampling.stop)
         return Draft(
             number,
             speech.tell,
-            id=self.session.interaction_id(index),
-            transcript=Transcript(self.session.tokenizer, begin, logprobs=ask.logprobs is not None),
+            id=self.engine.interaction_id(index),
+            transcript=Transcript(self.engine.tokenizer, begin, logprobs=ask.logprobs is not None),
             reader=None if at_the_end else Reader(before, ask.shown_tools),
             begin=begin,
             stops=[stop for stop in stops if stop != CALL_CLOSES],  # which ends a call, and belongs to it
@@ -394,7 +394,7 @@ class AgentSession:
             sampling["seed"] += index
         if ask.form is not None:
             sampling["json_schema"] = json.dumps(ask.form.schema)
-        interaction = await self.session.generate(
+        interaction = await self.engine.generate(
             prompt.input_ids,
             prompt=ask.text if ask.text is not None else ask.messages,
             images=[ask.images[name] for name in shown_in(ask.messages)],
@@ -427,7 +427,7 @@ class AgentSession:
             before = _before(prompt, begin)
             if ask.form is not None and THINK_CLOSES not in text:  # the schema left no room for a thought
                 before = ""
-            parsed = parse_output(self.session.tokenizer, text, raw, before, ask.shown_tools)
+            parsed = parse_output(self.engine.tokenizer, text, raw, before, ask.shown_tools)
         if parsed.unparsed is not None:
             self.warn(f"{interaction.id} has a tool call that cannot be read, which stays text: {parsed.unparsed!r}")
         if parsed.left_out.strip():
@@ -453,7 +453,7 @@ class AgentSession:
 
     def _tokens(self, interaction: Interaction, begin: str, parsed: Parsed) -> list[Token]:
         """Return the tokens that make up the content."""
-        transcript = Transcript(self.session.tokenizer, begin, logprobs=True)
+        transcript = Transcript(self.engine.tokenizer, begin, logprobs=True)
         for token, logprob in zip(interaction.output_ids, interaction.logprobs, strict=True):
             transcript.add(token, logprob)
         transcript.end()
@@ -463,7 +463,7 @@ class AgentSession:
         return transcript.take(place, place + len(parsed.content))
 
     def _decode(self, ids: list[int]) -> str:
-        return str(self.session.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return str(self.engine.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def _before(prompt: Prompt, begin: str) -> str:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from clew.gateway.dialect import Message
 from clew.printing import common_length
-from clew.rollout.gateway.chat import Message
 
 AROUND = 24
 """Number of characters shown before and after the first one that differs."""

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from clew.rollout.gateway.chat import Refusal
+from clew.gateway.dialect import Refusal
 
 LARGEST = 2**31 - 1
 """Maximum of the counts that a client may send."""

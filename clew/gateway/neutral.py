@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from clew.rollout.gateway.strict import NOT_HONOURED, Strict
+from clew.gateway.strict import NOT_HONOURED, Strict
 
 PENALTY = (
     "it changes the distribution that tokens are drawn from, and the trainer cannot compute that distribution again. "

@@ -1,0 +1,140 @@
+"""The sequences of an episode: how its interactions become rows of the record, each token trained on once.
+
+::
+
+    i0   [prompt ........][output .....]
+    i1   [prompt ........][output .....][next turn ...][output ...]     extends i0's exact tokens: the same sequence
+    i2   [rewritten context ........][output ..]                        does not: a new sequence
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceABC
+from typing import Any
+
+import numpy as np
+
+from clew.gateway.episode_engine import EpisodeEngine
+from clew.gateway.interactions import Interaction
+from clew.record.rows import Sequence
+
+
+def assemble(interactions: SequenceABC[Interaction], *, individual: bool = False) -> list[list[Interaction]]:
+    """Return the interactions of each sequence, in the order of their indices.
+
+    An interaction extends the longest earlier sequence whose exact tokens and images its input begins with. If there is
+    none, it starts a new sequence. So each output belongs to exactly one sequence, even when interactions ran side by
+    side.
+
+    Args:
+        interactions: All interactions of an episode, in any order.
+        individual: Make each interaction a sequence of its own.
+    """
+    sequences: list[list[Interaction]] = []
+    for interaction in sorted(interactions, key=lambda each: each.index):
+        extended: list[Interaction] | None = None
+        for sequence in sequences if not individual else ():
+            tokens = sequence[-1].all_ids
+            shown = sequence[-1].images
+            begins_with = interaction.input_ids[: len(tokens)] == tokens and interaction.images[: len(shown)] == shown
+            if begins_with and (extended is None or len(tokens) > len(extended[-1].all_ids)):
+                extended = sequence
+        if extended is None:
+            sequences.append([interaction])
+        else:
+            extended.append(interaction)
+    return sequences
+
+
+def aligned(sequence: SequenceABC[Interaction]) -> dict[str, np.ndarray]:
+    """Return the aligned columns of a sequence's row: arrays of length T in which entry i belongs to token i."""
+    input_ids = np.array(sequence[-1].all_ids, np.int32)
+    columns = {
+        "input_ids": input_ids,
+        "loss_mask": np.zeros(len(input_ids), np.bool_),
+        "logprobs": np.zeros(len(input_ids), np.float32),
+        "versions": np.full(len(input_ids), -1, np.int32),
+        "turn_ids": np.full(len(input_ids), -1, np.int32),
+        "temperatures": np.ones(len(input_ids), np.float32),
+    }
+    for interaction in sequence:
+        generated = slice(len(interaction.input_ids), len(interaction.all_ids))
+        columns["loss_mask"][generated] = True
+        columns["logprobs"][generated] = interaction.logprobs
+        columns["versions"][generated] = interaction.versions
+        columns["turn_ids"][generated] = interaction.index
+        columns["temperatures"][generated] = interaction.params.temperature or 1.0
+    return columns
+
+
+def turn_returns(
+    chains: SequenceABC[SequenceABC[Interaction]], episode: float, rewards: Mapping[str, float], discount: float
+) -> dict[str, float]:
+    """Return each interaction's return, the number that it is trained on, by interaction ID.
+
+    return = own reward + discount x mean of the returns of the turns that follow it. The episode's reward is added to
+    the own reward of each leaf. So with a discount of 1 and no rewards of single turns, each return is the episode's
+    reward. With branches (parallel calls, sub-agents), a turn before them gets their average.
+
+    A turn follows the one before it in its chain, or the one that the gateway named, if the chain could not go on
+    because the context was rewritten.
+
+    Args:
+        chains: The interactions of each sequence (`assemble`).
+        episode: Reward of the episode.
+        rewards: Rewards of single turns, by interaction ID.
+        discount: Factor for each turn.
+    """
+    parents: dict[str, str | None] = {}
+    for chain in chains:
+        for place, interaction in enumerate(chain):
+            before = chain[place - 1].id if place else None
+            parents[interaction.id] = interaction.details.get("follows", before)
+    children: dict[str, list[str]] = {id: [] for id in parents}
+    for id, parent in parents.items():
+        if parent in children:
+            children[parent].append(id)
+    returns: dict[str, float] = {}
+    by_index = sorted((interaction for chain in chains for interaction in chain), key=lambda each: -each.index)
+    for interaction in by_index:  # a turn comes before those that follow it
+        after = [returns[id] for id in children[interaction.id]]
+        future = discount * (sum(after) / len(after)) if after else episode
+        returns[interaction.id] = rewards.get(interaction.id, 0.0) + future
+    return returns
+
+
+def sequences_of(engine: EpisodeEngine, rewards: dict[str, float], known: dict[str, Any]) -> list[Sequence]:
+    """Return the rows of an episode's interactions, each with its return as reward.
+
+    Args:
+        engine: The episode's engine.
+        rewards: Reward of the episode as named numbers, whose sum is what is trained on.
+        known: Columns that do not follow from the interactions.
+    """
+    total = math.fsum(rewards.values())
+    chains = assemble(engine.interactions, individual=engine.resources.individual)
+    returns = turn_returns(chains, total, engine.turn_rewards, engine.resources.turn_discount)
+    for interaction in engine.interactions:
+        if interaction.id in engine.turn_rewards:
+            interaction.details["reward"] = engine.turn_rewards[interaction.id]
+
+    def named(value: float) -> dict[str, float]:
+        if math.isnan(value):
+            return {}
+        return rewards if value == total else {"reward": value}
+
+    return [
+        Sequence(
+            id=f"{engine.episode_id}.s{number}",
+            reward=returns[chain[0].id],
+            rewards=named(returns[chain[0].id]),
+            finish_reason=chain[-1].finish_reason,
+            interactions=[interaction.as_dict() for interaction in chain],
+            images=list(chain[-1].images),
+            **aligned(chain),
+            **known,
+        )
+        for number, chain in enumerate(chains)
+    ]
