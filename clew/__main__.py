@@ -1,6 +1,6 @@
 """`python -m clew`."""
 
-from clew.cli import main
+from clew.cli.main import main
 
 if __name__ == "__main__":
     main()

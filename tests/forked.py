@@ -23,7 +23,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as under every command of Cle
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(
     [
-        "clew.cli",
+        "clew.cli.main",
         "clew.inference.serve",
         "clew.gateway.front",
         "clew.rollout.process",
@@ -123,10 +123,10 @@ def clew(*arguments: str, **options: Any) -> Forked:
 
 
 def _clew(*arguments: str) -> None:
-    import clew.cli
+    import clew.cli.main
 
     sys.argv = ["clew", *arguments]
-    clew.cli.main()
+    clew.cli.main.main()
 
 
 def _run(

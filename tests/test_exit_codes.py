@@ -24,15 +24,15 @@ ENDS: dict[str, BaseException | None] = {
 
 def run(how: str) -> None:
     """A command that ends as `ENDS` says."""
-    import clew.cli
+    import clew.cli.main
 
-    @clew.cli.app.command("end")
+    @clew.cli.main.app.command("end")
     def end() -> None:
         if (error := ENDS[how]) is not None:
             raise error
 
     sys.argv = ["clew", "end"]
-    clew.cli.main()
+    clew.cli.main.main()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from clew import config as configuration
-from clew.cli import app
+from clew.cli.main import app
 from clew.diagnose.agent_replay import Replay, replay_agent
 from clew.record.run import RunDirectory
 from clew.view.find import Name, find_episode

@@ -12,7 +12,7 @@ import pytest
 
 from clew import config as configuration
 from clew.algorithms import PRESETS
-from clew.cli import bundle
+from clew.cli.record import bundle
 from clew.config import Config
 from clew.diagnose.rerun import rerun
 from clew.loop.learn import learn_inline

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 import typer.main
 
-from clew.cli import app
+from clew.cli.main import app
 from clew.errors import ClewError
 from clew.loop.learn import learn_inline
 from clew.record.rows import Sequence

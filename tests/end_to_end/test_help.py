@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from clew.cli import agent_app, app
+from clew.cli.agent import agent_app
+from clew.cli.main import app
 from tests.end_to_end.project import ROOT
 
 COMMANDS = {info.name or info.callback.__name__: info.callback for info in app.registered_commands if info.callback}
@@ -55,7 +56,7 @@ def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
     shown = run(sys.executable, "-X", "importtime", "-m", "clew", "--help", cwd=tmp_path)
     assert shown.returncode == 0
     imported = {line.rpartition("|")[2].strip() for line in shown.stderr.splitlines()}
-    assert "typer" in imported and "clew.cli" in imported
+    assert "typer" in imported and "clew.cli.main" in imported
     heavy = {"torch", "transformers", "numpy", "pyarrow", "pydantic", "omegaconf", "yaml", "aiohttp", "rich.console"}
     assert not imported & heavy
     for name in (

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from clew.cli import bundle
+from clew.cli.record import bundle
 from clew.errors import RecordError
 from clew.loop.commit import summarize
 from clew.record import Writer, rows

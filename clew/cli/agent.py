@@ -1,4 +1,4 @@
-"""`clew agent`: an agent alone, in crowds, and against recorded responses. A thin front, as `clew.cli` is."""
+"""`clew agent`: an agent alone, in crowds, and against recorded responses. A thin front, as the others are."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from clew.cli.options import Trust
 from clew.printing import print
 
 agent_app = typer.Typer(
@@ -163,13 +164,7 @@ def agent_replay(
         bool, typer.Option("--continue-live", help="Go on with the served model at the first request that differs.")
     ] = False,
     base_url: Annotated[str | None, typer.Option(help="Of that model; default: OPENAI_BASE_URL.")] = None,
-    trust: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="MODULE",
-            help="Load code of this module where a stranger's record names it; repeat it.",
-        ),
-    ] = None,
+    trust: Trust = None,
 ) -> None:
     """Run the agent's present code against the recorded responses of an episode; no model is needed.
 

@@ -1,0 +1,118 @@
+"""The command line: a thin front that parses, calls and prints. Each command imports what it needs itself."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from clew import __version__
+from clew.cli import record, run
+from clew.cli.agent import agent_app
+from clew.errors import ClewError, Interrupted
+from clew.printing import VisibleRecord, print
+
+app = typer.Typer(
+    name="clew",
+    help="Reinforcement learning for LLM agents in which every training step leaves a thread back to its cause.",
+    epilog="The examples of each command's --help use what `make demo`, and the examples of those above, make. "
+    "Exit codes: 0 sound; 1 something was found (a difference, an unfit agent); 2 could not run (bad input, or a run "
+    "that ended before its last step); 3 not judged; 70 a defect of Clew; 130 interrupted.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+for command in (run.train, run.sft, run.serve, run.rollout, run.learn, run.status):
+    app.command()(command)
+for command in (record.show, record.replay, record.diff, record.blame, record.bundle, run.config, record.export):
+    app.command()(command)
+app.command("import")(record.import_)
+app.command()(run.doctor)
+app.add_typer(agent_app, name="agent")
+
+
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        print(f"clew {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _clew(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_say_version, help="Show the version and exit.")
+    ] = False,
+) -> None: ...
+
+
+COULD_NOT_RUN = 2
+"""Exit code after a ClewError; Typer's own for a command line that it cannot parse."""
+
+DEFECT = 70
+"""Exit code after an error that Clew did not raise on purpose."""
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, and after SIGTERM where a run can go on later: 128 + SIGINT."""
+
+
+def main() -> None:
+    """Run the command line. A ClewError exits with 2 and its message; anything else is a defect: 70 and a traceback.
+
+    A command that found something (a difference, an unfit agent) raises SystemExit(1) itself, one that could not judge
+    SystemExit(3).
+    """
+    from clew.launch.ranks import tell
+    from clew.processes import die_with_parent
+
+    die_with_parent()
+    # OpenMP's threads spin while they wait for one another. Where processes share the cores, as under `clew train`,
+    # they then spin on what another process could use: ten times slower. It is read when torch is loaded.
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    # Imports make a million objects that stay: to look for garbage every 700 of them takes 5 to 15 % of the time.
+    gc.set_threshold(10_000)
+    logging.setLogRecordFactory(VisibleRecord)  # of every library's log, too
+    try:
+        app()
+    except ClewError as error:
+        if not tell(error):
+            print(f"clew: {error}", file=sys.stderr)
+        raise SystemExit(INTERRUPTED if isinstance(error, Interrupted) else COULD_NOT_RUN) from None
+    except (KeyboardInterrupt, SystemExit) as ended:
+        if isinstance(ended, KeyboardInterrupt) or ended.code == INTERRUPTED:  # Typer makes one of the other
+            said = Interrupted("interrupted; nothing recorded is lost. The same command goes on from here.")
+            if not tell(said):
+                print(f"clew: {said}", file=sys.stderr)
+            raise SystemExit(INTERRUPTED) from None
+        if ended.code:
+            tell(ended)
+        raise
+    except Exception as error:
+        if (explained := _disk_error(error)) is not None:
+            if not tell(explained):
+                print(f"clew: {explained}", file=sys.stderr)
+            raise SystemExit(COULD_NOT_RUN) from None
+        tell(error)
+        print(traceback.format_exc(), end="", file=sys.stderr)
+        print(
+            "clew: this is a defect of Clew, not of your configuration. The run directory is intact.", file=sys.stderr
+        )
+        raise SystemExit(DEFECT) from None
+    finally:
+        gc.freeze()  # all that is left ends with the process: to look through it once more takes a second, with torch
+
+
+def _disk_error(error: Exception) -> ClewError | None:
+    """Return what to say of a full or read-only disk, which shows wherever a file or folder is made; otherwise None."""
+    if not isinstance(error, OSError) or not isinstance(error.filename, str | Path):
+        return None
+    from clew.record.files import OF_THE_DISK, disk_error
+
+    return disk_error(Path(error.filename), error) if error.errno in OF_THE_DISK else None

@@ -1,0 +1,64 @@
+"""Parts that the commands share: options, loading of the configuration, logging, and ranks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from clew.printing import VisibleFormatter
+
+if TYPE_CHECKING:
+    from clew.config import Config
+    from clew.record.run import RunDirectory
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file; `clew config --schema` describes it.")]
+Trust = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--trust",
+        metavar="MODULE",
+        help="Load code of this module where a stranger's record (docs/time_machine.md) names it; repeat it.",
+    ),
+]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Fields to override, such as training.steps=100.")
+]
+
+
+def on_ranks(ranks: int, work: Callable[[], None], logs: Path | None = None) -> None:
+    """Run a function in each of several processes, of which this may be one. logs: where all but the first write."""
+    from clew.launch.ranks import check_world, place
+
+    check_world(ranks)
+    if ranks == 1 or "RANK" in os.environ:
+        work()
+    else:
+        place(ranks, sys.argv[1:], logs)
+
+
+def load_config(config: Path, overrides: list[str] | None) -> Config:
+    from clew import config as configuration
+
+    return configuration.load(config, overrides or ())
+
+
+def open_run_of(config: Path, overrides: list[str] | None) -> tuple[Config, RunDirectory]:
+    from clew.record.run import RunDirectory
+
+    loaded = load_config(config, overrides)
+    return loaded, RunDirectory(loaded.run_path)
+
+
+def set_up_log() -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(VisibleFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    for chatty in ("httpx", "matplotlib", "aiohttp.access", "urllib3"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

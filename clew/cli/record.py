@@ -1,0 +1,207 @@
+"""Commands that read a record: show, replay, compare, explain, and exchange it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from clew.cli.options import Trust, load_config, on_ranks
+from clew.printing import print
+
+if TYPE_CHECKING:
+    pass
+
+
+def show(
+    run: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN", help="Run directory, the configuration that names it, a bundle, or a folder of runs."
+        ),
+    ],
+    what: Annotated[
+        str | None,
+        typer.Argument(metavar="WHAT", help="A step (137), group (g000123), episode (g000123.e2) or sequence."),
+    ] = None,
+    steps: Annotated[
+        str | None, typer.Option("--steps", metavar="FIRST:END", help="Steps of a run; 100:140 are 100 to 139.")
+    ] = None,
+    tokens: Annotated[bool, typer.Option("--tokens", help="Show each token of an episode or a sequence.")] = False,
+) -> None:
+    """Show a run, one of its steps, groups, episodes or tokens, or the runs of a folder, as the record has them.
+
+    Example: clew show runs/addition/grpo 3
+    """
+    from clew.console import EscapingConsole
+    from clew.record.bundle import is_bundle
+    from clew.view.show import show as show_record
+
+    console = EscapingConsole(width=None if sys.stdout.isatty() else 200, highlight=False, markup=False, emoji=False)
+    path = run if run.is_dir() or is_bundle(run) else load_config(run, None).run_path
+    show_record(path, what, steps=steps, tokens=tokens, console=console)
+
+
+def replay(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, or a file that `clew bundle` wrote.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]...",
+            help="What to do otherwise: into a new run directory, side by side. "
+            "With --stage, of another trainer's record: how it computed.",
+        ),
+    ] = None,
+    steps: Annotated[
+        str | None, typer.Option("--step", "--steps", metavar="N|FIRST:END", help="Which steps; without it, all.")
+    ] = None,
+    stage: Annotated[
+        str | None, typer.Option(help="These stages alone, without a model: data,rewards,advantages,loss.")
+    ] = None,
+    only: Annotated[str | None, typer.Option(help="With --stage or --reward: one group, episode or sequence.")] = None,
+    stop: Annotated[
+        str | None, typer.Option("--break", help="Stop in a debugger before: advantages, loss, backward or update.")
+    ] = None,
+    reward: Annotated[
+        bool, typer.Option("--reward", help="Run workflow and reward again on the recorded answers.")
+    ] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify/--no-verify", help="Compare with the record, and end at what differs; or go on.")
+    ] = True,
+    device: Annotated[str | None, typer.Option(help="Another device than the run's: cpu or cuda.")] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="Train on so many ranks, whatever the run had.")] = 1,
+    trust: Trust = None,
+) -> None:
+    """Train recorded steps again and compare every stage with the record; the first difference is named.
+
+    Example: clew replay runs/addition/grpo --step 3
+    """
+    from clew.diagnose.rerun import rerun
+
+    def replay_here() -> None:
+        if not rerun(
+            run,
+            steps,
+            stages=stage,
+            only=only,
+            stop=stop,
+            reward=reward,
+            device=device,
+            ranks=ranks,
+            verify=verify,
+            overrides=overrides or [],
+            trust=trust or [],
+        ):
+            raise SystemExit(1)
+
+    on_ranks(ranks, replay_here)
+
+
+def diff(
+    a: Annotated[Path, typer.Argument(metavar="A", help="Run directory, or a file that `clew bundle` wrote.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="The other.")],
+    ignore: Annotated[
+        str, typer.Option(help="Fields of the configuration that differ on purpose, such as lr,seed.")
+    ] = "",
+    plot: Annotated[Path | None, typer.Option(help="Draw how far they drift, into this PNG file.")] = None,
+) -> None:
+    """Find where two runs part first (step, stage, sequence, token), what could explain it, and how far they drift.
+
+    Example: clew diff runs/addition/try runs/addition/grpo
+    """
+    from clew.diagnose.diff import diff as compare
+
+    if not compare(a, b, ignore=[each for each in ignore.split(",") if each], plot=plot):
+        raise SystemExit(1)
+
+
+def blame(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, or a file that `clew bundle` wrote.")],
+    step: Annotated[int, typer.Option(help="The step; also one that failed, and has only its batch on record.")],
+    top: Annotated[int, typer.Option(min=1, help="How many sequences to show.")] = 10,
+    tokens: Annotated[int, typer.Option(min=1, help="How many tokens of the worst to show.")] = 8,
+    by: Annotated[
+        str | None,
+        typer.Option(
+            help="gradient, loss, kl, behaviour_k3, pull, or critic (its gradient). Default: gradient; pull where "
+            "there is no checkpoint."
+        ),
+    ] = None,
+    trust: Trust = None,
+) -> None:
+    """Find which sequences and tokens caused a spike (of gradient, loss or KL) or a NaN: each one's part, worst first.
+
+    Example: clew blame runs/addition/grpo --step 3 --top 5
+    """
+    from clew.diagnose.blame import blame as assign
+
+    assign(run, step, top=top, tokens=tokens, by=by, trust=trust or [])
+
+
+def bundle(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
+    step: Annotated[int, typer.Option(help="The step.")],
+    stages_only: Annotated[
+        bool, typer.Option("--stages-only", help="Without weights: for `clew replay --stage`, show and diff.")
+    ] = False,
+    to: Annotated[Path | None, typer.Option(help="The file; default RUN's names and the step, here.")] = None,
+) -> None:
+    """Write one file that holds what a step needs to be replayed elsewhere.
+
+    Example: clew bundle runs/addition/grpo --step 3 --stages-only
+    """
+    from clew.record.bundle import write_bundle
+    from clew.record.run import open_run
+
+    directory = open_run(run)
+    path = write_bundle(directory, step, stages_only=stages_only, to=to)
+    summary = directory.steps.read(step)
+    works = f"`clew replay {path}` runs it, on any machine."
+    if not directory.steps.by_clew:  # then nothing says how the loss was computed
+        works = f"`clew replay {path} --stage data` checks it, `clew show {path}` shows it."
+    print(f"{path} ({path.stat().st_size / 1e6:.2f} MB). {works}")
+    for field in summary.get("code", {}):
+        section, name = field.split(".")
+        if section not in summary["config"]:  # what made the rollout is not needed
+            continue
+        print(f"It holds no code: {field}={summary['config'][section][name]} must be importable there.")
+        print(f"Whoever replays it says `--trust {summary['config'][section][name].rpartition('.')[0]}`.")
+
+
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
+    form: Annotated[str, typer.Option("--format", metavar="parquet|jsonl|pt", help="What to write.")] = "parquet",
+    steps: Annotated[
+        str, typer.Option("--steps", metavar="FIRST:END", help="Steps; 130:140 are 130 to 139, 137 is one.")
+    ] = "",
+    to: Annotated[Path | None, typer.Option("--to", metavar="FOLDER", help="RUN/exported by default.")] = None,
+) -> None:
+    """Write steps of a run, tokens and what was computed from them, as files that work anywhere, one a step.
+
+    Example: clew export runs/addition/grpo --format pt --steps 0:3 --to runs/addition/exported
+    """
+    from clew.record.run import open_run
+    from clew.training.exchange import export_steps
+
+    files = export_steps(open_run(run), form, steps, to or run / "exported")
+    print(f"exported {len(files)} steps: {files[0]}" + (f" to {files[-1].name}" if len(files) > 1 else ""))
+
+
+def import_(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Batches as .pt files, in order of steps.")],
+    to: Annotated[Path, typer.Option("--to", metavar="RUN", help="The run directory to make.")],
+    group_size: Annotated[
+        int | None,
+        typer.Option("--group-size", metavar="N", min=1, help="Rows a group, where a file names none; else one group."),
+    ] = None,
+) -> None:
+    """Make a run directory of batches in .pt files, such as AReaL's or those of `clew export`, one a step.
+
+    Example: clew import runs/addition/exported/step-000000.pt --to runs/addition/imported
+    """
+    from clew.training.exchange import import_steps
+
+    import_steps(files, to, group_size)
+    print(f"imported {len(files)} {'step' if len(files) == 1 else 'steps'}: {to}")

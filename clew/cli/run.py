@@ -1,0 +1,231 @@
+"""Commands that make a run, or a part of one, and show how it is doing."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from clew.cli.options import ConfigFile, Overrides, load_config, on_ranks, open_run_of, set_up_log
+from clew.printing import print
+
+if TYPE_CHECKING:
+    from clew.config import Config
+    from clew.record.run import RunDirectory
+
+
+def train(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Train by reinforcement: starts and supervises server, rollout and trainer; resumes where a run was killed.
+
+    Example: clew train examples/addition/grpo.yaml training.steps=5 trial=try
+    """
+    from clew.view.terminal import Progress
+
+    loaded, run = open_run_of(config, overrides)
+    if loaded.debug.replay_rollout_data:
+        on_ranks(loaded.launch.ranks, lambda: _train_on_record(loaded, run), run.logs)
+        return
+    inline = loaded.launch.mode == "inline"
+    with Progress(run, loaded.training.steps, live=not inline) as progress:
+        if inline:
+            from clew.loop.learn import learn_inline
+
+            set_up_log()
+            print("launch.mode=inline: one process; time limits are off; breakpoint() works everywhere.", flush=True)
+            with _drawn(run):
+                learn_inline(loaded, progress.refresh)
+        else:
+            from clew.launch.local import supervise
+
+            supervise(loaded, [str(config), *(overrides or [])], progress.refresh)
+    _say_trained(loaded, run)
+
+
+def _train_on_record(config: Config, run: RunDirectory) -> None:
+    """`clew train` or `clew learn` with debug.replay_rollout_data, as one rank."""
+    from clew.loop.learn import learn_from_record
+    from clew.view.terminal import Progress
+
+    with Progress(run, config.training.steps, live=False) as progress:
+        set_up_log()
+        print(f"training on the batches in {config.debug.path}; no rollout, no inference.", flush=True)
+        with _drawn(run):
+            learn_from_record(config, progress.refresh)
+    _say_trained(config, run)
+
+
+@contextmanager
+def _drawn(run: RunDirectory) -> Iterator[None]:
+    """Draw the learning curve when the block ends, however it ends; on rank 0."""
+    from clew.training.ranks import rank_here
+    from clew.view.learning_curve import draw_learning_curve
+
+    try:
+        yield
+    finally:
+        if rank_here() == 0:
+            draw_learning_curve(run)
+
+
+def _learn(config: Config, run: RunDirectory) -> None:
+    """`clew learn`, as one rank."""
+    from clew.loop.learn import learn
+
+    with _drawn(run):
+        learn(config)
+
+
+def _say_trained(config: Config, run: RunDirectory) -> None:
+    """Print what a complete run has made, and what it rejected."""
+    from clew.record.rejected import count_rejected
+
+    done = run.steps.count()
+    said = f"trained {done} steps."
+    if done > config.training.steps:
+        said = (
+            f"{done} steps were trained before, and training.steps is {config.training.steps}: there is nothing to do."
+        )
+    for line in count_rejected(run).lines():
+        print(line)
+    print(f"{said} Weights: {run.checkpoints / 'latest'}  Curve: {run.reports / 'learning_curve.png'}")
+
+
+def sft(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Train on demonstrations, or on preferences (training.objective); resumes where it was killed.
+
+    Example: clew sft examples/addition/sft.yaml training.steps=5 trial=sft-try
+    """
+    from clew.training.sft import sft as run_sft
+
+    set_up_log()
+    loaded, run = open_run_of(config, overrides)
+    on_ranks(loaded.launch.ranks, lambda: run_sft(loaded), run.logs)
+
+
+def serve(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    record: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="File the episodes of the gateway's sessions there.")
+    ] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", help="No model of its own: the gateway alone, in front of vLLM, SGLang, a provider."
+        ),
+    ] = None,
+    api_key: Annotated[
+        str,
+        typer.Option(metavar="KEY", help="What clients must send. Without it: any key on loopback, else a new one."),
+    ] = "",
+    allow_weights: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="DIR", help="Also load weights from there, not only from the run; may be repeated."),
+    ] = None,
+) -> None:
+    """Keep a model up, for the run that CONFIG names and for agents: SGLang's, OpenAI's and Anthropic's interfaces.
+
+    Example: clew serve examples/addition/grpo.yaml trial=try
+    """
+    set_up_log()
+    loaded = load_config(config, overrides)
+    if engine is not None:
+        from clew.gateway.front import serve_in_front
+
+        serve_in_front(loaded, engine, record, api_key=api_key)
+    else:
+        from clew.gateway.standalone import gateway_beside
+        from clew.inference.serve import serve as run_server
+
+        run_server(loaded, gateway_beside(loaded, record), api_key=api_key, allow_weights=allow_weights or [])
+
+
+def rollout(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Without a trainer: make so many batches, into --out.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="A run directory for them.")] = None,
+) -> None:
+    """Make episodes for the run that CONFIG names, on the server that is up for it; or batches without a trainer.
+
+    Example: clew rollout examples/addition/grpo.yaml trial=try
+    """
+    from clew.rollout.alone import roll_out
+    from clew.rollout.process import rollout as run_rollout
+
+    if (steps is None) != (out is None):
+        raise typer.BadParameter("--steps and --out go together: so many batches, into that directory")
+    set_up_log()
+    if steps is None or out is None:
+        run_rollout(load_config(config, overrides))
+    else:
+        roll_out(load_config(config, overrides), steps, out)
+        print(f"{out} has {steps} batches: `clew show {out} 0`; debug.replay_rollout_data trains on them.")
+
+
+def learn(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Train on the groups that rollout makes for the run that CONFIG names, and publish weights.
+
+    Example: clew learn examples/addition/grpo.yaml trial=try
+    """
+    set_up_log()
+    loaded, run = open_run_of(config, overrides)
+    work = _train_on_record if loaded.debug.replay_rollout_data else _learn
+    on_ranks(loaded.launch.ranks, lambda: work(loaded, run), run.logs)
+
+
+def status(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, or the configuration that names it.")],
+    overrides: Overrides = None,
+) -> None:
+    """Show what each process of a run does, what it waits for, since when, and the numbers that decide it.
+
+    Example: clew status runs/addition/grpo
+    """
+    from clew.console import EscapingConsole
+    from clew.record.run import open_run
+    from clew.view.terminal import status_table
+
+    found = open_run(run if run.is_dir() else load_config(run, overrides).run_path)
+    EscapingConsole(width=None if sys.stdout.isatty() else 200).print(status_table(found))
+
+
+def config(
+    config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="YAML file.")] = None,
+    overrides: Overrides = None,
+    schema: Annotated[bool, typer.Option("--schema", help="Print a JSON Schema of all fields, for editors.")] = False,
+) -> None:
+    """Print what would run: the configuration with overrides, defaults and ${...} resolved.
+
+    Example: clew config examples/addition/grpo.yaml rollout.max_lag=2
+    """
+    import json
+
+    from clew import config as configuration
+
+    if schema:
+        print(json.dumps(configuration.Config.model_json_schema(), indent=2))
+    elif config is None:
+        raise typer.BadParameter("name a CONFIG file, or ask for --schema")
+    else:
+        loaded = load_config(config, overrides)
+        if chosen := configuration.preset_of(loaded):
+            print(f"# algorithm.preset={loaded.algorithm.preset} sets, where nothing else does: {chosen}")
+        print(configuration.dump(loaded), end="")
+
+
+def doctor() -> None:
+    """Check this machine: versions, devices, ports, permission to trace, disk, shared memory; say what to do.
+
+    Example: clew doctor
+    """
+    from clew.diagnose.doctor import examine
+
+    if not examine():
+        raise SystemExit(1)
