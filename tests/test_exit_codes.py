@@ -62,31 +62,33 @@ def test_bad_input_and_bad_usage_are_2(tmp_path: Path) -> None:
 
 
 RANK = """
-import sys
+import os
+from pathlib import Path
 from clew.errors import ConfigError, Interrupted
 from clew.launch import ranks
-def main():
-    error = {error}
-    ranks.tell(error)
-    raise SystemExit({code})
+{tells}
+raise SystemExit({code})
 """
+HALF = "Path(os.environ[ranks.ERROR_VARIABLE]).write_text({!r})"
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "expected"),
+    ("tells", "code", "expected"),
     [
-        ("Interrupted('before step 3')", 130, Interrupted),
-        ("ConfigError('a field')", 2, LaunchError),
-        ("SystemExit(1)", 1, 1),
-        ("SystemExit(3)", 3, 3),
+        ("ranks.tell(Interrupted('before step 3'))", 130, Interrupted),
+        ("ranks.tell(ConfigError('a field'))", 2, LaunchError),
+        ("ranks.tell(SystemExit(1))", 1, 1),
+        ("ranks.tell(SystemExit(3))", 3, 3),
+        (HALF.format('{"message": {"mess'), 2, LaunchError),
+        (HALF.format('{"message": "torch\'s own"}'), 2, LaunchError),
     ],
 )
 def test_the_ranks_of_a_command_end_it_with_their_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str, code: int, expected: type[ClewError] | int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tells: str, code: int, expected: type[ClewError] | int
 ) -> None:
     package = tmp_path / "stub"
     package.mkdir()
-    (package / "rank.py").write_text(RANK.format(error=error, code=code) + "main()\n")
+    (package / "rank.py").write_text(RANK.format(tells=tells, code=code))
     program = tmp_path / "python"
     program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{package / "rank.py"}"\n')
     program.chmod(0o755)

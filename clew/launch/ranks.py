@@ -16,10 +16,11 @@ import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
-from clew.errors import ConfigError, Interrupted, LaunchError
+from clew.errors import ConfigError, Interrupted, LaunchError, RecordError
 from clew.processes import PARENT_VARIABLE
+from clew.reading import read_json
 
 ERROR_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 """Variable that names the file where a rank writes why it failed, as in torch.distributed.elastic. torchrun and `place`
@@ -165,14 +166,23 @@ def _first_cause(failed: dict[int, int], ranks: int, errors: list[Path], logs: P
     killed = [rank for rank, code in failed.items() if code < 0]
     if killed:
         return f"trainer rank {killed[0]} of {ranks} was killed by signal {-failed[killed[0]]}.{where}"
-    said = {rank: json.loads(errors[rank].read_text())["message"] for rank in failed if errors[rank].exists()}
+    said = {rank: told for rank in failed if (told := _told(errors[rank])) is not None}
     if not said:
         rank, code = next(iter(failed.items()))
         return f"trainer rank {rank} of {ranks} ended with code {code}.{where}"
-    first = min(said, key=lambda rank: said[rank]["extraInfo"]["time"])
-    message = said[first]["message"]
-    everyone = len(said) == ranks and all(each["message"] == message for each in said.values())
+    first = min(said, key=lambda rank: said[rank][0])
+    message = said[first][1]
+    everyone = len(said) == ranks and all(each == message for _, each in said.values())
     return message if everyone or not message else f"trainer rank {first} of {ranks}: {message}"
+
+
+def _told(path: Path) -> tuple[float, str] | None:
+    """Return when a rank failed and why, as `tell` wrote it; None if it wrote nothing, or was ended while it wrote."""
+    try:
+        message = read_json(path, dict[str, Any])["message"]
+        return float(message["extraInfo"]["time"]), str(message["message"])
+    except (RecordError, LookupError, TypeError, ValueError):
+        return None
 
 
 def free_port() -> int:
