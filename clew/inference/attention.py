@@ -116,24 +116,11 @@ def attend(
     causal = not decoding and mask is None
     if softcap is not None or s_aux is not None:
         output = _written_out(query, key, value, mask, scaling, softcap, s_aux, causal=causal)
-    elif decoding and query.dtype == torch.float32 and query.device.type == "cpu":
-        output = _plain(query, key, value, mask, scaling)
     else:
         output = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, is_causal=causal)
     if decoding:
         return output.reshape(n, 1, heads, -1), None
     return output.transpose(1, 2), None
-
-
-def _plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
-    """Return the attention for one token per row on the CPU.
-
-    There it is up to three times as fast as torch's kernel, which is made for many tokens.
-    """
-    scores = (query * (scaling if scaling is not None else query.shape[-1] ** -0.5)) @ key.transpose(2, 3)
-    if mask is not None:
-        scores += mask
-    return torch.softmax(scores, -1) @ value
 
 
 def _written_out(
