@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import json
+import mmap
 import os
 import random
 import signal
@@ -162,6 +163,18 @@ class KeepsPrompt(Agent):
         return float(len(await self.ask(self.prompt + " Are you sure?", **given))) + len(first)
 
 
+class LocksTooShort(Agent):
+    """What it works on is set under a lock, and read without."""
+
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+
+    async def run(self, data: dict, **given: Any) -> float:
+        async with self.lock:
+            self.prompt = data["prompt"]
+        return float(len(await self.ask("Make a plan.", **given))) + len(self.prompt)
+
+
 HISTORY: list[dict[str, str]] = []
 
 
@@ -283,6 +296,19 @@ class LeaksMemory(Agent):
         reward = await super().run(data, **given)
         self.seen.append(bytes(20_000))
         return reward
+
+
+class LeaksBuffers(Agent):
+    """Memory that Python does not allocate."""
+
+    def __init__(self) -> None:
+        self.buffers: list[mmap.mmap] = []
+
+    async def run(self, data: dict, **given: Any) -> float:
+        buffer = mmap.mmap(-1, 5 * 2**19)
+        buffer.write(b"x" * len(buffer))
+        self.buffers.append(buffer)
+        return await super().run(data, **given)
 
 
 class Random(Agent):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import mmap
 import tempfile
-from collections import OrderedDict
+import threading
+from collections import OrderedDict, deque
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -171,3 +173,48 @@ class PlainAgent:
                 response = session.post(f"{base_url}/chat/completions", json=body, timeout=30)
                 text = _said(response.json())
         return float(len(text))
+
+
+class TakesTurns(HttpxAgent):
+    """What it works on is an attribute of the instance, and nobody looks at it without the lock."""
+
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+
+    async def run(self, data: dict, **given: Any) -> float:
+        async with self.lock:
+            self.task = data["prompt"]
+            await asyncio.sleep(0)
+            text = self.text()
+        return await super().run({"prompt": text}, **given)
+
+    def text(self) -> str:
+        return f"Please: {self.task}"
+
+
+class PlainTurns(PlainAgent):
+    """The same in threads, with a dictionary beside it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.notes: dict[str, str] = {}
+
+    def run(self, data: dict, **given: Any) -> float:
+        with self.lock:
+            self.task = data["prompt"]
+            self.notes["task"] = self.task
+            text = f"{self.task} {self.notes['task']}"
+        return super().run({"prompt": text}, **given)
+
+
+class KeepsBuffers(HttpxAgent):
+    """Memory grows with each episode until there are 17 buffers."""
+
+    def __init__(self) -> None:
+        self.buffers: deque[mmap.mmap] = deque(maxlen=17)
+
+    async def run(self, data: dict, **given: Any) -> float:
+        buffer = mmap.mmap(-1, 5 * 2**19)
+        buffer.write(b"x" * len(buffer))
+        self.buffers.append(buffer)
+        return await super().run(data, **given)

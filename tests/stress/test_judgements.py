@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from clew.diagnose.stress import files, growth, process, repeat, rows, serial, shared, watch
+from clew.diagnose.stress import files, growth, process, repeat, rows, serial, shared, steps, watch
 from clew.diagnose.stress.frames import Code, Place, stack_of_coroutine, stack_of_thread
 from clew.diagnose.stress.growth import Sample, grows
 from clew.diagnose.stress.repeat import Told
@@ -24,6 +24,7 @@ from clew.diagnose.stress.serial import Crowd
 from clew.diagnose.stress.shared import Change
 from clew.diagnose.stress.standin import StandIn
 from clew.diagnose.stress.steps import Episode
+from clew.diagnose.stress.uses import Uses
 from clew.diagnose.stress.verdict import Verdict
 from clew.diagnose.stress.writes import Sources
 from clew.inference.protocol import Completion, SamplingParams
@@ -84,6 +85,8 @@ def test_recorded_texts_latency_limit_and_notes(tokenizer: Any) -> None:
         ([5, 6, 7, 8], 0.1),
         ([0, 10, 10, 10], None),  # warms up
         ([0, 10, 15, 16], None),  # levels off
+        ([0, 100, 170, 219, 253], None),  # each wave adds less than the one before
+        ([0, 30, 50, 70, 90], 2.25),  # warms up, and leaks
         ([3, 0, 4, 1], None),  # noise
         ([0, 10], None),  # too few to tell
     ],
@@ -203,6 +206,73 @@ def test_what_only_ever_grows_is_perhaps_a_statistic() -> None:
 
     assert facts(20, 31, 7) == [False]
     assert facts(20, 31, 7, matters=True) == facts(20, -31, 7) == [True]
+
+
+def test_memory_that_grows_less_with_each_wave_is_warming_up() -> None:
+    def leaks(*megabytes: float) -> bool:
+        samples = [Sample(episodes=32 * i, counts={"resident": mb * 2**20}) for i, mb in enumerate(megabytes)]
+        return bool(growth.verdicts(samples))
+
+    seen = (170.5, 193.6, 201.4)
+    assert leaks(*seen), "more waves decide"
+    assert not leaks(*seen, 204.0)
+    assert leaks(*seen, 209.2, 217.0)
+
+
+def test_a_variable_that_episodes_use_in_turns() -> None:
+    first, second = episodes()
+    changes = changes_of(
+        Holder(), [(first, lambda a: setattr(a, "task", "one")), (second, lambda a: setattr(a, "task", "two"))]
+    )
+    assert shared.suspects(changes) == {"task"}
+
+    def facts(run: Callable[[Any, Episode], None], *order: Episode, matters: bool = False) -> list[bool]:
+        agent = Holder()
+        with Uses({"task"}, Code(agent)) as uses:
+            for episode in order:
+                token = steps._current.set(episode)
+                run(agent, episode)
+                steps._current.reset(token)
+        return [verdict.certain for verdict in shared.verdicts(changes, matters=matters, uses=uses)]
+
+    def turn(agent: Holder, episode: Episode) -> None:
+        agent.task = episode.id
+        assert agent.task == episode.id
+
+    def write(agent: Holder, episode: Episode) -> None:
+        agent.task = episode.id
+
+    def write_once(agent: Holder, episode: Episode) -> None:
+        if agent.task != "none":
+            assert agent.task
+        else:
+            agent.task = episode.id
+
+    def read_later(agent: Holder, episode: Episode, wrote: set[Episode] = set()) -> None:  # noqa: B006
+        if episode not in wrote:
+            agent.task = episode.id
+            wrote.add(episode)
+        else:
+            assert agent.task
+
+    assert facts(turn, first, second, first) == facts(write_once, first, second) == [False]
+    assert facts(read_later, first, second, first) == [True]
+    assert facts(write, first, second) == [False]
+    assert facts(write, first, second, matters=True) == [True], "it may have been read in another way"
+    assert facts(lambda agent, episode: setattr(agent, "task", ""), first, second) == [True], "nothing was seen"
+
+
+def test_a_list_is_not_used_in_turns() -> None:
+    """Whoever appends to it and reads it at once reads what others appended before."""
+    first, second = episodes()
+    changes = changes_of(
+        Holder(), [(first, lambda a: a.history.append("one")), (second, lambda a: a.history.append("two"))]
+    )
+    uses = Uses({"history"}, Code(Holder()))
+    for episode in (first, second):
+        uses.wrote("history", episode)
+    assert shared.suspects(changes) == set()
+    assert [verdict.certain for verdict in shared.verdicts(changes, matters=True, uses=uses)] == [True]
 
 
 def test_a_file_that_two_write_at_once() -> None:

@@ -45,6 +45,7 @@ FAULTS = {
     agents_faulty.OneWorker: ("serial", "OneWorker.run"),
     agents_faulty.PlainLock: ("serial", "PlainLock.run"),
     agents_faulty.KeepsPrompt: ("shared", "agent.prompt"),
+    agents_faulty.LocksTooShort: ("shared", "agent.prompt"),
     agents_faulty.SharedHistory: ("shared", "agents_faulty.HISTORY"),
     agents_faulty.DefaultArgument: ("differs", ""),
     agents_faulty.DefaultOfVariable: ("shared", "agents_faulty.NOTES.prompt"),
@@ -59,6 +60,7 @@ FAULTS = {
     agents_faulty.LeaksThreads: ("growth", "Thread-"),
     agents_faulty.LeaksFiles: ("growth", "(deleted)"),
     agents_faulty.LeaksMemory: ("growth", "agents_faulty.py"),
+    agents_faulty.LeaksBuffers: ("growth", ""),
     agents_faulty.Random: ("differs", ""),
     agents_faulty.FailsInCompany: ("fails", "FailsInCompany.run"),
 }
@@ -70,6 +72,9 @@ SOUND = [
     agents_sound.CachingAgent,
     agents_sound.SandboxAgent,
     agents_sound.PlainAgent,
+    agents_sound.TakesTurns,
+    agents_sound.PlainTurns,
+    agents_sound.KeepsBuffers,
 ]
 
 

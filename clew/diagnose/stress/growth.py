@@ -27,6 +27,9 @@ SETTLE_S = 0.05
 DEPTH = 8
 """Number of frames kept for each allocation, to find the user's line among them."""
 
+SHRINKS = 0.8
+"""Ratio of a wave's growth per episode to that of the wave before, below which it shrinks."""
+
 QUANTITIES = {
     "tasks": (0.05, 2, "{:.1f} tasks"),
     "threads": (0.05, 2, "{:.1f} threads"),
@@ -65,7 +68,8 @@ class Sample:
 def grows(samples: Sequence[Sample], quantity: str) -> float | None:
     """Return the growth per episode if it is steady.
 
-    Growth is steady if each wave after the first, which may warm up, adds to it and the growth does not level off.
+    The first wave is left out, because it may warm up. Growth is steady if each wave after it adds at least half of the
+    mean, and if the growth does not shrink from wave to wave, of which it takes four to tell.
 
     Returns:
         None if the quantity does not grow steadily, or if fewer than three waves counted it.
@@ -77,7 +81,8 @@ def grows(samples: Sequence[Sample], quantity: str) -> float | None:
     slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in itertools.pairwise(points)]
     mean = (points[-1][1] - points[0][1]) / (points[-1][0] - points[0][0])
     steady = min(slopes) >= max(least, 0.5 * mean)
-    return mean if steady and points[-1][1] - points[0][1] >= least_in_all else None
+    shrinks = len(slopes) > 2 and all(b < SHRINKS * a for a, b in itertools.pairwise(slopes))
+    return mean if steady and not shrinks and points[-1][1] - points[0][1] >= least_in_all else None
 
 
 def line_that_leaks(samples: Sequence[Sample], quantity: str) -> tuple[str, list[float]]:

@@ -7,8 +7,10 @@
     narrow      width / 4 at once    ─┐ throughput: does it grow with the width?
     crowd       width at once        ─┤ what blocks the loop; do answers cross over?
     again       the same             ─┘ the same seeds: the same results?
-    confirm     the same, when episodes seem to wait for one another: a busy machine may seem so once, not always
+    confirm     the same, when episodes seem to wait for one another (a busy machine may seem so once, not always), or
+                when the process's memory grows (caches and the allocator warm up, and then it stops)
     watched     a few at once: after each step, which of the objects that outlive an episode has changed
+    read        the same, when several changed one: does an episode read what another has left there?
     traced      a few at once, three times: what memory the user's code holds
     elsewhere   a few, in two other processes with another PYTHONHASHSEED: the same results?
 
@@ -43,6 +45,7 @@ from clew.diagnose.stress.requests import Requests
 from clew.diagnose.stress.stage import TIMEOUT_S, Stage, StoodStill
 from clew.diagnose.stress.steps import Episode, OpenEpisode
 from clew.diagnose.stress.stuck import STUCK_S, StuckWatch
+from clew.diagnose.stress.uses import Uses
 from clew.diagnose.stress.verdict import Verdict
 from clew.diagnose.stress.watch import WATCHING, LoopWatch
 from clew.diagnose.stress.wave import Wave
@@ -154,8 +157,12 @@ async def stress(
                     waves.append(await stage.wave(name, chosen, len(chosen)))
                     samples.append(await sampler.sample(stage.episodes))
                 confirming: list[Wave] = []
-                while len(confirming) < CONFIRMING and waits_for_one_another([*waves[:5], *confirming]) is not None:
+                while len(confirming) < CONFIRMING and (
+                    waits_for_one_another([*waves[:5], *confirming]) is not None
+                    or growth.grows(samples, "resident") is not None
+                ):
                     confirming.append(await stage.wave("confirm", jobs, width))
+                    samples.append(await sampler.sample(stage.episodes))
                 process_state.look()
                 state = shared.State(agent, code)
 
@@ -164,7 +171,20 @@ async def stress(
                     process_state.stepped(episode)
 
                 waves.append(await stage.wave("watched", jobs[:WATCHED], WATCHED, stepped))
-                changes = state.changes
+                changes = list(state.changes)
+                suspects = shared.suspects(changes)
+                uses = Uses(suspects, code)
+
+                def used(episode: Episode) -> None:
+                    before = len(state.changes)
+                    state.stepped(episode)
+                    for change in state.changes[before:]:
+                        if change.inside:
+                            uses.wrote(change.variable, episode)
+
+                if suspects:
+                    with uses:
+                        waves.append(await stage.wave("read", jobs[:WATCHED], WATCHED, used))
             tracemalloc.start(growth.DEPTH)
             for _ in range(3):
                 waves.append(await stage.wave("traced", jobs[:TRACED], TRACED))
@@ -194,7 +214,7 @@ async def stress(
         for task in sampler.left_tasks():
             task.cancel()
     matters = any(verdict.kind in ("shared", "differs") for verdict in verdicts)
-    verdicts += shared.verdicts(changes, matters=matters, sources=state.sources) + files.verdicts(
+    verdicts += shared.verdicts(changes, matters=matters, sources=state.sources, uses=uses) + files.verdicts(
         written.opened, matters=matters
     )
     verdicts += growth.verdicts(samples)

@@ -2,7 +2,8 @@
 
 A fact needs two episodes that overlap in time. Either one writes a value and the other replaces it while the first
 still runs; or both change one list, and their requests or results differ because of it. What may be intended (a
-counter, a log, a cache, a pool that hands the same objects out again) is a suspicion.
+counter, a log, a cache, a pool that hands the same objects out again) is a suspicion, and so is a value that no episode
+was seen to read after another had replaced it: perhaps they take turns.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any, Literal
 from clew.diagnose.stress.frames import Code
 from clew.diagnose.stress.requests import Request
 from clew.diagnose.stress.steps import Episode
+from clew.diagnose.stress.uses import Uses
 from clew.diagnose.stress.verdict import Verdict
 from clew.diagnose.stress.writes import Sources
 
@@ -120,6 +122,20 @@ class Change:
     """True if the new last element of a list had been in it before, or if the list became shorter: perhaps a pool."""
     episode: Episode
 
+    @property
+    def variable(self) -> str:
+        """Name of the attribute or global, without the name of its owner."""
+        return _variable(self.top)
+
+    @property
+    def inside(self) -> bool:
+        """True if the object that the variable holds was changed; False if the variable got another object."""
+        return self.name.startswith(self.top)
+
+
+def _variable(name: str) -> str:
+    return re.sub(r"\[.*", "", name).rpartition(".")[2]
+
 
 class State:
     """State that outlives an episode, compared after each step.
@@ -156,7 +172,7 @@ class State:
     def place_of(self, text: str) -> str:
         """Return the attribute or global that holds this text, and the line that changes it; empty if there is none."""
         name = holding(self, text)
-        lines = self.sources.lines_that_change(re.sub(r"\[.*", "", name).rpartition(".")[2]) if name else []
+        lines = self.sources.lines_that_change(_variable(name)) if name else []
         return f"{name}, changed at {lines[0]}" if lines else name
 
     def top_of(self, name: str) -> str:
@@ -308,27 +324,40 @@ def full_name(name: str, key: str) -> str:
     return f"{name}[{key}]" if key and not key.startswith("'") else f"{name}.{key[1:-1]}" if key else name
 
 
-def verdicts(changes: Sequence[Change], *, matters: bool, sources: Sources = NO_SOURCES) -> list[Verdict]:
+def suspects(changes: Sequence[Change]) -> set[str]:
+    """Return the variables whose values episodes replace while another runs."""
+    several_rows = _several_rows(changes)
+    return {
+        made[0].variable
+        for made in _by_place(changes).values()
+        if _replace(made) and _overlapping(made) and not _suspicion(made, several_rows, matters=True)
+    }
+
+
+def verdicts(
+    changes: Sequence[Change], *, matters: bool, sources: Sources = NO_SOURCES, uses: Uses | None = None
+) -> list[Verdict]:
     """Return one verdict for each object, facts first and suspicions last.
 
     Args:
         changes: Changes that episodes made.
         matters: True if episodes were seen to depend on one another.
         sources: Provides the lines that change an object.
+        uses: Reads and writes of the suspects. None: nobody has looked.
     """
-    by_place: dict[tuple[str, str], list[Change]] = defaultdict(list)
-    for change in changes:
-        by_place[change.name, change.key].append(change)
-    several_rows = any(change.episode.data != changes[0].episode.data for change in changes)
+    several_rows = _several_rows(changes)
     by_top: dict[str, list[tuple[str, Verdict]]] = defaultdict(list)
-    for (name, key), made in by_place.items():
+    for (name, key), made in _by_place(changes).items():
         pair = _overlapping(made)
         if pair is None:
             continue
         full = full_name(name, key)
+        variable = made[0].variable
         suspicion = _suspicion(made, several_rows, matters)
+        if not suspicion and uses is not None and _replace(made) and uses.take_turns(variable, matters=matters):
+            suspicion = "perhaps in turns: none was seen to read what another had left there"
         episodes = sorted({change.episode.id for change in made})
-        lines = sources.lines_that_change(re.sub(r"\[.*", "", made[0].top).rpartition(".")[2])
+        lines = sources.lines_that_change(variable)
         verdict = Verdict(
             kind="shared",
             what=f"{full} is changed by episodes that run at the same time"
@@ -338,6 +367,7 @@ def verdicts(changes: Sequence[Change], *, matters: bool, sources: Sources = NO_
                 f"{pair[0].episode.id} left {pair[0].value} there, and {pair[1].episode.id} "
                 f"{'changed it' if pair[1].kind == 'changed' else 'put ' + pair[1].value + ' in its place'} "
                 f"while {pair[0].episode.id} still ran",
+                *([uses.crossed[variable]] if uses is not None and variable in uses.crossed else []),
                 f"changed by {len(episodes)} episodes: {', '.join(episodes[:6])}{', …' if len(episodes) > 6 else ''}",
                 *([f"also changed at {', '.join(lines[1:4])}"] if lines[1:] else []),
             ],
@@ -353,6 +383,23 @@ def verdicts(changes: Sequence[Change], *, matters: bool, sources: Sources = NO_
             verdict = replace(verdict, evidence=[*verdict.evidence, f"and so are {len(others)} more of {top}: {among}"])
         found.append(verdict)
     return sorted(found, key=lambda verdict: not verdict.certain)
+
+
+def _by_place(changes: Sequence[Change]) -> dict[tuple[str, str], list[Change]]:
+    """Return the changes of each place: an attribute, an entry, or an object as a whole."""
+    by_place: dict[tuple[str, str], list[Change]] = defaultdict(list)
+    for change in changes:
+        by_place[change.name, change.key].append(change)
+    return by_place
+
+
+def _replace(made: Sequence[Change]) -> bool:
+    """Return whether each change replaces a value. What is added to a list leaves the others' values in it."""
+    return all(change.kind == "set" for change in made)
+
+
+def _several_rows(changes: Sequence[Change]) -> bool:
+    return any(change.episode.data != changes[0].episode.data for change in changes)
 
 
 def _overlapping(made: Sequence[Change]) -> tuple[Change, Change] | None:
