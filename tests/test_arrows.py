@@ -47,6 +47,7 @@ MAY_IMPORT = {
     "loop": {"clew.record", "clew.rollout", "clew.inference", "clew.training", "clew.models", "clew.data"},
     "launch": {"clew.record"},
     "view": {"clew.record"},
+    "stress": {"clew.record", "clew.inference", "clew.rollout", "clew.models", "clew.vision"},
     "diagnose": {
         "clew.record",
         "clew.inference",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from clew.config import provider
 from clew.errors import ConfigError
 from clew.gateway.agent_session import Limits
-from clew.gateway.episode_engine import Resources
+from clew.gateway.episode_engine import MAX_NEW_TOKENS, Resources
 from clew.gateway.thread import GatewayThread
 from clew.inference.detection import find_engine
 from clew.inference.protocol import SamplingParams
@@ -24,9 +24,6 @@ from clew.vision import load_vision
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-MAX_NEW_TOKENS = 512
-"""Maximum number of tokens in a response, unless the agent sets a limit."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 MAX_WARNINGS = 3
 """Number of warnings of one kind that an episode shows."""
 
+MAX_NEW_TOKENS = 512
+"""Maximum number of tokens in a response where no configuration sets it, unless the agent sets a limit."""
+
 _PARAMS = [field.name for field in fields(SamplingParams) if field.name != "continues"]
 """Sampling parameters that a workflow may set."""
 

@@ -6,10 +6,10 @@ import gc
 import warnings
 from typing import Any
 
-from clew.diagnose.stress.child import Source
-from clew.diagnose.stress.on_gateway import Gateway, stressed
-from clew.diagnose.stress.report import Report
-from clew.diagnose.stress.stuck import STUCK_S
+from clew.stress.child import Source
+from clew.stress.on_gateway import Gateway, stressed
+from clew.stress.report import Report
+from clew.stress.stuck import STUCK_S
 
 ROWS = [{"prompt": f"What is {word} and {word}?"} for word in ("one", "two", "three", "four", "five", "six")]
 

@@ -20,12 +20,12 @@ from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from clew.diagnose.stress.standin import StandIn, byte_tokenizer
 from clew.gateway.agent_session import AgentSession, Limits
 from clew.gateway.app import application, disconnected, key_of
 from clew.gateway.episode_engine import EpisodeEngine, Resources
 from clew.gateway.thread import ServingThread
 from clew.inference.protocol import Completion, SamplingParams
+from clew.stress.standin import StandIn, byte_tokenizer
 
 KEY = "sk-theirs"
 FEW = 3

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from clew.diagnose.stress import stage
-from clew.diagnose.stress.on_gateway import BeforeEngine
-from clew.diagnose.stress.report import Report
-from clew.diagnose.stress.standin import StandIn, byte_tokenizer
+from clew.stress import stage
+from clew.stress.on_gateway import BeforeEngine
+from clew.stress.report import Report
+from clew.stress.standin import StandIn, byte_tokenizer
 from tests.stress import agents_in_the_wild as wild
 from tests.stress.judging import ROWS, judged
 

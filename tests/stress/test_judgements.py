@@ -14,20 +14,20 @@ from typing import Any
 
 import pytest
 
-from clew.diagnose.stress import files, growth, process, repeat, rows, serial, shared, steps, watch
-from clew.diagnose.stress.frames import Code, Place, stack_of_coroutine, stack_of_thread
-from clew.diagnose.stress.growth import Sample, grows
-from clew.diagnose.stress.repeat import Told
-from clew.diagnose.stress.report import Report
-from clew.diagnose.stress.requests import Noted, Request, Requests
-from clew.diagnose.stress.serial import Crowd
-from clew.diagnose.stress.shared import Change
-from clew.diagnose.stress.standin import StandIn
-from clew.diagnose.stress.steps import Episode
-from clew.diagnose.stress.uses import Uses
-from clew.diagnose.stress.verdict import Verdict
-from clew.diagnose.stress.writes import Sources
 from clew.inference.protocol import Completion, SamplingParams
+from clew.stress import files, growth, process, repeat, rows, serial, shared, steps, watch
+from clew.stress.frames import Code, Place, stack_of_coroutine, stack_of_thread
+from clew.stress.growth import Sample, grows
+from clew.stress.repeat import Told
+from clew.stress.report import Report
+from clew.stress.requests import Noted, Request, Requests
+from clew.stress.serial import Crowd
+from clew.stress.shared import Change
+from clew.stress.standin import StandIn
+from clew.stress.steps import Episode
+from clew.stress.uses import Uses
+from clew.stress.verdict import Verdict
+from clew.stress.writes import Sources
 from tests.models import tiny_tokenizer
 
 PARAMS = SamplingParams(max_new_tokens=40)

@@ -13,12 +13,12 @@ import httpx2
 import openai
 import pytest
 
-from clew.diagnose.stress.answerer import answerer
-from clew.diagnose.stress.on_gateway import BeforeProvider
-from clew.diagnose.stress.report import Report
-from clew.diagnose.stress.requests import Request
 from clew.gateway.agent_session import Limits
 from clew.gateway.thread import GatewayThread
+from clew.stress.answerer import answerer
+from clew.stress.on_gateway import BeforeProvider
+from clew.stress.report import Report
+from clew.stress.requests import Request
 from tests.gateway.chatml import THINKING, chatml_tokenizer
 from tests.gateway.spoken import Spoken, session_on
 from tests.stress import agents_faulty, agents_sound

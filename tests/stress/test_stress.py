@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from clew.diagnose.stress.on_gateway import BeforeEngine
-from clew.diagnose.stress.page import page
-from clew.diagnose.stress.report import Report
-from clew.diagnose.stress.standin import StandIn, byte_tokenizer
-from clew.diagnose.stress.stuck import STUCK_S
-from clew.diagnose.stress.terminal import rendered
+from clew.stress.on_gateway import BeforeEngine
+from clew.stress.page import page
+from clew.stress.report import Report
+from clew.stress.standin import StandIn, byte_tokenizer
+from clew.stress.stuck import STUCK_S
+from clew.stress.terminal import rendered
 from tests.stress import agents_faulty, agents_sound
 from tests.stress.judging import judged
 

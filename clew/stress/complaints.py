@@ -7,9 +7,9 @@ import threading
 from collections import Counter
 from typing import Any
 
-from clew.diagnose.stress.frames import Code, stack_of_error
-from clew.diagnose.stress.origins import Origins
-from clew.diagnose.stress.verdict import Verdict
+from clew.stress.frames import Code, stack_of_error
+from clew.stress.origins import Origins
+from clew.stress.verdict import Verdict
 
 NEVER_CLOSED = ("Unclosed client session", "Unclosed connection", "Unclosed connector")
 """Messages with which aiohttp reports a client session that was left to the garbage collector."""

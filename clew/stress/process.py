@@ -15,9 +15,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from clew.diagnose.stress.frames import Code, lines_of, stack_of_coroutine
-from clew.diagnose.stress.steps import Episode
-from clew.diagnose.stress.verdict import Verdict
+from clew.stress.frames import Code, lines_of, stack_of_coroutine
+from clew.stress.steps import Episode
+from clew.stress.verdict import Verdict
 
 CALLS: dict[str, tuple[ModuleType, tuple[str, ...]]] = {
     "the working directory": (os, ("chdir", "fchdir")),

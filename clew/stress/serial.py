@@ -10,9 +10,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from clew.diagnose.stress.frames import Code, Place, stack_of_coroutine, stack_of_thread
-from clew.diagnose.stress.steps import Episode
-from clew.diagnose.stress.verdict import Verdict
+from clew.stress.frames import Code, Place, stack_of_coroutine, stack_of_thread
+from clew.stress.steps import Episode
+from clew.stress.verdict import Verdict
 
 WAITS_THREAD = "clew waits watch"
 

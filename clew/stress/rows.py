@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from clew.diagnose.stress.requests import Request
-from clew.diagnose.stress.steps import Episode
-from clew.diagnose.stress.words import texts
+from clew.stress.requests import Request
+from clew.stress.steps import Episode
+from clew.stress.words import texts
 
 LEAST = 8
 """Minimum number of characters by which a row's text is recognized; shorter text may appear anywhere."""

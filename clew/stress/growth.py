@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from clew.diagnose.stress.busy import children
-from clew.diagnose.stress.frames import Code, is_clew, is_loop, shown_path, stack_of_coroutine, stack_of_thread
-from clew.diagnose.stress.origins import Origins
-from clew.diagnose.stress.verdict import Verdict
-from clew.diagnose.stress.watch import WATCHING
+from clew.stress.busy import children
+from clew.stress.frames import Code, is_clew, is_loop, shown_path, stack_of_coroutine, stack_of_thread
+from clew.stress.origins import Origins
+from clew.stress.verdict import Verdict
+from clew.stress.watch import WATCHING
 
 SETTLE_S = 0.05
 """Seconds to wait after the last episode: anything that ends by itself in this time is no leak."""

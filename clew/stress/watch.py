@@ -13,10 +13,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from clew.diagnose.stress.busy import BUSY_THREAD, scheduled
-from clew.diagnose.stress.frames import Code, Line, Place, stack_of_thread, waits_for_events
-from clew.diagnose.stress.serial import WAITS_THREAD
-from clew.diagnose.stress.verdict import Verdict
+from clew.stress.busy import BUSY_THREAD, scheduled
+from clew.stress.frames import Code, Line, Place, stack_of_thread, waits_for_events
+from clew.stress.serial import WAITS_THREAD
+from clew.stress.verdict import Verdict
 
 ASYNCIO = str(Path(asyncio.__file__).parent)
 

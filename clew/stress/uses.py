@@ -15,8 +15,8 @@ from functools import cache
 from types import CodeType, FrameType
 from typing import Any
 
-from clew.diagnose.stress.frames import Code, told
-from clew.diagnose.stress.steps import Episode, current_episode
+from clew.stress.frames import Code, told
+from clew.stress.steps import Episode, current_episode
 
 READS = frozenset(("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME"))
 WRITES = frozenset(("STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL"))

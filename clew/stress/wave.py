@@ -6,12 +6,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from clew.diagnose.stress import repeat, serial
-from clew.diagnose.stress.report import WaveReport, wave_report
-from clew.diagnose.stress.requests import Request
-from clew.diagnose.stress.serial import Crowd
-from clew.diagnose.stress.steps import Episode
-from clew.diagnose.stress.watch import Watched
+from clew.stress import repeat, serial
+from clew.stress.report import WaveReport, wave_report
+from clew.stress.requests import Request
+from clew.stress.serial import Crowd
+from clew.stress.steps import Episode
+from clew.stress.watch import Watched
 
 
 @dataclass(kw_only=True)

@@ -8,16 +8,16 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from clew.diagnose.stress import serial
-from clew.diagnose.stress.busy import BusyWatch
-from clew.diagnose.stress.frames import Code
-from clew.diagnose.stress.origins import Origins
-from clew.diagnose.stress.requests import Requests
-from clew.diagnose.stress.serial import Waits
-from clew.diagnose.stress.steps import Episode, OpenEpisode, Stepped, run_episode, task_factory
-from clew.diagnose.stress.stuck import COMPUTES, StuckWatch
-from clew.diagnose.stress.watch import LoopWatch
-from clew.diagnose.stress.wave import Wave
+from clew.stress import serial
+from clew.stress.busy import BusyWatch
+from clew.stress.frames import Code
+from clew.stress.origins import Origins
+from clew.stress.requests import Requests
+from clew.stress.serial import Waits
+from clew.stress.steps import Episode, OpenEpisode, Stepped, run_episode, task_factory
+from clew.stress.stuck import COMPUTES, StuckWatch
+from clew.stress.watch import LoopWatch
+from clew.stress.wave import Wave
 
 CANCEL_S = 10.0
 """Seconds that stopped episodes may take to end."""

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from clew.diagnose.stress import repeat, rows, shared
-from clew.diagnose.stress.child import Source, run_elsewhere
-from clew.diagnose.stress.origins import Origins
-from clew.diagnose.stress.requests import Request, Requests
-from clew.diagnose.stress.rows import Foreign
-from clew.diagnose.stress.steps import Episode, OpenEpisode
-from clew.diagnose.stress.verdict import Verdict
-from clew.diagnose.stress.wave import Wave
-from clew.diagnose.stress.writes import Sources
+from clew.stress import repeat, rows, shared
+from clew.stress.child import Source, run_elsewhere
+from clew.stress.origins import Origins
+from clew.stress.requests import Request, Requests
+from clew.stress.rows import Foreign
+from clew.stress.steps import Episode, OpenEpisode
+from clew.stress.verdict import Verdict
+from clew.stress.wave import Wave
+from clew.stress.writes import Sources
 
 ELSEWHERE = 4
 """Number of episodes that each of the two other processes runs."""

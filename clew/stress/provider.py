@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from starlette.requests import Request as HTTPRequest
 from starlette.types import Message, Receive, Scope, Send
 
-from clew.diagnose.stress import words
-from clew.diagnose.stress.requests import Request, Requests
 from clew.gateway.app import dialect_of, json_response, key_of
 from clew.gateway.dialect import Refusal
 from clew.gateway.front import PassedOn
 from clew.gateway.thread import EpisodeKeys
+from clew.stress import words
+from clew.stress.requests import Request, Requests
 
 MODEL_PATHS = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"))
 """Paths at which a model is asked. Others (a list of models, a token count) are passed on, but not noted."""

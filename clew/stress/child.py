@@ -19,9 +19,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from clew.diagnose.stress.frames import Code
-from clew.diagnose.stress.steps import Episode, OpenEpisode, run_episode
 from clew.processes import PARENT_VARIABLE
+from clew.stress.frames import Code
+from clew.stress.steps import Episode, OpenEpisode, run_episode
 
 START_S = 120.0
 """Seconds that the child may take to start, in addition to the time of its episodes."""
@@ -67,7 +67,7 @@ async def run_elsewhere(
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
-                "clew.diagnose.stress.child",
+                "clew.stress.child",
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=errors,

@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from clew.diagnose.stress.growth import QUANTITIES, Sample
-from clew.diagnose.stress.requests import Request
-from clew.diagnose.stress.serial import concurrency, union
-from clew.diagnose.stress.steps import Episode
-from clew.diagnose.stress.verdict import Verdict
+from clew.stress.growth import QUANTITIES, Sample
+from clew.stress.requests import Request
+from clew.stress.serial import concurrency, union
+from clew.stress.steps import Episode
+from clew.stress.verdict import Verdict
 
 Outcome = Literal["fit", "not fit", "not judged"]
 

@@ -6,12 +6,12 @@ import asyncio
 from pathlib import Path
 
 from clew.config import provider
-from clew.diagnose.stress.on_gateway import BeforeEngine, BeforeProvider, Gateway
-from clew.diagnose.stress.standin import Names, StandIn, byte_tokenizer
 from clew.errors import RecordError
 from clew.inference.detection import find_engine
 from clew.models import load_tokenizer
 from clew.record.run import open_run
+from clew.stress.on_gateway import BeforeEngine, BeforeProvider, Gateway
+from clew.stress.standin import Names, StandIn, byte_tokenizer
 from clew.vision import load_vision
 
 RECORDED = 4096

@@ -17,9 +17,9 @@ from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from clew.diagnose.stress import audit
-from clew.diagnose.stress.frames import Code, lines_of, stack_of_coroutine, told
-from clew.diagnose.stress.steps import current_episode
+from clew.stress import audit
+from clew.stress.frames import Code, lines_of, stack_of_coroutine, told
+from clew.stress.steps import current_episode
 
 DRAWS: dict[ModuleType, tuple[str, ...]] = {
     random: (

@@ -7,9 +7,9 @@ import io
 from collections.abc import Iterator
 from typing import Any
 
-from clew.diagnose.stress.growth import QUANTITIES
-from clew.diagnose.stress.report import PARTS, Report, growth_shown
 from clew.printing import in_html as escape
+from clew.stress.growth import QUANTITIES
+from clew.stress.report import PARTS, Report, growth_shown
 
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #222 }

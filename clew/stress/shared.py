@@ -20,12 +20,12 @@ from dataclasses import dataclass, replace
 from types import FunctionType, ModuleType
 from typing import Any, Literal
 
-from clew.diagnose.stress.frames import Code
-from clew.diagnose.stress.requests import Request
-from clew.diagnose.stress.steps import Episode
-from clew.diagnose.stress.uses import Uses
-from clew.diagnose.stress.verdict import Verdict
-from clew.diagnose.stress.writes import Sources
+from clew.stress.frames import Code
+from clew.stress.requests import Request
+from clew.stress.steps import Episode
+from clew.stress.uses import Uses
+from clew.stress.verdict import Verdict
+from clew.stress.writes import Sources
 
 MARK = 48
 """Number of characters of an answer by which it is recognized; a shorter answer is recognized as a whole."""

@@ -19,9 +19,9 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from clew.diagnose.stress.frames import Code, stack_of_error
 from clew.rollout.agents import extra_kwargs_of
 from clew.rollout.rewards import checked
+from clew.stress.frames import Code, stack_of_error
 
 OpenEpisode = Callable[[str], AbstractAsyncContextManager[tuple[str, str, Any]]]
 """Function that opens a session of the gateway for an episode ID, as (base_url, api_key, http_client)."""

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clew.diagnose.stress import audit
-from clew.diagnose.stress.frames import Code, lines_of
-from clew.diagnose.stress.steps import Episode, current_episode
-from clew.diagnose.stress.verdict import Verdict
+from clew.stress import audit
+from clew.stress.frames import Code, lines_of
+from clew.stress.steps import Episode, current_episode
+from clew.stress.verdict import Verdict
 
 
 @dataclass(frozen=True, kw_only=True)

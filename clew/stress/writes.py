@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from clew.diagnose.stress.frames import shown_path
+from clew.stress.frames import shown_path
 
 CHANGES = frozenset(
     (

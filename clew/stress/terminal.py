@@ -8,8 +8,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from clew.diagnose.stress.report import PARTS, Report, growth_shown
-from clew.diagnose.stress.verdict import Verdict
+from clew.stress.report import PARTS, Report, growth_shown
+from clew.stress.verdict import Verdict
 
 _SAID = {
     "fit": "fit for training",

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from clew.diagnose.stress.requests import Request
 from clew.printing import common_length
+from clew.stress.requests import Request
 
 
 @dataclass(frozen=True, kw_only=True)

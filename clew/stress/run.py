@@ -26,29 +26,29 @@ import tracemalloc
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from clew.diagnose.stress import files, growth, process, shared
-from clew.diagnose.stress.busy import BusyWatch
-from clew.diagnose.stress.child import Source
-from clew.diagnose.stress.complaints import Complaints
-from clew.diagnose.stress.elsewhere import (
+from clew.stress import files, growth, process, shared
+from clew.stress.busy import BusyWatch
+from clew.stress.child import Source
+from clew.stress.complaints import Complaints
+from clew.stress.elsewhere import (
     also_elsewhere,
     judge_elsewhere,
     judge_foreign,
     rows_of_others,
     run_some_elsewhere,
 )
-from clew.diagnose.stress.frames import Code
-from clew.diagnose.stress.judge import hanging, judge, waits_for_one_another
-from clew.diagnose.stress.origins import Origins
-from clew.diagnose.stress.report import Report, failures
-from clew.diagnose.stress.requests import Requests
-from clew.diagnose.stress.stage import TIMEOUT_S, Stage, StoodStill
-from clew.diagnose.stress.steps import Episode, OpenEpisode
-from clew.diagnose.stress.stuck import STUCK_S, StuckWatch
-from clew.diagnose.stress.uses import Uses
-from clew.diagnose.stress.verdict import Verdict
-from clew.diagnose.stress.watch import WATCHING, LoopWatch
-from clew.diagnose.stress.wave import Wave
+from clew.stress.frames import Code
+from clew.stress.judge import hanging, judge, waits_for_one_another
+from clew.stress.origins import Origins
+from clew.stress.report import Report, failures
+from clew.stress.requests import Requests
+from clew.stress.stage import TIMEOUT_S, Stage, StoodStill
+from clew.stress.steps import Episode, OpenEpisode
+from clew.stress.stuck import STUCK_S, StuckWatch
+from clew.stress.uses import Uses
+from clew.stress.verdict import Verdict
+from clew.stress.watch import WATCHING, LoopWatch
+from clew.stress.wave import Wave
 
 ALONE = 3
 """Number of episodes that run alone, one after another."""

@@ -7,20 +7,19 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from clew.diagnose.agent_run import MAX_NEW_TOKENS
-from clew.diagnose.stress.child import Source
-from clew.diagnose.stress.provider import NotedProvider
-from clew.diagnose.stress.report import Report
-from clew.diagnose.stress.requests import Noted, Requests
-from clew.diagnose.stress.run import stress
-from clew.diagnose.stress.stage import TIMEOUT_S
-from clew.diagnose.stress.stuck import STUCK_S
 from clew.gateway.agent_session import Limits
-from clew.gateway.episode_engine import EpisodeEngine, Resources
+from clew.gateway.episode_engine import MAX_NEW_TOKENS, EpisodeEngine, Resources
 from clew.gateway.front import PassedOn
 from clew.gateway.thread import GatewayThread, ServingThread
 from clew.inference.protocol import Engine, SamplingParams
 from clew.rollout.agents import SharedClient
+from clew.stress.child import Source
+from clew.stress.provider import NotedProvider
+from clew.stress.report import Report
+from clew.stress.requests import Noted, Requests
+from clew.stress.run import stress
+from clew.stress.stage import TIMEOUT_S
+from clew.stress.stuck import STUCK_S
 from clew.vision import Sight
 
 if TYPE_CHECKING:
@@ -122,7 +121,7 @@ def stressed(
     source: Source | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Report:
-    """Run `clew.diagnose.stress.run.stress` on this thread's event loop, and stop the gateway at the end."""
+    """Run `clew.stress.run.stress` on this thread's event loop, and stop the gateway at the end."""
 
     async def work() -> Report:
         client = SharedClient()

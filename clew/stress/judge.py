@@ -6,14 +6,14 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
-from clew.diagnose.stress import repeat, serial, shared, watch
-from clew.diagnose.stress.origins import Origins
-from clew.diagnose.stress.report import failures
-from clew.diagnose.stress.requests import Request
-from clew.diagnose.stress.steps import Episode
-from clew.diagnose.stress.verdict import Verdict
-from clew.diagnose.stress.wave import Wave
-from clew.diagnose.stress.words import texts
+from clew.stress import repeat, serial, shared, watch
+from clew.stress.origins import Origins
+from clew.stress.report import failures
+from clew.stress.requests import Request
+from clew.stress.steps import Episode
+from clew.stress.verdict import Verdict
+from clew.stress.wave import Wave
+from clew.stress.words import texts
 
 FAILED_SHARE = 0.1
 """Share of failed episodes above which the agent is at fault."""

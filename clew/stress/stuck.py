@@ -14,12 +14,12 @@ from collections import Counter
 from collections.abc import Collection
 from types import FrameType
 
-from clew.diagnose.stress.busy import scheduled
-from clew.diagnose.stress.frames import Code, lines_of, stack_of_thread, told, waits_for_events
-from clew.diagnose.stress.serial import waits_at
-from clew.diagnose.stress.steps import Episode
-from clew.diagnose.stress.verdict import Verdict
-from clew.diagnose.stress.watch import STUCK_THREAD
+from clew.stress.busy import scheduled
+from clew.stress.frames import Code, lines_of, stack_of_thread, told, waits_for_events
+from clew.stress.serial import waits_at
+from clew.stress.steps import Episode
+from clew.stress.verdict import Verdict
+from clew.stress.watch import STUCK_THREAD
 
 STUCK_S = 30.0
 """Seconds after which a loop that stands still without computing is taken to never move again."""
