@@ -97,22 +97,21 @@ def a_sequence(group: int, sample: int, tokens: int) -> Sequence:
 
 def commit(run: RunDirectory, step: int, batch: list[Sequence]) -> None:
     """A step with stages that follow from its data."""
+    from clew.algorithms import grpo
     from clew.config import Algorithm, Training
-    from clew.training.advantages import group_advantages
-    from clew.training.losses import loss_options, policy_loss
+    from clew.training.losses import loss_function
 
-    each = group_advantages(batch)
+    each = grpo.advantages(batch)
     advantages = [np.where(row.loss_mask, each[i], np.float32(0)) for i, row in enumerate(batch)]
     logprobs = [row.logprobs for row in batch]
     loss = []
     for row, advantage in zip(batch, advantages, strict=True):
         behaviour, its = torch.from_numpy(row.logprobs), torch.from_numpy(advantage)
-        per_token = policy_loss(
+        per_token = loss_function(Algorithm())(
             logprobs_N=behaviour,
             proximal_N=behaviour,
             behaviour_N=behaviour,
             advantages_N=its,
-            **loss_options(Algorithm()),
         ).per_token_N.numpy()
         loss.append(np.where(row.loss_mask, per_token, np.float32(0)))
     stages = {"advantages": advantages, "proximal_logprobs": logprobs, "logprobs": logprobs, "loss": loss}

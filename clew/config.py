@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from clew.algorithms import ADVANTAGES, LOSSES, PRESET_FIELDS, PRESETS, WITHIN_GROUP, Preset, preset_options
+from clew.algorithms import ADVANTAGES, LOSSES, PRESETS, WITHIN_GROUP, Preset, preset_options
 from clew.errors import ConfigError, RecordError
 from clew.printing import visible
 from clew.processes import cores
@@ -225,8 +225,10 @@ class Algorithm(Section):
     docs/algorithms.md has the formulas.
     """
 
-    preset: Preset | None = Field(
-        default=None, description="Sets the options of a paper's algorithm that are not set here; null: none."
+    preset: Preset | str | None = Field(
+        default=None,
+        description="Sets the options of a paper's algorithm that are not set here, or of yours: the dotted path of a "
+        "module with any of OPTIONS, advantages and loss; null: none.",
     )
     minibatches: int = Field(
         default=1, ge=1, description="Optimizer updates in a step, each on its share of the groups."
@@ -317,9 +319,9 @@ class Algorithm(Section):
 
     @model_validator(mode="after")
     def _options_agree(self) -> Algorithm:
-        for field, built_in in (("advantages", ADVANTAGES), ("loss", LOSSES)):
+        for field, built_in in (("preset", PRESETS), ("advantages", ADVANTAGES), ("loss", LOSSES)):
             value = getattr(self, field)
-            if value not in built_in and "." not in value:
+            if value is not None and value not in built_in and "." not in value:
                 raise ValueError(
                     f"algorithm.{field} is {value!r}; expected {', '.join(built_in)} or a dotted path such as "
                     f"my_module.{value or 'name'}. Did you mean {_nearest(value, list(built_in))!r}?"
@@ -466,9 +468,12 @@ class Config(Section):
     @classmethod
     def _resolve_algorithm(cls, values: Any) -> Any:
         """Fill in what the user left open: the preset's fields, the constant of the loss, and the KL weight of DPO."""
-        for name, value in _chosen(values).items():
-            section, field = name.split(".")
-            values = {**values, section: {field: value, **_section(values, section)}}
+        algorithm = _section(values, "algorithm")
+        # A run's config.yaml has all fields. It is read without the user's page, which may be another by now, or gone.
+        if algorithm.get("preset") in PRESETS or Algorithm.model_fields.keys() - algorithm.keys():
+            for name, value in _chosen(values).items():
+                section, field = name.split(".")
+                values = {**values, section: {field: value, **_section(values, section)}}
         algorithm = _section(values, "algorithm")
         if algorithm.get("loss_mean") == "constant" and algorithm.get("loss_constant") is None:
             values = {**values, "algorithm": {**algorithm, "loss_constant": _limit(values)}}
@@ -621,9 +626,21 @@ def _limit(values: Any) -> int:
 
 
 def _chosen(values: Any) -> dict[str, Any]:
-    """Return the options that the chosen preset sets, by their dotted names; empty without a preset."""
+    """Return the options that the chosen preset sets, by their dotted names; empty without a preset.
+
+    Raises:
+        ConfigError: The preset is a user's page that cannot be loaded, or sets a field that does not exist.
+    """
     preset = _section(values, "algorithm").get("preset")
-    return preset_options(preset, max_new_tokens=_limit(values)) if preset in PRESETS else {}
+    if not isinstance(preset, str) or (preset not in PRESETS and "." not in preset):
+        return {}
+    options = preset_options(preset, max_new_tokens=_limit(values))
+    if strange := [name for name in options if name not in field_names()]:
+        raise ConfigError(
+            f"algorithm.preset={preset} sets {strange[0]}, and there is no such field; did you mean "
+            f"{_nearest(strange[0], field_names())!r}?"
+        )
+    return options
 
 
 def _forget_preset(values: Any) -> None:
@@ -633,9 +650,10 @@ def _forget_preset(values: Any) -> None:
     example, spells out all fields.
     """
     said = _chosen(values)
-    for name in PRESET_FIELDS:
+    for name in {*said, *(field for preset in PRESETS for field in preset_options(preset))}:
         section, field = name.split(".")
-        default = {"algorithm": Algorithm, "rollout": Rollout}[section].model_fields[field].default
+        kind: Any = Config.model_fields[section].annotation
+        default = kind.model_fields[field].get_default(call_default_factory=True)
         if _section(values, section).get(field, ...) == said.get(name, default):
             del values[section][field]
 
@@ -643,7 +661,9 @@ def _forget_preset(values: Any) -> None:
 def preset_of(config: Config) -> str:
     """Return the options that the preset sets as text for people; empty without a preset."""
     chosen = _chosen(config.model_dump())
-    return ", ".join(f"{name}={str(value).lower()}" for name, value in chosen.items())
+    return ", ".join(
+        f"{name}={value if isinstance(value, str) else str(value).lower()}" for name, value in chosen.items()
+    )
 
 
 def dump(config: Config) -> str:

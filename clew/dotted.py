@@ -70,6 +70,26 @@ def load(path: str, field: str) -> Any:
             someone else's record is open and the user does not trust the module.
     """
     module_name, _, name = path.rpartition(".")
+    module = _load_module(module_name, path, field)
+    if name not in vars(module):
+        public = [each for each in vars(module) if not each.startswith("_")]
+        raise ConfigError(f"{field}={path}: {module.__file__ or module_name} has no {name!r}.{_nearest(name, public)}")
+    found = vars(module)[name]
+    home = getattr(found, "__module__", None)
+    if guards and home != module_name:
+        raise ConfigError(
+            f"Cannot load {field}={path}: {guards[0].record}, and {name!r} is not {module_name}'s own: it was defined "
+            f"in {home}. --trust reaches only what a trusted module defines itself."
+        )
+    return found
+
+
+def load_module(path: str, field: str) -> Any:
+    """Return the module that `path` names, under the rules of `load`."""
+    return _load_module(path, path, field)
+
+
+def _load_module(module_name: str, path: str, field: str) -> Any:
     if not module_name or not all(part.isidentifier() for part in path.split(".")):
         example = path if path.isidentifier() else "name"
         raise ConfigError(f"{field} is {path!r}; expected a dotted path such as my_module.{example}.")
@@ -82,18 +102,7 @@ def load(path: str, field: str) -> Any:
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)  # at the end: no file that lies here stands in for an installed package
-    module = _import(module_name, path, field)
-    if name not in vars(module):
-        public = [each for each in vars(module) if not each.startswith("_")]
-        raise ConfigError(f"{field}={path}: {module.__file__ or module_name} has no {name!r}.{_nearest(name, public)}")
-    found = vars(module)[name]
-    home = getattr(found, "__module__", None)
-    if guards and home != module_name:
-        raise ConfigError(
-            f"Cannot load {field}={path}: {guards[0].record}, and {name!r} is not {module_name}'s own: it was defined "
-            f"in {home}. --trust reaches only what a trusted module defines itself."
-        )
-    return found
+    return _import(module_name, path, field)
 
 
 def file_of(path: str) -> Path | None:

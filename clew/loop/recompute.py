@@ -83,7 +83,7 @@ def _chance(compute: Callable[[], dict[str, np.ndarray]], *, seeded: bool) -> st
 def _advantages(
     batch: list[Sequence], recorded: Stages, plan: list[list[list[int]]], algorithm: Algorithm
 ) -> dict[str, np.ndarray]:
-    from clew.training.gae import advantages_function
+    from clew.training.advantages import advantages_function
 
     reference, values = (
         [recorded.arrays[name][row.id] for row in batch] if name in recorded.arrays else None

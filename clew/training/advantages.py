@@ -1,123 +1,81 @@
-"""Advantages of sequences: how much better an episode was than others. NumPy only: replay needs no torch for it.
+"""Advantages of tokens, as the configuration names them: those of a page in clew/algorithms, or a user's own.
 
-Statistics are over episodes: an episode of several sequences counts once. docs/algorithms.md has the formulas.
+NumPy only: replay needs no torch for it. docs/algorithms.md has the formulas.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from clew.algorithms import ADVANTAGES
+from clew.algorithms import ADVANTAGES, page
+from clew.algorithms.dapo import overlong
+from clew.algorithms.kl import divergences
 from clew.config import Algorithm
 from clew.errors import TrainingError
 from clew.record.rows import Sequence
 from clew.training.custom import CustomAdvantages
-from clew.training.metrics import divergences
-
-EPSILON = 1e-6
-"""Constant added to a group's standard deviation, so that equal rewards do not cause a division by zero."""
-
-Rewards = SequenceABC[SequenceABC[float]]
-"""Rewards of the sequences of each episode: one inner list per episode."""
-
-Compute = Callable[[SequenceABC[Sequence], SequenceABC[np.ndarray] | None], Iterable[np.ndarray]]
-"""Function (sequences of a step, reference logprobs [T] of each or None) -> float32 advantage of each, a number or [T].
-"""
 
 
-def normalise(rewards_E: np.ndarray) -> np.ndarray:
-    """Return (reward - mean) / (standard deviation + EPSILON) over the episodes of one group: [E] float64.
+@dataclass(frozen=True, kw_only=True)
+class TokenAdvantages:
+    """Advantages and returns of a step: one array per sequence, aligned with its tokens, and 0 for untrained tokens.
 
-    The standard deviation divides by E - 1. Equal rewards give zero up to rounding, about 1e-10. GRPO, arXiv
-    2402.03300, equation 3.
+    Arrays are float32, or as wide as the critic.
     """
-    return normalise_sequences([[reward] for reward in rewards_E.tolist()])
+
+    advantages: list[np.ndarray]
+    returns: list[np.ndarray] | None
+    """Targets to which the critic's values are fitted; None without a critic."""
 
 
-def normalise_sequences(rewards_ES: Rewards) -> np.ndarray:
-    """Return [sequences]: what `normalise` does, for episodes of several sequences with a reward each, in their order.
+Arrays = SequenceABC[np.ndarray] | None
+"""Logprobs of the reference model or values of the critic, [T] for each sequence; None where there is no such model."""
 
-    Mean and variance are over episodes: an episode counts once, as the mean over its sequences.
-    """
-    assert len(rewards_ES) >= 2, "a group needs two or more scored episodes to compare them"
-    mean = np.mean([np.mean(rewards_S) for rewards_S in rewards_ES])
-    squares_E = np.array([np.mean((np.array(rewards_S) - mean) ** 2) for rewards_S in rewards_ES])
-    deviation = np.sqrt(np.add.reduce(squares_E) / (len(rewards_ES) - 1))
-    return (np.concatenate([np.array(rewards_S, np.float64) for rewards_S in rewards_ES]) - mean) / (
-        deviation + EPSILON
-    )
+Compute = Callable[[SequenceABC[Sequence], Arrays, Arrays], TokenAdvantages]
+"""Function (sequences of a step, reference logprobs, values) -> advantages."""
 
 
-def centre(rewards_ES: Rewards) -> np.ndarray:
-    """Return reward - mean over the episodes: [sequences]. Dr. GRPO, arXiv 2503.20783."""
-    mean = np.mean([np.mean(rewards_S) for rewards_S in rewards_ES])
-    return np.concatenate(rewards_ES) - mean
-
-
-def leave_one_out(rewards_ES: Rewards) -> np.ndarray:
-    """Return reward - mean over the other episodes: [sequences]. RLOO, arXiv 2402.14740."""
-    means_E = np.array([np.mean(rewards_S) for rewards_S in rewards_ES])
-    others_E = (means_E.sum() - means_E) / (len(rewards_ES) - 1)
-    return np.concatenate([np.array(rewards_S) - other for rewards_S, other in zip(rewards_ES, others_E, strict=True)])
-
-
-METHODS: dict[str, Callable[[Rewards], np.ndarray]] = {
-    "group": normalise_sequences,
-    "batch": normalise_sequences,
-    "mean": centre,
-    "leave_one_out": leave_one_out,
-    "none": lambda rewards_ES: np.concatenate(rewards_ES),
-}
-"""Function for each built-in value of algorithm.advantages except gae. It gets the rewards of one group, or for `batch`
-those of all groups together."""
-
-
-def group_advantages(sequences: SequenceABC[Sequence], method: str = "group") -> np.ndarray:
-    """Return the advantage of each sequence within its group or the batch: [sequences] float32.
-
-    Statistics are over episodes: an episode with several sequences counts once.
-
-    Raises:
-        TrainingError: An episode has no other episode to be compared with.
-    """
-    groups: dict[str, dict[str, list[int]]] = {}
-    for place, sequence in enumerate(sequences):
-        group = "the batch" if method == "batch" else sequence.group_id
-        groups.setdefault(group, {}).setdefault(sequence.episode_id, []).append(place)
-    advantages = np.empty(len(sequences), np.float32)
-    for group, episodes in groups.items():
-        if len(episodes) < 2 and method != "none":
-            raise TrainingError(
-                f"{group} has one scored episode, {next(iter(episodes))}: algorithm.advantages={method} compares "
-                f"episodes and needs two or more. Use a larger rollout.n_samples, or algorithm.advantages=none."
-            )
-        places = [place for episode in episodes.values() for place in episode]
-        advantages[places] = METHODS[method](
-            [[sequences[place].reward for place in episode] for episode in episodes.values()]
-        )
-    return advantages
-
-
-def sequence_advantages_function(algorithm: Algorithm) -> Compute:
-    """Return the function that algorithm.advantages names, except gae.
-
-    Options that reduce the reward are applied first.
+def advantages_function(algorithm: Algorithm) -> Compute:
+    """Return the function that computes each token's advantage as algorithm.advantages says. It first applies the
+    options that reduce the reward.
 
     Raises:
         ConfigError: A dotted path names no function that can be called this way.
     """
-    method = algorithm.advantages
-    custom = None if method in ADVANTAGES else CustomAdvantages(method)
+    name = algorithm.advantages
+    compute: Any = page(ADVANTAGES[name]).advantages if name in ADVANTAGES else CustomAdvantages(name)
 
-    def compute(sequences: SequenceABC[Sequence], reference: SequenceABC[np.ndarray] | None) -> Iterable[np.ndarray]:
-        shaped = shaped_rewards(sequences, algorithm, reference)
-        return group_advantages(shaped, method) if custom is None else custom(shaped)
+    def of_sequences(sequences: SequenceABC[Sequence], reference: Arrays, values: Arrays) -> TokenAdvantages:
+        found = zip(sequences, compute(shaped_rewards(sequences, algorithm, reference)), strict=True)
+        aligned = [np.where(row.loss_mask, of_row, np.float32(0)) for row, of_row in found]
+        return TokenAdvantages(advantages=aligned, returns=None)
 
-    return compute
+    def of_tokens(sequences: SequenceABC[Sequence], reference: Arrays, values: Arrays) -> TokenAdvantages:
+        assert values is not None, "generalized advantage estimation needs a critic's values"
+        rewards = [
+            token_rewards(row, algorithm, None if reference is None else reference[place])
+            for place, row in enumerate(without_overlong(sequences, algorithm))
+        ]
+        own = [values_T[row.loss_mask] for row, values_T in zip(sequences, values, strict=True)]
+        dtype = values[0].dtype
+        advantages, returns = (
+            [_aligned(*each, dtype) for each in zip(sequences, numbers, strict=True)]
+            for numbers in compute(rewards, own, algorithm)
+        )
+        return TokenAdvantages(advantages=advantages, returns=returns)
+
+    return of_tokens if name == "gae" else of_sequences
+
+
+def _aligned(sequence: Sequence, numbers_N: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    aligned_T = np.zeros(len(sequence.loss_mask), dtype)
+    aligned_T[sequence.loss_mask] = numbers_N
+    return aligned_T
 
 
 # What is taken off a reward ------------------------------------------------------------------------------------------
@@ -150,15 +108,13 @@ def without_overlong(sequences: SequenceABC[Sequence], algorithm: Algorithm) -> 
     cache = algorithm.overlong_penalty
     if cache is None:
         return sequences
-    return [replace(each, reward=each.reward - overlong(each, cache)) for each in sequences]
+    return [replace(each, reward=each.reward - longest_penalty(each, cache)) for each in sequences]
 
 
-def overlong(sequence: Sequence, cache: int) -> float:
-    """Return the penalty of the sequence's longest response, from 0 to 1.
+def longest_penalty(sequence: Sequence, cache: int) -> float:
+    """Return the overlong penalty of the sequence's longest response, from 0 to 1: see `clew.algorithms.dapo`.
 
-    It is 0 up to `cache` tokens before the response's limit, then rises to 1 at the limit: DAPO, arXiv 2503.14476,
-    equation 13, where the sign is negative. A response is one interaction, and its limit is the max_new_tokens that it
-    was sampled with.
+    A response is one interaction, and its limit is the max_new_tokens that it was sampled with.
 
     Raises:
         TrainingError: The record does not have a response's length and limit.
@@ -171,10 +127,36 @@ def overlong(sequence: Sequence, cache: int) -> float:
                 f"algorithm.overlong_penalty needs each response's length and limit, and the record of {sequence.id} "
                 f"has no output_tokens or no max_new_tokens for an interaction: another trainer wrote it. Unset it."
             )
-        found.append(min(1.0, max(0.0, (length - (limit - cache)) / cache)))
+        found.append(overlong(length, limit, cache))
     if not found and sequence.loss_mask.any():
         raise TrainingError(
             f"algorithm.overlong_penalty needs each response's length and limit, and the record of {sequence.id} has "
             f"no interactions. Unset it."
         )
     return max(found, default=0.0)
+
+
+def token_rewards(sequence: Sequence, algorithm: Algorithm, reference_T: np.ndarray | None) -> np.ndarray:
+    """Return the reward of each trained token, [N] float64.
+
+    A reward that the agent gave to a turn goes to the turn's last token. The rest of the sequence's reward goes to its
+    last trained token; if other sequences follow this one after its context was rewritten, the rest is what they came
+    to. With a KL term in the reward, each token's share of it is subtracted (arXiv 2203.02155).
+    """
+    mask_T = sequence.loss_mask
+    rewards_N, turns_N = np.zeros(int(mask_T.sum())), sequence.turn_ids[mask_T]
+    if not len(rewards_N):
+        return rewards_N
+    rest = sequence.reward
+    for interaction in sequence.interactions:
+        own, at = interaction.get("reward"), np.flatnonzero(turns_N == interaction.get("turn"))
+        if own is not None and len(at):
+            rewards_N[at[-1]] += own
+            rest -= own
+    rewards_N[-1] += rest
+    if algorithm.kl_in == "reward" and algorithm.kl_coef > 0:
+        assert reference_T is not None, "a KL divergence needs the reference's logprobs"
+        rewards_N -= algorithm.kl_coef * divergences(
+            sequence.logprobs[mask_T], reference_T[mask_T], algorithm.kl_estimator
+        )
+    return rewards_N

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from clew.algorithms.gae import value_loss
 from clew.config import Algorithm, Config, Training
 from clew.errors import ModelError
 from clew.models import load_tokenizer, load_value_model
 from clew.training.batching import Plan
 from clew.training.digests import Digests, digest_tensors
-from clew.training.losses import value_loss
 from clew.training.optimizer import GradientError, Optimizer
 from clew.training.packing import Packed
 from clew.training.ranks import Ranks

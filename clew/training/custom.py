@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from clew import dotted
-from clew.algorithms import ADVANTAGES, LOSSES
+from clew.algorithms import ADVANTAGES, LOSSES, PRESETS
 from clew.config import Algorithm, Config
 from clew.errors import ConfigError, TrainingError
 from clew.record.digest import digest_rows
@@ -34,6 +34,9 @@ def code_of(config: Config) -> dict[str, str]:
         path = getattr(config.rollout, name)
         if path is not None and (file := dotted.file_of(path)) is not None:
             digests[f"rollout.{name}"] = digest_of_file(str(file))
+    preset = config.algorithm.preset
+    if preset not in (None, *PRESETS) and (file := dotted.file_of(f"{preset}.OPTIONS")) is not None:
+        digests["algorithm.preset"] = digest_of_file(str(file))
     return {field: digest for field, digest in digests.items() if digest is not None}
 
 

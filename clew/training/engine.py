@@ -46,15 +46,15 @@ from clew.record.digest import to_hex, total
 from clew.record.media import Media
 from clew.record.rows import Sequence
 from clew.seeds import derive_seed
+from clew.training.advantages import advantages_function
 from clew.training.batching import Plan, deal, loss_weights, padding_share, plan_step
 from clew.training.critic import Critic, ValueModel, value_metrics
 from clew.training.digests import Digests, digest_tensors
-from clew.training.gae import advantages_function
 from clew.training.isolation import keeps_rows_apart
-from clew.training.losses import loss_function, supervised_loss
+from clew.training.losses import loss_function
 from clew.training.metrics import gap_metrics, lag_metrics, rollout_metrics
 from clew.training.optimizer import GradientError, Optimizer
-from clew.training.preferences import deal_pairs, pair_losses
+from clew.training.preferences import deal_pairs, pair_losses, supervised_loss
 from clew.training.ranks import ALONE, Ranks
 from clew.training.scoring import Scores, score
 from clew.training.sharding import slice_of, spread, state_of

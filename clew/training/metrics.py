@@ -6,7 +6,7 @@ from collections.abc import Sequence as SequenceABC
 
 import numpy as np
 
-from clew.algorithms import LOG_RATIO_LIMIT
+from clew.algorithms.kl import divergences
 from clew.record.rows import Sequence
 
 
@@ -60,19 +60,3 @@ def gap_metrics(behaviour_N: np.ndarray, proximal_N: np.ndarray) -> dict[str, fl
         "behaviour_gap_max": float(np.abs(difference_N).max()),
         "behaviour_k3": float(divergences(behaviour_N, proximal_N, "k3").mean()),
     }
-
-
-def divergences(logprobs_N: np.ndarray, other_N: np.ndarray, estimator: str) -> np.ndarray:
-    """Return KL(p || q) at each token by k1, k2 or k3, as in `clew.training.losses`: [N] float64.
-
-    Args:
-        logprobs_N: log p.
-        other_N: log q.
-    """
-    log_ratio_N = logprobs_N.astype(np.float64) - other_N
-    if estimator == "k1":
-        return log_ratio_N
-    if estimator == "k2":
-        return log_ratio_N**2 / 2
-    inverse_N = np.minimum(-log_ratio_N, LOG_RATIO_LIMIT)
-    return np.expm1(inverse_N) - inverse_N

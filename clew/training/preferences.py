@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from clew.training.batching import Plan, deal
-from clew.training.losses import dpo_loss, preference_loss
 from clew.training.scoring import Scores
 from clew.training.tokens import MicroBatch, Tokens
 
@@ -62,6 +61,31 @@ def pair_losses(
         return (loss_P / trained_P * share)[micro.rows_N // 2], sums
 
     return loss_of
+
+
+def dpo_loss(
+    chosen_P: Tensor, rejected_P: Tensor, reference_chosen_P: Tensor, reference_rejected_P: Tensor, *, beta: float
+) -> Tensor:
+    """Return the DPO loss of each pair, [P] (arXiv 2305.18290, equation 7).
+
+    It is -log sigmoid(beta (log pi/pi_ref of the chosen - log pi/pi_ref of the rejected)). All inputs are logprobs of
+    whole completions, summed over their tokens.
+    """
+    margin_P = (chosen_P - reference_chosen_P) - (rejected_P - reference_rejected_P)
+    return -torch.nn.functional.logsigmoid(beta * margin_P)
+
+
+def preference_loss(chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
+    """Return -log sigmoid(score of the chosen - score of the rejected) of each pair, [P].
+
+    This is Bradley and Terry's model, with which reward models are trained (InstructGPT, arXiv 2203.02155, equation 1).
+    """
+    return -torch.nn.functional.logsigmoid(chosen_P - rejected_P)
+
+
+def supervised_loss(logprobs_N: Tensor) -> Tensor:
+    """Return the cross-entropy of each token of a demonstration, in nats."""
+    return -logprobs_N
 
 
 def _of_pairs(numbers_N: Tensor, rows_N: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""An algorithm of your own: a loss and advantages, each a plain function. docs/algorithms.md says what they may take.
+"""An algorithm of your own: a page like those in clew/algorithms. docs/algorithms.md says what it may have.
 
 Advantages: REINFORCE++ with a baseline (arXiv 2501.03262): against the group's mean, over the whole batch's deviation.
 Loss: a tapered REINFORCE, after TOPR (arXiv 2503.14286): what was good is imitated; what was bad is avoided the less,
@@ -9,6 +9,8 @@ from collections import defaultdict
 
 import numpy as np
 import torch
+
+OPTIONS = {"loss_mean": "token"}  # fields of the configuration's section `algorithm`; what the user sets there wins
 
 
 def advantages(sequences):

@@ -30,7 +30,7 @@ from clew.loop.learn import learn_from_record, learn_inline
 from clew.record import chain, rows
 from clew.record.bundle import opened, write_bundle
 from clew.record.run import RunDirectory
-from clew.training import checkpoint, losses, metrics
+from clew.training import checkpoint, metrics
 from clew.training.digests import digest_tensors
 from clew.training.engine import TrainEngine
 from clew.view.show import show
@@ -434,7 +434,7 @@ def test_k3_of_an_older_record_differs_by_rounding_alone(
     def record(*overrides: str) -> RunDirectory:
         config = configure(folder, f"root={tmp_path}", "training.steps=3", "checkpoint.every_steps=9", *overrides)
         with monkeypatch.context() as before:
-            before.setitem(losses.KL_ESTIMATORS, "k3", older)
+            before.setitem(ESTIMATORS, "k3", older)
             before.setattr(metrics, "divergences", older_metric)
             learn_inline(config, lambda step, summary: None)
         run = RunDirectory(config.run_path)

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from clew.algorithms import grpo
 from clew.diagnose.blame import blame
 from clew.diagnose.rerun import rerun
 from clew.record import Writer
 from clew.record.run import open_run
-from clew.training.advantages import group_advantages
 from tests.models import tiny_model, tiny_tokenizer
 
 PROMPTS = [f"{i}+{i + 1}=" for i in range(8)]
@@ -77,7 +77,7 @@ def test_trl_leaves_a_run_of_clew(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert len(batch) == 8 and summary["versions"] == [step, step]
         assert {"loss", "grad_norm", "reward", "entropy"} <= summary["metrics"].keys()
         assert summary["metrics"]["reward"] == pytest.approx(np.mean([row.reward for row in batch]), abs=1e-6)
-        advantages = dict(zip((row.id for row in batch), group_advantages(batch), strict=True))
+        advantages = dict(zip((row.id for row in batch), grpo.advantages(batch), strict=True))
         for row in batch:
             prompt = row.input_ids[: int(row.loss_mask.argmax())]
             assert str(tokenizer.decode(prompt)) == row.data["prompt"]

@@ -8,33 +8,38 @@ import numpy as np
 import pytest
 import torch
 
+from clew.algorithms import ADVANTAGES, page
+from clew.algorithms.grpo import normalised
+from clew.algorithms.rewards import centred
+from clew.algorithms.rloo import left_out
 from clew.config import Algorithm
 from clew.errors import ConfigError, TrainingError
 from clew.record.rows import Sequence
-from clew.training.advantages import (
-    centre,
-    group_advantages,
-    leave_one_out,
-    normalise,
-    overlong,
-    sequence_advantages_function,
-)
-from clew.training.gae import advantages_function
+from clew.training.advantages import advantages_function, longest_penalty
 from tests.training.sequences import make_config, make_sequence
+
+
+def group_advantages(sequences: list[Sequence], method: str = "group") -> np.ndarray:
+    return page(ADVANTAGES[method]).advantages(sequences)
+
+
+def normalise(rewards: list[float]) -> np.ndarray:
+    """Return the advantages of episodes of one sequence each."""
+    return normalised([[reward] for reward in rewards])
 
 
 def test_two_rewards_are_as_far_from_the_mean_as_from_each_other():
     # mean 1/2, standard deviation (divided by 2 - 1) sqrt(1/2): ±(1/2) / sqrt(1/2)
-    assert normalise(np.array([0.0, 1.0])) == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)], rel=1e-5)
+    assert normalise([0.0, 1.0]) == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)], rel=1e-5)
 
 
 def test_four_rewards_by_hand():
     # mean 1/4, squared distances 3/16 + 9/16, divided by 3: 1/4, so the standard deviation is 1/2
-    assert normalise(np.array([1.0, 0.0, 0.0, 0.0])) == pytest.approx([1.5, -0.5, -0.5, -0.5], rel=1e-5)
+    assert normalise([1.0, 0.0, 0.0, 0.0]) == pytest.approx([1.5, -0.5, -0.5, -0.5], rel=1e-5)
 
 
 def test_equal_rewards_teach_nothing_but_rounding():
-    assert 0 < np.abs(normalise(np.array([0.7] * 6))).max() < 1e-9
+    assert 0 < np.abs(normalise([0.7] * 6)).max() < 1e-9
 
 
 def test_statistics_are_over_episodes_and_within_a_group():
@@ -55,18 +60,18 @@ def test_leave_one_out_of_several_sequences_is_more_than_a_multiple_of_mean():
     """(R_i - mean of its episode) + G / (G - 1) (mean of its episode - m); G / (G - 1) times `mean` of one sequence."""
     rewards = [[4.0, 2.0], [3.0], [9.0]]
     m, of_first = 5.0, 3.0
-    found = leave_one_out(rewards)
+    found = left_out(rewards)
     assert found.tolist() == pytest.approx(
         [(4 - of_first) + 1.5 * (of_first - m), (2 - of_first) + 1.5 * (of_first - m), 1.5 * (3 - m), 1.5 * (9 - m)]
     )
-    assert found[2:].tolist() == pytest.approx((1.5 * centre(rewards))[2:].tolist())
-    assert found[0] != pytest.approx(1.5 * centre(rewards)[0])
+    assert found[2:].tolist() == pytest.approx((1.5 * centred(rewards))[2:].tolist())
+    assert found[0] != pytest.approx(1.5 * centred(rewards)[0])
 
 
 @pytest.mark.parametrize("method", ["group", "mean", "leave_one_out", "batch"])
 def test_a_group_of_one_has_nothing_to_be_compared_with(method: str):
     one = "the batch" if method == "batch" else "g0"
-    with pytest.raises(TrainingError, match=rf"{one} has one scored episode, g0.e0: algorithm.advantages={method}"):
+    with pytest.raises(TrainingError, match=rf"{one} has one scored episode, g0.e0: algorithm.advantages compares"):
         group_advantages([make_sequence("g0.e0.s0")], method)
     assert group_advantages([make_sequence("g0.e0.s0", reward=3.0)], "none") == [3.0]
 
@@ -99,7 +104,13 @@ def test_each_kind_by_hand(method: str, expected: list[float]):
 
 
 def of(**options: Any) -> Any:
-    return sequence_advantages_function(make_config("unused", algorithm=options).algorithm)
+    compute = advantages_function(make_config("unused", algorithm=options).algorithm)
+
+    def of_rows(rows: list[Sequence], reference: Any) -> list[float]:
+        found = compute(rows, reference, None).advantages
+        return [of_row[row.loss_mask][0] for row, of_row in zip(rows, found, strict=True)]
+
+    return of_rows
 
 
 def response(name: str, *turns: tuple[int, int], **columns: Any) -> Sequence:
@@ -111,13 +122,14 @@ def response(name: str, *turns: tuple[int, int], **columns: Any) -> Sequence:
 def test_the_overlong_penalty_by_hand():
     """DAPO, equation 13, with a limit of 100 and a cache of 20."""
     lengths = {10: 0, 80: 0, 81: 0.05, 90: 0.5, 99: 0.95, 100: 1}
-    assert [overlong(response("g0.e0.s0", (length, 100)), 20) for length in lengths] == pytest.approx(
+    assert [longest_penalty(response("g0.e0.s0", (length, 100)), 20) for length in lengths] == pytest.approx(
         list(lengths.values())
     )
-    assert overlong(response("g0.e0.s0", (95, 100), (10, 15), (3, 100)), 20) == pytest.approx(0.75)  # each its own
+    each_its_own = response("g0.e0.s0", (95, 100), (10, 15), (3, 100))
+    assert longest_penalty(each_its_own, 20) == pytest.approx(0.75)
     rows = [response("g0.e0.s0", (100, 100), reward=1.0), response("g0.e1.s0", (9, 100), reward=1.0)]
-    assert of(advantages="none", overlong_penalty=20)(rows, None).tolist() == [0, 1]
-    assert of(advantages="mean", overlong_penalty=20)(rows, None).tolist() == [-0.5, 0.5]
+    assert of(advantages="none", overlong_penalty=20)(rows, None) == [0, 1]
+    assert of(advantages="mean", overlong_penalty=20)(rows, None) == [-0.5, 0.5]
     with pytest.raises(TrainingError, match=r"the record of g0\.e0\.s0 has no interactions"):
         of(overlong_penalty=20)([make_sequence("g0.e0.s0")], None)
 
@@ -130,7 +142,7 @@ def test_a_divergence_in_the_reward_by_hand(estimator: str, token: float):
     compute = of(advantages="none", kl_in="reward", kl_coef=0.1, kl_estimator=estimator)
     assert compute(rows, reference)[0] == pytest.approx(1 - 0.1 * 4 * token, rel=1e-6)
     in_the_loss = of(advantages="none", kl_coef=0.1, kl_estimator=estimator)
-    assert in_the_loss(rows, reference).tolist() == [1, 1]
+    assert in_the_loss(rows, reference) == [1, 1]
 
 
 # The user's own ------------------------------------------------------------------------------------------------------
@@ -203,8 +215,8 @@ def two(sequences: list[Sequence], more: int) -> list[float]:
 def test_advantages_of_the_users_own_get_the_reward_that_is_trained_on():
     rows = [response("g0.e0.s0", (100, 100), reward=1.0), response("g0.e1.s0", (9, 100), reward=0.5)]
     name = "tests.training.test_advantages.ranks"
-    assert list(of(advantages=name)(rows, None)) == [1, 0]
-    assert list(of(advantages=name, overlong_penalty=20)(rows, None)) == [0, 1]
+    assert of(advantages=name)(rows, None) == [1, 0]
+    assert of(advantages=name, overlong_penalty=20)(rows, None) == [0, 1]
 
 
 def test_advantages_of_the_users_own_may_differ_from_token_to_token():

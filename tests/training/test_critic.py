@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from clew.algorithms.gae import value_loss
 from clew.errors import ModelError, RecordError, TrainingError
 from clew.models import load_value_model
 from clew.training import checkpoint
 from clew.training.engine import TrainEngine
-from clew.training.losses import value_loss
 from tests.models import VOCAB, tiny_model, tiny_tokenizer
 from tests.training.sequences import make_batch, make_config
 

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from clew.algorithms.gae import gae, whitened
 from clew.record.rows import Sequence
-from clew.training.gae import advantages_function, gae, token_rewards, whiten
+from clew.training.advantages import advantages_function, token_rewards
 from tests.training.sequences import make_config, make_sequence
 
 
@@ -84,7 +85,7 @@ def test_turns_are_next_to_each_other_and_advantages_are_whitened_over_the_batch
     trained = np.concatenate([each[row.loss_mask] for each, row in zip(found.advantages, rows, strict=True)])
     assert trained == pytest.approx(expected, rel=1e-4) and found.advantages[0].dtype == np.float32
     assert not found.advantages[0][~rows[0].loss_mask].any()
-    assert whiten(np.array([3.0])).tolist() == [0] and whiten(np.zeros(0)).tolist() == []
+    assert whitened(np.array([3.0])).tolist() == [0] and whitened(np.zeros(0)).tolist() == []
 
 
 def test_an_overlong_response_loses_its_penalty_at_the_end():

@@ -10,25 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from clew.algorithms import PRESETS
-from clew.config import Config
+from clew.algorithms import LOSSES, PRESETS, page
+from clew.algorithms.gae import value_loss
+from clew.algorithms.kl import divergences, k1, k2, k3
+from clew.algorithms.losses import PolicyLoss, TrainedTokens
+from clew.config import Algorithm, Config
 from clew.errors import ConfigError, TrainingError
 from clew.models import load_model, load_value_model
 from clew.training.batching import loss_weights
 from clew.training.critic import ValueModel
-from clew.training.losses import (
-    PolicyLoss,
-    dpo_loss,
-    k1,
-    k2,
-    k3,
-    loss_function,
-    policy_loss,
-    preference_loss,
-    supervised_loss,
-    value_loss,
-)
-from clew.training.metrics import divergences
+from clew.training.losses import loss_function
+from clew.training.preferences import dpo_loss, preference_loss, supervised_loss
 from clew.training.scoring import Scores, score
 from tests.models import tiny_model, tiny_tokenizer
 from tests.training.sequences import make_config, make_sequence
@@ -39,6 +31,13 @@ OPTIONS: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.3, "importance_cap": 
 
 def logs(*probabilities: float) -> Tensor:
     return torch.tensor([LN(p) for p in probabilities], dtype=torch.float64)
+
+
+def policy_loss(**given: Any) -> PolicyLoss:
+    """Return a built-in loss of tensors and options, by name."""
+    tensors = {name: value for name, value in given.items() if name.endswith("_N")}
+    options = Algorithm(**{name: value for name, value in given.items() if name not in tensors})
+    return page(LOSSES[options.loss]).loss(TrainedTokens(**tensors), options)
 
 
 def test_ratio_clip_and_weight_by_hand():
@@ -394,8 +393,8 @@ def plain(logprobs_N: Tensor, advantages_N: Tensor) -> tuple[Tensor, dict[str, A
     return -logprobs_N * advantages_N, {"sign": advantages_N.sign(), "half": 0.5}
 
 
-def relative(*, clip_high: float, **everything: Any) -> PolicyLoss:
-    return policy_loss(clip_high=2 * clip_high, **everything)
+def relative(tokens: TrainedTokens, options: Algorithm, clip_high: float, **_: Any) -> PolicyLoss:
+    return page("ppo").loss(tokens, options.model_copy(update={"clip_high": 2 * clip_high}))
 
 
 def scalar(logprobs_N: Tensor, **_: Any) -> Any:

@@ -1,0 +1,78 @@
+"""Published algorithms, one page each, and the options that they stand for. Read `grpo.py` first, then `ppo.py`.
+
+A page is a module with OPTIONS, `advantages` and `loss`. What a page takes over from an earlier paper it imports from
+that paper's page. A user's own algorithm is a module of the same form, in which each of the three may be missing.
+
+This package is pure: tensors and arrays in, tensors and arrays out. Pages are loaded when they are needed, so that
+importing the package imports neither NumPy nor torch; computing imports no torch either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any, Literal, get_args
+
+from clew import dotted
+from clew.errors import ConfigError
+
+Preset = Literal["grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "ppo", "gspo", "cispo"]
+PRESETS: tuple[str, ...] = get_args(Preset)
+"""Published algorithms. Each has a page of this name."""
+
+ADVANTAGES = {
+    "group": "grpo",
+    "batch": "reinforce_pp",
+    "mean": "dr_grpo",
+    "leave_one_out": "rloo",
+    "none": "rewards",
+    "gae": "ppo",
+}
+"""Built-in advantages, and the page that defines each. Anything else is the dotted path of a function."""
+
+WITHIN_GROUP = ("group", "mean", "leave_one_out")
+"""Advantages that compare the episodes of a group, and so need at least two of them."""
+
+LOSSES = {"clip": "ppo", "cispo": "cispo"}
+"""Built-in losses, and the page that defines each. Anything else is the dotted path of a function."""
+
+FORMULAS = 2
+"""Version of Clew's own formulas, so that a replay knows which ones a record was made with.
+
+It is raised when a formula gives other numbers than before from the same inputs. 2: k3 is computed with expm1, and
+clip_share counts what CISPO and the dual clip hold.
+"""
+
+
+def page(name: str) -> Any:
+    """Return a page of this package."""
+    return import_module(f"{__name__}.{name}")
+
+
+def preset_options(preset: str, *, max_new_tokens: int = 256) -> dict[str, Any]:
+    """Return the options that a preset sets, by their dotted names. All other fields keep their defaults.
+
+    Args:
+        preset: The name of a published algorithm, or the dotted path of a user's page. That page's functions become
+            algorithm.advantages and algorithm.loss, unless its OPTIONS name others.
+        max_new_tokens: The limit of the sampling, on which some options depend.
+
+    Raises:
+        ConfigError: The user's page cannot be loaded, or has nothing that a page has.
+    """
+    if preset in PRESETS:
+        options = page(preset).OPTIONS
+    else:
+        own = dotted.load_module(preset, "algorithm.preset")
+        functions = {name: f"{preset}.{name}" for name in ("advantages", "loss") if hasattr(own, name)}
+        options = getattr(own, "OPTIONS", {})
+        if not isinstance(options, Mapping) or not (functions or options):
+            raise ConfigError(
+                f"algorithm.preset={preset}: expected a module with any of OPTIONS (a dict), advantages and loss "
+                f"(functions); {own.__file__} has none."
+            )
+        options = functions | dict(options)
+    return {
+        name if "." in name else f"algorithm.{name}": value(max_new_tokens) if callable(value) else value
+        for name, value in options.items()
+    }

@@ -1,0 +1,33 @@
+"""Dr. GRPO, "GRPO done right": arXiv 2503.20783.
+
+GRPO without the two divisors that bias it: neither the standard deviation of a group's rewards (questions that are too
+easy or too hard would count more) nor the length of a response (long wrong responses would count less):
+
+    J = 1/G sum_i 1/L sum_t min(r_t A_i, clip(r_t, 1 - eps, 1 + eps) A_i)        A_i = R_i - mean(R)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceABC
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from clew.algorithms.ppo import loss
+from clew.algorithms.rewards import centred, within_groups
+
+if TYPE_CHECKING:
+    from clew.record.rows import Sequence
+
+__all__ = ["OPTIONS", "advantages", "loss"]
+
+OPTIONS = {
+    "advantages": "mean",
+    "loss_mean": "constant",
+    "loss_constant": lambda max_new_tokens: max_new_tokens,  # L: the paper's is the generation budget
+}
+
+
+def advantages(sequences: SequenceABC[Sequence]) -> np.ndarray:
+    """Return the advantage of each sequence of a step, R_i - mean(R) over its group: [sequences] float32."""
+    return within_groups(sequences, centred)

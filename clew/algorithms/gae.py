@@ -1,0 +1,56 @@
+"""Generalized advantage estimation, arXiv 1506.02438, and the loss of the critic whose values it takes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from clew.algorithms.rewards import EPSILON
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def gae(rewards_N: np.ndarray, values_N: np.ndarray, *, gamma: float, lam: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return advantages and returns of one sequence's N actions, [N] float64. The value after the last action is 0.
+
+    delta_t = r_t + gamma V_{t+1} - V_t,  A_t = delta_t + gamma lam A_{t+1}   (equation 16)
+
+    R_t = A_t + V_t: with lam = 1 the discounted rewards from t on, with lam = 0 the estimate one step ahead.
+
+    Args:
+        values_N: Value of the state before each action.
+    """
+    values, advantages = values_N.astype(np.float64).tolist(), np.zeros(len(values_N))
+    after = after_value = 0.0
+    for t in reversed(range(len(values))):
+        after = float(rewards_N[t]) + gamma * after_value - values[t] + gamma * lam * after
+        advantages[t], after_value = after, values[t]
+    return advantages, advantages + values
+
+
+def whitened(advantages_N: np.ndarray) -> np.ndarray:
+    """Return (A - mean) / (standard deviation + EPSILON) over the tokens of a step; the deviation divides by N - 1.
+
+    verl does so, too; the papers do not.
+    """
+    centred_N = advantages_N - advantages_N.mean() if len(advantages_N) else advantages_N
+    return centred_N / (np.sqrt((centred_N**2).sum() / max(1, len(centred_N) - 1)) + EPSILON)
+
+
+def value_loss(values_N: Tensor, old_N: Tensor, returns_N: Tensor, clip: float | None) -> Tensor:
+    """Return half the squared distance of each value from its return, or of its clipped value if that is further: [N].
+
+    1/2 max((V - R)^2, (V_old + clamp(V - V_old, -clip, clip) - R)^2), as in PPO's code (arXiv 2005.12729).
+
+    Args:
+        values_N: Current values, which carry the gradient.
+        old_N: Values when the step began.
+        clip: Largest change of a value; None: no clip.
+    """
+    squares_N = (values_N - returns_N) ** 2
+    if clip is not None:
+        held_N = old_N + (values_N - old_N).clamp(-clip, clip)
+        squares_N = squares_N.maximum((held_N - returns_N) ** 2)
+    return squares_N / 2

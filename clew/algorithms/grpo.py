@@ -1,0 +1,41 @@
+"""GRPO, group relative policy optimization: DeepSeekMath, arXiv 2402.03300.
+
+Equation 3, of which the loss is the negative, with the divergence of equation 4 (k3):
+
+    J = 1/G sum_i 1/|o_i| sum_t ( min(r_t A_i, clip(r_t, 1 - eps, 1 + eps) A_i) - beta D_KL )
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceABC
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from clew.algorithms.ppo import loss  # the minimum in equation 3 is PPO's
+from clew.algorithms.rewards import EPSILON, Rewards, centred, deviation, within_groups
+
+if TYPE_CHECKING:
+    from clew.record.rows import Sequence
+
+__all__ = ["OPTIONS", "advantages", "loss"]
+
+OPTIONS = {
+    "advantages": "group",
+    "loss_mean": "sequence",  # 1/G sum_i 1/|o_i| sum_t
+    "kl_coef": 0.04,  # beta in section 4.2; the divergence is a term of the loss, by k3, which are the defaults
+}
+
+
+def advantages(sequences: SequenceABC[Sequence]) -> np.ndarray:
+    """Return the advantage of each sequence of a step against its group (section 4.1.2): [sequences] float32."""
+    return within_groups(sequences, normalised)
+
+
+def normalised(rewards_ES: Rewards) -> np.ndarray:
+    """Return (r_i - mean(r)) / std(r) over the episodes of a group.
+
+    The deviation divides by G - 1, as in TRL and verl; the paper does not say. Equal rewards give zero up to rounding,
+    about 1e-10.
+    """
+    return centred(rewards_ES) / (deviation(rewards_ES) + EPSILON)

@@ -1,0 +1,54 @@
+"""Estimates of KL(p || q) at a token, from a sample of p: Schulman, http://joschu.net/blog/kl-approx.html"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LOG_RATIO_LIMIT = 20.0
+"""Largest logarithm of a ratio of probabilities that is exponentiated (a ratio of 4.9e8). verl has the same limit."""
+
+
+def k1(logprobs_N: Tensor, other_N: Tensor) -> Tensor:
+    """Return log(p/q) of each token.
+
+    Its own gradient is 0 on average, so it has no effect in a loss; it belongs in the reward.
+
+    Args:
+        logprobs_N: log p.
+        other_N: log q.
+    """
+    return logprobs_N - other_N
+
+
+def k2(logprobs_N: Tensor, other_N: Tensor) -> Tensor:
+    """Return log(p/q)^2 / 2 of each token. Biased, but its gradient on samples of p is not."""
+    return 0.5 * (logprobs_N - other_N) ** 2
+
+
+def k3(logprobs_N: Tensor, other_N: Tensor) -> Tensor:
+    """Return q/p - log(q/p) - 1 of each token: unbiased, never negative, zero where p = q.
+
+    expm1 keeps what exp(x) - 1 would round away: in float32, for p and q that differ by less than 1e-4, the sum would
+    be noise of either sign. log(q/p) is limited to LOG_RATIO_LIMIT.
+    """
+    log_ratio_N = (other_N - logprobs_N).clamp(max=LOG_RATIO_LIMIT)
+    return log_ratio_N.expm1() - log_ratio_N
+
+
+ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
+
+
+def divergences(logprobs_N: np.ndarray, other_N: np.ndarray, estimator: str) -> np.ndarray:
+    """Return the estimates by k1, k2 or k3 of arrays: [N] float64. What no gradient is needed of is computed so."""
+    log_ratio_N = logprobs_N.astype(np.float64) - other_N
+    if estimator == "k1":
+        return log_ratio_N
+    if estimator == "k2":
+        return log_ratio_N**2 / 2
+    inverse_N = np.minimum(-log_ratio_N, LOG_RATIO_LIMIT)
+    return np.expm1(inverse_N) - inverse_N

@@ -1,0 +1,35 @@
+"""REINFORCE++: arXiv 2501.03262, the variant without a baseline.
+
+PPO's clipped objective without a critic: the advantage of a response is its reward, less the divergence from the first
+model, normalised over the whole batch instead of the group. The paper puts the divergence on each token, Clew on the
+response, because all its tokens share one advantage. The variant with a baseline is examples/my_algorithm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceABC
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from clew.algorithms.grpo import normalised
+from clew.algorithms.ppo import loss
+from clew.algorithms.rewards import within_groups
+
+if TYPE_CHECKING:
+    from clew.record.rows import Sequence
+
+__all__ = ["OPTIONS", "advantages", "loss"]
+
+OPTIONS = {
+    "advantages": "batch",
+    "loss_mean": "token",
+    "kl_in": "reward",
+    "kl_estimator": "k1",
+    "kl_coef": 0.01,  # only a start
+}
+
+
+def advantages(sequences: SequenceABC[Sequence]) -> np.ndarray:
+    """Return (R_i - mean(R)) / std(R) over all episodes of the step, for each sequence: [sequences] float32."""
+    return within_groups(sequences, normalised, batch=True)

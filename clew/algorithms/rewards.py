@@ -1,0 +1,72 @@
+"""Statistics of rewards that the pages' advantages share. NumPy only.
+
+Statistics are over episodes: an episode of several sequences counts once, as the mean over its sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceABC
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from clew.errors import TrainingError
+
+if TYPE_CHECKING:
+    from clew.record.rows import Sequence
+
+EPSILON = 1e-6
+"""Constant added to a standard deviation, so that equal rewards do not cause a division by zero."""
+
+Rewards = SequenceABC[SequenceABC[float]]
+"""Rewards of the sequences of each episode: one inner list per episode."""
+
+
+def advantages(sequences: SequenceABC[Sequence]) -> np.ndarray:
+    """Return the reward of each sequence as it is: `algorithm.advantages=none`."""
+    return np.array([sequence.reward for sequence in sequences], np.float32)
+
+
+def within_groups(
+    sequences: SequenceABC[Sequence], compute: Callable[[Rewards], np.ndarray], *, batch: bool = False
+) -> np.ndarray:
+    """Return the result of `compute` for the rewards of each group: [sequences] float32, in the order of the sequences.
+
+    Args:
+        batch: Take the whole batch as one group.
+
+    Raises:
+        TrainingError: An episode has no other episode to be compared with.
+    """
+    groups: dict[str, dict[str, list[int]]] = {}
+    for place, sequence in enumerate(sequences):
+        group = "the batch" if batch else sequence.group_id
+        groups.setdefault(group, {}).setdefault(sequence.episode_id, []).append(place)
+    found = np.empty(len(sequences), np.float32)
+    for group, episodes in groups.items():
+        if len(episodes) < 2:
+            raise TrainingError(
+                f"{group} has one scored episode, {next(iter(episodes))}: algorithm.advantages compares episodes and "
+                f"needs two or more. Use a larger rollout.n_samples, or algorithm.advantages=none."
+            )
+        places = [place for episode in episodes.values() for place in episode]
+        found[places] = compute([[sequences[place].reward for place in episode] for episode in episodes.values()])
+    return found
+
+
+def mean(rewards_ES: Rewards) -> float:
+    """Return the mean over episodes."""
+    return float(np.mean([np.mean(rewards_S) for rewards_S in rewards_ES]))
+
+
+def deviation(rewards_ES: Rewards) -> float:
+    """Return the standard deviation over the E episodes; it divides by E - 1."""
+    centre = mean(rewards_ES)
+    squares_E = np.array([np.mean((np.array(rewards_S) - centre) ** 2) for rewards_S in rewards_ES])
+    return float(np.sqrt(np.add.reduce(squares_E) / (len(rewards_ES) - 1)))
+
+
+def centred(rewards_ES: Rewards) -> np.ndarray:
+    """Return reward - mean for each sequence, [sequences] float64."""
+    return np.concatenate([np.array(rewards_S, np.float64) for rewards_S in rewards_ES]) - mean(rewards_ES)

@@ -1,0 +1,43 @@
+"""RLOO, REINFORCE leave-one-out: "Back to basics", arXiv 2402.14740.
+
+    1/k sum_i ( R(y_i, x) - 1/(k - 1) sum_{j != i} R(y_j, x) ) grad log pi(y_i | x)
+
+A whole response is one action, and R is its reward less beta log(pi / pi_ref). Clew clips the ratio of each token,
+which changes nothing when a step has one update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceABC
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from clew.algorithms.ppo import loss
+from clew.algorithms.rewards import Rewards, within_groups
+
+if TYPE_CHECKING:
+    from clew.record.rows import Sequence
+
+__all__ = ["OPTIONS", "advantages", "loss"]
+
+OPTIONS = {
+    "advantages": "leave_one_out",
+    "loss_mean": "constant",  # with 1 below: log pi(y | x) is the sum over the tokens of a response
+    "loss_constant": 1,
+    "kl_in": "reward",
+    "kl_estimator": "k1",  # log(pi / pi_ref)
+    "kl_coef": 0.05,  # TRL's
+}
+
+
+def advantages(sequences: SequenceABC[Sequence]) -> np.ndarray:
+    """Return the advantage of each sequence of a step against the others of its group: [sequences] float32."""
+    return within_groups(sequences, left_out)
+
+
+def left_out(rewards_ES: Rewards) -> np.ndarray:
+    """Return reward - mean over the other episodes of the group, for each sequence."""
+    means_E = np.array([np.mean(rewards_S) for rewards_S in rewards_ES])
+    others_E = (means_E.sum() - means_E) / (len(rewards_ES) - 1)
+    return np.concatenate([np.array(rewards_S) - other for rewards_S, other in zip(rewards_ES, others_E, strict=True)])
