@@ -330,8 +330,7 @@ class AgentSession:
                 rendered=prompt.rendered,
                 reply=reply,
                 raw=self._decode(reply.interaction.output_ids),
-                follows=prompt.extends or prompt.rewritten,
-                extends=prompt.extends is not None,
+                follows=prompt.follows,
             )
             for reply in replies
         ]
@@ -403,9 +402,8 @@ class AgentSession:
             details={"model": ask.model, "tools": ask.shown_tools},
             **sampling,
         )
-        before = prompt.extends or prompt.rewritten
-        if before is not None:
-            interaction.details["follows"] = before.reply.id
+        if prompt.follows is not None:
+            interaction.details["follows"] = prompt.follows.reply.id
         reply = self._reply(ask, prompt, begin, interaction)
         if draft is not None:
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -56,6 +57,18 @@ class Interaction:
     @cached_property
     def all_ids(self) -> list[int]:
         return self.input_ids + self.output_ids
+
+    def is_extended_by(self, input_ids: list[int], images: Sequence[str]) -> bool:
+        """Return whether a prompt begins with exactly this interaction's tokens and images.
+
+        This alone decides whether a later interaction continues the same sequence.
+
+        Args:
+            input_ids: Tokens of the prompt.
+            images: Names of the images that they show, in order. Two images may have the same tokens.
+        """
+        tokens, shown = self.all_ids, self.images
+        return input_ids[: len(tokens)] == tokens and tuple(images[: len(shown)]) == shown
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields that the record keeps besides the tokens."""

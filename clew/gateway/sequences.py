@@ -36,10 +36,10 @@ def assemble(interactions: SequenceABC[Interaction], *, individual: bool = False
     for interaction in sorted(interactions, key=lambda each: each.index):
         extended: list[Interaction] | None = None
         for sequence in sequences if not individual else ():
-            tokens = sequence[-1].all_ids
-            shown = sequence[-1].images
-            begins_with = interaction.input_ids[: len(tokens)] == tokens and interaction.images[: len(shown)] == shown
-            if begins_with and (extended is None or len(tokens) > len(extended[-1].all_ids)):
+            last = sequence[-1]
+            if not last.is_extended_by(interaction.input_ids, interaction.images):
+                continue
+            if extended is None or len(last.all_ids) > len(extended[-1].all_ids):
                 extended = sequence
         if extended is None:
             sequences.append([interaction])

@@ -58,12 +58,16 @@ class Turn:
     """Output of the model, special tokens included."""
     follows: Turn | None = None
     """Turn that the messages continue, if there is one."""
-    extends: bool = False
-    """True if this turn keeps the tokens of `follows`."""
 
     @property
     def all_ids(self) -> list[int]:
         return self.reply.interaction.all_ids
+
+    @cached_property
+    def extends(self) -> bool:
+        """Return whether this turn keeps the tokens of `follows`; if it does not, a new sequence starts."""
+        mine = self.reply.interaction
+        return self.follows is not None and self.follows.reply.interaction.is_extended_by(mine.input_ids, mine.images)
 
     @cached_property
     def conversation(self) -> list[Message]:
@@ -104,9 +108,8 @@ class Prompt:
 
     input_ids: list[int]
     rendered: str
-    extends: Turn | None = None
-    rewritten: Turn | None = None
-    """Turn that the messages continue without keeping its tokens: a new sequence starts."""
+    follows: Turn | None = None
+    """Turn that the messages continue, whether its tokens are kept or not."""
 
 
 class Turns:
@@ -157,17 +160,16 @@ class Turns:
             place = len(turn.ask.messages)
             if turn.ask.text is not None or place >= len(ask.messages):
                 continue
-            shown = shown_in(turn.ask.messages) if turn.ask.images else []
-            if images[: len(shown)] != shown:  # their tokens may be the same
-                continue
             message = ask.messages[place]
             stands = stands_for(message, turn.reply)
             tail_ids = self._tail_ids(ask, rendered, turn) if stands or goes_on_in(message, turn.reply) else None
             if tail_ids is not None:
-                return Prompt(input_ids=turn.all_ids + tail_ids, rendered=rendered, extends=turn)
+                input_ids = turn.all_ids + tail_ids
+                if turn.reply.interaction.is_extended_by(input_ids, images):
+                    return Prompt(input_ids=input_ids, rendered=rendered, follows=turn)
             if stands and rewritten is None and ask.messages[:place] == turn.ask.messages:
                 rewritten = turn
-        return Prompt(input_ids=self._encode(rendered), rendered=rendered, rewritten=rewritten)
+        return Prompt(input_ids=self._encode(rendered), rendered=rendered, follows=rewritten)
 
     def branch(self, turn: Turn) -> Branch | None:
         """Return how a turn differs from the conversation that it should have continued; None if it is no branch.
