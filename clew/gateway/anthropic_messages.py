@@ -6,13 +6,12 @@ import json
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 
 from clew.gateway.dialect import Ask, Form, Message, Refusal, Reply, Stream, ToolCall, encoded, is_utf8, pieces
+from clew.gateway.fields import LARGEST, Body, Fields, Quiet, read
 from clew.gateway.images import Base64, Content, by_name, content_of
-from clew.gateway.neutral import Lenient, notes_on_extras
 from clew.gateway.openai_chat import notes_on_strict
-from clew.gateway.strict import LARGEST, Strict, read
 
 KEEP_ALIVE: bytes = b'event: ping\ndata: {"type":"ping"}\n\n'
 
@@ -34,23 +33,10 @@ BILLING = "x-anthropic-billing-header:"
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-class _Hints(Strict):
-    """Fields that are accepted and have no effect, like a part's cache_control and a thinking block's signature."""
-
-    cache_control: Any = None
-    inference_geo: Any = None
-    metadata: Any = None
-    service_tier: Any = None
-    speed: Any = None
-    user_profile_id: Any = None
-    workspace_id: Any = None
-
-
-class _Text(Strict):
+class _Text(Fields):
     type: Literal["text"]
     text: str
     citations: list[Any] = Field(default_factory=list, max_length=0)
-    cache_control: Any = None
 
 
 def _as_blocks(content: Any) -> Any:
@@ -60,76 +46,67 @@ def _as_blocks(content: Any) -> Any:
 _Texts = Annotated[list[_Text], BeforeValidator(_as_blocks, json_schema_input_type=str | list[_Text])]
 
 
-class _Source(Strict):
+class _Source(Fields):
     type: Literal["base64"] = Field(description="The gateway fetches nothing.")
     media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
     data: Base64
 
 
-class _Image(Strict):
+class _Image(Fields):
     type: Literal["image"]
     source: _Source
-    cache_control: Any = None
 
 
-class _ToolReference(Strict):
+class _ToolReference(Fields):
     type: Literal["tool_reference"]
     tool_name: str
-    cache_control: Any = None
 
 
 _Results = list[Annotated[_Text | _Image | _ToolReference, Field(discriminator="type")]]
 
 
-class _Thinking(Strict):
+class _Thinking(Fields):
     type: Literal["thinking"]
     thinking: str
     signature: str = ""
 
 
-class _Direct(Strict):
-    type: Literal["direct"]
-
-
-class _ToolUse(Strict):
+class _ToolUse(Fields):
     type: Literal["tool_use"]
     id: str
     name: str
     input: dict[str, Any]
-    caller: _Direct | None = None
-    cache_control: Any = None
 
 
-class _ToolResult(Lenient):
+class _ToolResult(Fields):
     type: Literal["tool_result"]
     tool_use_id: str
     content: Annotated[_Results, BeforeValidator(_as_blocks, json_schema_input_type=str | _Results)] = Field(
         default_factory=list, description="A tool_reference stands for the tool's definition, in JSON."
     )
     is_error: bool = Field(default=False, description="The template gets it as is_error of the tool's message.")
-    cache_control: Any = None
 
 
 _UserBlocks = list[Annotated[_Text | _Image | _ToolResult, Field(discriminator="type")]]
 _AssistantBlocks = list[Annotated[_Text | _Thinking | _ToolUse, Field(discriminator="type")]]
 
 
-class _System(Strict):
+class _System(Fields):
     role: Literal["system"]
     content: _Texts
 
 
-class _User(Lenient):
+class _User(Fields):
     role: Literal["user"]
     content: Annotated[_UserBlocks, BeforeValidator(_as_blocks, json_schema_input_type=str | _UserBlocks)]
 
 
-class _Assistant(Strict):
+class _Assistant(Fields):
     role: Literal["assistant"]
     content: Annotated[_AssistantBlocks, BeforeValidator(_as_blocks, json_schema_input_type=str | _AssistantBlocks)]
 
 
-class _Tool(Strict):
+class _Tool(Fields):
     type: Literal["custom"] = "custom"
     name: str
     description: str | None = None
@@ -137,53 +114,49 @@ class _Tool(Strict):
     strict: bool = Field(default=False, description="Frameworks set it unasked. It is not enforced; a warning says so.")
     defer_loading: bool = Field(default=False, description="The model is told of it where a tool_reference names it.")
     allowed_callers: list[Literal["direct"]] = Field(default_factory=list)
-    input_examples: Any = None
-    cache_control: Any = None
-    eager_input_streaming: Any = None
 
 
-class _ToolChoice(Strict):
+class _ToolChoice(Fields):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool = False
 
 
-class _ThinkingConfig(Strict):
+class _ThinkingConfig(Fields):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = Field(default=None, ge=1, description="An aim; max_tokens is the limit.")
     display: str | None = Field(default=None, description="Thinking is shown in full.")
 
 
-class _Schema(Strict):
+class _Schema(Fields):
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class _OutputConfig(Strict):
+class _OutputConfig(Fields):
     format: _Schema | None = Field(default=None, description="For engines that can hold their output to a schema.")
     effort: str | None = Field(default=None, description="high is what a request without effort gets.")
 
 
-class _ThreadCreate(Strict):
+class _ThreadCreate(Fields):
     type: Literal["create"]
 
 
-class _ThreadContinue(Strict):
+class _ThreadContinue(Fields):
     type: Literal["continue"]
     previous_message_id: str
 
 
-class _Edit(Strict):
-    model_config = ConfigDict(extra="ignore")
+class _Edit(Quiet):
     type: str
     keep: Any = None
 
 
-class _ContextManagement(Strict):
+class _ContextManagement(Fields):
     edits: list[_Edit] = Field(default_factory=list, description="None is made; a warning names those that would be.")
 
 
-class CountRequest(_Hints):
+class CountRequest(Body):
     """The body of /v1/messages/count_tokens."""
 
     model: str
@@ -210,14 +183,14 @@ class MessagesRequest(CountRequest):
 
 def parse(body: dict[str, Any]) -> Ask:
     """See `Dialect.parse`."""
-    request = read(MessagesRequest, body)
+    request, notes = read(MessagesRequest, body)
     sampling: dict[str, Any] = {"max_new_tokens": request.max_tokens}
     for name in ("temperature", "top_p", "top_k"):
         if (value := getattr(request, name)) is not None:
             sampling[name] = value
     if request.stop_sequences:
         sampling["stop"] = tuple(request.stop_sequences)
-    return _ask(request, sampling=sampling, stream=request.stream)
+    return _ask(request, notes, sampling=sampling, stream=request.stream)
 
 
 def parse_count(body: dict[str, Any]) -> Ask:
@@ -226,10 +199,10 @@ def parse_count(body: dict[str, Any]) -> Ask:
     Raises:
         Refusal: See `Dialect.parse`.
     """
-    return _ask(read(CountRequest, body))
+    return _ask(*read(CountRequest, body))
 
 
-def _ask(request: CountRequest, **more: Any) -> Ask:
+def _ask(request: CountRequest, notes: list[str], **more: Any) -> Ask:
     choice = request.tool_choice
     names = [tool.name for tool in request.tools]
     thread = request.thread
@@ -253,7 +226,7 @@ def _ask(request: CountRequest, **more: Any) -> Ask:
         parallel_tool_calls=not choice.disable_parallel_tool_use,
         form=_form(request.output_config),
         template=_variables(request),
-        notes=[*notes_on_strict([tool.name for tool in request.tools if tool.strict]), *_notes(request)],
+        notes=[*notes_on_strict([tool.name for tool in request.tools if tool.strict]), *_notes(request), *notes],
         extras={"thread": follows is not None, "edits": request.context_management is not None},
         **more,
     )
@@ -271,11 +244,7 @@ def _variables(request: CountRequest) -> dict[str, Any]:
 def _notes(request: CountRequest) -> list[str]:
     edits = request.context_management.edits if request.context_management else []
     asked = [edit.type for edit in edits if edit.keep != "all"]
-    notes = [f"the client asks for {', '.join(asked)}: the gateway leaves the context as it is"] if asked else []
-    users = [message for message in request.messages if isinstance(message, _User)]
-    results = [block for message in users for block in message.content if isinstance(block, _ToolResult)]
-    extras = [*(("user messages", each) for each in users), *(("results of tools", each) for each in results)]
-    return [*notes, *notes_on_extras(extras)]
+    return [f"the client asks for {', '.join(asked)}: the gateway leaves the context as it is"] if asked else []
 
 
 def _form(config: _OutputConfig | None) -> Form | None:
@@ -306,13 +275,13 @@ def _messages(request: CountRequest) -> list[Message]:
     return messages
 
 
-def _parts(request: CountRequest) -> Iterator[Strict]:
+def _parts(request: CountRequest) -> Iterator[Fields]:
     for message in request.messages:
         for block in message.content:
             yield from block.content if isinstance(block, _ToolResult) else [block]
 
 
-def _joined(blocks: Sequence[Strict]) -> Content:
+def _joined(blocks: Sequence[Fields]) -> Content:
     """Return the texts and images among these blocks as the content of a message."""
     shown = (block for block in blocks if isinstance(block, _Text | _Image))
     return content_of([block.text if isinstance(block, _Text) else block.source.data for block in shown])

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import orjson
 from fastapi import FastAPI
 from fastapi import Request as HTTPRequest
+from pydantic import ConfigDict
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
@@ -26,7 +27,7 @@ from starlette.responses import Response, StreamingResponse
 from clew.gateway import anthropic_messages, openai_chat, openai_completions, openai_responses
 from clew.gateway.agent_session import AgentSession, Submission
 from clew.gateway.dialect import Ask, Dialect, Refusal, encoded, message_of
-from clew.gateway.strict import Strict, read
+from clew.gateway.fields import Fields, read
 from clew.listening import LARGE_BODY
 
 log = logging.getLogger("clew.gateway")
@@ -86,15 +87,17 @@ class Sessions(Protocol):
         ...
 
 
-class StartSession(Strict):
+class StartSession(Fields):
     """The body of /rl/start_session."""
 
+    model_config = ConfigDict(extra="forbid")
     data: dict[str, Any] | None = None
 
 
-class SetReward(Strict):
+class SetReward(Fields):
     """The body of /rl/set_reward."""
 
+    model_config = ConfigDict(extra="forbid")
     reward: float
     interaction_id: str | None = None
 
@@ -103,7 +106,7 @@ def application(sessions: Sessions) -> FastAPI:
     """Return the ASGI application. All routes run on one event loop, the gateway's."""
     app = FastAPI(title="Clew gateway", docs_url=None, redoc_url=None)
 
-    def serve(path: str, dialect: Dialect, body: type[Strict], handle: Callable[..., Awaitable[Response]]) -> None:
+    def serve(path: str, dialect: Dialect, body: type[Fields], handle: Callable[..., Awaitable[Response]]) -> None:
         async def route(http: HTTPRequest) -> Response:
             try:
                 return await handle(sessions, dialect, http)
@@ -287,7 +290,7 @@ async def _start_session(sessions: Sessions, dialect: Dialect, http: HTTPRequest
     raw = await _read(http) or b"{}"
     if len(raw) > MAX_DATA:
         raise Refusal(413, f"Cannot start a session: its data has more than {MAX_DATA >> 10} KiB.", param="data")
-    body = read(StartSession, _object(raw))
+    body, _ = read(StartSession, _object(raw))
     session, key = sessions.start(key_of(http))
     session.data = body.data or {}
     session.received_bytes = len(raw)
@@ -295,7 +298,7 @@ async def _start_session(sessions: Sessions, dialect: Dialect, http: HTTPRequest
 
 
 async def _set_reward(sessions: Sessions, dialect: Dialect, http: HTTPRequest) -> Response:
-    body = read(SetReward, _object(await _read(http)))
+    body, _ = read(SetReward, _object(await _read(http)))
     session = sessions.own(key_of(http))
     session.set_reward(body.reward, body.interaction_id)
     return json_response({"session_id": session.id, "rewards": session.rewards})

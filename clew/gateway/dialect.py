@@ -229,7 +229,7 @@ class Dialect(Protocol):
         """Parse the body of a request.
 
         Raises:
-            Refusal: A field is unknown, wrong, or asks for something that cannot be done.
+            Refusal: A field is wrong, or asks for something that cannot be done.
         """
         ...
 

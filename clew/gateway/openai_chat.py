@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 
 from clew.gateway.dialect import (
     ANY_OBJECT,
@@ -20,34 +20,28 @@ from clew.gateway.dialect import (
     encoded,
     pieces,
 )
+from clew.gateway.fields import LARGEST, Body, Fields, Quiet, arguments_of, read
 from clew.gateway.images import DataURL, by_name, content_of
-from clew.gateway.neutral import Lenient, Neutral, notes_on_extras, notes_on_neutral
-from clew.gateway.strict import LARGEST, Strict, arguments_of, read
 
 KEEP_ALIVE = b": waiting for the model\n\n"
 DONE = b"data: [DONE]\n\n"
 
 
-class _Text(Strict):
-    """A text part. Its other fields, such as marks for a provider's cache, are not words and are ignored."""
-
-    model_config = ConfigDict(extra="ignore")
+class _Text(Quiet):
     type: Literal["text"]
     text: str
 
 
-class _Refused(Strict):
+class _Refused(Fields):
     type: Literal["refusal"]
     refusal: str
 
 
-class _URL(Strict):
+class _URL(Fields):
     url: DataURL
-    format: Any = Field(default=None, description="litellm sends it; the file says it itself.")
-    detail: Any = Field(default=None, description="The model sees an image as its processor makes it.")
 
 
-class _Image(Strict):
+class _Image(Fields):
     type: Literal["image_url"]
     image_url: _URL
 
@@ -62,31 +56,25 @@ def _as_parts(content: Any) -> Any:
 _Parts = Annotated[list[_Part], BeforeValidator(_as_parts, json_schema_input_type=str | list[_Part])]
 
 
-class _Function(Strict):
+class _Function(Fields):
     name: str
     arguments: str
 
 
-class _Call(Strict):
-    model_config = ConfigDict(extra="ignore")
+class _Call(Quiet):
     id: str | None = None
     type: Literal["function"] = "function"
     function: _Function
 
 
-class _Given(Lenient):
+class _Given(Fields):
     role: Literal["system", "developer", "user", "tool"]
     content: _Parts | None = None
     name: str | None = None
     tool_call_id: str | None = None
-    cache_control: Any = None
-    provider_specific_fields: Any = None
 
 
-class _Said(Strict):
-    """A message of the assistant. Fields that clients keep from a response or add themselves are ignored."""
-
-    model_config = ConfigDict(extra="ignore")
+class _Said(Fields):
     role: Literal["assistant"]
     content: _Parts | None = None
     name: str | None = None
@@ -101,55 +89,54 @@ class _Said(Strict):
 _Message = Annotated[_Given | _Said, Field(discriminator="role")]
 
 
-class _ToolFunction(Strict):
+class _ToolFunction(Fields):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool = Field(default=False, description="Frameworks set it unasked. It is not enforced; a warning says so.")
 
 
-class _Tool(Strict):
+class _Tool(Fields):
     type: Literal["function"]
     function: _ToolFunction
-    cache_control: Any = None
 
 
-class _Chosen(Strict):
+class _Chosen(Fields):
     name: str
 
 
-class _Choice(Strict):
+class _Choice(Fields):
     type: Literal["function"]
     function: _Chosen
 
 
-class _Allowed(Strict):
+class _Allowed(Fields):
     mode: Literal["auto", "required"]
     tools: list[_Choice] = Field(min_length=1)
 
 
-class _AllowedTools(Strict):
+class _AllowedTools(Fields):
     type: Literal["allowed_tools"]
     allowed_tools: _Allowed
 
 
-class _Plain(Strict):
+class _Plain(Fields):
     type: Literal["text", "json_object"]
 
 
-class _Named(Strict):
+class _Named(Fields):
     name: str
     description: str | None = None
     schema_: dict[str, Any] = Field(alias="schema")
     strict: bool = Field(default=True, description="It is enforced in any case, by engines that can.")
 
 
-class _Schema(Strict):
+class _Schema(Fields):
     type: Literal["json_schema"]
     json_schema: _Named
 
 
-class _StreamOptions(Strict):
+class _StreamOptions(Fields):
     include_usage: bool = False
     include_obfuscation: bool = False
     continuous_usage_stats: Literal[False] = False
@@ -159,21 +146,7 @@ def _as_texts(stop: Any) -> Any:
     return [stop] if isinstance(stop, str) else stop
 
 
-class _Hints(Strict):
-    """Fields that are accepted and have no effect."""
-
-    user: Any = None
-    metadata: Any = None
-    store: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_options: Any = None
-    prompt_cache_retention: Any = None
-    verbosity: Any = None
-
-
-class Sampling(_Hints, Neutral):
+class SamplingBody(Body):
     """Fields that /v1/chat/completions and /v1/completions share."""
 
     model: str
@@ -194,7 +167,7 @@ class Sampling(_Hints, Neutral):
     )
 
 
-class ChatRequest(Sampling):
+class ChatRequest(SamplingBody):
     """The body of /v1/chat/completions."""
 
     messages: list[_Message] = Field(min_length=1)
@@ -218,15 +191,12 @@ class ChatRequest(Sampling):
 
 def parse(body: dict[str, Any]) -> Ask:
     """See `Dialect.parse`."""
-    request = read(ChatRequest, body)
+    request, notes = read(ChatRequest, body)
     if request.top_logprobs and not request.logprobs:
         raise Refusal(400, "top_logprobs needs logprobs=true. Set it, or leave top_logprobs out.", param="top_logprobs")
     choice = request.tool_choice
-    tools = [
-        tool.model_dump(exclude_none=True, exclude={"function": {"strict"}, "cache_control": True})
-        for tool in request.tools
-    ]
-    notes = notes_on_strict([tool.function.name for tool in request.tools if tool.function.strict])
+    tools = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in request.tools]
+    notes += notes_on_strict([tool.function.name for tool in request.tools if tool.function.strict])
     if isinstance(choice, _AllowedTools):
         allowed = [tool.function.name for tool in choice.allowed_tools.tools]
         tools, tool_choice, note = allowed_tools(tools, allowed, choice.allowed_tools.mode)
@@ -237,10 +207,6 @@ def parse(body: dict[str, Any]) -> Ask:
             raise Refusal(400, f"tool_choice names {tool_choice!r}, which is not among the tools.", param="tool_choice")
     if tool_choice == "required" and not tools:
         raise Refusal(400, "tool_choice: required wants a tool, and there are none in tools.", param="tool_choice")
-    notes += notes_on_neutral(request)
-    notes += notes_on_extras(
-        (f"{message.role} messages", message) for message in request.messages if isinstance(message, _Given)
-    )
     sampling = sampling_of(request)
     if (limit := request.max_completion_tokens or request.max_tokens) is not None:
         sampling["max_new_tokens"] = limit
@@ -318,7 +284,7 @@ def allowed_tools(
     return kept, mode, note
 
 
-def sampling_of(request: Sampling) -> dict[str, Any]:
+def sampling_of(request: SamplingBody) -> dict[str, Any]:
     """Return the fields of SamplingParams that the client set."""
     sampling: dict[str, Any] = {
         name: value

@@ -12,11 +12,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from clew.gateway.dialect import Ask, Refusal, Reply, Stream, Token
-from clew.gateway.neutral import notes_on_neutral
+from clew.gateway.fields import LARGEST, read
 from clew.gateway.openai_chat import (
     DONE,
     KEEP_ALIVE,
-    Sampling,
+    SamplingBody,
     event,
     prompt_token_ids,
     refuse,
@@ -25,7 +25,6 @@ from clew.gateway.openai_chat import (
     token_ids_of,
     usage_of,
 )
-from clew.gateway.strict import LARGEST, read
 
 __all__ = ["KEEP_ALIVE", "CompletionRequest", "events", "parse", "refuse", "refuse_in_stream", "respond"]
 
@@ -37,7 +36,7 @@ def _as_texts(prompt: Any) -> Any:
     return [prompt] if isinstance(prompt, str) else prompt
 
 
-class CompletionRequest(Sampling):
+class CompletionRequest(SamplingBody):
     """The body of /v1/completions."""
 
     prompt: Annotated[list[str], BeforeValidator(_as_texts, json_schema_input_type=str | list[str])] = Field(
@@ -52,7 +51,7 @@ class CompletionRequest(Sampling):
 
 def parse(body: dict[str, Any]) -> Ask:
     """See `Dialect.parse`."""
-    request = read(CompletionRequest, body)
+    request, notes = read(CompletionRequest, body)
     if request.best_of not in (None, 1, request.n):
         raise Refusal(400, "best_of is not supported; take the best of n yourself.", param="best_of")
     return Ask(
@@ -62,7 +61,7 @@ def parse(body: dict[str, Any]) -> Ask:
         n=request.n,
         logprobs=request.logprobs,
         stream=request.stream,
-        notes=notes_on_neutral(request),
+        notes=notes,
         extras={"usage": request.stream_options.include_usage, "token_ids": request.return_token_ids},
     )
 

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 
 from clew.gateway.dialect import (
     ANY_OBJECT,
@@ -22,11 +22,10 @@ from clew.gateway.dialect import (
     encoded,
     pieces,
 )
+from clew.gateway.fields import LARGEST, Body, Fields, Quiet, read
 from clew.gateway.images import by_name
-from clew.gateway.neutral import Neutral, notes_on_extras, notes_on_neutral
 from clew.gateway.openai_chat import allowed_tools, notes_on_strict, refuse, variables_of_effort
-from clew.gateway.responses_input import Items, given_in, images_of, messages_of
-from clew.gateway.strict import LARGEST, Strict, read
+from clew.gateway.responses_input import Items, images_of, messages_of
 from clew.gateway.turns import Turn
 
 __all__ = ["KEEP_ALIVE", "ResponsesRequest", "events", "parse", "refuse", "refuse_in_stream", "respond", "with_items"]
@@ -37,25 +36,7 @@ LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"
 
 
-class _Hints(Strict):
-    """Fields that are accepted and have no effect, like the id, status and phase of items.
-
-    The response repeats those that OpenAI's response repeats.
-    """
-
-    client_metadata: Any = None
-    metadata: dict[str, str] = Field(default_factory=dict)
-    max_tool_calls: int | None = Field(default=None, description="Of the provider's own tools, of which there are none")
-    prompt_cache_key: str | None = None
-    prompt_cache_options: Any = None
-    prompt_cache_retention: Any = None
-    safety_identifier: str | None = None
-    service_tier: Any = None
-    store: bool = True
-    user: str | None = None
-
-
-class _Tool(Strict):
+class _Tool(Fields):
     type: Literal["function"]
     name: str
     description: str | None = None
@@ -63,7 +44,7 @@ class _Tool(Strict):
     strict: bool = Field(default=False, description="Frameworks set it unasked. The response says false: not enforced.")
 
 
-class _Namespace(Strict):
+class _Namespace(Fields):
     """A namespace of tools, which are shown to the model as namespace.name."""
 
     type: Literal["namespace"]
@@ -72,27 +53,26 @@ class _Namespace(Strict):
     tools: list[_Tool]
 
 
-class _WebSearch(Strict):
+class _WebSearch(Quiet):
     """A tool of the provider's own, which agents offer by default. The model is not told of it; a warning says so."""
 
-    model_config = ConfigDict(extra="ignore")
     type: Literal["web_search", "web_search_preview"]
 
 
 _Offered = Annotated[_Tool | _Namespace | _WebSearch, Field(discriminator="type")]
 
 
-class _ToolChoice(Strict):
+class _ToolChoice(Fields):
     type: Literal["auto", "none", "required", "function"]
     name: str | None = None
 
 
-class _AllowedTool(Strict):
+class _AllowedTool(Fields):
     type: Literal["function"]
     name: str
 
 
-class _AllowedTools(Strict):
+class _AllowedTools(Fields):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
     tools: list[_AllowedTool] = Field(min_length=1)
@@ -110,11 +90,11 @@ _Choice = Annotated[
 ]
 
 
-class _Plain(Strict):
+class _Plain(Fields):
     type: Literal["text", "json_object"]
 
 
-class _Schema(Strict):
+class _Schema(Fields):
     type: Literal["json_schema"]
     name: str
     description: str | None = None
@@ -122,12 +102,12 @@ class _Schema(Strict):
     strict: bool = Field(default=True, description="It is enforced in any case, by engines that can.")
 
 
-class _TextConfig(Strict):
+class _TextConfig(Fields):
     format: Annotated[_Plain | _Schema, Field(discriminator="type")] = _Plain(type="text")
     verbosity: Literal["low", "medium", "high"] = Field(default="medium", description="A hint.")
 
 
-class _ReasoningConfig(Strict):
+class _ReasoningConfig(Fields):
     effort: str | None = Field(default=None, description="none turns thinking off.")
     summary: Literal["auto", "concise", "detailed"] | None = Field(
         default=None, description="Reasoning is given in full."
@@ -137,11 +117,11 @@ class _ReasoningConfig(Strict):
     mode: Literal["standard"] | None = None
 
 
-class _StreamOptions(Strict):
+class _StreamOptions(Fields):
     include_obfuscation: bool = Field(default=False, description="Accepted; there is none.")
 
 
-class ResponsesRequest(_Hints, Neutral):
+class ResponsesRequest(Body):
     """The body of /v1/responses."""
 
     model: str
@@ -164,6 +144,12 @@ class ResponsesRequest(_Hints, Neutral):
     stream_options: _StreamOptions | None = None
     truncation: Literal["disabled", "auto"] = Field(default="disabled", description="None is done; a warning says so.")
     background: Literal[False] = False
+    metadata: dict[str, str] = Field(default_factory=dict)
+    max_tool_calls: int | None = Field(default=None, description="Of the provider's own tools, of which there are none")
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    store: bool = True
+    user: str | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, description="As vLLM takes them.")
 
 
@@ -207,14 +193,14 @@ def parse(body: dict[str, Any]) -> Ask:
     Extras hold `instructions`. If there are any, they are the first message, ahead of all earlier ones, and replace
     earlier instructions.
     """
-    request = read(ResponsesRequest, body)
+    request, notes = read(ResponsesRequest, body)
     choice = request.tool_choice
     functions = _functions(request.tools)
     tools = [
         {"type": "function", "function": tool.model_dump(exclude_none=True, exclude={"type", "strict"})}
         for tool in functions
     ]
-    notes = [*notes_on_strict([tool.name for tool in functions if tool.strict]), *_notes(request)]
+    notes += [*notes_on_strict([tool.name for tool in functions if tool.strict]), *_notes(request)]
     if isinstance(choice, _AllowedTools):
         tools, tool_choice, note = allowed_tools(tools, [tool.name for tool in choice.tools], choice.mode)
         notes.append(note)
@@ -272,7 +258,7 @@ def _notes(request: ResponsesRequest) -> list[str]:
     ]
     if request.truncation == "auto":
         notes.append("the client asks for truncation: the gateway leaves the context as it is")
-    return [*notes, *notes_on_neutral(request), *notes_on_extras(given_in(request.input))]
+    return notes
 
 
 def _form(asked: _Plain | _Schema) -> Form | None:

@@ -6,27 +6,23 @@ import base64
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from clew.gateway.dialect import Message, Refusal
+from clew.gateway.fields import Fields, arguments_of
 from clew.gateway.images import Content, DataURL, content_of
-from clew.gateway.neutral import Lenient
-from clew.gateway.strict import Strict, arguments_of
 
 
-class _Text(Strict):
+class _Text(Fields):
     type: Literal["input_text", "output_text"]
     text: str
     annotations: list[Any] = Field(default_factory=list, max_length=0)
     logprobs: Any = None
-    prompt_cache_breakpoint: Any = None
 
 
-class _Image(Strict):
+class _Image(Fields):
     type: Literal["input_image"]
     image_url: DataURL
-    detail: Any = Field(default=None, description="The model sees an image as its processor makes it.")
-    prompt_cache_breakpoint: Any = None
 
 
 def _as_texts(content: Any) -> Any:
@@ -37,19 +33,19 @@ _Part = Annotated[_Text | _Image, Field(discriminator="type")]
 _Parts = Annotated[list[_Part], BeforeValidator(_as_texts, json_schema_input_type=str | list[_Part])]
 
 
-class _Item(Strict):
+class _Item(Fields):
     id: str | None = None
     status: str | None = None
 
 
-class _Message(_Item, Lenient):
+class _Message(_Item):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: _Parts
     phase: str | None = None
 
 
-class _Thought(Strict):
+class _Thought(Fields):
     type: Literal["reasoning_text", "summary_text"]
     text: str
 
@@ -61,25 +57,19 @@ class _Reasoning(_Item):
     encrypted_content: str | None = Field(default=None, description="As an earlier response had it.")
 
 
-class _Direct(Strict):
-    type: Literal["direct"]
-
-
 class _FunctionCall(_Item):
     type: Literal["function_call"]
     call_id: str
     name: str
     namespace: str | None = None
     arguments: str
-    caller: _Direct | None = None
 
 
-class _FunctionCallOutput(_Item, Lenient):
+class _FunctionCallOutput(_Item):
     type: Literal["function_call_output"]
     call_id: str
     output: _Parts
     name: str | None = None
-    caller: _Direct | None = None
 
 
 def _kind(item: Any) -> Any:
@@ -154,13 +144,6 @@ def _name_of(call: _FunctionCall) -> str:
 
 def _joined(parts: Sequence[_Part]) -> Content:
     return content_of([part.text if isinstance(part, _Text) else part.image_url for part in parts])
-
-
-def given_in(items: Sequence[Item]) -> list[tuple[str, BaseModel]]:
-    """Return the client's own messages and tool results, each with the name that warnings use for it."""
-    messages = [(f"{item.role} messages", item) for item in items if isinstance(item, _Message)]
-    results = [("results of tools", item) for item in items if isinstance(item, _FunctionCallOutput)]
-    return [pair for pair in [*messages, *results] if pair[0] != "assistant messages"]
 
 
 def images_of(items: Sequence[Item]) -> list[bytes]:

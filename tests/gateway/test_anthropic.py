@@ -193,7 +193,7 @@ def assistant(*blocks):
         ({"stop_sequences": [""]}, "stop_sequences.0", "at least 1 character"),
         ({"thinking": {"type": "between_tools"}}, "thinking.type", "not served"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema", "Field required"),
-        ({"mcp_servers": []}, "mcp_servers", "no such field is served"),
+        ({"mcp_servers": []}, "mcp_servers", "it changes the prompt"),
     ],
 )
 def test_what_is_refused(fields, param, words):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ import requests
 from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, RunConfig, Runner
 from langchain_openai import ChatOpenAI
 
+from clew.gateway.episode_engine import WarningLog
+from tests.gateway.spoken import session_on
 from tests.gateway.test_as_clients_send import CHAT_TOOL, QUESTION, Told
 
 OTHER_TOOL = {"type": "function", "function": {"name": "sub", "parameters": {"type": "object"}}}
@@ -89,6 +93,45 @@ def test_min_tokens_is_honoured(told: Told) -> None:
     assert told.engine.params[0].min_new_tokens == 2
 
 
+BODIES: list[tuple[str, dict[str, Any]]] = [
+    ("/chat/completions", {"messages": [QUESTION]}),
+    ("/completions", {"prompt": "1+2?"}),
+    ("/responses", {"input": "1+2?"}),
+    ("/messages", {"messages": [QUESTION], "max_tokens": 9}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), BODIES)
+def test_a_field_that_a_client_may_send_next_month_is_ignored_with_one_warning(
+    told: Told, caplog: pytest.LogCaptureFixture, path: str, body: dict[str, Any]
+) -> None:
+    """Each session records it; the log of the process has it once, whatever its value."""
+    logged = WarningLog(logging.getLogger("clew.gateway"))
+    told.session.engine.resources = replace(told.session.engine.resources, on_warning=logged.add)
+    told.says = [SAID] * 3
+    for value in (1, 2):
+        told.post(path, {**body, "foresight": value})
+    first = told.session.warnings
+    told.key, told.session = told.gateway.open(session_on(told.engine, "g000001.e0"))
+    told.session.engine.resources = replace(told.session.engine.resources, on_warning=logged.add)
+    told.post(path, {**body, "foresight": {"far": True}})
+    assert first == told.session.warnings == ["the client sends foresight: it has no effect and is ignored"]
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "field"), [("/responses", "top_k"), ("/messages", "seed"), ("/completions", "tools"), ("/messages", "n")]
+)
+def test_a_field_that_only_another_endpoint_honours_is_refused(told: Told, path: str, field: str) -> None:
+    error = told.post(path, {**dict(BODIES)[path], field: 1}, 400)["error"]
+    assert error["message"].startswith(f"Cannot honour {field}: this endpoint has no such setting")
+
+
+def test_a_hundred_unknown_fields_hide_none_that_is_refused(told: Told) -> None:
+    body = {"messages": [QUESTION], **{f"new{number}": 0 for number in range(200)}, "frequency_penalty": 0.3}
+    assert told.post("/chat/completions", body, 400)["error"]["param"] == "frequency_penalty"
+
+
 def test_keys_that_frameworks_add_to_messages_are_ignored_with_one_warning_each(told: Told) -> None:
     told.says = [CALL, SAID, SAID]
     user = {**QUESTION, "id": "msg_1", "timestamp": 17, "metadata": {"a": 1}}
@@ -114,7 +157,7 @@ def test_keys_that_frameworks_add_to_claudes_messages(told: Told) -> None:
     told.post("/messages", {"max_tokens": 9, "messages": [{"role": "user", "content": [result], "id": "m"}]})
     assert told.session.warnings == [
         "the client adds 'id' to user messages: the model does not see it",
-        "the client adds 'name' to results of tools: the model does not see it",
+        "the client adds 'name' to tool_result: the model does not see it",
     ]
 
 

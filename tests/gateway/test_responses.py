@@ -245,7 +245,7 @@ def test_what_goes_on_from_an_earlier_response_is_only_what_is_new():
         ({"truncation": "middle"}, "truncation", "should be 'disabled' or 'auto'"),
         ({"background": True}, "background", "should be False"),
         ({"metadata": {"a": 1}}, "metadata.a", "valid string"),
-        ({"prompt": {"id": "p"}}, "prompt", "no such field is served"),
+        ({"prompt": {"id": "p"}}, "prompt", "it changes the prompt"),
     ],
 )
 def test_what_is_refused(fields, param, words):

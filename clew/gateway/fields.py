@@ -1,0 +1,230 @@
+"""Reading of a request's body: what each field may be, and what happens to fields that the gateway does not know.
+
+An unknown field is accepted with a warning, because client libraries add fields all the time. A field that would change
+what is generated, and that cannot be honoured, is refused by name: see `REFUSED`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, model_validator
+
+from clew.gateway.dialect import Refusal
+
+LARGEST = 2**31 - 1
+"""Maximum of the counts that a client may send."""
+
+MAX_NOTES = 100
+"""Maximum number of warnings about one request."""
+
+NOT_SERVED = {
+    "input_audio": "the model takes text alone",
+    "file": "the model takes text alone",
+}
+"""Reason why a `type` is not served; for other types, the error lists the ones that are."""
+
+PENALTY = (
+    "it changes the distribution that tokens are drawn from, and the trainer cannot compute that distribution again. "
+    "Training needs {neutral}. Set {name}={neutral} in the client"
+)
+IN_CLIENTS = (
+    ": ChatOpenAI({name}=0) in browser-use (which sends frequency_penalty=0.3 by default) and in langchain, "
+    "ModelSettings({name}=0) in openai-agents and pydantic-ai, completion({name}=0) in litellm; with the openai "
+    "package leave it out"
+)
+CHANGES_TOKENS = "it changes which tokens are drawn, and the engine has no such setting. Leave it out"
+CHANGES_PROMPT = "it changes the prompt, and the gateway renders the chat template in one way only. Leave it out"
+CHANGES_ANSWER = "the gateway has no such answer. Leave it out"
+ELSEWHERE = "this endpoint has no such setting, although another one has. Leave it out"
+NOT_A_FIELD = "it is an argument of the openai package, not a field. Put what it holds into the request itself"
+
+NEVER: Any = object()
+"""Neutral value of a field that is refused with every value."""
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "frequency_penalty": (0, PENALTY + IN_CLIENTS),
+    "presence_penalty": (0, PENALTY + IN_CLIENTS),
+    "repetition_penalty": (1, PENALTY),
+    "logit_bias": ({}, CHANGES_TOKENS),
+    "typical_p": (1, CHANGES_TOKENS),
+    "top_a": (0, CHANGES_TOKENS),
+    "use_beam_search": (False, CHANGES_TOKENS),
+    "ignore_eos": (False, CHANGES_TOKENS),
+    "stop_token_ids": ([], "the gateway takes strings. Use stop"),
+    "bad_words": ([], CHANGES_TOKENS),
+    "functions": ([], "tools replaced it. Use tools"),
+    "add_generation_prompt": (True, CHANGES_PROMPT),
+    "continue_final_message": (False, CHANGES_PROMPT),
+    "documents": ([], CHANGES_PROMPT),
+    "include_stop_str_in_output": (False, CHANGES_ANSWER),
+    "return_tokens_as_token_ids": (False, CHANGES_ANSWER),
+    "return_hidden_states": (False, CHANGES_ANSWER),
+    "include_reasoning": (True, CHANGES_ANSWER),
+    "separate_reasoning": (True, CHANGES_ANSWER),
+    "extra_body": ({}, NOT_A_FIELD),
+    "extra_headers": ({}, NOT_A_FIELD),
+    "echo": (False, CHANGES_ANSWER),
+    **dict.fromkeys(("audio", "background", "prompt_logprobs"), (NEVER, CHANGES_ANSWER)),
+    **dict.fromkeys(
+        ("chat_template", "container", "conversation", "mcp_servers", "prompt", "truncate_prompt_tokens"),
+        (NEVER, CHANGES_PROMPT),
+    ),
+    "web_search_options": (NEVER, CHANGES_PROMPT),
+    **dict.fromkeys(
+        (
+            *("allowed_token_ids", "custom_logit_processor", "dry_multiplier", "ebnf", "grammar", "guided_choice"),
+            *("guided_grammar", "guided_json", "guided_regex", "json_schema", "logits_processors", "lora_path"),
+            *("no_repeat_ngram_size", "regex", "structural_tag", "structured_outputs", "xtc_probability"),
+        ),
+        (NEVER, CHANGES_TOKENS),
+    ),
+}
+"""Fields that would change what is generated, with the only value that is accepted and the reason for the others."""
+
+BODY_HINTS = frozenset(
+    (
+        *("cache_control", "client_metadata", "inference_geo", "metadata", "prompt_cache_key", "prompt_cache_options"),
+        *("prompt_cache_retention", "safety_identifier", "service_tier", "speed", "store", "user", "user_profile_id"),
+        *("verbosity", "workspace_id"),
+    )
+)
+PART_HINTS = frozenset(
+    (
+        *("cache_control", "caller", "detail", "eager_input_streaming", "format", "input_examples"),
+        *("prompt_cache_breakpoint", "provider_specific_fields"),
+    )
+)
+"""Fields for a provider's own accounting and speed: they are ignored without a warning."""
+
+
+class Fields(BaseModel):
+    """A JSON object. A null counts as a field that is not there; an unknown field is ignored, with a warning."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_known(cls, value: Any, info: ValidationInfo) -> Any:
+        if not isinstance(value, dict):
+            return value
+        known, notes = _known(cls), info.context
+        given = {name: one for name, one in value.items() if one is not None}
+        for name in given:
+            if name not in known and given.get("role") != "assistant":  # clients keep more of a reply than its words
+                note = cls._note_on(name, given)
+                assert notes is not None
+                if len(notes) < MAX_NOTES:
+                    notes.append(note)
+        return given
+
+    @classmethod
+    def _note_on(cls, name: str, given: dict[str, Any]) -> str:
+        """Return the warning about a field that is not known."""
+        role = given.get("role")
+        owner = f"{role} messages" if role else given.get("type") or cls.__name__.strip("_")
+        return f"the client adds {name!r:.80} to {owner!s:.80}: the model does not see it"
+
+
+class Body(Fields):
+    """The body of a request."""
+
+    @classmethod
+    def _note_on(cls, name: str, given: dict[str, Any]) -> str:
+        value = given[name]
+        shown = f"={value}" if isinstance(value, int | float) and name in REFUSED else ""
+        neutral, why = REFUSED.get(name, (NEVER, ELSEWHERE) if name in _fields_of_all() else (value, ""))
+        no_bias = name == "logit_bias" and isinstance(value, dict) and not any(value.values())
+        if value != neutral and not no_bias:
+            words = why.replace("{name}", name).replace("{neutral}", str(neutral))
+            raise Refusal(400, f"Cannot honour {name}{shown}: {words}.", param=name)
+        return f"the client sends {name:.80}{shown}: it has no effect and is ignored"
+
+
+class Quiet(Fields):
+    """An object to which clients add fields of their own, which are ignored without a warning."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_known(cls, value: Any) -> Any:
+        return {name: one for name, one in value.items() if one is not None} if isinstance(value, dict) else value
+
+
+@functools.cache
+def _known(model: type[Fields]) -> frozenset[str]:
+    """Return the names of a model's fields, and of those that are ignored without a warning."""
+    names = (field.alias or name for name, field in model.model_fields.items())
+    return frozenset(names) | (BODY_HINTS if issubclass(model, Body) else PART_HINTS)
+
+
+@functools.cache
+def _fields_of_all() -> frozenset[str]:
+    """Return the names of the fields that a request can have at any endpoint."""
+    models, names = [Body], set[str]()
+    while models:
+        model = models.pop()
+        models += model.__subclasses__()
+        names |= model.model_fields.keys()
+    return frozenset(names)
+
+
+F = TypeVar("F", bound=Fields)
+
+
+def read(model: type[F], body: dict[str, Any]) -> tuple[F, list[str]]:
+    """Return the body as a model, and warnings about fields that have no effect.
+
+    Raises:
+        Refusal: A field is missing or wrong, or would change what is generated; the first one is named.
+    """
+    notes: list[str] = []
+    try:
+        return model.model_validate(body, context=notes), list(dict.fromkeys(notes))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+    param = _path(body, first["loc"])
+    why = first["msg"]
+    kind = first.get("ctx", {}).get("tag") or (first["input"] if first["loc"][-1:] == ("type",) else None)
+    if first["type"] == "extra_forbidden":
+        raise Refusal(
+            400,
+            f"Cannot honour {param}: no such field is served here. Leave it out.",
+            param=param,
+            code="unknown_parameter",
+        )
+    if isinstance(kind, str):
+        served = first.get("ctx", {}).get("expected_tags") or first.get("ctx", {}).get("expected")
+        why = NOT_SERVED.get(kind) or f"{kind!r} is not served here, only {served}"
+    elif first["type"] != "missing":
+        why += f", found {str(first['input'])[:200]!r}"
+    raise Refusal(400, f"{param}: {why}.", param=param)
+
+
+def _path(body: Any, location: tuple[int | str, ...]) -> str:
+    """Return the path of an error in the body, without the names of the union members that pydantic tried."""
+    path: list[str] = []
+    value: Any = body
+    tagged: Any = None
+    for place, part in enumerate(location):
+        last = place == len(location) - 1
+        known: dict[Any, Any] = {}
+        if isinstance(value, dict | list):
+            known = value if isinstance(value, dict) else dict(enumerate(value))
+        if part in known and (last or known.get("type") != part or known is tagged):
+            value = known[part]
+        elif not last:
+            tagged = known  # a member's tag, which may be a field's name too
+            continue
+        path.append(str(part))
+    return ".".join(path)
+
+
+def arguments_of(text: str) -> dict[str, Any] | str:
+    """Return a tool call's arguments as chat templates take them: an object, or the text itself if it is not one."""
+    try:
+        arguments = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return arguments if isinstance(arguments, dict) else text
