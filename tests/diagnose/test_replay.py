@@ -22,6 +22,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from clew import config as configuration
+from clew.algorithms.kl import ESTIMATORS
 from clew.diagnose.blame import blame
 from clew.diagnose.diff import diff
 from clew.diagnose.rerun import rerun
