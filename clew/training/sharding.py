@@ -34,6 +34,7 @@ from torch.utils.checkpoint import checkpoint
 from clew.config import Training
 from clew.training.attention import repeated_within
 from clew.training.isolation import check_causal, prepare_for_packing
+from clew.training.pointwise import quicken
 from clew.training.ranks import Ranks
 from clew.training.tensor_parallel import split
 
@@ -50,6 +51,7 @@ def spread(
         ModelError: The model cannot be trained at all.
     """
     check_causal(model)
+    quicken(model)
     prepare_for_packing(model)
     if training.activation_checkpointing:
         checkpoint_activations(model)
