@@ -8,20 +8,48 @@ if sys.argv[:1] == ["-m"] and not sys.flags.safe_path and sys.path[0] in ("", os
     # imports before this line cannot be helped; `clew` and `python -P -m clew` never look there.
     del sys.path[0]
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from clew.api import Run, open_run, replay, train
     from clew.batch import rollout_batch
+    from clew.config import Config
+    from clew.errors import ClewError
+    from clew.record.rows import Sequence
+    from clew.record.writer import Writer
 
-__all__ = ["__version__", "rollout_batch"]
+__all__ = [
+    "ClewError",
+    "Config",
+    "Run",
+    "Sequence",
+    "Writer",
+    "__version__",
+    "open_run",
+    "replay",
+    "rollout_batch",
+    "train",
+]
 
 __version__ = "0.1.0"
 
+_HOMES = {
+    "ClewError": "clew.errors",
+    "Config": "clew.config",
+    "Run": "clew.api",
+    "Sequence": "clew.record.rows",
+    "Writer": "clew.record.writer",
+    "open_run": "clew.api",
+    "replay": "clew.api",
+    "rollout_batch": "clew.batch",
+    "train": "clew.api",
+}
+"""Module that defines each public name."""
+
 
 def __getattr__(name: str) -> Any:
-    """Import public functions only when they are used, so that importing clew imports no torch."""
-    if name == "rollout_batch":
-        from clew.batch import rollout_batch
-
-        return rollout_batch
-    raise AttributeError(f"module 'clew' has no attribute {name!r}")
+    """Import a public name only when it is used, so that `import clew` imports neither torch nor a web server."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'clew' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from clew.config import Config
 from clew.data import load_rows
+from clew.errors import explain_missing
 from clew.record.inbox import group_name
 from clew.record.rows import Sequence as Row
 
@@ -80,7 +81,8 @@ def rollout_batch(
             "inference": {"max_running": max(1, min(256, len(rows) * n_samples))},
         }
     )
-    return asyncio.run(_rollout_batch(config, rows, server))
+    with explain_missing():
+        return asyncio.run(_rollout_batch(config, rows, server))
 
 
 async def _rollout_batch(config: Config, rows: list[dict[str, Any]], server: str | None) -> RolloutBatch:

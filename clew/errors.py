@@ -14,11 +14,25 @@
     ├── RolloutError       too many episodes failed, or no batch can ever be formed
     ├── TrainingError      the trainer met a number that it cannot continue with
     ├── LaunchError        a process died, a port is in use
+    ├── MissingPart        an optional part of Clew that is not installed, such as clew[train]
     └── Interrupted        somebody asked the process to end before its work is done
 
 A message says what was found, where, what was expected and what to do. The command line prints it without a
 traceback and exits with 2, or with 130 after an Interrupted. A programmer's mistake is an ``assert``.
 """
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+EXTRAS = {
+    **dict.fromkeys(("torch", "transformers", "safetensors", "datasets", "jinja2"), "train"),
+    **dict.fromkeys(("aiohttp", "fastapi", "uvicorn", "httptools", "uvloop", "PIL"), "train"),
+    "httpx2": "agents",
+    "peft": "lora",
+    **dict.fromkeys(("matplotlib", "tensorboard"), "plots"),
+    "pandas": "pandas",
+}
+"""Extra of pyproject.toml that installs each optional package."""
 
 
 class ClewError(Exception):
@@ -67,3 +81,23 @@ class LaunchError(ClewError):
 
 class Interrupted(ClewError):
     """Raised when somebody asked the trainer to end before its last step."""
+
+
+class MissingPart(ClewError):
+    """Raised when a package is needed that belongs to an optional part of Clew, and is not installed."""
+
+
+@contextmanager
+def explain_missing() -> Iterator[None]:
+    """Raise MissingPart, which names what to install, where an optional package cannot be imported."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRAS:
+            raise
+        extra = f"clew[{EXTRAS[package]}]"
+        raise MissingPart(
+            f"Cannot do this without {package}, which is not installed. Install it with: pip install '{extra}' (in a "
+            f'checkout: pip install ".[{EXTRAS[package]}]").'
+        ) from error

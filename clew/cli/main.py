@@ -15,7 +15,7 @@ import typer
 from clew import __version__
 from clew.cli import record, run
 from clew.cli.agent import agent_app
-from clew.errors import ClewError, Interrupted
+from clew.errors import ClewError, Interrupted, explain_missing
 from clew.printing import VisibleRecord, print
 
 app = typer.Typer(
@@ -80,7 +80,8 @@ def main() -> None:
     gc.set_threshold(10_000)
     logging.setLogRecordFactory(VisibleRecord)  # of every library's log, too
     try:
-        app()
+        with explain_missing():
+            app()
     except ClewError as error:
         if not tell(error):
             print(f"clew: {error}", file=sys.stderr)

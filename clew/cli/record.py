@@ -71,7 +71,7 @@ def replay(
         bool, typer.Option("--verify/--no-verify", help="Compare with the record, and end at what differs; or go on.")
     ] = True,
     device: Annotated[str | None, typer.Option(help="Another device than the run's: cpu or cuda.")] = None,
-    ranks: Annotated[int, typer.Option(min=1, help="Train on so many ranks, whatever the run had.")] = 1,
+    ranks: Annotated[int, typer.Option(min=1, help="Train on this many ranks, whatever the run had.")] = 1,
     trust: Trust = None,
 ) -> None:
     """Train recorded steps again and compare every stage with the record; the first difference is named.

@@ -148,7 +148,7 @@ def rollout(
     config: ConfigFile,
     overrides: Overrides = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Without a trainer: make so many batches, into --out.")
+        int | None, typer.Option(min=1, help="Without a trainer: make this many batches, into --out.")
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="A run directory for them.")] = None,
 ) -> None:
@@ -160,7 +160,7 @@ def rollout(
     from clew.rollout.process import rollout as run_rollout
 
     if (steps is None) != (out is None):
-        raise typer.BadParameter("--steps and --out go together: so many batches, into that directory")
+        raise typer.BadParameter("--steps and --out go together: the number of batches, and the directory for them")
     set_up_log()
     if steps is None or out is None:
         run_rollout(load_config(config, overrides))

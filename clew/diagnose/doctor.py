@@ -61,7 +61,7 @@ def _packages() -> tuple[str, str, str]:
     wrong, found = [], []
     for line in importlib.metadata.requires("clew") or []:
         requirement = Requirement(line)
-        if requirement.marker is not None:
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": "train"}):
             continue
         try:
             version = importlib.metadata.version(requirement.name)
@@ -73,7 +73,7 @@ def _packages() -> tuple[str, str, str]:
         elif requirement.name in ("torch", "transformers", "pyarrow"):
             found.append(f"{requirement.name} {version}")
     if wrong:
-        return "bad", "; ".join(wrong), "pip install -e . in the checkout of Clew"
+        return "bad", "; ".join(wrong), "pip install -e '.[train]' in the checkout of Clew"
     return "good", ", ".join(found), ""
 
 

@@ -11,8 +11,8 @@ import logging
 import platform
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Annotated, Any, NotRequired
@@ -198,7 +198,7 @@ class RunDirectory:
             write_bytes(self.config_path, configuration.dump(config).encode())
         described = {
             "clew_format": rows.FORMAT,
-            "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
+            "packages": installed(PACKAGES),
             "python": platform.python_version(),
             "platform": platform.platform(),
             **facts,
@@ -296,6 +296,15 @@ class RunDirectory:
             there = read_json(path, dict[str, Server]) if path.exists() else {}
             # private: it has their tokens
             write_json(path, {name: asdict(server) for name, server in change(there).items()}, private=True)
+
+
+def installed(packages: Iterable[str]) -> dict[str, str]:
+    """Return the versions of the packages that are installed: a Writer needs few of them."""
+    versions: dict[str, str] = {}
+    for name in packages:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return versions
 
 
 def read_evaluation(path: Path) -> dict[str, Any]:
