@@ -7,13 +7,14 @@ unexport PYTHONDONTWRITEBYTECODE
 # At the versions that Clew is developed with.
 INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo tour test slow chaos bench clean
+.PHONY: demo tour test slow docs chaos bench clean
 
 demo: $(VENV)/demo
 	$(BIN)/python -m examples.addition.demo
 
-# The demo, then five faults planted into it, each found by one command.
-tour: demo
+# The demo, unless its run is there, then five faults planted into it, each found by one command.
+tour: $(VENV)/demo
+	$(BIN)/python -m examples.addition.demo --unless-complete
 	$(BIN)/python -m examples.addition.tour
 
 test: $(VENV)/dev
@@ -29,6 +30,10 @@ slow: $(VENV)/dev
 	$(BIN)/python -m pytest -m slow tests/stress; alone=$$?; \
 	$(BIN)/python -m pytest -m slow --ignore tests/stress -n 2 --dist loadfile && exit $$alone
 
+# The site, build/site/index.html; a warning is an error.
+docs: $(VENV)/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q
+
 chaos: $(VENV)/dev
 	$(BIN)/python -m bench.chaos
 
@@ -41,12 +46,16 @@ $(BIN):
 	$(INSTALL) --upgrade pip
 
 $(VENV)/demo: pyproject.toml constraints.txt | $(BIN)
-	$(INSTALL) -e .
+	$(INSTALL) -e '.[train]'
 	touch $@
 
 # What a test imports is compiled then; to compile everything beforehand takes as long as all of the rest.
 $(VENV)/dev: pyproject.toml constraints.txt | $(BIN)
 	$(INSTALL) --no-compile -e '.[dev]'
+	touch $@
+
+$(VENV)/docs: pyproject.toml constraints.txt | $(BIN)
+	$(INSTALL) -e '.[docs]'
 	touch $@
 
 $(VENV)/bench: pyproject.toml constraints.txt bench/areal.txt | $(BIN)

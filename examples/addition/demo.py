@@ -16,6 +16,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from clew.config import load
+from clew.errors import ClewError
 from clew.record.run import open_run
 from examples.addition.make import make
 
@@ -37,12 +39,25 @@ def sparkline(values: list[float]) -> str:
     return "".join("▁▂▃▄▅▆▇█"[min(7, int(value * 8))] for value in values)
 
 
+def is_complete(path: Path) -> bool:
+    """Return whether a run is there and has all of its steps."""
+    try:
+        return open_run(path).steps.count() >= load(path / "config.yaml").training.steps
+    except ClewError:
+        return False
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
-    seed = parser.parse_args().seed
+    parser.add_argument("--unless-complete", action="store_true", help="do nothing if the run is there and complete")
+    options = parser.parse_args()
+    seed = options.seed
     experiment = "addition" if seed == 1 else f"addition-{seed}"
     folder = Path("runs") / experiment
+    if options.unless_complete and is_complete(folder / "grpo"):
+        print(f"{folder / 'grpo'} is there and complete; `make demo` trains it anew")
+        return
     shutil.rmtree(folder, ignore_errors=True)  # a demo begins at the beginning; `clew train` would resume
 
     began = time.monotonic()
@@ -51,9 +66,9 @@ def main() -> None:
         f"made {folder / 'material'}: a base model of {parameters:,} random parameters, and demonstrations of a "
         f"teacher who forgets carries"
     )
-    options = (f"experiment={experiment}", f"seed={seed}") if seed != 1 else ()
-    sft_s = clew("sft", str(HERE / "sft.yaml"), *options)
-    grpo_s = clew("train", str(HERE / "grpo.yaml"), *options)
+    fields = (f"experiment={experiment}", f"seed={seed}") if seed != 1 else ()
+    sft_s = clew("sft", str(HERE / "sft.yaml"), *fields)
+    grpo_s = clew("train", str(HERE / "grpo.yaml"), *fields)
 
     run = open_run(folder / "grpo")
     evaluations = run.read_evals()
@@ -72,7 +87,7 @@ def main() -> None:
     )
     console.print(f"{time.monotonic() - began:.0f} s in all\n")
     console.print("next, try:", style="bold")
-    yaml = " ".join([f"{HERE}/grpo.yaml", *options])
+    yaml = " ".join([f"{HERE}/grpo.yaml", *fields])
     step = run.steps.data_path(0)
     for command, why in (
         (f"clew status {run.path}", "what each process does and waits for; try it from another terminal"),
