@@ -23,7 +23,7 @@ from bench.ratios import show
 from clew.processes import die_with_parent
 
 TOKENS = 1024
-"""Of AReaL's micro-batches."""
+"""Tokens of AReaL's micro-batches."""
 INSTALLED = Path(sys.prefix) / "areal"
 
 

@@ -78,7 +78,7 @@ class Simulation:
         self.order = itertools.count()
 
     def run(self) -> list[float]:
-        """When each step was committed."""
+        """Return when each step was committed."""
         self.admit()
         while self.version < self.steps:
             self.now, _, event = heapq.heappop(self.events)

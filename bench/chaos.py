@@ -49,7 +49,7 @@ launch: {{restarts: 1000, threads: 1}}
 
 @dataclass
 class Tally:
-    """What was seen of one run."""
+    """Observations of one run."""
 
     lag: int
     late: str
@@ -169,7 +169,7 @@ class Run:
         return 1
 
     def check(self) -> None:
-        """What must hold of the complete run."""
+        """Return what does not hold of the complete run."""
         tally = self.tally
         tally.steps = self.run.steps.count()
         consumed = [group for entry in self.run.steps.index() for group in entry["groups"]]
@@ -197,7 +197,7 @@ class Run:
 
 
 def chaos(kills: int, seed: int, steps: int = 80) -> list[Tally]:
-    """Runs under fire, one after the other, until so many processes have been killed."""
+    """Runs under fire, one after the other, until that number of processes has been killed."""
     chance = random.Random(seed)
     tallies: list[Tally] = []
     while kills > 0:

@@ -87,7 +87,7 @@ def with_generate(model: Any, work: Work, batch: int) -> None:
 
 @torch.inference_mode()
 def with_bare_loop(model: Any, work: Work) -> None:
-    """What one writes by hand, for prompts of one length: forward, softmax, draw, keep the logprob."""
+    """Generate as one writes it by hand, for prompts of one length: forward, softmax, draw, keep the logprob."""
     ids = torch.tensor([prompt for prompt, _ in work])
     cache = DynamicCache(config=model.config)
     for _ in range(work[0][1]):
@@ -107,7 +107,7 @@ def with_engine(engine: Core, work: Work) -> None:
 
 
 class Served:
-    """The same model behind `clew serve`'s body, in a process of its own."""
+    """Serve the same model behind `clew serve`'s body, in a process of its own."""
 
     def __init__(self, model: Any, folder: Path, max_running: int) -> None:
         from tests.models import tiny_tokenizer
@@ -137,7 +137,7 @@ class Served:
         self.engine = HTTPEngine(self.address)
 
     def run(self, work: Work) -> None:
-        """All requests at once, a connection each."""
+        """Send all requests at once, a connection each."""
         self.runner.run(self._run(work))
 
     async def _run(self, work: Work) -> None:

@@ -28,7 +28,7 @@ ANSWER = "the answer is right"
 
 
 def serve() -> None:
-    """The gateway's process. For a number on stdin it opens so many sessions, prints its URL and their keys, and at the
+    """The gateway's process. For a number on stdin it opens that many sessions, prints its URL and their keys, and at the
     next line what was recorded of each: the IDs of its interactions, and the number of its sequences."""
     from clew.gateway.agent_session import Limits
     from clew.gateway.sequences import assemble  # the client's process is free of all this
@@ -58,7 +58,7 @@ def serve() -> None:
 
 
 class Gateway:
-    """That process, from outside."""
+    """Handle of that process, from outside."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(

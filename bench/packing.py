@@ -26,7 +26,7 @@ from tests.models import tiny_tokenizer
 from tests.training.sequences import make_sequence
 
 TOKENS, VOCAB = 4096, 50_000
-"""Of the logits."""
+"""Shape of the logits."""
 WARM_UP = 1
 """Rounds that do not count."""
 
@@ -115,7 +115,7 @@ def main(rounds: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--peak", type=int, help="only how much memory so many logits at a time take")
+    parser.add_argument("--peak", type=int, help="only how much memory this many logits at a time take")
     arguments = parser.parse_args()
     if arguments.peak is None:
         main(arguments.rounds)

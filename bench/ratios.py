@@ -1,4 +1,4 @@
-"""What the benchmarks share: one line a ratio, and a clock for everything that happens inside clew/record/."""
+"""Helpers that the benchmarks share: one line a ratio, and a clock for everything that happens inside clew/record/."""
 
 from __future__ import annotations
 

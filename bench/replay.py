@@ -137,7 +137,7 @@ def long_record(folder: Path) -> RunDirectory:
 
 
 def summary_of(step: int, groups: list[str]) -> dict[str, Any]:
-    """What step-N.json says of a step that nothing trained."""
+    """Return what step-N.json says of a step that nothing trained."""
     digest = f"{step:016x}"
     return {
         "groups": groups,

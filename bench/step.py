@@ -66,7 +66,7 @@ def prompts_of(folder: Path) -> list[str]:
 
 
 class Bare:
-    """What one writes by hand: no record, no names, no other process."""
+    """Bare loop as one writes it by hand: no record, no names, no other process."""
 
     def __init__(self, folder: Path, tokens: int) -> None:
         self.tokens = tokens
@@ -108,7 +108,7 @@ class Bare:
         return torch.cat(tokens, 1), torch.cat(chosen, 1)
 
     def learn(self, ids_BT: torch.Tensor, behaviour_BT: torch.Tensor, advantages_B1: torch.Tensor) -> None:
-        """The same loss as Clew's: a clipped ratio, weighted by proximal over behaviour, the mean over tokens."""
+        """Loss as Clew computes it: a clipped ratio, weighted by proximal over behaviour, the mean over tokens."""
         logits = self.model(ids_BT, use_cache=False, logits_to_keep=self.tokens + 1).logits[:, :-1]
         targets_BT1 = ids_BT[:, -self.tokens :, None]
         logprobs_BT = torch.log_softmax(logits, -1).gather(2, targets_BT1).squeeze(2)
@@ -128,7 +128,7 @@ class Trl:
 
     def __init__(self, folder: Path, *, gradient_checkpointing: bool, tokens: int, at_least: int | None) -> None:
         """gradient_checkpointing: TRL's default is True, which computes the forward pass twice.   tokens: the most
-        that are generated; at_least: so many are, whatever the model says."""
+        that are generated; at_least: at least this many are, whatever the model says."""
         warnings.filterwarnings("ignore")
         from datasets import Dataset
         from transformers import TrainerCallback
@@ -189,10 +189,10 @@ class Trl:
 
 @dataclass
 class Race:
-    """What the rounds showed."""
+    """Results of the rounds."""
 
     seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """Of a step, by contestant, one a round."""
+    """Seconds of a step, by contestant, one a round."""
     record_shares: list[float] = field(default_factory=list)
     timings: list[dict[str, float]] = field(default_factory=list)
     record_ms: str = ""
@@ -235,7 +235,7 @@ def race(config: Path, others: dict[str, Callable[[], float]], rounds: int, warm
 
 
 def parts(timings: Iterable[dict[str, float]]) -> str:
-    """Where the median step goes, by its own timings."""
+    """Show where the median step's time goes, by its own timings."""
     timings = list(timings)
     medians = {name: statistics.median(each.get(name, 0.0) for each in timings) for name in timings[-1]}
     return ", ".join(f"{name} {1000 * value:.0f}" for name, value in medians.items() if value > 0.0005)
@@ -265,7 +265,7 @@ def main(rounds: int = 9, *, trl: bool = True) -> None:
 
 
 def large() -> None:
-    """What recording takes of the step of a model of 100 M parameters: of few sequences, and of as many as above.
+    """Print the share of recording in a step of a model of 100 M parameters: of few sequences, and of as many as above.
     Digests of weights and gradients cost the same in both."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

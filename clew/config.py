@@ -61,11 +61,11 @@ class Data(Section):
     rejected: str = Field(
         default="rejected", description="Column with the completion that was not preferred, for dpo and reward_model."
     )
-    limit: int | None = Field(default=None, ge=1, description="Use only the first so many rows.")
+    limit: int | None = Field(default=None, ge=1, description="Use only this many rows, from the first on; null: all.")
     max_prompt_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="Rollout leaves out rows whose prompt has more tokens than this, and says how many; null: none.",
+        description="Rollout leaves out rows with a longer prompt, in tokens, and says how many; null: no limit.",
     )
 
 
@@ -198,7 +198,8 @@ class Training(Section):
     spike_factor: float | None = Field(
         default=None,
         gt=1,
-        description="A gradient norm so many times the median of the last 8 to 32 updates is a spike; null: none is.",
+        description="Gradient norms above this multiple of the median of the last 8 to 32 updates count as spikes; "
+        "null: off.",
     )
     micro_batch_tokens: int = Field(
         default=4096,
@@ -286,7 +287,7 @@ class Algorithm(Section):
     dual_clip: float | None = Field(
         default=None,
         gt=1,
-        description="Where the advantage is negative, the ratio counts at most so much (arXiv 1912.09729); null: any.",
+        description="Upper bound of the ratio where the advantage is negative (arXiv 1912.09729); null: no bound.",
     )
     importance: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = Field(
         default="token_truncate",
@@ -364,7 +365,7 @@ class Record(Section):
     """The run directory."""
 
     keep_steps: int | None = Field(
-        default=None, ge=1, description="Keep the data of the last so many steps; null: of all."
+        default=None, ge=1, description="Keep the data of this many steps, the newest; null: of all."
     )
 
 

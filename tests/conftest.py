@@ -1,4 +1,4 @@
-"""What all tests share: one thread of torch in each process, so that the processes of a test do not fight for cores.
+"""Settings that all tests share: one thread of torch in each process, so that they do not fight for cores.
 No time limit on a property's examples either: that would be a timed assertion."""
 
 import os

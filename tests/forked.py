@@ -69,7 +69,7 @@ class Forked:
 
     @property
     def returncode(self) -> int | None:
-        """None while it runs."""
+        """Return the exit code; None while it runs."""
         return self._process.exitcode
 
     def poll(self) -> int | None:

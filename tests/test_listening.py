@@ -1,4 +1,4 @@
-"""Who may call a server, how much they may send, and how slowly: a `Listener` on a free port, and raw requests."""
+"""Callers of a server: who may call, how much, and how slowly: a `Listener` on a free port, and raw requests."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def port() -> Iterator[int]:
 
 @pytest.fixture(scope="module")
 def open_port() -> Iterator[int]:
-    """As beyond loopback."""
+    """Port of a server as it is beyond loopback."""
     access = Access(loopback=False, token=TOKEN, key=KEY, has_session=lambda key: key == "sk-session")
     with listening_with(access) as port:
         yield port

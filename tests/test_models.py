@@ -1,4 +1,4 @@
-"""What a model folder may lack, and what is said about it."""
+"""Errors about what a model folder lacks."""
 
 from __future__ import annotations
 

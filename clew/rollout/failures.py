@@ -1,4 +1,4 @@
-"""Decides when so many episodes have failed that a run stops.
+"""Decides when too many episodes have failed, and the run stops.
 
 Stopping a healthy run is as bad as training a broken one, so the rule is a statistical test. Its unit is the group,
 because the episodes of a group share a prompt and often fail together: a prompt that is too long fails all of them.

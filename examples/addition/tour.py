@@ -80,7 +80,7 @@ def poisoned_sequence(run: RunDirectory) -> None:
 
 
 def another_learning_rate(run: RunDirectory) -> None:
-    """The same data, trained on with a tenth of the learning rate, as a colleague did."""
+    """Train on the same data with a tenth of the learning rate, as a colleague did."""
     trial = f"{run.path.name}-colleague"
     shutil.rmtree(run.path.parent / trial, ignore_errors=True)
     clew("replay", str(run.path), "--steps", f"{STEP}:{STEP + 2}", "training.lr=4e-5", f"trial={trial}")

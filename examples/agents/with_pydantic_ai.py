@@ -19,7 +19,7 @@ def calculate(expression: str) -> str:
 
 
 async def read(context: Any, events: AsyncIterable[Any]) -> None:
-    """With a handler of events the model's words are streamed. (`run_stream` takes the first words for the answer,
+    """Stream the model's words, by a handler of events. (`run_stream` takes the first words for the answer,
     also where a tool call follows them.)"""
     async for _ in events:
         pass

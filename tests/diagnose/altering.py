@@ -448,7 +448,7 @@ HEADERS = (remove_a_key, another_type, another_number, another_text, rename_a_ke
 
 
 def changes(path: Path) -> dict[str, Change]:
-    """What can be done to a file, by name."""
+    """Return what can be done to a file, by name."""
     found: dict[str, Change] = {change.__name__: change for change in FILES}
     found |= {change.__name__: _rewrite(change) for change in BYTES}
     if path.suffix in (".json", ".jsonl"):

@@ -34,7 +34,7 @@ def rewards(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def decayed(sequences: list[Sequence]) -> list[np.ndarray]:
-    """Of the user's own, from token to token."""
+    """Return advantages that decay from token to token, as a user might."""
     return [(row.reward - 0.1) * 0.9 ** np.arange(len(row.input_ids))[::-1] for row in sequences]
 
 

@@ -35,7 +35,7 @@ from tests.forked import clew
 from tests.models import tiny_model, tiny_tokenizer
 
 COMMAND = typer.main.get_command(app)
-"""What `app` makes of itself at each call."""
+"""Command that `app` makes of itself at each call."""
 
 LIMIT_S = 60.0
 """A command that takes longer hangs."""
@@ -93,7 +93,7 @@ def _of_group(row: Sequence, group: str) -> Sequence:
 
 
 def commands(original: Path, run: Path, name: str) -> Iterator[tuple[str, ...]]:
-    """What reads the altered file, but for a full replay: `clew diff`, and one of the others by turns."""
+    """Read the altered file with everything but a full replay: `clew diff`, and one of the others by turns."""
     file = name.partition(": ")[0]
     yield "diff", str(original), str(run)
     readers: list[tuple[str, ...]] = [("show", str(run))]
@@ -130,12 +130,12 @@ def _hangs(number: int, frame: Any) -> None:
 
 
 def is_covered(name: str) -> bool:
-    """Whether replay or diff must notice this alteration."""
+    """Return whether replay or diff must notice this alteration."""
     return not any(re.match(pattern, name) for pattern in NOT_COVERED)
 
 
 def how_often(file: str, kind: str) -> int:
-    """How many alterations of one kind a file gets."""
+    """Number of alterations of one kind that a file gets."""
     if kind in {change.__name__.replace("_", " ") for change in FILES}:
         return 1
     return 2 if file.startswith(("checkpoints", "evals", "reports", "weights/", "inbox", "rejected")) else 4
@@ -165,7 +165,7 @@ def test_altered_files(original: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def problems(original: Path, run: Path, name: str, in_shell: bool) -> Iterator[str]:
-    """What is wrong with how Clew answers an altered file."""
+    """Return what is wrong with how Clew answers an altered file."""
     noticed = False
     for command in commands(original, run, name):
         code, printed = outcome(*command)

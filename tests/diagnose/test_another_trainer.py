@@ -1,4 +1,4 @@
-"""What blame and replay say of a record that another trainer wrote."""
+"""Blame and replay of a record that another trainer wrote."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def again(path: Path, steps: str | None = None, stages: str | None = None, overr
 
 
 def broken(run: RunDirectory) -> list[str]:
-    """What does not fit, all files of all steps included."""
+    """Return what does not fit, all files of all steps included."""
     return [f"step {each.step}: {each.file}" for each in chain.breaks(run, range(run.steps.count()))]
 
 

@@ -33,7 +33,7 @@ def other(run: RunDirectory) -> RunDirectory:
 
 
 def told(capsys: pytest.CaptureFixture[str], a: Path, b: Path, ignore: str = "") -> str:
-    """What `clew diff` says of two runs that part."""
+    """Return what `clew diff` says about two runs that part."""
     assert not diff(a, b, ignore=[ignore], plot=None)
     return capsys.readouterr().out
 

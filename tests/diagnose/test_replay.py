@@ -179,7 +179,7 @@ def test_two_sequences_that_changed_places_are_both_named(
 def test_the_numbers_of_a_checkpoint_are_held_against_the_training(
     run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also where its seal was changed with them."""
+    """Alter the seal, too: replay still notices."""
     path = run.checkpoints / "step-000006" / "checkpoint.json"
     said = json.loads(path.read_text())
     said["updates"] += 2
@@ -384,7 +384,7 @@ def test_another_package_is_said_and_compared_within_a_tolerance(
 def test_other_instruction_sets_are_no_difference_beyond_rounding(
     run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The same package rounds a sum otherwise with the instruction sets that a variable allows it."""
+    """One package rounds a sum differently, depending on the instruction sets that a variable allows."""
     limits = {"MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"}
     command = [sys.executable, "-m", "clew", "replay", str(run.path), "--steps", "0:5"]
     elsewhere = {**os.environ, **limits, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -405,7 +405,7 @@ def test_other_instruction_sets_are_no_difference_beyond_rounding(
 def test_a_record_that_does_not_tell_its_instruction_sets(
     run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Those of before: bit for bit where they agree, altered where one number alone does not, else within rounding."""
+    """Older steps: bit for bit where they agree, altered where one number alone does not, else within rounding."""
     for step in range(6):
         change_summary(run, step, lambda said: said["environment"].pop("rounding"))
     assert again(run)
@@ -423,7 +423,7 @@ def test_k3_of_an_older_record_differs_by_rounding_alone(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """It was exp(x) - x - 1 before, in the loss and in metrics."""
+    """The formula was exp(x) - x - 1 before, in the loss and in metrics."""
 
     def older(logprobs: Any, other: Any, *_: Any) -> Any:
         return (other - logprobs).exp() - (other - logprobs) - 1
@@ -546,7 +546,7 @@ def test_a_counterfactual_whose_gradient_is_none_can_be_blamed(
 def test_an_interrupted_counterfactual_goes_on_with_the_same_command(
     run: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also of a bundle, which is unpacked elsewhere each time."""
+    """Replay a bundle, too, which is unpacked elsewhere each time."""
     bundle = write_bundle(run, 5, stages_only=False, to=tmp_path / "whole.zip")
     change = "algorithm.loss=planted_losses.interrupting"
     for source, steps, trial in ((run.path, "3:6", "stopped"), (bundle, "4:6", "unpacked")):

@@ -1,4 +1,4 @@
-"""What a first difference suggests, by which sequences, parameters and neighbouring steps it spares."""
+"""Suggestions that follow a first difference, by which sequences, parameters and neighbouring steps it spares."""
 
 from __future__ import annotations
 

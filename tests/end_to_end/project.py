@@ -27,7 +27,7 @@ T = TypeVar("T")
 ROOT = Path(__file__).parent.parent.parent
 
 PATIENCE_S = 180.0
-"""For what takes seconds, on a slow and busy machine."""
+"""Time limit, on a slow and busy machine, for what takes seconds."""
 
 USER_CODE = """\
 import asyncio, time
@@ -56,7 +56,7 @@ class Ended:
 
     code: int
     output: str
-    """What the terminal showed, standard output and errors."""
+    """Return what the terminal showed, standard output and errors."""
 
     @property
     def said(self) -> str:
@@ -65,7 +65,7 @@ class Ended:
 
     @property
     def error(self) -> str:
-        """From "clew: " on: the one message of a command that failed."""
+        """Return, from "clew: " on, the one message of a command that failed."""
         assert self.output.count("clew: ") == 1, self.output
         return " ".join(self.output[self.output.index("clew: ") :].split())
 
@@ -127,7 +127,7 @@ class Project:
         return self._ended(code, terminal)
 
     def start(self, command: str, *overrides: str, **variables: str) -> subprocess.Popen[Any]:
-        """The same in the background, as the leader of a process group, like a command typed in a terminal."""
+        """Run it in the background, as the leader of a process group, like a command typed in a terminal."""
         terminal = self._terminal()
         with terminal.open("wb") as file:
             process = subprocess.Popen(
@@ -166,11 +166,11 @@ class Project:
         return read_json(path) if path.exists() else {"waits": [], "pid": 0, "doing": ""}
 
     def digests(self) -> list[dict[str, Any]]:
-        """What each committed step has on record."""
+        """Return what each committed step has on record."""
         return [entry["digests"] for entry in self.run.steps.index()]
 
     def processes(self) -> set[psutil.Process]:
-        """Those that work in this folder, as all that a command starts does."""
+        """Return the processes that work in this folder, as all that a command starts does."""
         found = set()
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
@@ -202,6 +202,6 @@ class Project:
         return Ended(code=code, output=terminal.read_text())
 
     def _alive(self) -> set[psutil.Process]:
-        """What was started in the background and has not been waited for, and its children."""
+        """Return what was started in the background and has not been waited for, and its children."""
         alive = [psutil.Process(process.pid) for process in self.started if process.poll() is None]
         return {*alive, *(child for process in alive for child in process.children(recursive=True))}

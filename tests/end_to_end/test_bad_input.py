@@ -1,4 +1,4 @@
-"""What is wrong with the input is said once, with what, where and what to do; the exit code is not 0; nothing recorded
+"""Errors about bad input are said once, with what, where and what to do; the exit code is not 0; nothing recorded
 is lost; no process is left (`Project` checks the last two words of that after every command)."""
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ def test_a_workflow_that_raises_on_one_percent(project: Project) -> None:
 
 @pytest.mark.slow
 def test_a_reward_that_never_returns(project: Project) -> None:
-    """In processes, where there are time limits. Some calls hang: errors on record, the run goes on; all: it ends."""
+    """Time limits hold where there are processes. Some calls hang: errors on record, the run goes on; all: it ends."""
     project.code(USER_CODE + REWARDS)
     project.set(rollout={"reward": "mine.sometimes", "reward_timeout_s": 2, "reward_workers": 4})
     completed(project.clew("train", "training.steps=8"), 8)

@@ -77,7 +77,7 @@ def test_the_commands_of_the_pages(demo: tuple[Path, str]) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_an_agent_learns_to_use_its_tool(tmp_path: Path) -> None:
-    """What docs/agents.md shows, as it is typed there."""
+    """Type what docs/agents.md shows."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     run("examples.agents.make", tmp_path, "--out", "runs/calculator/material")
     run("clew", tmp_path, "sft", "examples/agents/sft.yaml")

@@ -29,7 +29,7 @@ def run(*arguments: str, cwd: Path, **more: str) -> subprocess.CompletedProcess[
 
 
 def command_of(example: str, *more: str) -> list[str]:
-    """What a shell makes of it; a copy of the examples is as good as the checkout."""
+    """Return what a shell makes of it; a copy of the examples is as good as the checkout."""
     program, *arguments = example.split()
     assert program == "clew"
     return [sys.executable, "-m", "clew", *arguments, *more]

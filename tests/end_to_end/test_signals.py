@@ -176,7 +176,7 @@ def test_processes_started_alone_find_one_another_and_survive_each_other(project
 
 @pytest.mark.slow
 def test_breakpoint_works_inline_on_a_terminal(project: Project) -> None:
-    """In a reward, then in a workflow."""
+    """Wait in a reward, then in a workflow."""
     project.code(USER_CODE + STOPS)
     project.set(rollout={"reward": "mine.stops", "workflow": "mine.Stops"})
     command = [sys.executable, "-m", "clew", "train", "run.yaml", "launch.mode=inline"]

@@ -1,4 +1,4 @@
-"""What is worth a warning reaches whoever started the command, in a pipe too, and stays in the run."""
+"""Warnings reach whoever started the command, in a pipe too, and stay in the run."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def engines(path: Path, **kwargs: Any) -> tuple[ReferenceEngine, Core]:
 
 
 def run(engine: Core, asked: Asked) -> list[Completion]:
-    """All at once, to the end."""
+    """Run all requests at once, to the end."""
     for index, (ids, params) in enumerate(asked):
         engine.submit(Request(id=str(index), input_ids=ids, params=params))
     done: dict[str, Completion] = {}

@@ -581,7 +581,7 @@ def test_starts_with_the_newest_weights_and_ends_on_a_signal(server: ServerProce
     assert with_engine(server, lambda engine: engine.version()) == 9
 
     async def ended_in_a_pause(engine: HTTPEngine) -> Completion:
-        """With a request that would wait for two minutes."""
+        """Return the completion of a request that would wait for two minutes."""
         await engine.pause(lease_s=120)
         pending = asyncio.ensure_future(engine.generate(PROMPT, SamplingParams()))
         while not (await engine._request("GET", "/model_info", None))["waiting"]:

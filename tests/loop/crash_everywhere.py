@@ -27,7 +27,7 @@ WRITES = {"os.rename": 1, "os.remove": 0, "os.rmdir": 0, "open": 0}
 """Audit events, and which argument is the path that changes."""
 
 LEFT_OUT = ("/status/", "/logs/", "/reports/")
-"""What only shows; a run does not go by it."""
+"""Folders that only show something; a run does not go by them."""
 
 
 def watch_changes(folder: Path, told: int, limit: int | None) -> None:

@@ -10,7 +10,7 @@ import torch
 from clew.inference.embedded import EmbeddedEngine
 
 cache_bytes: list[int] = []
-"""What the engines of this process held as caches, each time that `watching` was computed; clear it before a run."""
+"""Bytes that the engines of this process held as caches, each time `watching` was computed; clear it before a run."""
 
 _engines: list[EmbeddedEngine] = []
 

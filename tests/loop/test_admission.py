@@ -41,7 +41,7 @@ def test_the_batch_waits_for_a_group_that_would_be_too_old():
 
 
 def test_the_batch_waits_when_more_would_be_due_than_the_next_batch_holds():
-    """At step 1, three running groups of version 0 could still be trained on in step 2 one by one, but not together."""
+    """Three running groups of version 0 could, at step 1, be trained on in step 2 one by one, but not together."""
     choice = choose(1, {"g6": 1, "g7": 1}, {"g2": 0, "g3": 0, "g4": 0})
     assert choice.groups == () and set(choice.too_old) == {"g2", "g3", "g4"}
 

@@ -41,7 +41,7 @@ def material(folder: Path, lag: int) -> Path:
 
 
 def changes(folder: Path) -> list[str]:
-    """What a run does to its directory, in order."""
+    """Actions of a run on its directory, in order."""
     command = [sys.executable, "-m", "tests.loop.crash_everywhere", str(folder)]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True).stdout.splitlines()
 
@@ -61,7 +61,7 @@ def crash(folder: Path, numbers: list[int]) -> list[dict]:
 
 @pytest.mark.slow
 def test_a_kill_at_every_write_of_the_commit_order(tmp_path: Path) -> None:
-    """From choosing the batch of step 1 to admitting the groups of step 2."""
+    """Follow the order from choosing the batch of step 1 to admitting the groups of step 2."""
     listed = changes(material(tmp_path, lag=0))
     first = next(i for i, change in enumerate(listed) if change.startswith("open steps/.step-000001.parquet"))
     last = next(i for i, change in enumerate(listed) if i > first and change.startswith("open inbox/.running"))

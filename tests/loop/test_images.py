@@ -87,7 +87,7 @@ def test_blame_computes_with_the_images(run: RunDirectory) -> None:
 
 
 def test_a_killed_run_goes_on_with_the_same_weights(run: RunDirectory, tmp_path: Path) -> None:
-    """From the first checkpoint on, whose folder holds all that a model that sees needs."""
+    """Replay from the first checkpoint on, whose folder holds all that a model that sees needs."""
     root, family = run.path.parent.parent.parent, configuration.load(run.config_path).model.path.rpartition("/")[2]
     again = root / "runs" / "images" / "again"
     shutil.copytree(run.path, again)

@@ -145,7 +145,7 @@ def test_another_seed_gives_another_run(folder: Path, first: RunDirectory) -> No
 def test_recorded_steps_are_trained_again_to_the_same_weights(
     folder: Path, first: RunDirectory, versions: tuple[int, ...]
 ) -> None:
-    """From each checkpoint, without its successors; then two more steps, live."""
+    """Resume from each checkpoint, without its successors; then two more steps, live."""
     trial = f"from-{versions[-1]}"
     keep_checkpoints(copy(first, folder, trial), *versions)
     resumed = learn(configure(folder, trial, **{"training.steps": 7}))

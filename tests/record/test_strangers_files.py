@@ -21,7 +21,7 @@ PICTURE = b"\x89PNG and so on"
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
-    """Of another trainer, with a picture."""
+    """Run of another trainer, with a picture."""
     with Writer(tmp_path / "run") as writer:
         name = writer.run.media.put(PICTURE)
         row = {"group_id": "g0", "input_ids": [1, 2], "loss_mask": [0, 1], "logprobs": [0, -1], "reward": 1.0}

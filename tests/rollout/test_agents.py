@@ -167,7 +167,7 @@ def test_contradictory_configuration(tmp_path: Path, rollout: dict[str, Any]) ->
 
 
 class Said:
-    """As much of an interaction as returns need."""
+    """Return as much of an interaction as returns need."""
 
     def __init__(self, id: str, index: int, follows: str | None = None) -> None:
         self.id, self.index, self.details = id, index, {} if follows is None else {"follows": follows}

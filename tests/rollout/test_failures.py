@@ -14,7 +14,7 @@ BATCH, SAMPLES = 16, 8
 
 
 def groups_until_stop(watch: FailureWatch, shares: list[float]) -> int:
-    """How many groups it takes; each fails with that share of its episodes."""
+    """Return how many groups it takes; each fails with that share of its episodes."""
     for number, share in enumerate(shares, start=1):
         failed = round(SAMPLES * share)
         try:

@@ -77,7 +77,7 @@ def waits_for(run, what, process):
 
 
 def take_batch(run, version, config_batch=3):
-    """What the trainer does: commit, publish, and remove the groups."""
+    """Do what the trainer does: commit, publish, and remove the groups."""
     groups = sorted(run.inbox.names())[:config_batch]
     run.steps.commit(version, {**SUMMARY, "groups": groups})
     run.inbox.publish(version + 1)

@@ -29,7 +29,7 @@ def publish(run, engine, version):
 
 
 def consume(run, version, groups):
-    """What the trainer does with a batch, in its order."""
+    """Do what the trainer does with a batch, in its order."""
     run.steps.commit(version, {**SUMMARY, "groups": groups})
 
 

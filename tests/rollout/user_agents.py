@@ -56,7 +56,7 @@ class Once:
 
 
 def decorated(run: Any) -> Any:
-    """As those of tracing packages often are: a plain function around an asynchronous one."""
+    """Decorator as in many tracing packages: a plain function around an asynchronous one."""
     return lambda *given, **named: run(*given, **named)
 
 

@@ -1,4 +1,4 @@
-"""What a user might write: rewards and workflows, sound and faulty. Named by dotted path in the tests."""
+"""Code that a user might write: rewards and workflows, sound and faulty. Named by dotted path in the tests."""
 
 import asyncio
 import os

@@ -65,7 +65,7 @@ LOGITS = scoring.LOGITS
 
 
 def listen() -> None:
-    """To requests, until it is killed."""
+    """Answer requests, until this process is killed."""
     torch.set_num_threads(1)
     with Ranks.joined() as joined:
         for line in sys.stdin:

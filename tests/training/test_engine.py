@@ -214,7 +214,7 @@ def not_finite(logprobs_N, advantages_N):
 
 
 def too_much(stage, scope) -> None:
-    """What a model's activations may take."""
+    """Take as much memory as a model's activations may take."""
     torch.zeros(2**50)
 
 
@@ -234,7 +234,7 @@ def test_a_loss_of_the_users_own_that_is_not_finite_is_named(model):
 
 
 def test_proximal_logprobs_have_the_bits_of_the_loss_s_own(model):
-    """In the first mini-batch nothing has changed yet, so the extra forward must agree exactly."""
+    """Nothing has changed yet in the first mini-batch, so the extra forward must agree exactly."""
     engine = TrainEngine(make_config(model, algorithm={"minibatches": 2}))
     result = engine.train_step(make_batch())
     first, second = ([row for rows in minibatch for row in rows] for minibatch in result.plan)

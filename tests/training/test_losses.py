@@ -538,7 +538,7 @@ class Case:
         self.old = self.current().detach() + 0.5 * torch.randn(4, 7)
 
     def scores(self, model: Any) -> Scores:
-        """Of the 16 trained tokens under the weights."""
+        """Return the scores of the 16 trained tokens under the weights."""
         ids, ones_N = torch.cat([self.prompts, self.completions], 1), torch.ones(len(self.rows))
         return score(model, ids, self.rows, self.columns + 5, ones_N, entropy_gradient=True)
 

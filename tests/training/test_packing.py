@@ -115,7 +115,7 @@ def test_spreading_and_gathering_have_autograds_gradients(lengths: list[int], se
 def logprobs_and_gradient(
     model: Any, rows: list[torch.Tensor], *, packed: bool, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of all tokens but the first of each row."""
+    """Return the scores of all tokens but the first of each row."""
     lengths = [len(row) for row in rows]
     ids_BT = torch.cat(rows)[None] if packed else torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     rows_N = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(lengths) - 1)

@@ -97,7 +97,7 @@ def test_a_batch_comes_back_as_it_went(
 
 
 def areals(path: Path, rows_: int = 4, **changes: Any) -> Path:
-    """As AReaL's workflows make it, up to four rows of 2, 3, 4, 5 tokens, the first a prompt."""
+    """Return a batch as AReaL's workflows make it, up to four rows of 2, 3, 4, 5 tokens, the first a prompt."""
     lengths = torch.arange(2, 2 + rows_)
     attention_mask = torch.arange(5) < lengths[:, None]
     loss_mask = attention_mask.long()

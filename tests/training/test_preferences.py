@@ -69,7 +69,7 @@ def test_pairs_stay_together_within_the_budget(lengths: list[int], budget: int, 
 
 
 def test_a_step_of_dpo_equals_a_plain_one(settings: dict[str, Any]):
-    """In its second step, where policy and reference have parted; whatever the micro-batches."""
+    """Compare the second step, where policy and reference have parted; whatever the micro-batches."""
     config = configure(settings, "dpo")
     assert config.algorithm.kl_coef == 0.1
     plain, reference = (load_model(str(settings["model"]), "float32", CPU) for _ in range(2))

@@ -52,7 +52,7 @@ class Group:
 
 @pytest.fixture(scope="module")
 def groups() -> Iterator[dict[int, Callable[[dict[str, Any]], None]]]:
-    """What trains with 1, 2 and 4 ranks."""
+    """Functions that train with 1, 2 and 4 ranks."""
     several = {ranks: Group(ranks) for ranks in (2, 4)}
     yield {1: lambda request: work(request, ALONE), **several}
     for group in several.values():
@@ -61,7 +61,7 @@ def groups() -> Iterator[dict[int, Callable[[dict[str, Any]], None]]]:
 
 @pytest.fixture
 def on_ranks(groups, tmp_path):
-    """Train on so many ranks, in groups of `tp`; returns what the steps said, and the weights."""
+    """Train on that number of ranks, in groups of `tp`; returns what the steps said, and the weights."""
 
     def run(
         ranks: int, *, tp: int = 1, options: dict[str, Any] | None = None, **request: Any
@@ -128,7 +128,7 @@ def test_other_architectures_and_supervised_steps(on_ranks, tmp_path, family, cl
     ids=["ppo", "lora", "dpo", "reward_model"],
 )
 def test_critics_adapters_and_preferences(on_ranks, tmp_path, model, options, supervised, close):
-    """Also over a checkpoint that another number of ranks wrote."""
+    """Resume over a checkpoint, too, that another number of ranks wrote."""
     training = {"micro_batch_tokens": 40, "lr": 1e-3, **options.pop("training", {})}
     folder = tmp_path / "step-000002"
     asked = {"model": model, "options": {"dtype": "float64", "training": training, **options}, "supervised": supervised}
@@ -149,7 +149,7 @@ def test_critics_adapters_and_preferences(on_ranks, tmp_path, model, options, su
 
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
 def test_logits_in_chunks_and_activations_that_are_computed_again(on_ranks, tmp_path, tie):
-    """Both reach for parameters that are spread: the one after the forward pass, the other in the backward pass."""
+    """Chunks reach for spread parameters after the forward pass, checkpointing in the backward pass."""
     tiny_tokenizer(tmp_path / "model")
     tiny_model(tmp_path / "model", tie=tie)
     asked = {"model": str(tmp_path / "model"), "batch": {"groups": 5}}
@@ -214,7 +214,7 @@ def test_more_ranks_than_rows(on_ranks, tmp_path, model):
 
 
 SPLIT = {**FULL, "training": {**FULL["training"], "micro_batch_tokens": 200}}
-"""The same in fewer micro-batches: ranks that split the blocks talk in each layer."""
+"""Use fewer micro-batches: ranks that split the blocks talk in each layer."""
 
 
 ONE, GROUP, GROUPS = (1, 1, 1), (2, 2, 2), (4, 2, 1)

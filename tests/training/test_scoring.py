@@ -101,7 +101,7 @@ def test_logits_in_chunks_give_what_all_at_once_give(head, lengths, logits, seed
 
 
 def test_a_chunk_of_logits_is_all_that_is_held():
-    """Of 200 tokens' logits, those of 40 at a time: seen by whatever tensor the forward or backward pass makes."""
+    """Hold the logits of 40 of 200 tokens at a time: seen by whatever tensor the forward or backward pass makes."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Largest(TorchDispatchMode):
