@@ -135,7 +135,7 @@ class Reader:
             yield from before(final)
 
     def _go(self, state: Callable[[bool], Iterator[Part]], used: int) -> None:
-        """Switch to a state, after using so many of the held characters."""
+        """Switch to a state, after using that number of the held characters."""
         self._state = state
         self._held = self._held[used:]
         self._looked = 0
@@ -223,7 +223,7 @@ class Reader:
         self._go(self._words, 0)
 
     def _say(self, length: int) -> Iterator[Part]:
-        """Yield so many of the held characters as content, or leave them out if they follow a call."""
+        """Yield that number of the held characters as content, or leave them out if they follow a call."""
         said, self._held = self._held[:length], self._held[length:]
         if self._calls:
             self.left_out += said

@@ -111,7 +111,7 @@ class StandaloneSessions:
             self._end(key)
 
     def _make_room(self, *, sessions: int) -> None:
-        """End the sessions that were unused for longest, until there is room for a request and so many new sessions.
+        """End the sessions that were unused for longest, until there is room for a request and for the new sessions.
 
         Raises:
             Refusal: The remaining sessions are in use.

@@ -238,7 +238,7 @@ class Draft:
 def deltas_of(
     reply: Reply, index: int = 0, *, reasoning: int = 0, content: int = 0, tokens: int = 0, calls: int = 0
 ) -> Iterator[Delta]:
-    """Yield the rest of a reply as a stream tells it, after so many characters, tokens and calls.
+    """Yield the rest of a reply as a stream tells it, after the given numbers of characters, tokens and calls.
 
     It goes a word at a time, or a token at a time if the tokens match the words exactly.
     """

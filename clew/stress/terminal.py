@@ -44,7 +44,7 @@ def _blocks(report: Report) -> Iterator[RenderableType]:
         yield seconds
     counts = growth_shown(report.growth)
     if counts:
-        left = _table("left after so many episodes", *(str(sample.episodes) for sample in report.growth))
+        left = _table("left, by number of episodes", *(str(sample.episodes) for sample in report.growth))
         for quantity, points in counts.items():
             shown = {episodes: f"{value:,.0f}" for episodes, value in points}
             left.add_row(quantity, *(shown.get(sample.episodes, "") for sample in report.growth))

@@ -10,7 +10,7 @@ Kind = Literal["hangs", "blocks", "serial", "shared", "growth", "differs", "fail
 
 - hangs: episodes that do not end
 - blocks: calls that block the event loop
-- serial: something admits only so many episodes at a time
+- serial: something limits how many episodes run at a time
 - shared: state shared between episodes
 - growth: something grows with every episode
 - differs: the same seeds give other results

@@ -34,7 +34,7 @@ CHATML = (
     "{% elif not loop.first %}{{ raise_exception('a system message must come first') }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant{{ nl }}{% endif %}"
 ).replace("{{ nl }}", r"{{ '\n' }}")
-"""As Qwen2.5's."""
+"""Chat template as Qwen2.5's."""
 
 THINKING = CHATML.replace(
     "{% endif %}{% for message in messages %}",
@@ -47,7 +47,7 @@ THINKING = CHATML.replace(
     "{{ '<think>\\n' + message.reasoning_content.strip() + '\\n</think>\\n\\n' }}{% endif %}"
     "{{ message.content.lstrip() }}",
 )
-"""As Qwen3's: reasoning before the last user's message is left out."""
+"""Chat template as Qwen3's: reasoning before the last user's message is left out."""
 
 
 def chatml_tokenizer(folder: Path | str, template: str = CHATML) -> PreTrainedTokenizerFast:

@@ -41,12 +41,12 @@ class Served:
         self.asks: list[Ask] = []
         self.responses: list[dict] = []
         self.events: list[tuple[str, dict]] = []
-        """Of all streams: the name and the data of each."""
+        """Events of all streams: the name and the data of each."""
         self._dialect = dialect
         self._answers = list(answers)
         transport = httpx2.ASGITransport(app=self)
         self.http_client = httpx2.AsyncClient(transport=transport)
-        """For the providers' clients."""
+        """HTTP client for the providers' clients."""
 
     async def __call__(self, scope, receive, send) -> None:
         body = b""
@@ -97,6 +97,6 @@ class Served:
         return chunk
 
     def names(self) -> list[str]:
-        """Of the events, each of which says its name twice."""
+        """Return the names of the events, each of which says its name twice."""
         assert all(name == data["type"] for name, data in self.events)
         return [name for name, _ in self.events]

@@ -13,7 +13,7 @@ from clew.inference.protocol import Completion, OnToken, SamplingParams
 from tests.gateway.chatml import odd_ids
 
 Script = Callable[[str], str]
-"""From the text of the prompt to what the model says; it ends its turn itself when that ends with <|im_end|>."""
+"""Function from the prompt's text to what the model says; it ends its turn itself when that ends with <|im_end|>."""
 
 
 class Spoken:

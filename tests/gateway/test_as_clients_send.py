@@ -1,5 +1,5 @@
-"""What frameworks and agents send that differs from the providers' own clients, as it came over the wire when they were
-run, shortened: @ai-sdk/openai 3.0.141, @openai/agents 0.20.0, smolagents 1.26.0, crewai 1.15.30, autogen 0.7.5,
+"""Requests of frameworks and agents that differ from the providers' own clients, as they came over the wire when
+run by hand, shortened: @ai-sdk/openai 3.0.141, @openai/agents 0.20.0, smolagents 1.26.0, crewai 1.15.30, autogen 0.7.5,
 instructor 1.17.0, @anthropic-ai/sdk 1.12.0 (tool runner), Claude Code 2.1.330, Codex 0.169.0."""
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Told:
         return answer.json()
 
     def prompt(self) -> str:
-        """What the model was last given."""
+        """Return what the model was last given."""
         return str(self.engine.tokenizer.decode(self.engine.requests[-1], skip_special_tokens=False))
 
     def sequences(self) -> list[list[int]]:
@@ -252,7 +252,7 @@ THREAD = {"max_tokens": 500, "stream": False}
 
 
 def test_a_thread_of_anthropics_tool_runner(told: Told) -> None:
-    """It sends system and tools once, and then nothing but what is new."""
+    """The runner sends system and tools once, and then nothing but what is new."""
     told.says = [f"I add:\n{CALLS}<|im_end|>", "3<|im_end|>", "more<|im_end|>"]
     create = {"thread": {"type": "create"}, "system": "Be good.", "tools": [{**CLAUDE_TOOL, "type": "custom"}]}
     first = told.post("/messages", {**THREAD, **create, "messages": [QUESTION]})
@@ -295,7 +295,7 @@ CLAUDE_CODE = {
 
 
 def test_claude_code(told: Told) -> None:
-    """It marks what is to be cached anew in each request, and is told of further tools by the result of a tool."""
+    """Claude Code marks anew in each request what is to be cached, and finds further tools by the result of a tool."""
     search = '<tool_call>\n{"name": "ToolSearch", "arguments": {}}\n</tool_call>'
     told.says = [f"I look.\n{search}<|im_end|>", f"{CALLS}<|im_end|>", "3<|im_end|>"]
     marked = {"cache_control": {"type": "ephemeral"}}

@@ -176,7 +176,7 @@ def test_tokens_are_counted_with_those_of_the_image(folder: Path) -> None:
 
 
 def test_a_template_that_takes_parts_alone_gets_parts(folder: Path) -> None:
-    """As LLaVA's own does, which goes through the content part by part."""
+    """Render as LLaVA's own template does, which goes through the content part by part."""
     parts = (
         "{% for message in messages %}<|{{ message['role'] }}|>"
         "{% for part in message['content'] | selectattr('type', 'equalto', 'image') %}<image>{% endfor %}"

@@ -145,7 +145,7 @@ def test_words_come_while_the_model_is_still_speaking(halting: Halting, ask: Any
 
 
 def test_logprobs_come_with_the_words(halting: Halting) -> None:
-    """In each dialect that has them: a logprob a token, with the words that it is a part of, before the model ends."""
+    """Each dialect that has logprobs gives one a token, with the words that it is a part of, before the model ends."""
     content = "I ask: the café"
 
     async def chat() -> list[tuple[str, list[Any]]]:
@@ -352,7 +352,7 @@ def words_of(parts: Iterable[Part]) -> Words:
 def test_however_it_is_cut_what_is_told_is_how_the_reply_begins(
     tokenizer: Any, said: str, tools: list[Any], prompt: str
 ) -> None:
-    """At each character, for whatever follows; and at the end all of it is told."""
+    """Cut at each character, whatever follows; at the end all of it is told."""
     rest = random.Random(said)
     endings = ["", *("".join(rest.choices(said or "x", k=9)) for _ in range(3)), *OUTPUTS[1:12:2]]
     for place in range(len(said) + 1):

@@ -1,4 +1,4 @@
-"""Which logprobs a vLLM reports is found out when it is attached, and whoever would train on wrong ones is told."""
+"""The kind of logprobs that a vLLM reports is found out when it is attached; who would train on wrong ones is told."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from tests.models import VOCAB, tiny_model, tiny_tokenizer
 
 PROMPT = [7, 8, 9]
 LOGITS = 2 * torch.randn(VOCAB, generator=torch.Generator().manual_seed(3))
-"""Of the stand-in's every next token."""
+"""Logits of the stand-in's every next token."""
 
 Reference = Callable[[list[int]], torch.Tensor]
-"""From the tokens so far to the logits of the next one."""
+"""Function from the tokens so far to the logits of the next one."""
 
 
 def reported(mode: str, logits: torch.Tensor, body: dict[str, Any]) -> torch.Tensor:
-    """What vLLM reports in this mode; it knows top_k alone."""
+    """Return what vLLM reports in this mode; it knows top_k alone."""
     if mode == "raw_logprobs":
         return torch.log_softmax(logits, -1)
     scaled = logits / (body["temperature"] or 1.0)

@@ -155,7 +155,7 @@ class PlainLock:
 
 
 class KeepsPrompt(Agent):
-    """What it works on is an attribute, and one instance serves all."""
+    """Agent that keeps what it works on in an attribute, and one instance serves all."""
 
     async def run(self, data: dict, **given: Any) -> float:
         self.prompt = data["prompt"]

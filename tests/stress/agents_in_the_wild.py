@@ -65,7 +65,7 @@ LAST: list[str] = []
 
 
 class AsksThenWorks:
-    """What it asks with is everybody's; then a tool holds up the loop, so that it is mostly seen there."""
+    """Agent that asks with what is everybody's; then a tool holds up the loop, so that it is mostly seen there."""
 
     async def run(self, data: dict, **given: Any) -> float:
         LAST.append(data["prompt"])
@@ -487,7 +487,7 @@ FAULTY: dict[type, tuple[str, str]] = {
     SeedsAll: ("differs", ""),
     GivesUpInCompany: ("fails", "GivesUpInCompany.run"),
 }
-"""What is found in each, and in which function's line."""
+"""Finding for each agent, and the function in whose line it is."""
 
 SOUND: list[type] = [
     ClosesIdle,

@@ -1,4 +1,4 @@
-"""What the stress's tests have in common."""
+"""Helpers that the stress's tests share."""
 
 from __future__ import annotations
 

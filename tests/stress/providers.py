@@ -32,7 +32,7 @@ FEW = 3
 
 
 class Steady(StandIn):
-    """What it answers follows from the prompt alone."""
+    """Provider whose answers follow from the prompt alone."""
 
     async def generate(self, input_ids: list[int], params: SamplingParams, **options: Any) -> Completion:
         return await super().generate(input_ids, params, **{**options, "request_id": ""})

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 """Some of the faulty agents never close their sockets; when these are collected is chance."""
 
 QUICK = (wild.NeverTold, wild.SetOrder)
-"""For every change; the others belong to `make slow`."""
+"""Agents for every change; the others belong to `make slow`."""
 
 
 @pytest.fixture(autouse=True)

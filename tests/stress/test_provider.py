@@ -114,7 +114,7 @@ def test_a_key_is_an_episodes_and_ends_with_it(providers: str) -> None:
     gateway = BeforeProvider(f"{providers}/steady/v1", KEY)
 
     async def ask(key: str) -> list[str]:
-        """What is refused, in each dialect."""
+        """Return what is refused, in each dialect."""
         messages: Any = [{"role": "user", "content": "hello"}]
         said = []
         async with (

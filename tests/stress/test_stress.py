@@ -80,7 +80,7 @@ SOUND = [
 
 @pytest.fixture
 def closing() -> Iterator[None]:
-    """What the leaks keep open is closed."""
+    """Close what the leaks keep open."""
     agents_faulty.LeaksThreads.end.clear()
     yield
     agents_faulty.LeaksThreads.end.set()
@@ -94,7 +94,7 @@ QUICK = (
     agents_faulty.FailsInCompany,
     agents_sound.PlainAgent,
 )
-"""For every change; the others belong to `make slow`."""
+"""Agents for every change; the others belong to `make slow`."""
 
 
 def each(agents: Iterable[type]) -> list[Any]:
