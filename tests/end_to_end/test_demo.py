@@ -72,6 +72,10 @@ def test_the_commands_of_the_pages(demo: tuple[Path, str]) -> None:
                 wrong.append(f"{command.page}: $ {command.line}\nnot printed: {lines}\n{printed[-3000:]}")
             assert "Traceback" not in printed, printed
     assert not wrong, "\n\n".join(wrong)
+    for name, text in files(ROOT / "docs" / "reference" / "python.md").items():
+        (folder / name).write_text(text)
+        ended = subprocess.run([sys.executable, name], cwd=folder, capture_output=True, text=True, timeout=600)
+        assert ended.returncode == 0 and "agrees with the record" in ended.stdout, ended.stdout + ended.stderr
 
 
 @pytest.mark.slow
