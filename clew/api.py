@@ -44,12 +44,11 @@ def train(config: Config | Path | str, overrides: Sequence[str] = ()) -> Run:
         run = RunDirectory(loaded.run_path)
         progress = stack.enter_context(Progress(run, loaded.training.steps, live=False))
         if loaded.debug.replay_rollout_data:
-            from clew.diagnose.counterfactual import begun
-            from clew.trainer.learn import learn_from_record
+            from clew.loop.learn import learn_from_record
 
-            learn_from_record(loaded, progress.refresh, begun=begun if loaded.debug.first_step else None)
+            learn_from_record(loaded, progress.refresh)
         elif loaded.launch.mode == "inline":
-            from clew.trainer.learn import learn_inline
+            from clew.loop.learn import learn_inline
 
             learn_inline(loaded, progress.refresh)
         else:

@@ -12,7 +12,7 @@ import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from clew.cli import app
+from clew.cli.main import app
 from clew.config import Config
 
 ROOT = Path(__file__).parents[1]

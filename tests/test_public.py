@@ -78,7 +78,7 @@ def test_a_missing_part_names_its_extra(package: str, extra: str, use: str) -> N
 
 def test_a_command_says_which_part_is_missing(tmp_path: Path) -> None:
     command = ["clew", "sft", "examples/addition/sft.yaml", f"root={tmp_path}"]
-    said = python(f"sys.argv = {command}\nfrom clew.cli import main\nmain()", blocked=("torch",))
+    said = python(f"sys.argv = {command}\nfrom clew.cli.main import main\nmain()", blocked=("torch",))
     assert "clew: Cannot do this without torch, which is not installed." in said and "Traceback" not in said
 
 
