@@ -20,7 +20,6 @@ from typing import IO, Any
 
 from clew.errors import ConfigError, Interrupted, LaunchError, RecordError
 from clew.processes import PARENT_VARIABLE
-from clew.reading import read_json
 
 ERROR_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 """Variable that names the file where a rank writes why it failed, as in torch.distributed.elastic. torchrun and `place`
@@ -178,6 +177,8 @@ def _first_cause(failed: dict[int, int], ranks: int, errors: list[Path], logs: P
 
 def _told(path: Path) -> tuple[float, str] | None:
     """Return when a rank failed and why, as `tell` wrote it; None if it wrote nothing, or was ended while it wrote."""
+    from clew.reading import read_json  # brings pydantic, which `clew --help` does without
+
     try:
         message = read_json(path, dict[str, Any])["message"]
         return float(message["extraInfo"]["time"]), str(message["message"])

@@ -164,7 +164,7 @@ class KeepsPrompt(Agent):
 
 
 class LocksTooShort(Agent):
-    """What it works on is set under a lock, and read without."""
+    """Sets the page that it works on under a lock, and reads it without."""
 
     def __init__(self) -> None:
         self.lock = asyncio.Lock()

@@ -176,7 +176,7 @@ class PlainAgent:
 
 
 class TakesTurns(HttpxAgent):
-    """What it works on is an attribute of the instance, and nobody looks at it without the lock."""
+    """Keeps what it works on in an attribute of the instance, and nobody looks at it without the lock."""
 
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
@@ -193,7 +193,7 @@ class TakesTurns(HttpxAgent):
 
 
 class PlainTurns(PlainAgent):
-    """The same in threads, with a dictionary beside it."""
+    """Takes turns in threads, with a dictionary beside it."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

@@ -263,7 +263,7 @@ def test_a_variable_that_episodes_use_in_turns() -> None:
 
 
 def test_a_list_is_not_used_in_turns() -> None:
-    """Whoever appends to it and reads it at once reads what others appended before."""
+    """An episode that appends to a list and reads it at once reads what others appended before."""
     first, second = episodes()
     changes = changes_of(
         Holder(), [(first, lambda a: a.history.append("one")), (second, lambda a: a.history.append("two"))]
