@@ -189,6 +189,12 @@ async def stress(
             for _ in range(3):
                 waves.append(await stage.wave("traced", jobs[:TRACED], TRACED))
                 samples.append(await sampler.sample(stage.episodes))
+            for _ in range(
+                CONFIRMING
+            ):  # a bounded cache replaces what was there before the trace, which looks like growth
+                if growth.grows(samples, "memory") is not None:
+                    waves.append(await stage.wave("traced", jobs, width))
+                    samples.append(await sampler.sample(stage.episodes))
         _, alone, _, crowd, again, *_ = waves
         verdicts, notes = judge(waves[:5], confirming, origins, state)
         foreign = rows_of_others(crowd, again)

@@ -218,3 +218,15 @@ class KeepsBuffers(HttpxAgent):
         buffer.write(b"x" * len(buffer))
         self.buffers.append(buffer)
         return await super().run(data, **given)
+
+
+class KeepsAnswers(HttpxAgent):
+    """Each episode replaces one of 14 kept answers by its own."""
+
+    def __init__(self) -> None:
+        self.answers: deque[bytes] = deque(maxlen=14)
+
+    async def run(self, data: dict, **given: Any) -> float:
+        reward = await super().run(data, **given)
+        self.answers.append(bytes(20_000))
+        return reward

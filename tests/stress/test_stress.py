@@ -75,6 +75,7 @@ SOUND = [
     agents_sound.TakesTurns,
     agents_sound.PlainTurns,
     agents_sound.KeepsBuffers,
+    agents_sound.KeepsAnswers,
 ]
 
 
