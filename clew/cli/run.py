@@ -60,14 +60,16 @@ def _train_on_record(config: Config, run: RunDirectory) -> None:
 
 @contextmanager
 def _drawn(run: RunDirectory) -> Iterator[None]:
-    """Draw the learning curve when the block ends, however it ends; on rank 0."""
+    """Draw the learning curve when the block has ended, also by an error after a new step; on rank 0."""
     from clew.training.ranks import rank_here
     from clew.view.learning_curve import draw_learning_curve
 
+    before, ended = len(run.steps.index()) if rank_here() == 0 else 0, False
     try:
         yield
+        ended = True
     finally:
-        if rank_here() == 0:
+        if rank_here() == 0 and (ended or run.steps.count() > before):
             draw_learning_curve(run)
 
 

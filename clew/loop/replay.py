@@ -166,7 +166,7 @@ def replay(run: RunDirectory, engine: TrainEngine, last: int, *, verify: bool = 
             tolerance, because = near, drifted
         result = engine.train_step(recorded.batch)
         found = compare(recorded, result, engine, tolerance) if verify else []
-        if found and tolerance.exact and (doubt := _rounding_doubt(recorded, result, engine)):
+        if found and tolerance.exact and (doubt := _rounding_doubt(recorded, result, engine, found[0])):
             beyond = compare(recorded, result, engine, near)
             if not beyond or str(beyond[0]) != str(found[0]):
                 tolerance, because, found = near, f"{found[0]}: this is within rounding, and {doubt}", beyond
@@ -175,15 +175,18 @@ def replay(run: RunDirectory, engine: TrainEngine, last: int, *, verify: bool = 
         yield Replayed(step=step, result=result, tolerance=tolerance, because=because, differences=found)
 
 
-def _rounding_doubt(recorded: RecordedStep, result: StepResult, engine: TrainEngine) -> str:
+def _rounding_doubt(recorded: RecordedStep, result: StepResult, engine: TrainEngine, first: Difference) -> str:
     """Return why a step may have been rounded otherwise than its record; empty if it was not.
 
-    Gradients or weights that agree bit for bit show that both round alike.
+    Gradients or weights that agree bit for bit show that both round alike. They do not in the loss of a record whose k3
+    was computed by another formula (see `clew.algorithms.FORMULAS`): the gradients of both may happen to agree.
     """
-    then = recorded.summary["tensors"]
-    if any(then.get(name) == now for name, now in result.tensor_digests.items()):
+    then, environment_then = recorded.summary["tensors"], environment_of(recorded.summary)
+    older_k3 = environment_then["rounding"].get("formulas", 1) < 2 and engine.config.algorithm.kl_coef > 0
+    agree = any(then.get(name) == now for name, now in result.tensor_digests.items())
+    if agree and not (older_k3 and first.stage == "loss"):
         return ""
-    return rounding_doubt(environment_of(recorded.summary), environment(engine))
+    return rounding_doubt(environment_then, environment(engine))
 
 
 def configure_as(run: RunDirectory, engine: TrainEngine, recorded: dict[str, Any] | None) -> None:
