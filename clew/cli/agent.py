@@ -22,7 +22,8 @@ agent_app = typer.Typer(
 AgentPath = Annotated[str, typer.Argument(metavar="AGENT", help="Dotted path of the class, such as my_agent.MyAgent.")]
 DataFile = Annotated[str, typer.Option("--data", metavar="FILE", help="JSON lines, Parquet, or a hub name.")]
 AgentArguments = Annotated[
-    list[str] | None, typer.Option("--arg", metavar="KEY=VALUE", help="Of the class's constructor; repeat it.")
+    list[str] | None,
+    typer.Option("--arg", metavar="KEY=VALUE", help="Argument of the class's constructor. May be repeated."),
 ]
 
 
@@ -30,11 +31,11 @@ AgentArguments = Annotated[
 def agent_run(
     agent: AgentPath,
     data: DataFile,
-    n: Annotated[int, typer.Option("--n", min=1, help="How many rows, drawn at random.")] = 1,
+    n: Annotated[int, typer.Option("--n", min=1, help="Number of rows, drawn at random.")] = 1,
     base_url: Annotated[
-        str | None, typer.Option(help="Of the served model or provider; default: OPENAI_BASE_URL.")
+        str | None, typer.Option(help="URL of the served model or provider. Default: OPENAI_BASE_URL.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the rows drawn and the tokens sampled.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed for drawing rows and sampling tokens.")] = 1,
     arg: AgentArguments = None,
 ) -> None:
     """Run an agent on random rows, one at a time, and show what each token is and what the trainer would do with it.
@@ -83,34 +84,39 @@ def agent_stress(
     agent: AgentPath,
     data: DataFile,
     batch: Annotated[int, typer.Option(min=1, help="Prompts in a batch, as in rollout.batch_groups.")] = 256,
-    group: Annotated[int, typer.Option(min=1, help="Episodes a prompt, as in rollout.n_samples.")] = 8,
+    group: Annotated[int, typer.Option(min=1, help="Episodes per prompt, as in rollout.n_samples.")] = 8,
     dp: Annotated[int, typer.Option(min=1, help="Rollout processes that share a batch; this is one of them.")] = 4,
     base_url: Annotated[
         str | None,
         typer.Option(
-            help="Of a served model, or of a provider (key: OPENAI_API_KEY), which is asked for every episode: begin "
-            "small. Without it a stand-in answers, and no model is needed."
+            help="URL of a served model, or of a provider (key: OPENAI_API_KEY), which is asked for every episode: "
+            "begin small. Default: a stand-in answers, and no model is needed."
         ),
     ] = None,
     latency: Annotated[
-        float, typer.Option(min=0, help="Seconds that an answer of the stand-in takes; up to half as long again.")
+        float,
+        typer.Option(min=0, help="Minimum seconds that an answer of the stand-in takes; at most half as long again."),
     ] = 1.0,
-    tokens: Annotated[int, typer.Option(min=1, help="Of a synthetic answer, at most.")] = 64,
+    tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens of a synthetic answer.")] = 64,
     recorded: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="Let the stand-in answer with what a model said in this run.")
+        Path | None,
+        typer.Option(metavar="RUN", help="Let the stand-in answer with what a model said in this recorded run."),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="Folder or hub name whose tokenizer and chat template the stand-in takes.")
+        str | None,
+        typer.Option(help="Folder or hub name of a model whose tokenizer and chat template the stand-in uses."),
     ] = None,
     timeout: Annotated[
         float,
         typer.Option(
             min=0.1,
-            help="Seconds an episode may take, not counting the model and a busy processor; five times that in all.",
+            help="Maximum seconds of an episode, not counting the model and a busy processor; five times that in all.",
         ),
     ] = 120.0,
     json_to: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON.")] = None,
-    html_to: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write it as a page.")] = None,
+    html_to: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write the report as an HTML page.")
+    ] = None,
     arg: AgentArguments = None,
 ) -> None:
     """Run an agent's episodes by the hundred and say whether it is fit to train (exit code 0, unfit 1, not judged 3).
@@ -158,12 +164,13 @@ def agent_stress(
 @agent_app.command("replay")
 def agent_replay(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
-    episode: Annotated[str, typer.Option(metavar="ID", help="Such as g000123.e2; also one that failed.")],
-    agent: Annotated[str | None, typer.Option(help="Another agent's dotted path than the run's.")] = None,
+    episode: Annotated[str, typer.Option(metavar="ID", help="ID such as g000123.e2. The episode may have failed.")],
+    agent: Annotated[str | None, typer.Option(help="Dotted path of an agent to use instead of the run's.")] = None,
     continue_live: Annotated[
-        bool, typer.Option("--continue-live", help="Go on with the served model at the first request that differs.")
+        bool,
+        typer.Option("--continue-live", help="After the first request that differs, continue with the served model."),
     ] = False,
-    base_url: Annotated[str | None, typer.Option(help="Of that model; default: OPENAI_BASE_URL.")] = None,
+    base_url: Annotated[str | None, typer.Option(help="URL of that model. Default: OPENAI_BASE_URL.")] = None,
     trust: Trust = None,
 ) -> None:
     """Run the agent's present code against the recorded responses of an episode; no model is needed.

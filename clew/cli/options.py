@@ -23,7 +23,7 @@ Trust = Annotated[
     typer.Option(
         "--trust",
         metavar="MODULE",
-        help="Load code of this module where a stranger's record (docs/time_machine.md) names it; repeat it.",
+        help="Allow a stranger's record (see docs/time_machine.md) to load code of this module. May be repeated.",
     ),
 ]
 Overrides = Annotated[

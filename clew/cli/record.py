@@ -50,15 +50,15 @@ def replay(
         list[str] | None,
         typer.Argument(
             metavar="[KEY=VALUE]...",
-            help="What to do otherwise: into a new run directory, side by side. "
-            "With --stage, of another trainer's record: how it computed.",
+            help="Fields to change: trains into a new run directory, and shows both runs side by side. "
+            "With --stage and another trainer's record: how that trainer computed.",
         ),
     ] = None,
     steps: Annotated[
-        str | None, typer.Option("--step", "--steps", metavar="N|FIRST:END", help="Which steps; without it, all.")
+        str | None, typer.Option("--step", "--steps", metavar="N|FIRST:END", help="Steps to replay. Default: all.")
     ] = None,
     stage: Annotated[
-        str | None, typer.Option(help="These stages alone, without a model: data,rewards,advantages,loss.")
+        str | None, typer.Option(help="Compare only these stages, without a model: data,rewards,advantages,loss.")
     ] = None,
     only: Annotated[str | None, typer.Option(help="With --stage or --reward: one group, episode or sequence.")] = None,
     stop: Annotated[
@@ -68,9 +68,12 @@ def replay(
         bool, typer.Option("--reward", help="Run workflow and reward again on the recorded answers.")
     ] = False,
     verify: Annotated[
-        bool, typer.Option("--verify/--no-verify", help="Compare with the record, and end at what differs; or go on.")
+        bool,
+        typer.Option(
+            "--verify/--no-verify", help="Compare with the record and stop at the first difference, or only train."
+        ),
     ] = True,
-    device: Annotated[str | None, typer.Option(help="Another device than the run's: cpu or cuda.")] = None,
+    device: Annotated[str | None, typer.Option(help="Device to use instead of the run's: cpu or cuda.")] = None,
     ranks: Annotated[int, typer.Option(min=1, help="Train on this many ranks, whatever the run had.")] = 1,
     trust: Trust = None,
 ) -> None:
@@ -101,13 +104,13 @@ def replay(
 
 def diff(
     a: Annotated[Path, typer.Argument(metavar="A", help="Run directory, or a file that `clew bundle` wrote.")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="The other.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="The other run directory or bundle.")],
     ignore: Annotated[
         str, typer.Option(help="Fields of the configuration that differ on purpose, such as lr,seed.")
     ] = "",
     plot: Annotated[Path | None, typer.Option(help="Draw how far they drift, into this PNG file.")] = None,
 ) -> None:
-    """Find where two runs part first (step, stage, sequence, token), what could explain it, and how far they drift.
+    """Find where two runs first differ (step, stage, sequence, token), what could explain it, and how far they drift.
 
     Example: clew diff runs/addition/try runs/addition/grpo
     """
@@ -125,8 +128,8 @@ def blame(
     by: Annotated[
         str | None,
         typer.Option(
-            help="gradient, loss, kl, behaviour_k3, pull, or critic (its gradient). Default: gradient; pull where "
-            "there is no checkpoint."
+            help="gradient, loss, kl, behaviour_k3 (mismatch KL), pull, or critic (its gradient). Default: gradient, "
+            "or pull if there is no checkpoint."
         ),
     ] = None,
     trust: Trust = None,
@@ -146,7 +149,9 @@ def bundle(
     stages_only: Annotated[
         bool, typer.Option("--stages-only", help="Without weights: for `clew replay --stage`, show and diff.")
     ] = False,
-    to: Annotated[Path | None, typer.Option(help="The file; default RUN's names and the step, here.")] = None,
+    to: Annotated[
+        Path | None, typer.Option(help="File to write. Default: named after the run and the step, in this folder.")
+    ] = None,
 ) -> None:
     """Write one file that holds what a step needs to be replayed elsewhere.
 
@@ -178,7 +183,7 @@ def export(
     ] = "",
     to: Annotated[Path | None, typer.Option("--to", metavar="FOLDER", help="RUN/exported by default.")] = None,
 ) -> None:
-    """Write steps of a run, tokens and what was computed from them, as files that work anywhere, one a step.
+    """Write steps of a run, tokens and what was computed from them, as files that work anywhere, one per step.
 
     Example: clew export runs/addition/grpo --format pt --steps 0:3 --to runs/addition/exported
     """
@@ -194,10 +199,10 @@ def import_(
     to: Annotated[Path, typer.Option("--to", metavar="RUN", help="The run directory to make.")],
     group_size: Annotated[
         int | None,
-        typer.Option("--group-size", metavar="N", min=1, help="Rows a group, where a file names none; else one group."),
+        typer.Option("--group-size", metavar="N", min=1, help="Rows per group, for files that do not name groups."),
     ] = None,
 ) -> None:
-    """Make a run directory of batches in .pt files, such as AReaL's or those of `clew export`, one a step.
+    """Make a run directory from batches in .pt files, such as AReaL's or those of `clew export`, one per step.
 
     Example: clew import runs/addition/exported/step-000000.pt --to runs/addition/imported
     """

@@ -112,24 +112,30 @@ def serve(
     config: ConfigFile,
     overrides: Overrides = None,
     record: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="File the episodes of the gateway's sessions there.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Record the episodes of the gateway's sessions in this directory."),
     ] = None,
     engine: Annotated[
         str | None,
         typer.Option(
-            metavar="URL", help="No model of its own: the gateway alone, in front of vLLM, SGLang, a provider."
+            metavar="URL", help="Serve no model, only the gateway, in front of vLLM, SGLang or a provider at this URL."
         ),
     ] = None,
     api_key: Annotated[
         str,
-        typer.Option(metavar="KEY", help="What clients must send. Without it: any key on loopback, else a new one."),
+        typer.Option(
+            metavar="KEY",
+            help="Key that clients must send. Default: any key on loopback, else a new one that is printed.",
+        ),
     ] = "",
     allow_weights: Annotated[
         list[Path] | None,
-        typer.Option(metavar="DIR", help="Also load weights from there, not only from the run; may be repeated."),
+        typer.Option(
+            metavar="DIR", help="Also load weights from this folder, not only from the run's. May be repeated."
+        ),
     ] = None,
 ) -> None:
-    """Keep a model up, for the run that CONFIG names and for agents: SGLang's, OpenAI's and Anthropic's interfaces.
+    """Serve a model, for the run that CONFIG names and for agents: SGLang's, OpenAI's and Anthropic's interfaces.
 
     Example: clew serve examples/addition/grpo.yaml trial=try
     """
@@ -152,9 +158,9 @@ def rollout(
     steps: Annotated[
         int | None, typer.Option(min=1, help="Without a trainer: make this many batches, into --out.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="A run directory for them.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Run directory to write these batches to.")] = None,
 ) -> None:
-    """Make episodes for the run that CONFIG names, on the server that is up for it; or batches without a trainer.
+    """Run episodes for the run that CONFIG names, on its server; or, with --steps, write batches without a trainer.
 
     Example: clew rollout examples/addition/grpo.yaml trial=try
     """
@@ -186,7 +192,7 @@ def status(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, or the configuration that names it.")],
     overrides: Overrides = None,
 ) -> None:
-    """Show what each process of a run does, what it waits for, since when, and the numbers that decide it.
+    """Show what each process of a run is doing, what it is waiting for, for how long, and why.
 
     Example: clew status runs/addition/grpo
     """
