@@ -380,7 +380,9 @@ def verdicts(
         (full, verdict), others = entries[0], [name for name, _ in entries[1:]]
         if others:
             among = ", ".join(others[:3]) + (", …" if len(others) > 3 else "")
-            verdict = replace(verdict, evidence=[*verdict.evidence, f"and so are {len(others)} more of {top}: {among}"])
+            verdict = replace(
+                verdict, evidence=[*verdict.evidence, f"{len(others)} more of {top} changed as well: {among}"]
+            )
         found.append(verdict)
     return sorted(found, key=lambda verdict: not verdict.certain)
 
