@@ -649,11 +649,15 @@ def test_images_come_over_http_as_they_would_in_this_process(tmp_path: Path) -> 
     async def compare() -> None:
         there, told = HTTPEngine(server.address), []
         expected = await here.generate(prompt, params, images=[red])
-        assert await there.generate(prompt, params, images=[red]) == expected
+        whole = await there.generate(prompt, params, images=[red])
+        # A training in this process, as in other tests, replaces operations of the model (training/pointwise.py), and
+        # these round otherwise than the server's.
+        near = pytest.approx(expected.logprobs, abs=1e-5)
+        assert whole.output_ids == expected.output_ids and whole.logprobs == near
         streamed = await there.generate(
             prompt, params, images=[red], on_token=lambda token, logprob: told.append((token, logprob))
         )
-        assert streamed == expected and [token for token, _ in told] == expected.output_ids
+        assert streamed == whole and [token for token, _ in told] == whole.output_ids
         assert (await there.generate(prompt, params, images=[picture("blue")])).logprobs != expected.logprobs
         with pytest.raises(ImageError, match=r"7 bytes are no image that can be read"):
             await there.generate(prompt, params, images=[b"a photo"])
