@@ -26,10 +26,15 @@ def waits_for_one_another(waves: Sequence[Wave]) -> Verdict | None:
         waves: The waves warm, alone and narrow, then all crowds.
     """
     _, alone, narrow, *crowds = waves
-    if not all(wave.ended for wave in waves):
+    if not all(_shows_throughput(wave) for wave in waves):
         return None
     found = [serial.verdict(alone.crowd, narrow.crowd, wave.crowd) for wave in crowds]
     return found[0] if all(each is not None for each in found) else None
+
+
+def _shows_throughput(wave: Wave) -> bool:
+    """Return whether an episode of a wave ended without an error: raising errors takes the processor, in turns."""
+    return any(episode.error is None for episode in wave.ended)
 
 
 def judge(
@@ -74,8 +79,8 @@ def _waiting(waves: Sequence[Wave], *, blocked: bool) -> tuple[list[str], list[V
             f"latency, throughput and what runs one at a time: {len(refused)} of {len(asked)} requests were refused "
             f"({_refusals(refused)}), and waits before another try are in them. Ask for less at once: --batch, --group."
         ], []
-    if not all(wave.ended for wave in waves):
-        return ["what runs one at a time: too few episodes ended. Repair the others first."], []
+    if not all(_shows_throughput(wave) for wave in waves):
+        return ["what runs one at a time: too few episodes ended without an error. Repair that first."], []
     quicker = min((wave.crowd for wave in crowds), key=lambda crowd: crowd.idle_s)
     few, one = narrow.crowd, alone.crowd
     waits = waits_for_one_another(waves)
