@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from clew import config as configuration
 from clew.config import Config
-from clew.errors import explain_missing
+from clew.errors import ConfigError, explain_missing
 from clew.record import rows
 from clew.record.run import RunDirectory
 from clew.record.run import open_run as open_directory
@@ -46,16 +46,38 @@ def train(config: Config | Path | str, overrides: Sequence[str] = ()) -> Run:
         if loaded.debug.replay_rollout_data:
             from clew.loop.learn import learn_from_record
 
-            learn_from_record(loaded, progress.refresh)
+            if loaded.launch.ranks > 1:
+                raise ConfigError(
+                    f"Cannot train on recorded batches with launch.ranks={loaded.launch.ranks}: this process is one "
+                    f"rank. Set launch.ranks=1, or use the command `clew train`."
+                )
+            with drawn(run):
+                learn_from_record(loaded, progress.refresh)
         elif loaded.launch.mode == "inline":
             from clew.loop.learn import learn_inline
 
-            learn_inline(loaded, progress.refresh)
+            with drawn(run):
+                learn_inline(loaded, progress.refresh)
         else:
             from clew.launch.local import supervise
 
             supervise(loaded, [str(path), *overrides], progress.refresh)
     return open_run(loaded.run_path)
+
+
+@contextmanager
+def drawn(run: RunDirectory) -> Iterator[None]:
+    """Draw the learning curve when the block has ended, also by an error after a new step; on rank 0."""
+    from clew.training.ranks import rank_here
+    from clew.view.learning_curve import draw_learning_curve
+
+    before, ended = run.steps.count(), False
+    try:
+        yield
+        ended = True
+    finally:
+        if rank_here() == 0 and (ended or run.steps.count() > before):
+            draw_learning_curve(run)
 
 
 def replay(

@@ -94,3 +94,13 @@ def test_extras_are_those_of_the_project() -> None:
     for package, extra in EXTRAS.items():
         named = {"PIL": "pillow"}.get(package, package)
         assert any(line.startswith(named) for line in extras[extra]), f"clew[{extra}] lacks {named}"
+
+
+def test_recorded_batches_need_one_rank(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(
+        f"experiment: e\ntrial: t\nroot: {tmp_path}\nmodel: {{path: model}}\ndata: {{path: prompts.jsonl}}\n"
+        f"rollout: {{reward: mine.digits}}\nlaunch: {{ranks: 2}}\n"
+        f"debug: {{replay_rollout_data: true, path: {tmp_path}}}\n"
+    )
+    with pytest.raises(clew.ClewError, match=r"launch\.ranks=2: this process is one rank"):
+        clew.train(tmp_path / "run.yaml")

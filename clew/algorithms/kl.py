@@ -44,7 +44,7 @@ ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
 
 
 def divergences(logprobs_N: np.ndarray, other_N: np.ndarray, estimator: str) -> np.ndarray:
-    """Return the estimates by k1, k2 or k3 of arrays: [N] float64. What no gradient is needed of is computed so."""
+    """Return the estimates by k1, k2 or k3 of arrays: [N] float64. Used where no gradient is needed."""
     log_ratio_N = logprobs_N.astype(np.float64) - other_N
     if estimator == "k1":
         return log_ratio_N

@@ -1,10 +1,8 @@
-"""Commands that make a run, or a part of one, and show how it is doing."""
+"""Commands that make a run or a part of one, and what belongs to that: status, config and doctor."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -32,11 +30,12 @@ def train(config: ConfigFile, overrides: Overrides = None) -> None:
     inline = loaded.launch.mode == "inline"
     with Progress(run, loaded.training.steps, live=not inline) as progress:
         if inline:
+            from clew.api import drawn
             from clew.loop.learn import learn_inline
 
             set_up_log()
             print("launch.mode=inline: one process; time limits are off; breakpoint() works everywhere.", flush=True)
-            with _drawn(run):
+            with drawn(run):
                 learn_inline(loaded, progress.refresh)
         else:
             from clew.launch.local import supervise
@@ -47,37 +46,24 @@ def train(config: ConfigFile, overrides: Overrides = None) -> None:
 
 def _train_on_record(config: Config, run: RunDirectory) -> None:
     """`clew train` or `clew learn` with debug.replay_rollout_data, as one rank."""
+    from clew.api import drawn
     from clew.loop.learn import learn_from_record
     from clew.view.terminal import Progress
 
     with Progress(run, config.training.steps, live=False) as progress:
         set_up_log()
         print(f"training on the batches in {config.debug.path}; no rollout, no inference.", flush=True)
-        with _drawn(run):
+        with drawn(run):
             learn_from_record(config, progress.refresh)
     _say_trained(config, run)
 
 
-@contextmanager
-def _drawn(run: RunDirectory) -> Iterator[None]:
-    """Draw the learning curve when the block has ended, also by an error after a new step; on rank 0."""
-    from clew.training.ranks import rank_here
-    from clew.view.learning_curve import draw_learning_curve
-
-    before, ended = len(run.steps.index()) if rank_here() == 0 else 0, False
-    try:
-        yield
-        ended = True
-    finally:
-        if rank_here() == 0 and (ended or run.steps.count() > before):
-            draw_learning_curve(run)
-
-
 def _learn(config: Config, run: RunDirectory) -> None:
     """`clew learn`, as one rank."""
+    from clew.api import drawn
     from clew.loop.learn import learn
 
-    with _drawn(run):
+    with drawn(run):
         learn(config)
 
 

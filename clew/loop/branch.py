@@ -8,8 +8,8 @@ from pathlib import Path
 from clew.config import Config
 from clew.dotted import only_trusted
 from clew.errors import RecordError
+from clew.loop.loop import save_checkpoint
 from clew.loop.replay import engine_at, replay
-from clew.record.chain import committed_digest
 from clew.record.files import explain_disk_errors, write_bytes
 from clew.record.foreign import why_foreign
 from clew.record.run import RunDirectory
@@ -74,8 +74,7 @@ def branch(source: RunDirectory, run: RunDirectory, engine: TrainEngine) -> None
     engine.ranks.meet()  # all have looked
     if engine.ranks.leads:
         _copy_beginning(source, run, engine.version)
-    follows = committed_digest(run.steps, engine.version - 1)
-    checkpoint.save(engine, run.checkpoints / f"step-{engine.version:06d}", follows=follows)
+    save_checkpoint(run, engine)
 
 
 def _copy_beginning(source: RunDirectory, run: RunDirectory, count: int) -> None:

@@ -147,16 +147,15 @@ def learn_from_record(config: Config, on_step: OnStep, *, until: int | None = No
         RecordError: A batch is missing, or the run began with other batches.
         ClewError: Anything else that ends the run before its last step.
     """
-    with (
-        _rank_of(config) as (ranks, run, reporter, interrupts),
-        Surroundings(
-            config, run, ranks, inference=None, reporter=reporter, interrupts=interrupts, pause=interrupts.check
-        ) as around,
-    ):
+    with _rank_of(config) as (ranks, run, reporter, interrupts):
         if config.debug.first_step:
-            around.config = config = begin(config, ranks)
+            config = begin(config, ranks)
             torch.set_num_threads(config.rank_threads)
-        _train(config, run, around, on_step, until=until)
+        around = Surroundings(
+            config, run, ranks, inference=None, reporter=reporter, interrupts=interrupts, pause=interrupts.check
+        )
+        with around:
+            _train(config, run, around, on_step, until=until)
 
 
 @contextmanager

@@ -92,7 +92,7 @@ def make_model(out: Path, seed: int) -> int:
 
 
 def make(out: Path, seed: int) -> tuple[float, int]:
-    """Make both of the above; return the teacher's share of right answers and the number of parameters."""
+    """Make the data and the model; return the teacher's share of right answers and the number of parameters."""
     logging.disable_progress_bar()
     (out / "base").mkdir(parents=True, exist_ok=True)
     return make_data(out, seed), make_model(out / "base", seed)

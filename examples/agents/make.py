@@ -44,7 +44,7 @@ TEMPLATE = (
 
 
 def call(expression: str) -> str:
-    """Return it as the template writes it, and the model is to write it."""
+    """Return a tool call as the chat template writes it, and as the model should."""
     return f'<tool_call>\n{{"name": "calculate", "arguments": {{"expression": "{expression}"}}}}\n</tool_call>'
 
 
@@ -120,7 +120,7 @@ def _quoted(word: str) -> str:
 
 
 def make(out: Path, seed: int) -> tuple[float, int]:
-    """Make both of the above."""
+    """Make the data and the model; return the teacher's share of right answers and the number of parameters."""
     logging.disable_progress_bar()
     (out / "base").mkdir(parents=True, exist_ok=True)
     return make_data(out, seed), make_model(out / "base", seed)

@@ -19,8 +19,8 @@ def calculate(expression: str) -> str:
 
 
 async def read(context: Any, events: AsyncIterable[Any]) -> None:
-    """Stream the model's words, by a handler of events. (`run_stream` takes the first words for the answer,
-    also where a tool call follows them.)"""
+    """Read events as they come, which makes the agent stream the model's words. (`run_stream` would take the first
+    words for the answer, even if a tool call follows them.)"""
     async for _ in events:
         pass
 
