@@ -89,13 +89,13 @@ async def _rollout_batch(config: Config, rows: list[dict[str, Any]], server: str
     from clew.gateway.episode_engine import resources
     from clew.inference.client import HTTPEngine
     from clew.inference.local import load_engine
-    from clew.models import load_tokenizer
+    from clew.models.loading import load_tokenizer
+    from clew.models.vision import load_vision
     from clew.rollout.agents import agent_workflow
     from clew.rollout.episode import Episode, run_episode
     from clew.rollout.process import gateway_for
     from clew.rollout.reward_pool import RewardPool
     from clew.rollout.setup import load_reward, load_workflow, side_by_side
-    from clew.vision import load_vision
 
     engine = HTTPEngine(server) if server is not None else load_engine(config, max_running=side_by_side(config))
     reward, gateway = load_reward(config), gateway_for(config)

@@ -21,8 +21,10 @@ A message says what was found, where, what was expected and what to do. The comm
 traceback and exits with 2, or with 130 after an Interrupted. A programmer's mistake is an ``assert``.
 """
 
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 EXTRAS = {
     **dict.fromkeys(("torch", "transformers", "safetensors", "datasets", "jinja2"), "train"),
@@ -101,3 +103,14 @@ def explain_missing() -> Iterator[None]:
             f"Cannot do this without {package}, which is not installed. Install it with: pip install '{extra}' (in a "
             f'checkout: pip install ".[{EXTRAS[package]}]").'
         ) from error
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, ending with a full stop."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".") + "."
+
+
+def described(error: BaseException) -> str:
+    """Return the type of an error, the line that raised it, and the first line of its message."""
+    raised = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__} at {Path(raised.filename).name}:{raised.lineno}: {first_line(error)}"

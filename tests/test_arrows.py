@@ -22,13 +22,13 @@ EVERYWHERE = {
 }
 MAY_IMPORT = {
     "record": set(),
+    "models": set(),
     "algorithms": {"clew.record"},
-    "inference": {"clew.record", "clew.models", "clew.vision", "clew.listening"},
+    "inference": {"clew.record", "clew.models", "clew.listening"},
     "gateway": {
         "clew.record",
         "clew.listening",
         "clew.models",
-        "clew.vision",
         "clew.inference.protocol",
         "clew.inference.resubmit",
         "clew.inference.detection",
@@ -39,16 +39,15 @@ MAY_IMPORT = {
         "clew.data",
         "clew.listening",
         "clew.models",
-        "clew.vision",
         "clew.inference.protocol",
         "clew.inference.resubmit",
         "clew.inference.client",
     },
-    "training": {"clew.record", "clew.data", "clew.models", "clew.vision"},
+    "training": {"clew.record", "clew.data", "clew.models"},
     "loop": {"clew.record", "clew.rollout", "clew.inference", "clew.training", "clew.models", "clew.data"},
     "launch": {"clew.record"},
     "view": {"clew.record"},
-    "stress": {"clew.record", "clew.inference", "clew.gateway", "clew.rollout", "clew.models", "clew.vision"},
+    "stress": {"clew.record", "clew.inference", "clew.gateway", "clew.rollout", "clew.models"},
     "diagnose": {
         "clew.record",
         "clew.inference",
@@ -57,7 +56,6 @@ MAY_IMPORT = {
         "clew.training",
         "clew.loop",
         "clew.models",
-        "clew.vision",
     },
 }
 TORCH_FREE = ("record", "launch", "view")  # algorithms: tests/test_config.py, as it names torch's types

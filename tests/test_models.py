@@ -15,9 +15,9 @@ from transformers import AutoModel, PreTrainedTokenizerFast
 from clew.config import Config
 from clew.errors import ModelError
 from clew.inference.local import load_engine
-from clew.models import load_model, load_tokenizer
+from clew.models.loading import load_model, load_tokenizer
+from clew.models.vision import load_vision
 from clew.training.engine import TrainEngine
-from clew.vision import load_vision
 from tests.models import ATTENTION_FAMILIES, VOCAB, tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")

@@ -23,7 +23,8 @@ from clew.gateway.episode_engine import EpisodeEngine, Resources, resources
 from clew.gateway.interactions import Interaction
 from clew.gateway.thread import GatewayThread
 from clew.inference.detection import find_engine
-from clew.models import load_tokenizer
+from clew.models.loading import load_tokenizer
+from clew.models.vision import load_vision
 from clew.printing import common_length
 from clew.record.media import media_name
 from clew.record.rows import Sequence as Row
@@ -32,7 +33,6 @@ from clew.rollout.agents import AgentWorkflow, load_agent
 from clew.rollout.rewards import total
 from clew.seeds import derive_seed
 from clew.training import checkpoint
-from clew.vision import load_vision
 
 
 @dataclass(kw_only=True)

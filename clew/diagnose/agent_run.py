@@ -16,11 +16,12 @@ from clew.gateway.episode_engine import MAX_NEW_TOKENS, Resources
 from clew.gateway.thread import GatewayThread
 from clew.inference.detection import find_engine
 from clew.inference.protocol import SamplingParams
-from clew.models import context_of, load_tokenizer
+from clew.models.architecture import context_of
+from clew.models.loading import load_tokenizer
+from clew.models.vision import load_vision
 from clew.rollout.agents import AgentWorkflow, SharedClient, extra_kwargs_of, load_agent, run_of
 from clew.rollout.episode import Episode, run_episode
 from clew.rollout.rewards import checked
-from clew.vision import load_vision
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

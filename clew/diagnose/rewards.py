@@ -17,7 +17,8 @@ from clew.errors import ConfigError, EpisodeError
 from clew.gateway.episode_engine import EpisodeEngine, Resources, resources
 from clew.gateway.interactions import Interaction
 from clew.inference.protocol import SamplingParams
-from clew.models import load_tokenizer
+from clew.models.loading import load_tokenizer
+from clew.models.vision import load_vision
 from clew.record.media import media_name
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
@@ -25,7 +26,6 @@ from clew.rollout.reward_pool import RewardPool
 from clew.rollout.rewards import by_name
 from clew.rollout.setup import load_reward, load_workflow
 from clew.training import checkpoint
-from clew.vision import load_vision
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,10 +15,10 @@ from clew.errors import ConfigError, EpisodeError, ImageError
 from clew.gateway.interactions import Interaction
 from clew.inference.protocol import Engine, OnToken, SamplingParams
 from clew.inference.resubmit import generate_through_aborts
-from clew.models import context_of
+from clew.models.architecture import context_of
+from clew.models.vision import Sight
 from clew.record.media import Media, media_name
 from clew.seeds import derive_seed
-from clew.vision import Sight
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

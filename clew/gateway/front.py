@@ -28,9 +28,9 @@ from clew.gateway.episode_engine import sampling_params
 from clew.gateway.standalone import StandaloneGateway, gateway_on
 from clew.inference.detection import find_engine
 from clew.listening import Access, Listener
-from clew.models import load_tokenizer
+from clew.models.loading import load_tokenizer
+from clew.models.vision import load_vision
 from clew.printing import print
-from clew.vision import load_vision
 
 DROPPED = frozenset(("host", "connection", "content-length", "transfer-encoding", "content-encoding", "keep-alive"))
 """Headers that belong to one connection, and are not passed on."""

@@ -21,10 +21,10 @@ from clew.gateway.app import AnyBase, application
 from clew.gateway.dialect import Refusal
 from clew.gateway.episode_engine import EpisodeEngine, Resources, WarningLog, resources
 from clew.gateway.sequences import sequences_of
+from clew.models.vision import Sight
 from clew.printing import print
 from clew.record.inbox import group_name
 from clew.record.run import RunDirectory
-from clew.vision import Sight
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -29,7 +29,7 @@ from clew.errors import ImageError
 from clew.gateway.branches import Difference, excerpt, first_difference, key_of
 from clew.gateway.dialect import Ask, Message, Refusal, Reply, message_of
 from clew.gateway.images import shown_in
-from clew.vision import Sight
+from clew.models.vision import Sight
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

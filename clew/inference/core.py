@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clew.errors import EngineError, ImageError
+from clew.errors import EngineError, ImageError, described
 from clew.inference.loading import backed_up, check_weights, copy_weights, restore
 from clew.inference.protocol import (
     Completion,
@@ -25,9 +25,9 @@ from clew.inference.protocol import (
     SamplingParams,
     SchemaUnsupported,
 )
-from clew.models import context_in, described
+from clew.models.architecture import context_in
+from clew.models.vision import Vision
 from clew.record.weights import WeightRef
-from clew.vision import Vision
 
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 """Largest allowed difference, in nats, between the probe's logprobs of trainer and engine, by dtype."""

@@ -26,14 +26,15 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from clew.errors import described
 from clew.inference import attention, fused
 from clew.inference.cache import PrefillCache, RowCache, columns_for, moves
 from clew.inference.core import PROBE_TOLERANCE, Core, Finished, Request
 from clew.inference.protocol import FinishReason, RequestTooLong
 from clew.inference.reference import ReferenceEngine
 from clew.inference.sampling import RowParams, choose, uniform
-from clew.models import described, is_out_of_memory
-from clew.vision import Vision
+from clew.models.loading import is_out_of_memory
+from clew.models.vision import Vision
 
 log = logging.getLogger("clew.inference")
 

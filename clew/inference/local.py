@@ -22,9 +22,9 @@ from clew.inference.core import Core, Finished, Request
 from clew.inference.embedded import build_engine
 from clew.inference.loading import check_weights
 from clew.inference.protocol import Completion, EngineUnreachable, OnToken, SamplingParams
-from clew.models import check_vocabulary, load_model, load_tokenizer, pick_device
+from clew.models.loading import check_vocabulary, load_model, load_tokenizer, pick_device
+from clew.models.vision import load_vision
 from clew.record.weights import WeightRef
-from clew.vision import load_vision
 from clew.waits import waiting
 
 log = logging.getLogger("clew.inference")

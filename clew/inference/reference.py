@@ -13,7 +13,7 @@ import torch
 from clew.inference.core import Core, Finished, Request
 from clew.inference.protocol import Completion, FinishReason
 from clew.inference.sampling import RowParams, choose, uniform
-from clew.vision import Vision
+from clew.models.vision import Vision
 
 
 class ReferenceEngine(Core):

@@ -28,6 +28,7 @@ from clew.data import order
 from clew.errors import RolloutError
 from clew.gateway.episode_engine import Resources, resources
 from clew.inference.protocol import Engine
+from clew.models.vision import load_vision
 from clew.record.inbox import group_name, group_number
 from clew.record.rejected import FILTERED
 from clew.record.run import RunDirectory
@@ -40,7 +41,6 @@ from clew.rollout.failures import FailureWatch
 from clew.rollout.filters import EqualRewards
 from clew.rollout.reward_pool import RewardPool
 from clew.rollout.setup import load_reward, load_workflow, refuse_impossible
-from clew.vision import load_vision
 from clew.waits import Reporter, current_waits, waiting
 
 if TYPE_CHECKING:

@@ -8,11 +8,11 @@ from pathlib import Path
 from clew.config import provider
 from clew.errors import RecordError
 from clew.inference.detection import find_engine
-from clew.models import load_tokenizer
+from clew.models.loading import load_tokenizer
+from clew.models.vision import load_vision
 from clew.record.run import open_run
 from clew.stress.on_gateway import BeforeEngine, BeforeProvider, Gateway
 from clew.stress.standin import Names, StandIn, byte_tokenizer
-from clew.vision import load_vision
 
 RECORDED = 4096
 """Maximum number of answers taken from a run."""

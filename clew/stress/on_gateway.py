@@ -12,6 +12,7 @@ from clew.gateway.episode_engine import MAX_NEW_TOKENS, EpisodeEngine, Resources
 from clew.gateway.front import PassedOn
 from clew.gateway.thread import GatewayThread, ServingThread
 from clew.inference.protocol import Engine, SamplingParams
+from clew.models.vision import Sight
 from clew.rollout.agents import SharedClient
 from clew.stress.child import Source
 from clew.stress.provider import NotedProvider
@@ -20,7 +21,6 @@ from clew.stress.requests import Noted, Requests
 from clew.stress.run import stress
 from clew.stress.stage import TIMEOUT_S
 from clew.stress.stuck import STUCK_S
-from clew.vision import Sight
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -30,7 +30,7 @@ from typing_extensions import TypedDict
 
 from clew.config import Config
 from clew.errors import ModelError, RecordError
-from clew.models import load_value_model
+from clew.models.loading import load_value_model
 from clew.reading import STRICT, Count, Number, read_bytes, read_json
 from clew.reading import check as check_fields
 from clew.record import chain

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from clew.algorithms.gae import value_loss
 from clew.config import Algorithm, Config, Training
 from clew.errors import ModelError
-from clew.models import load_tokenizer, load_value_model
+from clew.models.loading import load_tokenizer, load_value_model
 from clew.training.batching import Plan
 from clew.training.digests import Digests, digest_tensors
 from clew.training.optimizer import GradientError, Optimizer
@@ -30,7 +30,7 @@ from clew.training.tokens import MicroBatch, Tokens
 
 
 class ValueModel(nn.Module):
-    """A model of `clew.models.load_value_model` that computes values for chosen tokens."""
+    """A model of `clew.models.loading.load_value_model` that computes values for chosen tokens."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()

@@ -29,19 +29,17 @@ from torch import Tensor
 
 from clew.algorithms import LOSSES
 from clew.config import Algorithm, Config, Training
-from clew.errors import ImageError, ModelError, TrainingError
-from clew.models import (
+from clew.errors import ImageError, ModelError, TrainingError, first_line
+from clew.models.architecture import context_in, positions_go_on, width_of
+from clew.models.loading import (
     check_vocabulary,
-    context_in,
-    first_line,
     is_out_of_memory,
     load_model,
     load_tokenizer,
     load_value_model,
     pick_device,
-    positions_go_on,
-    width_of,
 )
+from clew.models.vision import load_vision
 from clew.record.digest import to_hex, total
 from clew.record.media import Media
 from clew.record.rows import Sequence
@@ -59,7 +57,6 @@ from clew.training.ranks import ALONE, Ranks
 from clew.training.scoring import Scores, score
 from clew.training.sharding import slice_of, spread, state_of
 from clew.training.tokens import MicroBatch, Tokens
-from clew.vision import load_vision
 
 if TYPE_CHECKING:
     from clew.training.lora import Adapters

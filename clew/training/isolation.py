@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from clew.errors import ModelError
-from clew.models import context_in, described
+from clew.errors import ModelError, described
+from clew.models.architecture import context_in
 from clew.training.attention import NAMES, use_attention
 from clew.training.packing import Packed
 from clew.training.scoring import hidden_states, score

@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from clew.errors import ModelError
-from clew.models import context_in
+from clew.models.architecture import context_in
 from clew.training.ranks import Ranks
 from clew.training.scoring import score
 

@@ -80,7 +80,7 @@ class MicroBatch:
     where_N: np.ndarray
     """Position of each trained token in the batch's [S] arrays, int64."""
     seen: Mapping[str, Tensor] = field(default_factory=dict)
-    """Further inputs of the model for rows that show images: see `clew.vision.Vision.inputs`."""
+    """Further inputs of the model for rows that show images: see `clew.models.vision.Vision.inputs`."""
 
     @classmethod
     def of(cls, tokens: Tokens, rows: list[int], device: torch.device, *, pack: bool = False) -> MicroBatch:

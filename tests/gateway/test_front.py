@@ -22,7 +22,7 @@ from clew.gateway.episode_engine import Resources
 from clew.gateway.front import PassedOn
 from clew.gateway.thread import ServingThread
 from clew.inference.protocol import SamplingParams
-from clew.models import load_tokenizer
+from clew.models.loading import load_tokenizer
 from clew.record.rows import from_table
 from clew.record.run import RunDirectory
 from tests.forked import clew

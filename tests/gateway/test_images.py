@@ -18,9 +18,9 @@ from clew.gateway.agent_session import AgentSession, Limits
 from clew.gateway.app import _with_earlier
 from clew.gateway.dialect import Refusal, Reply
 from clew.gateway.sequences import assemble
-from clew.models import load_tokenizer
+from clew.models.loading import load_tokenizer
+from clew.models.vision import Vision, load_vision
 from clew.record.media import media_name
-from clew.vision import Vision, load_vision
 from tests.gateway.spoken import Spoken, session_on
 from tests.models import SEEING_TEMPLATE, picture, seeing_model
 

@@ -26,7 +26,7 @@ from clew.inference.detection import FoundEngine, find_engine
 from clew.inference.protocol import Completion, SamplingParams
 from clew.inference.vllm import VLLMEngine, mode_of
 from clew.launch.ranks import free_port
-from clew.models import load_model
+from clew.models.loading import load_model
 from clew.record.rows import from_table
 from clew.record.run import RunDirectory
 from tests.forked import clew

@@ -22,7 +22,7 @@ from clew.inference.local import LocalEngine
 from clew.inference.protocol import Completion, SamplingParams
 from clew.inference.reference import ReferenceEngine
 from clew.inference.resubmit import generate_through_aborts
-from clew.models import load_model, load_tokenizer
+from clew.models.loading import load_model, load_tokenizer
 from clew.record.weights import DIGEST_KEY, WeightRef
 from tests.models import ATTENTION_FAMILIES, tiny_model, tiny_tokenizer
 

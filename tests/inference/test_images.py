@@ -10,8 +10,8 @@ from clew.inference.core import Core, Request
 from clew.inference.embedded import EmbeddedEngine, build_engine
 from clew.inference.protocol import Completion, SamplingParams
 from clew.inference.reference import ReferenceEngine
-from clew.models import load_model, load_tokenizer
-from clew.vision import Vision, load_vision
+from clew.models.loading import load_model, load_tokenizer
+from clew.models.vision import Vision, load_vision
 from tests.models import picture, seeing_model, tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")

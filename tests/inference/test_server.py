@@ -32,10 +32,10 @@ from clew.inference.protocol import Completion, EngineUnreachable, RequestTooLon
 from clew.inference.resubmit import generate_through_aborts
 from clew.inference.serve import serve
 from clew.loop.server_control import ServerControl
-from clew.models import load_model, load_tokenizer
+from clew.models.loading import load_model, load_tokenizer
+from clew.models.vision import load_vision
 from clew.record.run import RunDirectory
 from clew.record.weights import WeightRef
-from clew.vision import load_vision
 from tests.forked import Forked
 from tests.models import picture, seeing_model, tiny_model, tiny_tokenizer
 

@@ -21,7 +21,7 @@ from clew.inference.local import LocalEngine
 from clew.inference.protocol import EngineUnreachable, RequestTooLong, SamplingParams
 from clew.inference.resubmit import generate_through_aborts
 from clew.inference.vllm import VLLMEngine
-from clew.models import load_model, load_tokenizer
+from clew.models.loading import load_model, load_tokenizer
 from tests.models import tiny_model, tiny_tokenizer
 
 PROMPT = [7, 8, 9]

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from clew.algorithms.gae import value_loss
 from clew.errors import ModelError, RecordError, TrainingError
-from clew.models import load_value_model
+from clew.models.loading import load_value_model
 from clew.training import checkpoint
 from clew.training.engine import TrainEngine
 from tests.models import VOCAB, tiny_model, tiny_tokenizer

@@ -10,7 +10,7 @@ import clew.training.engine as engine_module
 from clew.errors import TrainingError
 from clew.inference.embedded import build_engine
 from clew.inference.protocol import RequestTooLong, SamplingParams
-from clew.models import load_model
+from clew.models.loading import load_model
 from clew.record.rows import ALIGNED
 from clew.training.engine import TrainEngine
 from clew.training.export import write_weights

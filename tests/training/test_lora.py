@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from clew.errors import ModelError, RecordError
 from clew.inference.embedded import build_engine
-from clew.models import load_model
+from clew.models.loading import load_model
 from clew.training import checkpoint
 from clew.training.engine import TrainEngine
 from clew.training.export import write_weights

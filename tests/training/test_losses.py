@@ -16,7 +16,7 @@ from clew.algorithms.kl import divergences, k1, k2, k3
 from clew.algorithms.losses import PolicyLoss, TrainedTokens
 from clew.config import Algorithm, Config
 from clew.errors import ConfigError, TrainingError
-from clew.models import load_model, load_value_model
+from clew.models.loading import load_model, load_value_model
 from clew.training.batching import loss_weights
 from clew.training.critic import ValueModel
 from clew.training.losses import loss_function

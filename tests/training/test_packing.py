@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from clew.errors import ModelError
-from clew.models import load_value_model
+from clew.models.loading import load_value_model
 from clew.training.attention import SHORT
 from clew.training.critic import ValueModel
 from clew.training.engine import TrainEngine

@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from clew.config import Config
 from clew.errors import ConfigError, DataError
 from clew.loop.learn import learn_inline
-from clew.models import load_model, load_tokenizer, load_value_model
+from clew.models.loading import load_model, load_tokenizer, load_value_model
 from clew.training import checkpoint
 from clew.training.demonstrations import Demonstrations
 from clew.training.engine import TrainEngine

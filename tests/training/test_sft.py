@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from clew import config as configuration
 from clew.errors import DataError, RecordError
-from clew.models import load_tokenizer
+from clew.models.loading import load_tokenizer
 from clew.record.run import RunDirectory
 from clew.training import checkpoint
 from clew.training.demonstrations import Demonstrations

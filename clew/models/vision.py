@@ -20,8 +20,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from clew.errors import ImageError, ModelError
-from clew.models import config_of, first_line, refuse_own_code, sees
+from clew.errors import ImageError, ModelError, first_line
+from clew.models.architecture import sees
+from clew.models.folder import config_of, refuse_own_code
 
 if TYPE_CHECKING:
     import torch
