@@ -49,12 +49,12 @@ def race(folder: Path, lengths: list[int], rounds: int) -> None:
             {"experiment": "bench", "model": {"path": str(folder), "device": "cpu"}, "data": {"path": "unused"}}
         )
     )
-    assert engine.packs
+    assert engine.policy.packs
     seconds: dict[bool, list[float]] = {True: [], False: []}
     padding: dict[bool, float] = {}
     for number in range(rounds + WARM_UP):
         for packs in (True, False):
-            engine.packs = packs
+            engine.policy.packs = packs
             result = engine.train_step(batch)
             padding[packs] = result.metrics["padding_share"]
             if number >= WARM_UP:

@@ -20,7 +20,7 @@ def stop_at(engine: TrainEngine, steps: range, stage: str) -> None:
         known.update({name: scope[name] for name in ("batch", "tokens", "plan") if name in scope})
         if at != stage or engine.version not in steps:
             return
-        names = {"engine": engine, "model": engine.model, "step": engine.version, **known, **scope}
+        names = {"engine": engine, "model": engine.policy.model, "step": engine.version, **known, **scope}
         where = ""
         if "micro" in scope:
             # rows_N counts the rows of the micro-batch

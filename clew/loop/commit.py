@@ -18,8 +18,9 @@ from clew.record.digest import RowDigest, digest_batch
 from clew.record.rows import Sequence
 from clew.record.run import PACKAGES, RunDirectory
 from clew.training.custom import code_of
-from clew.training.engine import StepResult, TrainEngine
+from clew.training.engine import TrainEngine
 from clew.training.ranks import Ranks
+from clew.training.results import StepResult
 
 CONFIGURED = ("training", "algorithm")
 """Configuration sections that decide what a step computes from its batch. They may change when a run is restarted."""
@@ -31,12 +32,12 @@ VARIABLES = ("ATEN_CPU_CAPABILITY", "MKL_", "DNNL_", "ONEDNN_", "OMP_", "KMP_", 
 
 def environment(engine: TrainEngine) -> dict[str, Any]:
     """Return what must be the same for a step to repeat bit for bit."""
-    cuda = engine.device.type == "cuda"
+    cuda = engine.policy.device.type == "cuda"
     return {
         "ranks": engine.ranks.size,
         "tp": engine.ranks.tp,
         "threads": torch.get_num_threads(),
-        "device": torch.cuda.get_device_name() if cuda else engine.device.type,
+        "device": torch.cuda.get_device_name() if cuda else engine.policy.device.type,
         **({"deterministic": torch.are_deterministic_algorithms_enabled()} if cuda else {}),
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "packages": dict(_packages()),

@@ -20,7 +20,8 @@ from clew.record.run import RunDirectory
 from clew.record.steps import Stages
 from clew.record.summary import environment_of
 from clew.training import checkpoint
-from clew.training.engine import StepResult, TrainEngine
+from clew.training.engine import TrainEngine
+from clew.training.results import StepResult
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,8 @@ from clew.loop.server_control import ServerControl
 from clew.loop.surroundings import OnStep, Surroundings
 from clew.record.run import RunDirectory, warn_of_changes
 from clew.record.weights import WeightRef
-from clew.training.engine import GradientError, make_deterministic
+from clew.training.engine import make_deterministic
+from clew.training.optimizer import GradientError
 from clew.training.ranks import ALONE, Ranks, process_here, rank_here
 from clew.waits import Reporter
 

@@ -31,8 +31,9 @@ from clew.record.digest import to_hex
 from clew.record.run import RunDirectory
 from clew.record.summary import configured, environment_of, rounding_doubt
 from clew.training import checkpoint
-from clew.training.engine import StepResult, TrainEngine, make_deterministic
+from clew.training.engine import TrainEngine, make_deterministic
 from clew.training.ranks import ALONE, Ranks
+from clew.training.results import StepResult
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,8 +21,9 @@ from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
 from clew.record.weights import WeightRef
 from clew.rollout.evaluation import is_due
-from clew.training.engine import StepResult, TrainEngine
+from clew.training.engine import TrainEngine
 from clew.training.ranks import Ranks
+from clew.training.results import StepResult
 from clew.waits import Reporter, waiting
 
 log = logging.getLogger("clew.trainer")
@@ -141,7 +142,7 @@ class Surroundings:
             self.config,
             step=engine.version,
             threads=torch.get_num_threads(),
-            device=engine.device.type,
+            device=engine.policy.device.type,
             topology={"ranks": self.ranks.size, "tp": self.config.training.tp},
             parameters=engine.parameter_names,
         )

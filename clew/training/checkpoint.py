@@ -121,23 +121,23 @@ def save(engine: TrainEngine, folder: Path, *, follows: str | None = None) -> No
         if engine.ranks.leads:
             point_latest(folder)  # a kill may have come between the two
         return
-    weights, state = engine.published_state(), collect(state, engine.ranks)
-    adapters = None if engine.adapters is None else state_of(engine.model, engine.ranks)
+    weights, state = engine.policy.published_state(), collect(state, engine.ranks)
+    adapters = None if engine.policy.adapters is None else state_of(engine.policy.model, engine.ranks)
     critic = None if engine.critic is None else state_of(engine.critic.inner, engine.ranks)
     if engine.ranks.leads:
         with written_aside(folder) as aside:
-            save_model(engine.model, aside, weights)
-            if engine.vision is not None:
-                engine.vision.save(aside)
-            save_tokenizer(engine.tokenizer, aside)
-            if engine.adapters is not None and adapters is not None:
-                engine.adapters.save(aside / ADAPTER, adapters)
+            save_model(engine.policy.model, aside, weights)
+            if engine.policy.vision is not None:
+                engine.policy.vision.save(aside)
+            save_tokenizer(engine.policy.tokenizer, aside)
+            if engine.policy.adapters is not None and adapters is not None:
+                engine.policy.adapters.save(aside / ADAPTER, adapters)
             (aside / STATE).parent.mkdir()
             if engine.critic is not None and critic is not None:
                 save_model(engine.critic.inner, aside / CRITIC, critic)
-                save_tokenizer(engine.tokenizer, aside / CRITIC)
+                save_tokenizer(engine.policy.tokenizer, aside / CRITIC)
             save_file(state, aside / STATE)
-            said["files"] = _files(aside, merged=engine.adapters is not None)
+            said["files"] = _files(aside, merged=engine.policy.adapters is not None)
             write_bytes(aside / "checkpoint.json", chain.sealed(said))
         point_latest(folder)
     engine.ranks.meet()
@@ -315,12 +315,12 @@ def _read(folder: Path, engine: TrainEngine, said: Mapping[str, Any]) -> tuple[d
             f"another trial=NAME from that folder (model.path)."
         )
     try:
-        if engine.adapters is not None:
+        if engine.policy.adapters is not None:
             from clew.training.lora import read_adapters
 
             weights = read_adapters(folder / ADAPTER)
         else:
-            weights: dict[str, Tensor] = dict(engine.read(str(folder), cpu).named_parameters())
+            weights: dict[str, Tensor] = dict(engine.policy.read(str(folder), cpu).named_parameters())
         if engine.critic is not None:
             critic = load_value_model(str(folder / CRITIC), engine.config.model.dtype, cpu, "its critic")
             weights |= {f"critic.{name}": parameter for name, parameter in critic.named_parameters()}

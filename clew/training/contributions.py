@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from clew.training.critic import Fitted
-from clew.training.engine import Prepared, TrainEngine
+from clew.training.engine import TrainEngine
 from clew.training.optimizer import GradientError
+from clew.training.results import Prepared
 from clew.training.tokens import MicroBatch
 
 
@@ -64,7 +65,7 @@ def contributions(engine: TrainEngine, step: Prepared) -> Iterator[Contribution]
         for name, grad in whole.items():
             engine.optimizer.masters[name].grad = grad
         clipped = engine.optimizer.clip()
-        if losses_finite and engine.bad_norm(clipped) is None:
+        if losses_finite and engine.norm_problem(clipped) is None:
             engine.recent_norms.append(clipped)
             engine.optimizer.update()
             continue
@@ -91,7 +92,7 @@ def critic_contributions(engine: TrainEngine, step: Prepared) -> Iterator[Critic
     for minibatch in step.plan:
         trained = sum(step.tokens.trained_in(rows) for rows in minibatch)
         for row in sorted(row for rows in minibatch for row in rows if step.tokens.trained_in([row])):
-            loss_N = critic.backward(engine.micro_batch(step.tokens, [row]), old_S, returns_S, trained, done)
+            loss_N = critic.backward(engine.policy.micro_batch(step.tokens, [row]), old_S, returns_S, trained, done)
             norm = _norm(critic.optimizer.gradients().values())
             critic.optimizer.forget()
             yield CriticContribution(row=row, loss=float(loss_N.sum()) / trained, gradient_norm=norm)
@@ -116,7 +117,7 @@ def _backward(
     Returns:
         The micro-batch, and the logprobs and losses of its trained tokens.
     """
-    micro = engine.micro_batch(step.tokens, rows)
+    micro = engine.policy.micro_batch(step.tokens, rows)
     if not len(micro.where_N):
         return micro, torch.zeros(0), torch.zeros(0)
     scores = engine.score_micro(micro)
@@ -161,7 +162,7 @@ def first_not_finite(engine: TrainEngine, step: Prepared, row: int) -> str | Non
     The place is a parameter, a module's output in the forward pass, a recorded input of the loss, a logprob or loss, or
     a gradient in the backward pass.
     """
-    for name, parameter in engine.model.named_parameters():
+    for name, parameter in engine.policy.model.named_parameters():
         if not bool(parameter.isfinite().all()):
             return f"the parameter {name}{_place(parameter)}: before anything was computed"
     found: list[str] = []
@@ -196,7 +197,7 @@ def first_not_finite(engine: TrainEngine, step: Prepared, row: int) -> str | Non
         logprobs_N.register_hook(lambda gradient_N: check(f"gradient of the {loss} at the logprob", gradient_N))
 
     handles = [
-        module.register_forward_hook(forward_hook(name)) for name, module in engine.model.named_modules() if name
+        module.register_forward_hook(forward_hook(name)) for name, module in engine.policy.model.named_modules() if name
     ]
     try:
         engine.optimizer.forget()

@@ -7,13 +7,12 @@ one after the other, on the same mini-batches and micro-batches.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from clew.algorithms.gae import value_loss
 from clew.config import Algorithm, Config, Training
@@ -22,29 +21,10 @@ from clew.models.loading import load_tokenizer, load_value_model
 from clew.training.batching import Plan
 from clew.training.digests import Digests, digest_tensors
 from clew.training.optimizer import GradientError, Optimizer
-from clew.training.packing import Packed
-from clew.training.ranks import Ranks
-from clew.training.scoring import hidden_states
+from clew.training.policy import Policy
+from clew.training.scoring import ValueModel
 from clew.training.sharding import spread
 from clew.training.tokens import MicroBatch, Tokens
-
-
-class ValueModel(nn.Module):
-    """A model of `clew.models.loading.load_value_model` that computes values for chosen tokens."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, input_ids_BT: Tensor, rows_N: Tensor, columns_N: Tensor, packed: Packed | None = None) -> Tensor:
-        """Return the value at each token (rows_N, columns_N), given that token and those before it: [N].
-
-        Values are float32, or as wide as the model. Rows are padded or packed as for `clew.training.scoring.score`.
-        """
-        head, hidden_ND = self.model.score, hidden_states(self.model, input_ids_BT, rows_N, columns_N, packed)
-        wide = torch.promote_types(hidden_ND.dtype, torch.float32)
-        numbers_N = hidden_ND.to(wide) @ head.weight[0].to(wide)
-        return numbers_N if head.bias is None else numbers_N + head.bias.to(wide)
 
 
 @dataclass(kw_only=True)
@@ -62,37 +42,21 @@ class Fitted:
 class Critic:
     """The value model and its optimizer. The model stays in eval mode, like the policy."""
 
-    def __init__(
-        self,
-        config: Config,
-        device: torch.device,
-        ranks: Ranks,
-        *,
-        own: Callable[[Tokens, list[list[int]]], Iterator[MicroBatch | None]],
-        idle: MicroBatch,
-        tokenizer: Any,
-        vocabulary: int,
-    ) -> None:
-        """Load the critic.
-
-        Args:
-            own: Yields this rank's micro-batches of a mini-batch.
-            idle: Micro-batch to compute in place of one that is None.
-            tokenizer: The policy's tokenizer.
-            vocabulary: Number of tokens for which the policy has an embedding.
+    def __init__(self, config: Config, policy: Policy) -> None:
+        """Load the critic, to be trained on the policy's micro-batches.
 
         Raises:
             ModelError: The critic cannot be loaded, or its tokens differ from the policy's.
         """
         field = "algorithm.critic" if config.algorithm.critic else "model.path"
         path = config.algorithm.critic or config.model.path
-        self._device, self._ranks, self._own_micro_batches, self._idle = device, ranks, own, idle
-        host = device if ranks.size == 1 else torch.device("cpu")
+        self._policy = policy
+        host = policy.device if policy.ranks.size == 1 else torch.device("cpu")
         self.inner = load_value_model(path, config.model.dtype, host, field)
         """The model in transformers' form."""
-        _check_same_tokens(self.inner, path, tokenizer, vocabulary)
+        _check_same_tokens(self.inner, path, policy.tokenizer, policy.vocabulary)
         self.model = ValueModel(self.inner)
-        spread(self.inner, config.training, ranks, device, root=self.model)
+        spread(self.inner, config.training, policy.ranks, policy.device, root=self.model)
         self._training, self._algorithm = config.training, config.algorithm
         total = config.training.steps * config.algorithm.minibatches
         self.optimizer = Optimizer(self.inner, self._own(config.training), total_updates=total)
@@ -107,11 +71,11 @@ class Critic:
         values_S = np.zeros(tokens.starts[-1], np.float64 if self.inner.dtype == torch.float64 else np.float32)
         with torch.no_grad():
             for minibatch in plan:
-                for micro in self._own_micro_batches(tokens, minibatch):
-                    values_N = self._values(micro or self._idle)
+                for micro in self._policy.own(tokens, minibatch):
+                    values_N = self._values(micro or self._policy.idle)
                     if micro is not None:
                         values_S[micro.where_N] = values_N.cpu().numpy()
-        return self._ranks.add_up_shares(values_S)
+        return self._policy.ranks.add_up_shares(values_S)
 
     def fit(self, tokens: Tokens, plan: Plan, old_S: np.ndarray, returns_S: np.ndarray, *, step: int) -> Fitted:
         """Make one update per mini-batch on the mean value loss of its trained tokens.
@@ -126,7 +90,7 @@ class Critic:
         done = Fitted()
         for minibatch in plan:
             self.update(tokens, minibatch, old_S, returns_S, done, step=step)
-        done.sums = self._ranks.add_up_named(done.sums)
+        done.sums = self._policy.ranks.add_up_named(done.sums)
         return done
 
     def update(
@@ -141,9 +105,9 @@ class Critic:
     ) -> None:
         """Make one of the updates of `fit`, and add its results to `done`."""
         trained = sum(tokens.trained_in(rows) for rows in minibatch)
-        for micro in self._own_micro_batches(tokens, minibatch):
+        for micro in self._policy.own(tokens, minibatch):
             self.backward(micro, old_S, returns_S, trained, done)
-        done.gradients.append(digest_tensors(self.optimizer.gradients().items(), self._ranks))
+        done.gradients.append(digest_tensors(self.optimizer.gradients().items(), self._policy.ranks))
         done.norms.append(self.optimizer.clip())
         if math.isfinite(done.norms[-1]):
             self.optimizer.update()
@@ -165,7 +129,7 @@ class Critic:
         Returns:
             The loss of each token, [N].
         """
-        values_N = self._values(micro or self._idle)
+        values_N = self._values(micro or self._policy.idle)
         loss_N = values_N * 0 if micro is None else self._loss(micro, values_N, old_S, returns_S, done)
         (loss_N.sum() / max(1, trained)).backward()
         self.optimizer.gather()
@@ -176,7 +140,9 @@ class Critic:
     ) -> Tensor:
         """Return the loss [N] of a micro-batch, and add its sums to `done`."""
         clip = self._algorithm.value_clip
-        old_N, returns_N = (torch.from_numpy(all_S[micro.where_N]).to(self._device) for all_S in (old_S, returns_S))
+        old_N, returns_N = (
+            torch.from_numpy(all_S[micro.where_N]).to(self._policy.device) for all_S in (old_S, returns_S)
+        )
         loss_N = value_loss(values_N, old_N, returns_N, clip)
         clipped_N = (values_N - old_N).abs() > (clip or math.inf)
         for name, number in (("critic/loss", loss_N.sum()), ("critic/clip_share", clipped_N.sum())):

@@ -33,11 +33,11 @@ def write_weights(engine: TrainEngine, folder: Path, version: int, probe_ids: Se
         RecordError: The disk is full.
     """
     probe = list(default_probe(engine) if probe_ids is None else probe_ids)
-    tensors, digest = _each_once(engine.published_state()), engine.weights_digest()
+    tensors, digest = _each_once(engine.policy.published_state()), engine.weights_digest()
     if engine.ranks.leads:
         with written_aside(folder) as aside:
             save_file(tensors, aside / "model.safetensors", metadata={"format": "pt", DIGEST_KEY: digest})
-            engine.model.config.save_pretrained(aside)
+            engine.policy.model.config.save_pretrained(aside)
     return WeightRef(
         version=version,
         path=str(folder),
@@ -55,16 +55,16 @@ def _each_once(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def default_probe(engine: TrainEngine) -> list[int]:
     """Return token IDs spread over the vocabulary, the same for every version of a model; fewer for a short context."""
-    length = min(PROBE_TOKENS, engine.context or PROBE_TOKENS)
-    return [7919 * (i + 1) % engine.model.config.get_text_config().vocab_size for i in range(length)]
+    length = min(PROBE_TOKENS, engine.policy.context or PROBE_TOKENS)
+    return [7919 * (i + 1) % engine.policy.model.config.get_text_config().vocab_size for i in range(length)]
 
 
 @torch.no_grad()
 def probe_logprob(engine: TrainEngine, probe_ids: Sequence[int]) -> float:
     """Return the logprob of the last token given those before it, at temperature 1, under the weights that are
     published."""
-    ids_BT = torch.tensor([probe_ids], device=engine.device)
-    row_N, column_N = torch.tensor([[0], [len(probe_ids) - 1]], device=engine.device)
-    ones_N = torch.ones(1, device=engine.device)
-    with nullcontext() if engine.adapters is None else engine.adapters.rounded():
-        return float(score(engine.model, ids_BT, row_N, column_N, ones_N).logprobs_N)
+    ids_BT = torch.tensor([probe_ids], device=engine.policy.device)
+    row_N, column_N = torch.tensor([[0], [len(probe_ids) - 1]], device=engine.policy.device)
+    ones_N = torch.ones(1, device=engine.policy.device)
+    with nullcontext() if engine.policy.adapters is None else engine.policy.adapters.rounded():
+        return float(score(engine.policy.model, ids_BT, row_N, column_N, ones_N).logprobs_N)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_any, tree_map
@@ -190,3 +190,21 @@ class _Recording(TorchFunctionMode):
             args, kwargs = tree_map(lambda each: values.get(id(each), each), (args, kwargs))
             values[id(found)] = func(*args, **kwargs)
         return values[id(result)]
+
+
+class ValueModel(nn.Module):
+    """A model of `clew.models.loading.load_value_model` that computes values for chosen tokens."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids_BT: Tensor, rows_N: Tensor, columns_N: Tensor, packed: Packed | None = None) -> Tensor:
+        """Return the value at each token (rows_N, columns_N), given that token and those before it: [N].
+
+        Values are float32, or as wide as the model. Rows are padded or packed as for `score`.
+        """
+        head, hidden_ND = self.model.score, hidden_states(self.model, input_ids_BT, rows_N, columns_N, packed)
+        wide = torch.promote_types(hidden_ND.dtype, torch.float32)
+        numbers_N = hidden_ND.to(wide) @ head.weight[0].to(wide)
+        return numbers_N if head.bias is None else numbers_N + head.bias.to(wide)

@@ -18,8 +18,9 @@ from clew.processes import cores
 from clew.record.run import RunDirectory, warn_of_changes
 from clew.training import checkpoint
 from clew.training.demonstrations import Demonstrations
-from clew.training.engine import StepResult, TrainEngine, make_deterministic
+from clew.training.engine import TrainEngine, make_deterministic
 from clew.training.ranks import Ranks, process_here
+from clew.training.results import StepResult
 
 log = logging.getLogger("clew.training")
 
@@ -46,7 +47,7 @@ def sft(config: Config) -> None:
         if ranks.leads:
             checkpoint.clean(run.checkpoints)
         engine = TrainEngine(config, ranks=ranks)
-        demonstrations = Demonstrations(config, engine.tokenizer, context=engine.context)
+        demonstrations = Demonstrations(config, engine.policy.tokenizer, context=engine.policy.context)
         resume(engine, run, console)
         if ranks.leads:
             warn_of_changes(log, config, run, engine.version, config.training.steps)

@@ -45,7 +45,8 @@ def test_contributions_add_up_to_the_step(run: RunDirectory) -> None:
     replayed = engine_at(run, 2)
     configure_as(run, replayed, recorded)
     replayed.train_step(batch)
-    for (name, ours), theirs in zip(engine.model.named_parameters(), replayed.model.parameters(), strict=True):
+    trained = engine.policy.model.named_parameters()
+    for (name, ours), theirs in zip(trained, replayed.policy.model.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4, msg=name)
 
 
@@ -99,7 +100,7 @@ def test_updates_after_one_that_was_left_out_are_blamed_as_they_were_made(run: R
     assert [part.row for part in parts if part.first_not_finite] == [poisoned]
     assert sorted(part.row for part in parts if part.update == 1) == sorted(row for rows in later for row in rows)
     assert stepped.train_step(batch).metrics["updates_skipped"] == 1.0
-    for ours, theirs in zip(blamed.model.parameters(), stepped.model.parameters(), strict=True):
+    for ours, theirs in zip(blamed.policy.model.parameters(), stepped.policy.model.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
@@ -108,7 +109,7 @@ def test_a_nan_is_traced_to_a_parameter_and_to_a_module(run: RunDirectory) -> No
     batch = run.steps.read_data(2)
     prepared = engine.prepare(batch)
     assert first_not_finite(engine, prepared, 0) is None
-    layer = engine.model.model.layers[1].mlp
+    layer = engine.policy.model.model.layers[1].mlp
     handle = layer.down_proj.register_forward_hook(lambda module, inputs, output: output * float("inf"))
     found = first_not_finite(engine, prepared, 0)
     assert found is not None and found.startswith("the output of model.layers.1.mlp.down_proj (Linear) at [0, 0, 0]")
@@ -142,10 +143,10 @@ def test_a_loss_that_is_none_while_its_gradient_is_finite_and_the_reverse(
     for _ in replay(run, engine, 2):
         pass
     configure_as(run, engine, recorded)
-    before = {key: each.detach().clone() for key, each in engine.model.named_parameters()}
+    before = {key: each.detach().clone() for key, each in engine.policy.model.named_parameters()}
     parts = list(contributions(engine, engine.prepare(run.steps.read_data(3))))
     assert all(part.first_not_finite is None or what in part.first_not_finite for part in parts)
-    assert all(torch.equal(before[key], each) for key, each in engine.model.named_parameters())  # none was made
+    assert all(torch.equal(before[key], each) for key, each in engine.policy.model.named_parameters())  # none was made
 
 
 def test_what_the_critic_met_is_named(

@@ -39,7 +39,7 @@ def work(request: dict[str, Any], ranks: Ranks) -> None:
         checkpoint.save(engine, Path(request["save"]))
     if "publish" in request:
         write_weights(engine, Path(request["publish"]), engine.version)
-    weights = state_of(engine.model, ranks)
+    weights = state_of(engine.policy.model, ranks)
     everyone = ranks.gather([each["digests"] for each in said])
     assert all(each == everyone[0] for each in everyone), "the ranks disagree"
     _file(request, ranks, said, weights)

@@ -55,7 +55,7 @@ def test_transformers_reads_it(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "step-000001")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "step-000001")
     name = "model.embed_tokens.weight"
-    assert torch.equal(model.get_parameter(name), engine.model.get_parameter(name))
+    assert torch.equal(model.get_parameter(name), engine.policy.model.get_parameter(name))
     assert tokenizer.decode(tokenizer("1+1=")["input_ids"]) == "1+1="
 
 

@@ -102,8 +102,8 @@ def test_its_rows_are_packed_with_the_policy_s(model: Path, scorer: Path):
     found = []
     for packs in (True, False):
         engine = engine_of(model, critic=str(scorer), minibatches=1)
-        assert engine.packs
-        engine.packs = packs
+        assert engine.policy.packs
+        engine.policy.packs = packs
         done = engine.train_step(make_batch())
         found.append((np.concatenate(done.stages["values"]), done.metrics["critic/grad_norm"]))
     assert found[0][0] == pytest.approx(found[1][0], abs=1e-5) and found[0][1] == pytest.approx(found[1][1], rel=1e-4)

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-import clew.training.engine as engine_module
 from clew.errors import TrainingError
 from clew.inference.embedded import build_engine
 from clew.inference.protocol import RequestTooLong, SamplingParams
@@ -14,6 +13,7 @@ from clew.models.loading import load_model
 from clew.record.rows import ALIGNED
 from clew.training.engine import TrainEngine
 from clew.training.export import write_weights
+from clew.training.gradient_checks import ENOUGH_NORMS
 from tests.models import tiny_model, tiny_tokenizer
 from tests.training.sequences import make_batch, make_config, make_sequence
 
@@ -29,7 +29,7 @@ def on_policy(engine, batch):
     """The batch as if the engine's present weights had sampled it."""
     return [
         dataclasses.replace(row, logprobs=logprobs, versions=np.where(row.loss_mask, engine.version, np.int32(-1)))
-        for row, logprobs in zip(batch, engine.score(batch), strict=True)
+        for row, logprobs in zip(batch, engine.policy.score(batch), strict=True)
     ]
 
 
@@ -94,9 +94,9 @@ def test_positions_that_change_with_the_longest_row_are_not_computed(tmp_path):
     tiny_model(tmp_path / "model", "phi3", more={"rope_parameters": rope, "original_max_position_embeddings": 40})
     engine = TrainEngine(make_config(tmp_path / "model"))
     batch = [make_sequence(f"g0.e{i}.s0", response=length - 3, reward=i) for i, length in enumerate((9, 40, 14))]
-    packed = engine.score(batch)
+    packed = engine.policy.score(batch)
     for row, logprobs in zip(batch, packed, strict=True):
-        assert engine.score([row])[0] == pytest.approx(logprobs, abs=1e-5)
+        assert engine.policy.score([row])[0] == pytest.approx(logprobs, abs=1e-5)
     with pytest.raises(TrainingError, match=r"has 41 tokens; the model takes 40 \(original_max_position_embeddings of"):
         engine.train_step([*batch, make_sequence("g0.e7.s0", response=38)])
     served = build_engine(load_model(str(tmp_path / "model"), "float32", torch.device("cpu")), None, max_running=4)
@@ -127,7 +127,7 @@ def test_one_update_equals_a_plain_loop(model):
     assert result.metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
     for name, parameter in plain.named_parameters():
         # Adam's first step is the sign of the gradient: where that is nearly zero, rounding decides
-        apart = (engine.model.get_parameter(name) - parameter).abs() > 1e-5
+        apart = (engine.policy.model.get_parameter(name) - parameter).abs() > 1e-5
         assert apart.float().mean() < 0.01, name
 
 
@@ -292,9 +292,9 @@ def test_temperature_divides_the_logits(model):
     engine = TrainEngine(make_config(model))
     (row,) = [make_sequence("g0.e0.s0", temperature=0.5)]
     ids = torch.from_numpy(row.input_ids).long()
-    logprobs = (engine.model(input_ids=ids[None]).logits[0] / 0.5).log_softmax(-1).tolist()
+    logprobs = (engine.policy.model(input_ids=ids[None]).logits[0] / 0.5).log_softmax(-1).tolist()
     expected = [logprobs[i - 1][ids[i]] if i >= 3 else 0.0 for i in range(7)]
-    assert engine.score([row])[0] == pytest.approx(expected, abs=1e-5)
+    assert engine.policy.score([row])[0] == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_sequence_without_trained_tokens_changes_nothing(model):
@@ -335,8 +335,8 @@ def test_bfloat16_computes_as_inference_does_and_loses_no_small_update(model):
     engine = TrainEngine(config)
     for seed in range(5):
         engine.train_step(make_batch(seed=seed))
-    assert {p.dtype for p in engine.model.parameters()} == {torch.bfloat16}
-    for name, parameter in engine.model.named_parameters():
+    assert {p.dtype for p in engine.policy.model.parameters()} == {torch.bfloat16}
+    for name, parameter in engine.policy.model.named_parameters():
         master = engine.optimizer.masters[name]
         assert master.dtype == torch.float32 and torch.equal(parameter, master.bfloat16())
     weight = engine.optimizer.masters["model.embed_tokens.weight"]
@@ -349,12 +349,12 @@ def test_published_weights_load_in_the_inference_engine(tmp_path, family, tie):
     tiny_tokenizer(tmp_path / "model")
     tiny_model(tmp_path / "model", family, tie=tie, scale=0.2)
     engine = TrainEngine(make_config(tmp_path / "model"))
-    core = build_engine(load_model(str(tmp_path / "model"), "float32", torch.device("cpu")), engine.tokenizer)
+    core = build_engine(load_model(str(tmp_path / "model"), "float32", torch.device("cpu")), engine.policy.tokenizer)
     batch = make_batch()
     engine.train_step(batch)
     core.load_weights(write_weights(engine, tmp_path / "version-000001", engine.version))
     row = batch[0]
-    last = float(engine.score([row])[0][-1])
+    last = float(engine.policy.score([row])[0][-1])
     assert core.version == 1 and core.score(row.input_ids.tolist()) == pytest.approx(last, abs=1e-5)
 
 
@@ -369,7 +369,7 @@ def test_published_weights_load_in_transformers_and_answer_the_probe(tmp_path, f
         ref = write_weights(engine, tmp_path / "weights" / "version-000001", engine.version)
     assert sorted(path.name for path in (tmp_path / "weights").iterdir()) == ["version-000001"]
     loaded = load_model(ref.path, "float32", torch.device("cpu"))
-    for name, parameter in engine.model.named_parameters():
+    for name, parameter in engine.policy.model.named_parameters():
         assert torch.equal(loaded.get_parameter(name), parameter)
     logprobs = loaded(input_ids=torch.tensor([ref.probe_ids])).logits[0, -2].log_softmax(-1).tolist()
     assert logprobs[ref.probe_ids[-1]] == pytest.approx(ref.probe_logprob, abs=1e-5)
@@ -380,7 +380,7 @@ def test_published_weights_load_in_transformers_and_answer_the_probe(tmp_path, f
 def test_a_bad_update_is_left_out_or_stops_the_run(model, what, caplog):
     options = {"on_bad_gradient": "skip", "spike_factor": 3.0}
     engine = TrainEngine(make_config(model, training=options))
-    for seed in range(engine_module.ENOUGH_NORMS):
+    for seed in range(ENOUGH_NORMS):
         engine.train_step(make_batch(seed=seed))
     norms = list(engine.recent_norms)
     before, updates = engine.weights_digest(), engine.optimizer.updates
@@ -392,7 +392,7 @@ def test_a_bad_update_is_left_out_or_stops_the_run(model, what, caplog):
             row.logprobs[row.loss_mask] = -40.0
         batch = [dataclasses.replace(row, **longer(row)) for row in batch]
     stopping = TrainEngine(make_config(model, training=options | {"on_bad_gradient": "stop"}))
-    stopping.model.load_state_dict(engine.model.state_dict())
+    stopping.policy.model.load_state_dict(engine.policy.model.state_dict())
     stopping.restored(engine.version, norms)
     result = engine.train_step(batch)
     assert result.metrics["updates_skipped"] == 1 and engine.weights_digest() == before

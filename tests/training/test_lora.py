@@ -45,24 +45,24 @@ def logits(model: Any) -> torch.Tensor:
 def test_the_adapters_alone_are_trained_and_everybody_reads_the_same_model(tmp_path: Path, family: str):
     engine = engine_of(tmp_path / "model", family)
     base = load_model(str(tmp_path / "model"), "float32", CPU)
-    torch.testing.assert_close(logits(engine.model), logits(base), atol=1e-4, rtol=0)  # another attention kernel
+    torch.testing.assert_close(logits(engine.policy.model), logits(base), atol=1e-4, rtol=0)  # another attention kernel
     train(engine, 0, 1, 2)
     trained = [name for name, _ in engine.trained_parameters()]
     assert trained and all(".lora_" in name for name in trained)
-    for name, parameter in engine.model.named_parameters():
+    for name, parameter in engine.policy.model.named_parameters():
         if ".lora_" not in name:
             assert torch.equal(parameter, base.get_parameter(name.replace(".base_layer.", ".")))
-    after = logits(engine.model)
+    after = logits(engine.policy.model)
     assert (after - logits(base)).abs().max() > 1e-2
 
     checkpoint.save(engine, tmp_path / "step-000003")
     torch.testing.assert_close(
         logits(load_model(str(tmp_path / "step-000003"), "float32", CPU)), after, atol=1e-4, rtol=0
     )
-    core = build_engine(base, engine.tokenizer)
+    core = build_engine(base, engine.policy.tokenizer)
     core.load_weights(write_weights(engine, tmp_path / "version-000003", engine.version))
     (row, *_) = make_batch()
-    assert core.score(row.input_ids.tolist()) == pytest.approx(float(engine.score([row])[0][-1]), abs=1e-4)
+    assert core.score(row.input_ids.tolist()) == pytest.approx(float(engine.policy.score([row])[0][-1]), abs=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -73,7 +73,7 @@ def test_peft_reads_the_adapters(tmp_path: Path, family: str):
     checkpoint.save(engine, tmp_path / "step-000002")
     base = load_model(str(tmp_path / "model"), "float32", CPU)
     theirs = PeftModel.from_pretrained(base, str(tmp_path / "step-000002" / "adapter"))
-    torch.testing.assert_close(logits(theirs), logits(engine.model), atol=1e-4, rtol=0)
+    torch.testing.assert_close(logits(theirs), logits(engine.policy.model), atol=1e-4, rtol=0)
     with safe_open(tmp_path / "step-000002" / "trainer" / "state.safetensors", "pt") as state:
         assert all(".lora_" in name for name in state.keys() if name != "random.torch")  # noqa: SIM118 - no mapping
 
@@ -130,11 +130,11 @@ def test_in_bfloat16_the_probe_is_of_the_rounded_weights(tmp_path: Path, family:
     engine = engine_of(tmp_path / "model", family, dtype="bfloat16")
     train(engine, *range(6))
     base = load_model(str(tmp_path / "model"), "bfloat16", CPU)
-    core = build_engine(base, engine.tokenizer)
+    core = build_engine(base, engine.policy.tokenizer)
     ref = write_weights(engine, tmp_path / "version-000006", engine.version)
     core.load_weights(ref)
     assert core.score(ref.probe_ids) == pytest.approx(ref.probe_logprob, abs=0.02)  # as close as two kernels are
-    exact = float(engine.score([with_ids(ref.probe_ids)])[0][-1])
+    exact = float(engine.policy.score([with_ids(ref.probe_ids)])[0][-1])
     assert exact != ref.probe_logprob  # the trainer's own, whose adapters are not rounded into the weights
 
 
@@ -149,7 +149,7 @@ def test_the_reference_is_the_base(tmp_path: Path):
     train(engine, 0, 1, 2)
     batch = make_batch(seed=3)
     result = engine.train_step(batch)
-    for found, expected in zip(result.stages["reference_logprobs"], plain.score(batch), strict=True):
+    for found, expected in zip(result.stages["reference_logprobs"], plain.policy.score(batch), strict=True):
         assert np.array_equal(found, expected)
     assert result.metrics["kl"] > 1e-4
 

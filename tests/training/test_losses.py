@@ -18,10 +18,9 @@ from clew.config import Algorithm, Config
 from clew.errors import ConfigError, TrainingError
 from clew.models.loading import load_model, load_value_model
 from clew.training.batching import loss_weights
-from clew.training.critic import ValueModel
 from clew.training.losses import loss_function
 from clew.training.preferences import dpo_loss, preference_loss, supervised_loss
-from clew.training.scoring import Scores, score
+from clew.training.scoring import Scores, ValueModel, score
 from tests.models import tiny_model, tiny_tokenizer
 from tests.training.sequences import make_config, make_sequence
 

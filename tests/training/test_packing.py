@@ -28,11 +28,10 @@ from transformers import (
 from clew.errors import ModelError
 from clew.models.loading import load_value_model
 from clew.training.attention import SHORT
-from clew.training.critic import ValueModel
 from clew.training.engine import TrainEngine
 from clew.training.isolation import check_causal, keeps_rows_apart, prepare_for_packing
 from clew.training.packing import WASTE, Packed, like_lengths
-from clew.training.scoring import score
+from clew.training.scoring import ValueModel, score
 from clew.training.sharding import checkpoint_activations
 from tests.models import ATTENTION_FAMILIES, tiny_model, tiny_tokenizer
 from tests.training.sequences import make_batch, make_config, make_sequence
@@ -311,8 +310,8 @@ def test_a_step_of_packed_rows_equals_one_of_padded_rows(tmp_path: Any) -> None:
             tmp_path, training={"micro_batch_tokens": 250}, algorithm={"minibatches": 2, "kl_coef": 0.1}
         )
         engine = TrainEngine(config)
-        assert engine.packs
-        engine.packs = packs
+        assert engine.policy.packs
+        engine.policy.packs = packs
         results.append(engine.train_step(batch))
     packed, padded = results
     assert packed.metrics["padding_share"] == 0 < 0.05 < padded.metrics["padding_share"]
@@ -330,4 +329,4 @@ def test_an_engine_whose_model_cannot_pack_pads(tmp_path: Any) -> None:
     tiny_model(tmp_path, "mamba")
     engine = TrainEngine(make_config(tmp_path))
     metrics = engine.train_step(make_batch()).metrics
-    assert not engine.packs and metrics["padding_share"] > 0 and metrics["grad_norm"] > 0
+    assert not engine.policy.packs and metrics["padding_share"] > 0 and metrics["grad_norm"] > 0

@@ -76,7 +76,7 @@ def test_a_step_of_dpo_equals_a_plain_one(settings: dict[str, Any]):
     first, second = batch_of(config, 0), batch_of(config, 1)
     engine = TrainEngine(config)
     engine.supervised_step(first)
-    plain.load_state_dict(engine.model.state_dict())
+    plain.load_state_dict(engine.policy.model.state_dict())
 
     def logprob(model: Any, row: int) -> torch.Tensor:
         ids, mask = (torch.from_numpy(second.split(each)[row]) for each in (second.input_ids_S, second.loss_mask_S))
@@ -94,7 +94,7 @@ def test_a_step_of_dpo_equals_a_plain_one(settings: dict[str, Any]):
     norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
     for budget in (10, 60, 10_000):
         again = TrainEngine(configure(settings, "dpo", micro_batch_tokens=budget))
-        again.model.load_state_dict(engine.model.state_dict())
+        again.policy.model.load_state_dict(engine.policy.model.state_dict())
         metrics = again.supervised_step(second).metrics
         assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-4)
         assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-3)

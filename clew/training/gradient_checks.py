@@ -1,0 +1,96 @@
+"""Checks that keep bad numbers out of the weights: NaN, infinity, and gradients that spike."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterable
+
+import numpy as np
+from torch import Tensor
+
+from clew.algorithms import LOSSES
+from clew.training.optimizer import Optimizer
+from clew.training.ranks import Ranks
+from clew.training.sharding import slice_of
+from clew.training.tokens import Tokens
+
+RECENT_NORMS = 32
+"""Number of recent updates whose gradient norms define a spike."""
+ENOUGH_NORMS = 8
+"""Minimum number of updates before spike detection starts."""
+TOO_FAST = "Perhaps training.lr is too high."
+NOT_YET = "No update was made before: the model, or the loss, is such that these tokens overflow."
+
+
+def loss_problem(
+    tokens: Tokens, where_N: np.ndarray, *, loss_S: np.ndarray, logprobs_S: np.ndarray, loss: str, hint: str
+) -> str | None:
+    """Return what is wrong with the losses of a micro-batch; None if they are finite.
+
+    Args:
+        tokens: The batch.
+        where_N: Positions of the micro-batch's trained tokens in the arrays [S].
+        loss_S: Loss of each token.
+        logprobs_S: Logprob of each token.
+        loss: Value of algorithm.loss.
+        hint: Advice when the model itself produced NaN or infinity, see `hint_of`.
+    """
+    bad_N = ~np.isfinite(loss_S[where_N])
+    if not bad_N.any():
+        return None
+    where = int(where_N[bad_N][0])
+    row, logprob = int(tokens.row_of_S[where]), logprobs_S[where]
+    if loss not in LOSSES:
+        cause = f"It is what algorithm.loss={loss} returned."
+    elif math.isfinite(logprob):
+        cause = "So its advantage, its behaviour logprob or a coefficient of the loss is not finite."
+    else:
+        cause = hint
+    return (
+        f"the loss of token {where - tokens.starts[row]} of {tokens.ids[row]} is {loss_S[where]} (its logprob "
+        f"is {logprob:.6g}); {int(bad_N.sum())} of its micro-batch's {len(bad_N)} are not finite. {cause}"
+    )
+
+
+def norm_problem(
+    norm: float, optimizer: Optimizer, recent_norms: deque[float], spike_factor: float | None, ranks: Ranks
+) -> str | None:
+    """Return why an update with a gradient of this norm is not made; None if nothing is wrong.
+
+    Args:
+        norm: Norm of the gradient before clipping.
+        optimizer: Holder of the gradient.
+        recent_norms: Norms of the last updates that were made.
+        spike_factor: Value of training.spike_factor.
+        ranks: Ranks that share the gradient.
+    """
+    if not math.isfinite(norm):
+        names = not_finite(optimizer.gradients().items(), ranks)
+        where = names[0] if names else "the sum"
+        return (
+            f"the norm of the gradient is {norm}, first in {where}, although every loss is finite. {hint_of(optimizer)}"
+        )
+    if spike_factor is None or len(recent_norms) < ENOUGH_NORMS:
+        return None
+    median = statistics.median(recent_norms)
+    if norm <= spike_factor * median:
+        return None
+    return (
+        f"the norm of the gradient is {norm:.4g}, over training.spike_factor={spike_factor:g} times the median of the "
+        f"last {len(recent_norms)} updates, {median:.4g}. {TOO_FAST}"
+    )
+
+
+def hint_of(optimizer: Optimizer) -> str:
+    """Return the hint shown when the model itself produced NaN or infinity."""
+    return TOO_FAST if optimizer.updates else NOT_YET
+
+
+def not_finite(named: Iterable[tuple[str, Tensor]], ranks: Ranks) -> list[str]:
+    """Return the names of the tensors that have NaN or infinity on any rank."""
+    slices = {name: slice_of(tensor.detach(), ranks) for name, tensor in named}
+    bad = [part is not None and not bool(part[0].isfinite().all()) for part in slices.values()]
+    counts = ranks.add_up(np.array(bad, np.int64))
+    return [name for name, count in zip(slices, counts, strict=True) if count]

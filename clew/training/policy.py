@@ -1,0 +1,308 @@
+"""The policy: the model that is trained, with everything that reads it. It knows nothing of reinforcement learning.
+
+::
+
+    load ──► shard over the ranks ──► score rows of tokens ──► publish the weights
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceABC
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from clew.config import Config
+from clew.errors import ImageError, ModelError, TrainingError
+from clew.models.architecture import context_in, positions_go_on, width_of
+from clew.models.loading import check_vocabulary, load_model, load_tokenizer, load_value_model, pick_device
+from clew.models.vision import load_vision
+from clew.record.media import Media
+from clew.record.rows import Sequence
+from clew.training.batching import Plan, deal
+from clew.training.isolation import keeps_rows_apart
+from clew.training.ranks import ALONE, Ranks
+from clew.training.scoring import Scores, ValueModel, score
+from clew.training.sharding import spread, state_of
+from clew.training.tokens import MicroBatch, Tokens
+
+if TYPE_CHECKING:
+    from clew.training.lora import Adapters
+
+
+class Policy:
+    """The model that is trained and its reference model; with several ranks, this rank's slices of them (FSDP2).
+
+    Every rank calls the same methods in the same order, with the same rows, and gets the same results.
+
+    The model stays in eval mode: no dropout, so that logprobs here and in inference mean the same distribution, and
+    so that a step repeats bit for bit (on CPU, with the same number of ranks and threads).
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        model_path: str | None = None,
+        device: torch.device | None = None,
+        ranks: Ranks = ALONE,
+        media: Media | None = None,
+    ) -> None:
+        """Load the model.
+
+        Args:
+            config: Its sections model and training.
+            model_path: Other initial weights than config.model.path. The reference is always config.model.path, and
+                adapters are always added to it.
+            device: Device of the model; None: config.model.device.
+            media: Storage of the sequences' images.
+
+        Raises:
+            ModelError: The model cannot be loaded or trained.
+        """
+        self.config = config
+        self.ranks = ranks = ranks.grouped(config.training.tp)
+        self._media = media
+        self.device = device or pick_device(config.model.device)
+        wants_adapters = config.training.lora_rank is not None
+        path = config.model.path if wants_adapters or model_path is None else model_path
+        self.tokenizer = load_tokenizer(path)
+        self.vision = load_vision(path)
+        self.scores_rewards = config.training.objective == "reward_model"
+        """True for a model with a value head, whose scores are rewards rather than logprobs."""
+        self.model = self.read(path, self._host)
+        check_vocabulary(self.model, self.tokenizer, path)
+        self.vocabulary: int = self.model.get_input_embeddings().weight.shape[0]
+        """Number of tokens for which the model has an embedding."""
+        if self.scores_rewards:
+            self.model.config.pad_token_id = self.tokenizer.pad_token_id  # transformers finds the last token by it
+        elif self.model.get_output_embeddings() is None:
+            raise ModelError(
+                f"{type(self.model).__name__} in {path} has no output embedding that can be found; "
+                f"expected a causal language model."
+            )
+        self.adapters: Adapters | None = None
+        """Adapters of the model, if training.lora_rank is set."""
+        if wants_adapters:
+            from clew.training.lora import Adapters
+
+            self.adapters = Adapters(self.model, config)
+        self._scorer = ValueModel(self.model) if self.scores_rewards else None
+        spread(self.model, config.training, ranks, self.device, root=self._scorer)
+        self.reference: Any = None
+        """Reference model; with adapters, it is the model itself with its adapters switched off."""
+        self.packs = True
+        """True if rows of different lengths are packed, rather than padded; see `pack_if_possible`."""
+
+    def refer(self, wanted: bool) -> None:
+        """Load the reference model if it is wanted, and drop it otherwise."""
+        if not wanted or self.scores_rewards:
+            self.reference = None
+        elif self.adapters is not None:
+            self.reference = self.model
+        elif self.reference is None:
+            self.reference = self.read(self.config.model.path, self._host).requires_grad_(False)
+            spread(self.reference, self.config.training, self.ranks, self.device)
+
+    def pack_if_possible(self, critic: Any) -> None:
+        """Pack rows from now on, if the model, its reference and the critic (or None) can keep packed rows apart."""
+        models = (self.model, self.reference, critic)
+        self.packs = all(keeps_rows_apart(model) for model in models if model is not None)
+
+    @property
+    def _host(self) -> torch.device:
+        """Device on which a model is loaded, before it is sharded over the ranks."""
+        return self.device if self.ranks.size == 1 else torch.device("cpu")
+
+    @property
+    def context(self) -> int | None:
+        """Maximum number of tokens of a sequence; None if the model does not say."""
+        return context_in(self.model.config)[0]
+
+    def read(self, path: str, device: torch.device) -> Any:
+        """Load a model of the kind that is trained here, unsharded, from a folder or the hub.
+
+        Raises:
+            ModelError: The model cannot be loaded.
+        """
+        if self.scores_rewards:
+            return load_value_model(path, self.config.model.dtype, device, "model.path")
+        return load_model(path, self.config.model.dtype, device)
+
+    def published_state(self) -> dict[str, Tensor]:
+        """Return the policy's parameters and persistent buffers for readers of weights, with adapters merged into them.
+
+        They are on rank 0, see `clew.training.sharding.collect`.
+        """
+        state = state_of(self.model, self.ranks)
+        return state if self.adapters is None else self.adapters.merged(state)
+
+    def parameters(self, *, trained: bool) -> Iterator[tuple[str, Tensor]]:
+        """Yield the parameters by name: those that are trained, or those that are not."""
+        yield from ((name, tensor) for name, tensor in self.model.named_parameters() if tensor.requires_grad == trained)
+
+    # Scoring ---------------------------------------------------------------------------------------------------------
+
+    def score(self, sequences: SequenceABC[Sequence]) -> list[np.ndarray]:
+        """Return the logprobs that the policy now gives the trained tokens, aligned like a stage. Changes nothing."""
+        tokens = Tokens.of(sequences)
+        check_tokens(tokens, self.model, "the model")
+        plan = [deal(tokens.lengths.tolist(), range(len(sequences)), **self.dealing(tokens))]
+        return tokens.split(self.score_all(tokens, plan))
+
+    def score_all(self, tokens: Tokens, plan: Plan) -> np.ndarray:
+        """Return the logprobs [S] that the policy gives the trained tokens.
+
+        They are computed in exactly the micro-batches of the loss, so that the same weights give the same bits.
+        """
+        return self._score_all(self.model, tokens, plan)
+
+    def score_reference(self, tokens: Tokens, plan: Plan) -> np.ndarray | None:
+        """Return the logprobs [S] of the reference model; None if nothing refers to it."""
+        if self.reference is None:
+            return None
+        with nullcontext() if self.adapters is None else self.adapters.off():
+            return self._score_all(self.reference, tokens, plan)
+
+    def score_micro(self, micro: MicroBatch | None, *, entropy_gradient: bool = False) -> Scores:
+        """Return the policy's scores of a micro-batch from `own`, with gradients.
+
+        Args:
+            micro: Micro-batch; None computes a placeholder, because all ranks gather parameters together.
+            entropy_gradient: Whether the entropies have gradients, too.
+        """
+        return self._score(self.model, micro or self.idle, entropy_gradient=entropy_gradient)
+
+    @torch.no_grad()
+    def _score_all(self, model: Any, tokens: Tokens, plan: Plan) -> np.ndarray:
+        logprobs_S = self.zeros(tokens)
+        for minibatch in plan:
+            for micro in self.own(tokens, minibatch):
+                scores = self._score(model, micro or self.idle)
+                if micro is not None:
+                    logprobs_S[micro.where_N] = scores.logprobs_N.cpu().numpy()
+        return self.ranks.add_up_shares(logprobs_S)
+
+    def _score(self, model: Any, micro: MicroBatch, *, entropy_gradient: bool = False) -> Scores:
+        if self._scorer is not None:
+            scores_N = self._scorer(micro.input_ids_BT, micro.rows_N, micro.columns_N, micro.packed)
+            return Scores(logprobs_N=scores_N, entropies_N=torch.zeros_like(scores_N))
+        return score(
+            model,
+            micro.input_ids_BT,
+            micro.rows_N,
+            micro.columns_N,
+            micro.temperatures_N,
+            micro.packed,
+            seen=micro.seen,
+            entropy_gradient=entropy_gradient,
+        )
+
+    def zeros(self, tokens: Tokens) -> np.ndarray:
+        """Return zeros [S] for what the model computes: float32, or as wide as the model."""
+        return np.zeros(tokens.starts[-1], np.float64 if self.model.dtype == torch.float64 else np.float32)
+
+    # Micro-batches ---------------------------------------------------------------------------------------------------
+
+    def packs_rows(self, tokens: Tokens) -> bool:
+        """Return whether these rows are packed. Rows with images are not, because models number their positions
+        differently."""
+        return self.packs and tokens.images is None
+
+    def dealing(self, tokens: Tokens) -> dict[str, Any]:
+        """Return the arguments with which `deal` makes micro-batches of these rows for this model and these ranks."""
+        return {
+            "budget": self.config.training.micro_batch_tokens,
+            "packed": self.packs_rows(tokens),
+            "ranks": self.ranks.dp_size,
+            "width": width_of(self.model),
+        }
+
+    def own(self, tokens: Tokens, minibatch: list[list[int]]) -> Iterator[MicroBatch | None]:
+        """Yield this rank's micro-batches.
+
+        None stands for a micro-batch in which only other ranks have something to compute. This rank must compute
+        something all the same, since all ranks gather parameters together.
+        """
+        for rows in minibatch[self.ranks.dp_rank :: self.ranks.dp_size]:
+            if tokens.trained_in(rows):
+                yield self.micro_batch(tokens, rows)
+            elif self.ranks.dp_size > 1:
+                yield None
+
+    def micro_batch(self, tokens: Tokens, rows: list[int]) -> MicroBatch:
+        """Return these rows in the form that the model takes.
+
+        Raises:
+            TrainingError: The images do not fit the model, or there is no record with images.
+            RecordError: An image cannot be read.
+        """
+        micro = MicroBatch.of(tokens, rows, self.device, pack=self.packs_rows(tokens))
+        if tokens.images is None and self.vision is None:
+            return micro
+        return replace(micro, seen=self._seen(tokens, rows, micro.input_ids_BT))
+
+    def _seen(self, tokens: Tokens, rows: list[int], input_ids_BT: Tensor) -> dict[str, Tensor]:
+        """Return the model's inputs for the images of these rows.
+
+        Raises:
+            TrainingError: The images do not fit the model, or there is no record with images.
+            RecordError: An image cannot be read.
+        """
+        images = [[self._read_image(name) for name in tokens.images[row]] if tokens.images else [] for row in rows]
+        if self.vision is None:
+            raise TrainingError(f"{tokens.ids[rows[0]]} shows images, and this model takes none.")
+        for row, shown in zip(rows, images, strict=True):
+            try:
+                self.vision.check(tokens.input_ids_S[tokens.starts[row] : tokens.starts[row + 1]].tolist(), shown)
+            except ImageError as error:
+                raise TrainingError(f"{tokens.ids[row]}: {error} Was it made with another model's processor?") from None
+        return self.vision.inputs(input_ids_BT, images, self.model.dtype)
+
+    def _read_image(self, name: str) -> bytes:
+        if self._media is None:
+            raise TrainingError(f"Cannot load image {name}: this policy was created without a media folder.")
+        return self._media.read(name)
+
+    @cached_property
+    def idle(self) -> MicroBatch:
+        """Placeholder micro-batch of two meaningless tokens."""
+        nothing = Tokens(
+            ids=["idle"],
+            starts=np.array([0, 2]),
+            input_ids_S=np.zeros(2, np.int32),
+            loss_mask_S=np.array([False, True]),
+            temperatures_S=np.ones(2, np.float32),
+        )
+        return MicroBatch.of(nothing, [0], self.device)
+
+
+def check_tokens(tokens: Tokens, model: Any, name: str) -> None:
+    """Raise TrainingError for rows that are too long for a model, or have tokens for which it has no embedding.
+
+    Args:
+        tokens: Rows of a batch.
+        model: Policy or critic.
+        name: Name of the model in the message.
+    """
+    context, field = context_in(model.config)
+    longest = tokens.lengths.max()
+    if context is not None and longest > context and not positions_go_on(model.config):
+        raise TrainingError(
+            f"{tokens.ids[tokens.lengths.argmax()]} has {longest} tokens; {name} takes {context} ({field})."
+        )
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    unknown = np.flatnonzero((tokens.input_ids_S < 0) | (tokens.input_ids_S >= vocabulary))
+    if len(unknown):
+        at = int(unknown[0])
+        row = tokens.row_of_S[at]
+        raise TrainingError(
+            f"token {at - tokens.starts[row]} of {tokens.ids[row]} is {tokens.input_ids_S[at]}; {name} has "
+            f"embeddings for the ids 0 to {vocabulary - 1}."
+        )

@@ -1,0 +1,65 @@
+"""Values of a step: what is prepared before its first update, and its results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from clew.training.batching import Plan
+from clew.training.scoring import Scores
+from clew.training.tokens import MicroBatch, Tokens
+
+Watch = Callable[[str, dict[str, Any]], None]
+"""Function that is called with the name of a step's next stage (advantages, loss, backward, update) and its values."""
+
+TokenLoss = Callable[[MicroBatch, Scores], tuple[Tensor, dict[str, Tensor]]]
+"""Function (micro-batch, its scores) -> (loss_N, sums over the N tokens by the name of a metric)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """Results of one step."""
+
+    metrics: dict[str, float]
+    stages: dict[str, list[np.ndarray]]
+    """Arrays by name, one per sequence (of all ranks), aligned with its tokens, and 0 for untrained tokens:
+
+    - advantages
+    - proximal_logprobs
+    - logprobs: current, as the loss saw them
+    - reference_logprobs: with a KL term
+    - values, returns: with a critic
+    - entropies: with an entropy bonus
+    - loss: the token's contribution to the mean over all tokens, weighted as algorithm.loss_mean asks
+    """
+    plan: Plan
+    digests: dict[str, Any]
+    """Digests of gradients, one for each update, before clipping, and of weights after the step. See
+    `clew.record.digest`."""
+    tensor_digests: dict[str, Any]
+    """Digests of each parameter's gradients and weights, in the order of `TrainEngine.parameter_names`, as
+    `clew.record.digest.to_hex` writes them."""
+    timings: dict[str, float]
+    """Seconds spent in advantages, logprobs, reference, critic, forward_backward, optimizer and digest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A step before its first update. Arrays are aligned with its S tokens."""
+
+    tokens: Tokens
+    plan: Plan
+    loss_of: TokenLoss
+    advantages_S: np.ndarray
+    behaviour_S: np.ndarray
+    versions_S: np.ndarray
+    proximal_S: np.ndarray | None
+    """Logprobs at the start of the step; None with a single update, where the loss computes them anyway."""
+    reference_S: np.ndarray | None
+    values_S: np.ndarray | None
+    """Values of the critic; None, like returns_S, without a critic."""
+    returns_S: np.ndarray | None
