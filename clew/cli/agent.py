@@ -129,11 +129,10 @@ def agent_stress(
     from clew.data import load_rows
     from clew.record.files import write_bytes
     from clew.rollout.agents import load_agent
-    from clew.stress.answerer import answerer
-    from clew.stress.child import Source
-    from clew.stress.on_gateway import stressed
-    from clew.stress.page import page
-    from clew.stress.terminal import rendered
+    from clew.stress.elsewhere import Source
+    from clew.stress.gateway import answerer
+    from clew.stress.run import stressed
+    from clew.stress.views import page, rendered
 
     loaded, rows = load_agent(agent, _arguments(arg)), load_rows(data)
     gateway = answerer(base_url, latency_s=latency, tokens=tokens, recorded=recorded, model=model)

@@ -1,18 +1,22 @@
-"""Processor time of the threads of this process and of the processes they start: episodes may wait for these.
+"""Threads that watch, and the processor time of the threads and child processes that they watch.
 
-The sum of their time counts, not the share of the machine. While a lock is held across a sleep, all of them are idle,
-however many other programs compete for the cores. While a crowd waits for a processor, they are not.
+Episodes may wait for any of these. The sum of their time counts, not the share of the machine. While a lock is held
+across a sleep, all of them are idle, however many other programs compete for the cores. While a crowd waits for a
+processor, they are not.
 """
 
 from __future__ import annotations
 
+import platform
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Self
 
 from clew.processes import cores
+from clew.stress.frames import Line
 
 LOOK_S = 0.02
 """Minimum seconds between two looks."""
@@ -23,69 +27,74 @@ COST = 10
 LATE_S = 0.2
 """Maximum seconds before a look at which a wait may have begun: the kernel counts a wait only when it is over."""
 
-BUSY_THREAD = "clew busy watch"
+FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
+"""Number of the system call that waits for a lock. This may be the interpreter's lock, which is nobody's fault."""
 
 
-class BusyWatch:
-    """Measures, while entered, how long threads and child processes computed or waited for a processor."""
+class WatchThread(threading.Thread):
+    """Thread that only watches. It is no trace of an agent, and its processor time does not count."""
 
-    def __init__(self, ignored: tuple[str, ...]) -> None:
-        """Create a watch.
 
-        Args:
-            ignored: Names of threads that only watch, and are not counted.
-        """
-        self._ignored = (*ignored, BUSY_THREAD)
-        self._stop = threading.Event()
-        self._busy_s = 0.0
-        self._began = time.monotonic()
+class Watcher:
+    """Runs `run` in a thread of its own while entered. `run` must return soon after `stop` is set."""
 
-    async def __aenter__(self) -> BusyWatch:
-        self._began = time.monotonic()
-        self._thread = threading.Thread(target=self._run, name=BUSY_THREAD, daemon=True)
-        self._thread.start()
+    def __init__(self) -> None:
+        self.stop = threading.Event()
+
+    async def __aenter__(self) -> Self:
+        self.thread = WatchThread(target=self.run, name=type(self).__name__, daemon=True)
+        self.thread.start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
+        self.stop.set()
+        self.thread.join()
 
-    def busy_s(self) -> float:
-        """Return the seconds since entry in which something ran or was ready to run."""
-        return self._busy_s
+    def run(self) -> None:
+        raise NotImplementedError
+
+
+class BusyWatch(Watcher):
+    """Measures, while entered, how long threads and child processes computed or waited for a processor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.busy_s = 0.0
+        """Seconds since entry in which something ran or was ready to run."""
+        self._began = time.monotonic()
+
+    async def __aenter__(self) -> Self:
+        self._began = time.monotonic()
+        return await super().__aenter__()
 
     def idle_s(self) -> float:
         """Return the seconds since entry in which nothing ran or was ready to run."""
-        return max(0.0, time.monotonic() - self._began - self._busy_s)
+        return max(0.0, time.monotonic() - self._began - self.busy_s)
 
-    def _run(self) -> None:
-        before = self._wanted()
+    def run(self) -> None:
+        before = _wanted()
         seen, idle, cost = time.monotonic(), 0.0, 0.0
-        while not self._stop.wait(max(LOOK_S, COST * cost)):
+        while not self.stop.wait(max(LOOK_S, COST * cost)):
             computed = time.thread_time()
-            now, wanted = time.monotonic(), self._wanted()
+            now, wanted = time.monotonic(), _wanted()
             span, seen = now - seen, now
             new = sum(seconds - before.get(thread, 0.0) for thread, seconds in wanted.items())
-            new += span * min(1.0, self._children_ready() / cores())
+            ready = sum(state_of(pid) == "R" for pid in children())
+            new += span * min(1.0, ready / cores())
             before = wanted
             busy = min(max(0.0, new), span + idle)
-            self._busy_s += busy
+            self.busy_s += busy
             idle = min(LATE_S, max(0.0, idle + span - busy))
             cost = time.thread_time() - computed
 
-    def _wanted(self) -> dict[int, float]:
-        """Return the seconds for which each thread computed or waited for a processor, by native thread ID."""
-        wanted = {}
-        for thread in threading.enumerate():
-            if thread.native_id is not None and thread.name not in self._ignored:
-                wanted[thread.native_id] = sum(scheduled(thread.native_id))
-        if not any(wanted.values()):  # not on Linux
-            wanted = {0: time.process_time()}
-        return wanted
 
-    def _children_ready(self) -> int:
-        """Return the number of descendant processes that run or are ready to run."""
-        return sum(state_of(pid) == "R" for pid in children())
+def _wanted() -> dict[int, float]:
+    """Return the seconds for which each thread computed or waited for a processor, by native thread ID."""
+    wanted = {}
+    for thread in threading.enumerate():
+        if thread.native_id is not None and not isinstance(thread, WatchThread):
+            wanted[thread.native_id] = sum(scheduled(thread.native_id))
+    return wanted if any(wanted.values()) else {0: time.process_time()}  # not on Linux
 
 
 def scheduled(thread: int) -> tuple[float, float]:
@@ -118,3 +127,31 @@ def state_of(pid: int) -> str:
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]
     return ""
+
+
+def working_threads() -> set[int]:
+    """Return the native IDs of all threads except those that watch; empty except on Linux.
+
+    Threads that watch wake so often that they wait for a processor even if nothing else needs one.
+    """
+    threads = {int(path.name) for path in Path("/proc/self/task").glob("*")}  # also threads unknown to Python
+    return threads - {each.native_id for each in threading.enumerate() if isinstance(each, WatchThread)}
+
+
+def sleeps_in_a_call(thread: int, stack: Sequence[Line] = ()) -> bool:
+    """Return whether a thread of this process waits in a system call, other than for the interpreter.
+
+    The answer is False where the kernel does not report it.
+
+    Args:
+        thread: Native ID of the thread.
+        stack: Stack of the thread, innermost first. A lock it waits for within `threading` is not the interpreter's,
+            unless it is starting a thread, which must get the interpreter first.
+    """
+    within = [code.co_name for code, _ in stack if code.co_filename == threading.__file__]
+    waits = bool(stack) and stack[0][0].co_filename == threading.__file__ and "start" not in within
+    with suppress(OSError, ValueError):
+        call = Path(f"/proc/self/task/{thread}/syscall").read_text().split(maxsplit=1)[0]
+        if call != "running" and FUTEX is not None:
+            return waits if int(call) == FUTEX else int(call) != -1
+    return False

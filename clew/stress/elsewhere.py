@@ -1,165 +1,232 @@
-"""Comparison with a few episodes in other processes: what differs there, and which text of other rows is missing."""
+"""A few episodes in other processes, with another PYTHONHASHSEED, compared with the same episodes in this one.
+
+Results differ there if they depend on the order of a set, on `hash()`, or on what earlier episodes left in the process.
+
+A child process (`python -m clew.stress.elsewhere`) reads its task as JSON from standard input and answers in JSON. It
+uses this process's gateway.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
-from clew.stress import repeat, rows, shared
-from clew.stress.child import Source, run_elsewhere
+from clew.processes import PARENT_VARIABLE, die_with_parent
+from clew.stress import repeat
+from clew.stress.crossings import Crossing, row_of
+from clew.stress.frames import Code
 from clew.stress.origins import Origins
-from clew.stress.requests import Request, Requests
-from clew.stress.rows import Foreign
-from clew.stress.steps import Episode, OpenEpisode
+from clew.stress.requests import Request
+from clew.stress.steps import Episode, OpenEpisode, run_episode
 from clew.stress.verdict import Verdict
-from clew.stress.wave import Wave
+from clew.stress.waves import Stage, Wave
 from clew.stress.writes import Sources
 
 ELSEWHERE = 4
 """Number of episodes that each of the two other processes runs."""
 
-
-def rows_of_others(crowd: Wave, again: Wave) -> list[Foreign]:
-    """Return requests that hold text of another row, one for each pair of rows."""
-    found = rows.foreign(crowd.episodes, crowd.requests) + rows.foreign(again.episodes, again.requests)
-    return list({(rows.row_of(each.asker.data), rows.row_of(each.owner.data)): each for each in found}.values())
+START_S = 120.0
+"""Seconds that a child may take to start, in addition to the time of its episodes."""
 
 
-async def run_some_elsewhere(
-    source: Source,
-    crowd: Wave,
-    requests: Requests,
-    open_episode: OpenEpisode,
-    first: Sequence[Episode],
-    timeout_s: float,
-) -> tuple[list[tuple[Sequence[Episode], list[Request]]], str]:
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Recipe to create the agent in another process."""
+
+    path: str
+    """Dotted path of the agent's class."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class Elsewhere:
+    """Episodes and requests of each other process."""
+
+    tried: list[tuple[Sequence[Episode], list[Request]]] = field(default_factory=list)
+    why_not: str = ""
+    """Reason why a process could not be run; empty if all ran."""
+
+
+async def run_some_elsewhere(source: Source, stage: Stage, crowd: Wave, first: Sequence[str]) -> Elsewhere:
     """Run a few episodes of the crowd in two other processes, each with rows of its own.
 
     Args:
         source: Recipe to create the agent in another process.
+        stage: Provides the gateway and the limits.
         crowd: The wave from which episodes are chosen.
-        requests: Receives the requests of the episodes.
-        open_episode: Opens the gateway session of an episode.
-        first: Episodes to prefer.
-        timeout_s: Maximum seconds per episode.
-
-    Returns:
-        The episodes and requests of each process, and the reason if a process could not be run (otherwise empty).
+        first: IDs of episodes to prefer.
     """
     sound = {episode.id: episode for episode in crowd.episodes if episode.error is None}
-    wanted = [*(each for each in first if each.id in sound), *sound.values()]
-    by_row = {rows.row_of(episode.data): episode for episode in reversed(wanted)}
+    wanted = [*(sound[id] for id in first if id in sound), *sound.values()]
+    by_row = {row_of(episode.data): episode for episode in reversed(wanted)}
     chosen = sorted(by_row.values(), key=wanted.index)[: 2 * ELSEWHERE]
-    halves = [chosen[::2], chosen[1::2] or chosen[:1]]
-    tried: list[tuple[Sequence[Episode], list[Request]]] = []
-    for seed, half in enumerate(halves, 1):
+    elsewhere = Elsewhere()
+    for seed, half in enumerate((chosen[::2], chosen[1::2] or chosen[:1]), 1):
         episodes = [Episode(id=episode.id, data=episode.data) for episode in half]
         if not episodes:
             continue
-        requests.take()
-        why_not = await run_elsewhere(source, episodes, open_episode, timeout_s=timeout_s, hash_seed=seed)
-        if why_not:
-            return tried, why_not
-        tried.append((episodes, requests.take()))
-    return tried, ""
+        stage.requests.take()
+        elsewhere.why_not = await _run_child(
+            source, episodes, stage.open_episode, timeout_s=stage.timeout_s, hash_seed=seed
+        )
+        if elsewhere.why_not:
+            break
+        elsewhere.tried.append((episodes, stage.requests.take()))
+    return elsewhere
+
+
+async def _run_child(
+    source: Source, episodes: Sequence[Episode], open_episode: OpenEpisode, *, timeout_s: float, hash_seed: int
+) -> str:
+    """Run episodes one after another in a new process, and set their `reward`, `error` and `at`.
+
+    Returns:
+        The reason why the episodes could not be run; empty on success.
+    """
+    async with AsyncExitStack() as stack:
+        jobs = []
+        for episode in episodes:
+            base_url, key, _ = await stack.enter_async_context(open_episode(episode.id))
+            jobs.append({"id": episode.id, "data": episode.data, "base_url": base_url, "key": key})
+        task = {"path": source.path, "arguments": source.arguments, "jobs": jobs}
+        try:
+            task_json = json.dumps(task | {"timeout_s": timeout_s, "sys_path": sys.path})
+        except (TypeError, ValueError) as error:
+            return f"the rows are not JSON: {error}"
+        with tempfile.TemporaryFile() as errors:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "clew.stress.elsewhere",
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=errors,
+                start_new_session=True,  # so that what the agent starts there can be ended with it
+                limit=2**26,
+                env={**os.environ, "PYTHONHASHSEED": str(hash_seed), PARENT_VARIABLE: str(os.getpid())},
+            )
+            assert process.stdin is not None and process.stdout is not None
+            limit = START_S + timeout_s * len(jobs)
+            try:
+                process.stdin.write(task_json.encode())
+                process.stdin.close()
+                # one line: processes that the agent started may keep the pipe open
+                answer = await asyncio.wait_for(process.stdout.readline(), limit)
+            except TimeoutError:
+                return f"it did not end within {limit:g} s"
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                await process.wait()
+            errors.seek(0)
+            complaint = errors.read().decode(errors="replace").strip().splitlines()
+    try:
+        results = json.loads(answer)
+    except ValueError:
+        return (complaint or ["it said nothing"])[-1]
+    for episode in episodes:
+        episode.reward, episode.error, episode.at = results[episode.id]
+    return ""
 
 
 def judge_elsewhere(
-    crowd: Wave,
-    tried: Sequence[tuple[Sequence[Episode], list[Request]]],
-    why_not: str,
-    origins: Origins,
-    sources: Sources,
-    notes: list[str],
-) -> list[Verdict]:
-    """Return a verdict if episodes fail or give other results in another process.
+    crowd: Wave, elsewhere: Elsewhere, origins: Origins, sources: Sources
+) -> tuple[list[Verdict], list[str]]:
+    """Return a verdict if episodes fail or give other results in another process, and a note if this is not judged.
 
     Args:
         crowd: The wave in this process to compare with.
-        tried: Episodes and requests of each process.
-        why_not: Reason why a process could not be run; empty if all ran.
+        elsewhere: What ran in other processes.
         origins: Provides the lines that drew random numbers.
         sources: Provides the lines that use sets and hashes.
-        notes: Receives a note if this cannot be judged.
     """
-    if why_not:
-        notes.append(
-            f"whether another process gives the same results: the agent could not be run in one ({why_not}). Training "
-            f"starts it in processes of its own, so it must be importable by its name, with its arguments."
-        )
-        return []
-    found, failed = [], []
-    for episodes, asked in tried:
-        here = {episode.id: crowd.told[episode.id] for episode in episodes if episode.id in crowd.told}
-        failed += [episode for episode in episodes if episode.error is not None]
-        there = {
-            episode.id: repeat.Told(
-                requests=[request for request in asked if request.episode == episode.id],
-                reward=episode.reward,
-            )
-            for episode in episodes
-            if episode.error is None
-        }
-        found += repeat.differences(here, there)
-    of = sum(len(episodes) for episodes, _ in tried)
+    if elsewhere.why_not:
+        return [], [
+            f"whether another process gives the same results: the agent could not be run in one ({elsewhere.why_not}). "
+            f"Training starts it in processes of its own, so it must be importable by its name, with its arguments."
+        ]
+    failed = [episode for episodes, _ in elsewhere.tried for episode in episodes if episode.error is not None]
+    count = sum(len(episodes) for episodes, _ in elsewhere.tried)
     if failed:
-        evidence = [f"{each.id}: {each.error}" for each in failed[:3]]
-        what = f"{len(failed)} of {of} episodes fail in another process, and not here"
-        return [Verdict(kind="fails", what=what, where=failed[0].at, evidence=evidence)]
-    if not found:
-        return []
+        evidence = [f"{episode.id}: {episode.error}" for episode in failed[:3]]
+        what = f"{len(failed)} of {count} episodes fail in another process, and not here"
+        return [Verdict(kind="fails", what=what, where=failed[0].at, evidence=evidence)], []
+    differences = []
+    for episodes, requests in elsewhere.tried:
+        differences += repeat.differences(crowd.told, repeat.told_by_episode(episodes, requests))
+    if not differences:
+        return [], []
     used = sources.lines_with_sets()
     drawn = [place for place, _ in origins.drawn.most_common(1)]
-    place = crowd.waits_at.get(found[0].episode)
-    return [
-        Verdict(
-            kind="differs",
-            what=f"{len(found)} of {of} episodes differ in another process, with another PYTHONHASHSEED and the same "
-            f"seeds and answers",
-            where=", ".join([*used, *drawn][:1]) or (f"asked at {place}" if place is not None else ""),
-            evidence=[f"{each.episode}: {each.what}" for each in found[:4]]
-            + (
-                [
-                    f"sets and hash() are used at {', '.join(used[:4])}",
-                    "sort a set before its order matters; take hashlib in the place of hash()",
-                ]
-                if used
-                else ["look for the clock, for chance, for the environment and for what earlier episodes left behind"]
-            ),
-        )
-    ]
+    advice = ["look for the clock, for chance, for the environment and for what earlier episodes left behind"]
+    if used:
+        advice = [
+            f"sets and hash() are used at {', '.join(used[:4])}",
+            "sort a set before its order matters; take hashlib in the place of hash()",
+        ]
+    verdict = Verdict(
+        kind="differs",
+        what=f"{len(differences)} of {count} episodes differ in another process, with another PYTHONHASHSEED and the "
+        f"same seeds and answers",
+        where=next(iter(used + drawn), crowd.asked_at(differences[0].episode)),
+        evidence=[f"{difference.episode}: {difference.what}" for difference in differences[:4]] + advice,
+    )
+    return [verdict], []
 
 
-def also_elsewhere(found: Foreign, tried: Sequence[tuple[Sequence[Episode], list[Request]]]) -> bool:
+def also_elsewhere(crossing: Crossing, crowd: Wave, elsewhere: Elsewhere) -> bool:
     """Return whether the asker uses this text even in a process in which its owner had not run before.
 
     Such text is an example, or the output of a tool, and no sign of a fault. The result is also True if this could not
     be tested: if no process ran the asker, or the owner ran there first.
     """
-    owner = rows.row_of(found.owner.data)
-    for episodes, asked in tried:
+    rows = {episode.id: row_of(episode.data) for episode in crowd.episodes}
+    for episodes, requests in elsewhere.tried:
         for number, episode in enumerate(episodes):
-            if rows.row_of(episode.data) == rows.row_of(found.asker.data):
-                before = {rows.row_of(each.data) for each in episodes[:number]}
-                return owner in before or any(found.text in each.asked for each in asked if each.episode == episode.id)
+            if rows[episode.id] == rows[crossing.asker]:
+                before = {rows[earlier.id] for earlier in episodes[:number]}
+                asked = [request.asked for request in requests if request.episode == episode.id]
+                return rows[crossing.owner] in before or any(crossing.text in text for text in asked)
     return True
 
 
-def judge_foreign(found: Sequence[Foreign], state: shared.State, crowd: Wave, *, certain: bool) -> list[Verdict]:
-    if not found:
-        return []
-    place = crowd.waits_at.get(found[0].asker.id)
-    asked = f"asked at {place}" if place is not None else ""
-    where = state.place_of(found[0].text) or asked
-    return [
-        Verdict(
-            kind="shared",
-            what=f"text of one row stands in the requests of another, in {len(found)} pairs of rows: a cache with a "
-            f"wrong key, perhaps" + ("; in a process of their own they do not ask with it" if certain else ""),
-            where=where,
-            evidence=[
-                *(f"{each.asker.id} asked with {each.text!r}, of the row of {each.owner.id}" for each in found[:4]),
-                *([asked] if asked and asked != where else []),
-            ],
-            certain=certain,
-        )
-    ]
+async def _work(task: dict[str, Any]) -> dict[str, tuple[Any, str | None, str]]:
+    from clew.rollout.agents import SharedClient, load_agent
+
+    agent = load_agent(task["path"], task["arguments"])
+    client, code, results = SharedClient(), Code(agent), {}
+    for job in task["jobs"]:
+
+        @asynccontextmanager
+        async def open_episode(id: str, job: dict[str, Any] = job) -> AsyncIterator[tuple[str, str, Any]]:
+            yield job["base_url"], job["key"], client
+
+        episode = Episode(id=job["id"], data=job["data"])
+        await run_episode(agent, episode, open_episode, timeout_s=task["timeout_s"], stepped=None, code=code)
+        results[episode.id] = (episode.reward, episode.error, episode.at)
+    return results
+
+
+def main() -> None:
+    """Run the child process."""
+    die_with_parent()
+    task = json.loads(sys.stdin.buffer.read())
+    sys.path[:] = task["sys_path"]
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what the agent prints is no answer
+    answers.write(json.dumps(asyncio.run(_work(task))) + "\n")
+    answers.flush()
+    os._exit(0)  # whatever the agent left running
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""Resources that grow with every episode and never stop: tasks, threads, open files, sessions, memory."""
+"""Things that episodes leave behind: tasks, threads, open files, sessions, memory, unseen errors, unclosed clients."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from clew.stress.busy import children
-from clew.stress.frames import Code, is_clew, is_loop, shown_path, stack_of_coroutine, stack_of_thread
+from clew.stress.busy import WatchThread, children
+from clew.stress.frames import Code, is_clew, is_loop, shown_path, stack_of_coroutine, stack_of_error, stack_of_thread
 from clew.stress.origins import Origins
 from clew.stress.verdict import Verdict
-from clew.stress.watch import WATCHING
 
 SETTLE_S = 0.05
 """Seconds to wait after the last episode: anything that ends by itself in this time is no leak."""
@@ -29,6 +29,14 @@ DEPTH = 8
 
 SHRINKS = 0.8
 """Ratio of a wave's growth per episode to that of the wave before, below which it shrinks."""
+
+NEVER_CLOSED = "Unclosed client session"
+"""Message with which aiohttp reports a client session that was left to the garbage collector."""
+
+NEVER_LOOKED_AT = "Task exception was never retrieved"
+
+SHARE = 0.1
+"""Share of the episodes above which such a report is a fault."""
 
 QUANTITIES = {
     "tasks": (0.05, 2, "{:.1f} tasks"),
@@ -100,36 +108,32 @@ def line_that_leaks(samples: Sequence[Sample], quantity: str) -> tuple[str, list
     return "", []
 
 
-def verdicts(samples: Sequence[Sample]) -> list[Verdict]:
+def judge_growth(samples: Sequence[Sample]) -> list[Verdict]:
     """Return a verdict for each quantity that grows.
 
     The memory of the whole process is named only if the user's code does not explain it.
     """
-    found = []
-    for quantity, (_, _, told) in QUANTITIES.items():
+    verdicts: list[Verdict] = []
+    for quantity, (_, _, format) in QUANTITIES.items():
         slope, where = grows(samples, quantity), samples[-1].examples.get(quantity, "")
-        line, part = line_that_leaks(samples, quantity)
+        values = [sample.counts[quantity] for sample in samples if quantity in sample.counts]
+        line, counts = line_that_leaks(samples, quantity)
         if line:
-            span = samples[-1].episodes - samples[0].episodes
-            slope, where = (
-                (part[-1] - part[0]) / span,
-                next(
-                    (each.examples[quantity] for each in reversed(samples) if line in each.examples.get(quantity, "")),
-                    f"opened at {line}",
-                ),
-            )
-        if slope is None or (quantity == "resident" and any(v.what.startswith("memory") for v in found)):
+            slope = (counts[-1] - counts[0]) / (samples[-1].episodes - samples[0].episodes)
+            values = counts
+            examples = (sample.examples.get(quantity, "") for sample in reversed(samples))
+            where = next((example for example in examples if line in example), f"opened at {line}")
+        if slope is None or (quantity == "resident" and any(v.what.startswith("memory") for v in verdicts)):
             continue
-        values = part or [s.counts[quantity] for s in samples if quantity in s.counts]
-        found.append(
+        verdicts.append(
             Verdict(
                 kind="growth",
-                what=f"{quantity} left behind: +{told.format(slope)} with every episode",
+                what=f"{quantity} left behind: +{format.format(slope)} with every episode",
                 where=where,
                 evidence=["after each wave of episodes: " + ", ".join(f"{value:,.0f}" for value in values)],
             )
         )
-    return found
+    return verdicts
 
 
 class Sampler:
@@ -164,54 +168,47 @@ class Sampler:
         gc.collect()
         await asyncio.sleep(SETTLE_S)
         gc.collect()
+        origins = self._origins
         tasks = self.left_tasks()
-        threads = [each for each in threading.enumerate() if each not in self._threads and each.name not in WATCHING]
-        files = {number: name for number, name in _open_files().items() if self._files.get(number) != name}
-        by_line: dict[str, dict[str, int]] = {}
+        new = (thread for thread in threading.enumerate() if thread not in self._threads)
+        threads = [thread for thread in new if not isinstance(thread, WatchThread)]
         counts: dict[str, float] = {"tasks": len(tasks), "threads": len(threads)}
+        by_line: dict[str, dict[str, int]] = {}
         examples = {
-            "tasks": _commonest(
-                _with(
-                    str(self._code.place(stack_of_coroutine(task.get_coro())) or task.get_name()),
-                    "created at",
-                    self._origins.tasks.get(task, ""),
-                )
-                for task in tasks
-            ),
+            "tasks": _commonest(_with(self._task(task), "created at", origins.tasks.get(task, "")) for task in tasks),
             "threads": _commonest(
-                _with(
-                    f"{re.sub(r'[0-9]+', '#', thread.name)}, at {self._code.place(stack_of_thread(thread.ident or 0))}",
-                    "started at",
-                    self._origins.threads.get(thread, ""),
-                )
-                for thread in threads
+                _with(self._thread(thread), "started at", origins.threads.get(thread, "")) for thread in threads
             ),
         }
         if sys.platform == "linux":
-            sockets = {number for number, name in files.items() if name.startswith("socket:")}
+            opened = {number: name for number, name in _open_files().items() if self._files.get(number) != name}
+            sockets = [number for number, name in opened.items() if name.startswith("socket:")]
+            connected_at = [origins.sockets.get(number, "") for number in sockets]
+            files = [name for number, name in opened.items() if number not in sockets]
+            opened_at = [self._opened_at(name) for name in files]
             counts["processes"] = len(set(children()) - self._processes)
-            counts["files"], counts["sockets"] = len(files) - len(sockets), len(sockets)
-            examples["processes"] = _with("", "started at", _commonest(self._origins.processes.elements()))
+            counts["files"], counts["sockets"], counts["resident"] = len(files), len(sockets), _resident()
+            by_line["files"], by_line["sockets"] = dict(Counter(opened_at)), dict(Counter(connected_at))
+            examples["processes"] = _with("", "started at", _commonest(origins.processes.elements()))
             examples["files"] = _commonest(
-                _with(re.sub(r"\d+", "#", name), "opened at", self._opened_at(name))
-                for number, name in files.items()
-                if number not in sockets
+                _with(re.sub(r"\d+", "#", name), "opened at", line) for name, line in zip(files, opened_at, strict=True)
             )
-            examples["sockets"] = _with(
-                "", "connected at", _commonest(filter(None, map(self._origins.sockets.get, sockets)))
-            )
-            opened = (self._opened_at(name) for number, name in files.items() if number not in sockets)
-            by_line["files"] = dict(Counter(opened))
-            by_line["sockets"] = dict(Counter(self._origins.sockets.get(number, "") for number in sockets))
-            counts["resident"] = _resident()
+            examples["sockets"] = _with("", "connected at", _commonest(filter(None, connected_at)))
         if self._sessions is not None:
             counts["sessions"] = self._sessions()
         if tracemalloc.is_tracing():
             held = self._held()
             counts["memory"] = held.total()
             examples["memory"] = held.most_common(1)[0][0] if held else ""
-            del counts["resident"]  # to trace costs memory itself
+            counts.pop("resident", None)  # to trace costs memory itself
         return Sample(episodes=episodes, counts=counts, examples=examples, by_line=by_line)
+
+    def _task(self, task: asyncio.Task) -> str:
+        return str(self._code.place(stack_of_coroutine(task.get_coro())) or task.get_name())
+
+    def _thread(self, thread: threading.Thread) -> str:
+        place = self._code.place(stack_of_thread(thread.ident or 0))
+        return f"{re.sub(r'[0-9]+', '#', thread.name)}, at {place}"
 
     def _opened_at(self, name: str) -> str:
         """Return the user's line that opened a file; for a file without a name, the line that opened its folder.
@@ -233,6 +230,57 @@ class Sampler:
                     held[f"{shown_path(frame.filename)}:{frame.lineno}"] += trace.size
                     break
         return held
+
+
+class Complaints:
+    """Problems that asyncio and its libraries report to the event loop because no caller is left to receive them."""
+
+    def __init__(self, code: Code) -> None:
+        self._code = code
+        self._lock = threading.Lock()
+        self._unclosed = 0
+        self._errors: Counter[str] = Counter()
+        self._places: Counter[str] = Counter()
+
+    def hear(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Count one report, and print nothing. This is the handler to pass to `loop.set_exception_handler`."""
+        message, error = str(context.get("message", "")), context.get("exception")
+        with self._lock:
+            if message == NEVER_CLOSED:
+                self._unclosed += 1
+            elif message == NEVER_LOOKED_AT:
+                place = str(self._code.place(stack_of_error(error)) or "") if error is not None else ""
+                self._errors[f"{type(error).__name__}: {error}"] += 1
+                self._places[place] += 1
+
+    def verdicts(self, episodes: int, origins: Origins) -> list[Verdict]:
+        """Return verdicts on the problems that happened in more than SHARE of the episodes.
+
+        Args:
+            episodes: Number of episodes that have run.
+            origins: Provides the lines that opened connections.
+        """
+        verdicts = []
+        if self._unclosed > SHARE * episodes:
+            verdicts.append(
+                Verdict(
+                    kind="growth",
+                    what=f"{self._unclosed} client sessions of aiohttp were left to the garbage collector",
+                    where=_with("", "connected at", _commonest(origins.sockets.values())),
+                    evidence=["close each: async with aiohttp.ClientSession() as session"],
+                )
+            )
+        unseen = self._errors.total()
+        if unseen > SHARE * episodes:
+            verdicts.append(
+                Verdict(
+                    kind="fails",
+                    what=f"{unseen} tasks of {episodes} episodes failed, and nobody looked at their errors",
+                    where=_commonest(self._places.elements()),
+                    evidence=[f"{count} times {error}" for error, count in self._errors.most_common(3)],
+                )
+            )
+        return verdicts
 
 
 def _with(what: str, how: str, place: str) -> str:

@@ -1,8 +1,9 @@
-"""Lines of the user's code that created a task, a thread, a process, a file or a socket, or drew a random number."""
+"""Lines of the user's code that create what an episode may leave behind, write files, or draw random numbers."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import random
 import secrets
@@ -10,16 +11,18 @@ import sys
 import threading
 import time
 import uuid
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from clew.stress import audit
 from clew.stress.frames import Code, lines_of, stack_of_coroutine, told
-from clew.stress.steps import current_episode
+from clew.stress.steps import Episode, current_episode
+from clew.stress.verdict import Verdict, listed
 
 DRAWS: dict[ModuleType, tuple[str, ...]] = {
     random: (
@@ -39,88 +42,165 @@ NUMPY_DRAWS = (
 )
 """Functions of numpy.random whose results differ in each run. They are watched only if it has been imported."""
 
-
 STARTS_THREAD = ("_thread.start_new_thread", "_thread.start_joinable_thread")
+STARTS_PROCESS = ("subprocess.Popen", "os.fork", "os.posix_spawn")
 
-HEARD = frozenset(("open", "socket.connect", *STARTS_THREAD, "subprocess.Popen", "os.fork", "os.posix_spawn"))
-"""Audit events that are recorded."""
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """A file that an episode began to overwrite."""
+
+    path: str
+    where: str
+    episode: Episode
 
 
 class Origins:
-    """Records, while entered, the lines of the user's code that create what an episode may leave behind."""
+    """Records, while entered, which lines of the user's code create resources, write files and draw random numbers."""
 
     def __init__(self, code: Code) -> None:
         self._code = code
+        self._entered = ExitStack()
         self.threads: WeakKeyDictionary[threading.Thread, str] = WeakKeyDictionary()
         self.tasks: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
         self.files: dict[str, str] = {}
         """Line that opened each file, by absolute path."""
+        self.written: list[Written] = []
         self.sockets: dict[int, str] = {}
         """Line that connected each socket, by file descriptor."""
         self.processes: Counter[str] = Counter()
         self.drawn: Counter[str] = Counter()
         """Lines that drew random numbers or read the clock, with counts."""
-        self._replaced: list[tuple[ModuleType, str, Callable[..., Any]]] = []
 
     async def __aenter__(self) -> Origins:
-        self._listening = audit.listening(self._hear)
-        self._listening.__enter__()
+        _add_hook()
+        _listening.append(self)
+        self._entered.callback(_listening.remove, self)
         modules = dict(DRAWS)
         if "numpy.random" in sys.modules:
             modules[sys.modules["numpy.random"]] = NUMPY_DRAWS
-        for module, names in modules.items():
-            for name in names:
-                original = getattr(module, name)
-                self._replaced.append((module, name, original))
-                setattr(module, name, self._noting(original))
+        draws = [(module, name) for module, names in modules.items() for name in names]
+        self._entered.enter_context(calls_noted(draws, self._note_draw))
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for module, name, original in self._replaced:
-            setattr(module, name, original)
-        self._listening.__exit__(None, None, None)
+        self._entered.close()
 
     def made(self, task: Any) -> None:
         """Record the line that is creating a task."""
-        self.tasks[task] = self.place(1)
+        self.tasks[task] = self._place()
 
-    def place(self, depth: int) -> str:
-        """Return the user's line that is running, or the line where the current episode waits; empty if there is none.
+    def hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+        """Record an audit event of Python, in the thread in which it happens."""
+        if event == "open":
+            if isinstance(arguments[0], (str, bytes)):
+                self._note_open(*arguments)
+        elif event == "socket.connect":
+            if place := self._place():
+                self.sockets[arguments[0].fileno()] = place
+        elif event in STARTS_THREAD:
+            thread = getattr(arguments[0], "__self__", None)
+            if isinstance(thread, threading.Thread) and (place := self._place()):
+                self.threads[thread] = place
+        elif event in STARTS_PROCESS and (place := self._place()):
+            self.processes[place] += 1
 
-        Args:
-            depth: Number of frames to skip above the caller.
-        """
-        place = self._code.place(lines_of(sys._getframe(depth + 1)))
+    def _place(self) -> str:
+        """Return the user's line that is running, or the line where the current episode waits; empty without one."""
+        place = self._code.place(lines_of(sys._getframe(1)))
         episode = current_episode()
         if (place is None or not place.user) and episode is not None and episode.coroutine is not None:
             place = self._code.place(stack_of_coroutine(episode.coroutine))
         return place.where if place is not None and place.user else ""
 
-    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
-        place = self.place(2) if event in HEARD else ""
+    def _note_open(self, name: str | bytes, mode: str | None, flags: int) -> None:
+        place = self._place()
         if not place:
             return
-        if event == "open":
-            if isinstance(arguments[0], (str, bytes)):
-                path = str(Path(os.fsdecode(arguments[0])).absolute())
-                before = self.files.get(path, "")  # mkstemp opens a file, and another line opens it again
-                if place not in before:
-                    self.files[path] = f"{before} or {place}" if before else place
-        elif event == "socket.connect":
-            self.sockets[arguments[0].fileno()] = place
-        elif event in STARTS_THREAD:
-            thread = getattr(arguments[0], "__self__", None)
-            if isinstance(thread, threading.Thread):
-                self.threads[thread] = place
-        else:
-            self.processes[place] += 1
+        path = str(Path(os.fsdecode(name)).absolute())
+        before = self.files.get(path, "")  # mkstemp opens a file, and another line opens it again
+        if place not in before:
+            self.files[path] = f"{before} or {place}" if before else place
+        episode = current_episode()
+        overwrites = flags & (os.O_WRONLY | os.O_RDWR) and not flags & (os.O_APPEND | os.O_EXCL)
+        if episode is None or not overwrites or path.startswith("/dev/"):
+            return
+        running = self._code.place(lines_of(sys._getframe(1)))
+        if running is not None and running.user:
+            self.written.append(Written(path=path, where=str(running), episode=episode))
 
-    def _noting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _note_draw(self, caller: FrameType) -> None:
+        if self._code.is_user(caller.f_code.co_filename) and current_episode() is not None:
+            self.drawn[told((caller.f_code, caller.f_lineno))] += 1
+
+
+_listening: list[Origins] = []
+
+
+@functools.cache
+def _add_hook() -> None:
+    """Add the audit hook, once for the whole process: Python can never remove one."""
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        for origins in _listening:
+            origins.hear(event, arguments)
+
+    sys.addaudithook(hook)
+
+
+@contextmanager
+def calls_noted(functions: Iterable[tuple[ModuleType, str]], note: Callable[[FrameType], None]) -> Iterator[None]:
+    """Call `note` with the caller's frame before each call of these functions, while entered."""
+
+    def noting(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def call(*arguments: Any, **named: Any) -> Any:
-            frame = sys._getframe(1)
-            if self._code.is_user(frame.f_code.co_filename) and current_episode() is not None:
-                self.drawn[told((frame.f_code, frame.f_lineno))] += 1
+            note(sys._getframe(1))
             return original(*arguments, **named)
 
         return call
+
+    originals = [(module, name, getattr(module, name)) for module, name in functions]
+    for module, name, original in originals:
+        setattr(module, name, noting(original))
+    try:
+        yield
+    finally:
+        for module, name, original in originals:
+            setattr(module, name, original)
+
+
+def judge_written(written: Sequence[Written], *, matters: bool) -> list[Verdict]:
+    """Return one verdict for each path that overlapping episodes write.
+
+    Args:
+        written: Files that episodes began to overwrite.
+        matters: True if episodes were seen to depend on one another. Otherwise the file may be a cache or a log, and
+            the verdict is only a suspicion.
+    """
+    by_path: dict[str, list[Written]] = defaultdict(list)
+    for file in written:
+        by_path[file.path].append(file)
+    verdicts = []
+    for path, files in by_path.items():
+        second = next((b for a, b in itertools.pairwise(files) if _overlap(a.episode, b.episode)), None)
+        if second is None:
+            continue
+        verdicts.append(
+            Verdict(
+                kind="shared",
+                what=f"the file {path} is written by episodes that run at the same time"
+                + ("; each reads the other's" if matters else ", perhaps a cache"),
+                where=second.where,
+                evidence=[
+                    f"written by {listed(file.episode.id for file in files)}",
+                    "give each episode a folder of its own: tempfile.TemporaryDirectory()",
+                ],
+                certain=matters,
+            )
+        )
+    return verdicts
+
+
+def _overlap(first: Episode, second: Episode) -> bool:
+    return first is not second and second.started < first.finished and first.started < second.finished

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 import locale
 import os
 import signal
-import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 from clew.stress.frames import Code, lines_of, stack_of_coroutine
+from clew.stress.origins import calls_noted
 from clew.stress.steps import Episode
-from clew.stress.verdict import Verdict
+from clew.stress.verdict import Verdict, listed
 
 CALLS: dict[str, tuple[ModuleType, tuple[str, ...]]] = {
     "the working directory": (os, ("chdir", "fchdir")),
@@ -53,35 +53,31 @@ class ProcessState:
         self._before: dict[str, Any] = {}
         self._called: dict[str, str] = {}
         """Line that last changed each kind of state."""
-        self._replaced: list[tuple[ModuleType, str, Callable[..., Any]]] = []
+        self._entered = ExitStack()
         self._left = False
         """True after the exit. Tasks that an episode left behind still run then, while others restore their state."""
         self.changes: list[Change] = []
 
     async def __aenter__(self) -> ProcessState:
         self._first = self._before = _now()
-        for name, (module, functions) in CALLS.items():
-            for function in functions:
-                original = getattr(module, function)
-                self._replaced.append((module, function, original))
-                setattr(module, function, self._noting(name, original))
+        for kind, (module, functions) in CALLS.items():
+            calls = [(module, function) for function in functions]
+            self._entered.enter_context(calls_noted(calls, partial(self._note, kind)))
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for module, function, original in self._replaced:
-            setattr(module, function, original)
+        self._entered.close()
         with self._lock:
             self._left = True
-        self._restore()
+        now = _now()
+        for name in now.keys() | self._first.keys():
+            if now.get(name) != self._first.get(name):
+                _restore(name, self._first.get(name))
 
-    def _noting(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def call(*arguments: Any, **named: Any) -> Any:
-            if (place := self._code.place(lines_of(sys._getframe(1)))) is not None and place.user:
-                self._called[name] = str(place)
-            return original(*arguments, **named)
-
-        return call
+    def _note(self, kind: str, caller: FrameType) -> None:
+        place = self._code.place(lines_of(caller))
+        if place is not None and place.user:
+            self._called[kind] = str(place)
 
     def look(self) -> None:
         """Take the present state as the baseline, so that earlier changes are attributed to no episode."""
@@ -102,28 +98,6 @@ class ProcessState:
                     self.changes.append(change)
             self._before = now
 
-    def _restore(self) -> None:
-        now = _now()
-        for name in now.keys() | self._first.keys():
-            was = self._first.get(name)
-            if now.get(name) == was:
-                continue
-            if name.startswith("os.environ"):
-                variable = name[len("os.environ['") : -len("']")]
-                os.environ.pop(variable, None)
-                if was is not None:
-                    os.environ[variable] = was
-            elif name.startswith("the handler of"):
-                if threading.current_thread() is threading.main_thread() and was is not None:
-                    signal.signal(signal.Signals[name.rpartition(" ")[2]], was)
-            elif was is not None:
-                restore: dict[str, Callable[[], Any]] = {
-                    "the working directory": functools.partial(os.chdir, was),
-                    "the umask": lambda was=was: os.umask(int(was, 8)),
-                    "the locale": functools.partial(locale.setlocale, locale.LC_ALL, was),
-                }
-                restore[name]()
-
 
 def _now() -> dict[str, Any]:
     """Return the present state, by name."""
@@ -131,20 +105,33 @@ def _now() -> dict[str, Any]:
     state |= {f"the handler of {each.name}": signal.getsignal(each) for each in signal.Signals}
     state["the working directory"] = str(Path.cwd())
     state["the locale"] = locale.setlocale(locale.LC_ALL)
-    state["the umask"] = next(
-        (line.split()[1] for line in _status().splitlines() if line.startswith("Umask:")), None
-    )  # on Linux; elsewhere it cannot be read without being set
+    status = Path("/proc/self/status")  # only on Linux: elsewhere, the umask cannot be read without being set
+    lines = status.read_text().splitlines() if status.exists() else []
+    state["the umask"] = next((line.split()[1] for line in lines if line.startswith("Umask:")), None)
     return state
 
 
-def _status() -> str:
-    try:
-        return Path("/proc/self/status").read_text()
-    except OSError:
-        return ""
+def _restore(name: str, value: Any) -> None:
+    """Give some state, by its name in `_now`, the value that it had; None: it did not exist."""
+    if name.startswith("os.environ"):
+        variable = name[len("os.environ['") : -len("']")]
+        os.environ.pop(variable, None)
+        if value is not None:
+            os.environ[variable] = value
+    elif value is None:
+        return
+    elif name.startswith("the handler of"):
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.Signals[name.rpartition(" ")[2]], value)
+    elif name == "the working directory":
+        os.chdir(value)
+    elif name == "the umask":
+        os.umask(int(value, 8))
+    else:
+        locale.setlocale(locale.LC_ALL, value)
 
 
-def verdicts(changes: list[Change]) -> list[Verdict]:
+def judge_process(changes: list[Change]) -> list[Verdict]:
     """Return a verdict for each name that was changed.
 
     An environment variable that all episodes set to the same value may be intended, and is only a suspicion.
@@ -152,22 +139,21 @@ def verdicts(changes: list[Change]) -> list[Verdict]:
     by_name: dict[str, list[Change]] = defaultdict(list)
     for change in changes:
         by_name[change.name].append(change)
-    found = []
+    verdicts = []
     for name, made in by_name.items():
         perhaps = name.startswith("os.environ") and len({change.now for change in made}) == 1
-        episodes = sorted({change.episode for change in made})
-        found.append(
+        verdicts.append(
             Verdict(
                 kind="shared",
                 what=f"{name} is changed by an episode, for the whole process"
                 + (", perhaps once for all" if perhaps else ": all others, and whatever else runs here, have it too"),
                 where=made[0].where,
                 evidence=[
-                    *(f"{each.episode}: from {each.before!r} to {each.now!r}" for each in made[:3]),
-                    f"changed by {', '.join(episodes[:6])}{', …' if len(episodes) > 6 else ''}",
+                    *(f"{change.episode}: from {change.before!r} to {change.now!r}" for change in made[:3]),
+                    f"changed by {listed(change.episode for change in made)}",
                     "hand it to whatever needs it (cwd=, env= of a subprocess), or set it before training starts",
                 ],
                 certain=not perhaps,
             )
         )
-    return found
+    return verdicts

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from clew.printing import common_length
 from clew.stress.requests import Request
+from clew.stress.steps import Episode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,15 @@ class Told:
             return self.reward
         asked = {request.id: request.asked for request in self.requests}
         return Counter((asked.get(name, name), value) for name, value in self.reward.items())
+
+
+def told_by_episode(episodes: Iterable[Episode], requests: Sequence[Request]) -> dict[str, Told]:
+    """Return the requests and rewards of the episodes that did not fail, by episode ID."""
+    return {
+        episode.id: Told(requests=[each for each in requests if each.episode == episode.id], reward=episode.reward)
+        for episode in episodes
+        if episode.error is None
+    }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import numpy as np
 
-from clew.stress.growth import QUANTITIES, Sample
+from clew.stress.growth import Sample
 from clew.stress.requests import Request
 from clew.stress.serial import concurrency, union
 from clew.stress.steps import Episode
 from clew.stress.verdict import Verdict
+from clew.stress.waves import Wave
 
 Outcome = Literal["fit", "not fit", "not judged"]
 
@@ -130,43 +130,35 @@ def parts(episode: Episode, requests: Sequence[Request]) -> dict[str, float]:
     return {"episode": episode.seconds, "model": model, "agent code": code, "tools": rest - code, "reward": reward}
 
 
-def wave_report(
-    name: str,
-    width: int,
-    episodes: Sequence[Episode],
-    requests: Sequence[Request],
-    seconds: float,
-    cpu_s: float,
-    alone_s: float | None,
-) -> WaveReport:
+def wave_report(wave: Wave, alone_s: float | None) -> WaveReport:
     """Return the report on one wave.
 
     Args:
-        name: Name of the wave.
-        width: Number of episodes at once, as requested.
-        episodes: Episodes that ran.
-        requests: Their requests to the model.
-        seconds: Duration of the wave.
-        cpu_s: Processor time of this process during the wave.
+        wave: The wave.
         alone_s: Seconds that an episode takes alone; None if unknown.
     """
+    episodes, requests = wave.episodes, wave.requests
     began = min(episode.started for episode in episodes)
-    by_episode = {episode.id: [r for r in requests if r.episode == episode.id] for episode in episodes}
-    divided = [parts(episode, by_episode[episode.id]) for episode in episodes if episode.error is None]
+    divided = [
+        parts(episode, [request for request in requests if request.episode == episode.id])
+        for episode in episodes
+        if episode.error is None
+    ]
     curve = [(moment - began, open_now) for moment, open_now in concurrency((r.came, r.done) for r in requests)]
+    per_s = len(episodes) / wave.seconds
     return WaveReport(
-        name=name,
-        width=width,
+        name=wave.name,
+        width=wave.width,
         episodes=len(episodes),
-        seconds=seconds,
-        episodes_per_s=len(episodes) / seconds,
+        seconds=wave.seconds,
+        episodes_per_s=per_s,
         failed=sum(episode.error is not None for episode in episodes),
         requests=len(requests),
         requests_at_once=max((open_now for _, open_now in curve), default=0),
-        episodes_at_once=min(float(width), len(episodes) / seconds * (alone_s or seconds / len(episodes))),
-        latency={part: _percentiles(each[part] for each in divided) for part in PARTS} if divided else {},
+        episodes_at_once=min(float(wave.width), per_s * (alone_s or 1 / per_s)),
+        latency={part: _percentiles([seconds[part] for seconds in divided]) for part in PARTS} if divided else {},
         curve=curve,
-        cpu_share=cpu_s / seconds,
+        cpu_share=wave.cpu_s / wave.seconds,
     )
 
 
@@ -187,16 +179,6 @@ def failures(episodes: Iterable[Episode]) -> list[Failure]:
     return sorted(found, key=lambda failure: -failure.count)
 
 
-def growth_shown(samples: Sequence[Sample]) -> dict[str, list[tuple[int, float]]]:
-    """Return the points (episodes so far, count) of each quantity that was counted at least twice."""
-    names = Counter(name for sample in samples for name in sample.counts)
-    return {
-        name: [(sample.episodes, sample.counts[name]) for sample in samples if name in sample.counts]
-        for name in QUANTITIES
-        if names[name] > 1
-    }
-
-
-def _percentiles(values: Iterable[float]) -> Percentiles:
-    p50, p90, p99 = np.percentile(list(values), [50, 90, 99])
+def _percentiles(values: Sequence[float]) -> Percentiles:
+    p50, p90, p99 = np.percentile(values, [50, 90, 99])
     return Percentiles(p50=float(p50), p90=float(p90), p99=float(p99))

@@ -8,15 +8,9 @@ from __future__ import annotations
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from clew.inference.protocol import Completion, Engine, OnToken, SamplingParams
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,45 +74,3 @@ class Requests:
         """Remove and return all finished requests, in order of arrival."""
         taken, self._requests = self._requests, []
         return sorted(taken, key=lambda request: request.came)
-
-
-class Noted:
-    """An engine whose requests are noted.
-
-    Request IDs are `<episode>.i<number>`, as a session of the gateway assigns them.
-    """
-
-    def __init__(self, engine: Engine, tokenizer: PreTrainedTokenizerBase, requests: Requests) -> None:
-        self._engine = engine
-        self._tokenizer = tokenizer
-        self._requests = requests
-
-    async def generate(
-        self,
-        input_ids: list[int],
-        params: SamplingParams,
-        *,
-        images: Sequence[bytes] = (),
-        request_id: str = "",
-        on_token: OnToken | None = None,
-    ) -> Completion:
-        came = time.monotonic()
-        with self._requests.asking(request_id.rpartition(".i")[0]):
-            completion = await self._engine.generate(
-                input_ids, params, images=images, request_id=request_id, on_token=on_token
-            )
-        done = time.monotonic()
-        self._requests.note(
-            Request(
-                episode=request_id.rpartition(".i")[0],
-                asked=str(self._tokenizer.decode(input_ids)),
-                answered=str(self._tokenizer.decode(completion.output_ids, skip_special_tokens=True)),
-                came=came,
-                done=done,
-                id=request_id,
-            )
-        )
-        return completion
-
-    async def version(self) -> int:
-        return await self._engine.version()

@@ -23,32 +23,24 @@ import asyncio
 import gc
 import random
 import tracemalloc
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
-from clew.stress import files, growth, process, shared
-from clew.stress.busy import BusyWatch
-from clew.stress.child import Source
-from clew.stress.complaints import Complaints
-from clew.stress.elsewhere import (
-    also_elsewhere,
-    judge_elsewhere,
-    judge_foreign,
-    rows_of_others,
-    run_some_elsewhere,
-)
-from clew.stress.frames import Code
+from clew.rollout.agents import SharedClient
+from clew.stress import growth, shared
+from clew.stress.crossings import crossed_rows_in, judge_rows
+from clew.stress.elsewhere import Source, also_elsewhere, judge_elsewhere, run_some_elsewhere
+from clew.stress.gateway import Gateway
 from clew.stress.judge import hanging, judge, waits_for_one_another
-from clew.stress.origins import Origins
-from clew.stress.report import Report, failures
-from clew.stress.requests import Requests
-from clew.stress.stage import TIMEOUT_S, Stage, StoodStill
-from clew.stress.steps import Episode, OpenEpisode
-from clew.stress.stuck import STUCK_S, StuckWatch
+from clew.stress.origins import judge_written
+from clew.stress.process import ProcessState, judge_process
+from clew.stress.report import Report, failures, wave_report
+from clew.stress.steps import Episode, Stepped
+from clew.stress.stuck import STUCK_S
 from clew.stress.uses import Uses
 from clew.stress.verdict import Verdict
-from clew.stress.watch import WATCHING, LoopWatch
-from clew.stress.wave import Wave
+from clew.stress.waves import TIMEOUT_S, Stage, StoodStill, Wave
 
 ALONE = 3
 """Number of episodes that run alone, one after another."""
@@ -63,170 +55,218 @@ CONFIRMING = 2
 """Largest number of further crowds that confirm a finding."""
 
 
-async def stress(
+def stressed(
     agent: Any,
-    data: Sequence[dict[str, Any]],
+    rows: Sequence[dict[str, Any]],
     *,
-    open_episode: OpenEpisode,
-    requests: Requests,
+    gateway: Gateway,
     batch: int,
     group: int,
     dp: int = 1,
     timeout_s: float = TIMEOUT_S,
     stuck_s: float = STUCK_S,
     source: Source | None = None,
-    sessions: Callable[[], int] | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Report:
     """Run the agent as one rollout process of `dp` would: batch / dp prompts at once, each `group` times.
 
-    Call this in the process's main event loop. The gateway must run in another thread.
+    Call this in the main thread, which runs the agent's event loop. The gateway is stopped at the end.
 
     Args:
         agent: The agent to run.
-        data: Rows of the data set.
-        open_episode: Opens a session of the gateway for an episode's ID. The same ID comes again in later waves, and
-            must get the same seeds.
-        requests: Requests of the episodes, as the gateway notes them.
+        rows: Rows of the data set.
+        gateway: The gateway in front of the model that answers.
         batch: Number of prompts per training step.
         group: Number of episodes per prompt.
         dp: Number of rollout processes that share the batch.
         timeout_s: Maximum seconds of an episode, not counting the model and a busy processor.
         stuck_s: Seconds for which the loop may stand still, or nothing may move.
         source: Recipe to create the agent in another process. None: no other process is tried.
-        sessions: Returns the number of sessions that the gateway holds open.
         say: Called with lines of progress.
     """
-    prompts = -(-batch // dp)
-    jobs = [(f"g{number:06d}.e{copy}", data[number % len(data)]) for copy in range(group) for number in range(prompts)]
-    width = len(jobs)
-    code = Code(agent)
-    gc.collect()
-    gc.freeze()  # a full collection of what was there before would hold up the loop
-    loop = asyncio.get_running_loop()
-    factory = loop.get_task_factory()
-    origins, busy = Origins(code), BusyWatch(WATCHING)
-    sampler = growth.Sampler(code, origins, sessions)
-    complaints = Complaints(code)
-    samples: list[growth.Sample] = []
-    running: set[Episode] = set()
-    waves: list[Wave] = []
-    changes: list[shared.Change] = []
 
-    def report(verdicts: Sequence[Verdict], notes: list[str], alone_s: float | None = None) -> Report:
+    async def work() -> Report:
+        client = SharedClient()
+
+        @asynccontextmanager
+        async def open_episode(id: str) -> AsyncIterator[tuple[str, str, SharedClient]]:
+            key = gateway.open(id)
+            try:
+                yield gateway.base_url, key, client
+            finally:
+                await asyncio.shield(gateway.close(key))
+
+        stage = Stage(agent, open_episode, gateway.requests, timeout_s=timeout_s, stuck_s=stuck_s, say=say)
+        try:
+            return await Stress(agent, rows, stage, source, gateway.sessions, batch=batch, group=group, dp=dp).run()
+        finally:
+            await client.really_close()
+
+    try:
+        return asyncio.run(work())
+    finally:
+        gateway.stop()
+
+
+class Stress:
+    """One stress of an agent: its waves, and what they have shown so far."""
+
+    def __init__(
+        self,
+        agent: Any,
+        rows: Sequence[dict[str, Any]],
+        stage: Stage,
+        source: Source | None,
+        sessions: Callable[[], int],
+        *,
+        batch: int,
+        group: int,
+        dp: int,
+    ) -> None:
+        self._agent, self._rows, self._stage, self._source = agent, rows, stage, source
+        self._batch, self._group, self._dp = batch, group, dp
+        self._prompts = -(-batch // dp)
+        self._jobs = [
+            (f"g{number:06d}.e{copy}", rows[number % len(rows)])
+            for copy in range(group)
+            for number in range(self._prompts)
+        ]
+        self._process = ProcessState(stage.code)
+        self._sampler = growth.Sampler(stage.code, stage.origins, sessions)
+        self._leftovers = growth.Complaints(stage.code)
+        self._waves: list[Wave] = []
+        """Waves in the order above, without `confirm`."""
+        self._confirming: list[Wave] = []
+        self._samples: list[growth.Sample] = []
+
+    async def run(self) -> Report:
+        """Run all waves, and judge them."""
+        stage, loop = self._stage, asyncio.get_running_loop()
+        factory = loop.get_task_factory()
+        gc.collect()
+        gc.freeze()  # a full collection of what was there before would hold up the loop
+        try:
+            async with stage.stuck, self._process, stage.origins, stage.busy:
+                async with stage.loop_watch:
+                    loop.set_exception_handler(self._leftovers.hear)
+                    await self._run_crowds()
+                    state, changes, uses = await self._watch_state()
+                await self._trace_memory()
+            verdicts, notes = await self._judge(state, changes, uses)
+            return self._report(verdicts, notes, self._waves[1].mean_s)
+        except StoodStill as end:
+            self._waves.append(end.wave)
+            what = "of which no episode ended" if stage.stuck.verdict is None else "in which the event loop stood still"
+            verdicts = [stage.stuck.verdict] if stage.stuck.verdict is not None else []
+            return self._report(verdicts, [f"all after the wave {end.wave.name!r}, {what}. Repair that first."], None)
+        finally:
+            tracemalloc.stop()
+            loop.set_task_factory(factory)
+            gc.unfreeze()
+            for task in self._sampler.left_tasks():
+                task.cancel()
+
+    async def _run_crowds(self) -> None:
+        """Run the waves at full speed, from warm to confirm."""
+        jobs = self._jobs
+        await self._wave("warm", jobs[:1], 1, self._process.stepped)
+        await self._wave("alone", jobs[:ALONE], 1)
+        some = sorted(random.Random(0).sample(range(len(jobs)), max(1, len(jobs) // 4)))
+        for name, crowd in (("narrow", [jobs[number] for number in some]), ("crowd", jobs), ("again", jobs)):
+            await self._wave(name, crowd, len(crowd))
+            await self._sample()
+        while len(self._confirming) < CONFIRMING and (
+            waits_for_one_another([*self._waves, *self._confirming]) is not None
+            or growth.grows(self._samples, "resident") is not None
+        ):
+            self._confirming.append(await self._stage.wave("confirm", jobs, len(jobs)))
+            await self._sample()
+
+    async def _watch_state(self) -> tuple[shared.State, list[shared.Change], Uses]:
+        """Run the waves that are examined after each step."""
+        self._process.look()
+        state = shared.State(self._agent, self._stage.code)
+
+        def stepped(episode: Episode) -> None:
+            state.stepped(episode)
+            self._process.stepped(episode)
+
+        await self._wave("watched", self._jobs[:WATCHED], WATCHED, stepped)
+        changes = list(state.changes)
+        suspects = shared.suspects(changes)
+        uses = Uses(suspects, self._stage.code)
+
+        def used(episode: Episode) -> None:
+            before = len(state.changes)
+            state.stepped(episode)
+            for change in state.changes[before:]:
+                if change.inside:
+                    uses.wrote(change.variable, episode)
+
+        if suspects:
+            with uses:
+                await self._wave("read", self._jobs[:WATCHED], WATCHED, used)
+        return state, changes, uses
+
+    async def _trace_memory(self) -> None:
+        """Run the waves whose memory is traced."""
+        tracemalloc.start(growth.DEPTH)
+        for _ in range(3):
+            await self._wave("traced", self._jobs[:TRACED], TRACED)
+            await self._sample()
+        for _ in range(CONFIRMING):
+            # a bounded cache replaces what was there before the trace, which looks like growth
+            if growth.grows(self._samples, "memory") is not None:
+                await self._wave("traced", self._jobs, len(self._jobs))
+                await self._sample()
+
+    async def _wave(
+        self, name: str, jobs: Sequence[tuple[str, dict[str, Any]]], at_once: int, stepped: Stepped | None = None
+    ) -> None:
+        self._waves.append(await self._stage.wave(name, jobs, at_once, stepped))
+
+    async def _sample(self) -> None:
+        self._samples.append(await self._sampler.sample(self._stage.episodes))
+
+    async def _judge(
+        self, state: shared.State, changes: Sequence[shared.Change], uses: Uses
+    ) -> tuple[list[Verdict], list[str]]:
+        """Return all verdicts, and notes on what could not be judged."""
+        stage, crowd, again = self._stage, self._waves[3], self._waves[4]
+        verdicts, notes = judge(self._waves[:5], self._confirming, stage.origins, state)
+        crossings = crossed_rows_in(crowd, again)
+        tries = self._source is not None and not any(v.kind in ("differs", "hangs", "fails") for v in verdicts)
+        if self._source is not None and tries:
+            stage.say("elsewhere: a few episodes in two other processes")
+            askers = [crossing.asker for crossing in crossings]
+            elsewhere = await run_some_elsewhere(self._source, stage, crowd, askers)
+            crossings = [crossing for crossing in crossings if not also_elsewhere(crossing, crowd, elsewhere)]
+            differing, not_judged = judge_elsewhere(crowd, elsewhere, stage.origins, state.sources)
+            notes += not_judged
+            verdicts += differing if not crossings else []
+        verdicts += judge_rows(crossings, crowd, state, certain=tries)
+        matters = any(verdict.kind in ("shared", "differs") for verdict in verdicts)
+        verdicts += shared.judge_changes(changes, matters=matters, sources=state.sources, uses=uses)
+        verdicts += judge_written(stage.origins.written, matters=matters)
+        verdicts += growth.judge_growth(self._samples)
+        verdicts += judge_process(self._process.changes)
+        return verdicts + self._leftovers.verdicts(stage.episodes, stage.origins), notes
+
+    def _report(self, verdicts: Sequence[Verdict], notes: list[str], alone_s: float | None) -> Report:
         return Report(
-            agent=f"{type(agent).__module__}.{type(agent).__qualname__}",
-            batch=batch,
-            group=group,
-            dp=dp,
-            width=width,
-            rows=len(data),
-            rows_used=min(prompts, len(data)),
-            waves=[wave.report(alone_s) for wave in waves[1:5] or waves],
-            failures=failures(episode for wave in waves for episode in wave.episodes),
-            growth=samples,
-            verdicts=sorted([*hanging(waves), *verdicts], key=_order),
+            agent=f"{type(self._agent).__module__}.{type(self._agent).__qualname__}",
+            batch=self._batch,
+            group=self._group,
+            dp=self._dp,
+            width=len(self._jobs),
+            rows=len(self._rows),
+            rows_used=min(self._prompts, len(self._rows)),
+            waves=[wave_report(wave, alone_s) for wave in self._waves[1:5] or self._waves],
+            failures=failures(episode for wave in self._waves for episode in wave.episodes),
+            growth=self._samples,
+            verdicts=sorted([*hanging(self._waves), *verdicts], key=_order),
             notes=notes,
         )
-
-    stuck, process_state = StuckWatch(code, running, stuck_s), process.ProcessState(code)
-    written = files.Files(code)
-    try:
-        async with stuck, process_state, written, origins, busy:
-            async with LoopWatch(code) as loop_watch:
-                stage = Stage(
-                    agent=agent,
-                    code=code,
-                    open_episode=open_episode,
-                    requests=requests,
-                    timeout_s=timeout_s,
-                    patience_s=stuck_s,
-                    loop_watch=loop_watch,
-                    stuck=stuck,
-                    running=running,
-                    origins=origins,
-                    busy=busy,
-                    say=say,
-                )
-                loop.set_exception_handler(complaints.hear)
-                waves.append(await stage.wave("warm", jobs[:1], 1, process_state.stepped))
-                waves.append(await stage.wave("alone", jobs[:ALONE], 1))
-                some = sorted(random.Random(0).sample(range(width), max(1, width // 4)))
-                crowds = (("narrow", [jobs[number] for number in some]), ("crowd", jobs), ("again", jobs))
-                for name, chosen in crowds:
-                    waves.append(await stage.wave(name, chosen, len(chosen)))
-                    samples.append(await sampler.sample(stage.episodes))
-                confirming: list[Wave] = []
-                while len(confirming) < CONFIRMING and (
-                    waits_for_one_another([*waves[:5], *confirming]) is not None
-                    or growth.grows(samples, "resident") is not None
-                ):
-                    confirming.append(await stage.wave("confirm", jobs, width))
-                    samples.append(await sampler.sample(stage.episodes))
-                process_state.look()
-                state = shared.State(agent, code)
-
-                def stepped(episode: Episode) -> None:
-                    state.stepped(episode)
-                    process_state.stepped(episode)
-
-                waves.append(await stage.wave("watched", jobs[:WATCHED], WATCHED, stepped))
-                changes = list(state.changes)
-                suspects = shared.suspects(changes)
-                uses = Uses(suspects, code)
-
-                def used(episode: Episode) -> None:
-                    before = len(state.changes)
-                    state.stepped(episode)
-                    for change in state.changes[before:]:
-                        if change.inside:
-                            uses.wrote(change.variable, episode)
-
-                if suspects:
-                    with uses:
-                        waves.append(await stage.wave("read", jobs[:WATCHED], WATCHED, used))
-            tracemalloc.start(growth.DEPTH)
-            for _ in range(3):
-                waves.append(await stage.wave("traced", jobs[:TRACED], TRACED))
-                samples.append(await sampler.sample(stage.episodes))
-            for _ in range(
-                CONFIRMING
-            ):  # a bounded cache replaces what was there before the trace, which looks like growth
-                if growth.grows(samples, "memory") is not None:
-                    waves.append(await stage.wave("traced", jobs, width))
-                    samples.append(await sampler.sample(stage.episodes))
-        _, alone, _, crowd, again, *_ = waves
-        verdicts, notes = judge(waves[:5], confirming, origins, state)
-        foreign = rows_of_others(crowd, again)
-        if source is not None and not any(verdict.kind in ("differs", "hangs", "fails") for verdict in verdicts):
-            say("elsewhere: a few episodes in two other processes")
-            tried, why_not = await run_some_elsewhere(
-                source, crowd, requests, open_episode, [each.asker for each in foreign], timeout_s
-            )
-            foreign = [each for each in foreign if not also_elsewhere(each, tried)]
-            otherwise = judge_elsewhere(crowd, tried, why_not, origins, state.sources, notes)
-            verdicts += judge_foreign(foreign, state, crowd, certain=True) if foreign else otherwise
-        else:
-            verdicts += judge_foreign(foreign, state, crowd, certain=False)
-    except StoodStill as end:
-        waves.append(end.wave)
-        what = "in which the event loop stood still" if stuck.verdict is not None else "of which no episode ended"
-        found = [stuck.verdict] if stuck.verdict is not None else []
-        return report(found, [f"all after the wave {end.wave.name!r}, {what}. Repair that first."])
-    finally:
-        tracemalloc.stop()
-        loop.set_task_factory(factory)
-        gc.unfreeze()
-        for task in sampler.left_tasks():
-            task.cancel()
-    matters = any(verdict.kind in ("shared", "differs") for verdict in verdicts)
-    verdicts += shared.verdicts(changes, matters=matters, sources=state.sources, uses=uses) + files.verdicts(
-        written.opened, matters=matters
-    )
-    verdicts += growth.verdicts(samples)
-    verdicts += process.verdicts(process_state.changes)
-    verdicts += complaints.verdicts(stage.episodes, origins)
-    return report(verdicts, notes, alone.mean_s)
 
 
 def _order(verdict: Verdict) -> tuple[bool, bool]:

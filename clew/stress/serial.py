@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import itertools
 import random
-import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from clew.stress.busy import Watcher
 from clew.stress.frames import Code, Place, stack_of_coroutine, stack_of_thread
 from clew.stress.steps import Episode
 from clew.stress.verdict import Verdict
-
-WAITS_THREAD = "clew waits watch"
 
 LOOK_S = 0.02
 """Seconds between two looks at the stacks of waiting episodes."""
@@ -156,8 +154,8 @@ def verdict(alone: Crowd, narrow: Crowd, wide: Crowd) -> Verdict | None:
     )
 
 
-class Waits:
-    """Records, while entered, where the running episodes wait, from a thread of its own."""
+class Waits(Watcher):
+    """Records, while entered, where the running episodes wait."""
 
     def __init__(self, running: Collection[Episode], code: Code, asking: Callable[[], Collection[str]]) -> None:
         """Create a watch.
@@ -167,10 +165,10 @@ class Waits:
             code: Tells the user's code from libraries'.
             asking: Returns the IDs of the episodes that have a request with the model now.
         """
+        super().__init__()
         self._asking = asking
         self._running = running
         self._code = code
-        self._stop = threading.Event()
         self._draw = random.Random(0)
         self.seconds: defaultdict[Place, float] = defaultdict(float)
         """Seconds that all episodes together waited at each place."""
@@ -184,18 +182,9 @@ class Waits:
         """Places where episodes mostly wait for the model."""
         return {place for place, seconds in self.model_s.items() if seconds > MODELS_PLACE * self.seconds[place]}
 
-    async def __aenter__(self) -> Waits:
-        self._thread = threading.Thread(target=self._look, name=WAITS_THREAD, daemon=True)
-        self._thread.start()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _look(self) -> None:
+    def run(self) -> None:
         seen = time.monotonic()
-        while not self._stop.wait(LOOK_S):
+        while not self.stop.wait(LOOK_S):
             now = time.monotonic()
             running = list(self._running)
             some = self._draw.sample(running, min(LOOK_AT, len(running)))
@@ -218,6 +207,11 @@ def waits_at(episode: Episode, code: Code) -> Place | None:
     if thread is not None:
         return code.place(stack_of_thread(thread))
     return code.place(stack_of_coroutine(coroutine)) if coroutine is not None else None
+
+
+def places_of(running: Collection[Episode], code: Code) -> list[str]:
+    """Return the place where each running episode waits now, as far as it is known."""
+    return [str(place) for episode in list(running) if (place := waits_at(episode, code)) is not None]
 
 
 def concurrency(intervals: Iterable[Interval]) -> list[tuple[float, int]]:

@@ -1,4 +1,4 @@
-"""State that episodes share: answers that appear in another episode, and objects that several episodes change.
+"""State that episodes share: objects that outlive an episode and that several episodes change.
 
 A fact needs two episodes that overlap in time. Either one writes a value and the other replaces it while the first
 still runs; or both change one list, and their requests or results differ because of it. What may be intended (a
@@ -14,24 +14,17 @@ import re
 import sys
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import Context, ContextVar
 from dataclasses import dataclass, replace
 from types import FunctionType, ModuleType
 from typing import Any, Literal
 
 from clew.stress.frames import Code
-from clew.stress.requests import Request
 from clew.stress.steps import Episode
 from clew.stress.uses import Uses
 from clew.stress.verdict import Verdict
 from clew.stress.writes import Sources
-
-MARK = 48
-"""Number of characters of an answer by which it is recognized; a shorter answer is recognized as a whole."""
-
-LEAST_MARK = 24
-"""Minimum length of an answer that is recognized. Shorter ones (a name, a figure) may be in another's data too."""
 
 DEPTH = 3
 """Maximum depth to which objects within objects are examined."""
@@ -45,53 +38,6 @@ MANY = 4096
 NO_SOURCES = Sources()
 
 _PLAIN = (str, int, float, bool, bytes, type(None))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Crossing:
-    """A prompt of one episode that holds what the model had answered to another."""
-
-    asker: str
-    owner: str
-    text: str
-
-
-def crossings(
-    requests: Sequence[Request], is_own: Callable[[str, str], bool] = lambda episode, text: False
-) -> list[Crossing]:
-    """Return one crossing for each pair of episodes.
-
-    Text that several episodes were given, or that the prompt already held, does not count.
-
-    Args:
-        requests: Requests and answers of the episodes.
-        is_own: Returns whether an episode has a text from elsewhere. By chance, models say what is in another's data.
-    """
-    owners: dict[str, tuple[str, float] | None] = {}
-    for request in requests:
-        answer = request.answered.strip()
-        size = min(MARK, len(answer))
-        for mark in {answer[i : i + size] for i in range(len(answer) - size + 1)} if size >= LEAST_MARK else ():
-            other = owners.get(mark, (request.episode, 0.0))
-            known = other is None or other[0] != request.episode or mark in request.asked
-            owners[mark] = None if known else (request.episode, request.done)
-    marks: dict[str, list[tuple[str, str, float]]] = defaultdict(list)
-    """Marks with their owner and time, by the mark's first characters."""
-    for mark, owner in owners.items():
-        if owner:
-            marks[mark[:LEAST_MARK]].append((mark, *owner))
-    told: dict[str, str] = defaultdict(str)
-    for request in requests:
-        told[request.episode] += request.answered + "\n"
-    found: dict[tuple[str, str], Crossing] = {}
-    for request in requests:
-        asker, asked = request.episode, request.asked
-        for start in range(len(asked) - LEAST_MARK + 1):
-            for mark, owner, done in marks.get(asked[start : start + LEAST_MARK], ()):
-                known = owner == asker or (asker, owner) in found or done > request.came
-                if not known and asked.startswith(mark, start) and mark not in told[asker] and not is_own(asker, mark):
-                    found[asker, owner] = Crossing(asker=asker, owner=owner, text=mark)
-    return list(found.values())
 
 
 Kind = Literal["set", "added", "removed", "changed"]
@@ -334,7 +280,7 @@ def suspects(changes: Sequence[Change]) -> set[str]:
     }
 
 
-def verdicts(
+def judge_changes(
     changes: Sequence[Change], *, matters: bool, sources: Sources = NO_SOURCES, uses: Uses | None = None
 ) -> list[Verdict]:
     """Return one verdict for each object, facts first and suspicions last.

@@ -13,13 +13,13 @@ import time
 from collections import Counter
 from collections.abc import Collection
 from types import FrameType
+from typing import Self
 
-from clew.stress.busy import scheduled
+from clew.stress.busy import Watcher, scheduled
 from clew.stress.frames import Code, lines_of, stack_of_thread, told, waits_for_events
-from clew.stress.serial import waits_at
+from clew.stress.serial import places_of
 from clew.stress.steps import Episode
 from clew.stress.verdict import Verdict
-from clew.stress.watch import STUCK_THREAD
 
 STUCK_S = 30.0
 """Seconds after which a loop that stands still without computing is taken to never move again."""
@@ -38,7 +38,7 @@ class Stuck(Exception):
     """Raised inside the call that would never return."""
 
 
-class StuckWatch:
+class StuckWatch(Watcher):
     """Watches the event loop in which it is entered. This must be the main thread's."""
 
     def __init__(self, code: Code, running: Collection[Episode], stuck_s: float) -> None:
@@ -49,27 +49,26 @@ class StuckWatch:
             running: Running episodes; the caller keeps this up to date.
             stuck_s: Seconds for which the loop may stand still.
         """
+        super().__init__()
         self.verdict: Verdict | None = None
         self.happened = asyncio.Event()
         self._code = code
         self._running = running
         self._stuck_s = stuck_s
-        self._stop = threading.Event()
 
-    async def __aenter__(self) -> StuckWatch:
+    async def __aenter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
         self._thread_id, self._native_id = threading.get_ident(), threading.get_native_id()
         self._watches = threading.current_thread() is threading.main_thread()
         if self._watches:
             self._handler = signal.signal(SIGNAL, self._interrupt)
-            self._thread = threading.Thread(target=self._run, name=STUCK_THREAD, daemon=True)
-            self._thread.start()
+            await super().__aenter__()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._stop.set()
+        self.stop.set()
         if self._watches:
-            await asyncio.to_thread(self._thread.join)  # it may be waiting for the loop to answer
+            await asyncio.to_thread(self.thread.join)  # it may be waiting for the loop to answer
             signal.signal(SIGNAL, self._handler)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
@@ -77,15 +76,15 @@ class StuckWatch:
         if place is not None and place.user:  # otherwise it has moved on by itself
             raise Stuck("the event loop stood still here, and was interrupted")
 
-    def _run(self) -> None:
-        while not self._stop.wait(AGAIN_S):
+    def run(self) -> None:
+        while not self.stop.wait(AGAIN_S):
             if waits_for_events(self._thread_id):
                 continue
             answered = threading.Event()
             self._loop.call_soon_threadsafe(answered.set)
             patience = self._stuck_s if self.verdict is None else AGAIN_S
             wanted = self._wanted_s()
-            while not answered.wait(patience) and not self._stop.is_set():
+            while not answered.wait(patience) and not self.stop.is_set():
                 before, wanted = wanted, self._wanted_s()
                 place = self._code.place(stack_of_thread(self._thread_id))
                 if wanted - before > COMPUTES * patience or place is None or not place.user:
@@ -104,7 +103,7 @@ class StuckWatch:
     def _judged(self) -> Verdict:
         stack = stack_of_thread(self._thread_id)
         lines = [told(line) for line in stack if self._code.place([line]) is not None]
-        waiting = Counter(str(place) for each in list(self._running) if (place := waits_at(each, self._code)))
+        waiting = Counter(places_of(self._running, self._code))
         here = str(self._code.place(stack) or "")
         return Verdict(
             kind="blocks",

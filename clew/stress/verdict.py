@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -30,3 +31,9 @@ class Verdict:
     evidence: list[str] = field(default_factory=list)
     certain: bool = True
     """False for a suspicion, which may be intended (a cache, a counter) and does not make an agent unfit."""
+
+
+def listed(episodes: Iterable[str]) -> str:
+    """Return the number of different episodes, and the IDs of the first six."""
+    ids = sorted(set(episodes))
+    return f"{len(ids)} episodes: {', '.join(ids[:6])}{', …' if len(ids) > 6 else ''}"

@@ -4,29 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import platform
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
-from clew.stress.busy import BUSY_THREAD, scheduled
+from clew.stress.busy import Watcher, scheduled, sleeps_in_a_call, working_threads
 from clew.stress.frames import Code, Line, Place, stack_of_thread, waits_for_events
-from clew.stress.serial import WAITS_THREAD
 from clew.stress.verdict import Verdict
 
 ASYNCIO = str(Path(asyncio.__file__).parent)
-
-WATCH_THREAD = "clew loop watch"
-STUCK_THREAD = "clew stuck watch"
-WATCHING = (WATCH_THREAD, STUCK_THREAD, BUSY_THREAD, WAITS_THREAD)
-"""Names of the threads that only watch."""
-
-FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
-"""Number of the system call that waits for a lock. This may be the interpreter's lock, which is nobody's fault."""
 
 BEAT_S = 0.005
 """Seconds between two signs of life asked of the loop, and between two looks at its stack while it gives none."""
@@ -108,29 +98,23 @@ class Hold:
         return None
 
 
-class LoopWatch:
-    """Watches the event loop in which it is entered, from a thread of its own."""
+class LoopWatch(Watcher):
+    """Watches the event loop in which it is entered."""
 
     def __init__(self, code: Code) -> None:
+        super().__init__()
         self._code = code
-        self._stop = threading.Event()
         self._blocks: list[Block] = []
         self._late_s = 0.0
         self._since = 0.0
 
-    async def __aenter__(self) -> LoopWatch:
+    async def __aenter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
         self._thread_id = threading.get_ident()
         self._cpu_clock = time.pthread_getcpuclockid(self._thread_id)
         self._native_id = threading.get_native_id()
         self._since = time.monotonic()
-        self._thread = threading.Thread(target=self._run, name=WATCH_THREAD, daemon=True)
-        self._thread.start()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
+        return await super().__aenter__()
 
     def take(self) -> Watched:
         """Return what was seen since the last call, and start anew."""
@@ -141,10 +125,10 @@ class LoopWatch:
         self._blocks, self._late_s, self._since = [], 0.0, now
         return watched
 
-    def _run(self) -> None:
-        while not self._stop.is_set():
+    def run(self) -> None:
+        while not self.stop.is_set():
             if waits_for_events(self._thread_id):
-                self._stop.wait(BEAT_S)
+                self.stop.wait(BEAT_S)
                 continue
             answered = threading.Event()
             sent, ran = time.monotonic(), sum(scheduled(self._native_id))
@@ -155,7 +139,7 @@ class LoopWatch:
             if not answered.wait(2 * BEAT_S):
                 self._blocks += self._sample_until(answered, sent, ran)
                 self._late_s += time.monotonic() - sent
-            self._stop.wait(BEAT_S)
+            self.stop.wait(BEAT_S)
 
     def _sample_until(self, answered: threading.Event, sent: float, ran: float) -> list[Block]:
         """Sample the loop's stack until it answers, and return the blocks that were seen.
@@ -168,7 +152,7 @@ class LoopWatch:
         holds: list[Hold] = []
         seen, computed, others = time.monotonic(), time.clock_gettime(self._cpu_clock), self._others_s()
         threads = working_threads()
-        denied = denied_s(threads)
+        denied = sum(scheduled(thread)[1] for thread in threads)
         waits = 2 * BEAT_S
         """Seconds that passed before the first look."""
         while True:
@@ -189,10 +173,11 @@ class LoopWatch:
                 hold.cpu_s += cpu - computed
             sent, ran = now, wanted
             seen, computed, others, waits = now, cpu, by_others, 0.0
-            if answered.wait(BEAT_S) or self._stop.is_set():
+            if answered.wait(BEAT_S) or self.stop.is_set():
                 break
         idle = sum(hold.waited_s - hold.cpu_s for hold in holds)
-        denied = denied_s(threads) - denied  # a thread's is told once it runs again, as the loop's now does
+        # the kernel tells a thread's wait once the thread runs again, as the loop's now does
+        denied = sum(scheduled(thread)[1] for thread in threads) - denied
         slept = max(0.0, 1 - denied / idle) if idle > 0 else 0.0
         return [block for hold in holds if (block := hold.block(slept)) is not None]
 
@@ -211,48 +196,7 @@ class LoopWatch:
         return time.process_time() - time.clock_gettime(self._cpu_clock)
 
 
-def denied_s(threads: Iterable[int]) -> float:
-    """Return the seconds for which these threads of this process were ready to run but had no processor. Linux only.
-
-    Args:
-        threads: Native IDs of the threads.
-    """
-    return sum(scheduled(thread)[1] for thread in threads)
-
-
-def sleeps_in_a_call(thread: int, stack: Sequence[Line] = ()) -> bool:
-    """Return whether a thread of this process waits in a system call, other than for the interpreter.
-
-    The answer is False where the kernel does not report it.
-
-    Args:
-        thread: Native ID of the thread.
-        stack: Stack of the thread, innermost first. A lock it waits for within `threading` is not the interpreter's,
-            unless it is starting a thread, which must get the interpreter first.
-    """
-    within = [code.co_name for code, _ in stack if code.co_filename == threading.__file__]
-    waits = bool(stack) and stack[0][0].co_filename == threading.__file__ and "start" not in within
-    with suppress(OSError, ValueError):
-        call = Path(f"/proc/self/task/{thread}/syscall").read_text().split(maxsplit=1)[0]
-        if call != "running" and FUTEX is not None:
-            return waits if int(call) == FUTEX else int(call) != -1
-    return False
-
-
-def threads() -> set[int]:
-    """Return the native IDs of all threads of this process, also those unknown to Python; empty except on Linux."""
-    return {int(path.name) for path in Path("/proc/self/task").glob("*")}
-
-
-def working_threads() -> set[int]:
-    """Return the native IDs of all threads except those that watch.
-
-    Threads that watch wake so often that they wait for a processor even if nothing else needs one.
-    """
-    return threads() - {each.native_id for each in threading.enumerate() if each.name in WATCHING}
-
-
-def verdicts(watched: Watched) -> list[Verdict]:
+def judge_blocks(watched: Watched) -> list[Verdict]:
     """Return a verdict for each line that took a notable share of the time, worst first."""
     by_line: dict[str, list[Block]] = defaultdict(list)
     for block in watched.blocks:

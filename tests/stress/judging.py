@@ -6,9 +6,10 @@ import gc
 import warnings
 from typing import Any
 
-from clew.stress.child import Source
-from clew.stress.on_gateway import Gateway, stressed
+from clew.stress.elsewhere import Source
+from clew.stress.gateway import Gateway
 from clew.stress.report import Report
+from clew.stress.run import stressed
 from clew.stress.stuck import STUCK_S
 
 ROWS = [{"prompt": f"What is {word} and {word}?"} for word in ("one", "two", "three", "four", "five", "six")]

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from clew.stress import stage
-from clew.stress.on_gateway import BeforeEngine
+from clew.stress import waves
+from clew.stress.gateway import BeforeEngine
 from clew.stress.report import Report
 from clew.stress.standin import StandIn, byte_tokenizer
 from tests.stress import agents_in_the_wild as wild
@@ -60,7 +60,7 @@ def test_where_it_asked_is_not_where_it_worked_after_that() -> None:
 
 
 def test_whoever_waits_is_told_where(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage, "SAY_S", 1.0)
+    monkeypatch.setattr(waves, "SAY_S", 1.0)
     said: list[str] = []
     stressed(wild.NeverTold, 0.1, say=said.append)
     (line, *_) = [line for line in said if "have ended after" in line]

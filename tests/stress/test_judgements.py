@@ -15,12 +15,17 @@ from typing import Any
 import pytest
 
 from clew.inference.protocol import Completion, SamplingParams
-from clew.stress import files, growth, process, repeat, rows, serial, shared, steps, watch
+from clew.stress import growth, repeat, serial, shared, steps, watch
+from clew.stress.busy import sleeps_in_a_call
+from clew.stress.crossings import crossed_answers, crossed_rows
 from clew.stress.frames import Code, Place, stack_of_coroutine, stack_of_thread
+from clew.stress.gateway import Noted
 from clew.stress.growth import Sample, grows
+from clew.stress.origins import Written, judge_written
+from clew.stress.process import ProcessState
 from clew.stress.repeat import Told
 from clew.stress.report import Report
-from clew.stress.requests import Noted, Request, Requests
+from clew.stress.requests import Request, Requests
 from clew.stress.serial import Crowd
 from clew.stress.shared import Change
 from clew.stress.standin import StandIn
@@ -95,7 +100,7 @@ def test_steady_growth(counts: list[int], slope: float | None) -> None:
     samples = [Sample(episodes=10 * i, counts={"tasks": count}) for i, count in enumerate(counts)]
     found = grows(samples, "tasks")
     assert found == (pytest.approx(slope) if slope is not None else None)
-    assert len(growth.verdicts(samples)) == (slope is not None)
+    assert len(growth.judge_growth(samples)) == (slope is not None)
 
 
 def test_concurrency_of_intervals() -> None:
@@ -139,12 +144,12 @@ def test_crossings() -> None:
         request("b", f"{common} What? {secret[3:]}", "", 2, 3),
         request("a", f"{secret} What?", "", 2, 3),
     ]
-    assert [(each.asker, each.owner) for each in shared.crossings(requests)] == [("b", "a")]
-    assert shared.crossings(requests, lambda episode, text: episode == "b" and text in secret + common) == []
+    assert [(each.asker, each.owner) for each in crossed_answers(requests)] == [("b", "a")]
+    assert crossed_answers(requests, lambda episode, text: episode == "b" and text in secret + common) == []
     longer = [*requests, request("b", "Once more?", f"So: {secret}", 1, 2)]
-    assert shared.crossings(longer) == []
+    assert crossed_answers(longer) == []
     quoting = [request("a", secret, secret, 0, 1), request("b", secret, "", 2, 3)]
-    assert shared.crossings(quoting) == []
+    assert crossed_answers(quoting) == []
 
 
 class Holder:
@@ -185,14 +190,14 @@ def test_facts_and_suspicions_about_shared_state() -> None:
             (second, lambda a: a.history.append("two")),
         ],
     )
-    found = {verdict.where: verdict for verdict in shared.verdicts(changes, matters=False)}
+    found = {verdict.where: verdict for verdict in shared.judge_changes(changes, matters=False)}
     assert {where: verdict.certain for where, verdict in found.items()} == {
         "agent.task": True,
         "agent.count": False,
         "agent.history": False,
     }
     assert "a left 'one' there, and b put 'two' in its place while a still ran" in found["agent.task"].evidence
-    certain = {verdict.where for verdict in shared.verdicts(changes, matters=True) if verdict.certain}
+    certain = {verdict.where for verdict in shared.judge_changes(changes, matters=True) if verdict.certain}
     assert certain == {"agent.task", "agent.history"}
 
 
@@ -202,7 +207,7 @@ def test_what_only_ever_grows_is_perhaps_a_statistic() -> None:
     def facts(*steps: int, matters: bool = False) -> list[bool]:
         made = [lambda a, step=step: setattr(a, "count", a.count + step) for step in steps]
         changes = changes_of(Holder(), list(zip((first, second) * 2, made, strict=False)))
-        return [verdict.certain for verdict in shared.verdicts(changes, matters=matters)]
+        return [verdict.certain for verdict in shared.judge_changes(changes, matters=matters)]
 
     assert facts(20, 31, 7) == [False]
     assert facts(20, 31, 7, matters=True) == facts(20, -31, 7) == [True]
@@ -211,7 +216,7 @@ def test_what_only_ever_grows_is_perhaps_a_statistic() -> None:
 def test_memory_that_grows_less_with_each_wave_is_warming_up() -> None:
     def leaks(*megabytes: float) -> bool:
         samples = [Sample(episodes=32 * i, counts={"resident": mb * 2**20}) for i, mb in enumerate(megabytes)]
-        return bool(growth.verdicts(samples))
+        return bool(growth.judge_growth(samples))
 
     seen = (170.5, 193.6, 201.4)
     assert leaks(*seen), "more waves decide"
@@ -233,7 +238,7 @@ def test_a_variable_that_episodes_use_in_turns() -> None:
                 token = steps._current.set(episode)
                 run(agent, episode)
                 steps._current.reset(token)
-        return [verdict.certain for verdict in shared.verdicts(changes, matters=matters, uses=uses)]
+        return [verdict.certain for verdict in shared.judge_changes(changes, matters=matters, uses=uses)]
 
     def turn(agent: Holder, episode: Episode) -> None:
         agent.task = episode.id
@@ -272,15 +277,15 @@ def test_a_list_is_not_used_in_turns() -> None:
     for episode in (first, second):
         uses.wrote("history", episode)
     assert shared.suspects(changes) == set()
-    assert [verdict.certain for verdict in shared.verdicts(changes, matters=True, uses=uses)] == [True]
+    assert [verdict.certain for verdict in shared.judge_changes(changes, matters=True, uses=uses)] == [True]
 
 
 def test_a_file_that_two_write_at_once() -> None:
     (first, second), third = episodes(), Episode(id="c", data={}, started=11.0, finished=12.0)
 
     def found(*writers: Episode, matters: bool = True) -> list[tuple[str, bool]]:
-        opened = [files.Opened(path="/notes", where=f"agent.py:7 {each.id}", episode=each) for each in writers]
-        return [(each.where, each.certain) for each in files.verdicts(opened, matters=matters)]
+        opened = [Written(path="/notes", where=f"agent.py:7 {each.id}", episode=each) for each in writers]
+        return [(each.where, each.certain) for each in judge_written(opened, matters=matters)]
 
     assert found(first, second) == [("agent.py:7 b", True)]
     assert found(first, second, matters=False) == [("agent.py:7 b", False)]
@@ -291,7 +296,7 @@ def test_episodes_one_after_another_may_use_the_same_attribute() -> None:
     first, second = episodes()
     second.started = 11.0
     steps = [(first, lambda a: setattr(a, "task", "one")), (second, lambda a: setattr(a, "task", "two"))]
-    assert shared.verdicts(changes_of(Holder(), steps), matters=True) == []
+    assert shared.judge_changes(changes_of(Holder(), steps), matters=True) == []
 
 
 def test_a_difference_is_the_agents_only_if_the_model_said_the_same() -> None:
@@ -356,7 +361,7 @@ def test_a_loop_is_not_blamed_for_threads_that_have_the_interpreter() -> None:
                 await asyncio.to_thread(thread.join)
             return loop_watch.take()
 
-    assert watch.verdicts(asyncio.run(idle())) == []
+    assert watch.judge_blocks(asyncio.run(idle())) == []
 
 
 def test_a_line_that_a_library_serves_in_many_places_is_one() -> None:
@@ -366,7 +371,7 @@ def test_a_line_that_a_library_serves_in_many_places_is_one() -> None:
         )
         for line in range(4)
     ]
-    (verdict,) = watch.verdicts(watch.Watched(blocks=blocks, seconds=1.0, late_share=0.1))
+    (verdict,) = watch.judge_blocks(watch.Watched(blocks=blocks, seconds=1.0, late_share=0.1))
     assert verdict.where == "agent.py:7 run, in encoder.py:3 dumps"
     assert verdict.evidence[0].startswith("4 times, 0.09 s in all (9% of the time)")
 
@@ -384,9 +389,9 @@ def test_a_process_is_a_block_unless_it_is_started_the_asynchronous_way() -> Non
             await asyncio.gather(*(call() for _ in range(3)))
         return loop_watch.take()
 
-    (verdict,) = watch.verdicts(asyncio.run(watched(run)))
+    (verdict,) = watch.judge_blocks(asyncio.run(watched(run)))
     assert "test_judgements.py" in verdict.where and verdict.what == "blocks the event loop"
-    assert watch.verdicts(asyncio.run(watched(start))) == []
+    assert watch.judge_blocks(asyncio.run(watched(start))) == []
 
 
 def test_a_block_is_timed_and_placed() -> None:
@@ -399,7 +404,7 @@ def test_a_block_is_timed_and_placed() -> None:
             return loop_watch.take()
 
     watched = asyncio.run(block())
-    (verdict,) = watch.verdicts(watched)
+    (verdict,) = watch.judge_blocks(watched)
     assert "test_judgements.py" in verdict.where
     assert verdict.evidence[0].startswith("2 times")
     assert sum(each.seconds for each in watched.blocks) == pytest.approx(0.2, abs=0.06)
@@ -427,8 +432,8 @@ def test_a_running_coroutine_is_not_asked_what_it_awaits() -> None:
 
 
 def test_what_changes_after_the_stress_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def changes() -> list[process.Change]:
-        async with process.ProcessState(Code(object())) as state:
+    async def changes() -> list[Any]:
+        async with ProcessState(Code(object())) as state:
             pass
         monkeypatch.setenv("CLEW_TEST_AFTER", "1")
         state.stepped(Episode("g0.e0", {}))
@@ -478,18 +483,18 @@ def test_a_pool_that_closes_connections_hides_no_leak() -> None:
         for episodes, a, b in zip([2, 10, 18, 22, 26], pool, leaked, strict=True)
     ]
     assert grows(samples, "sockets") is None
-    (found,) = growth.verdicts(samples)
+    (found,) = growth.judge_growth(samples)
     assert "agent.py:9 run" in found.where and found.what == "sockets left behind: +1.0 sockets with every episode"
 
 
 def test_text_of_another_row() -> None:
     rows_ = [Episode(id=id, data={"prompt": f"Where is {town} today?"}) for id, town in zip("ab", ("Rome", "Oslo"))]  # noqa: B905
     own = [request(each.id, f"user {each.data['prompt']}", "x") for each in rows_]
-    assert rows.foreign(rows_, own) == []
-    (found,) = rows.foreign(rows_, [*own, request("b", "user Where is Rome today?", "x")])
-    assert (found.asker.id, found.owner.id, found.text) == ("b", "a", "Where is Rome today?")
+    assert crossed_rows(rows_, own) == []
+    (found,) = crossed_rows(rows_, [*own, request("b", "user Where is Rome today?", "x")])
+    assert (found.asker, found.owner, found.text) == ("b", "a", "Where is Rome today?")
     quoted = [request("b", "user hello", "Where is Rome today?"), request("b", "user Where is Rome today?", "x")]
-    assert rows.foreign(rows_, quoted) == []
+    assert crossed_rows(rows_, quoted) == []
 
 
 def test_a_dictionary_is_one_finding_and_its_line_is_named() -> None:
@@ -500,7 +505,7 @@ def test_a_dictionary_is_one_finding_and_its_line_is_named() -> None:
 
     agent = Holder()
     steps = [put(first, "one"), put(second, "two"), put(first, "three")]
-    (found,) = shared.verdicts(
+    (found,) = shared.judge_changes(
         changes_of(agent, steps), matters=True, sources=Sources(files=[__file__], classes=["Holder"])
     )
     assert found.certain and found.where.startswith("agent.cache.k") and "test_judgements.py" in found.where
@@ -517,9 +522,9 @@ def test_a_thread_that_sleeps_in_a_call_is_told_from_one_that_waits_for_a_lock()
     for thread in (sleeper, waiter, hearer):
         thread.start()
     time.sleep(0.1)
-    assert watch.sleeps_in_a_call(sleeper.native_id or 0) and not watch.sleeps_in_a_call(waiter.native_id or 0)
+    assert sleeps_in_a_call(sleeper.native_id or 0) and not sleeps_in_a_call(waiter.native_id or 0)
     told = stack_of_thread(hearer.ident or 0)
-    assert watch.sleeps_in_a_call(hearer.native_id or 0, told), "threading's own wait is not the interpreter's"
+    assert sleeps_in_a_call(hearer.native_id or 0, told), "threading's own wait is not the interpreter's"
     hears.set()
     lock.release()
 
@@ -534,7 +539,7 @@ def test_a_loop_that_waits_for_a_worker_is_blocked() -> None:
                 await asyncio.sleep(0.02)
                 return loop_watch.take()
 
-        (verdict,) = watch.verdicts(asyncio.run(block()))
+        (verdict,) = watch.judge_blocks(asyncio.run(block()))
     assert "test_judgements.py" in verdict.where and verdict.what == "blocks the event loop"
 
 

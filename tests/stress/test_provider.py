@@ -15,8 +15,7 @@ import pytest
 
 from clew.gateway.agent_session import Limits
 from clew.gateway.thread import GatewayThread
-from clew.stress.answerer import answerer
-from clew.stress.on_gateway import BeforeProvider
+from clew.stress.gateway import BeforeProvider, answerer
 from clew.stress.report import Report
 from clew.stress.requests import Request
 from tests.gateway.chatml import THINKING, chatml_tokenizer

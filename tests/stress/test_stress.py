@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from clew.stress.on_gateway import BeforeEngine
-from clew.stress.page import page
+from clew.stress.gateway import BeforeEngine
 from clew.stress.report import Report
 from clew.stress.standin import StandIn, byte_tokenizer
 from clew.stress.stuck import STUCK_S
-from clew.stress.terminal import rendered
+from clew.stress.views import page, rendered
 from tests.stress import agents_faulty, agents_sound
 from tests.stress.judging import judged
 

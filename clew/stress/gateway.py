@@ -1,0 +1,178 @@
+"""The gateway of a stress, as in training: in front of a served model, of a provider, or of a stand-in."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from clew.config import provider
+from clew.errors import RecordError
+from clew.gateway.agent_session import Limits
+from clew.gateway.episode_engine import MAX_NEW_TOKENS, EpisodeEngine, Resources
+from clew.gateway.front import PassedOn
+from clew.gateway.thread import GatewayThread, ServingThread
+from clew.inference.detection import find_engine
+from clew.inference.protocol import Completion, Engine, OnToken, SamplingParams
+from clew.models.loading import load_tokenizer
+from clew.models.vision import Sight, load_vision
+from clew.record.run import open_run
+from clew.stress.provider import NotedProvider
+from clew.stress.requests import Request, Requests
+from clew.stress.standin import Names, StandIn, byte_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+RECORDED = 4096
+"""Maximum number of answers taken from a run."""
+
+
+class Noted:
+    """An engine whose requests are noted.
+
+    Request IDs are `<episode>.i<number>`, as a session of the gateway assigns them.
+    """
+
+    def __init__(self, engine: Engine, tokenizer: PreTrainedTokenizerBase, requests: Requests) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._requests = requests
+        self.version = engine.version
+
+    async def generate(
+        self,
+        input_ids: list[int],
+        params: SamplingParams,
+        *,
+        images: Sequence[bytes] = (),
+        request_id: str = "",
+        on_token: OnToken | None = None,
+    ) -> Completion:
+        came, episode = time.monotonic(), request_id.rpartition(".i")[0]
+        with self._requests.asking(episode):
+            completion = await self._engine.generate(
+                input_ids, params, images=images, request_id=request_id, on_token=on_token
+            )
+        done = time.monotonic()
+        self._requests.note(
+            Request(
+                episode=episode,
+                asked=str(self._tokenizer.decode(input_ids)),
+                answered=str(self._tokenizer.decode(completion.output_ids, skip_special_tokens=True)),
+                came=came,
+                done=done,
+                id=request_id,
+            )
+        )
+        return completion
+
+
+class BeforeEngine:
+    """The gateway that training uses, in front of an engine."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: PreTrainedTokenizerBase,
+        vision: Sight | None,
+        close: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """Start the gateway.
+
+        Args:
+            engine: Answers the requests.
+            tokenizer: Tokenizer of the engine's model.
+            vision: Image processing, for a model that takes images.
+            close: Closes the engine; called at the end.
+        """
+        self.requests = Requests()
+        self._shared = Resources(
+            engine=Noted(engine, tokenizer, self.requests),
+            tokenizer=tokenizer,
+            sampling=SamplingParams(max_new_tokens=MAX_NEW_TOKENS),
+            seed=0,
+            prompt_column="prompt",
+            reward=None,
+            vision=vision,
+        )
+        self._thread = GatewayThread(Limits(), close)
+        self.base_url, self.sessions = self._thread.base_url, self._thread.sessions.count
+        self.close, self.stop = self._thread.close, self._thread.stop
+
+    def open(self, episode_id: str) -> str:
+        """Open a session for an episode that begins, and return its API key."""
+        return self._thread.open(EpisodeEngine(self._shared, episode_id))[0]
+
+
+class BeforeProvider:
+    """A gateway that passes requests on to a provider unchanged."""
+
+    def __init__(self, url: str, api_key: str) -> None:
+        """Start the gateway.
+
+        Args:
+            url: Address of the provider.
+            api_key: Key of the provider.
+        """
+        self.requests = Requests()
+        passed_on = PassedOn(url, api_key)
+        self._provider = NotedProvider(passed_on, self.requests)
+        self._thread = ServingThread(self._provider, close=passed_on.close)
+        self.base_url, self.sessions = self._thread.base_url, self._provider.keys.count
+        self.open, self.stop = self._provider.open, self._thread.stop
+
+    async def close(self, key: str) -> None:
+        """Close the session of an episode that is over."""
+        await self._thread.call(self._provider.close(key))
+
+
+Gateway = BeforeEngine | BeforeProvider
+"""A gateway in a thread of its own that notes the requests of the episodes. `sessions` returns how many are open."""
+
+
+def answerer(
+    base_url: str | None, *, latency_s: float, tokens: int, recorded: Path | None, model: str | None
+) -> Gateway:
+    """Return the gateway in front of the model that answers.
+
+    Args:
+        base_url: A server that takes token IDs, or a provider. None: a stand-in answers.
+        latency_s: Minimum seconds that an answer of the stand-in takes.
+        tokens: Maximum length of a synthetic answer of the stand-in.
+        recorded: A run from whose completions the stand-in chooses its answers. None: the answers are synthetic.
+        model: The model whose tokenizer and image processing the stand-in uses. None: one token per byte.
+
+    Raises:
+        EngineError: If nothing usable answers at `base_url`.
+        ModelError: If the model's files cannot be loaded.
+        RecordError: If `recorded` cannot be read or has no completions.
+    """
+    if base_url is not None:
+        api_key = provider()[1]
+        served = asyncio.run(find_engine(base_url, api_key))
+        if served is None:
+            return BeforeProvider(base_url, api_key)
+        vision = load_vision(served.model) if served.takes_images else None
+        return BeforeEngine(served.engine, load_tokenizer(served.model), vision, served.engine.close)
+    tokenizer = load_tokenizer(model) if model is not None else byte_tokenizer()
+    vision = load_vision(model) if model is not None else Names()
+    texts = _answers(recorded) if recorded is not None else []
+    return BeforeEngine(StandIn(tokenizer, latency_s=latency_s, tokens=tokens, texts=texts), tokenizer, vision)
+
+
+def _answers(path: Path) -> list[str]:
+    """Return the model's answers in a run: the raw text of its completions."""
+    run = open_run(path)
+    answers: list[str] = []
+    for step in range(run.steps.count()):
+        if run.steps.has_data(step):
+            rows = run.steps.read_data(step)
+            answers += [str(interaction["completion"]) for row in rows for interaction in row.interactions]
+        if len(answers) >= RECORDED:
+            return answers[:RECORDED]
+    if not answers:
+        raise RecordError(f"{path} has no recorded completions. Name a run that has committed a step.")
+    return answers

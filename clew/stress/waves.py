@@ -1,0 +1,281 @@
+"""Runs waves of episodes of one agent, observes them, and stops the episodes that come to no end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from clew.stress import serial
+from clew.stress.busy import BusyWatch
+from clew.stress.frames import Code, Place
+from clew.stress.origins import Origins
+from clew.stress.repeat import Told, told_by_episode
+from clew.stress.requests import Request, Requests
+from clew.stress.serial import Crowd, Waits
+from clew.stress.steps import Episode, OpenEpisode, Stepped, run_episode, task_factory
+from clew.stress.stuck import COMPUTES, STUCK_S, StuckWatch
+from clew.stress.watch import LoopWatch, Watched
+
+CANCEL_S = 10.0
+"""Seconds that stopped episodes may take to end."""
+
+TIMEOUT_S = 120.0
+"""Default seconds that an episode may take, not counting the model and a busy processor."""
+
+IN_ALL = 5
+"""Maximum total time of an episode, model and busy processor included, as a multiple of `timeout_s`."""
+
+PATIENT = 5
+"""Time that a wave may stand still, as a multiple of the slowest episode's time alone.
+
+A wave is stuck when, for that long and for `stuck_s`, no episode has ended, no request has come, and nothing has
+computed.
+"""
+
+AGAIN_S = 3.0
+"""Seconds that replace `stuck_s` after a wave was stuck."""
+
+LOOK_S = 0.5
+"""Seconds between two looks at whether something moves."""
+
+SAY_S = 10.0
+"""Seconds between two lines of progress."""
+
+
+@dataclass(kw_only=True)
+class Wave:
+    """Episodes that ran, and what was observed meanwhile."""
+
+    name: str
+    width: int
+    """Number of episodes at once, as requested."""
+    episodes: list[Episode]
+    requests: list[Request]
+    seconds: float
+    cpu_s: float
+    """Seconds for which this process computed."""
+    busy_s: float
+    """Seconds in which something that episodes may wait for computed or waited for a processor."""
+    waits: Mapping[Place, float]
+    """Seconds that all episodes together waited at each place."""
+    at_model: Collection[Place]
+    """Places where episodes mostly wait for the model."""
+    waits_at: Mapping[str, Place]
+    """Place where each episode was last seen to wait for the model, by episode ID. See `Waits.asked_at`."""
+    watched: Watched
+
+    @property
+    def ended(self) -> list[Episode]:
+        """Episodes that ended by themselves."""
+        return [episode for episode in self.episodes if not episode.stopped]
+
+    @property
+    def stopped(self) -> list[Episode]:
+        """Episodes that were stopped."""
+        return [episode for episode in self.episodes if episode.stopped]
+
+    @property
+    def mean_s(self) -> float:
+        return sum(episode.seconds for episode in self.ended) / max(1, len(self.ended))
+
+    @property
+    def crowd(self) -> Crowd:
+        """Summary for `serial`. The time counts until the end of the last episode that ended by itself."""
+        ended = self.ended
+        count = max(1, len(ended))
+        seconds = self.seconds
+        if self.stopped and ended:
+            began = min(episode.started for episode in self.episodes)
+            seconds = max(episode.finished for episode in ended) - began
+        by_episode: dict[str, list[serial.Interval]] = {episode.id: [] for episode in ended}
+        for request in self.requests:
+            if request.episode in by_episode:
+                by_episode[request.episode].append((request.came, request.done))
+        return Crowd(
+            width=self.width,
+            seconds=max(seconds, 1e-6),
+            episodes=len(ended),
+            mean_s=self.mean_s,
+            model_s=sum(map(serial.union, by_episode.values())) / count,
+            waits={place: waited / count for place, waited in self.waits.items()},
+            busy_s=min(self.busy_s, seconds),
+            at_model=self.at_model,
+            took={episode.id: episode.seconds for episode in ended},
+        )
+
+    @property
+    def told(self) -> dict[str, Told]:
+        """Requests and rewards of the episodes that did not fail, by episode ID."""
+        return told_by_episode(self.episodes, self.requests)
+
+    def asked_at(self, episode: str) -> str:
+        """Return the place where an episode asks the model, as `asked at ...`; empty if it is unknown."""
+        place = self.waits_at.get(episode)
+        return f"asked at {place}" if place is not None else ""
+
+
+class StoodStill(Exception):
+    """Raised when the event loop stood still in a wave, or none of its episodes ended by itself."""
+
+    def __init__(self, wave: Wave) -> None:
+        super().__init__(wave.name)
+        self.wave = wave
+
+
+class Stage:
+    """Runs waves of episodes of one agent. The watches that it holds are entered by the caller."""
+
+    def __init__(
+        self,
+        agent: Any,
+        open_episode: OpenEpisode,
+        requests: Requests,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        stuck_s: float = STUCK_S,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """Prepare to run an agent. Arguments are those of `clew.stress.run.stress`."""
+        self.code = Code(agent)
+        self.origins = Origins(self.code)
+        self.busy = BusyWatch()
+        self.loop_watch = LoopWatch(self.code)
+        self.running: set[Episode] = set()
+        self.stuck = StuckWatch(self.code, self.running, stuck_s)
+        self.open_episode, self.requests, self.say = open_episode, requests, say
+        self.timeout_s = timeout_s
+        self.episodes = 0
+        """Number of episodes run so far."""
+        self._agent = agent
+        self._patience_s = stuck_s
+        self._longest_s = 0.0
+        """Seconds that the slowest episode took alone."""
+
+    async def wave(
+        self, name: str, jobs: Sequence[tuple[str, dict[str, Any]]], at_once: int, stepped: Stepped | None = None
+    ) -> Wave:
+        """Run a wave of episodes, and return when the last has ended.
+
+        Args:
+            name: Name of the wave.
+            jobs: ID and row of each episode.
+            at_once: Maximum number of episodes at once.
+            stepped: Called after each step of an episode.
+
+        Raises:
+            StoodStill: If the event loop stood still, or no episode ended by itself.
+        """
+        self.say(f"{name}: {len(jobs)} episodes, {min(at_once, len(jobs))} at once")
+        asyncio.get_running_loop().set_task_factory(task_factory(stepped, self.origins.made))
+        episodes = [Episode(id=id, data=data) for id, data in jobs]
+        room = asyncio.Semaphore(at_once)
+        self.requests.take()
+        self.loop_watch.take()
+        began, computed, busy = time.monotonic(), time.process_time(), self.busy.busy_s
+        async with Waits(self.running, self.code, self.requests.now_asking) as waits:
+            tasks = {asyncio.ensure_future(self._run(each, room, stepped)): each for each in episodes}
+            await self._until_ended(name, tasks)
+        seconds, cpu_s = time.monotonic() - began, time.process_time() - computed
+        self.episodes += len(episodes)
+        requests = self.requests.take()
+        asked = {request.episode for request in requests}
+        for episode in episodes:
+            if name in ("warm", "alone"):
+                self._longest_s = max(self._longest_s, episode.seconds)
+            if episode.error is None and episode.id not in asked:
+                episode.error = "it made no request to the model with the API key that it was given"
+        wave = Wave(
+            name=name,
+            width=at_once,
+            episodes=episodes,
+            requests=requests,
+            seconds=seconds,
+            cpu_s=cpu_s,
+            busy_s=self.busy.busy_s - busy,
+            waits=waits.seconds,
+            at_model=waits.at_model,
+            waits_at=waits.asked_at,
+            watched=self.loop_watch.take(),
+        )
+        if self.stuck.verdict is None and wave.ended:
+            return wave
+        wave.episodes = [episode for episode in episodes if episode.started]
+        raise StoodStill(wave)
+
+    async def _until_ended(self, name: str, tasks: Mapping[asyncio.Task[None], Episode]) -> None:
+        """Wait until all episodes have ended or the event loop has stood still, then cancel what still runs.
+
+        Episodes that do not end by themselves are stopped.
+        """
+        still = asyncio.ensure_future(self.stuck.happened.wait())
+        left: set[asyncio.Task[Any]] = set(tasks)
+        began = reported = time.monotonic()
+        quiet_s = 0.0
+        """Seconds for which nothing has moved. Each round counts as LOOK_S, even if this process had to wait longer."""
+        while left and not still.done():
+            busy, requests = self.busy.busy_s, self.requests.moved
+            done, waiting = await asyncio.wait({*left, still}, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+            left = waiting - {still}
+            now = time.monotonic()
+            asked = self.requests.now_asking() or self.requests.moved != requests
+            if done or asked or self.busy.busy_s - busy > COMPUTES * LOOK_S:
+                quiet_s = 0.0
+            else:
+                quiet_s += LOOK_S
+            self._stop_endless({tasks[task]: task for task in left if task in tasks}, quiet_s)
+            if left and now - reported > SAY_S:
+                reported = now
+                places = Counter(serial.places_of(self.running, self.code)).most_common(1)
+                most = f"; most wait at {places[0][0]}" if places else ""
+                ended = f"{len(tasks) - len(left)} of {len(tasks)} episodes have ended"
+                self.say(f"{name}: {ended} after {now - began:.0f} s{most}")
+        still.cancel()
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left, timeout=CANCEL_S)
+        for task in tasks:
+            if task.done() and not task.cancelled():
+                task.result()
+
+    def _stop_endless(self, tasks: Mapping[Episode, asyncio.Task[Any]], quiet_s: float) -> None:
+        """Stop episodes that ran too long, or all running episodes if nothing has moved for too long."""
+        now, idle = time.monotonic(), self.busy.idle_s()
+        still = quiet_s > max(self._patience_s, PATIENT * self._longest_s)
+        model = self.requests.with_the_model() if not still else {}
+        for episode in list(self.running & tasks.keys()):
+            own = min(now - episode.started, idle - episode.idle_from) - model.get(episode.id, 0.0)
+            if still:
+                why = f"nothing moved for {quiet_s:.0f} s: no episode ended, no request came, nothing computed"
+            elif own > self.timeout_s:
+                why = f"it ran for {now - episode.started:.0f} s, {own:.0f} s of them without model and processor"
+            elif now - episode.started > IN_ALL * self.timeout_s:
+                why = f"it ran for {now - episode.started:.0f} s"
+            else:
+                continue
+            episode.stopped = f"did not end: {why}"
+            episode.at = str(serial.waits_at(episode, self.code) or "")
+            tasks[episode].cancel()
+        if still:
+            self._patience_s = min(self._patience_s, AGAIN_S)
+
+    async def _run(self, episode: Episode, room: asyncio.Semaphore, stepped: Stepped | None) -> None:
+        async with room:
+            episode.idle_from = self.busy.idle_s()
+            self.running.add(episode)
+            try:
+                await run_episode(
+                    self._agent, episode, self.open_episode, timeout_s=None, stepped=stepped, code=self.code
+                )
+            except asyncio.CancelledError:
+                if episode.stopped:
+                    episode.error = episode.stopped
+                    return
+                episode.error = "it was stopped: the event loop had stood still"
+                raise
+            finally:
+                self.running.discard(episode)
