@@ -27,9 +27,9 @@ from clew.stress.frames import Code
 from clew.stress.origins import Origins
 from clew.stress.requests import Request
 from clew.stress.steps import Episode, OpenEpisode, run_episode
+from clew.stress.variables import Sources
 from clew.stress.verdict import Verdict
 from clew.stress.waves import Stage, Wave
-from clew.stress.writes import Sources
 
 ELSEWHERE = 4
 """Number of episodes that each of the two other processes runs."""

@@ -32,7 +32,7 @@ def judge(
         state: State that outlives the episodes, in which crossed text is looked up.
     """
     warm, alone, _, crowd, again = waves
-    verdicts = judge_blocks(crowd.watched + again.watched)
+    verdicts = judge_blocks(crowd.watched, again.watched)
     waits, note = _waiting([*waves, *confirming], blocked=bool(verdicts))
     notes = [note] if note else []
     differing = _differing(warm, alone, crowd, again, origins)

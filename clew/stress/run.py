@@ -38,7 +38,7 @@ from clew.stress.process import ProcessState, judge_process
 from clew.stress.report import Report, failures, wave_report
 from clew.stress.steps import Episode, Stepped
 from clew.stress.stuck import STUCK_S
-from clew.stress.uses import Uses
+from clew.stress.variables import Uses
 from clew.stress.verdict import Verdict
 from clew.stress.waves import TIMEOUT_S, Stage, StoodStill, Wave
 

@@ -16,15 +16,14 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import Context, ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any, Literal
 
 from clew.stress.frames import Code
 from clew.stress.steps import Episode
-from clew.stress.uses import Uses
-from clew.stress.verdict import Verdict
-from clew.stress.writes import Sources
+from clew.stress.variables import Sources, Uses
+from clew.stress.verdict import Verdict, listed
 
 DEPTH = 3
 """Maximum depth to which objects within objects are examined."""
@@ -93,45 +92,45 @@ class State:
     def __init__(self, agent: object, code: Code) -> None:
         self._code = code
         self._roots = list(_roots(agent, code))
+        modules = (sys.modules.get(name) for name, _ in self._roots)
         self.sources = Sources(
-            files=sorted({file for name, _ in self._roots if (file := _file_of(name))}),
+            files=sorted({file for module in modules if (file := getattr(module, "__file__", None))}),
             classes={each.__qualname__ for each in type(agent).__mro__},
         )
         self._lock = threading.Lock()
         self._seen: dict[str, set[int]] = defaultdict(set)
+        """IDs of the objects that were in each list."""
         self._tops: dict[str, str] = {}
-        self._before = self._now()
+        """Attribute or global that is or contains each object, by the object's name."""
+        self._before = self._held()
         self.changes: list[Change] = []
 
     def stepped(self, episode: Episode) -> None:
         """Attribute all changes since the last step to this episode."""
         with self._lock:
-            now = self._now()
+            now = self._held()
             for name in now.keys() & self._before.keys():
                 self._compare(name, self._before[name], now[name], episode)
             self._before = now
 
-    def held(self) -> dict[str, Any]:
-        """Return what each object holds now, by name, shallow."""
-        return self._now()
-
     def place_of(self, text: str) -> str:
         """Return the attribute or global that holds this text, and the line that changes it; empty if there is none."""
-        name = holding(self, text)
-        lines = self.sources.lines_that_change(_variable(name)) if name else []
-        return f"{name}, changed at {lines[0]}" if lines else name
-
-    def top_of(self, name: str) -> str:
-        """Return the attribute or global that is the object of this name or contains it."""
-        return self._tops.get(name, "")
+        for name, held in self._held().items():
+            entries = held.items() if isinstance(held, dict) else enumerate(held[1]) if isinstance(held, tuple) else ()
+            for key, value in entries:
+                if isinstance(value, str) and text in value:
+                    holder = self._tops.get(name) or full_name(name, repr(key))
+                    lines = self.sources.lines_that_change(_variable(holder))
+                    return f"{holder}, changed at {lines[0]}" if lines else holder
+        return ""
 
     def _compare(self, name: str, before: Any, now: Any, episode: Episode) -> None:
         def note(key: str, kind: Kind, value: Any, known: bool = False) -> None:
             number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
-            told = repr(value)[:80] if isinstance(value, _PLAIN) else type(value).__qualname__
+            shown = repr(value)[:80] if isinstance(value, _PLAIN) else type(value).__qualname__
             top = self._tops.get(name) or full_name(name, key)
             self.changes.append(
-                Change(name=name, top=top, key=key, kind=kind, value=told, number=number, known=known, episode=episode)
+                Change(name=name, top=top, key=key, kind=kind, value=shown, number=number, known=known, episode=episode)
             )
 
         if isinstance(now, dict) and isinstance(before, dict):
@@ -143,16 +142,15 @@ class State:
                 if not _same(before[key], now[key]):
                     note(repr(key), "set", now[key])
         elif isinstance(now, tuple) and isinstance(before, tuple):
-            if now[0] != before[0] or len(now[1]) != len(before[1]) or any(map(_differ, now[1], before[1])):
-                last = now[1][-1] if now[1] else None
-                held = {id(each) for each in before[1]}
-                known = now[0] < before[0] or id(last) in self._seen[name] | held
-                self._seen[name] |= held
-                note("", "changed", last, known)
+            (length, last), (length_before, last_before) = now, before
+            if length != length_before or not all(map(_same, last, last_before)):
+                newest = last[-1] if last else None
+                self._seen[name] |= set(map(id, last_before))
+                note("", "changed", newest, known=length < length_before or id(newest) in self._seen[name])
         elif isinstance(now, frozenset) and now != before:
             note("", "added", None)
 
-    def _now(self) -> dict[str, Any]:
+    def _held(self) -> dict[str, Any]:
         """Return what each object holds, by name, shallow: a dictionary; a list as (length, last elements); a set."""
         held: dict[str, Any] = {}
         looked: set[int] = set()
@@ -161,15 +159,10 @@ class State:
         return held
 
     def _look(self, name: str, value: Any, held: dict[str, Any], depth: int, top: str, looked: set[int]) -> None:
-        """Collect what an object holds, and what the objects within it hold.
+        """Add to `held` what an object holds, and what the objects within it hold.
 
-        Args:
-            name: Name of the object.
-            value: The object.
-            held: Receives the contents, by name.
-            depth: Depth below a root.
-            top: Name of the attribute or global that contains the object; empty if there is none.
-            looked: IDs of objects that have been seen under another name.
+        `top` is the attribute or global that contains the object, `depth` its depth below a root. Objects in `looked`
+        have been seen under another name.
         """
         if depth > DEPTH or id(value) in looked:
             return
@@ -181,8 +174,7 @@ class State:
                 return
         self._tops[name] = top
         if isinstance(value, (list, deque)):
-            last = tuple(value)[-8:] if isinstance(value, deque) else tuple(value[-8:])
-            held[name] = (len(value), last)
+            held[name] = (len(value), tuple(value)[-8:] if isinstance(value, deque) else tuple(value[-8:]))
         elif isinstance(value, set):
             held[name] = frozenset(map(id, list(value)))
         elif depth == 0 or isinstance(value, dict) or self._is_users_object(value):
@@ -202,21 +194,6 @@ class State:
             return False
         file = getattr(sys.modules.get(type(value).__module__), "__file__", None)
         return bool(file and self._code.is_user(file))
-
-
-def _file_of(name: str) -> str:
-    """Return the source file of a module that is a root; empty for a root that is no module."""
-    return str(getattr(sys.modules.get(name), "__file__", None) or "")
-
-
-def holding(state: State, text: str) -> str:
-    """Return the name of the attribute or global that holds this text; empty if there is none."""
-    for name, value in state.held().items():
-        entries = value.values() if isinstance(value, dict) else value[1] if isinstance(value, tuple) else ()
-        for key, each in value.items() if isinstance(value, dict) else enumerate(entries):
-            if isinstance(each, str) and text in each:
-                return state.top_of(name) or full_name(name, repr(key))
-    return ""
 
 
 def _roots(agent: object, code: Code) -> Iterator[tuple[str, Any]]:
@@ -261,10 +238,6 @@ def _same(a: Any, b: Any) -> bool:
     return a is b or (type(a) is type(b) and isinstance(a, _PLAIN) and a == b)
 
 
-def _differ(a: Any, b: Any) -> bool:
-    return not _same(a, b)
-
-
 def full_name(name: str, key: str) -> str:
     """Return the full name of an entry of the object with this name."""
     return f"{name}[{key}]" if key and not key.startswith("'") else f"{name}.{key[1:-1]}" if key else name
@@ -297,40 +270,39 @@ def judge_changes(
         pair = _overlapping(made)
         if pair is None:
             continue
-        full = full_name(name, key)
-        variable = made[0].variable
+        variable, full = made[0].variable, full_name(name, key)
         suspicion = _suspicion(made, several_rows, matters)
         if not suspicion and uses is not None and _replace(made) and uses.take_turns(variable, matters=matters):
             suspicion = "perhaps in turns: none was seen to read what another had left there"
-        episodes = sorted({change.episode.id for change in made})
         lines = sources.lines_that_change(variable)
+        evidence = [_overlap(*pair), f"changed by {listed(change.episode.id for change in made)}"]
+        if uses is not None and variable in uses.crossed:
+            evidence.insert(1, uses.crossed[variable])
+        if lines[1:]:
+            evidence.append(f"also changed at {', '.join(lines[1:4])}")
         verdict = Verdict(
             kind="shared",
             what=f"{full} is changed by episodes that run at the same time"
             + (f", {suspicion}" if suspicion else "; each sees the other's"),
             where=f"{full}, changed at {lines[0]}" if lines else full,
-            evidence=[
-                f"{pair[0].episode.id} left {pair[0].value} there, and {pair[1].episode.id} "
-                f"{'changed it' if pair[1].kind == 'changed' else 'put ' + pair[1].value + ' in its place'} "
-                f"while {pair[0].episode.id} still ran",
-                *([uses.crossed[variable]] if uses is not None and variable in uses.crossed else []),
-                f"changed by {len(episodes)} episodes: {', '.join(episodes[:6])}{', …' if len(episodes) > 6 else ''}",
-                *([f"also changed at {', '.join(lines[1:4])}"] if lines[1:] else []),
-            ],
+            evidence=evidence,
             certain=not suspicion,
         )
         by_top[made[0].top].append((full, verdict))
-    found = []
+    verdicts = []
     for top, entries in by_top.items():
-        entries.sort(key=lambda entry: not entry[1].certain)
-        (full, verdict), others = entries[0], [name for name, _ in entries[1:]]
+        (_, verdict), *others = sorted(entries, key=lambda entry: not entry[1].certain)
         if others:
-            among = ", ".join(others[:3]) + (", …" if len(others) > 3 else "")
-            verdict = replace(
-                verdict, evidence=[*verdict.evidence, f"{len(others)} more of {top} changed as well: {among}"]
-            )
-        found.append(verdict)
-    return sorted(found, key=lambda verdict: not verdict.certain)
+            names = ", ".join(name for name, _ in others[:3]) + (", …" if len(others) > 3 else "")
+            verdict.evidence.append(f"{len(others)} more of {top} changed as well: {names}")
+        verdicts.append(verdict)
+    return sorted(verdicts, key=lambda verdict: not verdict.certain)
+
+
+def _overlap(first: Change, second: Change) -> str:
+    did = "changed it" if second.kind == "changed" else f"put {second.value} in its place"
+    left = f"{first.episode.id} left {first.value} there"
+    return f"{left}, and {second.episode.id} {did} while {first.episode.id} still ran"
 
 
 def _by_place(changes: Sequence[Change]) -> dict[tuple[str, str], list[Change]]:
@@ -359,13 +331,7 @@ def _overlapping(made: Sequence[Change]) -> tuple[Change, Change] | None:
 
 
 def _suspicion(made: Sequence[Change], several_rows: bool, matters: bool) -> str:
-    """Return why the changes may be intended; empty if they may not.
-
-    Args:
-        made: Changes of one object.
-        several_rows: True if the episodes have different prompts.
-        matters: True if episodes were seen to depend on one another.
-    """
+    """Return why the changes of one object may be intended; empty if they may not."""
     numbers = [change.number for change in made if change.number is not None]
     steps = [b - a for a, b in itertools.pairwise(numbers)]
     if len(numbers) == len(made) and (

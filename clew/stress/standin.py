@@ -7,7 +7,6 @@ import hashlib
 import random
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from clew.inference.protocol import Completion, OnToken, SamplingParams, SchemaUnsupported
@@ -15,6 +14,9 @@ from clew.inference.protocol import Completion, OnToken, SamplingParams, SchemaU
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+
+SEED = 0
+"""Seed of the answers and their latencies."""
 
 SPREAD = 0.5
 """Maximum additional latency, as a share of `latency_s`. It differs per answer, to find reliance on their order."""
@@ -67,31 +69,21 @@ class StandIn:
         tokenizer: PreTrainedTokenizerBase,
         *,
         latency_s: float = 1.0,
-        token_s: float = 0.0,
         tokens: int = 64,
         texts: Sequence[str] = (),
-        limit: int | None = None,
-        seed: int = 0,
     ) -> None:
         """Create a stand-in.
 
-        An answer takes at least latency_s + token_s x tokens, and up to SPREAD of the latency longer.
-
         Args:
             tokenizer: Encodes and decodes the answers.
-            latency_s: Minimum seconds before the first token.
-            token_s: Seconds per token.
+            latency_s: Minimum seconds that an answer takes.
             tokens: Maximum length of a synthetic answer; the minimum is half of it.
             texts: Recorded answers to choose from; if empty, answers are synthetic.
-            limit: Maximum number of requests at once; the rest queue. None: no limit.
-            seed: Seed of the answers and their latencies.
         """
         self._tokenizer = tokenizer
-        self._latency_s, self._token_s = latency_s, token_s
+        self._latency_s = latency_s
         self._tokens = tokens
         self._texts = [list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]  # type: ignore
-        self._seed = seed
-        self._room = asyncio.Semaphore(limit) if limit else nullcontext()
         self._asked: dict[str, Counter[str]] = {}
         self._printable: dict[int, bool] = {}
 
@@ -110,15 +102,11 @@ class StandIn:
         cut = len(output) > params.max_new_tokens
         output = output[: params.max_new_tokens]
         logprobs = [-1.0] * len(output)
-        latency_s = self._latency_s * (1 + SPREAD * random.Random(f"{self._seed}/{request_id}").random())
-        async with self._room:
-            if on_token is None:
-                await asyncio.sleep(latency_s + self._token_s * len(output))
-            else:
-                await asyncio.sleep(latency_s)
-                for token, logprob in zip(output, logprobs, strict=True):
-                    await asyncio.sleep(self._token_s)
-                    on_token(token, logprob)
+        await asyncio.sleep(self._latency_s * (1 + SPREAD * random.Random(f"{SEED}/{request_id}").random()))
+        if on_token is not None:
+            for token, logprob in zip(output, logprobs, strict=True):
+                await asyncio.sleep(0)
+                on_token(token, logprob)
         return Completion(
             output_ids=output,
             logprobs=logprobs,
@@ -133,7 +121,7 @@ class StandIn:
     def _answer(self, input_ids: list[int], episode: str = "", number: str = "0") -> list[int]:
         if number == "0":
             self._asked[episode] = Counter()  # an episode that is run again is told the same again
-        asked = hashlib.sha256(f"{self._seed}/{episode}/{input_ids}".encode()).hexdigest()
+        asked = hashlib.sha256(f"{SEED}/{episode}/{input_ids}".encode()).hexdigest()
         before = self._asked.setdefault(episode, Counter())
         draw = random.Random(f"{asked}/{before[asked]}")
         before[asked] += 1

@@ -7,7 +7,7 @@ import itertools
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -52,13 +52,6 @@ class Watched:
     blocks: list[Block]
     seconds: float
     """Seconds for which it watched."""
-    late_share: float
-    """Share of this time in which the loop was silent for more than 10 ms at a stretch: blocked, or always busy."""
-
-    def __add__(self, other: Watched) -> Watched:
-        seconds = self.seconds + other.seconds
-        late = (self.late_share * self.seconds + other.late_share * other.seconds) / max(seconds, 1e-9)
-        return Watched(blocks=[*self.blocks, *other.blocks], seconds=seconds, late_share=late)
 
 
 @dataclass
@@ -81,11 +74,8 @@ class Hold:
     def block(self, slept: float) -> Block | None:
         """Return the block that this hold amounts to; None if it is harmless.
 
-        A task that waits in a call makes the loop's thread sleep.
-
-        Args:
-            slept: Share of the time without computing in which no thread waited for a processor. Threads that count are
-                the loop's, and any that may hold the interpreter.
+        A task that waits in a call makes the loop's thread sleep. `slept` is the share of the time without computing
+        in which no thread that may hold the interpreter waited for a processor.
         """
         if not self.places:
             return None
@@ -105,7 +95,6 @@ class LoopWatch(Watcher):
         super().__init__()
         self._code = code
         self._blocks: list[Block] = []
-        self._late_s = 0.0
         self._since = 0.0
 
     async def __aenter__(self) -> Self:
@@ -119,10 +108,8 @@ class LoopWatch(Watcher):
     def take(self) -> Watched:
         """Return what was seen since the last call, and start anew."""
         now = time.monotonic()
-        watched = Watched(
-            blocks=list(self._blocks), seconds=now - self._since, late_share=self._late_s / max(now - self._since, 1e-9)
-        )
-        self._blocks, self._late_s, self._since = [], 0.0, now
+        watched = Watched(blocks=self._blocks, seconds=now - self._since)
+        self._blocks, self._since = [], now
         return watched
 
     def run(self) -> None:
@@ -137,20 +124,17 @@ class LoopWatch(Watcher):
             except RuntimeError:  # the loop is closed
                 return
             if not answered.wait(2 * BEAT_S):
-                self._blocks += self._sample_until(answered, sent, ran)
-                self._late_s += time.monotonic() - sent
+                self._blocks.extend(self._sample_until(answered, sent, ran))
             self.stop.wait(BEAT_S)
 
     def _sample_until(self, answered: threading.Event, sent: float, ran: float) -> list[Block]:
         """Sample the loop's stack until it answers, and return the blocks that were seen.
 
-        Args:
-            answered: Set when the loop answers.
-            sent: time.monotonic() when the loop was asked for a sign of life.
-            ran: Seconds for which the loop's thread had run, or had waited for a processor, by then.
+        The loop was asked for a sign of life at `sent`; its thread had run, or waited for a processor, for `ran`
+        seconds by then.
         """
         holds: list[Hold] = []
-        seen, computed, others = time.monotonic(), time.clock_gettime(self._cpu_clock), self._others_s()
+        seen, (computed, others) = time.monotonic(), self._computed_s()
         threads = working_threads()
         denied = sum(scheduled(thread)[1] for thread in threads)
         waits = 2 * BEAT_S
@@ -158,7 +142,7 @@ class LoopWatch(Watcher):
         while True:
             task = asyncio.current_task(self._loop)
             stack = stack_of_thread(self._thread_id)
-            now, cpu, by_others = time.monotonic(), time.clock_gettime(self._cpu_clock), self._others_s()
+            now, (cpu, by_others) = time.monotonic(), self._computed_s()
             wanted = sum(scheduled(self._native_id))
             place = self._code.place(stack)
             if place is not None and not self._asyncios(stack):
@@ -181,6 +165,11 @@ class LoopWatch(Watcher):
         slept = max(0.0, 1 - denied / idle) if idle > 0 else 0.0
         return [block for hold in holds if (block := hold.block(slept)) is not None]
 
+    def _computed_s(self) -> tuple[float, float]:
+        """Return the processor seconds of the loop's thread, and of all others."""
+        own = time.clock_gettime(self._cpu_clock)
+        return own, time.process_time() - own
+
     def _asyncios(self, stack: Sequence[Line]) -> bool:
         """Return whether asyncio's own code is running.
 
@@ -191,38 +180,29 @@ class LoopWatch(Watcher):
         idle = len(called) == len(stack) and stack[0][0].co_filename.endswith("selectors.py")
         return idle or any(line[0].co_filename.startswith(ASYNCIO) for line in called)
 
-    def _others_s(self) -> float:
-        """Return the processor seconds of all threads except the loop's."""
-        return time.process_time() - time.clock_gettime(self._cpu_clock)
 
-
-def judge_blocks(watched: Watched) -> list[Verdict]:
+def judge_blocks(*watched: Watched) -> list[Verdict]:
     """Return a verdict for each line that took a notable share of the time, worst first."""
+    watched_s = sum(each.seconds for each in watched)
     by_line: dict[str, list[Block]] = defaultdict(list)
-    for block in watched.blocks:
+    for block in (block for each in watched for block in each.blocks):
         by_line[block.place.where].append(block)
-    found = []
-    for blocks in sorted(by_line.values(), key=_total, reverse=True):
-        total, longest = _total(blocks), max(block.seconds for block in blocks)
-        if total < SHARE * watched.seconds and longest < ONCE_S:
+    verdicts = []
+    for blocks in sorted(by_line.values(), key=_total_s, reverse=True):
+        total, longest = _total_s(blocks), max(blocks, key=lambda block: block.seconds)
+        if total < SHARE * watched_s and longest.seconds < ONCE_S:
             continue
-        computing = 2 * sum(block.seconds for block in blocks if block.computing) > total
-        found.append(
-            Verdict(
-                kind="blocks",
-                what="computes without an await, and no other episode moves" if computing else "blocks the event loop",
-                where=str(max(blocks, key=lambda block: block.seconds).place),
-                evidence=[
-                    f"{len(blocks)} times, {total:.2f} s in all ({total / watched.seconds:.0%} of the time), "
-                    f"{longest * 1000:.0f} ms the longest",
-                    "move it into asyncio.to_thread or a process"
-                    if computing
-                    else "use the library's asynchronous form, or asyncio.to_thread",
-                ],
-            )
+        what, advice = "blocks the event loop", "use the library's asynchronous form, or asyncio.to_thread"
+        if 2 * _total_s(block for block in blocks if block.computing) > total:
+            what = "computes without an await, and no other episode moves"
+            advice = "move it into asyncio.to_thread or a process"
+        numbers = (
+            f"{len(blocks)} times, {total:.2f} s in all ({total / watched_s:.0%} of the time), "
+            f"{longest.seconds * 1000:.0f} ms the longest"
         )
-    return found
+        verdicts.append(Verdict(kind="blocks", what=what, where=str(longest.place), evidence=[numbers, advice]))
+    return verdicts
 
 
-def _total(blocks: Sequence[Block]) -> float:
+def _total_s(blocks: Iterable[Block]) -> float:
     return sum(block.seconds for block in blocks)

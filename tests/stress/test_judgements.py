@@ -30,9 +30,8 @@ from clew.stress.serial import Crowd
 from clew.stress.shared import Change
 from clew.stress.standin import StandIn
 from clew.stress.steps import Episode
-from clew.stress.uses import Uses
+from clew.stress.variables import Sources, Uses
 from clew.stress.verdict import Verdict
-from clew.stress.writes import Sources
 from tests.models import tiny_tokenizer
 
 PARAMS = SamplingParams(max_new_tokens=40)
@@ -63,21 +62,19 @@ def test_the_stand_in_tells_an_episode_the_same_again_and_no_two_the_same(tokeni
     assert all(ids[-1] == tokenizer.eos_token_id and 20 <= len(ids) <= 40 for ids in first)
 
 
-def test_recorded_texts_latency_limit_and_notes(tokenizer: Any) -> None:
+def test_recorded_texts_latency_and_notes(tokenizer: Any) -> None:
     requests = Requests()
     texts = ("one", "two")
-    engine = Noted(StandIn(tokenizer, latency_s=0.02, token_s=0.005, texts=texts, limit=1), tokenizer, requests)
+    engine = Noted(StandIn(tokenizer, latency_s=0.02, texts=texts), tokenizer, requests)
 
     async def ask() -> None:
         await asyncio.gather(*(engine.generate([9, 9], PARAMS, request_id=f"e{i}.i0") for i in range(8)))
 
-    began = time.monotonic()
     asyncio.run(ask())
     noted = requests.take()
-    assert time.monotonic() - began >= 8 * 0.04
     assert {each.answered for each in noted} == set(texts)
     assert sorted(each.episode for each in noted) == [f"e{i}" for i in range(8)]
-    assert all(each.done - each.came >= 0.04 for each in noted)
+    assert all(each.done - each.came >= 0.02 for each in noted)
     assert requests.take() == []
     short = asyncio.run(engine.generate([9], SamplingParams(max_new_tokens=2), request_id="x.i0"))
     assert (len(short.output_ids), short.finish_reason) == (2, "length")
@@ -371,7 +368,7 @@ def test_a_line_that_a_library_serves_in_many_places_is_one() -> None:
         )
         for line in range(4)
     ]
-    (verdict,) = watch.judge_blocks(watch.Watched(blocks=blocks, seconds=1.0, late_share=0.1))
+    (verdict,) = watch.judge_blocks(watch.Watched(blocks=blocks, seconds=1.0))
     assert verdict.where == "agent.py:7 run, in encoder.py:3 dumps"
     assert verdict.evidence[0].startswith("4 times, 0.09 s in all (9% of the time)")
 
