@@ -10,7 +10,7 @@ import filecmp
 import json
 import math
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -239,70 +239,60 @@ def _without_data(left: RunDirectory, right: RunDirectory, steps: range, names: 
 
 def _first_difference(left: RunDirectory, right: RunDirectory, steps: range, tolerance: Tolerance) -> Difference | None:
     """Return the first difference, stage by stage within each step; None if there is none."""
-    found = (each for step in steps for each in _in_step(left, right, step, tolerance))
-    return next((each for each in found if each is not None), None)
+    return next((found for step in steps for found in _in_step(left, right, step, tolerance)), None)
 
 
-def _in_step(left: RunDirectory, right: RunDirectory, step: int, tolerance: Tolerance) -> Iterator[Difference | None]:
+def _in_step(left: RunDirectory, right: RunDirectory, step: int, tolerance: Tolerance) -> Iterator[Difference]:
     if _same_files(left, right, step):
         return
-    summaries = [run.steps.read(step) for run in (left, right)]
-    if not (left.steps.has_data(step) and right.steps.has_data(step)):  # pruned: the digests are left
-        yield from _in_digests(step, summaries[0]["digests"], summaries[1]["digests"])
-        if tolerance.exact:
-            yield differences.in_metrics(step, *(each.get("metrics", {}) for each in summaries))
-        return
-    batches = [run.steps.read_data(step) for run in (left, right)]
-    if (found := _in_batches(step, batches[0], batches[1], tolerance)) is not None:
-        then, now = (digest_rows(batch) for batch in batches)
-        differing = [name for name in then if name in now and then[name] != now[name]]
-        yield replace(found, suggests=differences.of_sequences(differing, list(then), math.inf))
-    stages = [run.steps.read_stages(step, batches[0]).arrays for run in (left, right)]
-
-    def hold(name: str, rows: Iterable[int], update: int = 0) -> Difference | None:
-        if all(name in side for side in stages):
-            ids = [batches[0][row].id for row in rows]
-            then, now = ([side[name][each] for each in ids] for side in stages)
-            after = update > 0 and tolerance.exact  # otherwise gradients are not compared
-            return differences.in_stage(step, name, ids, then, now, tolerance, after_update=after)
-        if any(name in side for side in stages):
-            there = ["present" if name in side else "absent" for side in stages]
-            return Difference(
-                step=step, stage=name, where="the stage", position=None, recorded=there[0], found=there[1]
-            )
-        return None
-
-    names = left.facts().get("parameters", [])
-    then, now = (each.get("tensors", {}) for each in summaries)
-    whole = range(len(batches[0]))
-    others = sorted({*stages[0], *stages[1]} - set(differences.STAGES))
-    for name in [*(each for each in differences.STAGES if each not in differences.OF_UPDATES), *others]:
-        yield hold(name, whole)
-    plan = summaries[0].get("plan") or [[list(whole)]]  # another trainer's is not known
-    if max((row for minibatch in plan for micro in minibatch for row in micro), default=0) >= len(whole):
-        raise RecordError(
-            f"{left.steps.json_path(step)} plans with more sequences than {left.steps.data_path(step)} has: one of the "
-            f"two was altered. {RESTORE.capitalize()}."
-        )
-    for number, minibatch in enumerate(plan):
-        rows = sorted(row for micro in minibatch for row in micro)
-        for name in differences.OF_UPDATES:
-            yield hold(name, rows, number)
-        if tolerance.exact and all(number < len(side.get("gradients", [])) for side in (then, now)):
-            before, after = (side["gradients"][number] for side in (then, now))
-            yield differences.in_tensors(step, "gradients", names, before, after)
+    then, now = (run.steps.read(step) for run in (left, right))
+    if left.steps.has_data(step) and right.steps.has_data(step):
+        yield from _in_stages(left, right, step, tolerance, then, now)
+        if not tolerance.exact:
+            return
+    else:  # pruned: the digests are left
+        yield from _in_digests(step, then["digests"], now["digests"])
     if tolerance.exact:
-        if "weights" in then and "weights" in now:
-            yield differences.in_tensors(step, "update", names, then["weights"], now["weights"])
-        yield differences.in_metrics(step, *(each.get("metrics", {}) for each in summaries))
-        yield from _in_digests(step, summaries[0]["digests"], summaries[1]["digests"])
+        yield from differences.in_metrics(step, then.get("metrics", {}), now.get("metrics", {}))
+        yield from _in_digests(step, then["digests"], now["digests"])
+
+
+def _in_stages(
+    left: RunDirectory, right: RunDirectory, step: int, tolerance: Tolerance, then: dict[str, Any], now: dict[str, Any]
+) -> Iterator[Difference]:
+    """Yield differences in the sequences of a step, and in what was computed from them.
+
+    Args:
+        then: The step's JSON in the left run.
+        now: The step's JSON in the right run.
+    """
+    ours, theirs = (run.steps.read_data(step) for run in (left, right))
+    if (found := _in_batches(step, ours, theirs, tolerance)) is not None:
+        before, after = digest_rows(ours), digest_rows(theirs)
+        differing = [name for name in before if name in after and before[name] != after[name]]
+        yield replace(found, suggests=differences.of_sequences(differing, list(before), math.inf))
+    plan = then.get("plan") or [[list(range(len(ours)))]]  # another trainer's is not known
+    if max((row for minibatch in plan for micro in minibatch for row in micro), default=0) >= len(ours):
+        raise RecordError(
+            f"Cannot compare step {step}: {left.steps.json_path(step)} plans with more sequences than "
+            f"{left.steps.data_path(step)} has, so one of the two was altered. {RESTORE.capitalize()}."
+        )
+    yield from differences.in_stages(
+        step,
+        [row.id for row in ours],
+        *(run.steps.read_stages(step, ours).arrays for run in (left, right)),
+        plan=plan,
+        tensors=(then.get("tensors", {}), now.get("tensors", {})),
+        parameters=left.facts().get("parameters", []),
+        tolerance=tolerance,
+    )
 
 
 def _in_digests(step: int, then: dict[str, Any], now: dict[str, Any]) -> Iterator[Difference]:
     """Yield a difference for each digest that both sides have and that is not the same."""
     for kind, digest in then.items():
         if now.get(kind, digest) != digest:
-            yield Difference(step=step, stage=kind, where="digest", position=None, recorded=digest, found=now[kind])
+            yield Difference(step=step, stage=kind, where="digest", recorded=digest, found=now[kind])
 
 
 def _same_files(left: RunDirectory, right: RunDirectory, step: int) -> bool:
@@ -323,8 +313,7 @@ def _in_batches(step: int, left: list[Sequence], right: list[Sequence], toleranc
     ours, theirs = ({row.id: row for row in batch} for batch in (left, right))
     for name in [*ours, *(each for each in theirs if each not in ours)]:
         if name not in ours or name not in theirs:
-            there = ["present" if name in side else "absent" for side in (ours, theirs)]
-            return Difference(step=step, stage="data", where=name, position=None, recorded=there[0], found=there[1])
+            return differences.on_one_side(step, "data", name, recorded=ours, found=theirs, name=name)
         a, b = ours[name], theirs[name]
         if (found := _in_field(step, f"{name}, the prompt's row", a.data, b.data)) is not None:
             return found
@@ -340,7 +329,7 @@ def _in_batches(step: int, left: list[Sequence], right: list[Sequence], toleranc
     for place, (a, b) in enumerate(zip(left, right, strict=True)):
         if a.id != b.id:
             where = f"the order of the sequences, number {place}"
-            return Difference(step=step, stage="data", where=where, position=None, recorded=a.id, found=b.id)
+            return Difference(step=step, stage="data", where=where, recorded=a.id, found=b.id)
     return None
 
 
@@ -375,7 +364,7 @@ def _in_field(step: int, where: str, then: Any, now: Any) -> Difference | None:
     first = common_length(a, b)
     cut = max(0, first - 60) if max(len(a), len(b)) > 200 else 0
     shown = [("…" if cut else "") + each[cut : cut + 200] + ("…" if len(each) > cut + 200 else "") for each in (a, b)]
-    return Difference(step=step, stage="data", where=where, position=None, recorded=shown[0], found=shown[1])
+    return Difference(step=step, stage="data", where=where, recorded=shown[0], found=shown[1])
 
 
 def _in_column(step: int, name: str, column: str, a: Sequence, b: Sequence, tolerance: Tolerance) -> Difference | None:

@@ -7,7 +7,7 @@ by token. Whatever differs after the first difference follows from it, and is on
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -94,10 +94,10 @@ class Difference:
     stage: str
     where: str
     """ID of a sequence, name of a parameter or metric, or a description of the place."""
-    position: int | None
-    """Index of the token in the sequence; None if the difference is not in a token."""
     recorded: Any
     found: Any
+    position: int | None = None
+    """Index of the token in the sequence; None if the difference is not in a token."""
     more: str = ""
     """Extent of the differences in this stage, in words, and what else is known about them."""
     suggests: str = ""
@@ -133,6 +133,74 @@ def _shown(value: Any) -> str:
     return f"{value:.9g}" if isinstance(value, (float, np.floating)) else str(value)
 
 
+def in_stages(
+    step: int,
+    ids: Sequence[str],
+    recorded: Mapping[str, Mapping[str, np.ndarray]],
+    found: Mapping[str, Mapping[str, np.ndarray]],
+    *,
+    plan: Sequence[Sequence[Sequence[int]]],
+    tensors: tuple[Mapping[str, Any], Mapping[str, Any]],
+    parameters: Sequence[str],
+    tolerance: Tolerance,
+    exact: Sequence[str] = (),
+) -> Iterator[Difference]:
+    """Yield the first difference in each stage that a step computes, in the order of computation.
+
+    Args:
+        ids: IDs of the batch's sequences, in their order.
+        recorded: [T] float32 by stage and sequence ID.
+        found: The other side, in the same form.
+        plan: Rows of each micro-batch, by update.
+        tensors: Digests `gradients` (of each update) and `weights` of both sides. They are compared where both sides
+            have them and equality bit for bit is promised.
+        parameters: Names of the parameters, in the order of the digests.
+        exact: Stages that must agree bit for bit, whatever the tolerance.
+    """
+
+    def hold(name: str, rows: Iterable[int], update: int = 0) -> Difference | None:
+        if name not in recorded and name not in found:
+            return None
+        if name not in recorded or name not in found:
+            return on_one_side(step, name, "the stage", recorded=recorded, found=found, name=name)
+        of_rows = [ids[row] for row in rows]
+        then, now = ([side[name][id] for id in of_rows] for side in (recorded, found))
+        near = EXACT if name in exact else tolerance
+        after_update = update > 0 and tolerance.exact  # otherwise gradients are not compared
+        return in_stage(step, name, of_rows, then, now, near, after_update=after_update)
+
+    def in_digests(stage: str, kind: str, update: int | None = None) -> Difference | None:
+        then, now = (side.get(kind) for side in tensors)
+        if then is None or now is None or not tolerance.exact:
+            return None
+        if update is None:
+            return in_tensors(step, stage, parameters, then, now)
+        then, now = (side[update] if update < len(side) else "" for side in (then, now))
+        return in_tensors(step, stage, parameters, then, now, f", update {update}" if len(plan) > 1 else "")
+
+    def in_order() -> Iterator[Difference | None]:
+        known = sorted({*recorded, *found} - {*STAGES})  # of another trainer
+        for name in [*STAGES, *known]:
+            if name not in OF_UPDATES:
+                yield hold(name, range(len(ids)))
+        for update, minibatch in enumerate(plan):
+            rows = sorted(row for micro in minibatch for row in micro)
+            for name in OF_UPDATES:
+                yield hold(name, rows, update)
+            yield in_digests("gradients", "gradients", update)
+        yield in_digests("update", "weights")
+
+    return (difference for difference in in_order() if difference is not None)
+
+
+def on_one_side(
+    step: int, stage: str, where: str, *, recorded: Container[str], found: Container[str], name: str
+) -> Difference:
+    """Return the difference for a name that only one of two sides has."""
+    then, now = ("present" if name in side else "absent" for side in (recorded, found))
+    return Difference(step=step, stage=stage, where=where, recorded=then, found=now)
+
+
 def in_stage(
     step: int,
     stage: str,
@@ -146,25 +214,20 @@ def in_stage(
     """Return the first token of a stage that differs; None if all agree.
 
     Args:
-        step: Number of the step.
-        stage: Name of the stage.
         ids: The IDs of the sequences.
         recorded: [T] float32 for each sequence.
-        found: [T] float32 for each sequence, from the other side.
-        tolerance: Limit within which two values agree.
+        found: The other side, in the same form.
         after_update: Whether the weights were updated earlier in this step, by gradients that agree.
     """
     if list(map(len, recorded)) == list(map(len, found)):
         then, now = (np.concatenate([np.empty(0, np.float32), *side], dtype=np.float32) for side in (recorded, found))
-        if tolerance.agree(then, now).all():  # as it should be: at once, not row by row
+        if tolerance.agree(then, now).all():  # nearly always: all rows at once take a fraction of the time
             return None
     first: Difference | None = None
     tokens, names, largest = 0, [], 0.0
     for name, then, now in zip(ids, recorded, found, strict=True):
         if len(then) != len(now):
-            return Difference(
-                step=step, stage=stage, where=name, position=None, recorded=f"{len(then)} tokens", found=len(now)
-            )
+            return Difference(step=step, stage=stage, where=name, recorded=f"{len(then)} tokens", found=len(now))
         differs = ~tolerance.agree(np.asarray(then, np.float32), np.asarray(now, np.float32))
         if not differs.any():
             continue
@@ -172,10 +235,8 @@ def in_stage(
         names.append(name)
         largest = max(largest, float(np.abs(np.subtract(then, now, dtype=np.float64))[differs].max()))
         if first is None:
-            position = int(differs.argmax())
-            first = Difference(
-                step=step, stage=stage, where=name, position=position, recorded=then[position], found=now[position]
-            )
+            at = int(differs.argmax())
+            first = Difference(step=step, stage=stage, where=name, position=at, recorded=then[at], found=now[at])
     if first is None:
         return None
     more = f"{tokens} tokens of {len(names)} sequences differ" if tokens > 1 else ""
@@ -204,42 +265,12 @@ def of_sequences(differing: Sequence[str], ids: Sequence[str], largest: float, a
     return ""
 
 
-def suspect(found: Difference, then: str | None, now: str | None, *, checked: bool, chance: str) -> Difference:
-    """Return a difference in the advantages or the loss, with how the user's own function may have caused it.
-
-    Args:
-        found: The difference.
-        then: `clew.training.custom.source_of` as recorded.
-        now: `clew.training.custom.source_of` here.
-        checked: Whether all inputs of the computation are known to agree; otherwise they are only what the record says.
-        chance: Why the function's results vary from call to call, as far as that is known.
-    """
-    field = f"algorithm.{found.stage}"
-    others = (
-        "depends on which sequences share a micro-batch"
-        if found.stage == "loss"
-        else "depends on what is not on record"
-    )
-    altered = "the record of it was altered" if checked else "it or its inputs were altered on record"
-    if chance:
-        why = f"{field} {chance}"
-    elif then is None:
-        why = f"{altered}, or what {field} names was changed since, or {others}"
-    elif then != now:
-        why = f"the file of {field} was changed since"
-    else:
-        why = f"the file of {field} is the same: {altered}, or what the file calls was changed since, or it {others}"
-    if checked:
-        why = f"its inputs agree; {why}"
-    return replace(found, more=f"{found.more}; {why}" if found.more else why)
-
-
 def in_rewards(step: int, batch: Sequence[rows.Sequence]) -> Difference | None:
     """Return the first sequence whose reward is not the sum of its named rewards; None if there is none."""
     for row in batch:
         total = math.fsum(row.rewards.values())
         if row.rewards and row.reward != total:
-            return Difference(step=step, stage="rewards", where=row.id, position=None, recorded=row.reward, found=total)
+            return Difference(step=step, stage="rewards", where=row.id, recorded=row.reward, found=total)
     return None
 
 
@@ -248,48 +279,26 @@ ORIGIN = "group, episode, turns, finish reason, rewards by name, data or interac
 
 
 def in_data(step: int, recorded: Mapping[str, RowDigest], found: Mapping[str, RowDigest]) -> Difference | None:
-    """Return the first sequence whose data has another digest, or which only one side has.
-
-    Args:
-        step: Number of the step.
-        recorded: Digests by sequence ID.
-        found: Digests by sequence ID, from the other side.
-    """
-    return _in_digests(step, *({name: each.data for name, each in side.items()} for side in (recorded, found)), what="")
+    """Return the first sequence whose data has another digest, or which only one side has."""
+    return _in_digests(step, *({name: digest.data for name, digest in side.items()} for side in (recorded, found)))
 
 
 def in_origins(step: int, recorded: Mapping[str, RowDigest], found: Mapping[str, RowDigest]) -> Difference | None:
-    """Return the first sequence that has another origin. Older records have no digests of it.
-
-    Args:
-        step: Number of the step.
-        recorded: Digests by sequence ID.
-        found: Digests by sequence ID, from the other side.
-    """
-    known = {name: each.origin for name, each in recorded.items() if each.origin is not None}
+    """Return the first sequence that has another origin. Older records have no digests of it."""
+    known = {name: digest.origin for name, digest in recorded.items() if digest.origin is not None}
     return _in_digests(step, known, {name: found[name].origin or 0 for name in known}, what=f", its {ORIGIN}")
 
 
-def _in_digests(step: int, recorded: Mapping[str, int], found: Mapping[str, int], *, what: str) -> Difference | None:
+def _in_digests(
+    step: int, recorded: Mapping[str, int], found: Mapping[str, int], *, what: str = ""
+) -> Difference | None:
     differing = [name for name in {**recorded, **found} if recorded.get(name) != found.get(name)]
     if not differing:
         return None
     name = differing[0]
-    shown = [f"digest {side[name]:016x}" if name in side else "absent" for side in (recorded, found)]
-    more = f"{len(differing)} sequences differ" if len(differing) > 1 else ""
-    other = next((each for each in differing[1:] if _exchanged(recorded, found, name, each)), None)
-    if other is not None:
-        more = f"{name} and {other} have changed places; {more}"
-    elif len(differing) > 1:
-        more = f"{more}, {differing[1]} next"
-    where = f"{name}{what}"
-    return Difference(step=step, stage="data", where=where, position=None, recorded=shown[0], found=shown[1], more=more)
-
-
-def _exchanged(recorded: Mapping[str, int], found: Mapping[str, int], a: str, b: str) -> bool:
-    """Return whether two sequences have each other's content."""
-    there = a in recorded and b in recorded and a in found and b in found
-    return there and recorded[a] == found[b] and recorded[b] == found[a]
+    then, now = (f"digest {side[name]:016x}" if name in side else "absent" for side in (recorded, found))
+    more = f"{len(differing)} sequences differ, {differing[1]} next" if len(differing) > 1 else ""
+    return Difference(step=step, stage="data", where=f"{name}{what}", recorded=then, found=now, more=more)
 
 
 def in_tensors(
@@ -298,35 +307,27 @@ def in_tensors(
     """Return the first parameter whose digest differs.
 
     Args:
-        step: Number of the step.
-        stage: Name of the stage.
         names: Names of the parameters.
         recorded: Digests as `clew.record.digest.to_hex` writes them.
-        found: Digests of the other side, written the same way.
+        found: The other side, in the same form.
         update: Text that follows the parameter's name and says which update it is.
     """
     then, now = from_hex(recorded), from_hex(found)
-    differing = [i for i in range(max(len(then), len(now))) if then[i : i + 1] != now[i : i + 1]]
+    count = max(len(then), len(now))
+    differing = [i for i in range(count) if then[i : i + 1] != now[i : i + 1]]
     if not differing:
         return None
     i = differing[0]
     name = names[i] if i < len(names) else f"parameter {i}"
-    shown = [f"digest {side[i]:016x}" if i < len(side) else "absent" for side in (then, now)]
-    count = max(len(then), len(now))
+    before, after = (f"digest {side[i]:016x}" if i < len(side) else "absent" for side in (then, now))
+    more = f"{len(differing)} of {count} parameters differ" if len(differing) > 1 else ""
     suggests = ""
     if stage == "update" and len(differing) == count > 1:
         suggests = f"gradients agree and all parameters differ: {_OF_OPTIMIZER}"
     elif stage == "update" and len(differing) == 1:
         suggests = "gradients agree and one parameter differs: its moments in the optimizer do"
     return Difference(
-        step=step,
-        stage=stage,
-        where=f"{name}{update}",
-        position=None,
-        recorded=shown[0],
-        found=shown[1],
-        more=f"{len(differing)} of {count} parameters differ" if len(differing) > 1 else "",
-        suggests=suggests,
+        step=step, stage=stage, where=f"{name}{update}", recorded=before, found=after, more=more, suggests=suggests
     )
 
 
@@ -341,9 +342,7 @@ def in_batch(
     """Return the first place where a batch is not what was trained on: data, rewards, or the order of the sequences.
 
     Args:
-        step: Number of the step.
         recorded: The recorded digests of its sequences.
-        batch: The batch.
         whole: The digest of all sequences, from the step's JSON; None if the step was not committed.
         rewards_add_up: Whether each reward must be the sum of its parts, as Clew's own are.
     """
@@ -355,31 +354,29 @@ def in_batch(
     now = digest_batch(digests)
     if found is not None or whole in (None, now):
         return found
+    # Several ranks record their rows in another order than the batch's, so the order is wrong only if theirs is right.
     moved = [(then, row.id) for then, row in zip(recorded, batch, strict=False) if then != row.id]
-    before = {name: digests[name] for name in recorded if name in digests}
-    if moved and digest_batch(before) == whole:  # several ranks record their rows in another order than the batch's
-        where = f"the order of the sequences, number {list(recorded).index(moved[0][0])}"
-        more = f"{len(moved)} sequences are in other places"
-        if len(moved) == 2:
-            more = f"{moved[0][0]} and {moved[1][0]} have changed places"
-        then, here = moved[0]
-        return Difference(step=step, stage="data", where=where, position=None, recorded=then, found=here, more=more)
-    return Difference(step=step, stage="data", where="all, in their order", position=None, recorded=whole, found=now)
+    in_their_order = {name: digests[name] for name in recorded if name in digests}
+    if not moved or digest_batch(in_their_order) != whole:
+        return Difference(step=step, stage="data", where="all, in their order", recorded=whole, found=now)
+    then, here = moved[0]
+    where = f"the order of the sequences, number {list(recorded).index(then)}"
+    more = f"{len(moved)} sequences are in other places"
+    return Difference(step=step, stage="data", where=where, recorded=then, found=here, more=more)
 
 
-def in_metrics(step: int, recorded: Mapping[str, Any], found: Mapping[str, float]) -> Difference | None:
-    """Return the first metric that is not exactly what was recorded, or that only one side has."""
+def in_metrics(step: int, recorded: Mapping[str, Any], found: Mapping[str, float]) -> Iterator[Difference]:
+    """Yield the first metric that is not exactly what was recorded, or that only one side has."""
     for name in {**found, **recorded}:
         then, now = recorded.get(name, "absent"), found.get(name, "absent")
-        if then != now and not (then != then and now != now):  # two NaNs
-            return Difference(step=step, stage="metrics", where=name, position=None, recorded=then, found=now)
-    return None
+        if then != now and not (then != then and now != now):  # two NaNs agree
+            yield Difference(step=step, stage="metrics", where=name, recorded=then, found=now)
+            return
 
 
 def in_number(
     step: int, stage: str, name: str, recorded: float, found: float, tolerance: Tolerance
-) -> Difference | None:
-    """Return the difference between two numbers that need not be equal bit for bit; None if they agree."""
-    if bool(tolerance.agree(np.array([recorded], np.float32), np.array([found], np.float32))[0]):
-        return None
-    return Difference(step=step, stage=stage, where=name, position=None, recorded=recorded, found=found)
+) -> Iterator[Difference]:
+    """Yield the difference between two numbers that need not be equal bit for bit, if they do not agree."""
+    if not tolerance.agree(np.array([recorded], np.float32), np.array([found], np.float32)).all():
+        yield Difference(step=step, stage=stage, where=name, recorded=recorded, found=found)

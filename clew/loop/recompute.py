@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from clew.config import Algorithm
-from clew.loop import differences
 from clew.loop.differences import Difference
 from clew.record.rows import Sequence
 from clew.record.steps import Stages
@@ -34,15 +34,26 @@ def suspected(
         algorithm: The algorithm that the step was trained with.
         checked: Whether all inputs of the computation agree, and torch's random numbers were seeded as they were then.
     """
-    now = source_of(algorithm, found.stage)
-    if now is None:
+    field = f"algorithm.{found.stage}"
+    now, then = source_of(algorithm, found.stage), summary.get("code", {}).get(field)
+    if now is None:  # it is Clew's own
         return found
-    then = summary.get("code", {}).get(f"algorithm.{found.stage}")
-    compute = COMPUTED[found.stage]
-    chance = (
-        "" if then != now else _chance(lambda: compute(batch, recorded, summary["plan"], algorithm), seeded=checked)
-    )
-    return differences.suspect(found, then, now, checked=checked, chance=chance)
+    compute, chance = COMPUTED[found.stage], ""
+    if then == now:
+        chance = _chance(lambda: compute(batch, recorded, summary["plan"], algorithm), seeded=checked)
+    if chance:
+        why = f"{field} {chance}"
+    elif then is not None and then != now:
+        why = f"the file of {field} was changed since"
+    else:
+        altered = "the record of it was altered" if checked else "it or its inputs were altered on record"
+        others = "what is not on record" if found.stage == "advantages" else "which sequences share a micro-batch"
+        file = f"the file of {field} is the same: " if then else ""
+        calls = f"what {'the file calls' if then else f'{field} names'} was changed since"
+        why = f"{file}{altered}, or {calls}, or it depends on {others}"
+    if checked:
+        why = f"its inputs agree; {why}"
+    return replace(found, more=f"{found.more}; {why}" if found.more else why)
 
 
 def _chance(compute: Callable[[], dict[str, np.ndarray]], *, seeded: bool) -> str:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from clew import config as configuration
+from clew.algorithms import FORMULAS
 from clew.config import Config
 from clew.errors import ModelError, RecordError
 from clew.loop import differences
@@ -56,8 +57,6 @@ def engine_at(run: RunDirectory, step: int, device: str | None = None, ranks: Ra
     It needs nothing but the run directory: the reference model, too, is the run's first checkpoint.
 
     Args:
-        run: The run directory.
-        step: The step.
         device: Device to use in place of the run's.
         ranks: The ranks that this process is one of; the run may have had others.
 
@@ -148,7 +147,6 @@ def replay(run: RunDirectory, engine: TrainEngine, last: int, *, verify: bool = 
     """Train the steps from the engine's version to `last` again, and yield each with its differences from the record.
 
     Args:
-        run: The run directory.
         engine: The engine, at a checkpoint of the run.
         last: Last step to train.
         verify: Whether to compare; if False, differences do not stop the replay.
@@ -167,7 +165,7 @@ def replay(run: RunDirectory, engine: TrainEngine, last: int, *, verify: bool = 
             tolerance, because = near, drifted
         result = engine.train_step(recorded.batch)
         found = compare(recorded, result, engine, tolerance) if verify else []
-        if found and tolerance.exact and (doubt := _rounding_doubt(recorded, result, engine, found[0])):
+        if found and tolerance.exact and (doubt := _rounding_doubt(recorded, result, engine)):
             beyond = compare(recorded, result, engine, near)
             if not beyond or str(beyond[0]) != str(found[0]):
                 tolerance, because, found = near, f"{found[0]}: this is within rounding, and {doubt}", beyond
@@ -176,26 +174,20 @@ def replay(run: RunDirectory, engine: TrainEngine, last: int, *, verify: bool = 
         yield Replayed(step=step, result=result, tolerance=tolerance, because=because, differences=found)
 
 
-def _rounding_doubt(recorded: RecordedStep, result: StepResult, engine: TrainEngine, first: Difference) -> str:
-    """Return why a step may have been rounded otherwise than its record; empty if it was not.
-
-    Gradients or weights that agree bit for bit show that both round alike. They do not in the loss of a record whose k3
-    was computed by another formula (see `clew.algorithms.FORMULAS`): the gradients of both may happen to agree.
-    """
-    then, environment_then = recorded.summary["tensors"], environment_of(recorded.summary)
-    older_k3 = environment_then["rounding"].get("formulas", 1) < 2 and engine.config.algorithm.kl_coef > 0
-    agree = any(then.get(name) == now for name, now in result.tensor_digests.items())
-    if agree and not (older_k3 and first.stage == "loss"):
+def _rounding_doubt(recorded: RecordedStep, result: StepResult, engine: TrainEngine) -> str:
+    """Return why a step may have been rounded otherwise than its record; empty if it was not."""
+    then = environment_of(recorded.summary)
+    of_same_formulas = then["rounding"].get("formulas", 1) == FORMULAS  # older records do not name them
+    agree = any(recorded.summary["tensors"].get(name) == now for name, now in result.tensor_digests.items())
+    if agree and of_same_formulas:  # equal gradients or weights show that both round alike
         return ""
-    return rounding_doubt(environment_then, environment(engine))
+    return rounding_doubt(then, environment(engine))
 
 
 def configure_as(run: RunDirectory, engine: TrainEngine, recorded: dict[str, Any] | None) -> None:
     """Set the engine's seed, optimizer and algorithm as they were at a step; the run may have changed them since.
 
     Args:
-        run: The run directory.
-        engine: The engine.
         recorded: The step's record; None: take them from the run's configuration as it is.
     """
     was = _configured(run, recorded) if recorded else dict(configuration.load(run.config_path))

@@ -46,6 +46,6 @@ def test_by_what_its_neighbours_say(run: RunDirectory) -> None:
     said["config"]["training"]["lr"] = 0.5
     path.write_text(json.dumps(said))
     seal(run)
-    found = [Difference(step=step, stage="update", where="a", position=None, recorded=1, found=2) for step in (3, 2, 0)]
+    found = [Difference(step=step, stage="update", where="a", recorded=1, found=2) for step in (3, 2, 0)]
     lines = [list(suggestions(each, {"": run})) for each in found]
     assert lines == [["this suggests: config.training.lr is 0.5 at step 3, and 0.001 just before and after it"], [], []]
