@@ -23,9 +23,9 @@ import uvloop
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, Qwen2Config
 
 from clew.inference.client import HTTPEngine
-from clew.inference.core import Core, Request
+from clew.inference.core import Core
 from clew.inference.embedded import EmbeddedEngine
-from clew.inference.protocol import SamplingParams
+from clew.inference.protocol import GenerateRequest, SamplingParams
 
 VOCAB = 128
 
@@ -101,7 +101,7 @@ def with_engine(engine: Core, work: Work) -> None:
     """The embedded engine, driven directly."""
     for index, (prompt, tokens) in enumerate(work):
         params = SamplingParams(max_new_tokens=tokens, stop_token_ids=(), seed=index)
-        engine.submit(Request(id=str(index), input_ids=prompt, params=params))
+        engine.submit(GenerateRequest(id=str(index), input_ids=prompt, params=params))
     while engine.has_work:
         engine.step()
 
@@ -143,7 +143,9 @@ class Served:
     async def _run(self, work: Work) -> None:
         await asyncio.gather(
             *(
-                self.engine.generate(prompt, SamplingParams(max_new_tokens=tokens, stop_token_ids=(), seed=index))
+                self.engine.generate(
+                    GenerateRequest(prompt, SamplingParams(max_new_tokens=tokens, stop_token_ids=(), seed=index))
+                )
                 for index, (prompt, tokens) in enumerate(work)
             )
         )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from clew.config import Config, Sampling
 from clew.errors import ConfigError, EpisodeError, ImageError
 from clew.gateway.interactions import Interaction
-from clew.inference.protocol import Engine, OnToken, SamplingParams
+from clew.inference.protocol import Engine, GenerateRequest, OnToken, SamplingParams
 from clew.inference.resubmit import generate_through_aborts
 from clew.models.architecture import context_of
 from clew.models.vision import Sight
@@ -143,8 +143,7 @@ class EpisodeEngine:
             prompt: Text or messages that `input_ids` render, for the record.
             images: Files (PNG, JPEG) that the tokens show, in order; `engine.see` makes such tokens.
             index: Index from `reserve`, if the request's place in the episode was settled before; None takes the next.
-            on_token: Called with each token and its logprob as they come, in order; with fewer than all if the engine
-                does not stream.
+            on_token: Called with each token and its logprob in order; never if the engine does not stream.
             details: Further entries for the record, such as the name of the model that a client asked for.
             overrides: Fields of SamplingParams, for this request.
 
@@ -159,9 +158,8 @@ class EpisodeEngine:
         started_at = time.time()
         media = self.resources.media
         names = tuple((media_name if media is None else media.put)(image) for image in images)
-        completion = await generate_through_aborts(
-            self.resources.engine, list(input_ids), params, images=images, request_id=request_id, on_token=on_token
-        )
+        request = GenerateRequest(list(input_ids), params, tuple(images), request_id, on_token)
+        completion = await generate_through_aborts(self.resources.engine, request)
         interaction = Interaction.of(
             completion,
             id=request_id,

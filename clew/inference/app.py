@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from clew.errors import EngineError
 from clew.inference.local import LocalEngine
-from clew.inference.protocol import Completion, EngineUnreachable, RequestTooLong
+from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, RequestTooLong
 from clew.inference.shapes import Ask, Call, answer, parse_call
 from clew.listening import ASGI, LARGE_BODY, LARGE_TEXT, Message, Receive, Send, max_text, respond
 from clew.record.weights import WeightRef
@@ -111,7 +111,7 @@ class Application:
             await respond(send, status, {"error": {"message": str(error), "type": type(error).__name__}})
 
     async def _one(self, call: Call, ask: Ask, ids: list[int]) -> dict[str, Any]:
-        completion = await self.engine.generate(ids, ask.params, images=ask.images, request_id=ask.rid)
+        completion = await self.engine.generate(GenerateRequest(ids, ask.params, ask.images, ask.rid))
         return self._answer(call, ask, ids, completion)
 
     def _answer(self, call: Call, ask: Ask, ids: list[int], completion: Completion) -> dict[str, Any]:
@@ -180,13 +180,11 @@ class Application:
                     ended=False,
                 )
 
-            completion = await self.engine.generate(
-                ids, ask.params, images=ask.images, request_id=ask.rid, on_token=on_token
-            )
+            completion = await self.engine.generate(GenerateRequest(ids, ask.params, ask.images, ask.rid, on_token))
             put(completion, ended=True)
 
         for ask, ids in asks:
-            self.engine.core.check(ids, ask.params, ask.images)  # refusals come before the first event
+            self.engine.core.check(GenerateRequest(ids, ask.params, ask.images))  # refusals come before the first event
         await send(
             {
                 "type": "http.response.start",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -15,6 +15,7 @@ from clew.errors import EngineError, ImageError
 from clew.inference.protocol import (
     Completion,
     EngineUnreachable,
+    GenerateRequest,
     OnToken,
     RequestTooLong,
     SamplingParams,
@@ -43,46 +44,39 @@ class HTTPEngine:
         self._url = f"http://{address}"
         self._session: aiohttp.ClientSession | None = None
 
-    async def generate(
-        self,
-        input_ids: list[int],
-        params: SamplingParams,
-        *,
-        images: Sequence[bytes] = (),
-        request_id: str = "",
-        on_token: OnToken | None = None,
-    ) -> Completion:
+    async def generate(self, request: GenerateRequest) -> Completion:
         """Complete one sequence; see the protocol.
 
         Raises:
             EngineUnreachable: The server is away or not ready.
         """
         body: dict[str, Any] = {
-            "input_ids": input_ids,
-            "sampling_params": sampling_fields(self._fitting(input_ids, params)),
+            "input_ids": request.input_ids,
+            "sampling_params": sampling_fields(self._fitting(request)),
             "return_logprob": True,
-            "clew": {"continues": params.continues, "exact_stop": True, "text": False, "deltas": True},
+            "clew": {"continues": request.params.continues, "exact_stop": True, "text": False, "deltas": True},
         }
-        if images:
-            body["image_data"] = [base64.b64encode(image).decode() for image in images]
-        if request_id:
-            body["rid"] = request_id
-        if on_token is None:
+        if request.images:
+            body["image_data"] = [base64.b64encode(image).decode() for image in request.images]
+        if request.id:
+            body["rid"] = request.id
+        if request.on_token is None:
             return completion_of(await self._post("/generate", body))
-        return await self._streamed("/generate", body, on_token)
+        return await self._streamed("/generate", body, request.on_token)
 
-    def _fitting(self, input_ids: list[int], params: SamplingParams) -> SamplingParams:
-        """Return `params` with no more tokens than there is room for.
+    def _fitting(self, request: GenerateRequest) -> SamplingParams:
+        """Return the request's parameters with no more tokens than there is room for.
 
         Raises:
             RequestTooLong: There is no room for even one token.
         """
+        params = request.params
         if self.context is None:
             return params
-        room = self.context - len(input_ids)
+        room = self.context - len(request.input_ids)
         if room < 1:
             raise RequestTooLong(
-                f"the prompt has {len(input_ids)} tokens, and {self.address} a context of {self.context}."
+                f"the prompt has {len(request.input_ids)} tokens, and {self.address} a context of {self.context}."
             )
         return replace(
             params, max_new_tokens=min(params.max_new_tokens, room), min_new_tokens=min(params.min_new_tokens, room)

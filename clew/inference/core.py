@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
@@ -20,7 +19,7 @@ from clew.inference.loading import backed_up, check_weights, copy_weights, resto
 from clew.inference.protocol import (
     Completion,
     FinishReason,
-    OnToken,
+    GenerateRequest,
     RequestTooLong,
     SamplingParams,
     SchemaUnsupported,
@@ -31,25 +30,6 @@ from clew.record.weights import WeightRef
 
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 """Largest allowed difference, in nats, between the probe's logprobs of trainer and engine, by dtype."""
-
-
-@dataclass(eq=False, kw_only=True)
-class Request:
-    """One sequence to complete."""
-
-    id: str
-    input_ids: list[int]
-    params: SamplingParams
-    images: tuple[bytes, ...] = ()
-    on_token: OnToken | None = None
-    """Callback for each token, called on the engine's thread."""
-    stop_ids: tuple[int, ...] = field(init=False, default=())
-    limit: int = field(init=False, default=0)
-    """Length of prompt and output together at which the sequence ends."""
-
-    def is_meant_by(self, which: Request | str | None) -> bool:
-        """Return whether an abort of a request, of an ID, or of all requests (None) includes this one."""
-        return which is None or which is self or which == self.id
 
 
 MAX_STOPS = 64
@@ -64,7 +44,15 @@ MAX_STOP_IDS = 1024
 _UNBOUNDED = 2**40
 """Context length for models without positions (Mamba)."""
 
-Finished = tuple[Request, Completion]
+Finished = tuple[GenerateRequest, Completion]
+
+Aborted = GenerateRequest | str | None
+"""Requests that an abort means: this one, those with this ID, or all (None)."""
+
+
+def is_meant(request: GenerateRequest, which: Aborted) -> bool:
+    """Return whether an abort of `which` includes this request."""
+    return which is None or which is request or which == request.id
 
 
 class Core:
@@ -94,7 +82,7 @@ class Core:
         self.version = 0
         self.broken: str | None = None
         """Reason why nothing is served: a step failed, or a load that could not be undone. None if all is well."""
-        self.waiting: deque[Request] = deque()
+        self.waiting: deque[GenerateRequest] = deque()
         self.generated_tokens = 0
         self.prefilled_tokens = 0
         self.finished_requests = 0
@@ -109,7 +97,7 @@ class Core:
         """Return the number of sequences that are being generated."""
         raise NotImplementedError
 
-    def _abort_running(self, which: Request | str | None) -> list[Finished]:
+    def _abort_running(self, which: Aborted) -> list[Finished]:
         raise NotImplementedError
 
     def logprobs(self, input_ids: list[int], images: Sequence[bytes] = ()) -> Tensor:
@@ -133,7 +121,16 @@ class Core:
     def has_work(self) -> bool:
         return bool(self.waiting) or self.running() > 0
 
-    def submit(self, request: Request) -> None:
+    def stop_ids(self, request: GenerateRequest) -> tuple[int, ...]:
+        """Return the IDs that end this request's sequence."""
+        own = request.params.stop_token_ids
+        return self.default_stop_ids if own is None else own
+
+    def limit(self, request: GenerateRequest) -> int:
+        """Return the length of prompt and output together at which this request's sequence ends."""
+        return min(len(request.input_ids) + request.params.max_new_tokens, self.context)
+
+    def submit(self, request: GenerateRequest) -> None:
         """Put a request into the queue.
 
         Raises:
@@ -141,14 +138,10 @@ class Core:
         """
         if self.broken:
             raise EngineError(f"the engine serves nothing: {self.broken}")
-        self.check(request.input_ids, request.params, request.images)
-        params, length = request.params, len(request.input_ids)
-        stop_ids = params.stop_token_ids
-        request.stop_ids = self.default_stop_ids if stop_ids is None else stop_ids
-        request.limit = min(length + params.max_new_tokens, self.context)
+        self.check(request)
         self.waiting.append(request)
 
-    def check(self, input_ids: list[int], params: SamplingParams, images: Sequence[bytes] = ()) -> None:
+    def check(self, request: GenerateRequest) -> None:
         """Raise an error for a request that can never be served, so that it is refused and cannot break the engine.
 
         Raises:
@@ -158,6 +151,7 @@ class Core:
             SchemaUnsupported: The parameters have a JSON schema.
             ImageError: The model takes no images, or the prompt does not fit these images.
         """
+        input_ids, params, images = request.input_ids, request.params, request.images
         if not input_ids:
             raise EngineError("input_ids is empty: a prompt needs at least one token.")
         if not _whole(input_ids):
@@ -186,10 +180,10 @@ class Core:
             self.vision.check(input_ids, images)
 
     @torch.inference_mode()
-    def abort(self, which: Request | str | None = None) -> list[Finished]:
+    def abort(self, which: Aborted = None) -> list[Finished]:
         """Abort one request, those with this ID, or all (None); return them with their tokens so far."""
-        waiting = [request for request in self.waiting if request.is_meant_by(which)]
-        self.waiting = deque(request for request in self.waiting if not request.is_meant_by(which))
+        waiting = [request for request in self.waiting if is_meant(request, which)]
+        self.waiting = deque(request for request in self.waiting if not is_meant(request, which))
         never_ran = [
             (request, Completion(output_ids=[], logprobs=[], versions=[], finish_reason="abort")) for request in waiting
         ]
@@ -247,7 +241,7 @@ class Core:
 
     # Stop rules ------------------------------------------------------------------------------------------------------
 
-    def matched_stop(self, request: Request, output_ids: list[int]) -> str | None:
+    def matched_stop(self, request: GenerateRequest, output_ids: list[int]) -> str | None:
         """Return the stop string that the last of output_ids completes; None if there is none."""
         params = request.params
         if not params.stop or len(output_ids) < params.min_new_tokens:

@@ -29,8 +29,8 @@ from transformers import Cache
 from clew.errors import described
 from clew.inference import attention, fused
 from clew.inference.cache import PrefillCache, RowCache, columns_for, moves
-from clew.inference.core import PROBE_TOLERANCE, Core, Finished, Request
-from clew.inference.protocol import FinishReason, RequestTooLong
+from clew.inference.core import PROBE_TOLERANCE, Aborted, Core, Finished, is_meant
+from clew.inference.protocol import FinishReason, GenerateRequest, RequestTooLong
 from clew.inference.reference import ReferenceEngine
 from clew.inference.sampling import RowParams, choose, uniform
 from clew.models.loading import is_out_of_memory
@@ -59,7 +59,10 @@ Prompt = tuple[tuple[int, ...], tuple[bytes, ...]]
 class Row:
     """A running sequence. Times are in ticks since the engine began, one tick per decoding step."""
 
-    request: Request
+    request: GenerateRequest
+    stop_ids: tuple[int, ...]
+    limit: int
+    """Length of prompt and output together at which it ends."""
     joined: int
     """Tick at which its first token was drawn."""
     end: int = field(init=False)
@@ -71,8 +74,8 @@ class Row:
 
     def __post_init__(self) -> None:
         request = self.request
-        self.end = self.joined + request.limit - len(request.input_ids) - 1
-        self.free = self.joined + (request.params.min_new_tokens if request.stop_ids else 0)
+        self.end = self.joined + self.limit - len(request.input_ids) - 1
+        self.free = self.joined + (request.params.min_new_tokens if self.stop_ids else 0)
         self.watched = bool(request.params.stop) or request.on_token is not None
 
 
@@ -108,13 +111,14 @@ class EmbeddedEngine(Core):
     def running(self) -> int:
         return len(self._rows)
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: GenerateRequest) -> None:
         super().submit(request)
-        if not self.cache.fits(1, request.limit):
+        limit = self.limit(request)
+        if not self.cache.fits(1, limit):
             self.waiting.pop()
-            needed = columns_for(request.limit) * self.cache.bytes_per_token / 2**30
+            needed = columns_for(limit) * self.cache.bytes_per_token / 2**30
             raise RequestTooLong(
-                f"a request of up to {request.limit} tokens (prompt {len(request.input_ids)}, "
+                f"a request of up to {limit} tokens (prompt {len(request.input_ids)}, "
                 f"max_new_tokens {request.params.max_new_tokens}) needs {needed:.3f} GiB of cache; "
                 f"inference.cache_gib is {self.cache.budget / 2**30:g}. Raise it, or ask for "
                 f"fewer tokens."
@@ -154,13 +158,13 @@ class EmbeddedEngine(Core):
 
         A prompt with images has a prefill of its own.
         """
-        admitted: list[Request] = []
+        admitted: list[GenerateRequest] = []
         prompts: dict[Prompt, int] = {}
-        longest = max((row.request.limit for row in self._rows), default=0)
+        longest = max((row.limit for row in self._rows), default=0)
         width = 0
         while self.waiting and len(self._rows) + len(admitted) < self.max_running:
             request = self.waiting[0]
-            longest = max(longest, request.limit)
+            longest = max(longest, self.limit(request))
             if not self.cache.fits(len(self._rows) + len(admitted) + 1, longest):
                 break
             prompt = _prompt_of(request)
@@ -179,7 +183,7 @@ class EmbeddedEngine(Core):
         self.prefilled_tokens += sum(map(len, ids))
         sources = [prompts[_prompt_of(request)] for request in admitted]
         self.cache.join(filled, sources, [request.input_ids for request in admitted], longest, ahead)
-        self._rows += [Row(request, self._tick) for request in admitted]
+        self._rows += [Row(request, self.stop_ids(request), self.limit(request), self._tick) for request in admitted]
         self._rows_changed()
         if len(prompts) < len(admitted):
             logits = logits[sources]
@@ -265,7 +269,7 @@ class EmbeddedEngine(Core):
     def _rows_changed(self) -> None:
         """Compute everything that stays the same until rows come or go again."""
         rows = self._rows
-        self._longest = max((row.request.limit for row in rows), default=0)
+        self._longest = max((row.limit for row in rows), default=0)
         self._next_end = min((row.end for row in rows), default=0)
         self._watched = [index for index, row in enumerate(rows) if row.watched]
         self._all_free = max((row.free for row in rows), default=0)
@@ -274,9 +278,9 @@ class EmbeddedEngine(Core):
         if not rows:
             return
         self._params = self._stack(rows)
-        widest = max(len(row.request.stop_ids) for row in rows)
+        widest = max(len(row.stop_ids) for row in rows)
         if widest:
-            padded = [[*row.request.stop_ids, *[-1] * (widest - len(row.request.stop_ids))] for row in rows]
+            padded = [[*row.stop_ids, *[-1] * (widest - len(row.stop_ids))] for row in rows]
             self._stops = torch.tensor(padded, device=self.device)
 
     def _stack(self, rows: list[Row]) -> RowParams:
@@ -319,7 +323,7 @@ class EmbeddedEngine(Core):
         """Return the mask of stop IDs that rows from `first` on may not draw yet, because of their min_new_tokens."""
         if self._bans is None or self._tick >= self._bans_until:
             bound = [(index, row) for index, row in enumerate(self._rows) if self._tick < row.free]
-            pairs = [(index, token) for index, row in bound for token in row.request.stop_ids]
+            pairs = [(index, token) for index, row in bound for token in row.stop_ids]
             self._bans = torch.zeros(len(self._rows), self.vocab, dtype=torch.bool, device=self.device)
             self._bans[tuple(torch.tensor(pairs, device=self.device).T)] = True
             if self.never_drawn is not None:
@@ -354,8 +358,8 @@ class EmbeddedEngine(Core):
         self._rows_changed()
         return finished
 
-    def _abort_running(self, which: Request | str | None) -> list[Finished]:
-        chosen = [index for index, row in enumerate(self._rows) if row.request.is_meant_by(which)]
+    def _abort_running(self, which: Aborted) -> list[Finished]:
+        chosen = [index for index, row in enumerate(self._rows) if is_meant(row.request, which)]
         return self._release({index: ("abort", None) for index in chosen}) if chosen else []
 
     def cache_bytes(self) -> int:
@@ -406,7 +410,7 @@ def build_engine(
     return ReferenceEngine(model, tokenizer, vision)
 
 
-def _prompt_of(request: Request) -> Prompt:
+def _prompt_of(request: GenerateRequest) -> Prompt:
     return tuple(request.input_ids), request.images
 
 

@@ -11,17 +11,18 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from clew.config import Config
 from clew.errors import EngineError
-from clew.inference.core import Core, Finished, Request
+from clew.inference.core import Core, Finished
 from clew.inference.embedded import build_engine
 from clew.inference.loading import check_weights
-from clew.inference.protocol import Completion, EngineUnreachable, OnToken, SamplingParams
+from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest
 from clew.models.loading import check_vocabulary, load_model, load_tokenizer, pick_device
 from clew.models.vision import load_vision
 from clew.record.weights import WeightRef
@@ -47,8 +48,7 @@ class LocalEngine:
         self.gather_s = gather_s
         self.failure: str | None = None
         """Reason why this process will serve nothing any more (a step failed). Every call raises EngineError then."""
-        self._futures: dict[Request, asyncio.Future[Completion]] = {}
-        self._unnamed = 0
+        self._futures: dict[GenerateRequest, asyncio.Future[Completion]] = {}
         self.released = False
         """True while requests wait for `resume_memory`, or for what ends a pause."""
         self._lease: asyncio.TimerHandle | None = None
@@ -62,29 +62,15 @@ class LocalEngine:
 
     # protocol.Engine -------------------------------------------------------------------------------------------------
 
-    async def generate(
-        self,
-        input_ids: list[int],
-        params: SamplingParams,
-        *,
-        images: Sequence[bytes] = (),
-        request_id: str = "",
-        on_token: OnToken | None = None,
-    ) -> Completion:
+    async def generate(self, request: GenerateRequest) -> Completion:
         """See the protocol."""
         self._refuse_when_broken()
-        if not request_id:
-            self._unnamed += 1
-            request_id = f"r{self._unnamed}"
+        self.core.check(request)  # on this thread: a refusal is raised at once
         loop = asyncio.get_running_loop()
-
-        def tell(token: int, logprob: float) -> None:
-            assert on_token is not None  # by way of the loop: what it raises is no failure of the engine
-            (loop.call_soon_threadsafe if self.threaded else loop.call_soon)(on_token, token, logprob)
-
-        told = None if on_token is None else tell
-        request = Request(id=request_id, input_ids=input_ids, params=params, images=tuple(images), on_token=told)
-        self.core.check(input_ids, params, images)  # on this thread: a refusal is raised at once
+        if (listener := request.on_token) is not None:
+            # By way of the loop: what the listener raises is no failure of the engine.
+            soon = loop.call_soon_threadsafe if self.threaded else loop.call_soon
+            request = replace(request, on_token=lambda token, logprob: soon(listener, token, logprob))
         future = loop.create_future()
         self._futures[request] = future
         self._run(lambda: self._submit(request))
@@ -222,13 +208,13 @@ class LocalEngine:
         self._run(run)
         await done
 
-    def _submit(self, request: Request) -> None:
+    def _submit(self, request: GenerateRequest) -> None:
         try:
             self.core.submit(request)
         except EngineError as error:
             self._tell(self._refuse, request, error)
 
-    def _refuse(self, request: Request, error: EngineError) -> None:
+    def _refuse(self, request: GenerateRequest, error: EngineError) -> None:
         if request in self._futures:
             _settle(self._futures[request], None, error)
 

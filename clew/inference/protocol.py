@@ -6,7 +6,7 @@ HTTP shapes).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -84,6 +84,25 @@ class SamplingParams:
     """
 
 
+@dataclass(frozen=True, eq=False)
+class GenerateRequest:
+    """One sequence to complete, on its way from an episode to the engine."""
+
+    input_ids: list[int]
+    """Tokens of the prompt."""
+    params: SamplingParams
+    images: tuple[bytes, ...] = ()
+    """Files that the tokens show, in order; the tokens that stand for each are in input_ids already."""
+    id: str = ""
+    """ID for `abort`."""
+    on_token: OnToken | None = None
+    """Callback for each token as it is generated.
+
+    It is called in order with all tokens that are returned, on the caller's event loop; or never, if the engine does
+    not stream.
+    """
+
+
 @dataclass(frozen=True, kw_only=True)
 class Completion:
     """Completion of one request by the model. The lists are aligned: one entry per generated token."""
@@ -103,27 +122,11 @@ class Completion:
 class Engine(Protocol):
     """Inference engine, as rollout sees it."""
 
-    async def generate(
-        self,
-        input_ids: list[int],
-        params: SamplingParams,
-        *,
-        images: Sequence[bytes] = (),
-        request_id: str = "",
-        on_token: OnToken | None = None,
-    ) -> Completion:
+    async def generate(self, request: GenerateRequest) -> Completion:
         """Complete one sequence.
 
         If it is aborted (because weights are loaded, or on request), the tokens so far are returned with finish_reason
         "abort". `generate_through_aborts` submits them again.
-
-        Args:
-            input_ids: Tokens of the prompt.
-            params: How to draw tokens.
-            images: Files that the tokens show, in order; the tokens that stand for each are in input_ids already.
-            request_id: ID for `abort`.
-            on_token: Callback, called on the caller's event loop with the first of the tokens that are returned, in
-                order: with all of them, or with fewer if the engine does not stream.
 
         Raises:
             EngineError: The parameters contradict one another.

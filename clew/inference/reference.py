@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-from clew.inference.core import Core, Finished, Request
-from clew.inference.protocol import Completion, FinishReason
+from clew.inference.core import Aborted, Core, Finished, is_meant
+from clew.inference.protocol import FinishReason, GenerateRequest
 from clew.inference.sampling import RowParams, choose, uniform
 from clew.models.vision import Vision
 
@@ -21,7 +21,7 @@ class ReferenceEngine(Core):
 
     def __init__(self, model: object, tokenizer: object, vision: Vision | None = None) -> None:
         super().__init__(model, tokenizer, vision)
-        self._request: Request | None = None
+        self._request: GenerateRequest | None = None
         self._output: list[int] = []
         self._logprobs: list[float] = []
 
@@ -30,18 +30,19 @@ class ReferenceEngine(Core):
 
     @torch.inference_mode()
     def step(self) -> list[Finished]:
-        if self._request is None:
+        request = self._request
+        if request is None:
             if not self.waiting:
                 return []
-            self._request, self._output, self._logprobs = self.waiting.popleft(), [], []
-            self.prefilled_tokens += len(self._request.input_ids)
-        request, params = self._request, self._request.params
-        ids = request.input_ids + self._output
+            request = self._request = self.waiting.popleft()
+            self._output, self._logprobs = [], []
+            self.prefilled_tokens += len(request.input_ids)
+        params, stop_ids, ids = request.params, self.stop_ids(request), request.input_ids + self._output
         rows = RowParams.stack([params], self.vocab, self.device)
         banned = self.never_drawn
-        if len(self._output) < params.min_new_tokens and request.stop_ids:
+        if len(self._output) < params.min_new_tokens and stop_ids:
             stops = torch.zeros(1, self.vocab, dtype=torch.bool, device=self.device)
-            stops[0, list(request.stop_ids)] = True
+            stops[0, list(stop_ids)] = True
             banned = stops if banned is None else stops | banned
         uniforms = uniform(rows.seeds, torch.tensor([len(ids)], device=self.device))
         token, logprob = (x.item() for x in choose(self._logits(ids, request.images), rows, uniforms, banned))
@@ -49,12 +50,12 @@ class ReferenceEngine(Core):
         self._logprobs.append(logprob)
         if request.on_token:
             request.on_token(int(token), logprob)
-        if token in request.stop_ids:
+        if token in stop_ids:
             return [self._finish("stop", int(token))]
         matched = self.matched_stop(request, self._output)
         if matched is not None:
             return [self._finish("stop", matched)]
-        if len(ids) + 1 >= request.limit:
+        if len(ids) + 1 >= self.limit(request):
             return [self._finish("length")]
         return []
 
@@ -68,12 +69,12 @@ class ReferenceEngine(Core):
         seen = self.vision.inputs(ids_1T, [images], self.model.dtype) if self.vision is not None else {}
         return self.model(ids_1T, use_cache=False, **seen).logits[:, -1]
 
-    def _finish(self, reason: FinishReason, matched: int | str | None = None) -> tuple[Request, Completion]:
+    def _finish(self, reason: FinishReason, matched: int | str | None = None) -> Finished:
         request, self._request = self._request, None
         assert request is not None
         return request, self.completion(self._output, self._logprobs, reason, matched)
 
-    def _abort_running(self, which: Request | str | None) -> list[Finished]:
-        if self._request is None or not self._request.is_meant_by(which):
+    def _abort_running(self, which: Aborted) -> list[Finished]:
+        if self._request is None or not is_meant(self._request, which):
             return []
         return [self._finish("abort")]

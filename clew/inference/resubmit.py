@@ -7,37 +7,26 @@ them, except for the version of the weights that made each token.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import replace
 
-from clew.inference.protocol import Completion, Engine, EngineUnreachable, OnToken, SamplingParams
+from clew.inference.protocol import Completion, Engine, EngineUnreachable, GenerateRequest
 from clew.waits import waiting
 
 RETRY_S = 0.02
 """Seconds before the first look for a server that is away, or for another one; doubled up to 2 s."""
 
 
-async def generate_through_aborts(
-    engine: Engine,
-    input_ids: list[int],
-    params: SamplingParams,
-    *,
-    images: Sequence[bytes] = (),
-    request_id: str = "",
-    on_token: OnToken | None = None,
-) -> Completion:
+async def generate_through_aborts(engine: Engine, request: GenerateRequest) -> Completion:
     """Complete one sequence; submit it again with the tokens so far after each abort, until it ends by itself.
 
     It waits, under a name, for a server that is away or not ready.
-
-    Args:
-        on_token: Callback as for `Engine.generate`, for the tokens of the whole result.
 
     Raises:
         EngineError: The request itself is refused.
         EngineUnreachable: Output held to a JSON schema was cut short. An engine starts a schema with the first token
             that it draws, so it cannot continue there.
     """
+    params = request.params
     output_ids: list[int] = []
     logprobs: list[float] = []
     versions: list[int] = []
@@ -49,23 +38,9 @@ async def generate_through_aborts(
             min_new_tokens=max(0, params.min_new_tokens - done),
             continues=params.continues + done,
         )
-        told = 0
-
-        def tell(token: int, logprob: float) -> None:
-            nonlocal told
-            told += 1
-            assert on_token is not None
-            on_token(token, logprob)
-
         try:
-            with waiting(f"completion {request_id}".strip(), unblocks="the inference engine"):
-                part = await engine.generate(
-                    input_ids + output_ids,
-                    rest,
-                    images=images,
-                    request_id=request_id,
-                    on_token=None if on_token is None else tell,
-                )
+            with waiting(f"completion {request.id}".strip(), unblocks="the inference engine"):
+                part = await engine.generate(replace(request, input_ids=request.input_ids + output_ids, params=rest))
         except EngineUnreachable as error:
             await _until_reachable(engine, error)
             continue
@@ -74,22 +49,12 @@ async def generate_through_aborts(
         versions += part.versions
         if part.finish_reason != "abort" or len(output_ids) >= params.max_new_tokens:
             reason = "length" if part.finish_reason == "abort" else part.finish_reason
-            return Completion(
-                output_ids=output_ids,
-                logprobs=logprobs,
-                versions=versions,
-                finish_reason=reason,
-                matched=part.matched,
-                wrong_logprobs=part.wrong_logprobs,
-            )
+            return replace(part, output_ids=output_ids, logprobs=logprobs, versions=versions, finish_reason=reason)
         if params.json_schema is not None and output_ids:
             raise EngineUnreachable(
                 "of this request",
                 "it cut short what it held to a JSON schema, and cannot go on there; ask again",
             )
-        if on_token is not None:  # what follows them is told after them
-            for token, logprob in zip(part.output_ids[told:], part.logprobs[told:], strict=True):
-                on_token(token, logprob)
         if not part.output_ids:
             await asyncio.sleep(0.02)  # the engine is about to load: not a wait of its own, but no spinning either
 

@@ -13,13 +13,13 @@ processed_logprobs          after temperature and truncation             with to
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
 from clew.errors import EngineError, ImageError
 from clew.inference.client import HTTPEngine
-from clew.inference.protocol import Completion, EngineUnreachable, OnToken, SamplingParams
+from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, SamplingParams
 
 LogprobsMode = Literal["raw", "processed", "unknown"]
 
@@ -115,22 +115,14 @@ class VLLMEngine(HTTPEngine):
             )
         return f"{reports} of a kind that cannot be told from a probe. {RESTART}"
 
-    async def generate(
-        self,
-        input_ids: list[int],
-        params: SamplingParams,
-        *,
-        images: Sequence[bytes] = (),
-        request_id: str = "",
-        on_token: OnToken | None = None,
-    ) -> Completion:
+    async def generate(self, request: GenerateRequest) -> Completion:
         """See the protocol."""
-        if images:
+        if request.images:
             raise ImageError(f"{self.address} is a vLLM, which takes no images beside token ids.")
-        params = self._fitting(input_ids, params)
+        params = self._fitting(request)
         body = {
             "model": self.model,
-            "prompt": input_ids,
+            "prompt": request.input_ids,
             "max_tokens": params.max_new_tokens,
             "min_tokens": params.min_new_tokens,
             "temperature": params.temperature,
@@ -147,11 +139,11 @@ class VLLMEngine(HTTPEngine):
         }
         if params.json_schema is not None:
             body["structured_outputs"] = {"json": params.json_schema}
-        if on_token is None:
+        if request.on_token is None:
             completion = self._new_of(await self._post("/v1/completions", body), 0)
             assert completion is not None
         else:
-            completion = await self._streamed("/v1/completions", body, on_token)
+            completion = await self._streamed("/v1/completions", body, request.on_token)
         completion = replace(completion, wrong_logprobs=self.wrong_logprobs(params))
         if completion.finish_reason == "stop" and completion.matched is None and completion.output_ids:
             return replace(completion, matched=completion.output_ids[-1])  # an end token goes unnamed

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 import aiohttp
 
 from clew.inference.client import HTTPEngine
-from clew.inference.protocol import EngineUnreachable, SamplingParams, SchemaUnsupported
+from clew.inference.protocol import EngineUnreachable, GenerateRequest, SamplingParams, SchemaUnsupported
 from clew.record.run import RunDirectory, Server, attached_servers
 from clew.waits import waiting
 
@@ -45,14 +45,18 @@ class ServerPool(HTTPEngine):
         self._avoided: dict[tuple[str, int], float] = {}
         """Monotonic time until which an unreachable server is avoided, by address and pid."""
 
-    def _fitting(self, input_ids: list[int], params: SamplingParams) -> SamplingParams:
-        """Return `params`. Raises SchemaUnsupported for a JSON schema, which is never applied in training."""
-        if params.json_schema is not None:
+    def _fitting(self, request: GenerateRequest) -> SamplingParams:
+        """Return the request's parameters.
+
+        Raises:
+            SchemaUnsupported: They have a JSON schema, which is never applied in training.
+        """
+        if request.params.json_schema is not None:
             raise SchemaUnsupported(
                 "in training no output is held to a JSON schema: its tokens' logprobs would be those among what the "
                 "schema allows, and not the policy's. Ask for the form in the prompt, and reward it."
             )
-        return params
+        return request.params
 
     @asynccontextmanager
     async def _answered(self, method: str, path: str, body: bytes | None) -> AsyncIterator[aiohttp.ClientResponse]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from clew.gateway.episode_engine import MAX_NEW_TOKENS, EpisodeEngine, Resources
 from clew.gateway.front import PassedOn
 from clew.gateway.thread import GatewayThread, ServingThread
 from clew.inference.detection import find_engine
-from clew.inference.protocol import Completion, Engine, OnToken, SamplingParams
+from clew.inference.protocol import Completion, Engine, GenerateRequest
 from clew.models.loading import load_tokenizer
 from clew.models.vision import Sight, load_vision
 from clew.record.run import open_run
@@ -42,29 +42,19 @@ class Noted:
         self._requests = requests
         self.version = engine.version
 
-    async def generate(
-        self,
-        input_ids: list[int],
-        params: SamplingParams,
-        *,
-        images: Sequence[bytes] = (),
-        request_id: str = "",
-        on_token: OnToken | None = None,
-    ) -> Completion:
-        came, episode = time.monotonic(), request_id.rpartition(".i")[0]
+    async def generate(self, request: GenerateRequest) -> Completion:
+        came, episode = time.monotonic(), request.id.rpartition(".i")[0]
         with self._requests.asking(episode):
-            completion = await self._engine.generate(
-                input_ids, params, images=images, request_id=request_id, on_token=on_token
-            )
+            completion = await self._engine.generate(request)
         done = time.monotonic()
         self._requests.note(
             Request(
                 episode=episode,
-                asked=str(self._tokenizer.decode(input_ids)),
+                asked=str(self._tokenizer.decode(request.input_ids)),
                 answered=str(self._tokenizer.decode(completion.output_ids, skip_special_tokens=True)),
                 came=came,
                 done=done,
-                id=request_id,
+                id=request.id,
             )
         )
         return completion

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from clew.inference.protocol import Completion, OnToken, SamplingParams, SchemaUnsupported
+from clew.inference.protocol import Completion, GenerateRequest, SchemaUnsupported
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -87,22 +87,15 @@ class StandIn:
         self._asked: dict[str, Counter[str]] = {}
         self._printable: dict[int, bool] = {}
 
-    async def generate(
-        self,
-        input_ids: list[int],
-        params: SamplingParams,
-        *,
-        images: Sequence[bytes] = (),
-        request_id: str = "",
-        on_token: OnToken | None = None,
-    ) -> Completion:
+    async def generate(self, request: GenerateRequest) -> Completion:
+        params, on_token = request.params, request.on_token
         if params.json_schema is not None:
             raise SchemaUnsupported("the stand-in cannot hold its output to a JSON schema. Take a server: --base-url.")
-        output = self._answer(input_ids, *request_id.rsplit(".i", 1))
+        output = self._answer(request.input_ids, *request.id.rsplit(".i", 1))
         cut = len(output) > params.max_new_tokens
         output = output[: params.max_new_tokens]
         logprobs = [-1.0] * len(output)
-        await asyncio.sleep(self._latency_s * (1 + SPREAD * random.Random(f"{SEED}/{request_id}").random()))
+        await asyncio.sleep(self._latency_s * (1 + SPREAD * random.Random(f"{SEED}/{request.id}").random()))
         if on_token is not None:
             for token, logprob in zip(output, logprobs, strict=True):
                 await asyncio.sleep(0)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
 from clew.gateway.episode_engine import EpisodeEngine, Resources
-from clew.inference.protocol import Completion, OnToken, SamplingParams
+from clew.inference.protocol import Completion, GenerateRequest, SamplingParams
 from tests.gateway.chatml import odd_ids
 
 Script = Callable[[str], str]
@@ -28,18 +28,11 @@ class Spoken:
         self.images: list[list[bytes]] = []
         self.failure: Exception | None = None
 
-    async def generate(
-        self,
-        input_ids: list[int],
-        params: SamplingParams,
-        *,
-        images: Sequence[bytes] = (),
-        request_id: str = "",
-        on_token: OnToken | None = None,
-    ) -> Completion:
+    async def generate(self, request: GenerateRequest) -> Completion:
+        input_ids, params, on_token = request.input_ids, request.params, request.on_token
         self.requests.append(list(input_ids))
         self.params.append(params)
-        self.images.append(list(images))
+        self.images.append(list(request.images))
         await asyncio.sleep(self.delay_s)
         if self.failure is not None:
             raise self.failure

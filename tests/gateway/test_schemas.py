@@ -17,7 +17,7 @@ from aiohttp import web
 from clew.gateway.agent_session import Limits
 from clew.gateway.thread import GatewayThread
 from clew.inference.detection import find_engine
-from clew.inference.protocol import SamplingParams, SchemaUnsupported
+from clew.inference.protocol import GenerateRequest, SamplingParams, SchemaUnsupported
 from clew.record.run import RunDirectory
 from clew.rollout.server_pool import ServerPool
 from tests.gateway.chatml import CHATML, chatml_tokenizer, odd_ids
@@ -234,4 +234,4 @@ def test_a_template_that_begins_a_thought_does_not_make_the_object_a_thought(tmp
 def test_in_training_nobody_holds_to_a_schema(tmp_path: Path) -> None:
     pool = ServerPool(RunDirectory(tmp_path))
     with pytest.raises(SchemaUnsupported, match="not the policy's"):
-        asyncio.run(pool.generate([1], SamplingParams(json_schema="{}")))
+        asyncio.run(pool.generate(GenerateRequest([1], SamplingParams(json_schema="{}"))))

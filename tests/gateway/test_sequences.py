@@ -166,8 +166,8 @@ def test_retry_closes_a_turn_once(tmp_path):
     """The model's own end of turn is kept, and the template's left out."""
 
     class Ends(Scripted):
-        async def generate(self, input_ids, params, **known):
-            completion = await super().generate(input_ids, params, **known)
+        async def generate(self, request):
+            completion = await super().generate(request)
             completion.output_ids[-1] = 1
             return completion
 

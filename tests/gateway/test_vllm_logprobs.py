@@ -23,7 +23,7 @@ from aiohttp import web
 
 from clew.errors import EngineError
 from clew.inference.detection import FoundEngine, find_engine
-from clew.inference.protocol import Completion, SamplingParams
+from clew.inference.protocol import Completion, GenerateRequest, SamplingParams
 from clew.inference.vllm import VLLMEngine, mode_of
 from clew.launch.ranks import free_port
 from clew.models.loading import load_model
@@ -117,7 +117,7 @@ async def largest_differences(url: str, reference: Reference) -> tuple[str, list
     results = []
     for number, params in enumerate(SAMPLINGS):
         params = replace(params, max_new_tokens=8, seed=number, stop_token_ids=())
-        completion = await found.engine.generate(PROMPT, params)
+        completion = await found.engine.generate(GenerateRequest(PROMPT, params))
         assert completion.wrong_logprobs == found.wrong_logprobs(params)
         results.append((bool(completion.wrong_logprobs), worst(completion, params, reference)))
     await found.engine.close()

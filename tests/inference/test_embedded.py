@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from clew.errors import EngineError
-from clew.inference.core import Core, Request
+from clew.inference.core import Core
 from clew.inference.embedded import EmbeddedEngine, build_engine
 from clew.inference.local import LocalEngine
-from clew.inference.protocol import Completion, SamplingParams
+from clew.inference.protocol import Completion, GenerateRequest, SamplingParams
 from clew.inference.reference import ReferenceEngine
 from clew.inference.resubmit import generate_through_aborts
 from clew.models.loading import load_model, load_tokenizer
@@ -46,7 +46,7 @@ def engines(path: Path, **kwargs: Any) -> tuple[ReferenceEngine, Core]:
 def run(engine: Core, asked: Asked) -> list[Completion]:
     """Run all requests at once, to the end."""
     for index, (ids, params) in enumerate(asked):
-        engine.submit(Request(id=str(index), input_ids=ids, params=params))
+        engine.submit(GenerateRequest(id=str(index), input_ids=ids, params=params))
     done: dict[str, Completion] = {}
     while engine.has_work:
         done |= {request.id: completion for request, completion in engine.step()}
@@ -147,9 +147,11 @@ def test_whatever_arrives_or_is_aborted_each_output_equals_the_reference(
         before = so_far.get(str(index))
         done = len(before.output_ids) if before else 0
         rest = replace(params, max_new_tokens=params.max_new_tokens - done)
-        engine.submit(Request(id=str(index), input_ids=ids + (before.output_ids if before else []), params=rest))
+        engine.submit(
+            GenerateRequest(id=str(index), input_ids=ids + (before.output_ids if before else []), params=rest)
+        )
 
-    def collect(finished: list[tuple[Request, Completion]]) -> list[int]:
+    def collect(finished: list[tuple[GenerateRequest, Completion]]) -> list[int]:
         for request, completion in finished:
             before = so_far.get(request.id)
             if before:
@@ -200,7 +202,7 @@ def test_the_cache_is_bounded_and_the_rest_waits(tmp_path: Path) -> None:
     assert engine.cache.bytes_per_token == bytes_per_token
     for index in range(8):
         params = SamplingParams(max_new_tokens=50, stop_token_ids=())
-        engine.submit(Request(id=str(index), input_ids=[7 + index], params=params))
+        engine.submit(GenerateRequest(id=str(index), input_ids=[7 + index], params=params))
     most = 0
     while engine.has_work:
         engine.step()
@@ -211,7 +213,7 @@ def test_the_cache_is_bounded_and_the_rest_waits(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"240 tokens \(prompt 3, max_new_tokens 237\).*inference\.cache_gib"):
         params = SamplingParams(max_new_tokens=237)
         tight = EmbeddedEngine(load_model(str(path), "float32", CPU), None, cache_gib=gib / 3)
-        tight.submit(Request(id="", input_ids=[7, 8, 9], params=params))
+        tight.submit(GenerateRequest(id="", input_ids=[7, 8, 9], params=params))
 
 
 def test_ends_where_the_context_ends(both: tuple[ReferenceEngine, Core]) -> None:
@@ -220,7 +222,7 @@ def test_ends_where_the_context_ends(both: tuple[ReferenceEngine, Core]) -> None
         [completion] = run(engine, asked)
         assert len(completion.output_ids) == 6 and completion.finish_reason == "length"
         with pytest.raises(EngineError, match=r"256 tokens.*256"):
-            engine.submit(Request(id="", input_ids=[7] * 256, params=SamplingParams()))
+            engine.submit(GenerateRequest(id="", input_ids=[7] * 256, params=SamplingParams()))
 
 
 def test_a_context_shorter_than_the_self_check(tmp_path: Path) -> None:
@@ -250,9 +252,9 @@ def test_a_request_that_no_step_could_compute_is_refused(
     params: dict[str, Any] = {"max_new_tokens": 6, "min_new_tokens": 3, **wrong}
     for engine in both:
         with pytest.raises(EngineError, match=words):
-            engine.submit(Request(id="", input_ids=[7, 8], params=SamplingParams(**params)))
+            engine.submit(GenerateRequest(id="", input_ids=[7, 8], params=SamplingParams(**params)))
         with pytest.raises(EngineError, match="whole numbers"):
-            engine.submit(Request(id="", input_ids=[7, 8.5], params=SamplingParams()))  # type: ignore[list-item]
+            engine.submit(GenerateRequest(id="", input_ids=[7, 8.5], params=SamplingParams()))  # type: ignore[list-item]
         assert not engine.has_work
 
 
@@ -278,12 +280,17 @@ def test_a_step_that_fails_is_raised_to_every_caller(tmp_path: Path, threaded: b
         engine = LocalEngine(build_engine(model, Tokenizer()), threaded=threaded)
         plain, bad = SamplingParams(max_new_tokens=100), SamplingParams(stop=("x",))
         answers = await asyncio.gather(
-            *(engine.generate([7, 8], params) for params in (plain, bad)), return_exceptions=True
+            *(engine.generate(GenerateRequest([7, 8], params)) for params in (plain, bad)), return_exceptions=True
         )
         for answer in answers:
             assert type(answer) is EngineError and "RuntimeError: no such kernel" in str(answer)
         ref = WeightRef(version=1, path=str(tmp_path), digest="")
-        for call in (engine.generate([7], plain), engine.version(), engine.load_weights(ref), engine.abort()):
+        for call in (
+            engine.generate(GenerateRequest([7], plain)),
+            engine.version(),
+            engine.load_weights(ref),
+            engine.abort(),
+        ):
             with pytest.raises(EngineError, match="no such kernel") as raised:
                 await asyncio.wait_for(call, 10)
             assert type(raised.value) is EngineError, "nobody tries again"
@@ -317,7 +324,7 @@ def test_a_stop_string_across_an_abort(both: tuple[ReferenceEngine, Core]) -> No
     async def scenario() -> Completion:
         local = LocalEngine(engine)
         params = SamplingParams(max_new_tokens=30, seed=5, stop_token_ids=(), stop=(stop,))
-        request = asyncio.ensure_future(generate_through_aborts(local, [7, 8], params))
+        request = asyncio.ensure_future(generate_through_aborts(local, GenerateRequest([7, 8], params)))
         for _ in range(7):  # one to submit, then a step each
             await asyncio.sleep(0)
         assert engine.running() == 1
@@ -338,7 +345,10 @@ def test_many_through_aborts_and_loads_equal_the_reference(tmp_path: Path, threa
 
     async def scenario() -> list[Completion]:
         engine = LocalEngine(core, threaded=threaded)
-        requests = [asyncio.ensure_future(generate_through_aborts(engine, ids, params)) for ids, params in asked]
+        requests = [
+            asyncio.ensure_future(generate_through_aborts(engine, GenerateRequest(ids, params)))
+            for ids, params in asked
+        ]
         for version in range(1, 6):
             await asyncio.sleep(0.02)
             await engine.load_weights(replace(ref, version=version))
@@ -361,7 +371,10 @@ def test_memory_that_is_released_is_gone_and_requests_go_on_where_they_were(tmp_
 
     async def scenario() -> tuple[list[Completion], list[int]]:
         engine, freed = LocalEngine(core, threaded=threaded), []
-        requests = [asyncio.ensure_future(generate_through_aborts(engine, ids, params)) for ids, params in asked]
+        requests = [
+            asyncio.ensure_future(generate_through_aborts(engine, GenerateRequest(ids, params)))
+            for ids, params in asked
+        ]
         for _ in range(4):
             await asyncio.sleep(0.02)
             freed.append(core.cache_bytes())

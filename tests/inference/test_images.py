@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from clew.errors import EngineError, ImageError, ModelError
-from clew.inference.core import Core, Request
+from clew.inference.core import Core
 from clew.inference.embedded import EmbeddedEngine, build_engine
-from clew.inference.protocol import Completion, SamplingParams
+from clew.inference.protocol import Completion, GenerateRequest, SamplingParams
 from clew.inference.reference import ReferenceEngine
 from clew.models.loading import load_model, load_tokenizer
 from clew.models.vision import Vision, load_vision
@@ -33,7 +33,7 @@ def both(folder: Path) -> tuple[Core, ReferenceEngine, Vision]:
     return build_engine(load_model(str(folder), "float32", CPU), tokenizer, vision, max_running=8), reference, vision
 
 
-def requests(core: Core, vision: Vision) -> list[Request]:
+def requests(core: Core, vision: Vision) -> list[GenerateRequest]:
     """Text alone, one image, two of different sizes, equal prompts, equal tokens that show another image."""
 
     def ids(text: str, *images: bytes) -> list[int]:
@@ -50,12 +50,12 @@ def requests(core: Core, vision: Vision) -> list[Request]:
     ]
     params = [SamplingParams(max_new_tokens=12, min_new_tokens=6, temperature=1.0, seed=n) for n in range(6)]
     return [
-        Request(id=str(number), input_ids=prompt, params=param, images=images)
+        GenerateRequest(id=str(number), input_ids=prompt, params=param, images=images)
         for number, ((prompt, images), param) in enumerate(zip(prompts, params, strict=True))
     ]
 
 
-def run(core: Core, asked: list[Request]) -> dict[str, Completion]:
+def run(core: Core, asked: list[GenerateRequest]) -> dict[str, Completion]:
     for request in asked:
         core.submit(request)
     done: dict[str, Completion] = {}
@@ -98,17 +98,17 @@ def test_a_model_that_looks_both_ways_within_an_image_is_served_by_the_reference
 def test_what_cannot_be_shown_is_refused(folders: Path, tmp_path: Path) -> None:
     engine, _, vision = both(folders / "llava")
     prompt, params = [5, *vision.tokens_of(RED), 6], SamplingParams()
-    engine.check(prompt, params, [RED])
+    engine.check(GenerateRequest(prompt, params, (RED,)))
     with pytest.raises(ImageError, match=r"holds the token of images \(\d+\) 4 times, and the 2 images take 8"):
-        engine.check(prompt, params, [RED, BLUE])
+        engine.check(GenerateRequest(prompt, params, (RED, BLUE)))
     with pytest.raises(ImageError, match="3 bytes are no image that can be read"):
-        engine.check(prompt, params, [b"PNG"])
+        engine.check(GenerateRequest(prompt, params, (b"PNG",)))
     with pytest.raises(ImageError, match=r"there are 2 placeholders '<image>' for 1 images"):
         vision.expanded("<image> <image>", [RED])
     tiny_tokenizer(tmp_path)
     blind = build_engine(tiny_model(tmp_path), load_tokenizer(str(tmp_path)), load_vision(str(tmp_path)))
     with pytest.raises(EngineError, match="the model takes no images"):
-        blind.check([5, 6], params, [RED])
+        blind.check(GenerateRequest([5, 6], params, (RED,)))
 
 
 def test_a_model_that_sees_needs_its_processor(folders: Path) -> None:

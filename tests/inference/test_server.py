@@ -25,10 +25,10 @@ from clew.config import Config, load
 from clew.errors import EngineError, ImageError
 from clew.inference import serve as inference_server
 from clew.inference.client import HTTPEngine
-from clew.inference.core import Core, Request
+from clew.inference.core import Core
 from clew.inference.embedded import build_engine
 from clew.inference.local import LocalEngine
-from clew.inference.protocol import Completion, EngineUnreachable, RequestTooLong, SamplingParams
+from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, RequestTooLong, SamplingParams
 from clew.inference.resubmit import generate_through_aborts
 from clew.inference.serve import serve
 from clew.loop.server_control import ServerControl
@@ -146,7 +146,9 @@ def test_equals_the_engine_in_this_process(server: ServerProcess, folder: Path) 
     core = build_engine(load_model(path, "float32", torch.device("cpu")), load_tokenizer(path))
 
     async def all_of(engine: Any) -> list[Completion]:
-        return await asyncio.gather(*(engine.generate(PROMPT, one, request_id=f"q{one.seed}") for one in params))
+        return await asyncio.gather(
+            *(engine.generate(GenerateRequest(PROMPT, one, id=f"q{one.seed}")) for one in params)
+        )
 
     here = asyncio.run(all_of(LocalEngine(core)))
     there = with_engine(server, all_of)
@@ -159,9 +161,10 @@ def test_equals_the_engine_in_this_process(server: ServerProcess, folder: Path) 
 def test_a_stream_tells_the_same_tokens(server: ServerProcess) -> None:
     told: list[tuple[int, float]] = []
     params = SamplingParams(max_new_tokens=20, seed=4, stop_token_ids=())
-    plain = with_engine(server, lambda engine: engine.generate(PROMPT, params))
+    plain = with_engine(server, lambda engine: engine.generate(GenerateRequest(PROMPT, params)))
     streamed = with_engine(
-        server, lambda engine: engine.generate(PROMPT, params, on_token=lambda *token: told.append(token))
+        server,
+        lambda engine: engine.generate(GenerateRequest(PROMPT, params, on_token=lambda *token: told.append(token))),
     )
     assert streamed == plain and told == list(zip(plain.output_ids, plain.logprobs, strict=True))
 
@@ -197,7 +200,7 @@ def test_streams(server: ServerProcess) -> None:
 
 def test_says_that_a_request_is_too_long(server: ServerProcess) -> None:
     with pytest.raises(RequestTooLong, match=r"refused /generate \(400\): the prompt has 256 tokens"):
-        with_engine(server, lambda engine: engine.generate([7] * 256, SamplingParams()))
+        with_engine(server, lambda engine: engine.generate(GenerateRequest([7] * 256, SamplingParams())))
 
 
 def test_a_long_text_holds_nobody_up_while_its_tokens_are_made(server: ServerProcess) -> None:
@@ -282,7 +285,7 @@ def test_refuses_with_words(server: ServerProcess, path: str, body: Any, words: 
 
 
 def serve_broken(config: Config, **options: Any) -> None:
-    def matched_stop(self: Core, request: Request, output_ids: list[int]) -> None:
+    def matched_stop(self: Core, request: GenerateRequest, output_ids: list[int]) -> None:
         raise RuntimeError("no such kernel")
 
     Core.matched_stop = matched_stop  # type: ignore[assignment]
@@ -298,7 +301,7 @@ def test_a_failed_step_ends_the_process_and_the_next_one_answers(tmp_path: Path)
 
     async def scenario(engine: HTTPEngine) -> Completion:
         params = SamplingParams(max_new_tokens=5, stop=("no such text",), stop_token_ids=())
-        request = asyncio.ensure_future(generate_through_aborts(engine, PROMPT, params))
+        request = asyncio.ensure_future(generate_through_aborts(engine, GenerateRequest(PROMPT, params)))
         error = (await asyncio.to_thread(server.process.communicate, timeout=60))[1]
         assert server.process.returncode == 1
         assert "a step of the inference engine failed" in error and "in matched_stop" in error
@@ -317,7 +320,7 @@ def test_loads_weights_while_requests_go_on(server: ServerProcess, folder: Path)
     async def scenario(engine: HTTPEngine) -> Completion:
         await engine.load_weights(WeightRef(version=4, path=str(folder / "model"), digest=""))
         params = SamplingParams(max_new_tokens=240, stop_token_ids=(), seed=1)
-        request = asyncio.ensure_future(generate_through_aborts(engine, PROMPT, params, request_id="long"))
+        request = asyncio.ensure_future(generate_through_aborts(engine, GenerateRequest(PROMPT, params, id="long")))
         while not await running(server):
             pass
         await asyncio.sleep(0.02)
@@ -337,7 +340,7 @@ def test_loads_weights_while_requests_go_on(server: ServerProcess, folder: Path)
 
 def test_weights_that_are_refused_leave_the_old_ones_serving(server: ServerProcess, folder: Path) -> None:
     params = SamplingParams(max_new_tokens=20, seed=3, stop_token_ids=())
-    before = with_engine(server, lambda engine: engine.generate(PROMPT, params))
+    before = with_engine(server, lambda engine: engine.generate(GenerateRequest(PROMPT, params)))
     tiny_model(folder / "other", seed=1)
     halved = folder / "halved"
     halved.mkdir()
@@ -352,7 +355,7 @@ def test_weights_that_are_refused_leave_the_old_ones_serving(server: ServerProce
         with pytest.raises(EngineError, match=words):
             with_engine(server, lambda engine, ref=ref: engine.load_weights(ref))
         assert with_engine(server, lambda engine: engine._request("GET", "/health", None)) == {}
-        assert with_engine(server, lambda engine: engine.generate(PROMPT, params)) == before
+        assert with_engine(server, lambda engine: engine.generate(GenerateRequest(PROMPT, params))) == before
 
 
 def test_the_trainer_ends_with_the_servers_words_when_its_weights_are_refused(
@@ -402,7 +405,7 @@ def test_memory_that_is_released_without_a_pause_comes_back_by_itself(tmp_path: 
     async def scenario() -> None:
         engine = LocalEngine(build_engine(load_model(str(path), "float32", torch.device("cpu")), None))
         await engine.release_memory(0.2)
-        assert len((await engine.generate(PROMPT, SamplingParams(max_new_tokens=3))).output_ids) == 3
+        assert len((await engine.generate(GenerateRequest(PROMPT, SamplingParams(max_new_tokens=3)))).output_ids) == 3
         assert not engine.released
         await engine.close()
 
@@ -432,7 +435,7 @@ def test_a_pause_is_a_lease(server: ServerProcess) -> None:
     async def scenario(engine: HTTPEngine) -> float:
         await engine.pause(lease_s=0.5)
         began = time.monotonic()
-        await engine.generate(PROMPT, SamplingParams(max_new_tokens=3))
+        await engine.generate(GenerateRequest(PROMPT, SamplingParams(max_new_tokens=3)))
         return time.monotonic() - began
 
     assert 0.3 < with_engine(server, scenario) < 5
@@ -442,7 +445,7 @@ def test_memory_is_released_for_as_long_as_the_trainer_says_and_requests_go_on(
     server: ServerProcess, folder: Path
 ) -> None:
     params = SamplingParams(max_new_tokens=240, seed=11, stop_token_ids=())
-    plain = with_engine(server, lambda engine: engine.generate(PROMPT, params))
+    plain = with_engine(server, lambda engine: engine.generate(GenerateRequest(PROMPT, params)))
 
     def state() -> tuple[bool, bool]:
         info = with_engine(server, lambda engine: engine._request("GET", "/model_info", None))
@@ -451,7 +454,9 @@ def test_memory_is_released_for_as_long_as_the_trainer_says_and_requests_go_on(
 
     servers = ServerControl(RunDirectory(folder / "runs" / "test" / "0"), lease_s=0.6)
     with ThreadPoolExecutor() as pool, closing(servers):
-        request = pool.submit(with_engine, server, lambda engine: generate_through_aborts(engine, PROMPT, params))
+        request = pool.submit(
+            with_engine, server, lambda engine: generate_through_aborts(engine, GenerateRequest(PROMPT, params))
+        )
         while not state()[1]:
             pass
         with servers.released():
@@ -511,7 +516,7 @@ def test_released_memory_is_a_lease_too(server: ServerProcess) -> None:
     async def scenario(engine: HTTPEngine) -> float:
         await engine.release_memory(lease_s=0.5)
         began = time.monotonic()
-        await engine.generate(PROMPT, SamplingParams(max_new_tokens=3))
+        await engine.generate(GenerateRequest(PROMPT, SamplingParams(max_new_tokens=3)))
         return time.monotonic() - began
 
     assert 0.3 < with_engine(server, scenario) < 5
@@ -520,13 +525,13 @@ def test_released_memory_is_a_lease_too(server: ServerProcess) -> None:
 def test_a_client_that_leaves_aborts_its_request(server: ServerProcess) -> None:
     async def scenario(engine: HTTPEngine) -> None:
         params = SamplingParams(max_new_tokens=250, stop_token_ids=())
-        requests = [asyncio.ensure_future(engine.generate(PROMPT, params)) for _ in range(20)]
+        requests = [asyncio.ensure_future(engine.generate(GenerateRequest(PROMPT, params))) for _ in range(20)]
         await asyncio.sleep(0.05)
         for request in requests:
             request.cancel()
         await asyncio.gather(*requests, return_exceptions=True)
         began = time.monotonic()
-        await engine.generate(PROMPT, SamplingParams(max_new_tokens=2))
+        await engine.generate(GenerateRequest(PROMPT, SamplingParams(max_new_tokens=2)))
         assert time.monotonic() - began < 1
         info = await engine._request("GET", "/model_info", None)
         assert (info["running"], info["waiting"]) == (0, 0)
@@ -552,10 +557,10 @@ def test_port_in_use(server: ServerProcess, folder: Path, tmp_path: Path) -> Non
 
 def test_killed_and_started_again_the_request_goes_on(server: ServerProcess, folder: Path) -> None:
     params = SamplingParams(max_new_tokens=200, stop_token_ids=(), seed=7)
-    expected = with_engine(server, lambda engine: engine.generate(PROMPT, params))
+    expected = with_engine(server, lambda engine: engine.generate(GenerateRequest(PROMPT, params)))
 
     async def scenario(engine: HTTPEngine) -> Completion:
-        request = asyncio.ensure_future(generate_through_aborts(engine, PROMPT, params))
+        request = asyncio.ensure_future(generate_through_aborts(engine, GenerateRequest(PROMPT, params)))
         await asyncio.sleep(0.03)
         server.end(signal.SIGKILL)
         with pytest.raises(EngineUnreachable, match=server.address):
@@ -583,7 +588,7 @@ def test_starts_with_the_newest_weights_and_ends_on_a_signal(server: ServerProce
     async def ended_in_a_pause(engine: HTTPEngine) -> Completion:
         """Return the completion of a request that would wait for two minutes."""
         await engine.pause(lease_s=120)
-        pending = asyncio.ensure_future(engine.generate(PROMPT, SamplingParams()))
+        pending = asyncio.ensure_future(engine.generate(GenerateRequest(PROMPT, SamplingParams())))
         while not (await engine._request("GET", "/model_info", None))["waiting"]:
             pass
         await asyncio.to_thread(server.end, signal.SIGINT)
@@ -648,21 +653,21 @@ def test_images_come_over_http_as_they_would_in_this_process(tmp_path: Path) -> 
 
     async def compare() -> None:
         there, told = HTTPEngine(server.address), []
-        expected = await here.generate(prompt, params, images=[red])
-        whole = await there.generate(prompt, params, images=[red])
+        request = GenerateRequest(prompt, params, (red,))
+        expected = await here.generate(request)
+        whole = await there.generate(request)
         # A training in this process, as in other tests, replaces operations of the model (training/pointwise.py), and
         # these round otherwise than the server's.
         near = pytest.approx(expected.logprobs, abs=1e-5)
         assert whole.output_ids == expected.output_ids and whole.logprobs == near
-        streamed = await there.generate(
-            prompt, params, images=[red], on_token=lambda token, logprob: told.append((token, logprob))
-        )
-        assert streamed == whole and [token for token, _ in told] == whole.output_ids
-        assert (await there.generate(prompt, params, images=[picture("blue")])).logprobs != expected.logprobs
+        streamed = await there.generate(replace(request, on_token=lambda token, _: told.append(token)))
+        assert streamed == whole and told == whole.output_ids
+        blue = await there.generate(replace(request, images=(picture("blue"),)))
+        assert blue.logprobs != expected.logprobs
         with pytest.raises(ImageError, match=r"7 bytes are no image that can be read"):
-            await there.generate(prompt, params, images=[b"a photo"])
+            await there.generate(GenerateRequest(prompt, params, images=(b"a photo",)))
         with pytest.raises(ImageError, match=r"the 0 images take 0"):
-            await there.generate(prompt, params)
+            await there.generate(GenerateRequest(prompt, params))
         async with aiohttp.ClientSession() as client:
             body = {"input_ids": prompt, "image_data": "https://example.com/cat.png"}
             async with client.post(f"http://{server.address}/generate", json=body) as refused:

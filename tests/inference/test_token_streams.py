@@ -18,7 +18,7 @@ from clew.errors import EngineError
 from clew.inference.client import HTTPEngine
 from clew.inference.embedded import build_engine
 from clew.inference.local import LocalEngine
-from clew.inference.protocol import EngineUnreachable, RequestTooLong, SamplingParams
+from clew.inference.protocol import EngineUnreachable, GenerateRequest, RequestTooLong, SamplingParams
 from clew.inference.resubmit import generate_through_aborts
 from clew.inference.vllm import VLLMEngine
 from clew.models.loading import load_model, load_tokenizer
@@ -91,7 +91,9 @@ def heard_of(*events: Any, cut: bool = False, vllm: bool = False) -> tuple[Any, 
         async with saying(*events, cut=cut) as address:
             engine = VLLMEngine(address, "m", 256) if vllm else HTTPEngine(address)
             try:
-                completion = await engine.generate(PROMPT, PARAMS, on_token=lambda *token: told.append(token))
+                completion = await engine.generate(
+                    GenerateRequest(PROMPT, PARAMS, on_token=lambda *token: told.append(token))
+                )
             finally:
                 await engine.close()
         assert [logprob for _, logprob in told] == completion.logprobs == [-0.5 * token for token, _ in told]
@@ -152,7 +154,9 @@ def test_an_engine_in_this_process_tells_each_token_once_also_across_aborts(tmp_
         engine, told = LocalEngine(core, threaded=threaded), []
         at = [3, 9, 10] if aborting else []
         work = asyncio.ensure_future(
-            generate_through_aborts(engine, PROMPT, PARAMS, on_token=lambda token, _: told.append(token))
+            generate_through_aborts(
+                engine, GenerateRequest(PROMPT, PARAMS, on_token=lambda token, _: told.append(token))
+            )
         )
         while not work.done():
             await asyncio.sleep(0)
@@ -182,7 +186,7 @@ def test_what_a_listener_raises_is_not_the_engines_failure(tmp_path: Any) -> Non
         def listen(token: int, logprob: float) -> None:
             raise ValueError("a mistake")
 
-        completion = await engine.generate(PROMPT, PARAMS, on_token=listen)
+        completion = await engine.generate(GenerateRequest(PROMPT, PARAMS, on_token=listen))
         assert len(completion.output_ids) == 24 == len(raised) and engine.failure is None
 
     asyncio.run(run())
@@ -210,10 +214,10 @@ def test_no_more_is_asked_of_a_server_than_its_context_has_room_for(name: str) -
         async with served(answer) as address:
             engine = VLLMEngine(address, "m", 13) if name == "vllm" else HTTPEngine(address, context=13)
             try:
-                await engine.generate([7] * 3, PARAMS)
-                await engine.generate([7] * 12, PARAMS)
+                await engine.generate(GenerateRequest([7] * 3, PARAMS))
+                await engine.generate(GenerateRequest([7] * 12, PARAMS))
                 with pytest.raises(RequestTooLong, match=r"13 tokens, and .* a context of 13"):
-                    await engine.generate([7] * 13, PARAMS)
+                    await engine.generate(GenerateRequest([7] * 13, PARAMS))
             finally:
                 await engine.close()
         fields = asked if name == "vllm" else [each["sampling_params"] for each in asked]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from clew.config import Config
-from clew.inference.protocol import Completion, OnToken, SamplingParams
+from clew.inference.protocol import Completion, GenerateRequest, SamplingParams
 from clew.record.run import RunDirectory
 from clew.rollout.runner import RolloutRunner
 from tests.models import tiny_tokenizer
@@ -26,16 +25,9 @@ class Scripted:
         self.turns, self.delay_s, self.abort_every = turns, delay_s, abort_every
         self.requests: list[tuple[str, list[int], SamplingParams]] = []
 
-    async def generate(
-        self,
-        input_ids: list[int],
-        params: SamplingParams,
-        *,
-        images: Sequence[bytes] = (),
-        request_id: str = "",
-        on_token: OnToken | None = None,
-    ) -> Completion:
-        self.requests.append((request_id, list(input_ids), params))
+    async def generate(self, request: GenerateRequest) -> Completion:
+        params = request.params
+        self.requests.append((request.id, list(request.input_ids), params))
         number = len(self.requests)
         for _ in range(self.turns):
             await asyncio.sleep(0)

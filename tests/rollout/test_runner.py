@@ -492,9 +492,9 @@ def test_a_failed_episode_does_not_end_an_evaluation(tmp_path):
 
 def test_an_evaluation_by_two_versions_is_an_error(tmp_path):
     class Moves(Scripted):
-        async def generate(self, input_ids, params, **known):
+        async def generate(self, request):
             self.now = 1
-            return await super().generate(input_ids, params, **known)
+            return await super().generate(request)
 
     config = config_for(tmp_path, eval={"path": "eval.jsonl"})
     with pytest.raises(RolloutError, match="the evaluation of version 0 has tokens by version 1"):
@@ -504,10 +504,10 @@ def test_an_evaluation_by_two_versions_is_an_error(tmp_path):
 @pytest.mark.parametrize("discount", [1.0, 0.5])
 def test_a_retry_that_does_not_fit_is_not_made_and_the_episode_is_kept(tmp_path, discount):
     class Short(Scripted):
-        async def generate(self, input_ids, params, **known):
-            if len(input_ids) > 30:
+        async def generate(self, request):
+            if len(request.input_ids) > 30:
                 raise RequestTooLong("the prompt has more than 30 tokens")
-            return await super().generate(input_ids, params, **known)
+            return await super().generate(request)
 
     retries = {"max_turns": 9, "discount": discount}
     config = config_for(

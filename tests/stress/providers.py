@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from starlette.middleware.gzip import GZipMiddleware
@@ -24,7 +25,7 @@ from clew.gateway.agent_session import AgentSession, Limits
 from clew.gateway.app import application, disconnected, key_of
 from clew.gateway.episode_engine import EpisodeEngine, Resources
 from clew.gateway.thread import ServingThread
-from clew.inference.protocol import Completion, SamplingParams
+from clew.inference.protocol import Completion, GenerateRequest, SamplingParams
 from clew.stress.standin import StandIn, byte_tokenizer
 
 KEY = "sk-theirs"
@@ -34,8 +35,8 @@ FEW = 3
 class Steady(StandIn):
     """Provider whose answers follow from the prompt alone."""
 
-    async def generate(self, input_ids: list[int], params: SamplingParams, **options: Any) -> Completion:
-        return await super().generate(input_ids, params, **{**options, "request_id": ""})
+    async def generate(self, request: GenerateRequest) -> Completion:
+        return await super().generate(replace(request, id=""))
 
 
 class Strangers:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from clew.inference.protocol import Completion, SamplingParams
+from clew.inference.protocol import Completion, GenerateRequest, SamplingParams
 from clew.stress import growth, repeat, serial, shared, steps, watch
 from clew.stress.busy import sleeps_in_a_call
 from clew.stress.crossings import crossed_answers, crossed_rows
@@ -50,7 +50,7 @@ def test_the_stand_in_tells_an_episode_the_same_again_and_no_two_the_same(tokeni
     engine = StandIn(tokenizer, latency_s=0, tokens=40)
 
     async def ask(name: str, ids: list[int]) -> Completion:
-        return await engine.generate(ids, PARAMS, request_id=name)
+        return await engine.generate(GenerateRequest(ids, PARAMS, id=name))
 
     async def ask_all() -> list[list[int]]:
         names = [("a.i0", [7]), ("a.i1", [7]), ("a.i2", [8]), ("b.i0", [7])]
@@ -68,7 +68,7 @@ def test_recorded_texts_latency_and_notes(tokenizer: Any) -> None:
     engine = Noted(StandIn(tokenizer, latency_s=0.02, texts=texts), tokenizer, requests)
 
     async def ask() -> None:
-        await asyncio.gather(*(engine.generate([9, 9], PARAMS, request_id=f"e{i}.i0") for i in range(8)))
+        await asyncio.gather(*(engine.generate(GenerateRequest([9, 9], PARAMS, id=f"e{i}.i0")) for i in range(8)))
 
     asyncio.run(ask())
     noted = requests.take()
@@ -76,7 +76,7 @@ def test_recorded_texts_latency_and_notes(tokenizer: Any) -> None:
     assert sorted(each.episode for each in noted) == [f"e{i}" for i in range(8)]
     assert all(each.done - each.came >= 0.02 for each in noted)
     assert requests.take() == []
-    short = asyncio.run(engine.generate([9], SamplingParams(max_new_tokens=2), request_id="x.i0"))
+    short = asyncio.run(engine.generate(GenerateRequest([9], SamplingParams(max_new_tokens=2), id="x.i0")))
     assert (len(short.output_ids), short.finish_reason) == (2, "length")
 
 

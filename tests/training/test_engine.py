@@ -8,7 +8,7 @@ import torch
 
 from clew.errors import TrainingError
 from clew.inference.embedded import build_engine
-from clew.inference.protocol import RequestTooLong, SamplingParams
+from clew.inference.protocol import GenerateRequest, RequestTooLong, SamplingParams
 from clew.models.loading import load_model
 from clew.record.rows import ALIGNED
 from clew.training.engine import TrainEngine
@@ -101,7 +101,7 @@ def test_positions_that_change_with_the_longest_row_are_not_computed(tmp_path):
         engine.train_step([*batch, make_sequence("g0.e7.s0", response=38)])
     served = build_engine(load_model(str(tmp_path / "model"), "float32", torch.device("cpu")), None, max_running=4)
     with pytest.raises(RequestTooLong, match=r"context \(original_max_position_embeddings of longrope\) is 40"):
-        served.check(list(range(6, 47)), SamplingParams())
+        served.check(GenerateRequest(list(range(6, 47)), SamplingParams()))
 
 
 def test_one_update_equals_a_plain_loop(model):
