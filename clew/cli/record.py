@@ -191,7 +191,10 @@ def export(
     from clew.training.exchange import export_steps
 
     files = export_steps(open_run(run), form, steps, to or run / "exported")
-    print(f"exported {len(files)} steps: {files[0]}" + (f" to {files[-1].name}" if len(files) > 1 else ""))
+    if len(files) == 1:
+        print(f"exported 1 step: {files[0]}")
+    else:
+        print(f"exported {len(files)} steps: {files[0]} to {files[-1].name}")
 
 
 def import_(

@@ -160,7 +160,8 @@ def rollout(
         run_rollout(load_config(config, overrides))
     else:
         roll_out(load_config(config, overrides), steps, out)
-        print(f"{out} has {steps} batches: `clew show {out} 0`; debug.replay_rollout_data trains on them.")
+        batches = "1 batch" if steps == 1 else f"{steps} batches"
+        print(f"{out} has {batches}: `clew show {out} 0`; debug.replay_rollout_data trains on them.")
 
 
 def learn(config: ConfigFile, overrides: Overrides = None) -> None:

@@ -56,7 +56,7 @@ class EngineHere:
     def __init__(self, config: Config, run: RunDirectory, loop: asyncio.AbstractEventLoop) -> None:
         """Load the engine and prepare rollout, which runs in `loop`."""
         from clew.inference.local import load_engine
-        from clew.rollout.process import gateway_for, inline_runner
+        from clew.rollout.process import gateway_for, make_runner
         from clew.rollout.setup import side_by_side
 
         self._loop = loop
@@ -65,7 +65,7 @@ class EngineHere:
         if newest is not None and newest.exists():  # an evaluation of that version may not be complete
             self._loop.run_until_complete(self._engine.load_weights(newest))
         self._gateway = gateway_for(config)
-        self._runner = inline_runner(config, run, self._engine, self._gateway)
+        self._runner = make_runner(config, run, self._engine, self._gateway)
         self.interrupts = Interrupts()
 
     def load(self, ref: WeightRef) -> None:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import ExitStack
+import math
+import time
 from pathlib import Path
 
 from clew.config import Config, Eval
 from clew.printing import print
 from clew.record.rows import from_table
-from clew.record.run import RunDirectory
+from clew.record.run import RunDirectory, attached_servers
 from clew.record.writer import Writer
-from clew.rollout.process import end_on_signals, runner_on_servers
-from clew.waits import Reporter
+from clew.rollout.process import ended_by_signals, runner_on_servers
+from clew.waits import Reporter, waiting
 
 LOOK_S = 0.05
 """Seconds between two looks at the inbox."""
+
+PATIENCE_S = 3.0
+"""Seconds until a missing server is reported: one that is just starting needs a few."""
 
 
 def roll_out(config: Config, steps: int, out: Path) -> None:
@@ -33,20 +37,21 @@ def roll_out(config: Config, steps: int, out: Path) -> None:
             "eval": Eval(),
         }
     )
-    with ExitStack() as stack:
-        writer = stack.enter_context(Writer(out, config.model_dump(mode="json"), trainer="clew rollout"))
-        stack.enter_context(writer.run.hold("rollout"))
-        reporter = stack.enter_context(writer.run.report("rollout"))
+    with (
+        Writer(out, config.model_dump(mode="json"), trainer="clew rollout") as writer,
+        writer.run.hold("rollout"),
+        writer.run.report("rollout") as reporter,
+    ):
         asyncio.run(_roll_out(config, steps, writer, reporter))
 
 
 async def _roll_out(config: Config, steps: int, writer: Writer, reporter: Reporter) -> None:
-    asked_to_end = end_on_signals()
-    inbox = writer.run.inbox
+    inbox, served = writer.run.inbox, RunDirectory(config.run_path)
     inbox.remove(writer.run.steps.consumed())  # written, but killed before they left
     inbox.publish(writer.run.steps.count())
-    try:
-        async with runner_on_servers(config, writer.run, RunDirectory(config.run_path), reporter) as runner:
+    with ended_by_signals():
+        await _until_served(served)
+        async with runner_on_servers(config, writer.run, served, reporter) as runner:
             making = asyncio.ensure_future(runner.run())
             while writer.run.steps.count() < steps:
                 await asyncio.wait({making}, timeout=LOOK_S)
@@ -60,7 +65,18 @@ async def _roll_out(config: Config, steps: int, writer: Writer, reporter: Report
                     inbox.remove(names)
                     print(f"batch {number}: {' '.join(names[:3])} … {names[-1]}", flush=True)
             await making
-    except asyncio.CancelledError:
-        if not asked_to_end:
-            raise
-        raise SystemExit(128 + asked_to_end[0]) from None
+
+
+async def _until_served(run: RunDirectory) -> None:
+    """Return once a server of the run is ready. Otherwise the first episodes would wait until their time limit."""
+    print_at = time.monotonic() + PATIENCE_S
+    with waiting("an inference server", unblocks="clew serve"):
+        while not (attached_servers() or any(server.ready for server in run.servers())):
+            if time.monotonic() > print_at:
+                print_at = math.inf
+                print(
+                    f"Waiting for an inference server of {run.path}. Start one in another terminal, with the same "
+                    f"configuration: `clew serve CONFIG`.",
+                    flush=True,
+                )
+            await asyncio.sleep(LOOK_S)

@@ -6,8 +6,8 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from clew.config import Config
@@ -36,17 +36,8 @@ def rollout(config: Config) -> None:
         SystemExit: A signal ended it.
     """
     run = RunDirectory(config.run_path)
-    with ExitStack() as stack:
-        stack.enter_context(run.hold("rollout"))
-        reporter = stack.enter_context(run.report("rollout"))
+    with run.hold("rollout"), run.report("rollout") as reporter:
         asyncio.run(_roll_out(config, run, reporter))
-
-
-def inline_runner(
-    config: Config, run: RunDirectory, engine: Engine, gateway: GatewayThread | None = None
-) -> RolloutRunner:
-    """Return a runner for the trainer's process: the trainer calls `advance` while it waits, and `close` at the end."""
-    return _runner(config, run, engine, None, gateway)
 
 
 def gateway_for(config: Config) -> GatewayThread | None:
@@ -57,15 +48,10 @@ def gateway_for(config: Config) -> GatewayThread | None:
 
 
 async def _roll_out(config: Config, run: RunDirectory, reporter: Reporter) -> None:
-    asked_to_end = end_on_signals()
     reporter.set(doing="loading the data and the tokenizer")
-    try:
+    with ended_by_signals():
         async with runner_on_servers(config, run, run, reporter) as runner:
             await runner.run()
-    except asyncio.CancelledError:
-        if not asked_to_end:
-            raise
-        raise SystemExit(128 + asked_to_end[0]) from None
 
 
 @asynccontextmanager
@@ -77,7 +63,7 @@ async def runner_on_servers(
     At the end, close it, its connections to the servers and its gateway.
     """
     pool, gateway = ServerPool(served), gateway_for(config)
-    runner = _runner(config, run, pool, reporter, gateway)
+    runner = make_runner(config, run, pool, gateway, reporter)
     try:
         yield runner
     finally:
@@ -89,9 +75,14 @@ async def runner_on_servers(
             gateway.stop()
 
 
-def _runner(
-    config: Config, run: RunDirectory, engine: Engine, reporter: Reporter | None, gateway: GatewayThread | None
+def make_runner(
+    config: Config,
+    run: RunDirectory,
+    engine: Engine,
+    gateway: GatewayThread | None = None,
+    reporter: Reporter | None = None,
 ) -> RolloutRunner:
+    """Load the data and the tokenizer, and return a runner on `engine`."""
     data, tokenizer = config.data, load_tokenizer(config.model.path)
     rows = load_rows(data.path, split=data.split, limit=data.limit, columns=[data.prompt])
     needed = min(config.rollout.batch_groups, len(rows))
@@ -103,8 +94,9 @@ def _runner(
     return RolloutRunner(config, run, engine, tokenizer, rows, eval_rows, reporter, gateway)
 
 
-def end_on_signals() -> list[int]:
-    """Cancel the current task on SIGTERM or SIGINT, and return a list that then holds the signal's number.
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Cancel the current task on SIGTERM or SIGINT, and raise SystemExit once the block has cleaned up.
 
     If the event loop does not react in time, a thread ends the process; its reward workers die with it.
     """
@@ -122,4 +114,9 @@ def end_on_signals() -> list[int]:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
-    return received
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not received:
+            raise
+        raise SystemExit(128 + received[0]) from None

@@ -14,7 +14,6 @@ import socket
 import subprocess
 import sys
 import threading
-from collections import deque
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -34,10 +33,12 @@ class RewardPool:
         assert threading.current_thread() is threading.main_thread()
         self.path = path
         self.timeout_s = timeout_s
-        self._setup = (path, prompt_column)
-        self._queue: deque[asyncio.Future[_Worker]] = deque()
-        self._workers = [_Worker(self._setup) for _ in range(workers)]
-        self._free = list(self._workers)
+        self._prompt_column = prompt_column
+        self._workers = [_Worker(path, prompt_column) for _ in range(workers)]
+        self._free: asyncio.LifoQueue[_Worker] = asyncio.LifoQueue()
+        """Workers without a job; the last one used comes first, because it has imported the function."""
+        for worker in self._workers:
+            self._free.put_nowait(worker)
         self._closed = False
 
     async def __call__(self, completion: str, data: dict[str, Any]) -> Reward:
@@ -47,13 +48,17 @@ class RewardPool:
             EpisodeError: The function raised, returned no number, took too long, or its process died.
             ConfigError: A worker could not import the function.
         """
-        worker = await self._take()
-        kept = False
+        busy = f"all {len(self._workers)} are busy"
+        with waiting("a free reward worker", unblocks="the reward function", numbers=lambda: busy):
+            worker = await self._free.get()
+        answered = False
         try:
+            if not worker.ready:
+                await worker.start()
             with waiting(f"reward {self.path}", unblocks="the reward function", numbers=lambda: f"pid {worker.pid}"):
                 async with asyncio.timeout(self.timeout_s):
                     kind, answer = await worker.call((completion, data))
-            kept = True
+            answered = True
         except TimeoutError:
             raise EpisodeError(
                 f"reward {self.path} timed out after {self.timeout_s:g} s (rollout.reward_timeout_s); "
@@ -64,7 +69,7 @@ class RewardPool:
                 f"the process that computed reward {self.path} died ({worker.how_it_ended()}); it was replaced."
             ) from None
         finally:  # also when the episode is cancelled: a busy worker is of no use to the next one
-            self._give_back(worker if kept else self._replace(worker))
+            self._free.put_nowait(worker if answered else self._replace(worker))
         if kind == "failed":
             raise EpisodeError(str(answer))
         return answer
@@ -75,54 +80,11 @@ class RewardPool:
         for worker in self._workers:
             worker.kill()
 
-    async def _take(self) -> _Worker:
-        if self._free:
-            worker = self._free.pop()
-        else:
-            turn: asyncio.Future[_Worker] = asyncio.get_running_loop().create_future()
-            self._queue.append(turn)
-            with waiting(
-                "a free reward worker",
-                unblocks="the reward function",
-                numbers=lambda: f"{len(self._workers)} busy, {len(self._queue)} calls in the queue",
-            ):
-                try:
-                    worker = await turn
-                except asyncio.CancelledError:
-                    if turn.done() and not turn.cancelled():
-                        self._give_back(turn.result())
-                    raise
-        while not worker.ready:
-            try:
-                with waiting(
-                    "a reward worker to start",
-                    unblocks="the import of the reward's module",
-                    numbers=lambda: f"{self.path} in pid {worker.pid}",
-                ):
-                    await worker.start()
-            except EOFError:
-                raise ConfigError(
-                    f"a process could not import rollout.reward={self.path}: it ended at once "
-                    f"({worker.how_it_ended()})."
-                ) from None
-            except asyncio.CancelledError:
-                self._give_back(self._replace(worker))
-                raise
-        return worker
-
-    def _give_back(self, worker: _Worker) -> None:
-        while self._queue:
-            turn = self._queue.popleft()
-            if not turn.done():
-                turn.set_result(worker)
-                return
-        self._free.append(worker)
-
     def _replace(self, worker: _Worker) -> _Worker:
         worker.kill()
         if self._closed:
             return worker
-        fresh = _Worker(self._setup)
+        fresh = _Worker(self.path, self._prompt_column)
         self._workers[self._workers.index(worker)] = fresh
         return fresh
 
@@ -130,7 +92,7 @@ class RewardPool:
 class _Worker:
     """One process and the pipe to it."""
 
-    def __init__(self, setup: tuple[str, str]) -> None:
+    def __init__(self, path: str, prompt_column: str) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             command = f"from clew.rollout.reward_worker import main; main({os.getpid()}, {theirs.fileno()})"
@@ -140,19 +102,25 @@ class _Worker:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C is the parent's to handle, and what the function started is killed too
             )
+        self.path = path
         self.pid = self._process.pid
         self.ready = False
         self._pipe = Connection(ours.detach())
-        self._pipe.send((sys.path, dotted.guards, *setup))
+        self._pipe.send((sys.path, dotted.guards, path, prompt_column))
 
     async def start(self) -> None:
-        """Wait until the worker has imported the function.
-
-        Raises:
-            ConfigError: It could not import the function.
-            EOFError: It ended.
-        """
-        kind, message = await self._receive()
+        """Wait until the worker has imported the function. Raises ConfigError if it could not."""
+        try:
+            with waiting(
+                "a reward worker to start",
+                unblocks="the import of the reward's module",
+                numbers=lambda: f"{self.path} in pid {self.pid}",
+            ):
+                kind, message = await self._receive()
+        except EOFError:
+            raise ConfigError(
+                f"Cannot import rollout.reward={self.path}: the worker process ended at once ({self.how_it_ended()})."
+            ) from None
         if kind == "failed":
             raise ConfigError(message)
         self.ready = True

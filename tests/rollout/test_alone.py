@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -56,10 +57,23 @@ def test_a_failed_episode_is_in_the_batch_with_its_error(folder: Path) -> None:
     assert not batch.rows and all("planted" in (row.error or "") for row in batch.failed)
 
 
-def test_rollout_alone_makes_a_record_that_trains(folder: Path) -> None:
+def write_config(folder: Path) -> Path:
     config = config_for(folder, data={"path": str(folder / "rows.jsonl")}, launch={"mode": "local"})
-    yaml, out = folder / "config.yaml", folder / "out"
-    yaml.write_text(json.dumps(config.model_dump(mode="json", exclude_unset=True)))
+    path = folder / "config.yaml"
+    path.write_text(json.dumps(config.model_dump(mode="json", exclude_unset=True)))
+    return path
+
+
+def test_rollout_alone_says_within_seconds_that_it_waits_for_a_server(folder: Path) -> None:
+    with forked.clew("rollout", str(write_config(folder)), "--steps", "1", "--out", str(folder / "out")) as alone:
+        line = alone.stdout.readline()
+        assert "inference server" in line and str(folder) in line and "clew serve" in line
+        alone.terminate()
+    assert alone.returncode == 128 + signal.SIGTERM
+
+
+def test_rollout_alone_makes_a_record_that_trains(folder: Path) -> None:
+    yaml, out = write_config(folder), folder / "out"
     with forked.clew("serve", str(yaml)) as server:
         assert "launched at" in server.stdout.readline()
         told = [server.stdout.readline() for _ in range(4)]
