@@ -284,9 +284,10 @@ def in_data(step: int, recorded: Mapping[str, RowDigest], found: Mapping[str, Ro
 
 
 def in_origins(step: int, recorded: Mapping[str, RowDigest], found: Mapping[str, RowDigest]) -> Difference | None:
-    """Return the first sequence that has another origin. Older records have no digests of it."""
-    known = {name: digest.origin for name, digest in recorded.items() if digest.origin is not None}
-    return _in_digests(step, known, {name: found[name].origin or 0 for name in known}, what=f", its {ORIGIN}")
+    """Return the first sequence that has another origin."""
+    recorded_origins = {name: digests.origin for name, digests in recorded.items()}
+    found_origins = {name: found[name].origin for name in recorded}
+    return _in_digests(step, recorded_origins, found_origins, what=f", its {ORIGIN}")
 
 
 def _in_digests(

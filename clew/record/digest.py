@@ -90,9 +90,9 @@ class RowDigest(NamedTuple):
 
     data: int
     """Digest of what the model is trained on: tokens, mask, logprobs, versions, temperatures, reward, images."""
-    origin: int | None
+    origin: int
     """Digest of where the row comes from: group, episode, turns, finish reason, rewards by name, the prompt's row,
-    interactions. None if the row was recorded before there was this digest."""
+    interactions."""
 
 
 def digest_rows(batch: SequenceABC[Sequence]) -> dict[str, RowDigest]:

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -27,8 +26,9 @@ from clew.reading import DEEPEST, RESTORE, is_deep, read_bytes
 from clew.record.files import write_bytes
 
 FORMAT = 4
-"""Version of the record's format. A reader refuses a newer one. (Format 1 had no images, 2 no digests of where
-sequences come from, 3 no chain of commits.)"""
+"""Version of the record's format. A reader refuses a newer one."""
+OLDEST = 3
+"""Oldest format that is read. It had no chain of commits; nothing older was ever released."""
 
 SCHEMA = pa.schema(
     [
@@ -181,39 +181,6 @@ def checked(path: Path, table: pa.Table, remedy: str = RESTORE) -> list[Sequence
     return found
 
 
-def looks_sound(table: pa.Table) -> bool:
-    """Return whether `checked` would accept the table, in a tenth of its time; False if this is not certain.
-
-    The trainer reads each waiting group, and recording may take only a few percent of a step's time.
-    """
-    if not table.num_rows or any(table.column(name).null_count for name in ("id", "group_id", "episode_id", "reward")):
-        return False
-    if len(set(table.column("id").to_pylist())) < table.num_rows:
-        return False
-    columns = [table.column(name).combine_chunks() for name in ALIGNED]
-    if any(column.null_count or column.values.null_count for column in columns):
-        return False
-    lengths = [np.diff(column.offsets.to_numpy()) for column in columns]
-    if not all(np.array_equal(each, lengths[0]) for each in lengths):
-        return False
-    if any(mask[:1].any() for mask in split_lists(table.column("loss_mask"), np.bool_)):
-        return False
-    kinds = {"rewards": dict, "data": dict, "interactions": list}
-    for name, kind in kinds.items():
-        for text in table.column(name).to_pylist():
-            if not text or text.count("[") + text.count("{") > DEEPEST:
-                return False
-            try:
-                value = orjson.loads(text)
-            except orjson.JSONDecodeError:  # it knows no NaN and no lone surrogates
-                return False
-            if not isinstance(value, kind):
-                return False
-            if name == "rewards" and not {*map(type, value.values())} <= {int, float}:
-                return False
-    return True
-
-
 def _wrong_rows(sequences: SequenceABC[Sequence]) -> str:
     name, count = Counter(row.id for row in sequences).most_common(1)[0] if sequences else ("no row", 1)
     if not sequences or count > 1:
@@ -258,16 +225,7 @@ def _wrong_columns(table: pa.Table) -> str:
 
 def images_of(table: pa.Table) -> list[list[str]]:
     """Return the names of the images of each row."""
-    return [names or [] for names in completed(table).column("images").to_pylist()]
-
-
-def completed(table: pa.Table) -> pa.Table:
-    """Return the table with the columns that its older format lacked."""
-    if "images" in table.column_names:
-        return table
-    none = pa.array([[]] * table.num_rows, SCHEMA.field("images").type)
-    made = table.add_column(SCHEMA.get_field_index("images"), SCHEMA.field("images"), none)
-    return made.replace_schema_metadata(SCHEMA.metadata)
+    return [names or [] for names in table.column("images").to_pylist()]
 
 
 def split_lists(column: pa.ChunkedArray, dtype: type) -> list[np.ndarray]:
@@ -345,12 +303,12 @@ def _strange_column(table: pa.Table) -> str:
     there, found = set(table.column_names), format_of(table)
     if not there & {"group_id", "input_ids"} or found > FORMAT:  # stages; a newer table
         return ""
-    if found < 1:
-        return "it does not say its format"
+    if found < OLDEST:
+        return f"it states format {found}; expected {OLDEST} to {FORMAT}"
     for column in SCHEMA:
-        if column.name not in there and not (column.name == "images" and found == 1):
+        if column.name not in there:
             return f"there is no column {column.name!r}"
-        if column.name in there and table.schema.field(column.name).type != column.type:
+        if table.schema.field(column.name).type != column.type:
             return f"the column {column.name!r} is {table.schema.field(column.name).type}, not {column.type}"
     return ""
 

@@ -28,8 +28,8 @@ from clew.record import chain, rows, summary
 from clew.record.digest import RowDigest
 from clew.record.files import explain_disk_errors, remove_strays, write_bytes
 
-OF_ROWS = {"id": (pa.string(), 1), "digest": (pa.uint64(), 2), "origin": (pa.uint64(), 3)}
-"""Columns of a file of stages that are not stages: their types, and the format that introduced them."""
+OF_ROWS = {"id": pa.string(), "digest": pa.uint64(), "origin": pa.uint64()}
+"""Columns of a file of stages that are not stages, and their types."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,19 +163,15 @@ class Steps:
         table = pa.concat_tables(tables)
         ids = table.column("id").to_pylist()
         names = [name for name in table.column_names if name not in OF_ROWS]
-        digests: dict[str, RowDigest] = {}
-        if "digest" in table.column_names:
-            older = [None] * table.num_rows
-            origins = table.column("origin").to_pylist() if "origin" in table.column_names else older
-            digests = dict(zip(ids, map(RowDigest, table.column("digest").to_pylist(), origins), strict=True))
-        there = set(ids)
-        if unknown := [row.id for row in batch if row.id not in there]:
+        digests = map(RowDigest, table.column("digest").to_pylist(), table.column("origin").to_pylist())
+        recorded = dict(zip(ids, digests, strict=True))
+        if unknown := [row.id for row in batch if row.id not in recorded]:
             raise RecordError(
                 f"{self.data_path(step)} has {unknown[0]}, of which {self.stage_path(step, 0)} knows nothing: one of "
                 f"the two was altered."
             )
         return Stages(
-            digests=digests,
+            digests=recorded,
             arrays={
                 name: dict(zip(ids, rows.split_lists(table.column(name), np.float32), strict=True)) for name in names
             },
@@ -293,9 +289,8 @@ class Steps:
 def _check_stages(path: Path, table: pa.Table, first: pa.Table) -> None:
     """Raise RecordError if a file of stages has other columns than `Steps.write_stages` writes. first: rank 0's."""
     there = dict(zip(table.column_names, table.schema.types, strict=False))
-    expected = {name for name, (_, since) in OF_ROWS.items() if since <= rows.format_of(table)}
-    wrong = [name for name, kind in there.items() if kind != OF_ROWS.get(name, (pa.list_(pa.float32()), 1))[0]]
-    wrong += sorted(expected - {*there}) + sorted({*first.column_names} ^ {*there})
+    wrong = [name for name, kind in there.items() if kind != OF_ROWS.get(name, pa.list_(pa.float32()))]
+    wrong += sorted(OF_ROWS.keys() - {*there}) + sorted({*first.column_names} ^ {*there})
     if wrong:
         raise rows.altered(path, f"the column {wrong[0]!r} is {there.get(wrong[0], 'absent')}")
     empty = [name for name in there if _has_empty_places(table.column(name))]

@@ -15,7 +15,7 @@ from clew.gateway.episode_engine import MAX_NEW_TOKENS, EpisodeEngine, Resources
 from clew.gateway.front import PassedOn
 from clew.gateway.thread import GatewayThread, ServingThread
 from clew.inference.detection import find_engine
-from clew.inference.protocol import Completion, Engine, GenerateRequest
+from clew.inference.protocol import Completion, Engine, GenerateRequest, SamplingParams
 from clew.models.loading import load_tokenizer
 from clew.models.vision import Sight, load_vision
 from clew.record.run import open_run

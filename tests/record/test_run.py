@@ -212,8 +212,6 @@ def test_stages_open_as_lists(run: RunDirectory) -> None:
     rows.write_table(path, older)
     with pytest.raises(RecordError, match="the column 'origin' is absent"):
         run.steps.read_stages(0)
-    rows.write_table(path, older.replace_schema_metadata({"clew_format": "2"}))
-    assert [each.origin for each in run.steps.read_stages(0).digests.values()] == [None, None]
     assert stages.arrays["advantages"]["b"].tolist() == [0, 0, 0]
 
 
