@@ -12,8 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from clew.api import Run, open_run, replay, train
-    from clew.batch import rollout_batch
+    from clew.api import Run, open_run, replay, rollout_batch, train
     from clew.config import Config
     from clew.errors import ClewError
     from clew.record.rows import Sequence
@@ -42,7 +41,7 @@ _HOMES = {
     "Writer": "clew.record.writer",
     "open_run": "clew.api",
     "replay": "clew.api",
-    "rollout_batch": "clew.batch",
+    "rollout_batch": "clew.api",
     "train": "clew.api",
 }
 """Module that defines each public name."""

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clew import config as configuration
 from clew.config import Config
+from clew.data import load_rows
 from clew.errors import ConfigError, explain_missing
 from clew.record import rows
+from clew.record.inbox import group_name
 from clew.record.run import RunDirectory
 from clew.record.run import open_run as open_directory
 
 if TYPE_CHECKING:
     import pandas
+    from torch import Tensor
 
 
 def train(config: Config | Path | str, overrides: Sequence[str] = ()) -> Run:
@@ -37,32 +43,45 @@ def train(config: Config | Path | str, overrides: Sequence[str] = ()) -> Run:
     Raises:
         ClewError: The configuration is invalid, or the run ended before its last step.
     """
-    with explain_missing(), _as_file(config) as path, ExitStack() as stack:
-        from clew.view.terminal import Progress
-
+    with explain_missing(), _as_file(config) as path:
         loaded = configuration.load(path, list(overrides))
-        run = RunDirectory(loaded.run_path)
-        progress = stack.enter_context(Progress(run, loaded.training.steps, live=False))
-        if loaded.debug.replay_rollout_data:
+        if loaded.debug.replay_rollout_data and loaded.launch.ranks > 1:
+            raise ConfigError(
+                f"Cannot train on recorded batches with launch.ranks={loaded.launch.ranks}: this process is one rank. "
+                f"Set launch.ranks=1, or use the command `clew train`."
+            )
+        train_as_configured(loaded, [str(path), *overrides], live=False)
+    return open_run(loaded.run_path)
+
+
+def train_as_configured(config: Config, arguments: Sequence[str], *, live: bool) -> None:
+    """Train on recorded batches, in this process, or with a process for each role: whatever the configuration asks for.
+
+    Args:
+        config: The configuration.
+        arguments: The file and the overrides that the configuration was loaded from, to start processes with.
+        live: Draw the progress of other processes in place, if this is a terminal. Otherwise print a line for each
+            step, as is always done if user code runs in this process, because its debugger needs the terminal.
+    """
+    from clew.view.terminal import Progress
+
+    run = RunDirectory(config.run_path)
+    in_this_process = config.debug.replay_rollout_data or config.launch.mode == "inline"
+    with Progress(run, config.training.steps, live=live and not in_this_process) as progress:
+        if config.debug.replay_rollout_data:
             from clew.loop.learn import learn_from_record
 
-            if loaded.launch.ranks > 1:
-                raise ConfigError(
-                    f"Cannot train on recorded batches with launch.ranks={loaded.launch.ranks}: this process is one "
-                    f"rank. Set launch.ranks=1, or use the command `clew train`."
-                )
             with drawn(run):
-                learn_from_record(loaded, progress.refresh)
-        elif loaded.launch.mode == "inline":
+                learn_from_record(config, progress.refresh)
+        elif config.launch.mode == "inline":
             from clew.loop.learn import learn_inline
 
             with drawn(run):
-                learn_inline(loaded, progress.refresh)
+                learn_inline(config, progress.refresh)
         else:
             from clew.launch.local import supervise
 
-            supervise(loaded, [str(path), *overrides], progress.refresh)
-    return open_run(loaded.run_path)
+            supervise(config, list(arguments), progress.refresh)
 
 
 @contextmanager
@@ -121,6 +140,73 @@ def replay(
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class RolloutBatch:
+    """Result of a rollout: the rows that training would consume, and the failed episodes."""
+
+    rows: list[rows.Sequence]
+    """Rows of the episodes with a reward, as in a recorded step."""
+    failed: list[rows.Sequence]
+    """One row per failed episode; `error` says why it failed."""
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """Return the rows as tensors, padded on the right.
+
+        Returns:
+            input_ids, attention_mask, loss_mask, logprobs, versions, turn_ids and temperatures [B, T], and rewards [B].
+        """
+        from clew.training.padded import padded
+
+        return padded(self.rows)
+
+
+def rollout_batch(
+    data: Sequence[Mapping[str, Any]] | str,
+    *,
+    model: str,
+    server: str | None = None,
+    n_samples: int = 1,
+    seed: int = 1,
+    sampling: Mapping[str, Any] | None = None,
+    **rollout: Any,
+) -> RolloutBatch:
+    """Run a workflow or agent on each row of the data, n_samples times, all concurrently. ::
+
+        batch = clew.rollout_batch(rows, model="runs/mine", reward="my_rewards.exact", n_samples=4)
+        tensors = batch.to_tensors()
+
+    Call it where no event loop runs.
+
+    Args:
+        data: Rows, or anything that data.path accepts.
+        model: A folder or hub name. With `server`, only its tokenizer is loaded, otherwise the model too.
+        server: The host:port of `clew serve` or SGLang.
+        n_samples: Episodes for each row.
+        seed: The seed from which all others derive.
+        sampling: Fields of this section of the configuration.
+        rollout: Fields of this section of the configuration, such as workflow="my_project.MyWorkflow" or
+            agent="my_agent.MyAgent".
+
+    Raises:
+        ClewError: The options contradict one another, or the data or the model cannot be loaded.
+    """
+    prompts = load_rows(data) if isinstance(data, str) else [dict(row) for row in data]
+    config = Config.model_validate(
+        {
+            "experiment": "batch",
+            "seed": seed,
+            "model": {"path": model},
+            "data": {"path": data if isinstance(data, str) else "given"},
+            "rollout": {"n_samples": n_samples, **rollout},
+            "algorithm": {"advantages": "none"},  # nothing is compared
+            "sampling": dict(sampling or {}),
+            "inference": {"max_running": max(1, min(256, len(prompts) * n_samples))},
+        }
+    )
+    with explain_missing():
+        return asyncio.run(_rollout_batch(config, prompts, server))
+
+
 def open_run(path: Path | str) -> Run:
     """Open a run directory to read it. Nothing in it is created or changed.
 
@@ -166,7 +252,9 @@ class Run:
     def steps(self) -> pandas.DataFrame:
         """Return a DataFrame with one row for each step, and its metrics as columns."""
         read = [self.directory.steps.read(step) for step in range(len(self))]
-        return _frame([said["metrics"] | {"committed_at": said["committed_at"]} for said in read]).rename_axis("step")
+        return _frame([summary["metrics"] | {"committed_at": summary["committed_at"]} for summary in read]).rename_axis(
+            "step"
+        )
 
     @property
     def evaluations(self) -> pandas.DataFrame:
@@ -185,18 +273,19 @@ class Run:
         """
         import numpy as np
 
-        stages, found = self.stages(step), []
+        stages, frames = self.stages(step), []
         for row in self.sequences(step):
-            where = np.flatnonzero(row.loss_mask)
-            columns = {name: getattr(row, name)[where] for name in rows.ALIGNED if name != "loss_mask"}
+            positions = np.flatnonzero(row.loss_mask)
+            columns = {name: getattr(row, name)[positions] for name in rows.ALIGNED if name != "loss_mask"}
             computed = {
-                f"current_{name}" if name in columns else name: values[row.id][where] for name, values in stages.items()
+                f"current_{name}" if name in columns else name: values[row.id][positions]
+                for name, values in stages.items()
             }
-            found.append(_frame({"id": row.id, "position": where} | columns | computed))
+            frames.append(_frame({"id": row.id, "position": positions} | columns | computed))
         with explain_missing():
             import pandas
 
-            return pandas.concat(found, ignore_index=True)
+            return pandas.concat(frames, ignore_index=True)
 
 
 def _frame(content: Any) -> pandas.DataFrame:
@@ -208,7 +297,7 @@ def _frame(content: Any) -> pandas.DataFrame:
 
 @contextmanager
 def _as_file(config: Config | Path | str) -> Iterator[Path]:
-    """Yield the path of a configuration; one that is no file is written to a temporary one."""
+    """Yield the path of a configuration's file; a `Config` is written to a temporary one."""
     if not isinstance(config, Config):
         yield Path(config)
         return
@@ -216,3 +305,59 @@ def _as_file(config: Config | Path | str) -> Iterator[Path]:
         path = Path(folder) / "config.yaml"
         path.write_text(configuration.dump(config))
         yield path
+
+
+async def _rollout_batch(config: Config, prompts: list[dict[str, Any]], server: str | None) -> RolloutBatch:
+    from clew.gateway.episode_engine import resources
+    from clew.inference.client import HTTPEngine
+    from clew.inference.local import load_engine
+    from clew.models.loading import load_tokenizer
+    from clew.models.vision import load_vision
+    from clew.rollout.agents import agent_workflow
+    from clew.rollout.episode import Episode, run_episode
+    from clew.rollout.process import gateway_for
+    from clew.rollout.reward_pool import RewardPool
+    from clew.rollout.setup import load_reward, load_workflow, side_by_side
+
+    engine = HTTPEngine(server) if server is not None else load_engine(config, max_running=side_by_side(config))
+    reward, gateway = load_reward(config), gateway_for(config)
+    agent = agent_workflow(config, gateway) if gateway is not None else None
+    workflow = agent or load_workflow(config)
+    tokenizer, vision = load_tokenizer(config.model.path), load_vision(config.model.path)
+    shared = resources(config, engine, tokenizer, reward, vision=vision)
+    admitted_at = time.time()
+
+    def run(group_id: str, row: dict[str, Any], number: int) -> Any:
+        return run_episode(
+            workflow,
+            shared,
+            episode_id=f"{group_id}.e{number}",
+            group_id=group_id,
+            data=row,
+            admitted_version=0,
+            admitted_at=admitted_at,
+            timeout_s=config.rollout.episode_timeout_s,
+        )
+
+    try:
+        episodes: list[Episode] = await asyncio.gather(
+            *(
+                run(group_name(place), row, number)
+                for place, row in enumerate(prompts)
+                for number in range(config.rollout.n_samples)
+            )
+        )
+    finally:
+        if agent is not None:
+            await agent.close()
+        if isinstance(reward, RewardPool):
+            reward.close()
+        if gateway is None:
+            await engine.close()
+        else:
+            await gateway.call(engine.close())
+            gateway.stop()
+    return RolloutBatch(
+        rows=[row for episode in episodes if episode.error is None for row in episode.sequences],
+        failed=[episode.sequences[0] for episode in episodes if episode.error is not None],
+    )

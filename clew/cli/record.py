@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from clew.cli.options import Trust, load_config, on_ranks
 from clew.printing import print
-
-if TYPE_CHECKING:
-    pass
 
 
 def show(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,45 +22,30 @@ def train(config: ConfigFile, overrides: Overrides = None) -> None:
 
     Example: clew train examples/addition/grpo.yaml training.steps=5 trial=try
     """
-    from clew.view.terminal import Progress
-
     loaded, run = open_run_of(config, overrides)
+    arguments = [str(config), *(overrides or [])]
     if loaded.debug.replay_rollout_data:
-        on_ranks(loaded.launch.ranks, lambda: _train_on_record(loaded, run), run.logs)
-        return
-    inline = loaded.launch.mode == "inline"
-    with Progress(run, loaded.training.steps, live=not inline) as progress:
-        if inline:
-            from clew.api import drawn
-            from clew.loop.learn import learn_inline
-
-            set_up_log()
-            print("launch.mode=inline: one process; time limits are off; breakpoint() works everywhere.", flush=True)
-            with drawn(run):
-                learn_inline(loaded, progress.refresh)
-        else:
-            from clew.launch.local import supervise
-
-            supervise(loaded, [str(config), *(overrides or [])], progress.refresh)
-    _say_trained(loaded, run)
+        on_ranks(loaded.launch.ranks, lambda: _train(loaded, run, arguments), run.logs)
+    else:
+        _train(loaded, run, arguments)
 
 
-def _train_on_record(config: Config, run: RunDirectory) -> None:
-    """`clew train` or `clew learn` with debug.replay_rollout_data, as one rank."""
-    from clew.api import drawn
-    from clew.loop.learn import learn_from_record
-    from clew.view.terminal import Progress
+def _train(config: Config, run: RunDirectory, arguments: Sequence[str]) -> None:
+    """Train and print a summary: `clew train`, or one rank of it with debug.replay_rollout_data."""
+    from clew.api import train_as_configured
 
-    with Progress(run, config.training.steps, live=False) as progress:
+    if config.debug.replay_rollout_data:
         set_up_log()
         print(f"training on the batches in {config.debug.path}; no rollout, no inference.", flush=True)
-        with drawn(run):
-            learn_from_record(config, progress.refresh)
+    elif config.launch.mode == "inline":
+        set_up_log()
+        print("launch.mode=inline: one process; time limits are off; breakpoint() works everywhere.", flush=True)
+    train_as_configured(config, arguments, live=True)
     _say_trained(config, run)
 
 
 def _learn(config: Config, run: RunDirectory) -> None:
-    """`clew learn`, as one rank."""
+    """Train on the groups of other processes, as one rank."""
     from clew.api import drawn
     from clew.loop.learn import learn
 
@@ -171,8 +157,14 @@ def learn(config: ConfigFile, overrides: Overrides = None) -> None:
     """
     set_up_log()
     loaded, run = open_run_of(config, overrides)
-    work = _train_on_record if loaded.debug.replay_rollout_data else _learn
-    on_ranks(loaded.launch.ranks, lambda: work(loaded, run), run.logs)
+
+    def work() -> None:
+        if loaded.debug.replay_rollout_data:
+            _train(loaded, run, [])
+        else:
+            _learn(loaded, run)
+
+    on_ranks(loaded.launch.ranks, work, run.logs)
 
 
 def status(
