@@ -251,10 +251,8 @@ class Run:
     @property
     def steps(self) -> pandas.DataFrame:
         """Return a DataFrame with one row for each step, and its metrics as columns."""
-        read = [self.directory.steps.read(step) for step in range(len(self))]
-        return _frame([summary["metrics"] | {"committed_at": summary["committed_at"]} for summary in read]).rename_axis(
-            "step"
-        )
+        steps = [self.directory.steps.read(step) for step in range(len(self))]
+        return _frame([step["metrics"] | {"committed_at": step["committed_at"]} for step in steps]).rename_axis("step")
 
     @property
     def evaluations(self) -> pandas.DataFrame:

@@ -70,26 +70,29 @@ def load(path: str, field: str) -> Any:
             someone else's record is open and the user does not trust the module.
     """
     module_name, _, name = path.rpartition(".")
-    module = _load_module(module_name, path, field)
+    module = load_module(module_name, field, path)
     if name not in vars(module):
-        public = [each for each in vars(module) if not each.startswith("_")]
+        public = [defined for defined in vars(module) if not defined.startswith("_")]
         raise ConfigError(f"{field}={path}: {module.__file__ or module_name} has no {name!r}.{_nearest(name, public)}")
-    found = vars(module)[name]
-    home = getattr(found, "__module__", None)
+    value = vars(module)[name]
+    home = getattr(value, "__module__", None)
     if guards and home != module_name:
         raise ConfigError(
             f"Cannot load {field}={path}: {guards[0].record}, and {name!r} is not {module_name}'s own: it was defined "
             f"in {home}. --trust reaches only what a trusted module defines itself."
         )
-    return found
+    return value
 
 
-def load_module(path: str, field: str) -> Any:
-    """Return the module that `path` names, under the rules of `load`."""
-    return _load_module(path, path, field)
+def load_module(module_name: str, field: str, path: str | None = None) -> Any:
+    """Return a module, under the rules of `load`.
 
-
-def _load_module(module_name: str, path: str, field: str) -> Any:
+    Args:
+        module_name: The module's dotted path.
+        field: The field that names it, for the message.
+        path: The value of that field; None if it is the module's dotted path.
+    """
+    path = module_name if path is None else path
     if not module_name or not all(part.isidentifier() for part in path.split(".")):
         example = path if path.isidentifier() else "name"
         raise ConfigError(f"{field} is {path!r}; expected a dotted path such as my_module.{example}.")
@@ -156,7 +159,7 @@ def _import(module_name: str, path: str, field: str) -> Any:
             f"{field}={path}: {parent} is a module, not a package, so it holds no module {last!r}."
         ) from None
     folders = list(sys.modules[parent].__path__) if parent else [str(Path.cwd())]
-    siblings = [found.name for found in pkgutil.iter_modules(folders)]
+    siblings = [module.name for module in pkgutil.iter_modules(folders)]
     raise ConfigError(
         f"{field}={path}: there is no module {missing!r} in {', '.join(folders)} or in what is "
         f"installed.{_nearest(last, siblings)}"
@@ -165,7 +168,7 @@ def _import(module_name: str, path: str, field: str) -> Any:
 
 def _raised(error: BaseException, path: str, field: str) -> ConfigError:
     if isinstance(error, SyntaxError):
-        return ConfigError(f"{field}={path}: {error.filename}:{error.lineno} is no Python: {error.msg}.")
+        return ConfigError(f"{field}={path}: {error.filename}:{error.lineno} is not valid Python: {error.msg}.")
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return ConfigError(
         f"{field}={path}: importing it raised {type(error).__name__} at {frame.filename}:{frame.lineno}: {error}"

@@ -362,7 +362,7 @@ def test_what_can_never_work_is_refused_at_start(tmp_path, rollout, error, says)
 
 
 @pytest.mark.parametrize(("content", "said"), [
-    ("def always(completion, data)\n    return 1\n", r"my_broken_rewards\.py:1 is no Python: "),
+    ("def always(completion, data)\n    return 1\n", r"my_broken_rewards\.py:1 is not valid Python: "),
     ("import nowhere_at_all\n", r"raised ModuleNotFoundError at .*my_broken_rewards\.py:1: No module named 'nowhere"),
     ("1 / 0\n", r"raised ZeroDivisionError at .*my_broken_rewards\.py:1: division"),
     ("raise SystemExit(3)\n", r"raised SystemExit at .*my_broken_rewards\.py:1: 3"),
