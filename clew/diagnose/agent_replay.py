@@ -267,11 +267,8 @@ def replay_agent(
     The agent's code runs on this thread's event loop: a breakpoint in it may last an hour.
 
     Args:
-        run: The run directory.
-        rows: The rows of the episode.
         agent: Dotted path of the agent; None: the run's agent.
         base_url: URL of a served model that continues after a request that differs; None: stop there.
-        overrides: Overrides of the run's configuration.
 
     Raises:
         ConfigError: The run has no agent and none is given, or the agent cannot be loaded.

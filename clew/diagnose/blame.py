@@ -48,7 +48,6 @@ def blame(target: Path, step: int, *, top: int, tokens: int, by: str | None, tru
 
     Args:
         target: A run directory or a bundle.
-        step: The step.
         top: Number of sequences to show.
         tokens: Number of tokens to show for a sequence.
         by: One of `BY`; None: the gradient, or the pull where only the record can be read.

@@ -85,9 +85,7 @@ def rewards_again(
     """Return the episodes of these steps whose workflow and reward function now give another reward than recorded.
 
     Args:
-        run: The run directory.
         config: The run's configuration; its reward and workflow are imported as they are now.
-        steps: The steps.
         only: ID of a group, an episode or a sequence to check alone.
 
     Raises:

@@ -40,8 +40,6 @@ def check_stages(
     """Return the first difference in each of these stages of a step.
 
     Args:
-        run: The run directory.
-        step: Number of the step.
         stages: Names of the stages, out of `ALONE`.
         only: ID of a group, an episode or a sequence; only its rows are compared.
         algorithm: How another trainer computed advantages and loss; None: not known. Clew's own steps record it.
@@ -101,7 +99,6 @@ def chain_holds(run: RunDirectory, steps: range, whose: str = "") -> bool:
     """Print what does not fit in the chain of commits, and what has no digest in it; return whether everything fits.
 
     Args:
-        run: The run directory.
         steps: The steps whose data and stages are compared with their digests.
         whose: Prefix that names the run, where there are two.
     """
@@ -143,14 +140,7 @@ def _stands_out(run: RunDirectory, step: int) -> str:
 
 
 def tell_altered(run: RunDirectory, batch: list[Sequence], stages: Stages, summary: dict[str, Any]) -> None:
-    """Print to stderr where a batch is not what was trained on.
-
-    Args:
-        run: The run directory.
-        batch: The batch.
-        stages: The step's recorded stages.
-        summary: The step's recorded JSON.
-    """
+    """Print to stderr where a batch is not what was trained on."""
     whole = summary["digests"]["data"]
     found = differences.in_batch(summary["step"], stages.digests, batch, whole, rewards_add_up=run.steps.by_clew)
     if found is not None:

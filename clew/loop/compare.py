@@ -79,7 +79,6 @@ def compare(then: RecordedStep, result: StepResult, engine: TrainEngine, toleran
 
     Args:
         engine: The engine after the step.
-        tolerance: Limit within which two values agree.
     """
     step, summary, algorithm = then.step, then.summary, engine.config.algorithm
     ids = [row.id for row in then.batch]

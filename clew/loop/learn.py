@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Coroutine, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any
@@ -29,8 +28,6 @@ from clew.waits import Reporter
 
 log = logging.getLogger("clew.trainer")
 
-POLL_S = 0.01
-
 
 def learn(config: Config, on_step: OnStep = lambda step, summary: None) -> None:
     """Train in this process, with rollout and inference in processes of their own.
@@ -39,14 +36,8 @@ def learn(config: Config, on_step: OnStep = lambda step, summary: None) -> None:
         ClewError: The run ended before its last step.
     """
     with _rank_of(config) as (ranks, run, reporter, interrupts), closing(ServerControl(run)) as servers:
-
-        def pause() -> None:
-            interrupts.check()
-            time.sleep(POLL_S)
-
-        with Surroundings(
-            config, run, ranks, inference=servers, reporter=reporter, interrupts=interrupts, pause=pause
-        ) as around:
+        around = Surroundings(config, run, ranks, inference=servers, reporter=reporter, interrupts=interrupts)
+        with around:
             _train(config, run, around, on_step)
 
 
@@ -83,7 +74,6 @@ class EngineHere:
 
     def pause(self) -> None:
         """Give rollout one turn of its event loop."""
-        self.interrupts.check()
         turn = self._loop.create_task(self._runner.advance())
         try:
             with self.interrupts.waking(lambda: self._loop.call_soon_threadsafe(turn.cancel)):
@@ -92,18 +82,18 @@ class EngineHere:
             raise Interrupted("") from None
         if not going_on:
             raise RolloutError(
-                "rollout has nothing left to run, and the trainer still waits for a batch: "
-                "this is a defect of Clew; please report it with the run directory."
+                "Cannot go on: rollout has nothing left to run, and the trainer still waits for a batch. This is a "
+                "defect of Clew; please report it with the run directory."
             )
 
     def close(self) -> None:
-        for task in asyncio.all_tasks(self._loop):  # else those that are ready go on into user code
+        for task in asyncio.all_tasks(self._loop):  # otherwise those that are ready would run user code
             task.cancel()
         while True:
             try:
                 self._loop.run_until_complete(self._runner.close())
                 break
-            except KeyboardInterrupt:  # of before: asyncio raises it once more in all that awaited what it ended
+            except KeyboardInterrupt:  # an earlier one, which asyncio raises again in whatever awaited the ended task
                 continue
         if self._gateway is not None:
             self._gateway.stop()
@@ -126,12 +116,8 @@ def learn_inline(config: Config, on_step: OnStep) -> None:
         reporter = stack.enter_context(run.report("trainer"))
         loop = stack.enter_context(closing(asyncio.new_event_loop()))
         here = stack.enter_context(closing(EngineHere(config, run, loop)))
-        around = stack.enter_context(
-            Surroundings(
-                config, run, ALONE, inference=here, reporter=reporter, interrupts=here.interrupts, pause=here.pause
-            )
-        )
-        _train(config, run, around, on_step)
+        around = Surroundings(config, run, ALONE, inference=here, reporter=reporter, interrupts=here.interrupts)
+        _train(config, run, stack.enter_context(around), on_step)
 
 
 def learn_from_record(config: Config, on_step: OnStep, *, until: int | None = None) -> None:
@@ -140,7 +126,6 @@ def learn_from_record(config: Config, on_step: OnStep, *, until: int | None = No
     With debug.first_step, the run begins with what the steps before it left in the run directory debug.path.
 
     Args:
-        config: The configuration.
         on_step: Called on rank 0 with each committed step.
         until: Step at which to stop; None: training.steps.
 
@@ -152,9 +137,7 @@ def learn_from_record(config: Config, on_step: OnStep, *, until: int | None = No
         if config.debug.first_step:
             config = begin(config, ranks)
             torch.set_num_threads(config.rank_threads)
-        around = Surroundings(
-            config, run, ranks, inference=None, reporter=reporter, interrupts=interrupts, pause=interrupts.check
-        )
+        around = Surroundings(config, run, ranks, inference=None, reporter=reporter, interrupts=interrupts)
         with around:
             _train(config, run, around, on_step, until=until)
 

@@ -23,10 +23,7 @@ class LiveBatches:
         """Prepare to choose batches.
 
         Args:
-            config: The configuration of the run.
-            run: The run directory.
-            pause: Lets a little time pass, in which rollout can continue: a short sleep when rollout is another
-                process, a turn of its event loop with launch.mode=inline. It may raise to end the wait.
+            pause: Lets a little time pass, in which rollout can continue. It may raise to end the wait.
             clock: Counts the time that reading and writing takes.
 
         Raises:

@@ -47,10 +47,7 @@ def train(
     """Train from `engine.version` to `until`.
 
     Args:
-        config: The configuration of the run.
-        run: The run directory.
         engine: The engine, at the newest checkpoint.
-        around: What a step needs from outside the trainer.
         until: Number of steps after which this returns.
         on_step: Called on rank 0 with each step that is committed here.
 

@@ -40,18 +40,15 @@ class NothingToLearn:
             The warning that `clew status` shows; empty when there is none.
         """
         warning = self._equal_rewards(step, metrics)
-        if largest_advantage <= ZERO:
-            self._zero_steps += 1
-            if self._zero_steps == self._warn_zero_at:
-                self._warn_zero_at *= 2
-                if not warning:
-                    log.warning(
-                        "step %d: all advantages are zero (%d such steps so far), so its rewards changed no weights. "
-                        "Either all rewards that algorithm.advantages=%s compares are equal, or that function is wrong",
-                        step,
-                        self._zero_steps,
-                        self._advantages,
-                    )
+        self._zero_steps += largest_advantage <= ZERO
+        if self._zero_steps == self._warn_zero_at:
+            self._warn_zero_at *= 2
+            if not warning:
+                log.warning(
+                    f"step {step}: all advantages are zero ({self._zero_steps} such steps so far), so its rewards "
+                    f"changed no weights. Either all rewards that algorithm.advantages={self._advantages} compares are "
+                    f"equal, or that function is wrong"
+                )
         return warning
 
     def _equal_rewards(self, step: int, metrics: Mapping[str, float]) -> str:

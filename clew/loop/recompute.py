@@ -27,10 +27,6 @@ def suspected(
     """Return a difference in the advantages or the loss, with how the user's own function may have caused it.
 
     Args:
-        found: The difference.
-        batch: The step's sequences.
-        recorded: The step's recorded stages.
-        summary: The step's recorded JSON.
         algorithm: The algorithm that the step was trained with.
         checked: Whether all inputs of the computation agree, and torch's random numbers were seeded as they were then.
     """
@@ -60,7 +56,6 @@ def _chance(compute: Callable[[], dict[str, np.ndarray]], *, seeded: bool) -> st
     """Return why a computation gives another result each time; empty if it does not.
 
     Args:
-        compute: The computation.
         seeded: Whether torch's random numbers were seeded in the comparison, so that they cannot be the reason.
     """
     import torch

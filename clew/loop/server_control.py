@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +21,9 @@ Ask = Callable[[HTTPEngine], Awaitable[None]]
 ANSWER_TIMEOUT_S = 120.0
 """Seconds in which a server must do what it was asked, such as load new weights. After that it is taken out, and loads
 the newest weights before it comes back."""
+
+POLL_S = 0.01
+"""Seconds between two looks for a batch or an evaluation."""
 
 LEASE_S = 60.0
 """Seconds without a word from the trainer after which a server that released its memory takes it back and serves."""
@@ -57,6 +61,10 @@ class ServerControl:
             keeper.join()
             self._ask("resume", HTTPEngine.resume_memory)
 
+    def pause(self) -> None:
+        """Sleep for a moment; rollout runs in processes of its own."""
+        time.sleep(POLL_S)
+
     def close(self) -> None:
         for engine in self._engines.values():
             self._loop.run_until_complete(engine.close())
@@ -87,22 +95,13 @@ class ServerControl:
         engine = self._engines.get((server.address, server.token))
         if engine is None:
             engine = self._engines[server.address, server.token] = HTTPEngine(server.address, server.token)
+        named = f"server {server.name} ({server.address})"
         try:
             await asyncio.wait_for(ask(engine), ANSWER_TIMEOUT_S)
         except EngineUnreachable:
-            log.warning(
-                "server %s (%s) is gone and did not %s; it loads the newest weights when it is back",
-                server.name,
-                server.address,
-                what,
-            )
+            log.warning("%s is gone and did not %s; it loads the newest weights when it is back", named, what)
             self._run.remove_server(server.name)
         except TimeoutError:
-            log.warning(
-                "server %s (%s) did not %s within %.0f s and is taken out until it has loaded the newest weights",
-                server.name,
-                server.address,
-                what,
-                ANSWER_TIMEOUT_S,
-            )
+            late = "%s did not %s within %.0f s and is taken out until it has loaded the newest weights"
+            log.warning(late, named, what, ANSWER_TIMEOUT_S)
             self._run.register_server(replace(server, ready=False))

@@ -43,6 +43,10 @@ class Inference(Protocol):
         """Return a context manager inside which inference is paused, and the memory of its cache is free."""
         ...
 
+    def pause(self) -> None:
+        """Let a little time pass, in which rollout goes on."""
+        ...
+
 
 class Surroundings:
     """Everything outside the trainer that a step needs. Ranks other than 0 only wait for what rank 0 decides.
@@ -59,16 +63,12 @@ class Surroundings:
         inference: Inference | None,
         reporter: Reporter,
         interrupts: Interrupts,
-        pause: Callable[[], None],
     ) -> None:
         """Connect a trainer to what is around it.
 
         Args:
             inference: What serves the weights. None: the batches in debug.path are trained on, and nothing is published
                 or evaluated.
-            reporter: The status of this process.
-            interrupts: Requests to end this process.
-            pause: Lets a little time pass, in which rollout goes on, and raises Interrupted like `interrupts.check`.
         """
         self.config = config
         self.run = run
@@ -77,11 +77,10 @@ class Surroundings:
         self.reporter = reporter
         self._inference = inference
         self._interrupts = interrupts
-        self._pause = pause
         self._open = ExitStack()
         self._publisher: Publisher | None = None
         if inference is not None:
-            self._batches = LiveBatches(config, run, pause, self.clock)
+            self._batches = LiveBatches(config, run, self._pause, self.clock)
             self._publisher = self._open.enter_context(closing(Publisher(config, run, inference.load)))
         else:
             self._batches = DumpedBatches(config, run)
@@ -94,6 +93,11 @@ class Surroundings:
 
     def __exit__(self, *error: object) -> None:
         self._open.close()
+
+    def _pause(self) -> None:
+        self._interrupts.check()
+        assert self._inference is not None, "recorded batches are not waited for"
+        self._inference.pause()
 
     def check(self) -> None:
         """Raise Interrupted on every rank when rank 0 was asked to end."""

@@ -26,18 +26,15 @@ class Tensorboard:
     def add(self, step: int, summary: dict[str, Any]) -> None:
         """Add a committed step, and the evaluations that were completed since the last one."""
         with only_shown("TensorBoard's files"):
-            self._add(step, summary)
+            for name, value in summary["metrics"].items():
+                self._writer.add_scalar(name, value, step)
+            for name, value in summary["timings"].items():
+                self._writer.add_scalar(f"seconds/{name}", value, step)
+            self._add_evaluations()
 
     def close(self) -> None:
         with only_shown("TensorBoard's files"):
             self._writer.close()
-
-    def _add(self, step: int, summary: dict[str, Any]) -> None:
-        for name, value in summary["metrics"].items():
-            self._writer.add_scalar(name, value, step)
-        for name, value in summary["timings"].items():
-            self._writer.add_scalar(f"seconds/{name}", value, step)
-        self._add_evaluations()
 
     def _add_evaluations(self) -> None:
         for evaluation in self._run.read_evals():
