@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from clew.stress.provider import texts
 from clew.stress.requests import Request
 from clew.stress.shared import State
 from clew.stress.steps import Episode
 from clew.stress.verdict import Verdict
 from clew.stress.waves import Wave
-from clew.stress.words import texts
 
 MARK = 48
 """Number of characters by which a text is recognized; a shorter text is recognized as a whole."""

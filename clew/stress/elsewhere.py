@@ -177,8 +177,8 @@ def judge_elsewhere(
         kind="differs",
         what=f"{len(differences)} of {count} episodes differ in another process, with another PYTHONHASHSEED and the "
         f"same seeds and answers",
-        where=next(iter(used + drawn), crowd.asked_at(differences[0].episode)),
-        evidence=[f"{difference.episode}: {difference.what}" for difference in differences[:4]] + advice,
+        where=next(iter(used + drawn), crowd.asked_at(differences[0][0])),
+        evidence=[f"{episode}: {what}" for episode, what in differences[:4]] + advice,
     )
     return [verdict], []
 

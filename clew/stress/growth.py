@@ -54,6 +54,9 @@ QUANTITIES = {
 is less certain.
 """
 
+COMES = {"tasks": "created at", "threads": "started at", "files": "opened at", "sockets": "connected at"}
+"""Word before the line that each thing comes from."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
@@ -82,15 +85,19 @@ def grows(samples: Sequence[Sample], quantity: str) -> float | None:
     Returns:
         None if the quantity does not grow steadily, or if fewer than three waves counted it.
     """
+    return _slope([(s.episodes, s.counts[quantity]) for s in samples if quantity in s.counts], quantity)
+
+
+def _slope(points: Sequence[tuple[int, float]], quantity: str) -> float | None:
     least, least_in_all, _ = QUANTITIES[quantity]
-    points = [(s.episodes, s.counts[quantity]) for s in samples if quantity in s.counts]
     if len(points) < 3:
         return None
     slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in itertools.pairwise(points)]
-    mean = (points[-1][1] - points[0][1]) / (points[-1][0] - points[0][0])
+    growth = points[-1][1] - points[0][1]
+    mean = growth / (points[-1][0] - points[0][0])
     steady = min(slopes) >= max(least, 0.5 * mean)
     shrinks = len(slopes) > 2 and all(b < SHRINKS * a for a, b in itertools.pairwise(slopes))
-    return mean if steady and not shrinks and points[-1][1] - points[0][1] >= least_in_all else None
+    return mean if steady and not shrinks and growth >= least_in_all else None
 
 
 def line_that_leaks(samples: Sequence[Sample], quantity: str) -> tuple[str, list[float]]:
@@ -99,11 +106,8 @@ def line_that_leaks(samples: Sequence[Sample], quantity: str) -> tuple[str, list
     lines = {line for sample in counted for line in sample.by_line.get(quantity, ()) if line}
     for line in sorted(lines):
         values = [float(sample.by_line.get(quantity, {}).get(line, 0)) for sample in counted]
-        series = [
-            Sample(episodes=sample.episodes, counts={quantity: value})
-            for sample, value in zip(counted, values, strict=True)
-        ]
-        if grows(series, quantity) is not None:
+        points = [(sample.episodes, value) for sample, value in zip(counted, values, strict=True)]
+        if _slope(points, quantity) is not None:
             return line, values
     return "", []
 
@@ -140,13 +144,7 @@ class Sampler:
     """Takes samples in the event loop in which it was created. Anything that existed before is not counted."""
 
     def __init__(self, code: Code, origins: Origins, sessions: Callable[[], int] | None = None) -> None:
-        """Remember what exists now, so that samples can leave it out.
-
-        Args:
-            code: Tells the user's code from libraries'.
-            origins: Provides the lines that created tasks, threads, files and sockets.
-            sessions: Returns the number of sessions that the gateway holds open.
-        """
+        """Remember what exists now, so that samples can leave it out. `sessions` counts those of the gateway."""
         self._code = code
         self._origins = origins
         self._sessions = sessions
@@ -160,46 +158,43 @@ class Sampler:
         return [task for task in asyncio.all_tasks() if task not in self._tasks and task is not asyncio.current_task()]
 
     async def sample(self, episodes: int) -> Sample:
-        """Return the counts now.
-
-        Args:
-            episodes: Number of episodes that have run so far.
-        """
+        """Return the counts now, after this number of episodes."""
         gc.collect()
         await asyncio.sleep(SETTLE_S)
         gc.collect()
-        origins = self._origins
-        tasks = self.left_tasks()
         new = (thread for thread in threading.enumerate() if thread not in self._threads)
         threads = [thread for thread in new if not isinstance(thread, WatchThread)]
-        counts: dict[str, float] = {"tasks": len(tasks), "threads": len(threads)}
-        by_line: dict[str, dict[str, int]] = {}
-        examples = {
-            "tasks": _commonest(_with(self._task(task), "created at", origins.tasks.get(task, "")) for task in tasks),
-            "threads": _commonest(
-                _with(self._thread(thread), "started at", origins.threads.get(thread, "")) for thread in threads
-            ),
+        left = {
+            "tasks": [(self._task(task), self._origins.tasks.get(task, "")) for task in self.left_tasks()],
+            "threads": [(self._thread(thread), self._origins.threads.get(thread, "")) for thread in threads],
         }
+        """Each thing that is left, and the line that it comes from, by quantity."""
+        counts: dict[str, float] = {}
+        examples: dict[str, str] = {}
+        by_line: dict[str, dict[str, int]] = {}
         if sys.platform == "linux":
-            opened = {number: name for number, name in _open_files().items() if self._files.get(number) != name}
-            sockets = [number for number, name in opened.items() if name.startswith("socket:")]
-            connected_at = [origins.sockets.get(number, "") for number in sockets]
-            files = [name for number, name in opened.items() if number not in sockets]
-            opened_at = [self._opened_at(name) for name in files]
+            left["files"], left["sockets"] = [], []
+            for number, name in _open_files().items():
+                if self._files.get(number) == name:
+                    continue
+                if name.startswith("socket:"):
+                    left["sockets"].append(("", self._origins.sockets.get(number, "")))
+                else:
+                    left["files"].append((re.sub(r"\d+", "#", name), self._opened_at(name)))
+            for quantity in ("files", "sockets"):
+                by_line[quantity] = dict(Counter(line for _, line in left[quantity]))
             counts["processes"] = len(set(children()) - self._processes)
-            counts["files"], counts["sockets"], counts["resident"] = len(files), len(sockets), _resident()
-            by_line["files"], by_line["sockets"] = dict(Counter(opened_at)), dict(Counter(connected_at))
-            examples["processes"] = _with("", "started at", _commonest(origins.processes.elements()))
-            examples["files"] = _commonest(
-                _with(re.sub(r"\d+", "#", name), "opened at", line) for name, line in zip(files, opened_at, strict=True)
-            )
-            examples["sockets"] = _with("", "connected at", _commonest(filter(None, connected_at)))
+            examples["processes"] = _with("", "started at", _largest(self._origins.processes))
+            counts["resident"] = _resident()
+        for quantity, things in left.items():
+            counts[quantity] = len(things)
+            shown = (_with(thing, COMES[quantity], line) for thing, line in things)
+            examples[quantity] = _commonest(filter(None, shown))
         if self._sessions is not None:
             counts["sessions"] = self._sessions()
         if tracemalloc.is_tracing():
             held = self._held()
-            counts["memory"] = held.total()
-            examples["memory"] = held.most_common(1)[0][0] if held else ""
+            counts["memory"], examples["memory"] = held.total(), _largest(held)
             counts.pop("resident", None)  # to trace costs memory itself
         return Sample(episodes=episodes, counts=counts, examples=examples, by_line=by_line)
 
@@ -211,11 +206,7 @@ class Sampler:
         return f"{re.sub(r'[0-9]+', '#', thread.name)}, at {place}"
 
     def _opened_at(self, name: str) -> str:
-        """Return the user's line that opened a file; for a file without a name, the line that opened its folder.
-
-        Args:
-            name: What the file descriptor links to.
-        """
+        """Return the user's line that opened a file; for a file without a name, the line that opened its folder."""
         path = Path(name.removesuffix(" (deleted)"))
         return self._origins.files.get(str(path)) or self._origins.files.get(str(path.parent), "")
 
@@ -254,12 +245,7 @@ class Complaints:
                 self._places[place] += 1
 
     def verdicts(self, episodes: int, origins: Origins) -> list[Verdict]:
-        """Return verdicts on the problems that happened in more than SHARE of the episodes.
-
-        Args:
-            episodes: Number of episodes that have run.
-            origins: Provides the lines that opened connections.
-        """
+        """Return verdicts on the problems that happened in more than SHARE of the episodes."""
         verdicts = []
         if self._unclosed > SHARE * episodes:
             verdicts.append(
@@ -276,7 +262,7 @@ class Complaints:
                 Verdict(
                     kind="fails",
                     what=f"{unseen} tasks of {episodes} episodes failed, and nobody looked at their errors",
-                    where=_commonest(self._places.elements()),
+                    where=_largest(self._places),
                     evidence=[f"{count} times {error}" for error, count in self._errors.most_common(3)],
                 )
             )
@@ -306,5 +292,8 @@ def _open_files() -> dict[int, str]:
 
 
 def _commonest(names: Iterable[str]) -> str:
-    counts = Counter(names)
+    return _largest(Counter(names))
+
+
+def _largest(counts: Counter[str]) -> str:
     return counts.most_common(1)[0][0] if counts else ""

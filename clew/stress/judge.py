@@ -201,8 +201,8 @@ def _differing(warm: Wave, alone: Wave, crowd: Wave, again: Wave, origins: Origi
                 kind="differs",
                 what=f"{len(by_chance)} of {len(crowd.episodes)} episodes differ when they are run again with the same "
                 f"seeds and answers",
-                where=drawn[0] if drawn else crowd.asked_at(by_chance[0].episode),
-                evidence=[f"{difference.episode}: {difference.what}" for difference in by_chance[:4]] + hint,
+                where=drawn[0] if drawn else crowd.asked_at(by_chance[0][0]),
+                evidence=[f"{episode}: {what}" for episode, what in by_chance[:4]] + hint,
             )
         ]
     by_company = repeat.differences(alone.told, crowd.told)
@@ -211,8 +211,8 @@ def _differing(warm: Wave, alone: Wave, crowd: Wave, again: Wave, origins: Origi
             Verdict(
                 kind="shared",
                 what="an episode does something else when others run before or beside it",
-                where=crowd.asked_at(by_company[0].episode),
-                evidence=[f"{each.episode}, alone and in a crowd: {each.what}" for each in by_company[:4]],
+                where=crowd.asked_at(by_company[0][0]),
+                evidence=[f"{episode}, alone and in a crowd: {what}" for episode, what in by_company[:4]],
             )
         ]
     return []

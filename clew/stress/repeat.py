@@ -40,30 +40,14 @@ def told_by_episode(episodes: Iterable[Episode], requests: Sequence[Request]) ->
     }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Difference:
-    """Point at which two runs of an episode diverge although the model gave the same answers."""
-
-    episode: str
-    what: str
-
-
-def differences(first: Mapping[str, Told], second: Mapping[str, Told]) -> list[Difference]:
-    """Return a difference for each episode in both that diverged by its own doing.
+def differences(first: Mapping[str, Told], second: Mapping[str, Told]) -> list[tuple[str, str]]:
+    """Return the ID of each episode in both runs that diverged by its own doing, and what differs.
 
     Requests that run side by side may come in any order. Once the model answered the same request differently, later
     differences are not the agent's doing.
-
-    Args:
-        first: One run of the episodes, by ID, without those that failed.
-        second: The other run.
     """
-    found = []
-    for episode in sorted(first.keys() & second.keys()):
-        what = _difference(first[episode], second[episode])
-        if what:
-            found.append(Difference(episode=episode, what=what))
-    return found
+    both = sorted(first.keys() & second.keys())
+    return [(episode, what) for episode in both if (what := _difference(first[episode], second[episode]))]
 
 
 def by_chance(first: Mapping[str, Told], second: Mapping[str, Told]) -> list[str]:
@@ -84,7 +68,10 @@ def _difference(a: Told, b: Told) -> str:
         return "" if a.earned == b.earned else f"the reward is {a.reward!r}, then {b.reward!r}"
     if own_a is None or own_b is None:
         return f"{len(asked_a)} requests, then {len(asked_b)}"
-    return f"request {min(own_a, own_b)} differs: {_shown(asked_a[own_a], asked_b[own_b])}"
+    one, other = asked_a[own_a], asked_b[own_b]
+    start = max(0, common_length(one, other) - 20)
+    shown = f"{one[start : start + 80]!r}, then {other[start : start + 80]!r}"
+    return f"request {min(own_a, own_b)} differs: {shown}"
 
 
 def _first_of_its_own(these: Sequence[str], others: Sequence[str]) -> int | None:
@@ -102,14 +89,8 @@ def _told_otherwise(a: Told, b: Told, asked: Collection[str]) -> bool:
 
     If one run made a request more often, its surplus answers are ignored.
     """
-    for each in asked:
-        told_a, told_b = ([r.answered for r in told.requests if r.asked == each] for told in (a, b))
-        both = min(len(told_a), len(told_b))
-        if told_a[:both] != told_b[:both]:
+    for question in asked:
+        answers_a, answers_b = ([r.answered for r in told.requests if r.asked == question] for told in (a, b))
+        if any(x != y for x, y in zip(answers_a, answers_b, strict=False)):
             return True
     return False
-
-
-def _shown(one: str, other: str) -> str:
-    start = max(0, common_length(one, other) - 20)
-    return f"{one[start : start + 80]!r}, then {other[start : start + 80]!r}"

@@ -27,10 +27,7 @@ STRETCH = 1.3
 """Factor above which an episode in the crowd takes longer than in a narrower wave."""
 
 LASTS = 1.5
-"""Factor above which a crowd lasts too long, compared with one episode alone.
-
-Without a bottleneck, a crowd takes no longer than its longest episode.
-"""
+"""Factor above which a crowd takes too long. Without a bottleneck, it takes no longer than its longest episode."""
 
 EXPLAINS = 0.4
 """Minimum share of the additional time that a place must explain to be named."""
@@ -42,10 +39,7 @@ BUSY = 0.5
 """Busy share of the time above which a place where episodes wait is only suspected: the processor may be the cause."""
 
 MODELS_PLACE = 0.5
-"""Share of the waiting time at a place above which it counts as waiting for the model.
-
-During this share, the model has a request of the episode.
-"""
+"""Share of the time at a place during which the model has a request, above which episodes wait for the model there."""
 
 Interval = tuple[float, float]
 
@@ -158,12 +152,9 @@ class Waits(Watcher):
     """Records, while entered, where the running episodes wait."""
 
     def __init__(self, running: Collection[Episode], code: Code, asking: Callable[[], Collection[str]]) -> None:
-        """Create a watch.
+        """Create a watch of the running episodes, a set that the caller keeps up to date.
 
-        Args:
-            running: Running episodes; the caller keeps this up to date.
-            code: Tells the user's code from libraries'.
-            asking: Returns the IDs of the episodes that have a request with the model now.
+        `asking` returns the IDs of the episodes that have a request with the model now.
         """
         super().__init__()
         self._asking = asking

@@ -69,6 +69,7 @@ class StandIn:
         tokenizer: PreTrainedTokenizerBase,
         *,
         latency_s: float = 1.0,
+        token_s: float = 0.0,
         tokens: int = 64,
         texts: Sequence[str] = (),
     ) -> None:
@@ -76,12 +77,13 @@ class StandIn:
 
         Args:
             tokenizer: Encodes and decodes the answers.
-            latency_s: Minimum seconds that an answer takes.
+            latency_s: Minimum seconds before the first token. It takes up to SPREAD of them longer.
+            token_s: Seconds per token of a streamed answer.
             tokens: Maximum length of a synthetic answer; the minimum is half of it.
             texts: Recorded answers to choose from; if empty, answers are synthetic.
         """
         self._tokenizer = tokenizer
-        self._latency_s = latency_s
+        self._latency_s, self._token_s = latency_s, token_s
         self._tokens = tokens
         self._texts = [list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]  # type: ignore
         self._asked: dict[str, Counter[str]] = {}
@@ -98,7 +100,7 @@ class StandIn:
         await asyncio.sleep(self._latency_s * (1 + SPREAD * random.Random(f"{SEED}/{request.id}").random()))
         if on_token is not None:
             for token, logprob in zip(output, logprobs, strict=True):
-                await asyncio.sleep(0)
+                await asyncio.sleep(self._token_s)
                 on_token(token, logprob)
         return Completion(
             output_ids=output,

@@ -78,17 +78,10 @@ async def run_episode(
     stepped: Stepped | None,
     code: Code,
 ) -> None:
-    """Run the agent on its own copy of the row.
+    """Run the agent on its own copy of the row, and set the episode's results.
 
-    Whatever the agent raises is kept as the episode's error.
-
-    Args:
-        agent: The agent.
-        episode: The episode; its results are set.
-        open_episode: Opens a session of the gateway.
-        timeout_s: Maximum seconds; None: no limit.
-        stepped: Called after each step.
-        code: Tells the user's code from libraries'.
+    Whatever the agent raises is kept as the episode's error. `timeout_s` is the maximum number of seconds (None: no
+    limit), and `stepped` is called after each step.
     """
     data = copy.deepcopy(episode.data)
     episode.started = time.monotonic()
@@ -126,34 +119,31 @@ async def run_episode(
 @types.coroutine
 def driven(clew_drives: Coroutine, episode: Episode, stepped: Stepped | None) -> Generator[Any, Any, Any]:
     """Await a coroutine step by step. (`frames` finds the coroutine by the name `clew_drives`.)"""
-    advance: Callable[[], Any] = lambda: clew_drives.send(None)  # noqa: E731
+    thrown: BaseException | None = None
     while True:
         began = time.perf_counter()
         try:
-            awaited = advance()
+            awaited = clew_drives.send(None) if thrown is None else clew_drives.throw(thrown)
         except StopIteration as end:
             return end.value
         finally:
             episode.code_s += time.perf_counter() - began
             if stepped is not None:
                 stepped(episode)
+        thrown = None
         try:
             yield awaited
-            advance = lambda: clew_drives.send(None)  # noqa: E731
         except GeneratorExit:
             clew_drives.close()
             raise
-        except BaseException as thrown:
-            failure = thrown
-            advance = lambda: clew_drives.throw(failure)  # noqa: E731, B023
+        except BaseException as error:
+            thrown = error
 
 
 def task_factory(stepped: Stepped | None, made: Callable[[asyncio.Task], None]) -> Callable[..., asyncio.Task]:
     """Return a factory for loop.set_task_factory that assigns the tasks an episode starts to that episode.
 
-    Args:
-        stepped: Called after each step of such a task.
-        made: Called with each of these tasks, in the call that creates it.
+    `stepped` is called after each step of such a task, and `made` with the task, in the call that creates it.
     """
 
     def make(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task:

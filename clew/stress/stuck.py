@@ -42,13 +42,7 @@ class StuckWatch(Watcher):
     """Watches the event loop in which it is entered. This must be the main thread's."""
 
     def __init__(self, code: Code, running: Collection[Episode], stuck_s: float) -> None:
-        """Create a watch.
-
-        Args:
-            code: Tells the user's code from libraries'.
-            running: Running episodes; the caller keeps this up to date.
-            stuck_s: Seconds for which the loop may stand still.
-        """
+        """Create a watch, which lets the loop stand still for `stuck_s`. The caller keeps `running` up to date."""
         super().__init__()
         self.verdict: Verdict | None = None
         self.happened = asyncio.Event()
