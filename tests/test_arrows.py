@@ -16,6 +16,7 @@ EVERYWHERE = {
     "clew.dotted",
     "clew.printing",
     "clew.reading",
+    "clew.sections",
     "clew.seeds",
     "clew.waits",
     "clew.processes",
@@ -110,7 +111,7 @@ def test_every_room_is_listed() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["errors", "config", "seeds", "waits", "processes", "dotted", "listening", "printing", "console"],
+    ["errors", "config", "sections", "seeds", "waits", "processes", "dotted", "listening", "printing", "console"],
 )
 def test_what_all_may_import_imports_no_room_and_no_torch(module: str) -> None:
     found = {name for name in imports(CLEW / f"{module}.py") if not name.startswith("clew.algorithms.")}

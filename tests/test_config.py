@@ -72,12 +72,12 @@ def test_what_is_dumped_loads_to_the_same(good: Path, tmp_path: Path) -> None:
         ),
         ("", ["algorithm.minibatches=32"], "algorithm.minibatches (32) is above rollout.batch_groups (16)"),
         ("", ["sampling.min_new_tokens=300"], "sampling.min_new_tokens (300) is above sampling.max_new_tokens (256)"),
-        ("", ["algorithm.preset=gpro"], "a dotted path such as my_module.gpro. Did you mean 'grpo'?"),
+        ("", ["algorithm.preset=gpro"], "your own module, such as my_project.gpro. Did you mean 'grpo'?"),
         (
             "",
             ["algorithm.loss=cipso"],
-            "override algorithm.loss=cipso: algorithm.loss is 'cipso'; expected clip, cispo or a dotted path such as "
-            "my_module.cipso. Did you mean 'cispo'?",
+            "override algorithm.loss=cipso: algorithm.loss is 'cipso'; expected clip, cispo, or the dotted path of "
+            "your own function, such as my_project.cipso. Did you mean 'cispo'?",
         ),
         ("", ["algorithm.advantages=groop"], "Did you mean 'group'?"),
         ("", ["training.betas=[0.9,1]"], "Input should be less than 1, found 1"),
@@ -95,12 +95,12 @@ def test_what_is_dumped_loads_to_the_same(good: Path, tmp_path: Path) -> None:
             ["algorithm.preset=ppo", "rollout.n_samples=1", "rollout.drop_equal_rewards=true"],
             "with rollout.n_samples=1 every group's are. Use at least 2, or unset it",
         ),
-        ("", ["algorithm.critic=models/rm"], "algorithm.critic is of the critic, and algorithm.advantages=group has"),
+        ("", ["algorithm.critic=models/rm"], "algorithm.critic is for the critic, and algorithm.advantages=group has"),
         ("", ["algorithm.preset=ppo", "reward.turn_discount=0.5"], "discounts tokens. Use algorithm.gamma"),
         (
             "",
             ["training.objective=dpo", "algorithm.kl_coef=0"],
-            "algorithm.kl_coef is 0, and is training.objective=dpo's",
+            "algorithm.kl_coef is 0, and it is the beta of training.objective=dpo",
         ),
         (
             "",
@@ -115,7 +115,7 @@ def test_what_is_dumped_loads_to_the_same(good: Path, tmp_path: Path) -> None:
         (
             "",
             ["debug.format=pt", "debug.path=dump", "debug.replay_rollout_data=true"],
-            "debug.format=pt is of debug.dump_rollout_data=true: set it, or leave both out",
+            "debug.format=pt needs debug.dump_rollout_data=true. Set it, or leave both out",
         ),
         ("", ["training.lr"], "override 'training.lr': expected key=value"),
         ("data: [\n", [], "good.yaml"),
@@ -265,4 +265,4 @@ def test_a_misspelt_field_finds_its_neighbour(name: str, data: st.DataObject) ->
     misspelt = name[:at] + name[at + 1 :]
     if misspelt in config.field_names() or len(name.rsplit(".", 1)[-1]) < 7:
         return
-    assert config._nearest(misspelt, config.field_names()) == name
+    assert config.nearest(misspelt, config.field_names()) == name

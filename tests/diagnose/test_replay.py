@@ -861,7 +861,7 @@ def test_a_later_step_needs_a_run_directory(folder: Path, original: Path, tmp_pa
     with pytest.raises(RecordError, match=r"debug.first_step=3 begins with .* is no run directory"):
         replaying = configure(folder, f"root={tmp_path}", *replaying_from(copies), "debug.first_step=3")
         learn_from_record(replaying, lambda step, summary: None)
-    with pytest.raises(ConfigError, match=r"debug.first_step is of debug.replay_rollout_data=true"):
+    with pytest.raises(ConfigError, match=r"debug.first_step needs debug.replay_rollout_data=true"):
         configure(folder, "debug.first_step=3")
 
 

@@ -1,0 +1,487 @@
+"""The sections of the configuration, field by field; docs/reference/configuration is made from them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from clew.algorithms import ADVANTAGES, LOSSES, PRESETS, Preset
+
+DecayRate = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    """A frozen section of the configuration that refuses unknown fields."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Model(Section):
+    """The policy, and the device that it computes on."""
+
+    path: str = Field(description="Folder (as save_pretrained writes it) or hub name of a causal language model.")
+    dtype: Literal["float32", "bfloat16", "float64"] = Field(
+        default="float32", description="Number type of the weights, in training and in inference."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="Device to compute on; auto: cuda if there is one, otherwise cpu."
+    )
+
+
+class Data(Section):
+    """The prompts."""
+
+    path: str = Field(description="JSON-lines or Parquet file, or the hub name of a data set.")
+    split: str = Field(default="train", description="Split of a hub data set; ignored for files.")
+    prompt: str = Field(default="prompt", description="Column with the prompt: text, or a list of chat messages.")
+    completion: str = Field(
+        default="completion", description="Column with the demonstration, or with the preferred of two completions."
+    )
+    rejected: str = Field(
+        default="rejected", description="Column with the other completion, for training.objective dpo and reward_model."
+    )
+    limit: int | None = Field(default=None, ge=1, description="Number of rows to use, from the first on; null: all.")
+    max_prompt_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Maximum length of a prompt in tokens; rollout leaves out longer rows and logs how many; null: no "
+        "limit.",
+    )
+
+
+class Rollout(Section):
+    """Settings for making and admitting episodes."""
+
+    workflow: str = Field(
+        default="clew.rollout.workflows.SingleTurn", description="Dotted path of the workflow's class."
+    )
+    agent: str | None = Field(
+        default=None,
+        description="Dotted path of an agent's class (with `async def run`), used instead of a workflow.",
+    )
+    workflow_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="Arguments for the constructor of the workflow or agent."
+    )
+    max_turns: int | None = Field(
+        default=None, ge=1, description="Maximum number of requests that an agent makes in an episode; null: no limit."
+    )
+    max_episode_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Number of generated tokens after which an agent's requests are refused; null: no limit.",
+    )
+    sequences: Literal["concat", "individual"] = Field(
+        default="concat",
+        description="concat: turns that extend one another become one sequence; individual: each turn becomes its own.",
+    )
+    reward: str | None = Field(
+        default=None, description="Dotted path of the reward function, (completion, data) -> number or named numbers."
+    )
+    reward_timeout_s: float = Field(
+        default=30.0, gt=0, description="Seconds after which a call of the reward is killed and the episode fails."
+    )
+    reward_workers: int = Field(
+        default=1, ge=1, description="Number of processes that compute rewards; async rewards run without them."
+    )
+    n_samples: int = Field(default=8, ge=1, description="Number of episodes in a group, all of the same prompt.")
+    batch_groups: int = Field(default=16, ge=1, description="Number of groups in a batch, which one step consumes.")
+    max_lag: int = Field(
+        default=0,
+        ge=0,
+        description="Maximum number of versions that a token may be older than the trainer, also called max staleness "
+        "or off-policyness; 0: synchronous.",
+    )
+    late: Literal["wait", "train"] = Field(
+        default="wait", description="If a group would grow too old: wait for it, or train on it later."
+    )
+    drop_equal_rewards: bool = Field(
+        default=False, description="Reject groups whose rewards are all equal, and make others in their place."
+    )
+    max_failed_share: float = Field(
+        default=0.2,
+        ge=0,
+        le=1,
+        description="Share of failed episodes above which the run stops: within about a batch if all fail, later the "
+        "nearer the share is to this limit, so that chance does not stop a healthy run.",
+    )
+    episode_timeout_s: float = Field(
+        default=600.0, gt=0, description="Seconds after which an episode is cancelled and fails."
+    )
+
+
+class Reward(Section):
+    """Settings for changing rewards before they are trained on."""
+
+    turn_discount: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Discount per turn: a return is the turn's reward plus this multiple of the next return.",
+    )
+
+
+class Sampling(Section):
+    """Settings for drawing tokens."""
+
+    max_new_tokens: int = Field(default=256, ge=1, description="Maximum number of tokens in a response.")
+    min_new_tokens: int = Field(default=0, ge=0, description="Number of tokens before which a response cannot end.")
+    temperature: float = Field(default=1.0, ge=0, description="Divisor of the logits; 0: take the likeliest token.")
+    top_p: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Draw from the fewest likeliest tokens with this probability in total.",
+    )
+    top_k: int = Field(default=0, ge=0, description="Draw from this many of the likeliest tokens; 0: from all.")
+    min_p: float = Field(
+        default=0.0, ge=0, lt=1, description="Draw from tokens with at least this share of the likeliest's probability."
+    )
+    stop: list[str] = Field(default_factory=list, description="Strings that end a response.")
+    stop_token_ids: list[int] | None = Field(
+        default=None, description="Token IDs that end a response; null: the tokenizer's end and pad tokens."
+    )
+
+    @model_validator(mode="after")
+    def _lengths_agree(self) -> Sampling:
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"sampling.min_new_tokens ({self.min_new_tokens}) is above sampling.max_new_tokens "
+                f"({self.max_new_tokens})"
+            )
+        return self
+
+
+class Inference(Section):
+    """The inference engine and its server."""
+
+    listen: str = Field(default="127.0.0.1:0", description="host:port of `clew serve`; port 0: any free one.")
+    max_running: int = Field(
+        default=128, ge=1, description="Maximum number of sequences generated side by side; further requests wait."
+    )
+    cache_gib: float = Field(
+        default=1.0, gt=0, description="GiB of memory for keys and values; requests wait when it is full."
+    )
+    weights: str | None = Field(
+        default=None,
+        description="Folder for weights on their way to inference, such as /dev/shm/NAME; null: the run directory.",
+    )
+
+
+class Training(Section):
+    """The optimizer (AdamW) and the shape of a step."""
+
+    steps: int = Field(default=100, ge=1, description="Number of steps of the whole run.")
+    batch_size: int = Field(
+        default=32, ge=1, description="Number of demonstrations in a step of `clew sft`; RL uses rollout.batch_groups."
+    )
+    objective: Literal["sft", "dpo", "reward_model"] = Field(
+        default="sft",
+        description="Loss of `clew sft`: cross-entropy, or for preferences DPO's (arXiv 2305.18290) or Bradley and "
+        "Terry's (arXiv 2203.02155, equation 1).",
+    )
+    lora_rank: int | None = Field(
+        default=None,
+        ge=1,
+        description="Rank of the low-rank adapters to train in all linear layers (arXiv 2106.09685); null: train all "
+        "weights.",
+    )
+    lora_alpha: float | None = Field(
+        default=None, gt=0, description="Adapters are scaled by lora_alpha / lora_rank; null: by 2."
+    )
+    lr: float = Field(default=1e-5, gt=0, description="Peak learning rate.")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="Course of the learning rate after the warm-up; linear and cosine end at 0."
+    )
+    warmup_steps: int = Field(
+        default=0, ge=0, description="Number of optimizer updates over which the learning rate rises from 0."
+    )
+    weight_decay: float = Field(
+        default=0.0, ge=0, description="AdamW's decoupled weight decay, for matrices only (not norms and biases)."
+    )
+    betas: tuple[DecayRate, DecayRate] = Field(
+        default=(0.9, 0.95), description="AdamW's decay rates of the two moments."
+    )
+    max_grad_norm: float = Field(default=1.0, gt=0, description="Global norm to which larger gradients are scaled.")
+    on_bad_gradient: Literal["stop", "skip"] = Field(
+        default="stop", description="If an update has NaN, infinity or a spike: stop the run, or skip the update."
+    )
+    spike_factor: float | None = Field(
+        default=None,
+        gt=1,
+        description="Gradient norms above this multiple of the median of the last 8 to 32 updates count as spikes; "
+        "null: off.",
+    )
+    micro_batch_tokens: int = Field(
+        default=4096,
+        ge=1,
+        description="Number of tokens that a rank computes at a time; padding counts if the architecture cannot pack "
+        "rows.",
+    )
+    tp: int = Field(
+        default=1,
+        ge=1,
+        description="Number of ranks that compute the same tokens, each with its share of every block (tensor "
+        "parallelism, arXiv 1909.08053).",
+    )
+    activation_checkpointing: bool = Field(
+        default=False, description="Compute each block again in the backward pass, which saves memory and costs time."
+    )
+    deterministic: bool = Field(
+        default=False, description="Use CUDA kernels that give the same bits each time; the CPU's always do."
+    )
+
+
+class Algorithm(Section):
+    """The objective of training: by default GRPO with the decoupled objective of AReaL (arXiv 2505.24298).
+
+    docs/algorithms.md has the formulas.
+    """
+
+    preset: Preset | str | None = Field(
+        default=None,
+        description="Published algorithm, or dotted path of your own module with any of OPTIONS, advantages and loss; "
+        "it sets the options that the configuration leaves out; null: none.",
+    )
+    minibatches: int = Field(
+        default=1, ge=1, description="Number of optimizer updates in a step, each on its share of the groups."
+    )
+    advantages: str = Field(
+        default="group",
+        description="group (GRPO), batch (REINFORCE++, arXiv 2501.03262), mean (Dr. GRPO, arXiv 2503.20783), "
+        "leave_one_out (RLOO, arXiv 2402.14740), gae (PPO: per token, with a critic), none, or the dotted path of a "
+        "function, (sequences) -> for each sequence a number, or one per token.",
+    )
+    gamma: float = Field(
+        default=1.0, gt=0, le=1, description="Discount of a reward per token before it, for gae (arXiv 1506.02438)."
+    )
+    gae_lambda: float = Field(
+        default=0.95,
+        ge=0,
+        le=1,
+        description="For gae: 1 trusts only the rewards, 0 the critic's next value (arXiv 1506.02438, equation 16).",
+    )
+    critic: str | None = Field(
+        default=None,
+        description="Folder or hub name of the model that the critic starts from, for gae, such as a reward model "
+        "(arXiv 2203.02155); null: model.path.",
+    )
+    critic_lr: float | None = Field(
+        default=None, gt=0, description="Peak learning rate of the critic, for gae; null: training.lr."
+    )
+    value_clip: float | None = Field(
+        default=0.2,
+        gt=0,
+        description="Distance beyond which moving a value gains nothing within a step, for gae (PPO's code, arXiv "
+        "2005.12729); null: no limit.",
+    )
+    overlong_penalty: int | None = Field(
+        default=None,
+        ge=1,
+        description="Number of last tokens before a response's limit over which a penalty rises to 1 (DAPO, arXiv "
+        "2503.14476, equation 13); null: no penalty.",
+    )
+    overlong_filter: bool = Field(
+        default=False, description="Leave sequences that were cut off at a limit out of the loss (arXiv 2503.14476)."
+    )
+    loss: str = Field(
+        default="clip",
+        description="clip (PPO, arXiv 1707.06347), cispo (MiniMax-M1, arXiv 2506.13585), or the dotted path of a "
+        "function of named tensors.",
+    )
+    ratio: Literal["token", "sequence"] = Field(
+        default="token",
+        description="Current over proximal probability: per token, or the geometric mean over the sequence (GSPO, "
+        "arXiv 2507.18071).",
+    )
+    clip_low: float = Field(default=0.2, gt=0, le=1, description="The ratio is clipped below at 1 - clip_low.")
+    clip_high: float = Field(default=0.2, gt=0, description="The ratio is clipped above at 1 + clip_high.")
+    dual_clip: float | None = Field(
+        default=None,
+        gt=1,
+        description="Upper bound of the ratio for negative advantages (arXiv 1912.09729); null: no bound.",
+    )
+    importance: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = Field(
+        default="token_truncate",
+        description="Weight for proximal over behaviour probability, of a token or a whole sequence: truncated to "
+        "importance_cap, or 0 outside [1/cap, cap] (IcePop, MIS).",
+    )
+    importance_cap: float = Field(
+        default=2.0, gt=0, description="Limit of proximal over behaviour probability; see importance."
+    )
+    kl_coef: float = Field(
+        default=0.0,
+        ge=0,
+        description="Weight of the KL divergence from the run's first model; for dpo its beta, 0.1 if unset.",
+    )
+    kl_estimator: Literal["k1", "k2", "k3"] = Field(
+        default="k3", description="Estimator of the KL divergence (Schulman, joschu.net/blog/kl-approx.html)."
+    )
+    kl_in: Literal["loss", "reward"] = Field(
+        default="loss",
+        description="Add the KL term to each token's loss, or subtract its sum over a sequence from the reward.",
+    )
+    entropy_coef: float = Field(
+        default=0.0,
+        ge=0,
+        description="Weight of the entropy that is subtracted from each token's loss (arXiv 1707.06347, equation 9).",
+    )
+    loss_mean: Literal["token", "sequence", "constant"] = Field(
+        default="token",
+        description="Mean over all tokens of a mini-batch (DAPO); within sequences, then over them (GRPO); or the sum "
+        "over a sequence divided by loss_constant, then the mean over sequences (Dr. GRPO).",
+    )
+    loss_constant: int | None = Field(
+        default=None,
+        ge=1,
+        description="Number of tokens that loss_mean=constant divides by; null: sampling.max_new_tokens.",
+    )
+
+    @model_validator(mode="after")
+    def _options_agree(self) -> Algorithm:
+        own_code = {"preset": (PRESETS, "module"), "advantages": (ADVANTAGES, "function"), "loss": (LOSSES, "function")}
+        for field, (built_in, kind) in own_code.items():
+            value = getattr(self, field)
+            if value is not None and value not in built_in and "." not in value:
+                raise ValueError(
+                    f"algorithm.{field} is {value!r}; expected {', '.join(built_in)}, or the dotted path of your own "
+                    f"{kind}, such as my_project.{value or 'name'}. Did you mean {nearest(value, built_in)!r}?"
+                )
+        for field in ("critic", "critic_lr"):
+            if self.advantages != "gae" and getattr(self, field) is not None:
+                raise ValueError(
+                    f"algorithm.{field} is for the critic, and algorithm.advantages={self.advantages} has no critic. "
+                    f"Unset it, or use algorithm.advantages=gae"
+                )
+        if self.loss == "cispo" and self.dual_clip is not None:
+            raise ValueError("algorithm.dual_clip bounds the clipped objective, but algorithm.loss is cispo. Unset it")
+        if self.importance.endswith("mask") and self.importance_cap <= 1:
+            raise ValueError(
+                f"algorithm.importance_cap ({self.importance_cap:g}) with algorithm.importance={self.importance} would "
+                f"mask every token: only weights between 1/cap and cap are kept. Use more than 1"
+            )
+        return self
+
+
+class Eval(Section):
+    """Evaluation on held-out prompts. All episodes of one evaluation use the same version of the weights."""
+
+    path: str | None = Field(default=None, description="Held-out prompts, given like data.path; null: no evaluation.")
+    every_steps: int = Field(
+        default=10, ge=1, description="Number of steps N between evaluations: of versions 0, N, 2N, ... and the last."
+    )
+    n_samples: int = Field(default=1, ge=1, description="Number of episodes per prompt n, for pass@1 to pass@n.")
+    temperature: float = Field(default=0.0, ge=0, description="Sampling temperature; 0: take the likeliest token.")
+
+
+class Checkpoint(Section):
+    """Checkpoints, from which a killed run restarts."""
+
+    every_steps: int = Field(
+        default=20,
+        ge=1,
+        description="Number of steps between checkpoints; a resumed run replays those since the last.",
+    )
+    keep: int = Field(default=2, ge=1, description="Number of checkpoints to keep besides the first.")
+
+
+class Record(Section):
+    """The run directory."""
+
+    keep_steps: int | None = Field(
+        default=None, ge=1, description="Number of newest steps whose data is kept; null: all."
+    )
+
+
+class Debug(Section):
+    """Training on recorded batches without rollout, and portable copies of batches."""
+
+    dump_rollout_data: bool = Field(default=False, description="Copy the batch of each step to debug.path.")
+    replay_rollout_data: bool = Field(
+        default=False, description="Train on the batches in debug.path, without rollout and inference."
+    )
+    path: str | None = Field(
+        default=None, description="Folder of dumped batches; for replay_rollout_data also a run directory."
+    )
+    format: Literal["parquet", "pt"] = Field(
+        default="parquet", description="Format of dumped batches: the record's own, or padded tensors for torch.load."
+    )
+    first_step: int = Field(
+        default=0,
+        ge=0,
+        description="Step to replay from, starting with what the run directory debug.path had learned by then.",
+    )
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Debug:
+        if self.dump_rollout_data and self.replay_rollout_data:
+            raise ValueError(
+                "debug.dump_rollout_data and debug.replay_rollout_data are both set: a run either makes its own "
+                "batches or replays others. Unset one"
+            )
+        if (self.dump_rollout_data or self.replay_rollout_data) and self.path is None:
+            raise ValueError("debug.path is missing: the folder to write batches to, or to read them from")
+        if self.path is not None and not (self.dump_rollout_data or self.replay_rollout_data):
+            raise ValueError(
+                "debug.path is set, but neither debug.dump_rollout_data=true (write batches there) nor "
+                "debug.replay_rollout_data=true (train on those there). Set one, or leave debug.path out"
+            )
+        if self.format != "parquet" and not self.dump_rollout_data:
+            raise ValueError(
+                f"debug.format={self.format} needs debug.dump_rollout_data=true. Set it, or leave both out: batches to "
+                f"replay state their own format"
+            )
+        if self.first_step and not self.replay_rollout_data:
+            raise ValueError("debug.first_step needs debug.replay_rollout_data=true. Set it, or leave both out")
+        return self
+
+
+class Launch(Section):
+    """The processes of a run, and how they share the machine."""
+
+    mode: Literal["local", "inline"] = Field(
+        default="local",
+        description="local: one process per role; inline: one process in all, with user code on its main thread and no "
+        "time limits.",
+    )
+    ranks: int = Field(
+        default=1, ge=1, description="Number of processes that train together, each with a slice of the model (FSDP2)."
+    )
+    colocate: bool = Field(
+        default=False,
+        description="Let training and inference take turns on one device: while a step is trained, inference stops and "
+        "frees its cache's memory.",
+    )
+    restarts: int = Field(
+        default=3, ge=0, description="Number of times that a dead server or rollout process is started again."
+    )
+    threads: int | None = Field(
+        default=None,
+        ge=1,
+        description="Number of torch threads in each process; null: one per core, half of that if server and trainer "
+        "compute side by side; ranks share them.",
+    )
+
+    @model_validator(mode="after")
+    def _ranks_are_processes(self) -> Launch:
+        if self.mode == "inline" and self.ranks > 1:
+            raise ValueError(
+                f"launch.ranks is {self.ranks}, but launch.mode=inline is one process. Use launch.mode=local, or "
+                f"launch.ranks=1"
+            )
+        return self
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Return the valid name that is most like `name`. The last part counts most: `rollout.lr` means `training.lr`."""
+    last = name.rsplit(".", 1)[-1]
+
+    def likeness(candidate: str) -> float:
+        return max(
+            difflib.SequenceMatcher(None, name, candidate).ratio(),
+            0.95 * difflib.SequenceMatcher(None, last, candidate.rsplit(".", 1)[-1]).ratio(),
+        )
+
+    return max(names, key=likeness)
