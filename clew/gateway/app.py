@@ -17,13 +17,12 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import orjson
+from fastapi import FastAPI
+from fastapi import Request as HTTPRequest
 from pydantic import ConfigDict
-from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
 
 from clew.gateway import anthropic_messages, openai_chat, openai_completions, openai_responses
 from clew.gateway.agent_session import AgentSession, Submission
@@ -103,13 +102,12 @@ class SetReward(Fields):
     interaction_id: str | None = None
 
 
-def application(sessions: Sessions) -> Starlette:
+def application(sessions: Sessions) -> FastAPI:
     """Return the ASGI application. All routes run on one event loop, the gateway's."""
+    app = FastAPI(title="Clew gateway", docs_url=None, redoc_url=None)
 
-    def post(path: str) -> Route:
-        dialect, _, handle = POSTS[path]
-
-        async def answer(http: HTTPRequest) -> Response:
+    def serve(path: str, dialect: Dialect, body: type[Fields], handle: Callable[..., Awaitable[Response]]) -> None:
+        async def route(http: HTTPRequest) -> Response:
             try:
                 return await handle(sessions, dialect, http)
             except Refusal as refusal:
@@ -120,32 +118,68 @@ def application(sessions: Sessions) -> Starlette:
                 log.exception("a defect of the gateway, at %s", path)
                 return json_response(dialect.refuse(Refusal(500, f"{type(error).__name__}: {error}")), 500)
 
-        return Route(path, answer, methods=["POST"])
+        schema = body.model_json_schema(ref_template=f"#/components/schemas/{path[1:].replace('/', '_')}_{{model}}")
+        for name, definition in schema.pop("$defs", {}).items():
+            definitions[f"{path[1:].replace('/', '_')}_{name}"] = definition
+        app.add_api_route(
+            path,
+            route,
+            methods=["POST"],
+            openapi_extra={"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}},
+            responses={code: {"description": what} for code, what in STATUSES.items()},
+        )
 
+    definitions: dict[str, Any] = {}
+    serve("/v1/chat/completions", openai_chat, openai_chat.ChatRequest, _complete)
+    serve("/v1/completions", openai_completions, openai_completions.CompletionRequest, _complete)
+    serve("/v1/responses", openai_responses, openai_responses.ResponsesRequest, _complete)
+    serve("/v1/messages", anthropic_messages, anthropic_messages.MessagesRequest, _complete)
+    serve("/v1/messages/count_tokens", anthropic_messages, anthropic_messages.CountRequest, _count_tokens)
+    serve("/rl/start_session", openai_chat, StartSession, _start_session)
+    serve("/rl/set_reward", openai_chat, SetReward, _set_reward)
+    serve("/rl/end_session", openai_chat, StartSession, _end_session)
+
+    @app.get("/v1/models")
     async def models(http: HTTPRequest) -> Response:
         names = sessions.models or ["any"]
         if "anthropic-version" in http.headers:
             return json_response(anthropic_messages.models(names))
         return json_response({"object": "list", "data": [openai_chat.model(name) for name in names]})
 
-    async def model(http: HTTPRequest) -> Response:
-        dialect, name = (
-            anthropic_messages if "anthropic-version" in http.headers else openai_chat,
-            http.path_params["name"],
-        )
+    @app.get("/v1/models/{name:path}", responses={404: {"description": STATUSES[404]}})
+    async def model(name: str, http: HTTPRequest) -> Response:
+        dialect = anthropic_messages if "anthropic-version" in http.headers else openai_chat
         try:
             _refuse_unless_served(sessions, name)
         except Refusal as refusal:
             return json_response(dialect.refuse(refusal), refusal.status)
         return json_response(dialect.model(name))
 
+    @app.exception_handler(HTTPException)
     async def refuse(http: HTTPRequest, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        refusal = Refusal(error.status_code, f"{http.method} {http.url.path}: {error.detail}.")
-        return json_response(dialect_of(http.url.path).refuse(refusal), error.status_code)
+        what = Refusal(error.status_code, f"{http.method} {http.url.path}: {error.detail}")
+        return json_response(dialect_of(http.url.path).refuse(what), error.status_code)
 
-    gets = [Route("/v1/models", models), Route("/v1/models/{name:path}", model)]
-    return Starlette(routes=[*map(post, POSTS), *gets], exception_handlers={HTTPException: refuse})
+    document = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        whole = document()
+        whole.setdefault("components", {}).setdefault("schemas", {}).update(definitions)
+        return whole
+
+    app.openapi = openapi
+    return app
+
+
+STATUSES: dict[int | str, Any] = {
+    400: "not as the dialect has it, or cannot be honoured",
+    401: "unknown key",
+    404: "unknown model, response or interaction",
+    413: "too large",
+    503: "the engine is away",
+}
+"""Descriptions of the error statuses, for every dialect."""
 
 
 def dialect_of(path: str) -> Dialect:
@@ -275,19 +309,6 @@ async def _end_session(sessions: Sessions, dialect: Dialect, http: HTTPRequest) 
     session = sessions.own(key_of(http))
     await sessions.end(key_of(http))
     return json_response({"session_id": session.id, "interactions": len(session.engine.interactions)})
-
-
-POSTS: dict[str, tuple[Dialect, type[Fields], Callable[[Sessions, Dialect, HTTPRequest], Awaitable[Response]]]] = {
-    "/v1/chat/completions": (openai_chat, openai_chat.ChatRequest, _complete),
-    "/v1/completions": (openai_completions, openai_completions.CompletionRequest, _complete),
-    "/v1/responses": (openai_responses, openai_responses.ResponsesRequest, _complete),
-    "/v1/messages": (anthropic_messages, anthropic_messages.MessagesRequest, _complete),
-    "/v1/messages/count_tokens": (anthropic_messages, anthropic_messages.CountRequest, _count_tokens),
-    "/rl/start_session": (openai_chat, StartSession, _start_session),
-    "/rl/set_reward": (openai_chat, SetReward, _set_reward),
-    "/rl/end_session": (openai_chat, StartSession, _end_session),
-}
-"""Paths that take POST, each with the dialect of its errors, the model of its body, and the function that answers."""
 
 
 def key_of(http: HTTPRequest) -> str:

@@ -1,9 +1,8 @@
-"""Requests that schemathesis makes from the gateway's own request models: whatever is sent, the answer is no defect."""
+"""schemathesis against the gateway's own OpenAPI document: whatever is sent, the answer is no defect."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import requests
@@ -13,34 +12,13 @@ from schemathesis import Case, GenerationMode
 from schemathesis.checks import not_a_server_error
 
 from clew.gateway.agent_session import Limits
-from clew.gateway.app import POSTS
-from clew.gateway.thread import GatewayThread
+from clew.gateway.app import application
+from clew.gateway.thread import EpisodeSessions, GatewayThread
 from tests.gateway.chatml import chatml_tokenizer
 from tests.gateway.spoken import Spoken, session_on
 
 EXAMPLES = 20
-SERVED = {"200": {"description": "an answer"}}
-NAME = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-
-
-def document() -> dict[str, Any]:
-    """Return an OpenAPI document of what the gateway takes."""
-    paths: dict[str, Any] = {
-        "/v1/models": {"get": {"responses": SERVED}},
-        "/v1/models/{name}": {"get": {"parameters": [NAME], "responses": SERVED}},
-    }
-    definitions: dict[str, Any] = {}
-    for path, (_, body, _) in POSTS.items():
-        prefix = path[1:].replace("/", "_")
-        schema = body.model_json_schema(ref_template=f"#/components/schemas/{prefix}_{{model}}")
-        definitions |= {f"{prefix}_{name}": one for name, one in schema.pop("$defs", {}).items()}
-        asked = {"required": True, "content": {"application/json": {"schema": schema}}}
-        paths[path] = {"post": {"requestBody": asked, "responses": SERVED}}
-    info = {"title": "gateway", "version": "0"}
-    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": definitions}}
-
-
-DOCUMENT = document()
+DOCUMENT = application(EpisodeSessions()).openapi()
 SCHEMA = schemathesis.openapi.from_dict(DOCUMENT)
 ROUTES = [
     pytest.param(path, method.upper(), mode, id=f"{path} {mode.value}")
