@@ -6,12 +6,12 @@ import json
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from clew.gateway.dialect import Ask, Form, Message, Refusal, Reply, Stream, ToolCall, encoded, is_utf8, pieces
-from clew.gateway.fields import LARGEST, Body, Fields, Quiet, read
-from clew.gateway.images import Base64, Content, by_name, content_of
-from clew.gateway.openai_chat import notes_on_strict
+from clew.gateway.fields import LARGEST, Body, Fields, Quiet, SampledBody, read, set_values, text_as
+from clew.gateway.images import Base64, Content, content_of
+from clew.gateway.tools import Function, notes_on_strict, refuse_choice
 
 KEEP_ALIVE: bytes = b'event: ping\ndata: {"type":"ping"}\n\n'
 
@@ -35,19 +35,12 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_
 
 class _Text(Fields):
     type: Literal["text"]
-    text: str
-    citations: list[Any] = Field(default_factory=list, max_length=0)
-
-
-def _as_blocks(content: Any) -> Any:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
-_Texts = Annotated[list[_Text], BeforeValidator(_as_blocks, json_schema_input_type=str | list[_Text])]
+    shown: str = Field(alias="text")
+    citations: list[Any] = Field(default=[], max_length=0)
 
 
 class _Source(Fields):
-    type: Literal["base64"] = Field(description="The gateway fetches nothing.")
+    type: Literal["base64"]  # the gateway fetches nothing
     media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
     data: Base64
 
@@ -56,13 +49,16 @@ class _Image(Fields):
     type: Literal["image"]
     source: _Source
 
+    @property
+    def shown(self) -> bytes:
+        return self.source.data
+
 
 class _ToolReference(Fields):
+    """A tool that another one found. It stands for the tool's definition, in JSON."""
+
     type: Literal["tool_reference"]
     tool_name: str
-
-
-_Results = list[Annotated[_Text | _Image | _ToolReference, Field(discriminator="type")]]
 
 
 class _Thinking(Fields):
@@ -81,14 +77,13 @@ class _ToolUse(Fields):
 class _ToolResult(Fields):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Annotated[_Results, BeforeValidator(_as_blocks, json_schema_input_type=str | _Results)] = Field(
-        default_factory=list, description="A tool_reference stands for the tool's definition, in JSON."
-    )
-    is_error: bool = Field(default=False, description="The template gets it as is_error of the tool's message.")
+    content: Annotated[
+        list[Annotated[_Text | _Image | _ToolReference, Field(discriminator="type")]], text_as("text")
+    ] = Field(default=[])
+    is_error: bool = False
 
 
-_UserBlocks = list[Annotated[_Text | _Image | _ToolResult, Field(discriminator="type")]]
-_AssistantBlocks = list[Annotated[_Text | _Thinking | _ToolUse, Field(discriminator="type")]]
+_Texts = Annotated[list[_Text], text_as("text")]
 
 
 class _System(Fields):
@@ -98,22 +93,20 @@ class _System(Fields):
 
 class _User(Fields):
     role: Literal["user"]
-    content: Annotated[_UserBlocks, BeforeValidator(_as_blocks, json_schema_input_type=str | _UserBlocks)]
+    content: Annotated[list[Annotated[_Text | _Image | _ToolResult, Field(discriminator="type")]], text_as("text")]
 
 
 class _Assistant(Fields):
     role: Literal["assistant"]
-    content: Annotated[_AssistantBlocks, BeforeValidator(_as_blocks, json_schema_input_type=str | _AssistantBlocks)]
+    content: Annotated[list[Annotated[_Text | _Thinking | _ToolUse, Field(discriminator="type")]], text_as("text")]
 
 
-class _Tool(Fields):
+class _Tool(Function):
     type: Literal["custom"] = "custom"
-    name: str
-    description: str | None = None
-    input_schema: dict[str, Any]
-    strict: bool = Field(default=False, description="Frameworks set it unasked. It is not enforced; a warning says so.")
-    defer_loading: bool = Field(default=False, description="The model is told of it where a tool_reference names it.")
-    allowed_callers: list[Literal["direct"]] = Field(default_factory=list)
+    parameters: dict[str, Any] | None = Field(alias="input_schema")
+    defer_loading: bool = False
+    """True: the model is told of the tool where a tool_reference names it."""
+    allowed_callers: list[Literal["direct"]] = Field(default=[])
 
 
 class _ToolChoice(Fields):
@@ -124,8 +117,8 @@ class _ToolChoice(Fields):
 
 class _ThinkingConfig(Fields):
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = Field(default=None, ge=1, description="An aim; max_tokens is the limit.")
-    display: str | None = Field(default=None, description="Thinking is shown in full.")
+    budget_tokens: int | None = Field(default=None, ge=1)  # an aim; max_tokens is the limit
+    display: str | None = None  # thinking is shown in full
 
 
 class _Schema(Fields):
@@ -134,15 +127,15 @@ class _Schema(Fields):
 
 
 class _OutputConfig(Fields):
-    format: _Schema | None = Field(default=None, description="For engines that can hold their output to a schema.")
-    effort: str | None = Field(default=None, description="high is what a request without effort gets.")
+    format: _Schema | None = None
+    effort: str | None = None
 
 
-class _ThreadCreate(Fields):
+class _Thread(Fields):
     type: Literal["create"]
 
 
-class _ThreadContinue(Fields):
+class _ContinuedThread(Fields):
     type: Literal["continue"]
     previous_message_id: str
 
@@ -153,43 +146,41 @@ class _Edit(Quiet):
 
 
 class _ContextManagement(Fields):
-    edits: list[_Edit] = Field(default_factory=list, description="None is made; a warning names those that would be.")
+    edits: list[_Edit] = Field(default=[])
+    """Edits of the context. None is made; a warning names those that would have changed something."""
 
 
 class CountRequest(Body):
     """The body of /v1/messages/count_tokens."""
 
-    model: str
     messages: list[Annotated[_System | _User | _Assistant, Field(discriminator="role")]] = Field(min_length=1)
-    system: _Texts = Field(default_factory=list)
-    tools: list[_Tool] = Field(default_factory=list)
+    system: _Texts = Field(default=[])
+    tools: list[_Tool] = Field(default=[])
     tool_choice: _ToolChoice = _ToolChoice(type="auto")
     thinking: _ThinkingConfig | None = None
-    output_config: _OutputConfig | None = None
-    thread: Annotated[_ThreadCreate | _ThreadContinue, Field(discriminator="type")] | None = None
+    output_config: _OutputConfig = _OutputConfig()
+    thread: Annotated[_Thread | _ContinuedThread, Field(discriminator="type")] | None = None
     context_management: _ContextManagement | None = None
 
 
-class MessagesRequest(CountRequest):
+class MessagesRequest(CountRequest, SampledBody):
     """The body of /v1/messages."""
 
     max_tokens: int = Field(ge=1, le=LARGEST)
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=0, le=LARGEST)
-    stop_sequences: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
-    stream: bool = False
+    stop_sequences: list[Annotated[str, Field(min_length=1)]] = Field(default=[])
 
 
 def parse(body: dict[str, Any]) -> Ask:
     """See `Dialect.parse`."""
     request, notes = read(MessagesRequest, body)
-    sampling: dict[str, Any] = {"max_new_tokens": request.max_tokens}
-    for name in ("temperature", "top_p", "top_k"):
-        if (value := getattr(request, name)) is not None:
-            sampling[name] = value
-    if request.stop_sequences:
-        sampling["stop"] = tuple(request.stop_sequences)
+    sampling = set_values(
+        max_new_tokens=request.max_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        stop=tuple(request.stop_sequences) or None,
+    )
     return _ask(request, notes, sampling=sampling, stream=request.stream)
 
 
@@ -203,30 +194,31 @@ def parse_count(body: dict[str, Any]) -> Ask:
 
 
 def _ask(request: CountRequest, notes: list[str], **more: Any) -> Ask:
-    choice = request.tool_choice
-    names = [tool.name for tool in request.tools]
-    thread = request.thread
-    follows = thread.previous_message_id if isinstance(thread, _ThreadContinue) else None
-    if follows is not None and (names or request.system):
-        raise Refusal(400, "thread: one that goes on has its tools and system already; send neither.", param="thread")
-    if choice.type == "any" and not (names or follows):
-        raise Refusal(400, "tool_choice: any wants a tool, and there are none in tools.", param="tool_choice")
-    if choice.type == "tool" and choice.name not in names and not follows:
-        raise Refusal(400, f"tool_choice names {choice.name!r}, which is not among the tools.", param="tool_choice")
+    choice, form, thread = request.tool_choice, request.output_config.format, request.thread
+    follows = thread.previous_message_id if isinstance(thread, _ContinuedThread) else None
+    tool_choice = {"any": "required", "tool": choice.name or ""}.get(choice.type, choice.type)
+    if follows is None:
+        refuse_choice(tool_choice, request.tools)
+    elif request.tools or request.system:
+        message = "Cannot continue the thread: it has its tools and system already. Send neither."
+        raise Refusal(400, message, param="thread")
     if request.messages[-1].role == "assistant":
-        message = "messages: the last is the assistant's, and the model takes no prefill; end with a user message."
+        message = (
+            "Cannot continue messages: the last is the assistant's, and the model takes no prefill. Send a user's."
+        )
         raise Refusal(400, message, param="messages")
+    images: dict[str, bytes] = {}
     return Ask(
         model=request.model,
-        messages=_messages(request),
-        images=by_name([block.source.data for block in _parts(request) if isinstance(block, _Image)]),
+        messages=_messages(request, images),
+        images=images,
         follows=follows,
-        tools=[_tool(tool) for tool in request.tools if not tool.defer_loading],
-        tool_choice={"any": "required", "tool": choice.name or ""}.get(choice.type, choice.type),
+        tools=[tool.for_template() for tool in request.tools if not tool.defer_loading],
+        tool_choice=tool_choice,
         parallel_tool_calls=not choice.disable_parallel_tool_use,
-        form=_form(request.output_config),
+        form=Form(schema=form.schema_, param="output_config.format") if form is not None else None,
         template=_variables(request),
-        notes=[*notes_on_strict([tool.name for tool in request.tools if tool.strict]), *_notes(request), *notes],
+        notes=[*notes_on_strict(request.tools), *_notes(request), *notes],
         extras={"thread": follows is not None, "edits": request.context_management is not None},
         **more,
     )
@@ -234,10 +226,10 @@ def _ask(request: CountRequest, notes: list[str], **more: Any) -> Ask:
 
 def _variables(request: CountRequest) -> dict[str, Any]:
     """Return the variables of the chat template."""
-    thinking, config = request.thinking, request.output_config
+    thinking, effort = request.thinking, request.output_config.effort
     variables: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking.type != "disabled"}
-    if config is not None and config.effort not in (None, "high"):
-        variables["reasoning_effort"] = config.effort
+    if effort not in (None, "high"):  # high is what a request without effort gets
+        variables["reasoning_effort"] = effort
     return variables
 
 
@@ -247,97 +239,72 @@ def _notes(request: CountRequest) -> list[str]:
     return [f"the client asks for {', '.join(asked)}: the gateway leaves the context as it is"] if asked else []
 
 
-def _form(config: _OutputConfig | None) -> Form | None:
-    if config is None or config.format is None:
-        return None
-    return Form(schema=config.format.schema_, param="output_config.format")
-
-
-def _tool(tool: _Tool) -> dict[str, Any]:
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
-    return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
-
-
-def _messages(request: CountRequest) -> list[Message]:
+def _messages(request: CountRequest, images: dict[str, bytes]) -> list[Message]:
+    """Return the messages as chat templates take them, and add their images to `images`."""
     messages: list[Message] = []
     names: dict[str, str] = {}
-    tools = {tool.name: _tool(tool) for tool in request.tools}
-    if system := _joined([block for block in request.system if not block.text.startswith(BILLING)]):
-        messages.append({"role": "system", "content": system})
+    """Names of the called tools, by the ID of the call."""
+    tools = {tool.name: tool.for_template() for tool in request.tools}
+    system = [block for block in request.system if not block.shown.startswith(BILLING)]
+    if content := _joined(system, images):
+        messages.append({"role": "system", "content": content})
     for message in request.messages:
         if isinstance(message, _System):
-            messages.append({"role": "system", "content": _joined(message.content)})
+            messages.append({"role": "system", "content": _joined(message.content, images)})
         elif isinstance(message, _User):
-            messages += _of_user(message, names, tools)
+            messages += _of_user(message, names, tools, images)
         else:
             messages.append(_of_assistant(message))
             names.update((block.id, block.name) for block in message.content if isinstance(block, _ToolUse))
     return messages
 
 
-def _parts(request: CountRequest) -> Iterator[Fields]:
-    for message in request.messages:
-        for block in message.content:
-            yield from block.content if isinstance(block, _ToolResult) else [block]
-
-
-def _joined(blocks: Sequence[Fields]) -> Content:
+def _joined(blocks: Sequence[Fields], images: dict[str, bytes]) -> Content:
     """Return the texts and images among these blocks as the content of a message."""
-    shown = (block for block in blocks if isinstance(block, _Text | _Image))
-    return content_of([block.text if isinstance(block, _Text) else block.source.data for block in shown])
+    return content_of([block.shown for block in blocks if isinstance(block, _Text | _Image)], images)
 
 
-def _of_user(message: _User, names: dict[str, str], tools: dict[str, dict[str, Any]]) -> list[Message]:
-    """Return a message for each tool's result, then one for the user's words.
-
-    Args:
-        message: The message of the request.
-        names: Names of the tools, by the ID of the call.
-        tools: Tools as chat templates take them, by name.
-    """
+def _of_user(
+    message: _User, names: dict[str, str], tools: dict[str, dict[str, Any]], images: dict[str, bytes]
+) -> list[Message]:
+    """Return a message for each tool's result, then one for the user's words."""
     results: list[Message] = []
     for block in message.content:
-        if isinstance(block, _ToolResult):
-            said = [_said_by(part, tools) for part in block.content]
-            result: Message = {"role": "tool", "tool_call_id": block.tool_use_id, "content": content_of(said)}
-            if block.tool_use_id in names:
-                result["name"] = names[block.tool_use_id]
-            if block.is_error:
-                result["is_error"] = True
-            results.append(result)
-    said = _joined(message.content)
-    return [*results, {"role": "user", "content": said}] if said or not results else results
+        if not isinstance(block, _ToolResult):
+            continue
+        parts = [_definition(part, tools) if isinstance(part, _ToolReference) else part.shown for part in block.content]
+        result: Message = {"role": "tool", "tool_call_id": block.tool_use_id, "content": content_of(parts, images)}
+        if block.tool_use_id in names:
+            result["name"] = names[block.tool_use_id]
+        if block.is_error:
+            result["is_error"] = True
+        results.append(result)
+    words = _joined(message.content, images)
+    return [*results, {"role": "user", "content": words}] if words or not results else results
 
 
-def _said_by(part: _Text | _Image | _ToolReference, tools: dict[str, dict[str, Any]]) -> str | bytes:
-    if isinstance(part, _Image):
-        return part.source.data
-    return part.text if isinstance(part, _Text) else _told_of(part, tools)
-
-
-def _told_of(reference: _ToolReference, tools: dict[str, dict[str, Any]]) -> str:
-    """Return the text that describes a tool to the model when a tool_reference names it.
+def _definition(reference: _ToolReference, tools: dict[str, dict[str, Any]]) -> str:
+    """Return the text that tells the model of a tool that was found.
 
     Raises:
         Refusal: There is no tool of that name.
     """
     if reference.tool_name not in tools:
-        message = f"tool_reference names {reference.tool_name!r}, which is not among the tools."
+        message = f"Cannot read messages: tool_reference names {reference.tool_name!r}, which is not among the tools."
         raise Refusal(400, message, param="messages")
     return json.dumps(tools[reference.tool_name], ensure_ascii=False) + "\n"
 
 
 def _of_assistant(message: _Assistant) -> Message:
-    made: Message = {"role": "assistant", "content": _joined(message.content)}
+    result: Message = {"role": "assistant", "content": _joined(message.content, {})}
     if reasoning := "".join(block.thinking for block in message.content if isinstance(block, _Thinking)):
-        made["reasoning_content"] = reasoning
-    calls = [block for block in message.content if isinstance(block, _ToolUse)]
-    if calls:
-        made["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.input}}
-            for call in calls
-        ]
-    return made
+        result["reasoning_content"] = reasoning
+    calls = [
+        {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}}
+        for block in message.content
+        if isinstance(block, _ToolUse)
+    ]
+    return result | ({"tool_calls": calls} if calls else {})
 
 
 def respond(ask: Ask, replies: Sequence[Reply]) -> dict[str, Any]:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import functools
 import json
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
 
 from clew.gateway.dialect import Refusal
 
@@ -67,37 +67,33 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "extra_body": ({}, NOT_A_FIELD),
     "extra_headers": ({}, NOT_A_FIELD),
     "echo": (False, CHANGES_ANSWER),
-    **dict.fromkeys(("audio", "background", "prompt_logprobs"), (NEVER, CHANGES_ANSWER)),
-    **dict.fromkeys(
-        ("chat_template", "container", "conversation", "mcp_servers", "prompt", "truncate_prompt_tokens"),
-        (NEVER, CHANGES_PROMPT),
-    ),
-    "web_search_options": (NEVER, CHANGES_PROMPT),
-    **dict.fromkeys(
-        (
-            *("allowed_token_ids", "custom_logit_processor", "dry_multiplier", "ebnf", "grammar", "guided_choice"),
-            *("guided_grammar", "guided_json", "guided_regex", "json_schema", "logits_processors", "lora_path"),
-            *("no_repeat_ngram_size", "regex", "structural_tag", "structured_outputs", "xtc_probability"),
-        ),
-        (NEVER, CHANGES_TOKENS),
-    ),
 }
 """Fields that would change what is generated, with the only value that is accepted and the reason for the others."""
 
-BODY_HINTS = frozenset(
-    (
-        *("cache_control", "client_metadata", "inference_geo", "metadata", "prompt_cache_key", "prompt_cache_options"),
-        *("prompt_cache_retention", "safety_identifier", "service_tier", "speed", "store", "user", "user_profile_id"),
-        *("verbosity", "workspace_id"),
-    )
-)
-PART_HINTS = frozenset(
-    (
-        *("cache_control", "caller", "detail", "eager_input_streaming", "format", "input_examples"),
-        *("prompt_cache_breakpoint", "provider_specific_fields"),
-    )
-)
-"""Fields for a provider's own accounting and speed: they are ignored without a warning."""
+for _why, _names in {
+    CHANGES_ANSWER: ("audio", "background", "prompt_logprobs"),
+    CHANGES_PROMPT: (
+        "chat_template", "container", "conversation", "mcp_servers", "prompt", "truncate_prompt_tokens",
+        "web_search_options",
+    ),
+    CHANGES_TOKENS: (
+        "allowed_token_ids", "custom_logit_processor", "dry_multiplier", "ebnf", "grammar", "guided_choice",
+        "guided_grammar", "guided_json", "guided_regex", "json_schema", "logits_processors", "lora_path",
+        "no_repeat_ngram_size", "regex", "structural_tag", "structured_outputs", "xtc_probability",
+    ),
+}.items():  # fmt: skip
+    REFUSED |= dict.fromkeys(_names, (NEVER, _why))
+
+# Fields for a provider's own accounting and speed: they are ignored without a warning.
+BODY_HINTS = {
+    "cache_control", "client_metadata", "inference_geo", "metadata", "prompt_cache_key", "prompt_cache_options",
+    "prompt_cache_retention", "safety_identifier", "service_tier", "speed", "store", "user", "user_profile_id",
+    "verbosity", "workspace_id",
+}  # fmt: skip
+PART_HINTS = {
+    "cache_control", "caller", "detail", "eager_input_streaming", "format", "input_examples",
+    "prompt_cache_breakpoint", "provider_specific_fields",
+}  # fmt: skip
 
 
 class Fields(BaseModel):
@@ -111,7 +107,7 @@ class Fields(BaseModel):
         if not isinstance(value, dict):
             return value
         known, notes = _known(cls), info.context
-        given = {name: one for name, one in value.items() if one is not None}
+        given = set_values(**value)
         for name in given:
             if name not in known and given.get("role") != "assistant":  # clients keep more of a reply than its words
                 note = cls._note_on(name, given)
@@ -131,6 +127,8 @@ class Fields(BaseModel):
 class Body(Fields):
     """The body of a request."""
 
+    model: str
+
     @classmethod
     def _note_on(cls, name: str, given: dict[str, Any]) -> str:
         value = given[name]
@@ -143,13 +141,39 @@ class Body(Fields):
         return f"the client sends {name:.80}{shown}: it has no effect and is ignored"
 
 
+class SampledBody(Body):
+    """The body of a request for a reply."""
+
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    stream: bool = False
+
+
+def _listed(texts: Any) -> Any:
+    return [texts] if isinstance(texts, str) else texts
+
+
+Texts = Annotated[list[str], BeforeValidator(_listed)]
+"""Type of a field that is a string or a list of strings."""
+
+
+def text_as(kind: str) -> BeforeValidator:
+    """Return a validator of lists of parts that takes a string for one part of this type."""
+    return BeforeValidator(lambda content: [{"type": kind, "text": content}] if isinstance(content, str) else content)
+
+
+def set_values(**values: Any) -> dict[str, Any]:
+    """Return the values that are not None."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
 class Quiet(Fields):
     """An object to which clients add fields of their own, which are ignored without a warning."""
 
     @model_validator(mode="before")
     @classmethod
     def _take_known(cls, value: Any) -> Any:
-        return {name: one for name, one in value.items() if one is not None} if isinstance(value, dict) else value
+        return set_values(**value) if isinstance(value, dict) else value
 
 
 @functools.cache
@@ -183,7 +207,9 @@ def read(model: type[F], body: dict[str, Any]) -> tuple[F, list[str]]:
     try:
         return model.model_validate(body, context=notes), list(dict.fromkeys(notes))
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
+        errors = error.errors(include_url=False)
+    # Of several errors in one object, the wrong type explains the others.
+    first = next((one for one in errors if one["loc"][-1:] == ("type",)), errors[0])
     param = _path(body, first["loc"])
     why = first["msg"]
     kind = first.get("ctx", {}).get("tag") or (first["input"] if first["loc"][-1:] == ("type",) else None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator
@@ -37,14 +37,18 @@ Content = str | list[dict[str, Any]]
 """Content of a message: its text, or if it shows images its parts, in order, as chat templates take them."""
 
 
-def content_of(parts: Sequence[str | bytes]) -> Content:
-    """Return texts and images, in order, as the content of a message."""
-    if all(isinstance(part, str) for part in parts):
-        return "".join(part for part in parts if isinstance(part, str))
-    return [
-        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": media_name(part)}
-        for part in parts
-    ]
+def content_of(parts: Sequence[str | bytes], images: dict[str, bytes]) -> Content:
+    """Return texts and images, in order, as the content of a message, and add the images to `images` by their names."""
+    if not any(isinstance(part, bytes) for part in parts):
+        return "".join(map(str, parts))
+    content: list[dict[str, Any]] = []
+    for part in parts:
+        if isinstance(part, str):
+            content.append({"type": "text", "text": part})
+        else:
+            images[name := media_name(part)] = part
+            content.append({"type": "image", "image": name})
+    return content
 
 
 def shown_in(messages: Sequence[Message]) -> list[str]:
@@ -52,8 +56,3 @@ def shown_in(messages: Sequence[Message]) -> list[str]:
     contents = (message.get("content") for message in messages)
     parts = (part for content in contents if isinstance(content, list) for part in content)
     return [part["image"] for part in parts if part["type"] == "image"]
-
-
-def by_name(images: Sequence[bytes]) -> Mapping[str, bytes]:
-    """Return the images by name, as `Ask.images` holds them."""
-    return {media_name(image): image for image in images}

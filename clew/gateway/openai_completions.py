@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import AsyncIterator, Sequence
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from clew.gateway.dialect import Ask, Refusal, Reply, Stream, Token
-from clew.gateway.fields import LARGEST, read
+from clew.gateway.fields import LARGEST, Texts, read
 from clew.gateway.openai_chat import (
     DONE,
     KEEP_ALIVE,
@@ -21,28 +21,19 @@ from clew.gateway.openai_chat import (
     prompt_token_ids,
     refuse,
     refuse_in_stream,
-    sampling_of,
     token_ids_of,
     usage_of,
 )
 
 __all__ = ["KEEP_ALIVE", "CompletionRequest", "events", "parse", "refuse", "refuse_in_stream", "respond"]
 
-DEFAULT_MAX_TOKENS = 16
-"""Default of max_tokens, as in OpenAI's interface."""
-
-
-def _as_texts(prompt: Any) -> Any:
-    return [prompt] if isinstance(prompt, str) else prompt
-
 
 class CompletionRequest(SamplingBody):
     """The body of /v1/completions."""
 
-    prompt: Annotated[list[str], BeforeValidator(_as_texts, json_schema_input_type=str | list[str])] = Field(
-        min_length=1, max_length=1, description="One text. /generate takes token ids."
-    )
-    max_tokens: int = Field(default=DEFAULT_MAX_TOKENS, ge=1, le=LARGEST)
+    prompt: Texts = Field(min_length=1, max_length=1)
+    """Text. /generate takes token IDs."""
+    max_tokens: int = Field(default=16, ge=1, le=LARGEST)  # OpenAI's default
     logprobs: int | None = Field(default=None, ge=0, le=5)
     echo: Literal[False] = False
     best_of: int | None = None
@@ -53,16 +44,17 @@ def parse(body: dict[str, Any]) -> Ask:
     """See `Dialect.parse`."""
     request, notes = read(CompletionRequest, body)
     if request.best_of not in (None, 1, request.n):
-        raise Refusal(400, "best_of is not supported; take the best of n yourself.", param="best_of")
+        message = f"Cannot honour best_of={request.best_of}: choose the best of n replies yourself. Leave it out."
+        raise Refusal(400, message, param="best_of")
     return Ask(
         model=request.model,
         text=request.prompt[0],
-        sampling={"max_new_tokens": request.max_tokens, **sampling_of(request)},
+        sampling=request.sampling(request.max_tokens),
         n=request.n,
         logprobs=request.logprobs,
         stream=request.stream,
         notes=notes,
-        extras={"usage": request.stream_options.include_usage, "token_ids": request.return_token_ids},
+        extras=request.extras(),
     )
 
 
@@ -111,7 +103,7 @@ def _choice(
 async def events(ask: Ask, stream: Stream) -> AsyncIterator[bytes]:
     """Stream chunks of some words, then for each reply a chunk with the finish reason; see `Dialect.events`."""
     head = _head(ask, stream.ids[0], stream.created_at)
-    usage = {"usage": None} if ask.extras.get("usage") else {}
+    usage = {"usage": None} if ask.extras["usage"] else {}
     offsets = [0] * len(stream.ids)
     opened: set[int] = set()
 

@@ -9,23 +9,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from clew.gateway.dialect import (
-    ANY_OBJECT,
-    Ask,
-    Delta,
-    Form,
-    Refusal,
-    Reply,
-    Stream,
-    Token,
-    ToolCall,
-    encoded,
-    pieces,
-)
-from clew.gateway.fields import LARGEST, Body, Fields, Quiet, read
-from clew.gateway.images import by_name
-from clew.gateway.openai_chat import allowed_tools, notes_on_strict, refuse, variables_of_effort
-from clew.gateway.responses_input import Items, images_of, messages_of
+from clew.gateway.dialect import ANY_OBJECT, Ask, Delta, Form, Refusal, Reply, Stream, Token, ToolCall, encoded, pieces
+from clew.gateway.fields import LARGEST, Fields, Quiet, SampledBody, read, set_values
+from clew.gateway.openai_chat import NamedSchema, PlainFormat, logprob_of, refuse
+from clew.gateway.responses_input import Items, messages_of
+from clew.gateway.tools import Function, allowed_functions, notes_on_strict, refuse_choice, variables_of_effort
 from clew.gateway.turns import Turn
 
 __all__ = ["KEEP_ALIVE", "ResponsesRequest", "events", "parse", "refuse", "refuse_in_stream", "respond", "with_items"]
@@ -36,12 +24,8 @@ LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"
 
 
-class _Tool(Fields):
+class _Tool(Function):
     type: Literal["function"]
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool = Field(default=False, description="Frameworks set it unasked. The response says false: not enforced.")
 
 
 class _Namespace(Fields):
@@ -59,10 +43,7 @@ class _WebSearch(Quiet):
     type: Literal["web_search", "web_search_preview"]
 
 
-_Offered = Annotated[_Tool | _Namespace | _WebSearch, Field(discriminator="type")]
-
-
-class _ToolChoice(Fields):
+class _Choice(Fields):
     type: Literal["auto", "none", "required", "function"]
     name: str | None = None
 
@@ -82,75 +63,60 @@ def _as_choice(choice: Any) -> Any:
     return {"type": choice} if isinstance(choice, str) else choice
 
 
-_Choice = Annotated[
-    Annotated[_ToolChoice | _AllowedTools, Field(discriminator="type")],
-    BeforeValidator(
-        _as_choice, json_schema_input_type=Literal["auto", "none", "required"] | _ToolChoice | _AllowedTools
-    ),
-]
-
-
-class _Plain(Fields):
-    type: Literal["text", "json_object"]
-
-
-class _Schema(Fields):
+class _Schema(NamedSchema):
     type: Literal["json_schema"]
-    name: str
-    description: str | None = None
-    schema_: dict[str, Any] = Field(alias="schema")
-    strict: bool = Field(default=True, description="It is enforced in any case, by engines that can.")
 
 
 class _TextConfig(Fields):
-    format: Annotated[_Plain | _Schema, Field(discriminator="type")] = _Plain(type="text")
-    verbosity: Literal["low", "medium", "high"] = Field(default="medium", description="A hint.")
+    format: Annotated[PlainFormat | _Schema, Field(discriminator="type")] = PlainFormat(type="text")
+    verbosity: Literal["low", "medium", "high"] = "medium"
+
+
+_Detail = Literal["auto", "concise", "detailed"]
 
 
 class _ReasoningConfig(Fields):
-    effort: str | None = Field(default=None, description="none turns thinking off.")
-    summary: Literal["auto", "concise", "detailed"] | None = Field(
-        default=None, description="Reasoning is given in full."
-    )
-    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    effort: str | None = None
+    summary: _Detail | None = None  # reasoning is given in full
+    generate_summary: _Detail | None = None
     context: Literal["auto"] | None = None
     mode: Literal["standard"] | None = None
 
 
 class _StreamOptions(Fields):
-    include_obfuscation: bool = Field(default=False, description="Accepted; there is none.")
+    include_obfuscation: bool = False
 
 
-class ResponsesRequest(Body):
+class ResponsesRequest(SampledBody):
     """The body of /v1/responses."""
 
-    model: str
     input: Items
     instructions: str | None = None
     previous_response_id: str | None = None
-    tools: list[_Offered] = Field(default_factory=list)
-    tool_choice: _Choice = _ToolChoice(type="auto")
+    tools: list[Annotated[_Tool | _Namespace | _WebSearch, Field(discriminator="type")]] = Field(default=[])
+    tool_choice: Annotated[
+        Annotated[_Choice | _AllowedTools, Field(discriminator="type")], BeforeValidator(_as_choice)
+    ] = _Choice(type="auto")
     parallel_tool_calls: bool = True
     max_output_tokens: int | None = Field(default=None, ge=1, le=LARGEST)
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, gt=0, le=1)
     top_logprobs: int = Field(default=0, ge=0, le=20)
-    include: list[str] = Field(
-        default_factory=list, description=f"{LOGPROBS} and {ENCRYPTED}; others ask for what there is never any of."
-    )
+    include: list[str] = Field(default=[])
+    """LOGPROBS and ENCRYPTED are honoured; all others ask for things that no response has."""
     text: _TextConfig = _TextConfig()
     reasoning: _ReasoningConfig = _ReasoningConfig()
-    stream: bool = False
     stream_options: _StreamOptions | None = None
-    truncation: Literal["disabled", "auto"] = Field(default="disabled", description="None is done; a warning says so.")
+    truncation: Literal["disabled", "auto"] = "disabled"
+    """Truncation of the context. There never is any; a warning says so."""
     background: Literal[False] = False
-    metadata: dict[str, str] = Field(default_factory=dict)
-    max_tool_calls: int | None = Field(default=None, description="Of the provider's own tools, of which there are none")
+    metadata: dict[str, str] = Field(default={})
+    max_tool_calls: int | None = None
+    """Limit for the provider's own tools, of which there are no calls."""
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     store: bool = True
     user: str | None = None
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, description="As vLLM takes them.")
+    chat_template_kwargs: dict[str, Any] = Field(default={})
+    """Variables of the chat template, as vLLM takes them."""
 
 
 def with_items(body: dict[str, Any], turn: Callable[[str], Turn]) -> dict[str, Any]:
@@ -181,10 +147,10 @@ def _is_named(item: Any) -> bool:
 def _in_full(item: dict[str, Any], turn: Callable[[str], Turn]) -> dict[str, Any]:
     kind, _, id = item["id"].partition("_")
     named = turn(id.rpartition(".")[0] if kind == "fc" else id)
-    found = [each for each in _output(named.ask, named.reply) if each["id"] == item["id"]]
-    if not found:
-        raise Refusal(404, f"there is no item {item['id']!r} in this session.", param="input")
-    return found[0]
+    for output in _output(named.ask, named.reply):
+        if output["id"] == item["id"]:
+            return output
+    raise Refusal(404, f"Cannot read input: there is no item {item['id']!r} in this session.", param="input")
 
 
 def parse(body: dict[str, Any]) -> Ask:
@@ -195,37 +161,29 @@ def parse(body: dict[str, Any]) -> Ask:
     """
     request, notes = read(ResponsesRequest, body)
     choice = request.tool_choice
-    functions = _functions(request.tools)
-    tools = [
-        {"type": "function", "function": tool.model_dump(exclude_none=True, exclude={"type", "strict"})}
-        for tool in functions
-    ]
-    notes += [*notes_on_strict([tool.name for tool in functions if tool.strict]), *_notes(request)]
+    functions = _functions(request)
+    notes += [*notes_on_strict(functions), *_notes(request)]
     if isinstance(choice, _AllowedTools):
-        tools, tool_choice, note = allowed_tools(tools, [tool.name for tool in choice.tools], choice.mode)
+        names = [tool.name for tool in choice.tools]
+        functions, tool_choice, note = allowed_functions(functions, names, choice.mode)
         notes.append(note)
     else:
         tool_choice = choice.name or "" if choice.type == "function" else choice.type
-        if choice.type == "function" and choice.name not in [tool.name for tool in functions]:
-            raise Refusal(400, f"tool_choice names {choice.name!r}, which is not among the tools.", param="tool_choice")
+    refuse_choice(tool_choice, functions)
+    images: dict[str, bytes] = {}
     instructions = [{"role": "system", "content": request.instructions}] if request.instructions else []
-    if tool_choice == "required" and not tools:
-        raise Refusal(400, "tool_choice: required wants a tool, and there are none in tools.", param="tool_choice")
-    asked = {
-        "max_new_tokens": request.max_output_tokens,
-        "temperature": request.temperature,
-        "top_p": request.top_p,
-    }
     return Ask(
         model=request.model,
         notes=notes,
         follows=request.previous_response_id or None,
-        messages=[*instructions, *messages_of(request.input)],
-        images=by_name(images_of(request.input)),
-        tools=tools,
+        messages=[*instructions, *messages_of(request.input, images)],
+        images=images,
+        tools=[function.for_template() for function in functions],
         tool_choice=tool_choice,
         parallel_tool_calls=request.parallel_tool_calls,
-        sampling={name: value for name, value in asked.items() if value is not None},
+        sampling=set_values(
+            max_new_tokens=request.max_output_tokens, temperature=request.temperature, top_p=request.top_p
+        ),
         form=_form(request.text.format),
         logprobs=request.top_logprobs if request.top_logprobs or LOGPROBS in request.include else None,
         stream=request.stream,
@@ -239,12 +197,12 @@ def parse(body: dict[str, Any]) -> Ask:
     )
 
 
-def _functions(tools: Sequence[_Offered]) -> list[_Tool]:
+def _functions(request: ResponsesRequest) -> list[Function]:
     """Return the tools that the model is told of."""
-    functions: list[_Tool] = []
-    for tool in tools:
+    functions: list[Function] = []
+    for tool in request.tools:
         if isinstance(tool, _Namespace):
-            functions += [each.model_copy(update={"name": f"{tool.name}.{each.name}"}) for each in tool.tools]
+            functions += [one.model_copy(update={"name": f"{tool.name}.{one.name}"}) for one in tool.tools]
         elif isinstance(tool, _Tool):
             functions.append(tool)
     return functions
@@ -261,43 +219,37 @@ def _notes(request: ResponsesRequest) -> list[str]:
     return notes
 
 
-def _form(asked: _Plain | _Schema) -> Form | None:
-    if isinstance(asked, _Schema):
-        return Form(schema=asked.schema_, param="text.format")
-    return Form(schema=ANY_OBJECT, param="text.format") if asked.type == "json_object" else None
+def _form(format: PlainFormat | _Schema) -> Form | None:
+    if isinstance(format, _Schema):
+        return Form(schema=format.schema_, param="text.format")
+    return Form(schema=ANY_OBJECT, param="text.format") if format.type == "json_object" else None
 
 
 def _echo(request: ResponsesRequest) -> dict[str, Any]:
     """Return the fields that a response repeats of its request."""
     choice = request.tool_choice
+    repeated = request.model_dump(
+        include={
+            *("background", "instructions", "max_output_tokens", "max_tool_calls", "metadata", "model"),
+            *("parallel_tool_calls", "previous_response_id", "prompt_cache_key", "safety_identifier", "store"),
+            *("top_logprobs", "truncation", "user"),
+        }
+    )
     return {
-        "background": False,
-        "instructions": request.instructions,
-        "max_output_tokens": request.max_output_tokens,
-        "max_tool_calls": request.max_tool_calls,
-        "model": request.model,
-        "parallel_tool_calls": request.parallel_tool_calls,
-        "previous_response_id": request.previous_response_id,
-        "prompt_cache_key": request.prompt_cache_key,
+        **repeated,
         "reasoning": {"effort": request.reasoning.effort, "summary": request.reasoning.summary},
-        "safety_identifier": request.safety_identifier,
         "service_tier": "default",
-        "store": request.store,
         "temperature": 1.0 if request.temperature is None else request.temperature,
         "text": request.text.model_dump(by_alias=True),
         "tool_choice": choice.model_dump() if choice.type in ("function", "allowed_tools") else choice.type,
         "tools": [_shown(tool) for tool in request.tools],
-        "top_logprobs": request.top_logprobs,
         "top_p": 1.0 if request.top_p is None else request.top_p,
-        "truncation": request.truncation,
-        "user": request.user,
-        "metadata": request.metadata,
     }
 
 
-def _shown(tool: _Offered) -> dict[str, Any]:
+def _shown(tool: _Tool | _Namespace | _WebSearch) -> dict[str, Any]:
     if isinstance(tool, _Namespace):
-        return {**tool.model_dump(), "tools": [_shown(each) for each in tool.tools]}
+        return {**tool.model_dump(), "tools": [_shown(one) for one in tool.tools]}
     return {**tool.model_dump(), "strict": False} if isinstance(tool, _Tool) else tool.model_dump()
 
 
@@ -361,7 +313,7 @@ def _reasoning(ask: Ask, id: str, text: str) -> dict[str, Any]:
 
 
 def _message(id: str, text: str, tokens: Sequence[Token]) -> dict[str, Any]:
-    logprobs = [_logprob(token) for token in tokens]
+    logprobs = [logprob_of(token) for token in tokens]
     content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}]
     return {"id": f"msg_{id}", "type": "message", "role": "assistant", "content": content, "status": "completed"}
 
@@ -377,10 +329,6 @@ def _function_call(ask: Ask, id: str, number: int, call: ToolCall) -> dict[str, 
         "arguments": call.arguments,
         "status": "completed",
     }
-
-
-def _logprob(token: Token) -> dict[str, Any]:
-    return {"token": token.text, "logprob": token.logprob, "bytes": list(token.text.encode()), "top_logprobs": []}
 
 
 async def events(ask: Ask, stream: Stream) -> AsyncIterator[bytes]:
@@ -455,7 +403,7 @@ def _parts_of(delta: Delta) -> Iterator[tuple[str, dict[str, Any]]]:
     elif delta.reasoning:
         yield "response.reasoning_text.delta", {"content_index": 0, "delta": delta.reasoning}
     else:
-        logprobs = [_logprob(token) for token in delta.tokens]
+        logprobs = [logprob_of(token) for token in delta.tokens]
         yield "response.output_text.delta", {"content_index": 0, "delta": delta.content, "logprobs": logprobs}
 
 

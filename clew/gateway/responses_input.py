@@ -9,28 +9,23 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from clew.gateway.dialect import Message, Refusal
-from clew.gateway.fields import Fields, arguments_of
+from clew.gateway.fields import Fields, arguments_of, text_as
 from clew.gateway.images import Content, DataURL, content_of
 
 
 class _Text(Fields):
     type: Literal["input_text", "output_text"]
-    text: str
-    annotations: list[Any] = Field(default_factory=list, max_length=0)
+    shown: str = Field(alias="text")
+    annotations: list[Any] = Field(default=[], max_length=0)
     logprobs: Any = None
 
 
 class _Image(Fields):
     type: Literal["input_image"]
-    image_url: DataURL
+    shown: DataURL = Field(alias="image_url")
 
 
-def _as_texts(content: Any) -> Any:
-    return [{"type": "input_text", "text": content}] if isinstance(content, str) else content
-
-
-_Part = Annotated[_Text | _Image, Field(discriminator="type")]
-_Parts = Annotated[list[_Part], BeforeValidator(_as_texts, json_schema_input_type=str | list[_Part])]
+_Parts = Annotated[list[Annotated[_Text | _Image, Field(discriminator="type")]], text_as("input_text")]
 
 
 class _Item(Fields):
@@ -52,9 +47,9 @@ class _Thought(Fields):
 
 class _Reasoning(_Item):
     type: Literal["reasoning"]
-    content: list[_Thought] = Field(default_factory=list)
-    summary: list[_Thought] = Field(default_factory=list)
-    encrypted_content: str | None = Field(default=None, description="As an earlier response had it.")
+    content: list[_Thought] = Field(default=[])
+    summary: list[_Thought] = Field(default=[])
+    encrypted_content: str | None = None
 
 
 class _FunctionCall(_Item):
@@ -89,73 +84,53 @@ def _as_items(content: Any) -> Any:
     return [{"role": "user", "content": content}] if isinstance(content, str) else content
 
 
-Items = Annotated[list[Item], Field(min_length=1), BeforeValidator(_as_items, json_schema_input_type=str | list[Item])]
+Items = Annotated[list[Item], Field(min_length=1), BeforeValidator(_as_items)]
 """Type of the field `input`."""
 
 
-def messages_of(items: Sequence[Item]) -> list[Message]:
-    """Return the messages that the items stand for.
+def messages_of(items: Sequence[Item], images: dict[str, bytes]) -> list[Message]:
+    """Return the messages that the items stand for, and add their images to `images`.
 
     The items between two of the client's are the assistant's. They become one message, or as many as there were
     replies: a reply has its reasoning first, then one text, then its calls.
     """
     messages: list[Message] = []
     names: dict[str, str] = {}
+    """Names of the called tools, by the ID of the call."""
     said: Message | None = None
+    """The assistant's message that items are added to."""
     for item in items:
         if isinstance(item, _FunctionCallOutput):
-            result: Message = {"role": "tool", "tool_call_id": item.call_id, "content": _joined(item.output)}
+            content = _joined(item.output, images)
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
             if name := item.name or names.get(item.call_id):
-                result["name"] = name
-            messages.append(result)
+                messages[-1]["name"] = name
             said = None
         elif isinstance(item, _Message) and item.role != "assistant":
             role = "system" if item.role == "developer" else item.role
-            messages.append({"role": role, "content": _joined(item.content)})
+            messages.append({"role": role, "content": _joined(item.content, images)})
             said = None
         else:
             begins = isinstance(item, _Reasoning) or (isinstance(item, _Message) and said and said["content"])
             if said is None or (begins and said != _SILENT):
                 messages.append(said := dict(_SILENT))
-            _add(said, item)
-            if isinstance(item, _FunctionCall):
-                names[item.call_id] = _name_of(item)
+            if isinstance(item, _Message):
+                said["content"] = _joined(item.content, images)
+            elif isinstance(item, _FunctionCall):
+                names[item.call_id] = name = f"{item.namespace}.{item.name}" if item.namespace else item.name
+                function = {"name": name, "arguments": arguments_of(item.arguments)}
+                call = {"id": item.call_id, "type": "function", "function": function}
+                said.setdefault("tool_calls", []).append(call)
+            elif reasoning := _reasoning_of(item):
+                said["reasoning_content"] = reasoning
     return messages
 
 
 _SILENT: Message = {"role": "assistant", "content": ""}
 
 
-def _add(said: Message, item: _Message | _Reasoning | _FunctionCall) -> None:
-    """Add an item to the assistant's message."""
-    if isinstance(item, _Message):
-        said["content"] = _joined(item.content)
-    elif isinstance(item, _FunctionCall):
-        function = {"name": _name_of(item), "arguments": arguments_of(item.arguments)}
-        said.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
-    elif reasoning := _reasoning_of(item):
-        said["reasoning_content"] = reasoning
-
-
-def _name_of(call: _FunctionCall) -> str:
-    """Return the name of a called tool as the model knows it."""
-    return f"{call.namespace}.{call.name}" if call.namespace else call.name
-
-
-def _joined(parts: Sequence[_Part]) -> Content:
-    return content_of([part.text if isinstance(part, _Text) else part.image_url for part in parts])
-
-
-def images_of(items: Sequence[Item]) -> list[bytes]:
-    """Return the images that the items show, in order."""
-    parts = [
-        part
-        for item in items
-        for part in (
-            item.content if isinstance(item, _Message) else item.output if isinstance(item, _FunctionCallOutput) else ()
-        )
-    ]
-    return [part.image_url for part in parts if isinstance(part, _Image)]
+def _joined(parts: Sequence[_Text | _Image], images: dict[str, bytes]) -> Content:
+    return content_of([part.shown for part in parts], images)
 
 
 def _reasoning_of(item: _Reasoning) -> str:
@@ -169,5 +144,8 @@ def _reasoning_of(item: _Reasoning) -> str:
     try:
         return base64.b64decode(item.encrypted_content, validate=True).decode()
     except ValueError:
-        message = f"input: the encrypted_content of reasoning {item.id!r} is not from here and cannot be read."
+        message = (
+            f"Cannot read input: the encrypted_content of reasoning {item.id!r} is not from here. Send the item as the "
+            f"response had it."
+        )
         raise Refusal(400, message, param="input") from None

@@ -235,7 +235,7 @@ def test_what_goes_on_from_an_earlier_response_is_only_what_is_new():
         ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name", "Field required"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format", "'grammar' is not served here, only"),
         ({"tools": [{"type": "file_search"}]}, "tools.0", "'file_search' is not served here, only 'function'"),
-        ({"tool_choice": "required"}, "tool_choice", "there are none"),
+        ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
         ({"tool_choice": {"type": "function", "name": "x"}}, "tool_choice", "not among the tools"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.mode", "Field required"),
         ({"tool_choice": {"type": "hosted"}}, "tool_choice", "'hosted' is not served"),

@@ -1,0 +1,86 @@
+"""Tools and reasoning effort, as several dialects ask for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from clew.gateway.dialect import Refusal
+from clew.gateway.fields import Fields
+
+
+class Function(Fields):
+    """A tool as the model is told of it."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool = False
+    """Wish for arguments that match the schema. It is not enforced, and frameworks set it by default: a warning."""
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the tool as chat templates take it."""
+        function = self.model_dump(include={"name", "description", "parameters"}, exclude_none=True)
+        return {"type": "function", "function": function}
+
+
+def notes_on_strict(functions: Sequence[Function]) -> list[str]:
+    """Return a warning if the client sets strict for tools."""
+    names = ", ".join(function.name for function in functions if function.strict)
+    if not names:
+        return []
+    return [f"the client sets strict for {names}: the engine cannot hold arguments to a schema, check them"]
+
+
+def refuse_choice(choice: str, functions: Sequence[Function]) -> None:
+    """Refuse a tool_choice that no tool can meet.
+
+    Args:
+        choice: auto, none, required, or the name of a tool.
+        functions: The tools.
+
+    Raises:
+        Refusal: There is no tool of that name, or there is none at all.
+    """
+    if choice == "required" and not functions:
+        message = "Cannot honour tool_choice: it wants a tool call, and there are no tools. Send tools."
+    elif choice not in ("auto", "none", "required", *(function.name for function in functions)):
+        message = f"Cannot honour tool_choice: it names {choice!r}, which is not among the tools."
+    else:
+        return
+    raise Refusal(400, message, param="tool_choice")
+
+
+def allowed_functions(
+    functions: Sequence[Function], names: Sequence[str], mode: str
+) -> tuple[list[Function], str, str]:
+    """Apply the tool_choice `allowed_tools`: the model is told only of the allowed tools.
+
+    Args:
+        functions: All tools.
+        names: Names of the allowed ones.
+        mode: auto or required.
+
+    Returns:
+        The tools, the tool_choice that remains, and a warning.
+
+    Raises:
+        Refusal: A name is not among the tools.
+    """
+    for name in names:
+        refuse_choice(name, functions)
+    allowed = [function for function in functions if function.name in names]
+    if len(allowed) == len(functions):
+        note = "the client sends tool_choice allowed_tools with all tools: it has no effect and is ignored"
+    else:
+        note = "the client sends tool_choice allowed_tools: the model is told of the allowed tools alone"
+    if mode == "required" and len(allowed) == 1:
+        return allowed, allowed[0].name, note
+    return allowed, mode, note
+
+
+def variables_of_effort(effort: str | None) -> dict[str, Any]:
+    """Return the variables of the chat template for a reasoning effort."""
+    if effort is None:
+        return {}
+    return {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
