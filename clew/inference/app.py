@@ -1,7 +1,7 @@
 """The HTTP application of `clew serve`.
 
 `/generate` is plain ASGI: with models so small that a step takes a millisecond, each layer between socket and engine
-shows. Everything else is FastAPI.
+shows. Everything else goes through Starlette.
 """
 
 from __future__ import annotations
@@ -9,12 +9,15 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import orjson
-from fastapi import FastAPI, Request
+from starlette.applications import Starlette
+from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from clew.errors import EngineError
 from clew.inference.local import LocalEngine
@@ -53,8 +56,10 @@ class Application:
         folder = Path(model_path).expanduser()
         self.model_path = str(folder.resolve()) if folder.is_dir() else model_path
         self.ready = False
-        self._admin = _admin(self)
-        self._admin_paths = {getattr(route, "path", "") for route in self._admin.routes}
+        administration = _Administration(self)
+        routes = administration.routes()
+        self._admin = Starlette(routes=routes, exception_handlers={EngineError: administration.refused})
+        self._admin_paths = {route.path for route in routes}
         self._beside = beside or self._admin
         self._count = 0
 
@@ -69,35 +74,38 @@ class Application:
     def refuse_foreign_weights(self, path: str) -> None:
         """Raise EngineError unless a folder, and each file of weights in it, lies below `weights_below`."""
         folder = Path(path).resolve()
-        for each in (folder, *(file.resolve() for file in folder.glob("*.safetensors"))):
-            if not any(each.is_relative_to(allowed) for allowed in self._weights_below):
+        for place in (folder, *(file.resolve() for file in folder.glob("*.safetensors"))):
+            if not any(place.is_relative_to(allowed) for allowed in self._weights_below):
                 allowed = ", ".join(map(str, self._weights_below)) or "nowhere"
                 raise EngineError(
-                    f"Cannot load weights from {path}: {each} lies outside the folders that this server loads from "
+                    f"Cannot load weights from {path}: {place} lies outside the folders that this server loads from "
                     f"({allowed}). Start it with `clew serve --allow-weights {folder}`."
                 )
+
+    def refuse_while_starting(self) -> None:
+        if not self.ready:
+            raise EngineUnreachable("here", "starting: the weights are being loaded")
 
     async def _generate(self, receive: Receive, send: Send) -> None:
         body = (await receive()).get("body", b"")
         work: asyncio.Future[Any] | None = None
         try:
-            if not self.ready:
-                raise EngineUnreachable("here", "starting: the weights are being loaded")
+            self.refuse_while_starting()
             content, stop_ids = orjson.loads(body), self.engine.core.default_stop_ids
             large = len(body) > LARGE_BODY
             call = await asyncio.to_thread(parse_call, content, stop_ids) if large else parse_call(content, stop_ids)
-            asks = [(ask, await self._ids(ask)) for ask in call.asks]
+            requests = [GenerateRequest(await self._ids(ask), ask.params, ask.images, ask.rid) for ask in call.asks]
             if call.stream:
-                await self._stream(call, asks, receive, send)
+                await self._stream(call, requests, receive, send)
                 return
-            each = [asyncio.ensure_future(self._one(call, ask, ids)) for ask, ids in asks]
-            work = each[0] if call.single else asyncio.gather(*each)
+            answers = [asyncio.ensure_future(self._one(call, request)) for request in requests]
+            work = answers[0] if call.single else asyncio.gather(*answers)
             gone = asyncio.ensure_future(_disconnected(receive, work))
             try:
-                answers = await work
+                content = await work
             finally:
                 gone.cancel()
-            await respond(send, 200, answers)
+            await respond(send, 200, content)
         except asyncio.CancelledError:
             if work is None or not work.cancelled():  # the server is ending; otherwise the client has gone
                 raise
@@ -110,24 +118,17 @@ class Application:
             status = 400 if self.engine.failure is None else 503
             await respond(send, status, {"error": {"message": str(error), "type": type(error).__name__}})
 
-    async def _one(self, call: Call, ask: Ask, ids: list[int]) -> dict[str, Any]:
-        completion = await self.engine.generate(GenerateRequest(ids, ask.params, ask.images, ask.rid))
-        return self._answer(call, ask, ids, completion)
+    async def _one(self, call: Call, request: GenerateRequest) -> dict[str, Any]:
+        return self._answer(call, request, await self.engine.generate(request))
 
-    def _answer(self, call: Call, ask: Ask, ids: list[int], completion: Completion) -> dict[str, Any]:
+    def _answer(self, call: Call, request: GenerateRequest, completion: Completion) -> dict[str, Any]:
         text = ""
         if call.with_text and self.engine.core.tokenizer is not None:
             text = self.engine.core.tokenizer.decode(completion.output_ids, skip_special_tokens=True)
-        if not ask.rid:
+        if not request.id:
             self._count += 1
-        return answer(
-            ask.rid or f"clew-{self._count}",
-            len(ids),
-            completion,
-            text=text,
-            logprobs=call.return_logprob,
-            limit=ask.params.max_new_tokens,
-        )
+        rid = request.id or f"clew-{self._count}"
+        return answer(rid, request, completion, text=text, logprobs=call.return_logprob)
 
     async def _ids(self, ask: Ask) -> list[int]:
         """Return the prompt's tokens. Long texts are tokenized in a thread, so that other requests are not delayed."""
@@ -145,7 +146,7 @@ class Application:
             return tokenizer(ask.text)["input_ids"]
         return (await asyncio.to_thread(tokenizer, ask.text))["input_ids"]
 
-    async def _stream(self, call: Call, asks: list[tuple[Ask, list[int]]], receive: Receive, send: Send) -> None:
+    async def _stream(self, call: Call, requests: list[GenerateRequest], receive: Receive, send: Send) -> None:
         """Answer with server-sent events.
 
         As with SGLang, each event has the whole output so far; if the call asks for `deltas`, it has only what is new.
@@ -153,13 +154,13 @@ class Application:
         """
         events: asyncio.Queue[bytes | None] = asyncio.Queue()
 
-        async def one(index: int, ask: Ask, ids: list[int]) -> None:
+        async def one(index: int, request: GenerateRequest) -> None:
             output: list[int] = []
             logprobs: list[float] = []
             version = self.engine.core.version
 
             def put(completion: Completion, ended: bool) -> None:
-                shown = self._answer(call, ask, ids, completion)
+                shown = self._answer(call, request, completion)
                 if not ended:
                     shown["meta_info"] |= {"finish_reason": None, "completion_tokens": len(output)}
                 if not call.single:
@@ -180,11 +181,11 @@ class Application:
                     ended=False,
                 )
 
-            completion = await self.engine.generate(GenerateRequest(ids, ask.params, ask.images, ask.rid, on_token))
+            completion = await self.engine.generate(replace(request, on_token=on_token))
             put(completion, ended=True)
 
-        for ask, ids in asks:
-            self.engine.core.check(GenerateRequest(ids, ask.params, ask.images))  # refusals come before the first event
+        for request in requests:
+            self.engine.core.check(request)  # refusals come before the first event
         await send(
             {
                 "type": "http.response.start",
@@ -192,7 +193,7 @@ class Application:
                 "headers": [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")],
             }
         )
-        work = asyncio.gather(*(one(index, ask, ids) for index, (ask, ids) in enumerate(asks)))
+        work = asyncio.gather(*(one(index, request) for index, request in enumerate(requests)))
         work.add_done_callback(lambda _: events.put_nowait(None))
         gone = asyncio.ensure_future(_disconnected(receive, work))
         try:
@@ -242,108 +243,116 @@ def _json(content: Any, status: int = 200) -> Response:
     return Response(orjson.dumps(content), status, media_type="application/json")
 
 
-def _admin(application: Application) -> FastAPI:
-    """Return the application that answers everything but `/generate`."""
-    app = FastAPI(title="clew serve", docs_url=None, redoc_url=None, openapi_url=None)
-    engine = application.engine
+async def _read(request: Request) -> dict[str, Any]:
+    """Return the body of a request, {} if it has none. Raises EngineError if it is not a JSON object."""
+    body = await request.body()
+    try:
+        content = orjson.loads(body) if body else {}
+    except orjson.JSONDecodeError as error:
+        raise EngineError(f"the body is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise EngineError(f"the body is {type(content).__name__}, expected a JSON object.")
+    return content
 
-    @app.exception_handler(EngineError)
-    async def refused(request: Request, error: Exception) -> Response:
+
+def _check_tags(body: dict[str, Any]) -> None:
+    if body.get("tags") not in (None, ["kv_cache"]):
+        raise EngineError(f'tags is {body["tags"]!r}: this server gives back only its cache, tags ["kv_cache"].')
+
+
+class _Administration:
+    """Endpoints beside `/generate`, as SGLang has them."""
+
+    def __init__(self, application: Application) -> None:
+        self._application = application
+        self._engine = application.engine
+
+    def routes(self) -> list[Route]:
+        posts = (
+            self.pause_generation,
+            self.continue_generation,
+            self.release_memory_occupation,
+            self.resume_memory_occupation,
+            self.abort_request,
+            self.update_weights_from_disk,
+            self.flush_cache,
+        )
+        return [
+            Route("/health", self.health),
+            Route("/model_info", self.model_info),
+            Route("/get_model_info", self.model_info),  # its name in older versions of SGLang
+            *(Route(f"/{post.__name__}", post, methods=["POST"]) for post in posts),
+        ]
+
+    async def refused(self, request: Request, error: Exception) -> Response:
         message = error.reason if isinstance(error, EngineUnreachable) else str(error)
-        away = isinstance(error, EngineUnreachable) or engine.failure is not None
+        away = isinstance(error, EngineUnreachable) or self._engine.failure is not None
         return _json({"error": {"message": message}}, 503 if away else 400)
 
-    async def read(request: Request) -> dict[str, Any]:
-        body = await request.body()
-        try:
-            content = orjson.loads(body) if body else {}
-        except orjson.JSONDecodeError as error:
-            raise EngineError(f"the body is not JSON: {error}") from None
-        if not isinstance(content, dict):
-            raise EngineError(f"the body is {type(content).__name__}, expected a JSON object.")
-        return content
-
-    @app.get("/health")
-    async def health() -> Response:
-        if application.ready and not engine.core.broken:
+    async def health(self, request: Request) -> Response:
+        if self._application.ready and not self._engine.core.broken:
             return Response(status_code=200)
-        return Response(engine.core.broken or "starting", 503)
+        return Response(self._engine.core.broken or "starting", 503)
 
-    @app.get("/model_info")
-    @app.get("/get_model_info")  # as SGLang called it before
-    async def model_info() -> Response:
-        if not application.ready:
-            raise EngineUnreachable("here", "starting: the weights are being loaded")
+    async def model_info(self, request: Request) -> Response:
+        self._application.refuse_while_starting()
+        core = self._engine.core
         return _json(
             {
-                "model_path": application.model_path,
-                "tokenizer_path": application.model_path,
+                "model_path": self._application.model_path,
+                "tokenizer_path": self._application.model_path,
                 "is_generation": True,
-                "has_image_understanding": engine.core.vision is not None,
-                "weight_version": str(await engine.version()),
-                "max_context_length": engine.core.context,
-                "running": engine.core.running(),
-                "waiting": len(engine.core.waiting),
-                "paused": engine.paused,
-                "released": engine.released,
-                "cache_bytes": engine.core.cache_bytes(),
+                "has_image_understanding": core.vision is not None,
+                "weight_version": str(await self._engine.version()),
+                "max_context_length": core.context,
+                "running": core.running(),
+                "waiting": len(core.waiting),
+                "paused": self._engine.paused,
+                "released": self._engine.released,
+                "cache_bytes": core.cache_bytes(),
             }
         )
 
-    @app.post("/pause_generation")
-    async def pause_generation(request: Request) -> Response:
-        body = await read(request)
+    async def pause_generation(self, request: Request) -> Response:
+        body = await _read(request)
         if body.get("mode", "abort") != "abort":
             raise EngineError(f'pause mode {body["mode"]!r}: this server knows only "abort".')
         lease = body.get("lease_s", PAUSE_LEASE_S)
         if not isinstance(lease, int | float) or not 0 < lease <= MAX_LEASE_S:
             raise EngineError(f"lease_s is {lease!r}, expected seconds, above 0 and at most {MAX_LEASE_S:g}.")
-        await engine.pause(lease)
+        await self._engine.pause(lease)
         return _json({"message": f"Generation paused; it resumes by itself after {lease:g} s.", "status": "ok"})
 
-    @app.post("/continue_generation")
-    async def continue_generation(request: Request) -> Response:
-        await engine.resume()
+    async def continue_generation(self, request: Request) -> Response:
+        await self._engine.resume()
         return _json({"message": "Generation continued.", "status": "ok"})
 
-    @app.post("/release_memory_occupation")
-    async def release_memory_occupation(request: Request) -> Response:
-        check_tags(await read(request))
-        await engine.release_memory(PAUSE_LEASE_S)
+    async def release_memory_occupation(self, request: Request) -> Response:
+        _check_tags(await _read(request))
+        await self._engine.release_memory(PAUSE_LEASE_S)
         return _json({"message": "The cache's memory is free; requests wait.", "status": "ok"})
 
-    @app.post("/resume_memory_occupation")
-    async def resume_memory_occupation(request: Request) -> Response:
-        check_tags(await read(request))
-        await engine.resume_memory()
+    async def resume_memory_occupation(self, request: Request) -> Response:
+        _check_tags(await _read(request))
+        await self._engine.resume_memory()
         return _json({"message": "The cache's memory may be taken again.", "status": "ok"})
 
-    def check_tags(body: dict[str, Any]) -> None:
-        if body.get("tags") not in (None, ["kv_cache"]):
-            raise EngineError(f'tags is {body["tags"]!r}: this server gives back only its cache, tags ["kv_cache"].')
-
-    @app.post("/abort_request")
-    async def abort_request(request: Request) -> Response:
-        body = await read(request)
+    async def abort_request(self, request: Request) -> Response:
+        body = await _read(request)
         if not body.get("abort_all") and not body.get("rid"):
             raise EngineError("expected rid, or abort_all: true.")
-        await engine.abort(None if body.get("abort_all") else str(body["rid"]))
+        await self._engine.abort(None if body.get("abort_all") else str(body["rid"]))
         return Response(status_code=200)
 
-    @app.post("/update_weights_from_disk")
-    async def update_weights_from_disk(request: Request) -> Response:
-        body = await read(request)
-        ref = weight_ref(body, engine.core.version + 1)
+    async def update_weights_from_disk(self, request: Request) -> Response:
+        ref = weight_ref(await _read(request), self._engine.core.version + 1)
         try:
-            application.refuse_foreign_weights(ref.path)
-            await engine.load_weights(ref)
+            self._application.refuse_foreign_weights(ref.path)
+            await self._engine.load_weights(ref)
         except EngineError as error:
             return _json({"success": False, "message": str(error), "num_paused_requests": 0}, 400)
         return _json({"success": True, "message": f"version {ref.version} is loaded", "num_paused_requests": 0})
 
-    @app.post("/flush_cache")
-    async def flush_cache() -> Response:
+    async def flush_cache(self, request: Request) -> Response:
         """Do nothing: equal prompts share a prefill only while they run, so nothing is kept that could be flushed."""
         return Response("Cache flushed.\n")
-
-    return app

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import base64
 import difflib
+import itertools
 import random
 from dataclasses import dataclass, replace
 from typing import Any
 
 from clew.errors import EngineError, ImageError
-from clew.inference.protocol import Completion, SamplingParams
+from clew.inference.protocol import Completion, GenerateRequest, SamplingParams
 
 SAMPLING_FIELDS = (
     "max_new_tokens",
@@ -85,15 +86,15 @@ def parse_call(body: Any, default_stop_ids: tuple[int, ...]) -> Call:
             f"Cannot generate for {count} prompts in one call: at most {MAX_SEQUENCES}. Send several calls."
         )
     sampling = body.get("sampling_params")
-    each = sampling if isinstance(sampling, list) else [sampling or {}] * count
-    if len(each) != count:
-        raise EngineError(f"sampling_params is a list of {len(each)}, and there are {count} prompts.")
+    samplings = sampling if isinstance(sampling, list) else [sampling or {}] * count
+    if len(samplings) != count:
+        raise EngineError(f"sampling_params is a list of {len(samplings)}, and there are {count} prompts.")
     rids = _rids(body.get("rid"), count)
-    shown = _images(body.get("image_data"), count, batch)
+    images = _images(body.get("image_data"), count, batch)
     asks: list[Ask] = []
     several = False
     for index in range(count):
-        params, copies = _params(each[index], clew, default_stop_ids)
+        params, copies = _params(samplings[index], clew, default_stop_ids)
         if len(asks) + copies > MAX_SEQUENCES:
             raise EngineError(
                 f"Cannot generate more than {MAX_SEQUENCES} sequences in one call: {count} prompts, with n {copies}. "
@@ -105,9 +106,9 @@ def parse_call(body: Any, default_stop_ids: tuple[int, ...]) -> Call:
                 Ask(
                     input_ids=None if prompts is None else prompts[index],
                     text=None if texts is None else texts[index],
-                    params=params if copies == 1 else _with_seed(params, params.seed + copy),
+                    params=params if copies == 1 else replace(params, seed=params.seed + copy),
                     rid=rids[index],
-                    images=shown[index],
+                    images=images[index],
                 )
             )
     return Call(
@@ -143,25 +144,19 @@ def _flag(fields: dict[str, Any], name: str, default: bool = False) -> bool:
     return bool(value)
 
 
-def _number(fields: dict[str, Any], name: str, default: float) -> float:
-    """Return a finite number; the default if the field is missing or null."""
+def _number(fields: dict[str, Any], name: str, default: float, kind: str = "number") -> float:
+    """Return a finite number as it is (a float could not hold each seed); the default if it is missing or null."""
     value = fields.get(name)
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not -LARGEST <= value <= LARGEST:
-        raise EngineError(f"sampling_params: {name} is {_shown(value)}, expected a number.")
-    return float(value)
+    number = isinstance(value, int | float) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST
+    if not number or (kind == "whole number" and value != int(value)):
+        raise EngineError(f"sampling_params: {name} is {_shown(value)}, expected a {kind}.")
+    return value
 
 
 def _whole(fields: dict[str, Any], name: str, default: int) -> int:
-    """Return a whole number; the default if the field is missing or null."""
-    value = fields.get(name)
-    if value is None:
-        return default
-    whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-    if isinstance(value, bool) or not whole or not -LARGEST <= value <= LARGEST:
-        raise EngineError(f"sampling_params: {name} is {_shown(value)}, expected a whole number.")
-    return int(value)
+    return int(_number(fields, name, default, "whole number"))
 
 
 def _prompts(body: dict[str, Any]) -> tuple[list[list[int]] | None, list[str] | None, bool]:
@@ -241,10 +236,10 @@ def _params(given: Any, clew: dict[str, Any], default_stop_ids: tuple[int, ...])
     params = SamplingParams(
         max_new_tokens=_whole(given, "max_new_tokens", 128) or 128,
         min_new_tokens=_whole(given, "min_new_tokens", 0),
-        temperature=_number(given, "temperature", 1.0),
-        top_p=_number(given, "top_p", 1.0),
+        temperature=float(_number(given, "temperature", 1.0)),
+        top_p=float(_number(given, "top_p", 1.0)),
         top_k=max(0, _whole(given, "top_k", -1)),
-        min_p=_number(given, "min_p", 0.0),
+        min_p=float(_number(given, "min_p", 0.0)),
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         stop_token_ids=stop_ids,
         seed=_whole(given, "sampling_seed", random.getrandbits(63)),
@@ -254,30 +249,20 @@ def _params(given: Any, clew: dict[str, Any], default_stop_ids: tuple[int, ...])
     return params, copies
 
 
-def _with_seed(params: SamplingParams, seed: int) -> SamplingParams:
-    return replace(params, seed=seed)
-
-
-def answer(
-    rid: str, prompt_tokens: int, completion: Completion, *, text: str, logprobs: bool, limit: int
-) -> dict[str, Any]:
-    """Return one sequence's part of the response.
-
-    Args:
-        limit: The sequence's max_new_tokens.
-    """
+def answer(rid: str, request: GenerateRequest, completion: Completion, *, text: str, logprobs: bool) -> dict[str, Any]:
+    """Return one sequence's part of the response."""
     reason: dict[str, Any] = {"type": completion.finish_reason}
     if completion.finish_reason == "stop":
         reason["matched"] = completion.matched
     elif completion.finish_reason == "length":
-        reason["length"] = limit
+        reason["length"] = request.params.max_new_tokens
     else:
         reason["message"] = "aborted: submit input_ids plus output_ids again to go on"
     spans = version_spans(completion.versions)
     meta: dict[str, Any] = {
         "id": rid,
         "finish_reason": reason,
-        "prompt_tokens": prompt_tokens,
+        "prompt_tokens": len(request.input_ids),
         "completion_tokens": len(completion.output_ids),
         "cached_tokens": 0,
         "weight_version": spans[-1]["version"] if spans else None,
@@ -293,11 +278,9 @@ def answer(
 def version_spans(versions: list[int]) -> list[dict[str, Any]]:
     """Return the runs of equal versions: [{"version": "7", "start": 0, "end": 12}, ...]."""
     spans: list[dict[str, Any]] = []
-    if versions and versions[0] == versions[-1] and len(set(versions)) == 1:
-        return [{"version": str(versions[0]), "start": 0, "end": len(versions)}]
-    for index, version in enumerate(versions):
-        if spans and spans[-1]["version"] == str(version):
-            spans[-1]["end"] = index + 1
-        else:
-            spans.append({"version": str(version), "start": index, "end": index + 1})
+    start = 0
+    for version, run in itertools.groupby(versions):
+        end = start + len(list(run))
+        spans.append({"version": str(version), "start": start, "end": end})
+        start = end
     return spans
