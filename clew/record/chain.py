@@ -40,12 +40,8 @@ SINCE = 4
 INDEXED = ("groups", "versions", "digests")
 """Fields of a step's JSON that its line in index.jsonl repeats."""
 
-_HEAD = re.compile(rb'\{"clew_format": (\d+), "step": \d+, "chain": (\{[^{}]*\}), ')
-"""Beginning of a step's JSON, as `Steps.commit` writes it. The rest is long: when there are thousands of steps, it is
-only digested, not parsed."""
-_LINE = re.compile(rb'\{"step": (\d+), (.*), "json": "([0-9a-f]{32})"\}')
-"""A line of the index, as `Steps.commit` writes it. The text between step and digest is also in the step's JSON, byte
-for byte."""
+_KEPT = ("clew_format", "chain", "committed_at", "json")
+"""Fields of a step's JSON that the checks need. Not all are kept, because there may be ten thousand steps."""
 _SEAL = re.compile(rb', "seal": "([0-9a-f]{32})"\}\Z')
 _SEALED = (b'"seal": "', b'"rows": "', b'"follows": "', b'"follows": null')
 """Keys of which every checkpoint.json or evaluation with a seal has at least one, and older files none."""
@@ -61,7 +57,7 @@ class Break:
     file: str
     """Its path in the run directory."""
     why: str
-    remedy: str
+    remedy: str = f"{RESTORE.capitalize()}."
     harmless: bool = False
     """True if the file only repeats what other files say and contradicts none of them: the trainer writes it again."""
 
@@ -104,13 +100,13 @@ def link(steps: Steps, step: int, evaluation: Mapping[str, Any] | None) -> dict[
         files.append(run / "evals" / f"version-{evaluation['version']:06d}.json")
     before = {_name(step - 1): committed_digest(steps, step - 1)} if step else {}
     own = {path.relative_to(run).as_posix(): digest(read_bytes(path)) for path in files if path.exists()}
-    return {name: found for name, found in (before | own).items() if found is not None}
+    return {name: known for name, known in (before | own).items() if known is not None}
 
 
 def committed_digest(steps: Steps, step: int) -> str | None:
     """Return the digest of a committed step's JSON; None if the step is not on record."""
     path = steps.json_path(step)
-    return _digest_of(read_bytes(path)) if path.exists() else None
+    return _digest_of(read_bytes(path), _parsed(path)) if path.exists() else None
 
 
 def breaks(run: RunDirectory, files_of: range = range(0)) -> list[Break]:
@@ -125,11 +121,11 @@ def breaks(run: RunDirectory, files_of: range = range(0)) -> list[Break]:
             evaluations before, between and after these steps. These files are read in full.
     """
     found = list(_Chain(run).breaks())
-    told = {each.file for each in found}
+    reported = {one.file for one in found}
     for step in files_of:
-        found += [*_files(run, step), *_evaluation(run, step, told)]
+        found += [*_files(run, step), *_evaluation(run, step, reported)]
     found += _rows_of_evaluations(run, files_of)
-    return sorted(found, key=lambda each: each.step)
+    return sorted(found, key=lambda one: one.step)
 
 
 def unlooked(run: RunDirectory, steps: Iterable[int]) -> str:
@@ -151,50 +147,34 @@ class _Chain:
     def __init__(self, run: RunDirectory) -> None:
         self.run = run
         self.steps = run.steps
-        self.said: dict[int, dict[str, Any]] = {}
-        """Content of each step's JSON: only `clew_format` and `chain` if it has a chain, otherwise all of it."""
+        self.commits: dict[int, dict[str, Any]] = {}
+        """The fields `_KEPT` of each step's JSON."""
         self.own: dict[int, str | None] = {}
         """Digest of each step's JSON; None if it is unknown because a bundle left the step out."""
         self.differing: dict[int, list[str]] = {}
         """Keys whose values in the index differ from those in the step's JSON, by step."""
         self.strange: list[Break] = []
-        self.told: set[str] = set()
+        self.reported: set[str] = set()
         """Files that have already been reported as not fitting."""
         self.indexed = self.steps.index_path.is_file()
         *raw, torn = read_bytes(self.steps.index_path).split(b"\n") if self.indexed else [b""]
         self.torn = bool(torn)
-        self.lines: list[dict[str, Any] | None] = [None] * len(raw)
-        """Lines of the index, reduced to `step` and `json` where they match their step's JSON; None for a line that is
-        not a JSON object."""
+        self.lines = [_object(line) for line in raw]
         for step, content in _contents(self.steps.folder):
-            head = _HEAD.match(content)
-            said = {"clew_format": int(head[1]), "chain": _decoded(head[2])} if head else _decoded(content)
-            if not isinstance(said, dict):
-                self.strange.append(self._break(step, _name(step), "is not a JSON object"))
-                said = {}
-            self.said[step], self.own[step] = said, digest(content) if head else _digest_of(content, said)
-            if step < len(raw):
-                self._compare(step, raw[step], content)
-        for step, line in enumerate(raw):  # of steps whose JSON is missing
-            if step not in self.said and isinstance(said := _decoded(line), dict):
-                self.lines[step] = said
-
-    def _compare(self, step: int, line: bytes, content: bytes) -> None:
-        """Compare a line of the index with its step's JSON."""
-        written = _LINE.fullmatch(line)
-        if written and int(written[1]) == step and written[2] in content:
-            self.lines[step] = {"step": step, "json": written[3].decode()}
-            return
-        there, said = _decoded(line), _decoded(content)
-        if isinstance(there, dict) and isinstance(said, dict):
-            self.differing[step] = [key for key in INDEXED if there.get(key) != said.get(key)]
-        self.lines[step] = there if isinstance(there, dict) else None
+            commit = _object(content)
+            if commit is None:
+                self.strange.append(Break(step=step, file=_name(step), why="is not a JSON object"))
+                commit = {}
+            elif step < len(self.lines) and (line := self.lines[step]) is not None:
+                self.differing[step] = [key for key in INDEXED if line.get(key) != commit.get(key)]
+            self.commits[step] = {key: commit[key] for key in _KEPT if key in commit}
+            self.own[step] = _digest_of(content, commit)
 
     def breaks(self) -> Iterator[Break]:
         """Yield the files that do not fit, each of them once."""
         for found in self._all():
-            if found.file not in self.told or found.file.endswith("index.jsonl"):
-                self.told.add(found.file)
+            if found.file not in self.reported or found.file.endswith("index.jsonl"):
+                self.reported.add(found.file)
                 yield found
 
     def _all(self) -> Iterator[Break]:
@@ -207,58 +187,50 @@ class _Chain:
         yield from self._named("checkpoints", _CHECKPOINT, "newest checkpoint")
         yield from self._named("evals", _EVALUATION, "newest evaluation")
 
-    def _break(self, step: int, file: str, why: str, remedy: str = f"{RESTORE.capitalize()}.", **more: Any) -> Break:
-        return Break(step=step, file=file, why=why, remedy=remedy, **more)
-
-    def _remove_index(self) -> str:
-        return f"Remove {self.steps.index_path}: it only repeats what the steps say, and is made again from them."
-
     def _missing(self) -> Iterator[Break]:
         """Yield the steps that were committed but whose JSON is gone."""
         indexed = (step for step, line in enumerate(self.lines) if line is not None and line.get("step") == step)
-        last = max([*self.said, *indexed], default=-1)
+        last = max([*self.commits, *indexed], default=-1)
         for step in range(last + 1):
-            if step not in self.said:
-                later = next((each for each in range(step + 1, last + 1) if each in self.said), None)
-                witness = (
-                    "its line in index.jsonl is there" if later is None else f"step {later} was committed after it"
-                )
-                yield self._break(step, _name(step), f"is missing, although {witness}")
+            if step not in self.commits:
+                later = next((number for number in range(step + 1, last + 1) if number in self.commits), None)
+                witness = "index.jsonl has its line" if later is None else f"step {later} was committed after it"
+                yield Break(step=step, file=_name(step), why=f"is missing, although {witness}")
 
     def _index(self) -> Iterator[Break]:
         """Yield the lines of the index that differ from the steps' JSON."""
-        name = "steps/index.jsonl"
-        remedy = self._remove_index()
         for step, line in enumerate(self.lines):
-            if step not in self.said:
+            if step not in self.commits:
                 continue
             if line is None:
-                yield self._break(step, name, "has a line for this step that is no JSON object", remedy, harmless=True)
-                continue
-            if line.get("step") != step:
-                yield self._break(step, name, f"has a line of step {line.get('step')!r:.20} in its place", remedy)
-                continue
-            if differing := self.differing.get(step):
-                yield self._break(step, name, f"says other {differing[0]} than {_name(step)}", remedy)
-            elif "json" not in line and self._chained(step):
-                yield self._break(step, name, "has no digest of the step's JSON", remedy)
-        lacking = len(self.said) - len(self.lines)
+                yield self._in_index(step, "has a line for this step that is not a JSON object", harmless=True)
+            elif line.get("step") != step:
+                yield self._in_index(step, f"has a line of step {line.get('step')!r:.20} in its place")
+            elif differing := self.differing.get(step):
+                yield self._in_index(step, f"has other {differing[0]} than {_name(step)}")
+            elif "json" not in line and self._chain_of(step) is not None:
+                yield self._in_index(step, "has no digest of the step's JSON")
+        lacking = len(self.commits) - len(self.lines)
         if self.indexed and lacking > 1:  # a kill leaves out the last line at most
-            yield self._break(len(self.lines), name, "ends before this step", remedy, harmless=True)
+            yield self._in_index(len(self.lines), "ends before this step", harmless=True)
         if lacking < 0 or (self.torn and lacking == 0):
-            yield self._break(len(self.said), name, "goes on after the last step", remedy, harmless=True)
+            yield self._in_index(len(self.commits), "goes on after the last step", harmless=True)
+
+    def _in_index(self, step: int, why: str, *, harmless: bool = False) -> Break:
+        remedy = f"Remove {self.steps.index_path}: it only repeats what the steps say, and is made again from them."
+        return Break(step=step, file="steps/index.jsonl", why=why, remedy=remedy, harmless=harmless)
 
     def _unchained(self) -> Iterator[Break]:
         """Yield the steps that have no chain although they should, or whose chain does not name the step before."""
-        for step, said in self.said.items():
-            name, chain = _name(step), said.get("chain")
-            if chain is None and self._unknown(step):
-                continue
-            if not isinstance(chain, dict):
-                if self._chained(step - 1) or self._format(step) >= SINCE:
-                    yield self._break(step, name, "has no chain, which every step has since format 4")
-            elif step and step - 1 in self.said and _name(step - 1) not in chain:
-                yield self._break(step, name, f"does not name the commit before it ({_name(step - 1)})")
+        for step, commit in self.commits.items():
+            chain, name, before = self._chain_of(step), _name(step), _name(step - 1)
+            if chain is not None:
+                if step - 1 in self.commits and before not in chain:
+                    yield Break(step=step, file=name, why=f"does not name the commit before it ({before})")
+            elif "chain" in commit or not _is_unknown(commit):
+                form = commit.get("clew_format")
+                if self._chain_of(step - 1) is not None or (isinstance(form, int) and form >= SINCE):
+                    yield Break(step=step, file=name, why="has no chain, which every step has since format 4")
 
     def _replaced(self) -> Iterator[Break]:
         """Yield the commits, lines of the index and checkpoints whose digests of one another do not match.
@@ -286,8 +258,8 @@ class _Chain:
         for step, line in enumerate(self.lines):
             if line is not None and "json" in line:
                 yield ("step", step), ("index", step), line["json"]
-        for step in self.said:
-            named = self._chain_of(step).get(_name(step - 1))
+        for step in self.commits:
+            named = (self._chain_of(step) or {}).get(_name(step - 1))
             if named is not None:
                 yield ("step", step - 1), ("step", step), named
         for path in self.run.checkpoints.glob("step-*/checkpoint.json"):
@@ -298,100 +270,93 @@ class _Chain:
     def _misfit(self, file: tuple[str, int], others: list[tuple[str, int]]) -> Break:
         kind, number = file
         if kind == "index":
-            why = f"names another commit than {_name(number)}"
-            return self._break(number, "steps/index.jsonl", why, self._remove_index())
+            return self._in_index(number, f"names another commit than {_name(number)}")
         if kind == "checkpoint":
             why = f"follows another step {number - 1} than the one on record: it comes from another run"
+            name = f"checkpoints/step-{number:06d}/checkpoint.json"
             remedy = f"{RESTORE.capitalize()}, or remove the folder."
-            return self._break(number - 1, f"checkpoints/step-{number:06d}/checkpoint.json", why, remedy)
+            return Break(step=number - 1, file=name, why=why, remedy=remedy)
         naming = [_called(other) for other in others if other != ("step", number - 1)]
         reasons = [f"{_listed(naming)} {'name' if naming[1:] else 'names'} another"] if naming else []
         if ("step", number - 1) in others:
             reasons.append(f"it follows another step {number - 1} than the one on record")
         why = f"does not fit the commits around it ({'; '.join(reasons)}): it was altered, or comes from another run"
-        return self._break(number, _name(number), why)
+        return Break(step=number, file=_name(number), why=why)
 
     def _sealed(self) -> Iterator[Break]:
         """Yield the checkpoints and evaluations that are missing or were changed after they were written."""
         folders = sorted(self.run.checkpoints.glob("step-*"))  # each appears whole
-        for path in [*(each / "checkpoint.json" for each in folders), *sorted(self.run.evals.glob("version-*.json"))]:
+        for path in [
+            *(folder / "checkpoint.json" for folder in folders),
+            *sorted(self.run.evals.glob("version-*.json")),
+        ]:
             name = path.relative_to(self.run.path).as_posix()
             version = re.search(r"-(\d+)", name)
             why = "was altered: its seal does not fit"
             if not path.is_file():
-                why = "is no file" if path.exists() else "is missing"
+                why = "is not a file" if path.exists() else "is missing"
             elif not seal_broken(read_bytes(path)):
                 continue
-            yield self._break(int(version[1]) if version else 0, name, why)
+            yield Break(step=int(version[1]) if version else 0, file=name, why=why)
 
     def _named(self, folder: str, pattern: re.Pattern[str], what: str) -> Iterator[Break]:
         """Yield the checkpoints or evaluations that differ from the digests in later steps, each of them once."""
         now: dict[str, str | None] = {}
-        for step in self.said:
-            if _name(step) in self.told:
+        for step in self.commits:
+            if _name(step) in self.reported:
                 continue
-            for name, then in self._chain_of(step).items():
-                if name.startswith(folder) and pattern.fullmatch(name) and name not in self.told:
+            for name, then in (self._chain_of(step) or {}).items():
+                if name.startswith(folder) and pattern.fullmatch(name) and name not in self.reported:
                     if name not in now:
                         path = self.run.path / name
                         now[name] = digest(read_bytes(path)) if path.is_file() else None
                     if now[name] not in (None, then):
-                        yield self._break(step, name, f"is not the one that this step names as the {what}")
+                        yield Break(step=step, file=name, why=f"is not the {what} that this step names")
 
-    def _chain_of(self, step: int) -> dict[str, Any]:
-        chain = self.said[step].get("chain") if step in self.said else None
-        return chain if isinstance(chain, dict) else {}
-
-    def _chained(self, step: int) -> bool:
-        return step in self.said and isinstance(self.said[step].get("chain"), dict)
-
-    def _unknown(self, step: int) -> bool:
-        """Return whether a bundle left this step out, so that only its line in the index is known."""
-        return self.said[step].get("committed_at", 0) is None
-
-    def _format(self, step: int) -> int:
-        found = self.said[step].get("clew_format")
-        return found if isinstance(found, int) else 0
+    def _chain_of(self, step: int) -> dict[str, Any] | None:
+        """Return the chain of a step; None if it has none."""
+        chain = self.commits.get(step, {}).get("chain")
+        return chain if isinstance(chain, dict) else None
 
 
 def _files(run: RunDirectory, step: int) -> Iterator[Break]:
     """Yield the data and stage files of a step that differ from those it was committed with."""
-    said = _parsed(run.steps.json_path(step))
-    if not isinstance(said.get("chain"), dict) or not run.steps.has_data(step):
+    chain = _parsed(run.steps.json_path(step)).get("chain")
+    if not isinstance(chain, dict) or not run.steps.has_data(step):
         return
     mine = (f"steps/step-{step:06d}.parquet", f"steps/step-{step:06d}/")
-    then = {name: each for name, each in said["chain"].items() if name.startswith(mine)}
+    then = {name: committed for name, committed in chain.items() if name.startswith(mine)}
     paths = [run.steps.data_path(step), *run.steps.stage_paths(step)]
     now = {path.relative_to(run.path).as_posix(): path for path in paths if path.is_file()}
     for name in sorted({*then, *now}):
-        why = ""
         if name not in now:
             why = "is missing"
         elif name not in then:
             why = "is not among the files that the step was committed with"
         elif digest(read_bytes(now[name])) != then[name]:
             why = "is not the file that the step was committed with: it was altered, or comes from another run"
-        if why:
-            yield Break(step=step, file=name, why=why, remedy=f"{RESTORE.capitalize()}.")
+        else:
+            continue
+        yield Break(step=step, file=name, why=why)
 
 
-def _evaluation(run: RunDirectory, step: int, told: set[str]) -> Iterator[Break]:
+def _evaluation(run: RunDirectory, step: int, reported: set[str]) -> Iterator[Break]:
     """Yield a break if the evaluation in a step's JSON differs from the evaluation's own file.
 
     Args:
         run: The run directory.
         step: The step.
-        told: Files that have already been reported; they are skipped.
+        reported: Files that have already been reported; they are skipped.
     """
     said = _parsed(run.steps.json_path(step)).get("evaluation")
     version = said.get("version") if isinstance(said, dict) else None
     path = run.evals / f"version-{version:06d}.json" if isinstance(version, int) else None
-    if path is None or not path.is_file() or told & {f"evals/{path.name}", _name(step)}:
+    if path is None or not path.is_file() or reported & {f"evals/{path.name}", _name(step)}:
         return
     then = _parsed(path)
     if then != said and json.dumps(then) != json.dumps(said):  # NaN is not equal to NaN
         why = f"has another evaluation than evals/{path.name}"
-        yield Break(step=step, file=_name(step), why=why, remedy=f"{RESTORE.capitalize()}.")
+        yield Break(step=step, file=_name(step), why=why)
 
 
 def _rows_of_evaluations(run: RunDirectory, steps: range) -> Iterator[Break]:
@@ -403,9 +368,11 @@ def _rows_of_evaluations(run: RunDirectory, steps: range) -> Iterator[Break]:
         path = run.evals / f"version-{version:06d}.json"
         said, rows = _parsed(path), path.with_suffix(".parquet")
         if "rows" in said and not (rows.is_file() and digest(read_bytes(rows)) == said["rows"]):
-            why = f"is not the file that {path.name} was written with: it was altered, or comes from another run"
-            why = why if rows.is_file() else "is missing" if not rows.exists() else "is no file"
-            yield Break(step=version, file=f"evals/{rows.name}", why=why, remedy=f"{RESTORE.capitalize()}.")
+            if rows.is_file():
+                why = f"is not the file that {path.name} was written with: it was altered, or comes from another run"
+            else:
+                why = "is not a file" if rows.exists() else "is missing"
+            yield Break(step=version, file=f"evals/{rows.name}", why=why)
 
 
 def _contents(folder: Path) -> Iterator[tuple[int, bytes]]:
@@ -416,29 +383,31 @@ def _contents(folder: Path) -> Iterator[tuple[int, bytes]]:
             yield int(number), read_bytes(f"{folder}/{name}")
 
 
-def _digest_of(content: bytes, said: Any = None) -> str | None:
+def _is_unknown(commit: Mapping[str, Any]) -> bool:
+    """Return whether a bundle left this step out, so that only its line in the index is known."""
+    return commit.get("committed_at", 0) is None
+
+
+def _digest_of(content: bytes, commit: Mapping[str, Any]) -> str | None:
     """Return the digest of a step's JSON; for a step that a bundle left out, the digest that the index had."""
-    said = _decoded(content) if said is None else said
-    unknown = isinstance(said, dict) and said.get("committed_at", 0) is None
-    return said.get("json") if unknown else digest(content)
+    return commit.get("json") if _is_unknown(commit) else digest(content)
 
 
 def _parsed(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file; empty if the file is missing or holds no object."""
-    said = _decoded(read_bytes(path)) if path.is_file() else {}
-    return said if isinstance(said, dict) else {}
+    return (_object(read_bytes(path)) if path.is_file() else None) or {}
 
 
-def _decoded(content: bytes) -> Any:
-    """Return parsed JSON; None if the text is not JSON. orjson is fast but refuses NaN, which metrics may contain."""
+def _object(content: bytes) -> dict[str, Any] | None:
+    """Return a parsed JSON object; None if the text is anything else."""
     try:
-        return orjson.loads(content)
+        parsed = orjson.loads(content)  # fast, but it refuses NaN, which metrics may contain
     except orjson.JSONDecodeError:
-        pass
-    try:
-        return json.loads(content)
-    except (ValueError, RecursionError):
-        return None
+        try:
+            parsed = json.loads(content)
+        except (ValueError, RecursionError):
+            return None
+    return parsed if isinstance(parsed, dict) else None
 
 
 def _name(step: int) -> str:
