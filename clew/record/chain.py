@@ -106,7 +106,10 @@ def link(steps: Steps, step: int, evaluation: Mapping[str, Any] | None) -> dict[
 def committed_digest(steps: Steps, step: int) -> str | None:
     """Return the digest of a committed step's JSON; None if the step is not on record."""
     path = steps.json_path(step)
-    return _digest_of(read_bytes(path), _parsed(path)) if path.exists() else None
+    if not path.exists():
+        return None
+    content = read_bytes(path)
+    return _digest_of(content, _object(content) or {})
 
 
 def breaks(run: RunDirectory, files_of: range = range(0)) -> list[Break]:
@@ -286,10 +289,8 @@ class _Chain:
     def _sealed(self) -> Iterator[Break]:
         """Yield the checkpoints and evaluations that are missing or were changed after they were written."""
         folders = sorted(self.run.checkpoints.glob("step-*"))  # each appears whole
-        for path in [
-            *(folder / "checkpoint.json" for folder in folders),
-            *sorted(self.run.evals.glob("version-*.json")),
-        ]:
+        evaluations = sorted(self.run.evals.glob("version-*.json"))
+        for path in [*(folder / "checkpoint.json" for folder in folders), *evaluations]:
             name = path.relative_to(self.run.path).as_posix()
             version = re.search(r"-(\d+)", name)
             why = "was altered: its seal does not fit"
