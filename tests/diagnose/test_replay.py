@@ -752,11 +752,6 @@ def test_where_a_sequence_comes_from_is_held_against_the_record(
     for stages in (None, "data", "data,rewards,advantages,loss"):
         assert not again(run, "2", stages=stages)
         assert told(capsys).startswith(f"FIRST DIFFERENCE  step 2, data: {batch[4].id}, its group, episode, turns, ")
-    path = run.steps.stage_path(2, 0)
-    older = rows.read_table(path).drop_columns(["origin"]).replace_schema_metadata({"clew_format": "2"})
-    rows.write_table(path, older)
-    seal(run)
-    assert again(run, "2", stages="data") and (column in ("group_id", "finish_reason") or again(run, "2"))
 
 
 def test_what_cannot_be_read_is_said(run: RunDirectory) -> None:
