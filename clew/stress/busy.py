@@ -100,8 +100,7 @@ def _wanted() -> dict[int, float]:
 def scheduled(thread: int) -> tuple[float, float]:
     """Return the seconds for which a thread of this process computed, and for which it was ready but had no processor.
 
-    Args:
-        thread: Native ID of the thread.
+    `thread` is a native ID.
     """
     with suppress(OSError, ValueError):  # it may have ended
         computed, waited, _ = Path(f"/proc/self/task/{thread}/schedstat").read_text().split()
@@ -141,12 +140,8 @@ def working_threads() -> set[int]:
 def sleeps_in_a_call(thread: int, stack: Sequence[Line] = ()) -> bool:
     """Return whether a thread of this process waits in a system call, other than for the interpreter.
 
-    The answer is False where the kernel does not report it.
-
-    Args:
-        thread: Native ID of the thread.
-        stack: Stack of the thread, innermost first. A lock it waits for within `threading` is not the interpreter's,
-            unless it is starting a thread, which must get the interpreter first.
+    The answer is False where the kernel does not report it. A lock that the thread, according to its stack, waits for
+    within `threading` is not the interpreter's, unless it is starting a thread, which must get the interpreter first.
     """
     within = [code.co_name for code, _ in stack if code.co_filename == threading.__file__]
     waits = bool(stack) and stack[0][0].co_filename == threading.__file__ and "start" not in within

@@ -46,11 +46,8 @@ def crossed_answers(
 ) -> list[Crossing]:
     """Return one crossing for each pair of episodes, of which one asks with what the model had answered to the other.
 
-    Text that several episodes were given, or that the prompt already held, does not count.
-
-    Args:
-        requests: Requests and answers of the episodes.
-        is_own: Returns whether an episode has a text from elsewhere. By chance, models say what is in another's data.
+    Text that several episodes were given, or that the prompt already held, does not count. Nor does text that an
+    episode has from elsewhere, according to `is_own`: by chance, models say what is in another's data.
     """
     owners: dict[str, tuple[str, float] | None] = {}
     """Episode and time of each mark; None if the mark is not one episode's alone."""
@@ -143,7 +140,7 @@ def judge_answers(waves: Sequence[Wave], state: State, *, repeats: bool) -> list
 
     Args:
         waves: All waves at full speed, ending with crowd and again.
-        state: State that outlives the episodes, in which the text is looked up.
+        state: Names the object that holds the text.
         repeats: True if the model repeats its answers, so that an answer can also be followed from wave to wave.
     """
     *_, crowd, again = waves
@@ -162,11 +159,7 @@ def judge_answers(waves: Sequence[Wave], state: State, *, repeats: bool) -> list
 def judge_rows(crossings: Sequence[Crossing], crowd: Wave, state: State, *, certain: bool) -> list[Verdict]:
     """Return a verdict if text of one row stands in the requests of another.
 
-    Args:
-        crossings: Crossings between rows.
-        crowd: The wave that tells where an episode asked.
-        state: State that outlives the episodes, in which the text is looked up.
-        certain: True if the same episodes do not ask with this text in a process of their own.
+    It is certain if the same episodes do not ask with this text in a process of their own.
     """
     what = (
         f"text of one row stands in the requests of another, in {len(crossings)} pairs of rows: a cache with a wrong "
@@ -191,8 +184,7 @@ def _verdict(
 def _is_own(wave: Wave, others: Sequence[Request]) -> Callable[[str, str], bool]:
     """Return a function that tells whether a text is an episode's own.
 
-    It is if it stands in the episode's data, or in its requests among `others` although no answer there contained
-    it.
+    It is if it stands in the episode's data, or in its requests among `others` although no answer there held it.
     """
     data = {episode.id: "\n".join(texts(episode.data)) for episode in wave.episodes}
     asked: defaultdict[str, str] = defaultdict(str)

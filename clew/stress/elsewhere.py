@@ -57,13 +57,9 @@ class Elsewhere:
 
 
 async def run_some_elsewhere(source: Source, stage: Stage, crowd: Wave, first: Sequence[str]) -> Elsewhere:
-    """Run a few episodes of the crowd in two other processes, each with rows of its own.
+    """Run a few episodes of the crowd, preferably those of the IDs in `first`, in two other processes.
 
-    Args:
-        source: Recipe to create the agent in another process.
-        stage: Provides the gateway and the limits.
-        crowd: The wave from which episodes are chosen.
-        first: IDs of episodes to prefer.
+    Each process runs rows of its own.
     """
     sound = {episode.id: episode for episode in crowd.episodes if episode.error is None}
     wanted = [*(sound[id] for id in first if id in sound), *sound.values()]
@@ -141,14 +137,7 @@ async def _run_child(
 def judge_elsewhere(
     crowd: Wave, elsewhere: Elsewhere, origins: Origins, sources: Sources
 ) -> tuple[list[Verdict], list[str]]:
-    """Return a verdict if episodes fail or give other results in another process, and a note if this is not judged.
-
-    Args:
-        crowd: The wave in this process to compare with.
-        elsewhere: What ran in other processes.
-        origins: Provides the lines that drew random numbers.
-        sources: Provides the lines that use sets and hashes.
-    """
+    """Return a verdict if episodes fail or give other results than in the crowd, and a note if this is not judged."""
     if elsewhere.why_not:
         return [], [
             f"whether another process gives the same results: the agent could not be run in one ({elsewhere.why_not}). "
@@ -187,7 +176,7 @@ def also_elsewhere(crossing: Crossing, crowd: Wave, elsewhere: Elsewhere) -> boo
     """Return whether the asker uses this text even in a process in which its owner had not run before.
 
     Such text is an example, or the output of a tool, and no sign of a fault. The result is also True if this could not
-    be tested: if no process ran the asker, or the owner ran there first.
+    be tested, because no process ran the asker, or the owner ran there first.
     """
     rows = {episode.id: row_of(episode.data) for episode in crowd.episodes}
     for episodes, requests in elsewhere.tried:

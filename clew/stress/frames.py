@@ -42,11 +42,7 @@ class Code:
     """Distinguishes the user's code from that of libraries."""
 
     def __init__(self, agent: object) -> None:
-        """Prepare to tell an agent's code from that of libraries.
-
-        Args:
-            agent: Its own package counts as the user's code wherever it is installed.
-        """
+        """Count the agent's own package as the user's code, wherever it is installed."""
         package = type(agent).__module__.partition(".")[0]
         file = getattr(sys.modules.get(package), "__file__", None)
         self._own = str(Path(file).parent) if file and Path(file).name == "__init__.py" else file
@@ -61,13 +57,9 @@ class Code:
         return "site-packages" not in file and not file.startswith(_LIBRARIES)
 
     def place(self, stack: Iterable[Line]) -> Place | None:
-        """Return the place in the user's code that a stack belongs to.
+        """Return the innermost line of the user's code in a stack (innermost first), or else of a library.
 
-        Args:
-            stack: Lines, innermost first.
-
-        Returns:
-            The innermost line of the user's code, or else of a library; None if only Clew's code is on the stack.
+        The result is None if only Clew's code is on the stack.
         """
         lines = [line for line in stack if not is_clew(line[0].co_filename)]
         if not lines:

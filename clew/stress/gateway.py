@@ -70,14 +70,7 @@ class BeforeEngine:
         vision: Sight | None,
         close: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """Start the gateway.
-
-        Args:
-            engine: Answers the requests.
-            tokenizer: Tokenizer of the engine's model.
-            vision: Image processing, for a model that takes images.
-            close: Closes the engine; called at the end.
-        """
+        """Start the gateway. `vision` is for a model that takes images; `close` closes the engine at the end."""
         self.requests = Requests()
         self._shared = Resources(
             engine=Noted(engine, tokenizer, self.requests),
@@ -101,12 +94,6 @@ class BeforeProvider:
     """A gateway that passes requests on to a provider unchanged."""
 
     def __init__(self, url: str, api_key: str) -> None:
-        """Start the gateway.
-
-        Args:
-            url: Address of the provider.
-            api_key: Key of the provider.
-        """
         self.requests = Requests()
         passed_on = PassedOn(url, api_key)
         self._provider = NotedProvider(passed_on, self.requests)

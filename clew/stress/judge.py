@@ -28,8 +28,8 @@ def judge(
     Args:
         waves: The waves warm, alone, narrow, crowd and again.
         confirming: Further crowds.
-        origins: Provides the lines that drew random numbers.
-        state: State that outlives the episodes, in which crossed text is looked up.
+        origins: Names the lines that drew random numbers.
+        state: Names the object that holds crossed text.
     """
     warm, alone, _, crowd, again = waves
     verdicts = judge_blocks(crowd.watched, again.watched)
@@ -48,11 +48,7 @@ def judge(
 
 
 def waits_for_one_another(waves: Sequence[Wave]) -> Verdict | None:
-    """Return what runs one at a time, if every crowd says so.
-
-    Args:
-        waves: The waves warm, alone and narrow, then all crowds.
-    """
+    """Return what runs one at a time, if every crowd (each wave after warm, alone and narrow) says so."""
     _, alone, narrow, *crowds = waves
     if not all(_shows_throughput(wave) for wave in waves):
         return None
@@ -68,9 +64,7 @@ def _shows_throughput(wave: Wave) -> bool:
 def _waiting(waves: Sequence[Wave], *, blocked: bool) -> tuple[list[Verdict], str]:
     """Return a verdict if something runs one at a time, or a note if the waves cannot show it.
 
-    Args:
-        waves: The waves warm, alone and narrow, then all crowds.
-        blocked: True if something blocks the event loop.
+    The waves are warm, alone and narrow, then all crowds. `blocked` is True if something blocks the event loop.
     """
     _, alone, narrow, *crowds = waves
     requests = [request for wave in waves for request in wave.requests]

@@ -173,10 +173,8 @@ def calls_noted(functions: Iterable[tuple[ModuleType, str]], note: Callable[[Fra
 def judge_written(written: Sequence[Written], *, matters: bool) -> list[Verdict]:
     """Return one verdict for each path that overlapping episodes write.
 
-    Args:
-        written: Files that episodes began to overwrite.
-        matters: True if episodes were seen to depend on one another. Otherwise the file may be a cache or a log, and
-            the verdict is only a suspicion.
+    Unless it `matters`, because episodes were seen to depend on one another, the file may be a cache or a log, and the
+    verdict is only a suspicion.
     """
     by_path: dict[str, list[Written]] = defaultdict(list)
     for file in written:

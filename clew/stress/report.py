@@ -131,12 +131,7 @@ def parts(episode: Episode, requests: Sequence[Request]) -> dict[str, float]:
 
 
 def wave_report(wave: Wave, alone_s: float | None) -> WaveReport:
-    """Return the report on one wave.
-
-    Args:
-        wave: The wave.
-        alone_s: Seconds that an episode takes alone; None if unknown.
-    """
+    """Return the report on one wave. `alone_s` are the seconds that an episode takes alone; None if unknown."""
     episodes, requests = wave.episodes, wave.requests
     began = min(episode.started for episode in episodes)
     divided = [

@@ -261,7 +261,7 @@ def judge_changes(
     Args:
         changes: Changes that episodes made.
         matters: True if episodes were seen to depend on one another.
-        sources: Provides the lines that change an object.
+        sources: Names the lines that change an object.
         uses: Reads and writes of the suspects. None: nobody has looked.
     """
     several_rows = _several_rows(changes)

@@ -158,13 +158,9 @@ class Stage:
     async def wave(
         self, name: str, jobs: Sequence[tuple[str, dict[str, Any]]], at_once: int, stepped: Stepped | None = None
     ) -> Wave:
-        """Run a wave of episodes, and return when the last has ended.
+        """Run an episode for each ID and row, `at_once` at a time, and return when the last has ended.
 
-        Args:
-            name: Name of the wave.
-            jobs: ID and row of each episode.
-            at_once: Maximum number of episodes at once.
-            stepped: Called after each step of an episode.
+        `stepped` is called after each step of an episode.
 
         Raises:
             StoodStill: If the event loop stood still, or no episode ended by itself.
