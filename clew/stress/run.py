@@ -37,9 +37,9 @@ from clew.stress.origins import judge_written
 from clew.stress.process import ProcessState, judge_process
 from clew.stress.report import Report, failures, wave_report
 from clew.stress.steps import Episode, Stepped
-from clew.stress.stuck import STUCK_S
 from clew.stress.variables import Uses
 from clew.stress.verdict import Verdict
+from clew.stress.watch import STUCK_S
 from clew.stress.waves import TIMEOUT_S, Stage, StoodStill, Wave
 
 ALONE = 3

@@ -17,8 +17,7 @@ from clew.stress.repeat import Told, told_by_episode
 from clew.stress.requests import Request, Requests
 from clew.stress.serial import Crowd, Waits
 from clew.stress.steps import Episode, OpenEpisode, Stepped, run_episode, task_factory
-from clew.stress.stuck import COMPUTES, STUCK_S, StuckWatch
-from clew.stress.watch import LoopWatch, Watched
+from clew.stress.watch import MOVES, STUCK_S, LoopWatch, StuckWatch, Watched
 
 CANCEL_S = 10.0
 """Seconds that stopped episodes may take to end."""
@@ -218,7 +217,7 @@ class Stage:
             left = waiting - {still}
             now = time.monotonic()
             asked = self.requests.now_asking() or self.requests.moved != requests
-            if done or asked or self.busy.busy_s - busy > COMPUTES * LOOK_S:
+            if done or asked or self.busy.busy_s - busy > MOVES * LOOK_S:
                 quiet_s = 0.0
             else:
                 quiet_s += LOOK_S

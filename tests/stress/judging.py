@@ -10,7 +10,7 @@ from clew.stress.elsewhere import Source
 from clew.stress.gateway import Gateway
 from clew.stress.report import Report
 from clew.stress.run import stressed
-from clew.stress.stuck import STUCK_S
+from clew.stress.watch import STUCK_S
 
 ROWS = [{"prompt": f"What is {word} and {word}?"} for word in ("one", "two", "three", "four", "five", "six")]
 

@@ -17,8 +17,8 @@ from rich.console import Console
 from clew.stress.gateway import BeforeEngine
 from clew.stress.report import Report
 from clew.stress.standin import StandIn, byte_tokenizer
-from clew.stress.stuck import STUCK_S
 from clew.stress.views import page, rendered
+from clew.stress.watch import STUCK_S
 from tests.stress import agents_faulty, agents_sound
 from tests.stress.judging import judged
 
