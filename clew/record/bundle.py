@@ -82,27 +82,36 @@ def write_bundle(run: RunDirectory, step: int, *, stages_only: bool, to: Path | 
         before = [version for version in run.checkpointed() if version <= step]
         if not before:
             raise RecordError(
-                f"{run.path} has no checkpoint at or before step {step}: bundle it with --stages-only, or another step."
+                f"Cannot bundle step {step}: {run.path} has no checkpoint at or before it. Use --stages-only, or "
+                f"bundle a later step."
             )
         first = before[-1]
         folders = [run.checkpoints / f"step-{version:06d}" for version in sorted({before[0], first})]
-    said = {"clew_format": rows.FORMAT, "step": step, "first": first, "stages_only": stages_only, "run": str(run.path)}
+    steps = range(first, step + 1)
+    contents = {
+        "clew_format": rows.FORMAT,
+        "step": step,
+        "first": first,
+        "stages_only": stages_only,
+        "run": str(run.path),
+    }
     kind = ".stages.clew.zip" if stages_only else ".clew.zip"
     path = to or Path(f"{run.path.parent.name}-{run.path.name}-step-{step:06d}{kind}")
     files = [run.run_json]
     if run.config_path.exists() or "trainer" not in run.facts():  # another trainer may have none
         files.append(run.config_path)
-    for each in range(first, step + 1):
-        files += [run.steps.data_path(each), run.steps.json_path(each), *run.steps.stage_paths(each)]
+    for number in steps:
+        files += [run.steps.data_path(number), run.steps.json_path(number), *run.steps.stage_paths(number)]
     files += [file for folder in folders for file in sorted(folder.rglob("*")) if file.is_file()]
-    images = sorted({name for each in range(first, step + 1) for name in _shown(run, each)})
+    images = sorted({name for number in steps for name in _shown(run, number)})
     for name in images:
-        run.media.read(name)  # it is what its name says
+        run.media.read(name)  # raises an error if the content does not fit the name
     files += [run.media.path(name) for name in images]
     missing = [file for file in files if not file.exists()]
     if missing:
         raise RecordError(
-            f"{missing[0]} is missing, which the bundle of step {step} needs. record.keep_steps may have removed it."
+            f"Cannot bundle step {step}: {missing[0]} is missing. record.keep_steps may have removed it. Bundle a "
+            f"later step."
         )
     for file in files:
         if not file.resolve().is_relative_to(run.path.resolve()):
@@ -110,16 +119,17 @@ def write_bundle(run: RunDirectory, step: int, *, stages_only: bool, to: Path | 
                 f"Cannot bundle step {step}: {file} is a link to {file.resolve()}, which is not in the run directory. "
                 f"Put a copy of the file there."
             )
-    for each in range(first, step + 1):  # what cannot be read cannot be replayed
-        run.steps.read_data(each)
-        run.steps.read_stages(each)
+    for number in steps:  # what cannot be read cannot be replayed
+        run.steps.read_data(number)
+        run.steps.read_stages(number)
     beside = path.with_name(f".{path.name}")
     with explain_disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with zipfile.ZipFile(beside, "w", zipfile.ZIP_DEFLATED) as archive:
-                archive.writestr(NAME, json.dumps(said))
-                archive.writestr("steps/index.jsonl", "".join(_index(run, step)))
+                archive.writestr(NAME, json.dumps(contents))
+                index = [json.dumps(entry) + "\n" for entry in run.steps.index_lines()[: step + 1]]
+                archive.writestr("steps/index.jsonl", "".join(index))
                 for file in files:
                     archive.write(file, str(file.relative_to(run.path)))
             beside.replace(path)
@@ -130,12 +140,9 @@ def write_bundle(run: RunDirectory, step: int, *, stages_only: bool, to: Path | 
 
 def _shown(run: RunDirectory, step: int) -> list[str]:
     """Return the names of the images in a step's data; empty if the data is gone."""
-    tables = [rows.read_table(run.steps.data_path(step))] if run.steps.has_data(step) else []
-    return [name for table in tables for names in rows.images_of(table) for name in names]
-
-
-def _index(run: RunDirectory, step: int) -> list[str]:
-    return [json.dumps(entry) + "\n" for entry in run.steps.index_lines()[: step + 1]]
+    if not run.steps.has_data(step):
+        return []
+    return [name for names in rows.images_of(rows.read_table(run.steps.data_path(step))) for name in names]
 
 
 def is_bundle(path: Path) -> bool:
@@ -163,12 +170,12 @@ def opened(path: Path, trust: Iterable[str] = ()) -> Iterator[tuple[RunDirectory
         return
     with tempfile.TemporaryDirectory(prefix="clew-bundle-") as name:
         folder = Path(name) / path.name
-        said = _unpack(path, folder)
+        contents = _unpack(path, folder)
         try:
             with only_trusted(f"{path} is a bundle", trust):
-                yield RunDirectory(folder), said
+                yield RunDirectory(folder), contents
         except ClewError as error:
-            error.args = tuple(each.replace(str(folder), str(path)) for each in error.args)
+            error.args = tuple(text.replace(str(folder), str(path)) for text in error.args)
             raise
 
 
@@ -193,7 +200,7 @@ def _check_members(path: Path, archive: zipfile.ZipFile) -> None:
         kind = stat.S_IFMT(member.external_attr >> 16)
         plain = name.removesuffix("/") == str(PurePosixPath(name)) and not {"..", "."} & {*name.split("/")}
         if not plain or name.startswith("/") or "\\" in name or "\0" in name:
-            wrong = f"its member {name!r:.80} is no plain path within it"
+            wrong = f"its member {name!r:.80} is not a plain path within it"
         elif kind not in (0, stat.S_IFREG, stat.S_IFDIR):
             wrong = f"its member {name!r:.80} is a link or a device"
         elif name in names:
@@ -214,7 +221,7 @@ def _extract(archive: zipfile.ZipFile, member: zipfile.ZipInfo, folder: Path) ->
         while content := source.read(min(2**20, left + 1)):
             left -= len(content)
             if left < 0:
-                raise zipfile.BadZipFile(f"{member.filename!r:.80} is longer than it says")
+                raise zipfile.BadZipFile(f"{member.filename!r:.80} is longer than the archive says")
             file.write(content)
 
 
@@ -223,19 +230,21 @@ def _unpack(path: Path, folder: Path) -> dict[str, Any]:
     try:
         with zipfile.ZipFile(path) as archive, explain_disk_errors(folder):
             if NAME not in archive.namelist():
-                raise RecordError(f"{path} is no bundle of Clew: it holds no {NAME}.")
+                raise RecordError(f"Cannot open {path}: it is not a bundle of Clew, because it holds no {NAME}.")
             _check_members(path, archive)
             for member in archive.infolist():
                 if not member.is_dir():
                     _extract(archive, member, folder)
     except FileNotFoundError:
-        raise RecordError(f"{path} does not exist: expected a run directory or a bundle.") from None
+        raise RecordError(f"Cannot open {path}: it does not exist. Name a run directory or a bundle.") from None
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
-        raise RecordError(f"{path} is neither a run directory nor a bundle ({error}); it may be truncated.") from None
-    said = read_json(folder / NAME, Bundle)
-    rows.check_format(path, said["clew_format"])
+        raise RecordError(
+            f"Cannot open {path}: it is neither a run directory nor a bundle ({error}). It may be truncated."
+        ) from None
+    contents = read_json(folder / NAME, Bundle)
+    rows.check_format(path, contents["clew_format"])
     steps = RunDirectory(folder).steps
-    for entry in steps.index_lines()[: said["first"]]:
+    for entry in steps.index_lines()[: contents["first"]]:
         if not steps.json_path(entry["step"]).exists():
             write_json(steps.json_path(entry["step"]), {"clew_format": rows.FORMAT, **UNKNOWN, **entry})
-    return said
+    return contents

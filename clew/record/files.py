@@ -70,7 +70,7 @@ OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPER
 
 def disk_error(path: Path, error: OSError) -> RecordError:
     """Return the RecordError for a failed write to `path`, with what can be done."""
-    # copytree puts the errors of all its files into the words of one
+    # shutil.copytree raises one error whose text holds the errors of all files, so the text is searched
     if any(f"[Errno {number}]" in str(error) for number in (errno.ENOSPC, errno.EDQUOT)):
         remedy = (
             f"no space left ({_left(path)}). Nothing recorded is lost: free some space, or lower record.keep_steps and "
@@ -80,16 +80,16 @@ def disk_error(path: Path, error: OSError) -> RecordError:
         remedy = str(error.strerror or error)
         if error.errno in OF_THE_DISK:
             remedy += ". Give this user the right to write there, or choose another root=FOLDER"
-    return RecordError(f"cannot write {path}: {remedy}.")
+    return RecordError(f"Cannot write {path}: {remedy}.")
 
 
 def _left(path: Path) -> str:
     """Return how much space a file system has left, or that it can hold no more files if that is what it lacks."""
-    there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-    found = os.statvfs(there)
-    if found.f_files and not found.f_favail:
+    nearest = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    system = os.statvfs(nearest)
+    if system.f_files and not system.f_favail:
         return "no inodes: it holds as many files as it can"
-    return f"{found.f_bavail * found.f_frsize / 2**20:.0f} MiB free"
+    return f"{system.f_bavail * system.f_frsize / 2**20:.0f} MiB free"
 
 
 def remove_strays(folder: Path, *names: str) -> None:
@@ -114,4 +114,4 @@ def only_shown(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        log.warning("cannot write %s: %s; the record has what it shows", what, error)
+        log.warning("Cannot write %s: %s. Nothing is lost: the record has what it shows.", what, error)

@@ -63,7 +63,7 @@ class Inbox:
     def path(self, group_id: str) -> Path:
         """Return the path of a waiting group. Raises RecordError for an ID that cannot be a file name."""
         if not group_id or "/" in group_id or "\0" in group_id:
-            raise RecordError(f"Cannot look for the group {group_id!r:.80} in {self.folder}: that is no group's ID.")
+            raise RecordError(f"Cannot look for the group {group_id!r:.80} in {self.folder}: it is not a group's ID.")
         return self.folder / f"{group_id}.arrows"
 
     def read(self, group_id: str) -> pa.Table:
@@ -72,7 +72,7 @@ class Inbox:
         content = memoryview(read_bytes(path, REMAKE))
         table, check = content[:-CHECK_BYTES], content[-CHECK_BYTES:]
         if zlib.crc32(table) != int.from_bytes(check, "little") or not table:
-            raise rows.unreadable(path, "its checksum is another", len(content), REMAKE)
+            raise rows.unreadable(path, "its checksum does not match", len(content), REMAKE)
         found = rows.sound(path, lambda: pa.ipc.open_stream(pa.py_buffer(table)).read_all(), len(content), REMAKE)
         rows.checked(path, found, REMAKE)
         if strangers := {*found.column("group_id").to_pylist()} - {group_id}:

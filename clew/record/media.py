@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from clew.errors import RecordError
-from clew.reading import FileMissing, read_bytes
+from clew.reading import RESTORE, read_bytes
 from clew.record.files import write_bytes
 
 UNUSED_S = 86400.0
@@ -24,7 +24,6 @@ LOOK_S = 3600.0
 
 _KINDS = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpg", b"GIF8": "gif", b"RIFF": "webp"}
 """File name endings, by the first bytes of the file."""
-
 
 _NAME = re.compile(f"[0-9a-f]{{32}}[.](?:{'|'.join(_KINDS.values())}|bin)")
 
@@ -68,17 +67,13 @@ class Media:
 
     def read(self, name: str) -> bytes:
         """Return the content of an image. Raises RecordError if its name is invalid, or its file missing or altered."""
-        try:
-            content = read_bytes(self.path(name))
-        except FileMissing:
-            raise RecordError(
-                f"{self.path(name)} is missing, which a sequence shows. Restore it from a copy of the run directory."
-            ) from None
+        content = read_bytes(self.path(name))
         if (own := media_name(content)) != name:
-            other = f"that of {own}, which it may have changed places with" if (self.folder / own).exists() else ""
+            other = f"{len(content)} bytes"
+            if (self.folder / own).exists():
+                other = f"that of {own}, which it may have changed places with"
             raise RecordError(
-                f"{self.path(name)} has other content than when it was written "
-                f"({other or f'{len(content)} bytes'}). Restore it from a copy of the run directory."
+                f"{self.path(name)} has other content than when it was written ({other}). {RESTORE.capitalize()}."
             )
         return content
 

@@ -26,16 +26,16 @@ class Rejected:
 
     def lines(self) -> list[str]:
         """Return a summary for people, the most common reason first; empty if nothing was rejected."""
-        said = []
+        lines = []
         if failed := self.episodes.total():
             lost = f", and {self.failed_groups} whole groups with them" if self.failed_groups else ""
-            said.append(f"{failed} {'episode' if failed == 1 else 'episodes'} failed{lost}:")
-            said += [f"  {count} times {kind}" for kind, count in self.episodes.most_common(5)]
+            lines.append(f"{failed} {'episode' if failed == 1 else 'episodes'} failed{lost}:")
+            lines += [f"  {count} times {kind}" for kind, count in self.episodes.most_common(5)]
             if len(self.episodes) > 5:
-                said.append(f"  and {len(self.episodes) - 5} other kinds of error")
+                lines.append(f"  and {len(self.episodes) - 5} other kinds of error")
         for reason, count in self.filtered_groups.most_common():
-            said.append(f"{count} {'group' if count == 1 else 'groups'} left out: {reason}")
-        return said
+            lines.append(f"{count} {'group' if count == 1 else 'groups'} left out: {reason}")
+        return lines
 
 
 def count_rejected(run: RunDirectory) -> Rejected:

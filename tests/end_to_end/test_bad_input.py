@@ -289,7 +289,7 @@ def test_no_inodes_and_a_disk_that_is_read_only(project: Project, small_disk: Pa
         with clew(arguments[0], "disk/runs/tiny/0", *arguments[1:], cwd=project.folder) as process:
             _, said = process.communicate(60)
         assert process.returncode == code, said
-        assert ("cannot write disk/a: Read-only file system" in said) == (code == 2), said
+        assert ("Cannot write disk/a: Read-only file system" in said) == (code == 2), said
     failed(project.inline("training.steps=4"), "Read-only file system", "disk/runs/tiny/0")
 
 

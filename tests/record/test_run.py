@@ -277,7 +277,7 @@ def test_a_full_disk_is_said_and_loses_nothing(tmp_path: Path) -> None:
         assert not list(run.inbox.folder.glob(".*"))
         (tmp_path / "from").mkdir()
         (tmp_path / "from" / "file").write_bytes(bytes(2**20))
-        with pytest.raises(RecordError, match=r"cannot write .*to: no space left"), explain_disk_errors(mounted / "to"):
+        with pytest.raises(RecordError, match=r"Cannot write .*to: no space left"), explain_disk_errors(mounted / "to"):
             shutil.copytree(tmp_path / "from", mounted / "to")
     finally:
         subprocess.run(["umount", mounted], check=True)
