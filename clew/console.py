@@ -20,8 +20,8 @@ class EscapingConsole(Console):
     """
 
     def __init__(self, **options: Any) -> None:
-        """Create a Console with Rich's own options; `markup` and `emoji` are off by default."""
-        super().__init__(**{"markup": False, "emoji": False, **options})
+        """Create a Console with Rich's own options; `markup`, `emoji` and `highlight` are off by default."""
+        super().__init__(**{"markup": False, "emoji": False, "highlight": False, **options})
 
     def render_str(self, text: str, **options: Any) -> Text:
         """Return the text with control characters spelt out."""

@@ -1,4 +1,4 @@
-"""`clew agent`: an agent alone, in crowds, and against recorded responses. A thin front, as the others are."""
+"""Commands of `clew agent`: run an agent alone, many at once, and against recorded responses."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def agent_run(
     from clew.view.terminal import branched_share
 
     async def run() -> bool:
-        console, sound = EscapingConsole(highlight=False, markup=False, emoji=False), True
-        rows = chosen(load_rows(data, columns=[]), n, seed)
+        console, sound = EscapingConsole(), True
+        rows = chosen(load_rows(data), n, seed)
         key = provider()[1] or "sk-clew"
-        each = run_agent(agent, _arguments(arg), rows, base_url=base_url_of(base_url), api_key=key, seed=seed)
+        episodes = run_agent(agent, _arguments(arg), rows, base_url=base_url_of(base_url), api_key=key, seed=seed)
         number = branched = 0
-        async for ran, tokenizer in each:
+        async for ran, tokenizer in episodes:
             number += 1
             show_ran(
                 console,
@@ -153,10 +153,10 @@ def agent_stress(
     if html_to is not None:
         write_bytes(html_to, page(report).encode())
     sys.stderr.flush()
-    EscapingConsole(highlight=False, markup=False, emoji=False).print(rendered(report))
+    EscapingConsole().print(rendered(report))
     sys.stdout.flush()
-    # The verdict is the last word: threads that the agent left would hold up an ordinary end, and what it left to the
-    # garbage collector would complain.
+    # End at once: threads that the agent left behind would delay an ordinary exit, and objects that it left to the
+    # garbage collector would print complaints after the verdict.
     os._exit({"fit": 0, "not fit": 1, "not judged": 3}[report.outcome])
 
 
@@ -183,7 +183,7 @@ def agent_replay(
     from clew.view.find import Name, find_episode
 
     name, url = Name.parse(episode), base_url_of(base_url) if continue_live else None
-    named = [agent.rpartition(".")[0]] if agent else []  # who names an agent here means its code
+    named = [agent.rpartition(".")[0]] if agent else []  # naming an agent here means trusting its module
     with opened(run, [*(trust or []), *named]) as (directory, _):
         replayed = replay_agent(directory, find_episode(directory, name), agent=agent, base_url=url)
     show_replay(replayed)
@@ -194,5 +194,5 @@ def agent_replay(
 def _arguments(given: list[str] | None) -> dict[str, object]:
     import yaml
 
-    pairs = [each.partition("=") for each in given or ()]
+    pairs = [argument.partition("=") for argument in given or ()]
     return {name: yaml.safe_load(value) for name, _, value in pairs}

@@ -8,7 +8,7 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -73,33 +73,26 @@ def main() -> None:
     from clew.processes import die_with_parent
 
     die_with_parent()
-    # OpenMP's threads spin while they wait for one another. Where processes share the cores, as under `clew train`,
-    # they then spin on what another process could use: ten times slower. It is read when torch is loaded.
+    # OpenMP's threads spin while they wait for one another. Under `clew train`, processes share the cores, and the
+    # spinning takes time from another process: ten times slower. torch reads this when it is loaded.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    # Imports make a million objects that stay: to look for garbage every 700 of them takes 5 to 15 % of the time.
+    # Imports make a million objects that stay. Looking for garbage every 700 of them would take 5 to 15 % of the time.
     gc.set_threshold(10_000)
     logging.setLogRecordFactory(VisibleRecord)  # of every library's log, too
     try:
         with explain_missing():
             app()
     except ClewError as error:
-        if not tell(error):
-            print(f"clew: {error}", file=sys.stderr)
-        raise SystemExit(INTERRUPTED if isinstance(error, Interrupted) else COULD_NOT_RUN) from None
+        _exit_with(error)
     except (KeyboardInterrupt, SystemExit) as ended:
-        if isinstance(ended, KeyboardInterrupt) or ended.code == INTERRUPTED:  # Typer makes one of the other
-            said = Interrupted("interrupted; nothing recorded is lost. The same command goes on from here.")
-            if not tell(said):
-                print(f"clew: {said}", file=sys.stderr)
-            raise SystemExit(INTERRUPTED) from None
+        if isinstance(ended, KeyboardInterrupt) or ended.code == INTERRUPTED:  # Typer turns one into the other
+            _exit_with(Interrupted("interrupted; nothing recorded is lost. Run the same command again to continue."))
         if ended.code:
             tell(ended)
         raise
     except Exception as error:
         if (explained := _disk_error(error)) is not None:
-            if not tell(explained):
-                print(f"clew: {explained}", file=sys.stderr)
-            raise SystemExit(COULD_NOT_RUN) from None
+            _exit_with(explained)
         tell(error)
         print(traceback.format_exc(), end="", file=sys.stderr)
         print(
@@ -107,11 +100,20 @@ def main() -> None:
         )
         raise SystemExit(DEFECT) from None
     finally:
-        gc.freeze()  # all that is left ends with the process: to look through it once more takes a second, with torch
+        gc.freeze()  # everything ends with the process anyway; a last collection would take a second with torch loaded
+
+
+def _exit_with(error: ClewError) -> NoReturn:
+    """Report an error, to the launcher or on stderr, and exit."""
+    from clew.launch.ranks import tell
+
+    if not tell(error):
+        print(f"clew: {error}", file=sys.stderr)
+    raise SystemExit(INTERRUPTED if isinstance(error, Interrupted) else COULD_NOT_RUN) from None
 
 
 def _disk_error(error: Exception) -> ClewError | None:
-    """Return what to say of a full or read-only disk, which shows wherever a file or folder is made; otherwise None."""
+    """Return an explanation if a full or read-only disk caused an error; otherwise None."""
     if not isinstance(error, OSError) or not isinstance(error.filename, str | Path):
         return None
     from clew.record.files import OF_THE_DISK, disk_error

@@ -1,4 +1,4 @@
-"""Commands that read a record: show, replay, compare, explain, and exchange it."""
+"""Commands that read, replay, compare, explain and exchange a record."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def show(
     from clew.record.bundle import is_bundle
     from clew.view.show import show as show_record
 
-    console = EscapingConsole(width=None if sys.stdout.isatty() else 200, highlight=False, markup=False, emoji=False)
+    console = EscapingConsole(width=None if sys.stdout.isatty() else 200)
     path = run if run.is_dir() or is_bundle(run) else load_config(run, None).run_path
     show_record(path, what, steps=steps, tokens=tokens, console=console)
 
@@ -113,7 +113,7 @@ def diff(
     """
     from clew.diagnose.diff import diff as compare
 
-    if not compare(a, b, ignore=[each for each in ignore.split(",") if each], plot=plot):
+    if not compare(a, b, ignore=[field for field in ignore.split(",") if field], plot=plot):
         raise SystemExit(1)
 
 
@@ -160,16 +160,17 @@ def bundle(
     directory = open_run(run)
     path = write_bundle(directory, step, stages_only=stages_only, to=to)
     summary = directory.steps.read(step)
-    works = f"`clew replay {path}` runs it, on any machine."
+    usage = f"`clew replay {path}` runs it, on any machine."
     if not directory.steps.by_clew:  # then nothing says how the loss was computed
-        works = f"`clew replay {path} --stage data` checks it, `clew show {path}` shows it."
-    print(f"{path} ({path.stat().st_size / 1e6:.2f} MB). {works}")
+        usage = f"`clew replay {path} --stage data` checks it, `clew show {path}` shows it."
+    print(f"{path} ({path.stat().st_size / 1e6:.2f} MB). {usage}")
     for field in summary.get("code", {}):
         section, name = field.split(".")
-        if section not in summary["config"]:  # what made the rollout is not needed
+        if section not in summary["config"]:  # code of the rollout, which a replay does not need
             continue
-        print(f"It holds no code: {field}={summary['config'][section][name]} must be importable there.")
-        print(f"Whoever replays it says `--trust {summary['config'][section][name].rpartition('.')[0]}`.")
+        code = summary["config"][section][name]
+        print(f"It holds no code: {field}={code} must be importable there.")
+        print(f"Replay it with `--trust {code.rpartition('.')[0]}`.")
 
 
 def export(

@@ -1,4 +1,4 @@
-"""Commands that make a run or a part of one, and what belongs to that: status, config and doctor."""
+"""Commands that make a run or a part of one; also status, config and doctor."""
 
 from __future__ import annotations
 
@@ -57,15 +57,13 @@ def _say_trained(config: Config, run: RunDirectory) -> None:
     """Print what a complete run has made, and what it rejected."""
     from clew.record.rejected import count_rejected
 
-    done = run.steps.count()
-    said = f"trained {done} steps."
-    if done > config.training.steps:
-        said = (
-            f"{done} steps were trained before, and training.steps is {config.training.steps}: there is nothing to do."
-        )
+    done, wanted = run.steps.count(), config.training.steps
+    outcome = f"trained {done} steps."
+    if done > wanted:
+        outcome = f"{done} steps were trained before, and training.steps is {wanted}: there is nothing to do."
     for line in count_rejected(run).lines():
         print(line)
-    print(f"{said} Weights: {run.checkpoints / 'latest'}  Curve: {run.reports / 'learning_curve.png'}")
+    print(f"{outcome} Weights: {run.checkpoints / 'latest'}  Curve: {run.reports / 'learning_curve.png'}")
 
 
 def sft(config: ConfigFile, overrides: Overrides = None) -> None:

@@ -88,7 +88,7 @@ class Replayed(Protocol):
 
 def show_replay(replay: Replayed) -> None:
     """Print how far the agent repeated its recorded behaviour, and how it ended then and now."""
-    console = EscapingConsole(highlight=False, markup=False, emoji=False)
+    console = EscapingConsole()
     live = f", {replay.live} by the served model" if replay.live else ""
     console.print(f"{replay.answered} of {replay.recorded} recorded responses were asked for again{live}")
     colours = {"+": "green", "-": "red", "@": "dim"}

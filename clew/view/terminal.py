@@ -157,7 +157,7 @@ class Progress:
         """Look at a run. live: False if a debugger may ask for its prompt on the same terminal."""
         self._run = run
         self._total = total_steps
-        self._console = console or EscapingConsole(soft_wrap=True, highlight=False)
+        self._console = console or EscapingConsole(soft_wrap=True)
         self._next = run.steps.count()
         self._recent: list[tuple[str, ...]] = []
         self._evaluated: set[int] = {entry["version"] for entry in run.read_evals()}
