@@ -138,7 +138,7 @@ def _in_checkpoint(run: RunDirectory, step: int, engine: TrainEngine, tolerance:
     if not tolerance.exact:
         checkpoint.check(folder, engine)
         return
-    facts = checkpoint.facts(folder)
+    facts = checkpoint.read_manifest(folder)
     if engine.critic is not None and facts["critic_updates"] is None:
         return  # the run went on from here without its critic, and wrote it again
     saved = checkpoint.digests_in(folder, engine)

@@ -12,14 +12,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping
-from hashlib import file_digest, sha256
+from hashlib import file_digest
 from pathlib import Path
-from typing import Any, NotRequired
+from typing import Any, NotRequired, cast
 
 import torch
 from pydantic import with_config
@@ -49,11 +47,6 @@ STATE = "trainer/state.safetensors"
 """Path of the optimizer's state. It has a folder of its own because vLLM loads every *.safetensors beside a model."""
 CRITIC = "trainer/critic"
 ADAPTER = "adapter"
-_RANDOM = "random.torch"
-"""Name of a state tensor in checkpoints from before each step had its own seed."""
-_NUMBERS = ("version", "updates", "critic_updates", "recent_norms")
-_OF_FILES = ("files", "seal")
-"""Fields of checkpoint.json about the files beside it and about itself."""
 BY_TENSOR = "by tensor"
 """Placeholder for the digest of a file whose tensors each have a digest."""
 LOADED = (".json", ".jinja", ".txt", ".model", ".safetensors", ".bin", ".py")
@@ -65,8 +58,8 @@ GO_ON = "remove the checkpoint, and the run goes on from the one before; or rest
 
 
 @with_config(STRICT)
-class Said(TypedDict):
-    """Content of checkpoint.json."""
+class Manifest(TypedDict):
+    """Content of checkpoint.json. Older checkpoints lack the fields that are not required."""
 
     format: Count
     version: Count
@@ -78,7 +71,6 @@ class Said(TypedDict):
     weights: dict[str, str]
     state: dict[str, str]
     follows: NotRequired[str | None]
-    numbers: NotRequired[str]
     files: NotRequired[dict[str, str]]
     seal: NotRequired[str]
 
@@ -103,21 +95,22 @@ def save(engine: TrainEngine, folder: Path, *, follows: str | None = None) -> No
         RecordError: The disk is full.
     """
     state = _state(engine)
-    said = {
+    manifest = {
         "format": FORMAT,
         **numbers_of(engine),
         "dtype": engine.config.model.dtype,
         "lora_rank": engine.config.training.lora_rank,
         "follows": follows,
-        "weights": _said(engine.weights_digests()),
-        "state": _said(digest_tensors(state.items(), engine.ranks)),
+        "weights": _hex(engine.weights_digests()),
+        "state": _hex(digest_tensors(state.items(), engine.ranks)),
     }
 
-    def there() -> bool:
+    def is_written() -> bool:
         path = folder / "checkpoint.json"
-        return path.exists() and {**read_json(path), **dict.fromkeys(_OF_FILES)} == {**said, **dict.fromkeys(_OF_FILES)}
+        # The files may differ, since a user may add a README.md.
+        return path.exists() and read_json(path).items() >= manifest.items()
 
-    if engine.ranks.agree(f"whether {folder.name} is written already", there):
+    if engine.ranks.agree(f"whether {folder.name} is written already", is_written):
         if engine.ranks.leads:
             point_latest(folder)  # a kill may have come between the two
         return
@@ -137,8 +130,8 @@ def save(engine: TrainEngine, folder: Path, *, follows: str | None = None) -> No
                 save_model(engine.critic.inner, aside / CRITIC, critic)
                 save_tokenizer(engine.policy.tokenizer, aside / CRITIC)
             save_file(state, aside / STATE)
-            said["files"] = _files(aside, merged=engine.policy.adapters is not None)
-            write_bytes(aside / "checkpoint.json", chain.sealed(said))
+            manifest["files"] = _files(aside, merged=engine.policy.adapters is not None)
+            write_bytes(aside / "checkpoint.json", chain.sealed(manifest))
         point_latest(folder)
     engine.ranks.meet()
 
@@ -152,29 +145,27 @@ def load(engine: TrainEngine, folder: Path) -> None:
     """
     if not (folder / "checkpoint.json").exists():
         raise RecordError(f"{folder} is no checkpoint: it holds no checkpoint.json.")
-    said = facts(folder)
-    for field, now in (
-        ("model.dtype", engine.config.model.dtype),
-        ("training.lora_rank", engine.config.training.lora_rank),
+    manifest = read_manifest(folder)
+    for field, then, now in (
+        ("model.dtype", manifest.get("dtype"), engine.config.model.dtype),
+        ("training.lora_rank", manifest.get("lora_rank"), engine.config.training.lora_rank),
     ):
-        then = said.get(field.partition(".")[2])
         if then != now:
             raise ModelError(
                 f"{folder} was trained with {field}={then or 'null'}, this run has {now or 'null'}. Set it back, or "
                 f"start another trial=NAME from that folder."
             )
-    weights, state = _read(folder, engine, said)
-    _check_same_model(folder, engine.trained_parameters(), weights.items())
-    _check_digests(folder, engine, _digests(engine, weights, state))
+    weights, state = _read_tensors(folder, engine, manifest)
+    _check_same_model(folder, dict(engine.trained_parameters()), weights)
+    _check_digests(folder, engine, manifest, weights, state)
     with torch.no_grad():
         for name, parameter in engine.trained_parameters():
             parameter.copy_(like(parameter, weights[name]))
-    state.pop(_RANDOM, None)
-    own, critics = _by_owner(state)
-    engine.optimizer.load_state(own, updates=said["updates"])
+    engine.optimizer.load_state(state, updates=manifest["updates"])
     if engine.critic is not None:
-        engine.critic.optimizer.load_state(critics, updates=said["critic_updates"])
-    engine.restored(said["version"], said["recent_norms"])
+        of_critic = {name.removeprefix("critic."): state[name] for name in state if name.startswith("critic.")}
+        engine.critic.optimizer.load_state(of_critic, updates=manifest["critic_updates"] or 0)
+    engine.restored(manifest["version"], manifest["recent_norms"])
 
 
 def numbers_of(engine: TrainEngine) -> dict[str, Any]:
@@ -190,8 +181,8 @@ def numbers_of(engine: TrainEngine) -> dict[str, Any]:
 def digests_of(engine: TrainEngine) -> dict[str, dict[str, str]]:
     """Return the digest of each tensor that a checkpoint would hold now, by kind and name."""
     return {
-        "weights": _said(engine.weights_digests()),
-        "state": _said(digest_tensors(_state(engine).items(), engine.ranks)),
+        "weights": _hex(engine.weights_digests()),
+        "state": _hex(digest_tensors(_state(engine).items(), engine.ranks)),
     }
 
 
@@ -201,12 +192,13 @@ def digests_in(folder: Path, engine: TrainEngine) -> dict[str, dict[str, str]]:
     Raises:
         RecordError: The checkpoint is truncated, or its numbers or a file without digested tensors were altered.
     """
-    return _digests(engine, *_read(folder, engine, facts(folder)))
+    return _digests(engine, *_read_tensors(folder, engine, read_manifest(folder)))
 
 
 def check(folder: Path, engine: TrainEngine) -> None:
     """Raise RecordError when a checkpoint's files do not match its checkpoint.json."""
-    _check_digests(folder, engine, digests_in(folder, engine))
+    manifest = read_manifest(folder)
+    _check_digests(folder, engine, manifest, *_read_tensors(folder, engine, manifest))
 
 
 def check_files(folder: Path) -> None:
@@ -214,8 +206,8 @@ def check_files(folder: Path) -> None:
 
     Call it before other libraries read the files: they may wait forever, or fail with a message that does not help.
     """
-    if wrong := _wrong_file(folder, facts(folder).get("files", {})):
-        raise _altered(folder, wrong)
+    if problem := _problem_of_files(folder, read_manifest(folder)):
+        raise _altered(folder, problem)
 
 
 def saved(checkpoints: Path) -> list[Path]:
@@ -259,13 +251,12 @@ def _files(folder: Path, *, merged: bool) -> dict[str, str]:
     Args:
         merged: Whether adapters are merged into the model, so that the digested tensors are not those in its files.
     """
-    found = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    return {name: BY_TENSOR if _by_tensor(path, folder, merged) else _digest_of(path) for name, path in found.items()}
-
-
-def _by_tensor(path: Path, folder: Path, merged: bool) -> bool:
-    digested = path.suffix == ".safetensors" and not (merged and path.parent == folder)
-    return digested and path.stat().st_size >= SMALL
+    digests = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        has_digests = path.suffix == ".safetensors" and not (merged and path.parent == folder)
+        by_tensor = has_digests and path.stat().st_size >= SMALL
+        digests[path.relative_to(folder).as_posix()] = BY_TENSOR if by_tensor else _digest_of(path)
+    return digests
 
 
 def _digest_of(path: Path) -> str:
@@ -273,41 +264,29 @@ def _digest_of(path: Path) -> str:
         return file_digest(file, "sha256").hexdigest()[:16]
 
 
-def _wrong_file(folder: Path, said: Mapping[str, str]) -> str:
-    """Return which file differs from checkpoint.json, and how; empty if none does."""
-    for path in sorted(folder.rglob("*")):  # safetensors would wait for ever at a named pipe
-        if not path.is_file() and not path.is_dir():
-            return f"{path.relative_to(folder)} is no file"
-    for name, digest in said.items():
+def _problem_of_files(folder: Path, manifest: Manifest) -> str:
+    """Return how the files differ from those in checkpoint.json; empty if they do not."""
+    files = manifest.get("files", {})
+    lists_all = any(name.endswith(".safetensors") for name in files)  # older checkpoints list only some, or none
+    for path in sorted(path for path in folder.rglob("*") if not path.is_dir()):
+        name = path.relative_to(folder).as_posix()
+        if not path.is_file():  # safetensors would wait for ever at a named pipe
+            return f"{name} is no file"
+        if lists_all and path.suffix in LOADED and name not in {*files, "checkpoint.json"}:
+            return f"{name} is not among the files that it was saved with"
+    for name, digest in files.items():
         if not (folder / name).is_file():
             return f"{name} is missing"
         if digest != BY_TENSOR and (now := _digest_of(folder / name)) != digest:
             return f"{name} has the digest {now}; checkpoint.json says {digest}"
-    return _added(folder, said)
-
-
-def _added(folder: Path, said: Mapping[str, str]) -> str:
-    """Return a file that was added later and would be loaded, such as a chat template; empty if there is none.
-
-    Older checkpoints do not list all of their files, and are not checked.
-    """
-    for path in sorted(folder.rglob("*")) if any(name.endswith(".safetensors") for name in said) else ():
-        name = path.relative_to(folder).as_posix()
-        if path.suffix in LOADED and name not in {*said, "checkpoint.json"}:
-            return f"{name} is not among the files that it was saved with"
     return ""
 
 
-def _read(folder: Path, engine: TrainEngine, said: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the trained parameters, named as in the engine, and the optimizer state.
-
-    Args:
-        said: Content of checkpoint.json; older ones list no files.
-    """
-    if wrong := engine.ranks.agree(
-        f"the files of {folder.name} to be looked at", lambda: _wrong_file(folder, said.get("files", {}))
-    ):
-        raise _altered(folder, wrong)
+def _read_tensors(folder: Path, engine: TrainEngine, manifest: Manifest) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the trained parameters, named as in the engine, and the state of both optimizers."""
+    checked = f"the files of {folder.name} to be checked"
+    if problem := engine.ranks.agree(checked, lambda: _problem_of_files(folder, manifest)):
+        raise _altered(folder, problem)
     cpu = torch.device("cpu")
     if engine.critic is not None and not (folder / CRITIC).is_dir():
         raise RecordError(
@@ -335,73 +314,63 @@ def _state(engine: TrainEngine) -> dict[str, Tensor]:
     return {**engine.optimizer.state(), **{f"critic.{name}": tensor for name, tensor in critic.items()}}
 
 
-def _by_owner(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Split the result of `_state` into the policy's and the critic's part."""
-    critic = {name.removeprefix("critic."): tensor for name, tensor in state.items() if name.startswith("critic.")}
-    return {name: tensor for name, tensor in state.items() if not name.startswith("critic.")}, critic
-
-
-def facts(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path) -> Manifest:
     """Return the content of checkpoint.json.
 
     Raises:
         RecordError: It is newer, was altered, or has another version than the folder's name.
     """
     path = folder / "checkpoint.json"
-    said = read_json(path)
-    if isinstance(said, dict) and "format" in said:
-        check_format(path, said["format"], FORMAT)
-    check_fields(path, said, Said, GO_ON)
+    manifest: Any = read_json(path)
+    if isinstance(manifest, dict) and "format" in manifest:
+        check_format(path, manifest["format"], FORMAT)
+    check_fields(path, manifest, Manifest, GO_ON)
     if chain.seal_broken(read_bytes(path)):
         raise _altered(folder, "the seal of checkpoint.json does not fit what it says")
-    now = sha256(json.dumps([said[name] for name in _NUMBERS]).encode()).hexdigest()[:16]
-    if said.get("numbers", now) != now:  # written before there were seals
-        raise _altered(folder, f"{', '.join(_NUMBERS)} in checkpoint.json have the digest {now}, not {said['numbers']}")
-    if re.fullmatch(r"step-\d{6,}", folder.name) and folder.name != f"step-{said['version']:06d}":
-        raise _altered(folder, f"checkpoint.json says that it is of version {said['version']}")
-    return said
+    if re.fullmatch(r"step-\d{6,}", folder.name) and folder.name != f"step-{manifest['version']:06d}":
+        raise _altered(folder, f"checkpoint.json says that it is of version {manifest['version']}")
+    return cast(Manifest, manifest)
 
 
 def _digests(engine: TrainEngine, weights: dict[str, Tensor], state: dict[str, Tensor]) -> dict[str, dict[str, str]]:
     return {
-        "weights": _said(engine.frozen_digests | digest_tensors(weights.items())),
-        "state": _said(digest_tensors(state.items())),
+        "weights": _hex(engine.frozen_digests | digest_tensors(weights.items())),
+        "state": _hex(digest_tensors(state.items())),
     }
 
 
-def _check_digests(folder: Path, engine: TrainEngine, found: dict[str, dict[str, str]]) -> None:
-    said = facts(folder)
-    for kind, digests in found.items():
+def _check_digests(
+    folder: Path, engine: TrainEngine, manifest: Manifest, weights: dict[str, Tensor], state: dict[str, Tensor]
+) -> None:
+    for kind, digests in _digests(engine, weights, state).items():
         for name, digest in digests.items():
-            if said[kind].get(name) == digest:
+            then = manifest[kind].get(name)
+            if digest == then:
                 continue
             if name in engine.frozen_digests:
                 raise ModelError(
                     f"{engine.config.model.path} (model.path) is not the model that the adapters in {folder} were "
-                    f"trained on: {name} has the digest {digest}, then {said[kind].get(name)}. Put it back."
+                    f"trained on: {name} has the digest {digest}, then {then}. Put it back."
                 )
-            raise _altered(
-                folder, f"{name} ({kind}) has the digest {digest}; checkpoint.json says {said[kind].get(name)}"
-            )
+            raise _altered(folder, f"{name} ({kind}) has the digest {digest}; checkpoint.json says {then}")
 
 
-def _said(digests: Digests) -> dict[str, str]:
+def _hex(digests: Digests) -> dict[str, str]:
     return {name: f"{digest:016x}" for name, digest in digests.items()}
 
 
-def _check_same_model(folder: Path, ours: Iterable[tuple[str, Tensor]], theirs: Iterable[tuple[str, Tensor]]) -> None:
-    mine, found = ({name: tuple(tensor.shape) for name, tensor in named} for named in (ours, theirs))
-    for name in [*mine, *found]:
-        if mine.get(name) != found.get(name):
+def _check_same_model(folder: Path, parameters: dict[str, Tensor], saved: dict[str, Tensor]) -> None:
+    for name in [*parameters, *saved]:
+        now, then = _shape(parameters.get(name)), _shape(saved.get(name))
+        if now != then:
             raise ModelError(
-                f"{folder} belongs to another model than model.path: {name} is {_shape(found.get(name))} in the "
-                f"checkpoint and {_shape(mine.get(name))} in this run's model. Set model.path to the model that this "
-                f"run began with, or start another trial=NAME."
+                f"{folder} belongs to another model than model.path: {name} is {then} in the checkpoint and {now} in "
+                f"this run's model. Set model.path to the model that this run began with, or start another trial=NAME."
             )
 
 
-def _shape(shape: tuple[int, ...] | None) -> str:
-    return "absent" if shape is None else "x".join(map(str, shape)) or "a number"
+def _shape(tensor: Tensor | None) -> str:
+    return "absent" if tensor is None else "x".join(map(str, tensor.shape)) or "a number"
 
 
 def _altered(folder: Path, why: str) -> RecordError:
