@@ -72,6 +72,11 @@ class Code:
         within = library or (called[0] if called else None)
         return Place(told(lines[number]), told(within) if within else "")
 
+    def users_place(self, stack: Iterable[Line]) -> Place | None:
+        """Return the innermost line of the user's code in a stack; None if there is none."""
+        place = self.place(stack)
+        return place if place is not None and place.user else None
+
 
 def is_clew(file: str) -> bool:
     """Return whether a source file is Clew's."""

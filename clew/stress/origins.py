@@ -107,11 +107,11 @@ class Origins:
 
     def _place(self) -> str:
         """Return the user's line that is running, or the line where the current episode waits; empty without one."""
-        place = self._code.place(lines_of(sys._getframe(1)))
+        place = self._code.users_place(lines_of(sys._getframe(1)))
         episode = current_episode()
-        if (place is None or not place.user) and episode is not None and episode.coroutine is not None:
-            place = self._code.place(stack_of_coroutine(episode.coroutine))
-        return place.where if place is not None and place.user else ""
+        if place is None and episode is not None:
+            place = self._code.users_place(stack_of_coroutine(episode.coroutine))
+        return place.where if place is not None else ""
 
     def _note_open(self, name: str | bytes, mode: str | None, flags: int) -> None:
         place = self._place()
@@ -125,8 +125,8 @@ class Origins:
         overwrites = flags & (os.O_WRONLY | os.O_RDWR) and not flags & (os.O_APPEND | os.O_EXCL)
         if episode is None or not overwrites or path.startswith("/dev/"):
             return
-        running = self._code.place(lines_of(sys._getframe(1)))
-        if running is not None and running.user:
+        running = self._code.users_place(lines_of(sys._getframe(1)))
+        if running is not None:
             self.written.append(Written(path=path, where=str(running), episode=episode))
 
     def _note_draw(self, caller: FrameType) -> None:

@@ -75,8 +75,8 @@ class ProcessState:
                 _restore(name, self._first.get(name))
 
     def _note(self, kind: str, caller: FrameType) -> None:
-        place = self._code.place(lines_of(caller))
-        if place is not None and place.user:
+        place = self._code.users_place(lines_of(caller))
+        if place is not None:
             self._called[kind] = str(place)
 
     def look(self) -> None:

@@ -197,7 +197,7 @@ def waits_at(episode: Episode, code: Code) -> Place | None:
     thread, coroutine = episode.thread_id, episode.coroutine  # it may end meanwhile, in another thread
     if thread is not None:
         return code.place(stack_of_thread(thread))
-    return code.place(stack_of_coroutine(coroutine)) if coroutine is not None else None
+    return code.place(stack_of_coroutine(coroutine))
 
 
 def places_of(running: Collection[Episode], code: Code) -> list[str]:

@@ -260,8 +260,7 @@ class StuckWatch(Watcher):
             signal.signal(SIGNAL, self._handler)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        place = self._code.place(lines_of(frame))
-        if place is not None and place.user:  # otherwise it has moved on by itself
+        if self._code.users_place(lines_of(frame)) is not None:  # otherwise it has moved on by itself
             raise Stuck("the event loop stood still here, and was interrupted")
 
     def run(self) -> None:
@@ -274,8 +273,8 @@ class StuckWatch(Watcher):
             wanted = self._wanted_s()
             while not answered.wait(patience) and not self.stop.is_set():
                 before, wanted = wanted, self._wanted_s()
-                place = self._code.place(stack_of_thread(self._thread_id))
-                if wanted - before > MOVES * patience or place is None or not place.user:
+                place = self._code.users_place(stack_of_thread(self._thread_id))
+                if wanted - before > MOVES * patience or place is None:
                     continue
                 if self.verdict is None:
                     self.verdict = self._judged()
