@@ -115,9 +115,9 @@ class HTTPEngine:
         if status := (meta["finish_reason"] or {}).get("status_code"):  # SGLang's refusal, once a stream has begun
             self._refuse("/generate", status, orjson.dumps(meta["finish_reason"]))
         part = completion_of(event)
-        known = len(part.output_ids) - (meta["completion_tokens"] - before)
+        start = len(part.output_ids) - (meta["completion_tokens"] - before)
         return replace(
-            part, output_ids=part.output_ids[known:], logprobs=part.logprobs[known:], versions=part.versions[known:]
+            part, output_ids=part.output_ids[start:], logprobs=part.logprobs[start:], versions=part.versions[start:]
         )
 
     async def load_weights(self, ref: WeightRef) -> None:
@@ -190,7 +190,7 @@ class HTTPEngine:
         async with self._answered("POST", path, orjson.dumps(body)) as response:
             async for part in response.content.iter_any():
                 *lines, line = (line + part).split(b"\n")
-                for data in (each[6:].strip() for each in lines if each.startswith(b"data: ")):
+                for data in (text[6:].strip() for text in lines if text.startswith(b"data: ")):
                     if data == b"[DONE]":
                         continue
                     event = orjson.loads(data)
@@ -223,8 +223,8 @@ class HTTPEngine:
     def _refuse(self, path: str, status: int, content: bytes) -> NoReturn:
         if status == 503:
             raise EngineUnreachable(self.address, _message(content))
-        known = (RequestTooLong, SchemaUnsupported, ImageError)
-        refusal = next((each for each in known if b'"%s"' % each.__name__.encode() in content), EngineError)
+        kinds = (RequestTooLong, SchemaUnsupported, ImageError)
+        refusal = next((kind for kind in kinds if b'"%s"' % kind.__name__.encode() in content), EngineError)
         raise refusal(f"inference server {self.address} refused {path} ({status}): {_message(content)}")
 
 

@@ -63,7 +63,7 @@ class Core:
 
         Args:
             model: A causal language model of transformers, in eval mode.
-            tokenizer: The model's tokenizer; may be None if neither stop strings nor default stop IDs are needed.
+            tokenizer: May be None if neither stop strings nor default stop IDs are needed.
             vision: The image inputs of a model that takes images.
         """
         self.model = model
@@ -137,7 +137,7 @@ class Core:
             EngineError: The request can never be served.
         """
         if self.broken:
-            raise EngineError(f"the engine serves nothing: {self.broken}")
+            raise EngineError(f"Cannot serve anything: {self.broken}")
         self.check(request)
         self.waiting.append(request)
 
@@ -155,7 +155,7 @@ class Core:
         if not input_ids:
             raise EngineError("input_ids is empty: a prompt needs at least one token.")
         if not _whole(input_ids):
-            raise EngineError("input_ids holds something else than whole numbers.")
+            raise EngineError("input_ids must be a list of integers.")
         if len(input_ids) >= self.context:
             raise RequestTooLong(
                 f"the prompt has {len(input_ids)} tokens, the model's context ({self._context_field}) "
@@ -223,20 +223,20 @@ class Core:
             self.broken = before
             if isinstance(error, EngineError):
                 raise
-            raise EngineError(f"cannot load version {ref.version} from {ref.path}: {described(error)}.") from error
+            raise EngineError(f"Cannot load version {ref.version} from {ref.path}: {described(error)}.") from error
         self.version, self.broken = ref.version, None
 
     def _check_probe(self, ref: WeightRef) -> None:
         if len(ref.probe_ids) < 2:
             return
         tolerance = PROBE_TOLERANCE.get(self.model.dtype, 0.1)
-        found = self.score(ref.probe_ids)
-        if not abs(found - ref.probe_logprob) <= tolerance:  # NaN too
+        logprob = self.score(ref.probe_ids)
+        if not abs(logprob - ref.probe_logprob) <= tolerance:  # NaN too
             raise EngineError(
-                f"version {ref.version} from {ref.path}: the engine gives the probe the logprob "
-                f"{found:.6f}, the trainer gave it {ref.probe_logprob:.6f} (tolerance {tolerance:g}, "
-                f"{str(self.model.dtype).removeprefix('torch.')}). They do not hold the same weights, or "
-                f"do not compute the same model. The weights from before are served on."
+                f"Cannot load version {ref.version} from {ref.path}: the engine gives the probe the logprob "
+                f"{logprob:.6f}, the trainer gave it {ref.probe_logprob:.6f} (tolerance {tolerance:g}, "
+                f"{str(self.model.dtype).removeprefix('torch.')}). They do not hold the same weights, or do not "
+                f"compute the same model. The server continues with the weights from before."
             )
 
     # Stop rules ------------------------------------------------------------------------------------------------------

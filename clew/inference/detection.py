@@ -69,11 +69,11 @@ async def find_engine(base_url: str, api_key: str = "") -> FoundEngine | None:
                 listed = (await response.json())["data"] if response.status == 200 else []
     except (aiohttp.ClientError, ValueError, KeyError) as error:
         raise EngineError(
-            f"nothing that serves a model answers at {base_url} ({type(error).__name__}: {error}). Start `clew serve "
-            f"CONFIG` in another terminal, and use the base URL that it prints."
+            f"Cannot find a model: nothing that serves a model answers at {base_url} ({type(error).__name__}: "
+            f"{error}). Start `clew serve CONFIG` in another terminal, and use the base URL that it prints."
         ) from None
     if any(model.get("owned_by") == "clew" for model in listed):
-        raise EngineError(f"{base_url} is a gateway (`clew serve --engine`). Name the server behind it.")
+        raise EngineError(f"Cannot use {base_url}: it is a gateway (`clew serve --engine`). Name the server behind it.")
     for model in listed:
         if model.get("owned_by") == "vllm":
             engine = VLLMEngine(address, model["id"], model["max_model_len"], api_key)

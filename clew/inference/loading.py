@@ -21,8 +21,6 @@ def check_weights(model: Any, path: str, digest: str = "") -> list[Path]:
     nothing else. Of tied tensors, one name is enough. A truncated file does not open.
 
     Args:
-        model: The model.
-        path: The folder.
         digest: WeightRef.digest. It is compared with the digest in the files' metadata, if Clew's trainer wrote one.
 
     Raises:
@@ -30,7 +28,7 @@ def check_weights(model: Any, path: str, digest: str = "") -> list[Path]:
     """
     files = sorted(Path(path).glob("*.safetensors"))
     if not files:
-        raise EngineError(f"cannot load weights from {path}: it holds no *.safetensors.")
+        raise EngineError(f"Cannot load weights from {path}: it holds no *.safetensors.")
     shapes: dict[str, list[int]] = {}
     with _reading(path):
         for file in files:
@@ -38,7 +36,7 @@ def check_weights(model: Any, path: str, digest: str = "") -> list[Path]:
                 written = (opened.metadata() or {}).get(DIGEST_KEY, digest)
                 if digest and written != digest:
                     raise EngineError(
-                        f"cannot load weights from {path}: {file.name} was written with the digest {written}, and the "
+                        f"Cannot load weights from {path}: {file.name} was written with the digest {written}, and the "
                         f"update names {digest}. The folder holds the weights of another step or another run."
                     )
                 shapes |= {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
@@ -77,7 +75,7 @@ def _reading(path: str) -> Iterator[None]:
     try:
         yield
     except (SafetensorError, OSError) as error:
-        raise EngineError(f"cannot load weights from {path}: {error}") from error
+        raise EngineError(f"Cannot load weights from {path}: {error}") from error
 
 
 def _check_names(own: dict[str, torch.Tensor], found: dict[str, list[int]], path: str) -> None:
@@ -96,8 +94,8 @@ def _check_names(own: dict[str, torch.Tensor], found: dict[str, list[int]], path
     ]
     if problems:
         raise EngineError(
-            f"the weights in {path} are not this model's: {'; '.join(problems)}. They must be published by "
-            f"Clew, or written by save_pretrained, from the model that is served."
+            f"Cannot load weights from {path}: they are not this model's: {'; '.join(problems)}. Weights must be "
+            f"published by Clew, or written by save_pretrained, from the model that is served."
         )
 
 

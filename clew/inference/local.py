@@ -38,7 +38,6 @@ class LocalEngine:
         """Create it.
 
         Args:
-            core: The engine.
             threaded: Whether the engine runs in a thread of its own.
             gather_s: Seconds without a further request after which an idle engine begins. A burst of requests is then
                 computed side by side from its first token on.
@@ -140,14 +139,7 @@ class LocalEngine:
         if self._lease is not None:
             self._lease.cancel()
             self._lease = None
-        self._take_memory()
-
-    def _take_memory(self) -> None:
-        if self._release_lease is not None:
-            self._release_lease.cancel()
-            self._release_lease = None
-        self.released = False
-        self._run(lambda: None)
+        self._end_release()
 
     async def release_memory(self, lease_s: float | None = None) -> None:
         """Abort all running requests, and give the cache's memory back to the device.
@@ -159,16 +151,23 @@ class LocalEngine:
         if self._release_lease is not None:
             self._release_lease.cancel()
         if lease_s is not None:
-            self._release_lease = asyncio.get_running_loop().call_later(lease_s, self._end_release)
+            self._release_lease = asyncio.get_running_loop().call_later(lease_s, self._release_expired)
         await self._call(lambda: self._deliver(self.core.release_memory()))
 
     async def resume_memory(self) -> None:
         """Serve again, unless there is a pause. The memory is taken as requests need it."""
-        self._take_memory()
+        self._end_release()
+
+    def _release_expired(self) -> None:
+        if not self.paused:  # the end of the pause ends the release, too
+            self._end_release()
 
     def _end_release(self) -> None:
-        if not self.paused:  # the end of the pause takes the memory, too
-            self._take_memory()
+        if self._release_lease is not None:
+            self._release_lease.cancel()
+            self._release_lease = None
+        self.released = False
+        self._run(lambda: None)  # starts the requests that waited
 
     # Drivers ---------------------------------------------------------------------------------------------------------
 
@@ -192,18 +191,17 @@ class LocalEngine:
         Raises:
             EngineError: `call` raised it, or a step has failed, which may have left anything behind.
         """
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[None] = loop.create_future()
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def run() -> None:
+            failure = None
             try:
                 if self.failure is not None:
                     raise EngineError(self.failure)
                 call()
             except EngineError as error:
-                self._tell(_settle, done, None, error)
-            else:
-                self._tell(_settle, done, None, None)
+                failure = error
+            self._tell(_settle, done, None, failure)
 
         self._run(run)
         await done
@@ -261,9 +259,8 @@ class LocalEngine:
 
     def _settle_all(self, finished: list[Finished]) -> None:
         for request, completion in finished:
-            future = self._futures.get(request)
-            if future is not None:
-                _settle(future, completion, None)
+            if request in self._futures:
+                _settle(self._futures[request], completion, None)
 
     def _tell(self, call: Callable[..., None], *arguments: Any) -> None:
         """Run `call` on the loop's thread."""
@@ -285,7 +282,7 @@ class LocalEngine:
 
 
 def _settle(future: asyncio.Future[Any], result: Any, error: EngineError | None) -> None:
-    if future.done():
+    if future.done():  # its caller has been cancelled
         return
     if error is not None:
         future.set_exception(error)
@@ -299,7 +296,6 @@ def load_engine(config: Config, *, gather_s: float = 0.0, max_running: int | Non
     On CUDA it has a thread of its own, so that the loop can talk to clients meanwhile, except if launch.mode is inline.
 
     Args:
-        config: The configuration.
         gather_s: See `LocalEngine`.
         max_running: Number of sequences that are computed side by side; None takes inference.max_running.
 

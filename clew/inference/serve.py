@@ -40,9 +40,7 @@ class Beside(Protocol):
     """Further application on the server's port and event loop, in front of the same engine."""
 
     @property
-    def app(self) -> ASGI:
-        """ASGI application that answers its requests."""
-        ...
+    def app(self) -> ASGI: ...
 
     def launched(self, address: str) -> None:
         """Note that the server answers from now on."""
@@ -67,7 +65,6 @@ def serve(
     """Serve until SIGTERM or SIGINT.
 
     Args:
-        config: The configuration of the run.
         beside: Function that makes a further application from the engine and the API key; the key is empty if any will
             do.
         api_key: Key that clients must send. If empty, any key will do on loopback, and elsewhere one is generated.
@@ -113,12 +110,8 @@ async def _serve(
         beside.app if beside is not None else None,
         weights_below=[run.path, *published, *allow_weights],
     )
-    access = Access(
-        loopback=loopback,
-        token=token,
-        key=key,
-        has_session=beside.has_session if beside is not None else lambda key: False,
-    )
+    has_session = beside.has_session if beside is not None else lambda key: False
+    access = Access(loopback=loopback, token=token, key=key, has_session=has_session)
     listening = asyncio.Event()
     server = _Server(application, access, listening)
     loop = asyncio.get_running_loop()
@@ -169,7 +162,7 @@ async def _keep_listed(
             if beside is not None:
                 beside.launched(entry.address)
         await asyncio.sleep(LOOK_S)
-    raise EngineError(f"{engine.failure}. The traceback is above; a server that is started again begins afresh.")
+    raise EngineError(f"{engine.failure}. The traceback is above. Restart the server to recover.")
 
 
 async def _load_newest(engine: LocalEngine, run: RunDirectory, reporter: Reporter) -> None:
@@ -247,11 +240,10 @@ def _bind(listen: str) -> socket.socket:
         listener.close()
         if error.errno == errno.EADDRINUSE:
             raise EngineError(
-                f"cannot listen on {host}:{port}: the port is in use. End the other process, choose "
-                f"another port with inference.listen={host}:PORT, or let it be chosen with "
-                f"inference.listen={host}:0."
+                f"Cannot listen on {host}:{port}: the port is in use. End the other process, or choose another port "
+                f"with inference.listen={host}:PORT (0: any free one)."
             ) from None
         raise EngineError(
-            f"cannot listen on {host}:{port}: {error.strerror}. inference.listen takes an address of this machine."
+            f"Cannot listen on {host}:{port}: {error.strerror}. inference.listen takes an address of this machine."
         ) from None
     return listener

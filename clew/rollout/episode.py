@@ -48,7 +48,7 @@ class Episode:
     @property
     def branched(self) -> bool:
         """Return whether a request did not continue the conversation it should have; see the gateway's `Branch`."""
-        return any("branch" in each for sequence in self.sequences for each in sequence.interactions)
+        return any("branch" in entry for sequence in self.sequences for entry in sequence.interactions)
 
     @property
     def tokens(self) -> int:
@@ -73,10 +73,6 @@ async def run_episode(
     because no further episode would fare better.
 
     Args:
-        workflow: The workflow or agent to run.
-        resources: Resources that all episodes share.
-        episode_id: ID of the episode.
-        group_id: ID of its group.
         data: Row of the data set.
         admitted_version: Version of the weights when the group was admitted.
         admitted_at: Time when the group was admitted, in seconds since the epoch.
@@ -99,7 +95,7 @@ async def run_episode(
             raise  # rollout is ending; any other cancellation is one that the user's code let out
         error = f"{type(failure).__name__}: {failure}\n{''.join(traceback.format_exception(failure))}"
 
-    known: dict[str, Any] = {
+    columns: dict[str, Any] = {
         "group_id": group_id,
         "episode_id": episode_id,
         "data": data,
@@ -109,10 +105,10 @@ async def run_episode(
         "finished_at": time.time(),
     }
     if reward is None:
-        failed = _failed(episode_id, error or "", session, known)
-        return Episode(id=episode_id, sequences=[failed], reward=failed.reward, warnings=list(session.warnings))
-    whole = total(reward) + math.fsum(session.turn_rewards.values())
-    sequences = sequences_of(session, by_name(reward), known)
+        sequences, whole = [_failed(episode_id, error or "", session, columns)], math.nan
+    else:
+        sequences = sequences_of(session, by_name(reward), columns)
+        whole = total(reward) + math.fsum(session.turn_rewards.values())
     return Episode(id=episode_id, sequences=sequences, reward=whole, warnings=list(session.warnings))
 
 
@@ -139,15 +135,15 @@ async def _reward_of(
     return reward
 
 
-def _failed(episode_id: str, error: str, session: EpisodeEngine, known: dict[str, Any]) -> Sequence:
+def _failed(episode_id: str, error: str, session: EpisodeEngine, columns: dict[str, Any]) -> Sequence:
     return Sequence(
         id=f"{episode_id}.s0",
-        reward=float("nan"),
+        reward=math.nan,
         finish_reason="error",
         error=error,
         interactions=[with_tokens(interaction) for interaction in session.interactions],
         **{name: np.empty(0, dtype) for name, dtype in ALIGNED.items()},
-        **known,
+        **columns,
     )
 
 

@@ -67,6 +67,9 @@ CLOSE_S = 1.0
 RATE_S = 10.0
 """Seconds over which the tokens per second are averaged."""
 
+COUNTS = ["groups_finished", "groups_rejected", "episodes", "episodes_failed", "episodes_branched", "episodes_running"]
+"""Counts that status and progress show, since the process began."""
+
 
 class RolloutRunner:
     """Rollout of one run, in one event loop.
@@ -88,10 +91,6 @@ class RolloutRunner:
         """Load the workflow or agent and the reward, and find where the run stopped.
 
         Args:
-            config: Configuration of the run.
-            run: Run directory.
-            engine: Engine that generates.
-            tokenizer: Tokenizer of the model.
             rows: Training data.
             eval_rows: Evaluation data.
             reporter: Reporter of the process's status, if it has one.
@@ -108,7 +107,6 @@ class RolloutRunner:
         self._rows = rows
         self._eval_rows = eval_rows
         self._reporter = reporter
-        self._inline = config.launch.mode == "inline"
         self._workflow = load_workflow(config) if gateway is None else agent_workflow(config, gateway)
         self._reward = load_reward(config)
         self._resources = resources(
@@ -117,7 +115,7 @@ class RolloutRunner:
 
         settled = run.clean_after_rollout()
         self._next = next(number for number in itertools.count() if group_name(number) not in settled)
-        """Number of the group that is started next, unless that group is settled already."""
+        """Number of the next group to start, unless that group is settled already."""
         self._settled = {name for name in settled if group_number(name) > self._next}
         """Later groups that were settled before this process began."""
         self._waiting = 0
@@ -136,17 +134,7 @@ class RolloutRunner:
         self._changed = asyncio.Event()
         self._failures = self._failure_watch(run.rejected)
         self._equal = EqualRewards(config.rollout.batch_groups, len(rows))
-        self._counts = dict.fromkeys(
-            (
-                "groups_finished",
-                "groups_rejected",
-                "episodes",
-                "episodes_failed",
-                "episodes_branched",
-                "episodes_running",
-            ),
-            0,
-        )
+        self._counts = dict.fromkeys(COUNTS, 0)
         self._generated: deque[tuple[float, int]] = deque()
         """Finish time (monotonic) and number of generated tokens of each episode that finished in the last seconds."""
 
@@ -182,7 +170,7 @@ class RolloutRunner:
         """Cancel everything that is running, and end the reward workers."""
         for task in self._tasks:
             task.cancel()
-        if self._tasks:
+        if self._tasks:  # a workflow that swallows the cancellation may go on; nobody waits for it
             ended, _ = await asyncio.wait(self._tasks, timeout=CLOSE_S)
             await asyncio.gather(*ended, return_exceptions=True)
         if isinstance(self._workflow, AgentWorkflow):
@@ -269,7 +257,7 @@ class RolloutRunner:
     async def _episodes(
         self, resources: Resources, group_id: str, row: dict[str, Any], n_samples: int, version: int
     ) -> list[Episode]:
-        admitted_at = time.time()
+        admitted_at, inline = time.time(), self._config.launch.mode == "inline"
 
         async def episode(number: int) -> Episode:
             self._counts["episodes_running"] += 1
@@ -281,12 +269,13 @@ class RolloutRunner:
                 data=row,
                 admitted_version=version,
                 admitted_at=admitted_at,
-                timeout_s=None if self._inline else self._config.rollout.episode_timeout_s,
+                timeout_s=None if inline else self._config.rollout.episode_timeout_s,
             )
             self._counts["episodes_running"] -= 1
             self._counts["episodes"] += 1
             if finished.error is not None:
-                self._warn_of_first_failure(finished)
+                if not self._counts["episodes_failed"]:
+                    self._warn_of_failure(finished.id, finished.error)
                 self._counts["episodes_failed"] += 1
             self._counts["episodes_branched"] += finished.branched
             self._generated.append((time.monotonic(), finished.tokens))
@@ -298,25 +287,25 @@ class RolloutRunner:
         rollout = self._config.rollout
         return FailureWatch(rollout.max_failed_share, rollout.batch_groups, str(where))
 
-    def _warn_of_first_failure(self, episode: Episode) -> None:
-        """Warn of the first failed episode of this process; further ones are only counted."""
-        if not self._counts["episodes_failed"] and episode.error is not None:
-            log.warning(
-                "episode %s failed: %s\nThis is said once. The run goes on without failed episodes, keeps them in %s, "
-                "counts them at its end (`clew show RUN` does so now), and stops when more fail than "
-                "rollout.max_failed_share=%g allows.",
-                episode.id,
-                episode.error.partition("\n")[0],
-                self._run.rejected,
-                self._config.rollout.max_failed_share,
-            )
+    def _warn_of_failure(self, episode_id: str, error: str) -> None:
+        log.warning(
+            "episode %s failed: %s\nThis is shown once. The run goes on without failed episodes, keeps them in %s, "
+            "counts them at its end (`clew show RUN` does so now), and stops when more fail than "
+            "rollout.max_failed_share=%g allows.",
+            episode_id,
+            error.partition("\n")[0],
+            self._run.rejected,
+            self._config.rollout.max_failed_share,
+        )
 
     def _file(self, name: str, episodes: list[Episode]) -> None:
+        """Put a group into the inbox, or into rejected/ if nothing can be learned from it."""
         scored = [episode for episode in episodes if episode.error is None]
         failed = [episode for episode in episodes if episode.error is not None]
         if len(scored) < min(2, len(episodes)):
-            reason = f"{len(failed)} of {len(episodes)} episodes failed; a group needs 2 with a reward"
-            self._reject(name, episodes, reason)
+            self._reject(
+                name, episodes, f"{len(failed)} of {len(episodes)} episodes failed; a group needs 2 with a reward"
+            )
             return
         if self._config.rollout.drop_equal_rewards:
             equal = len({sequence.reward for episode in scored for sequence in episode.sequences}) == 1
@@ -338,9 +327,8 @@ class RolloutRunner:
     # Evaluation ------------------------------------------------------------------------------------------------------
 
     def _start_evaluation(self, version: int) -> None:
-        if version in self._evaluating or not is_due(version, self._config):
-            return
-        if self._run.read_eval(version) is None:
+        due = version not in self._evaluating and is_due(version, self._config)
+        if due and self._run.read_eval(version) is None:
             self._evaluating.add(version)
             self._start(self._evaluate(version))
 
@@ -356,8 +344,7 @@ class RolloutRunner:
         watch = self._failure_watch(self._run.evals)  # once it is complete
         sequences = [sequence for episodes in prompts for episode in episodes for sequence in episode.sequences]
         for sequence in sequences:
-            others = set(sequence.versions[sequence.loss_mask].tolist()) - {version}
-            if others:
+            if others := set(sequence.versions[sequence.loss_mask].tolist()) - {version}:
                 raise RolloutError(
                     f"the evaluation of version {version} has tokens by version {min(others)} "
                     f"({sequence.id}): an inference server loaded other weights meanwhile."
@@ -389,9 +376,9 @@ class RolloutRunner:
         rollout = self._config.rollout
         free = (rollout.max_lag + 1) * rollout.batch_groups - self._waiting - len(self._running)
         admission = "closed" if free <= 0 else "open"
-        rejecting = self._equal.rejects_everything
+        advice = self._equal.rejects_everything
         return (
-            (f"the filter rejects everything: {rejecting} " if rejecting else "")
+            (f"the filter rejects everything: {advice} " if advice else "")
             + f"admission {admission}: {self._waiting} waiting, {len(self._running)} running, "
             f"lag limit {rollout.max_lag} at version {self._version}; "
             f"{self._counts['groups_rejected']} rejected so far{self._where_episodes_are()}"
@@ -400,11 +387,11 @@ class RolloutRunner:
     def _where_episodes_are(self) -> str:
         """Return how many running episodes wait for the model, for the reward, and for the user's own code."""
         running = self._counts["episodes_running"]
+        if not running:
+            return ""
         waits = [wait.what for wait in current_waits()]
         model = sum(what.startswith("completion ") for what in waits)
         reward = sum(what.startswith(("reward ", "a free reward", "a reward worker")) for what in waits)
-        if not running:
-            return ""
         own = max(0, running - model - reward)
         code = "the agent or its tools" if self._config.rollout.agent is not None else "the workflow's own code"
         return f"; {running} episodes: {model} requests with the model, {reward} with the reward, {own} in {code}"
@@ -412,8 +399,9 @@ class RolloutRunner:
     async def _something_changes(self) -> None:
         """Wait until a group or an evaluation is finished, or the inbox has changed."""
         looked_at = time.time()
-        settled_time_stamp = looked_at - self._inbox_seen / 1e9 > STAMP_S
-        look_again_at = looked_at + (LOOK_S if settled_time_stamp else STAMP_S)
+        # A change within the resolution of the time stamp leaves the stamp as it is: look again soon after one.
+        recent = looked_at - self._inbox_seen / 1e9 <= STAMP_S
+        look_again_at = looked_at + (STAMP_S if recent else LOOK_S)
         while not self._changed.is_set():
             try:
                 async with asyncio.timeout(POLL_S):
@@ -434,7 +422,7 @@ async def _side_by_side(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(each) for each in work]
+            tasks = [group.create_task(coroutine) for coroutine in work]
     except BaseExceptionGroup as raised:
         raise raised.exceptions[0] from None
     return [task.result() for task in tasks]

@@ -128,7 +128,7 @@ class MultiTurnRetry(SingleTurn):
             retries += 1
             reward = await engine.reward(answer.text, data)
         scale = self.discount**retries
-        return {name: scale * each for name, each in reward.items()} if isinstance(reward, dict) else scale * reward
+        return {name: scale * part for name, part in reward.items()} if isinstance(reward, dict) else scale * reward
 
     def with_feedback(self, messages: list[dict[str, Any]], answer: str) -> list[dict[str, Any]]:
         """Return the conversation that asks for another answer."""
@@ -144,23 +144,14 @@ class MultiTurnRetry(SingleTurn):
         if isinstance(prompt, str):
             return _tokens(engine, self.feedback, special=False)
         marked = self.with_feedback(prompt, _MARKER)
-        _, found, after = self.render(engine, marked).rpartition(_MARKER)
-        if not found:
-            raise EpisodeError(
-                "the chat template leaves the model's answer out of the conversation, so MultiTurnRetry "
-                "cannot tell how a turn ends."
-            )
+        _, marker, after = self.render(engine, marked).rpartition(_MARKER)
+        if not marker:
+            raise EpisodeError("the chat template leaves out the model's answer, so it does not show how a turn ends.")
         suffix = _tokens(engine, after, special=False)
         return suffix[1:] if suffix[0] == last_token else suffix
 
 
 def _tokens(engine: EpisodeEngine, text: str, *, special: bool) -> list[int]:
-    """Return the tokens of a text.
-
-    Args:
-        engine: The episode's engine.
-        text: The text.
-        special: Add the tokens that the tokenizer puts around a text (a first token, for some models).
-    """
+    """Return the tokens of a text; with `special`, those that the tokenizer puts around it too."""
     encoded: Any = engine.tokenizer(text, add_special_tokens=special)
     return list(encoded["input_ids"])

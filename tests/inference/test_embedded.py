@@ -253,7 +253,7 @@ def test_a_request_that_no_step_could_compute_is_refused(
     for engine in both:
         with pytest.raises(EngineError, match=words):
             engine.submit(GenerateRequest(id="", input_ids=[7, 8], params=SamplingParams(**params)))
-        with pytest.raises(EngineError, match="whole numbers"):
+        with pytest.raises(EngineError, match="input_ids"):
             engine.submit(GenerateRequest(id="", input_ids=[7, 8.5], params=SamplingParams()))  # type: ignore[list-item]
         assert not engine.has_work
 
