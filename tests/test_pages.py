@@ -27,9 +27,6 @@ BY_ANOTHER_TEST = {
 RUN = ("README.md", "docs/quickstart.md", "docs/guides/")
 """Pages whose other commands `test_the_commands_of_the_pages` runs."""
 
-LONG = ("docs/agents.md", "docs/algorithms.md")
-"""Pages that still have longer paragraphs."""
-
 
 def name(page: Path) -> str:
     return str(page.relative_to(ROOT))
@@ -59,7 +56,7 @@ def test_commands_stand_in_blocks_of_their_kind(page: Path) -> None:
             assert not [line for line in block.lines if COMMAND.match(line)], f"{name(page)}: ```{block.kind}"
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if name(page) not in LONG], ids=name)
+@pytest.mark.parametrize("page", PAGES, ids=name)
 def test_no_paragraph_is_longer_than_five_lines(page: Path) -> None:
     text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.M | re.S)
     for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:[-*|#]|\d+\.) )", text):
