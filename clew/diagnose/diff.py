@@ -10,7 +10,7 @@ import filecmp
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,9 @@ from clew.record.summary import rounding_doubt
 
 DRIFT = ("reward", "loss", "grad_norm", "entropy", "behaviour_k3")
 
+FACTS = ("packages", "python", "git")
+"""Entries of run.json that may explain a difference."""
+
 NOT_CAUSES = ("experiment", "trial", "root", "debug.", "launch.restarts", "record.", "eval.", "checkpoint.")
 """Fields and sections of the configuration that no step depends on."""
 
@@ -55,23 +58,15 @@ def diff(a: Path, b: Path, *, ignore: list[str], plot: Path | None) -> bool:
         RecordError: A run cannot be read, or the two have no step in common.
         ConfigError: `ignore` names no field or section of the configuration.
     """
-    if unknown := [each for each in ignore if each and not any(_means(each, name) for name in field_names())]:
+    if unknown := [name for name in ignore if name and not any(_is_ignored(field, [name]) for field in field_names())]:
         raise ConfigError(f"--ignore {unknown[0]}: no field of the configuration has this name, nor a section.")
     with opened(a) as (left, bundle_a), opened(b) as (right, bundle_b):
         names = _names(a, b)
         steps = _common(left, right, bundle_a, bundle_b)
-        apart = _apart(left, right, steps)
-        tolerance, environments = _tolerance(left, right, apart[0]) if apart else (EXACT, [])
-        alike = range(steps.start, apart.start)
-        found = _first_difference(left, right, alike, EXACT) or _first_difference(left, right, apart, tolerance)
-        if found is not None and found.step in apart and tolerance.exact:
-            doubt = _rounding(left, right, found)
-            near = _first_difference(left, right, apart, _near(left, right)) if doubt else found
-            if str(near) != str(found):  # the first difference is within rounding
-                tolerance, environments, found = _near(left, right), [doubt], near
+        found, tolerance, environments, apart = _compared(left, right, steps)
         how = str(tolerance)
         if environments:
-            before = f"{EXACT} up to step {apart[0] - 1}, then " if apart[0] > steps[0] else ""
+            before = f"{EXACT} up to step {apart - 1}, then " if apart > steps[0] else ""
             how = f"{before}{tolerance} ({'; '.join(environments)})"
         print(f"{names[0]} and {names[1]}: steps {steps[0]} to {steps[-1]} of both, compared {how}")
         whole = [chain_holds(run, steps, f"{name}: ") for run, name in zip((left, right), names, strict=True)]
@@ -84,10 +79,8 @@ def diff(a: Path, b: Path, *, ignore: list[str], plot: Path | None) -> bool:
             for line in besides:
                 print(f"DIFFERENT ALL THE SAME  {line}")
             _note_configuration(left, right, steps, names, ignore)
-            print(
-                "not looked at: what the files of checkpoints and images hold"
-                f"{'' if tolerance.exact else ', plans of micro-batches'} (`clew replay` of each run does that)."
-            )
+            plans = "" if tolerance.exact else ", plans of micro-batches"
+            print(f"not looked at: what the files of checkpoints and images hold{plans} (`clew replay` does that).")
         else:
             print(f"FIRST DIFFERENCE  {found.told(*names)}")
             for line in suggestions(found, {f"{names[0]}: ": left, f"{names[1]}: ": right}):
@@ -97,6 +90,26 @@ def diff(a: Path, b: Path, *, ignore: list[str], plot: Path | None) -> bool:
         if plot is not None:
             print(f"plot: {_plot(left, right, steps, names, plot)}")
         return found is None and not besides and all(whole)
+
+
+def _compared(
+    left: RunDirectory, right: RunDirectory, steps: range
+) -> tuple[Difference | None, Tolerance, list[str], int]:
+    """Return the first difference, the tolerance of the steps from which on digests differ, why, and that step."""
+    indices = [run.steps.index() for run in (left, right)]
+    differ = (step for step in steps if indices[0][step]["digests"] != indices[1][step]["digests"])
+    start = next(differ, steps.stop)
+    apart = range(start, steps.stop)
+    tolerance, environments = _tolerance(left, right, start) if apart else (EXACT, [])
+    found = _first_difference(left, right, range(steps.start, start), EXACT)
+    if found is not None:
+        return found, tolerance, environments, start
+    found = _first_difference(left, right, apart, tolerance)
+    if found is not None and tolerance.exact and (doubt := _rounding(left, right, found)):
+        near = _first_difference(left, right, apart, _near(left, right))
+        if str(near) != str(found):  # the first difference is within rounding
+            return near, _near(left, right), [doubt], start
+    return found, tolerance, environments, start
 
 
 def _besides(left: RunDirectory, right: RunDirectory, steps: range) -> list[str]:
@@ -163,25 +176,13 @@ def _common(left: RunDirectory, right: RunDirectory, *bundles: dict[str, Any] | 
     return range(first, min(counts))
 
 
-def _apart(left: RunDirectory, right: RunDirectory, steps: range) -> range:
-    """Return the steps from the first one whose digests differ to the last."""
-    indices = [run.steps.index() for run in (left, right)]
-    differ = (step for step in steps if indices[0][step]["digests"] != indices[1][step]["digests"])
-    return range(next(differ, steps.stop), steps.stop)
-
-
 def _tolerance(left: RunDirectory, right: RunDirectory, step: int) -> tuple[Tolerance, list[str]]:
     """Return the tolerance for comparing a step, and what differs in its environment.
 
     A step that both runs computed in the same environment is compared bit for bit.
     """
-    sides = (run.steps.read(step).get("environment", {}) for run in (left, right))
-    then, now = (flat({name: each[name] for name in each if name != "rounding"}) for each in sides)
-    changed = [
-        f"{name}: {then.get(name, 'absent')} → {now.get(name, 'absent')}"
-        for name in sorted({*then, *now})
-        if then.get(name) != now.get(name)
-    ]
+    then, now = (run.steps.read(step).get("environment", {}) for run in (left, right))
+    changed = [*_changes(flat({**then, "rounding": None}), flat({**now, "rounding": None})).values()]
     return (_near(left, right) if changed else EXACT), changed
 
 
@@ -221,19 +222,15 @@ def _rounding(left: RunDirectory, right: RunDirectory, found: Difference) -> str
 
 
 def _without_data(left: RunDirectory, right: RunDirectory, steps: range, names: tuple[str, str]) -> list[str]:
-    """Return lines that name the steps that could not be compared stage by stage.
-
-    One line lists the steps whose sequences only the left run has, one those that only the right run has, and one those
-    that neither has. A line with no steps is left out.
-    """
+    """Return lines that name the steps whose sequences one run or both have not, so that no stage was compared."""
     lines: list[str] = []
-    there = {step: tuple(run.steps.has_data(step) for run in (left, right)) for step in steps}
-    for who, having in ((names[0], (True, False)), (names[1], (False, True)), ("neither", (False, False))):
-        if found := [step for step in steps if there[step] == having]:
-            few = ", ".join(map(str, found[:8])) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
-            only = f"only {who} has" if any(having) else "neither has"
-            which = f"step {few}" if len(found) == 1 else f"steps {few}"
-            lines.append(f"{only} the sequences of {which}: digests and metrics are compared, not its stages")
+    for who, having in ((f"only {names[0]} has", (True, False)), (f"only {names[1]} has", (False, True)),
+                        ("neither has", (False, False))):  # fmt: skip
+        lacking = [step for step in steps if (left.steps.has_data(step), right.steps.has_data(step)) == having]
+        if lacking:
+            few = ", ".join(map(str, lacking[:8])) + (f" and {len(lacking) - 8} more" if len(lacking) > 8 else "")
+            which = f"step{'s' * (len(lacking) > 1)} {few}"
+            lines.append(f"{who} the sequences of {which}: digests and metrics are compared, not its stages")
     return lines
 
 
@@ -389,27 +386,23 @@ def _explain(
     ignore: list[str],
     environments: list[str],
 ) -> None:
+    """Print everything on record that could have caused a difference."""
     changed = _configuration(left, right, found.step)
-    ignored = [name for name in changed if any(_means(each, name) for each in ignore)]
-    lines_changed = [line for name, line in changed.items() if name not in ignored]
+    ignored = [name for name in changed if _is_ignored(name, ignore)]
     packages = []
-    for what, sides in (
-        ("", [flat({key: run.facts().get(key) for key in ("packages", "python", "git")}) for run in (left, right)]),
-        ("its file is another, ", [run.steps.read(found.step).get("code", {}) for run in (left, right)]),
-        ("of the checkpoint before, ", [_files_before(run, found.step) for run in (left, right)]),
+    for what, then, now in (
+        ("", *(flat({key: run.facts().get(key) for key in FACTS}) for run in (left, right))),
+        ("its file is another, ", *(run.steps.read(found.step).get("code", {}) for run in (left, right))),
+        ("of the checkpoint before, ", *(_files_before(run, found.step) for run in (left, right))),
     ):
-        then, now = sides
-        names_of = sorted(name for name in {*then, *now} if then.get(name) != now.get(name))
-        packages += [f"{name}: {what}{then.get(name)} → {now.get(name)}" for name in names_of]
+        packages += _changes(then, now, what).values()
     for title, lines in (
-        ("configuration", lines_changed),
+        ("configuration", [line for name, line in changed.items() if name not in ignored]),
         ("environment of the step", environments),
         ("packages, code and files", packages),
     ):
         if lines:
-            print(f"{title} ({names[0]} → {names[1]}):")
-            for line in lines:
-                print(f"  {line}")
+            print(f"{title} ({names[0]} → {names[1]}):", *lines, sep="\n  ")
     if ignored:
         print(f"left out: {', '.join(ignored)}")
     if not (changed or environments or packages):
@@ -417,6 +410,15 @@ def _explain(
             "configuration, environment, packages, the files that configured functions are from and the tokenizer are "
             "the same: what differs was altered, or is not recorded"
         )
+
+
+def _changes(then: Mapping[str, Any], now: Mapping[str, Any], what: str = "") -> dict[str, str]:
+    """Return a line for each key whose value differs, by key."""
+    return {
+        name: f"{name}: {what}{then.get(name, 'absent')} → {now.get(name, 'absent')}"
+        for name in sorted({*then, *now})
+        if then.get(name) != now.get(name)
+    }
 
 
 def _files_before(run: RunDirectory, step: int) -> dict[str, str]:
@@ -435,15 +437,13 @@ def _note_configuration(
     sides = ((step, [run.steps.read(step).get("config") for run in (left, right)]) for step in steps)
     step = next((step for step, (then, now) in sides if then != now), steps[-1])
     changed = _configuration(left, right, step)
-    if lines := [line for name, line in changed.items() if not any(_means(each, name) for each in ignore)]:
-        print(f"and yet the configuration of step {step} differs ({names[0]} → {names[1]}):")
-        for line in lines:
-            print(f"  {line}")
+    if lines := [line for name, line in changed.items() if not _is_ignored(name, ignore)]:
+        print(f"and yet the configuration of step {step} differs ({names[0]} → {names[1]}):", *lines, sep="\n  ")
 
 
-def _means(asked: str, name: str) -> bool:
+def _is_ignored(name: str, ignore: list[str]) -> bool:
     """Return whether --ignore means this field: by its full name, its last part or its section."""
-    return name == asked or name.endswith(f".{asked}") or name.startswith(f"{asked}.")
+    return any(name == asked or name.endswith(f".{asked}") or name.startswith(f"{asked}.") for asked in ignore if asked)
 
 
 def _configuration(left: RunDirectory, right: RunDirectory, step: int) -> dict[str, str]:
@@ -451,15 +451,16 @@ def _configuration(left: RunDirectory, right: RunDirectory, step: int) -> dict[s
 
     The configuration that a step recorded takes precedence over that of its run.
     """
-    sides = []
-    for run in (left, right):
-        of_run = flat(read_yaml(run.config_path)) if run.config_path.exists() else {}
-        sides.append({**of_run, **flat(run.steps.read(step).get("config", {}))})
+    then, now = (
+        flat(read_yaml(run.config_path) if run.config_path.exists() else {})
+        | flat(run.steps.read(step).get("config", {}))
+        for run in (left, right)
+    )
     return {
-        name: f"{name}: {sides[0].get(name, 'absent')!r} → {sides[1].get(name, 'absent')!r}"
-        for name in sorted({*sides[0], *sides[1]})
-        if sides[0].get(name) != sides[1].get(name)
-        and not any(name == cause or (cause.endswith(".") and name.startswith(cause)) for cause in NOT_CAUSES)
+        name: line
+        for name, line in _changes(then, now).items()
+        if not name.startswith(tuple(cause for cause in NOT_CAUSES if cause.endswith(".")))
+        and name not in NOT_CAUSES
         and not (name == "model.path" and step > 0)  # the steps before agree: it is the same model
     }
 

@@ -1,0 +1,269 @@
+"""A model that answers each request with the response that was recorded for the same request."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from clew.errors import EpisodeError
+from clew.gateway.episode_engine import EpisodeEngine, Resources
+from clew.gateway.interactions import Interaction
+from clew.inference.protocol import SamplingParams
+from clew.printing import common_length
+from clew.record.media import media_name
+from clew.record.rows import Sequence as Row
+from clew.seeds import derive_seed
+
+
+class RecordedModel(EpisodeEngine):
+    """EpisodeEngine that answers each request with the response that was recorded for the same request."""
+
+    def __init__(
+        self,
+        shared: Resources,
+        answers: Sequence[Interaction],
+        episode_id: str,
+        *,
+        live: bool = False,
+        sampling: bool = True,
+    ) -> None:
+        """Create the session.
+
+        Args:
+            answers: The recorded interactions of the episode.
+            live: Whether to continue with the engine from the first request that differs.
+            sampling: Whether a request with other sampling parameters is another request.
+        """
+        super().__init__(shared, episode_id)
+        self.recorded = len(answers)
+        self.answered = 0
+        """Number of requests that got the recorded response."""
+        self.live = 0
+        """Number of requests that the engine answered."""
+        self.difference: list[str] = []
+        """Lines that show the first request that differs and the recorded one; empty if none differed."""
+        self._unused = list(answers)
+        self._live = live
+        self._sampling_counts = sampling
+
+    async def generate(
+        self,
+        input_ids: list[int],
+        *,
+        prompt: str | list[dict[str, Any]] | None = None,
+        images: Sequence[bytes] = (),
+        index: int | None = None,
+        details: Mapping[str, Any] | None = None,
+        **overrides: Any,
+    ) -> Interaction:
+        """Return the recorded response to this request; see `EpisodeEngine`.
+
+        Raises:
+            EpisodeError: The request differs from every recorded one, and no served model can continue (`live` is
+                False).
+        """
+        index = self.reserve() if index is None else index
+        if not self.difference:
+            now = self._request(index, input_ids, prompt, images, details or {}, overrides)
+            answer = next((then for then in self._unused if self._difference(then, now) is None), None)
+            if answer is not None:
+                self._unused.remove(answer)
+                self.answered += 1
+                own_id = self.interaction_id(index)
+                interaction = replace(answer, id=own_id, index=index, details=dict(details or {}))
+                self.interactions.append(interaction)
+                return interaction
+            self.difference = self._describe(now)
+        if not self._live:
+            raise EpisodeError(
+                f"Cannot answer request {index} from the record of {self.episode_id}: the agent asks something else "
+                f"than then. {self.difference[0].removesuffix(':')}."
+            )
+        self.live += 1
+        return await super().generate(
+            input_ids, prompt=prompt, images=images, index=index, details=details, **overrides
+        )
+
+    def _request(
+        self,
+        index: int,
+        input_ids: list[int],
+        prompt: Any,
+        images: Sequence[bytes],
+        details: Mapping[str, Any],
+        overrides: dict[str, Any],
+    ) -> Interaction:
+        """Return a request in the form in which it would be recorded, without an answer."""
+        overrides.pop("on_token", None)
+        id = self.interaction_id(index)
+        return Interaction(
+            id=id,
+            index=index,
+            input_ids=list(input_ids),
+            output_ids=[],
+            logprobs=[],
+            versions=[],
+            finish_reason="",
+            text="",
+            params=self._params(dict(overrides), derive_seed(self.resources.seed, id)),
+            images=tuple(media_name(image) for image in images),
+            prompt=json.loads(json.dumps(prompt, default=str)),
+            started_at=0.0,
+            finished_at=0.0,
+            details=json.loads(json.dumps(details, default=str)),
+        )
+
+    def _difference(self, then: Interaction, now: Interaction) -> Divergence | None:
+        """Return the first difference in what the model reads or how it samples; None if the requests are the same."""
+        if found := first_difference(then.prompt, now.prompt, "message" if isinstance(now.prompt, list) else "prompt"):
+            return found
+        # Older records do not name the tools; what the template made of them is among the tokens.
+        before, after = then.details.get("tools"), now.details.get("tools", [])
+        if before is not None and (found := first_difference(before, after, "tool")):
+            return found
+        if then.images != now.images:
+            return first_difference(list(then.images), list(now.images), "image")
+        if then.input_ids != now.input_ids:
+            return self._in_tokens(then.input_ids, now.input_ids)
+        if not self._sampling_counts:
+            return None
+        before, after = self._sampling(then), self._sampling(now)
+        return first_difference(before, after, "sampling") or first_difference(
+            then.details.get("model"), now.details.get("model"), "model"
+        )
+
+    def _in_tokens(self, then: list[int], now: list[int]) -> Divergence:
+        """Return where the text or the tokens that the model reads differ although the messages are the same."""
+        where = "what the chat template makes of messages and tools"
+        texts = [self.tokenizer.decode(ids, skip_special_tokens=False) for ids in (then, now)]
+        found = first_difference(texts[0], texts[1], where)
+        if found is not None:
+            return found
+        at = common_length(then, now)
+        shown = (f"tokens {side[at : at + 8]}" for side in (then, now))
+        return Divergence(f"the tokens of {where}, token {at}", *shown)
+
+    def _sampling(self, request: Interaction) -> dict[str, Any]:
+        """Return a request's sampling parameters; the seed is included only if the client set it."""
+        params = {name: value for name, value in vars(request.params).items() if name not in ("seed", "continues")}
+        if request.params.seed != derive_seed(self.resources.seed, request.id):
+            params["seed"] = request.params.seed - request.index
+        return json.loads(json.dumps(params))
+
+    def _describe(self, now: Interaction) -> list[str]:
+        if not self._unused:
+            head = f"request {now.index} is one more than the {self.recorded} that are recorded:"
+            return [head, *_lines(now.prompt)]
+        then = next((each for each in self._unused if each.index == now.index), self._unused[0])
+        found = self._difference(then, now)
+        assert found is not None, "it would have been answered"
+        head = f"request {now.index} differs from the recorded {then.id} in {found.where}:"
+        return [head, f"-recorded: {found.then}", f"+now:      {found.now}"]
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """First difference between two requests."""
+
+    where: str
+    """Place in words: message, field, character."""
+    then: str
+    now: str
+
+
+AROUND = 60
+"""Number of characters shown before and after the first one that differs."""
+ABSENT = object()
+
+
+def first_difference(then: Any, now: Any, where: str) -> Divergence | None:
+    """Return the first place where two JSON values differ; None if they are equal.
+
+    In text, the place is a character. It is shown with the text around it, with spaces and line breaks made visible.
+    """
+    if then == now and isinstance(then, bool) == isinstance(now, bool):
+        return None
+    if isinstance(then, dict) and isinstance(now, dict):
+        for name in {**then, **now}:
+            found = first_difference(then.get(name, ABSENT), now.get(name, ABSENT), f"{where}, {name}")
+            if found is not None:
+                return found
+        return None
+    if isinstance(then, list) and isinstance(now, list):
+        for place, pair in enumerate(itertools.zip_longest(then, now, fillvalue=ABSENT)):
+            if found := first_difference(*pair, f"{where} {place}{_role(pair)}"):
+                return found
+        return None
+    if isinstance(then, str) and isinstance(now, str):
+        at = common_length(then, now)
+        return Divergence(f"{where}, character {at}", _around(then, at), _around(now, at))
+    return Divergence(where, _value(then), _value(now))
+
+
+def _value(value: Any) -> str:
+    return "absent" if value is ABSENT else _around(json.dumps(value, ensure_ascii=False), 0)
+
+
+def _role(pair: Sequence[Any]) -> str:
+    """Return the role of the message in parentheses; "" if neither value is a message."""
+    roles = [side["role"] for side in pair if isinstance(side, dict) and isinstance(side.get("role"), str)]
+    return f" ({roles[0]})" if roles else ""
+
+
+def _around(text: str, at: int) -> str:
+    begin, end = max(0, at - AROUND), at + AROUND
+    shown = _with_blanks(text[begin:end])
+    return f"{'…' if begin else ''}{shown}{'…' if end < len(text) else ''}" if shown else "(nothing)"
+
+
+def _with_blanks(text: str) -> str:
+    """Return the text on one line, with a mark for each space, line break and tab."""
+    return text.translate({ord(" "): "·", ord("\n"): "⏎", ord("\r"): "␍", ord("\t"): "⇥", 0xA0: "⍽"})
+
+
+def _lines(prompt: Any) -> list[str]:
+    if not isinstance(prompt, list):
+        return str(prompt).splitlines()
+    return [
+        f"{message.get('role')}: {name}: {line}"
+        for message in prompt
+        for name, value in message.items()
+        if name != "role" and value
+        for line in (value if isinstance(value, str) else json.dumps(value)).splitlines()
+    ]
+
+
+def interactions_of(sequences: Iterable[Row]) -> list[Interaction]:
+    """Return the interactions of an episode from its rows, in their order."""
+    interactions = [_interaction(row, recorded) for row in sequences for recorded in row.interactions]
+    return sorted(interactions, key=lambda interaction: interaction.index)
+
+
+def _interaction(row: Row, recorded: dict[str, Any]) -> Interaction:
+    first, last = recorded["input_tokens"], recorded["input_tokens"] + recorded["output_tokens"]
+    tokens = recorded.get("tokens") or {
+        "input_ids": row.input_ids[:first].tolist(),
+        "output_ids": row.input_ids[first:last].tolist(),
+        "logprobs": row.logprobs[first:last].tolist(),
+        "versions": row.versions[first:last].tolist(),
+    }
+    sampling: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in recorded["sampling"].items()
+    }
+    return Interaction(
+        **tokens,
+        finish_reason=recorded["finish_reason"],
+        matched=recorded.get("matched"),
+        id=recorded["id"],
+        index=recorded["turn"],
+        images=tuple(recorded.get("images", ())),
+        text=recorded["completion"],
+        params=SamplingParams(**sampling, seed=recorded["seed"]),
+        prompt=recorded["prompt"],
+        started_at=recorded["started_at"],
+        finished_at=recorded["finished_at"],
+        details={name: recorded[name] for name in ("model", "tools") if name in recorded},
+    )
