@@ -43,7 +43,7 @@ def load_rows(path: str, *, split: str = "train", limit: int | None = None, colu
     else:
         rows = list(islice(_read_with_datasets(path, split), limit))
     if not rows:
-        raise DataError(f"{path} holds no rows. Write at least one into it, or name another data set.")
+        raise DataError(f"Cannot use {path}: it holds no rows. Write at least one into it, or name another data set.")
     for number, row in enumerate(rows, start=1):
         for column in columns:
             if column not in row:
@@ -76,10 +76,10 @@ def _existing(path: str) -> Path:
         return file
     folder = file.parent
     if not folder.is_dir():
-        raise DataError(f"there is no data file {path}: its folder {folder} does not exist.")
+        raise DataError(f"Cannot read the data file {path}: its folder {folder} does not exist.")
     near = difflib.get_close_matches(file.name, [entry.name for entry in folder.iterdir()], n=1)
     hint = f" Did you mean {folder / near[0]}?" if near else ""
-    raise DataError(f"there is no data file {path}.{hint}")
+    raise DataError(f"Cannot read the data file {path}: it does not exist.{hint}")
 
 
 def _read_json_lines(file: Path) -> Iterator[dict]:
@@ -110,7 +110,7 @@ def _read_parquet(file: Path) -> Iterator[dict]:
             for batch in parquet.iter_batches(batch_size=1024):
                 yield from batch.to_pylist()
     except (pa.ArrowInvalid, OSError) as error:
-        raise DataError(f"{file} cannot be read as Parquet: {str(error).splitlines()[0]}") from None
+        raise DataError(f"Cannot read {file} as Parquet: {str(error).splitlines()[0]}") from None
 
 
 def _read_with_datasets(path: str, split: str) -> Iterator[dict]:
@@ -119,14 +119,15 @@ def _read_with_datasets(path: str, split: str) -> Iterator[dict]:
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     if looks_local and not Path(path).expanduser().is_dir():
         raise DataError(
-            f"there is no data set {path}. data.path takes a file ({', '.join(_JSON_LINES + _PARQUET)}), "
-            f"a folder that `datasets` can load, or a hub name such as openai/gsm8k."
+            f"Cannot read the data set {path}: it does not exist. data.path takes a file "
+            f"({', '.join(_JSON_LINES + _PARQUET)}), a folder that `datasets` can load, or a hub name."
         )
     try:
         source = str(Path(path).expanduser()) if looks_local else path
-        rows: Any = datasets.load_dataset(source, split=split, trust_remote_code=False)  # older ones would ask
+        # Older versions of datasets would ask on the terminal, without trust_remote_code.
+        rows: Any = datasets.load_dataset(source, split=split, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise DataError(f"cannot load the data set {path}, split {split}: {error}") from error
+        raise DataError(f"Cannot load the data set {path}, split {split}: {error}") from error
     yield from rows
 
 

@@ -21,7 +21,7 @@ def config_of(path: str) -> Any:
         return None
     try:
         return AutoConfig.from_pretrained(os.path.expanduser(path), trust_remote_code=False)  # noqa: PTH111 - as above
-    except Exception:  # as above
+    except Exception:  # transformers raises errors of many types for a broken config.json
         return None
 
 
@@ -32,10 +32,9 @@ def is_named(path: str, token: str | None) -> bool:
     """
     if token is None or not Path(path).is_dir():
         return True
-    written = [json.dumps(token, ensure_ascii=ascii_only) for ascii_only in (True, False)]
-    return any(
-        any(each in file.read_text(encoding="utf-8") for each in written) for file in Path(path).glob("*token*.json")
-    )
+    spellings = [json.dumps(token, ensure_ascii=ascii_only) for ascii_only in (True, False)]
+    contents = (file.read_text(encoding="utf-8") for file in Path(path).glob("*token*.json"))
+    return any(spelling in content for content in contents for spelling in spellings)
 
 
 def check_folder(path: str, needed: str, what: str, remedy: str, field: str = "model.path") -> None:
@@ -45,12 +44,12 @@ def check_folder(path: str, needed: str, what: str, remedy: str, field: str = "m
         return
     if not Path(path).is_dir():
         raise ModelError(
-            f"there is no folder {path}. {field} takes a folder written by save_pretrained, "
-            f"or a hub name such as Qwen/Qwen3-0.6B."
+            f"Cannot load a model: there is no folder {path}. {field} takes a folder written by save_pretrained, or a "
+            f"hub name such as Qwen/Qwen3-0.6B."
         )
     if not (Path(path) / needed).exists():
         raise ModelError(
-            f"{path} ({field}) holds no {needed}, so no {what} can be loaded from it; found {listing(path)}. {remedy}"
+            f"Cannot load a {what} from {path} ({field}): it holds no {needed}; found {listing(path)}. {remedy}"
         )
     refuse_own_code(path, field)
 
@@ -71,17 +70,17 @@ def refuse_own_code(path: str, field: str = "model.path") -> None:
     for pattern in _CONFIGURATIONS:
         for file in sorted(Path(path).glob(pattern)):
             try:
-                said = json.loads(file.read_bytes())
+                content = json.loads(file.read_bytes())
             except (ValueError, OSError, RecursionError):
-                continue  # whoever reads it for its content says what is wrong
-            said = said if isinstance(said, dict) else {}
-            kernels = [said.get(f"{start}attn_implementation") for start in ("", "_")]
-            if said.get("auto_map") and file.name == "config.json" and said.get("model_type") not in CONFIG_MAPPING:
-                what = (
-                    f"names code of its own (auto_map), and transformers has no architecture {said.get('model_type')!r}"
-                )
+                continue  # loading the model will report it
+            if not isinstance(content, dict):
+                continue
+            kernels = [content.get(f"{start}attn_implementation") for start in ("", "_")]
+            kind = content.get("model_type")
+            if content.get("auto_map") and file.name == "config.json" and kind not in CONFIG_MAPPING:
+                what = f"names code of its own (auto_map), and transformers has no architecture {kind!r}"
                 remedy = "Use another model."
-            elif any("/" in str(each) for each in kernels):
+            elif any("/" in str(kernel) for kernel in kernels):
                 what, remedy = "names code on the hub (attn_implementation)", "Remove that line."
             else:
                 continue

@@ -25,8 +25,8 @@ def pick_device(device: Literal["auto", "cpu", "cuda"]) -> torch.device:
 
     if device == "cuda" and not torch.cuda.is_available():
         raise ModelError(
-            "model.device is cuda, but torch finds no CUDA device. Use model.device=auto or =cpu, or "
-            "install a CUDA build of torch; `clew doctor` shows what is here."
+            "Cannot use model.device=cuda: torch finds no CUDA device. Use model.device=auto or =cpu, or install a "
+            "CUDA build of torch; `clew doctor` shows what this machine has."
         )
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -74,16 +74,16 @@ def load_value_model(
     config: Any = config_of(path)
     if config is not None and type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         raise ModelError(
-            f"transformers has no sequence classifier of {config.model_type}, the architecture in {path} ({field}), to "
-            f"give each token a value. Use another architecture there; a critic needs the policy's tokenizer, not its "
-            f"architecture (algorithm.critic)."
+            f"Cannot give each token a value: transformers has no sequence classifier of {config.model_type}, the "
+            f"architecture in {path} ({field}). Use another architecture there; a critic needs the policy's tokenizer, "
+            f"not its architecture (algorithm.critic)."
         )
     model = _load(AutoModelForSequenceClassification, path, dtype, device, field, new=f"{HEAD}.weight", num_labels=1)
     head = getattr(model, HEAD, None)
     if not isinstance(head, torch.nn.Linear) or head.out_features != 1:
         raise ModelError(
-            f"{type(model).__name__} in {path} ({field}) has no layer {HEAD!r} with one output, but {head}: it cannot "
-            f"give each token a value. Use another architecture."
+            f"Cannot give each token a value: {type(model).__name__} in {path} ({field}) has no layer {HEAD!r} with "
+            f"one output, but {head}. Use another architecture."
         )
     return model
 
@@ -100,41 +100,41 @@ def _load(
     check_folder(path, "config.json", "model configuration", "Save the model there with save_pretrained.", field)
     if Path(path).is_dir() and not [*Path(path).glob("*.safetensors"), *Path(path).glob("*.bin")]:
         raise ModelError(
-            f"{path} ({field}) holds no weights (*.safetensors); found {listing(path)}. Save the model there with "
-            f"save_pretrained, or point {field} elsewhere."
+            f"Cannot load a model: {path} ({field}) holds no weights (*.safetensors); found {listing(path)}. Save the "
+            f"model there with save_pretrained, or point {field} elsewhere."
         )
     if dtype == "float64":
-        options["experts_implementation"] = "eager"  # torch's product of all experts at once knows no float64
+        options["experts_implementation"] = "eager"  # torch's grouped matrix product does not support float64
     transformers_logging.disable_progress_bar()
     verbosity = transformers_logging.get_verbosity()
     try:
         if new is not None:
-            transformers_logging.set_verbosity_error()  # it would warn of what is done on purpose
+            transformers_logging.set_verbosity_error()  # the new head is missing on purpose
         loaded: Any = kind.from_pretrained(
             path, dtype=getattr(torch, dtype), output_loading_info=True, trust_remote_code=False, **options
         )
     except SafetensorError as error:
         raise ModelError(
-            f"the weights in {path} cannot be read ({error}): a file was truncated or altered. Copy or save the model "
+            f"Cannot read the weights in {path} ({error}): a file was truncated or altered. Copy or save the model "
             f"there again."
         ) from error
     except Exception as error:  # transformers raises whatever an odd config.json leads to
         if is_out_of_memory(error):
             raise ModelError(
-                f"the model in {path} ({field}) does not fit into this machine's memory: {first_line(error)} Use a "
-                f"smaller one, or model.dtype=bfloat16."
+                f"Cannot load the model in {path} ({field}): it does not fit into this machine's memory. "
+                f"{first_line(error)} Use a smaller one, or model.dtype=bfloat16."
             ) from error
         what = "causal language model" if new is None else "model with a value head"
-        raise ModelError(f"cannot load a {what} from {path}: {first_line(error)}") from error
+        raise ModelError(f"Cannot load a {what} from {path}: {first_line(error)}") from error
     finally:
         transformers_logging.set_verbosity(verbosity)
     model, loading = loaded
     missing = sorted(set(loading["missing_keys"]) - {new})
     if missing:
         raise ModelError(
-            f"the weights in {path} lack {len(missing)} tensors of {type(model).__name__}: {', '.join(missing[:4])}"
-            f"{', …' if len(missing) > 4 else ''}. They would be random. A folder without an output head holds a base "
-            f"model: save the causal language model (AutoModelForCausalLM) there."
+            f"Cannot load {path}: its weights lack {len(missing)} tensors of {type(model).__name__}: "
+            f"{', '.join(missing[:4])}{', …' if len(missing) > 4 else ''}. They would be random. A folder without an "
+            f"output head holds a base model: save the causal language model (AutoModelForCausalLM) there."
         )
     if new in loading["missing_keys"]:
         torch.nn.init.zeros_(model.get_parameter(new))
@@ -147,8 +147,8 @@ def _load(
         if not is_out_of_memory(error):
             raise
         raise ModelError(
-            f"the model in {path} ({field}) does not fit into the memory of {device}: {first_line(error)} Use a "
-            f"smaller one, model.dtype=bfloat16, or more devices (launch.ranks)."
+            f"Cannot load the model in {path} ({field}): it does not fit into the memory of {device}. "
+            f"{first_line(error)} Use a smaller one, model.dtype=bfloat16, or more devices (launch.ranks)."
         ) from error
 
 
@@ -166,8 +166,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error means that torch or Python could not get the memory that it asked for."""
     import torch
 
-    said = ("can't allocate memory", "cannot allocate memory", "not enough memory")  # torch's RuntimeErrors on the CPU
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(each in str(error).lower() for each in said)
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    phrases = ("can't allocate memory", "cannot allocate memory", "not enough memory")  # of torch on the CPU
+    return any(phrase in str(error).lower() for phrase in phrases)
 
 
 def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
@@ -187,8 +189,8 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
     if needed:
         number, token = needed[0]
         raise ModelError(
-            f"the tokenizer in {path} has {len(needed)} tokens beyond the model's vocabulary of {embedded}, first "
-            f"{token!r} ({number}). Use the model's own tokenizer, or call "
+            f"Cannot use the tokenizer in {path}: {len(needed)} tokens are beyond the model's vocabulary of "
+            f"{embedded}, first {token!r} ({number}). Use the model's own tokenizer, or call "
             f"model.resize_token_embeddings({max(beyond.values()) + 1}) and save the model again."
         )
 
@@ -197,17 +199,17 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model. Without a pad token, it pads with its end token. Raises ModelError."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    path = os.path.expanduser(path)  # noqa: PTH111 - as above
+    path = os.path.expanduser(path)  # noqa: PTH111 - a hub name is no path
     check_folder(path, "tokenizer_config.json", "tokenizer", _SAVE_TOKENIZER)
     try:
         # AutoTokenizer takes the class of the architecture, which splits text its own way whatever the file says.
         cls = PreTrainedTokenizerFast if _is_all_in_its_file(path) else AutoTokenizer
         tokenizer: Any = cls.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises nothing more specific for a broken tokenizer.json
-        raise ModelError(f"cannot load a tokenizer from {path}: {error}") from error
+        raise ModelError(f"Cannot load a tokenizer from {path}: {error}") from error
     if tokenizer.vocab_size < 2:
         raise ModelError(
-            f"the tokenizer in {path} has no vocabulary but its special tokens; found {listing(path)}. "
+            f"Cannot use the tokenizer in {path}: it has no vocabulary besides special tokens; found {listing(path)}. "
             f"{_SAVE_TOKENIZER}"
         )
     for name in ("pad_token", "eos_token"):
@@ -216,7 +218,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
             raise ModelError(
-                f"the tokenizer in {path} has neither a pad token nor an end token, so a response could "
+                f"Cannot use the tokenizer in {path}: it has neither a pad token nor an end token, so a response could "
                 f"never end. Set eos_token in its tokenizer_config.json."
             )
         tokenizer.pad_token = tokenizer.eos_token

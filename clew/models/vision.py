@@ -45,7 +45,6 @@ class Vision:
     """Image processing of one model. `load_vision` creates it."""
 
     def __init__(self, processor: Any, image_id: int) -> None:
-        """Wrap a processor. processor: of transformers, for images and text. image_id: see the attribute."""
         self._processor = processor
         self.placeholder: str = processor.image_token
         """Text that a chat template writes for an image."""
@@ -74,8 +73,8 @@ class Vision:
         parts = text.split(self.placeholder)
         if len(parts) - 1 != len(images):
             raise ImageError(
-                f"there are {len(parts) - 1} placeholders {self.placeholder!r} for {len(images)} images: the chat "
-                f"template leaves images out, or a text holds the placeholder."
+                f"Cannot place the images: there are {len(parts) - 1} placeholders {self.placeholder!r} for "
+                f"{len(images)} images. The chat template leaves images out, or a text holds the placeholder."
             )
         decode = self._processor.tokenizer.decode
         shown = [decode(self.tokens_of(image), clean_up_tokenization_spaces=False) for image in images]
@@ -87,8 +86,8 @@ class Vision:
         expected = sum(self.tokens_of(image).count(self.image_id) for image in images)
         if found != expected:
             raise ImageError(
-                f"input_ids holds the token of images ({self.image_id}) {found} times, and the {len(images)} images "
-                f"take {expected}."
+                f"input_ids holds the image token ({self.image_id}) {found} times, but the {len(images)} images take "
+                f"{expected}."
             )
 
     def inputs(self, input_ids_BT: Tensor, images: Sequence[Sequence[bytes]], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -149,13 +148,13 @@ def load_vision(path: str) -> Vision | None:
         image_id: Any = getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)
         parts = (image_id, getattr(processor, "image_token", None), getattr(processor, "image_processor", None))
         if None in parts:
-            raise ValueError(f"{type(processor).__name__} has no image processor, or there is no token of images.")
+            raise ValueError(f"{type(processor).__name__} has no image processor, or there is no image token.")
     except (OSError, ValueError, ImportError, AttributeError) as error:
         if kind == "perhaps":
             return None
         raise ModelError(
-            f"{path} holds a model that takes images, and no processor for them can be loaded: {first_line(error)} "
-            f"Save the model's processor there with save_pretrained; some of them need torchvision."
+            f"Cannot load the image processor of {path}, whose model takes images: {first_line(error)} Save the "
+            f"model's processor there with save_pretrained; some processors need torchvision."
         ) from error
     finally:
         transformers_logging.set_verbosity(verbosity)
@@ -170,4 +169,4 @@ def _opened(image: bytes) -> Image:
         opened = PIL.Image.open(io.BytesIO(image))
         return opened.convert("RGB")
     except (OSError, ValueError, SyntaxError, PIL.Image.DecompressionBombError) as error:
-        raise ImageError(f"{len(image)} bytes are no image that can be read: {first_line(error)}") from None
+        raise ImageError(f"{len(image)} bytes cannot be read as an image: {first_line(error)}") from None

@@ -82,10 +82,10 @@ def put_back(project: Project, *names: str) -> None:
 
 
 @pytest.mark.parametrize(("missing", "words"), [
-    (["tokenizer.json", "tokenizer_config.json"], ["model (model.path) holds no tokenizer_config.json"]),
-    (["tokenizer.json"], ["the tokenizer in model has no vocabulary"]),
+    (["tokenizer.json", "tokenizer_config.json"], ["from model (model.path): it holds no tokenizer_config.json"]),
+    (["tokenizer.json"], ["the tokenizer in model: it has no vocabulary"]),
     (["model.safetensors"], ["model (model.path) holds no weights (*.safetensors)"]),
-    (["config.json"], ["model (model.path) holds no config.json"]),
+    (["config.json"], ["from model (model.path): it holds no config.json"]),
 ])  # fmt: skip
 def test_a_model_folder_that_lacks_something(project: Project, missing: list[str], words: list[str]) -> None:
     without(project, *missing)
@@ -97,14 +97,14 @@ def test_a_model_folder_that_lacks_something(project: Project, missing: list[str
 @pytest.mark.slow
 def test_three_processes_that_fail_alike_are_one_message(project: Project) -> None:
     without(project, "tokenizer_config.json", "tokenizer.json")
-    failed(project.clew("train"), "at step 0 of 3", "ModelError: model (model.path) holds no tokenizer_config.json",
+    failed(project.clew("train"), "at step 0 of 3", "model (model.path): it holds no tokenizer_config.json",
            "runs/tiny/0/logs/")  # fmt: skip
 
 
 def test_weights_that_are_truncated(project: Project) -> None:
     file = project.folder / "model" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:5000])
-    failed(project.inline(), "the weights in model cannot be read", "truncated", "Copy or save the model there again")
+    failed(project.inline(), "Cannot read the weights in model", "truncated", "Copy or save the model there again")
 
 
 def test_no_model_folder(project: Project) -> None:
@@ -129,7 +129,7 @@ def test_no_pad_token_falls_back_to_the_end_token(project: Project) -> None:
 
 def test_neither_pad_nor_end_token(project: Project) -> None:
     drop_special_tokens(project, "pad_token", "eos_token")
-    failed(project.inline(), "the tokenizer in model has neither a pad token nor an end token", "Set eos_token")
+    failed(project.inline(), "the tokenizer in model: it has neither a pad token nor an end token", "Set eos_token")
 
 
 # The data -------------------------------------------------------------------------------------------------------------

@@ -199,7 +199,7 @@ def test_what_is_no_image_is_refused(folder: Path) -> None:
     url = {"type": "image_url", "image_url": {"url": "https://example.com/cat.png"}}
     assert "messages.0.content.0.image_url.url: " in told(url) and "fetches nothing" in told(url)
     assert "is no base64" in told({"type": "image_url", "image_url": {"url": "data:image/png;base64,???"}})
-    assert told(chat_part(b"no image")).startswith("messages: 8 bytes are no image that can be read: ")
+    assert told(chat_part(b"no image")).startswith("messages: 8 bytes cannot be read as an image: ")
     placeholder = told({"type": "text", "text": "What is <image>?"})
     assert "1 placeholders '<image>' for 0 images" in placeholder
     source = {"type": "image", "source": {"type": "url", "url": "https://example.com/cat.png"}}

@@ -99,9 +99,9 @@ def test_what_cannot_be_shown_is_refused(folders: Path, tmp_path: Path) -> None:
     engine, _, vision = both(folders / "llava")
     prompt, params = [5, *vision.tokens_of(RED), 6], SamplingParams()
     engine.check(GenerateRequest(prompt, params, (RED,)))
-    with pytest.raises(ImageError, match=r"holds the token of images \(\d+\) 4 times, and the 2 images take 8"):
+    with pytest.raises(ImageError, match=r"holds the image token \(\d+\) 4 times, but the 2 images take 8"):
         engine.check(GenerateRequest(prompt, params, (RED, BLUE)))
-    with pytest.raises(ImageError, match="3 bytes are no image that can be read"):
+    with pytest.raises(ImageError, match="3 bytes cannot be read as an image"):
         engine.check(GenerateRequest(prompt, params, (b"PNG",)))
     with pytest.raises(ImageError, match=r"there are 2 placeholders '<image>' for 1 images"):
         vision.expanded("<image> <image>", [RED])

@@ -664,7 +664,7 @@ def test_images_come_over_http_as_they_would_in_this_process(tmp_path: Path) -> 
         assert streamed == whole and told == whole.output_ids
         blue = await there.generate(replace(request, images=(picture("blue"),)))
         assert blue.logprobs != expected.logprobs
-        with pytest.raises(ImageError, match=r"7 bytes are no image that can be read"):
+        with pytest.raises(ImageError, match=r"7 bytes cannot be read as an image"):
             await there.generate(GenerateRequest(prompt, params, images=(b"a photo",)))
         with pytest.raises(ImageError, match=r"the 0 images take 0"):
             await there.generate(GenerateRequest(prompt, params))
