@@ -152,7 +152,7 @@ def test_one_prompt_longer_than_the_context_is_rejected_and_the_run_goes_on(proj
 
 
 @pytest.mark.parametrize(("found", "words"), [
-    ([], ["prompts.jsonl holds no rows", "Write at least one"]),
+    ([], ["prompts.jsonl: it holds no rows", "Write at least one"]),
     ([{"prompt": "1"}], ["rollout.batch_groups is 2, and prompts.jsonl has 1 rows", "Use rollout.batch_groups=1"]),
     ([{"prompt": "1"}] * 4 + [{"promt": "2"}], ["prompts.jsonl: row 5 has no column 'prompt'", "Did you mean 'promt'?",
                                                 "data.prompt"]),
