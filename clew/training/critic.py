@@ -51,8 +51,7 @@ class Critic:
         field = "algorithm.critic" if config.algorithm.critic else "model.path"
         path = config.algorithm.critic or config.model.path
         self._policy = policy
-        host = policy.device if policy.ranks.size == 1 else torch.device("cpu")
-        self.inner = load_value_model(path, config.model.dtype, host, field)
+        self.inner = load_value_model(path, config.model.dtype, policy.host, field)
         """The model in transformers' form."""
         _check_same_tokens(self.inner, path, policy.tokenizer, policy.vocabulary)
         self.model = ValueModel(self.inner)
@@ -68,14 +67,7 @@ class Critic:
 
     def values(self, tokens: Tokens, plan: Plan) -> np.ndarray:
         """Return the value of the state in which each trained token was chosen, [S], in the micro-batches of `fit`."""
-        values_S = np.zeros(tokens.starts[-1], np.float64 if self.inner.dtype == torch.float64 else np.float32)
-        with torch.no_grad():
-            for minibatch in plan:
-                for micro in self._policy.own(tokens, minibatch):
-                    values_N = self._values(micro or self._policy.idle)
-                    if micro is not None:
-                        values_S[micro.where_N] = values_N.cpu().numpy()
-        return self._policy.ranks.add_up_shares(values_S)
+        return self._policy.compute_all(tokens, plan, self._values)
 
     def fit(self, tokens: Tokens, plan: Plan, old_S: np.ndarray, returns_S: np.ndarray, *, step: int) -> Fitted:
         """Make one update per mini-batch on the mean value loss of its trained tokens.
@@ -179,20 +171,17 @@ def _check_same_tokens(model: Any, path: str, tokenizer: Any, vocabulary: int) -
     """Raise ModelError when a token ID means something else to the critic than to the policy, or nothing."""
     embedded = model.get_input_embeddings().weight.shape[0]
     try:
-        theirs = load_tokenizer(path).get_vocab()
+        critics = load_tokenizer(path).get_vocab()
     except ModelError:  # no tokenizer beside it: the sizes must tell
-        theirs = tokenizer.get_vocab() if embedded == vocabulary else {}
-    ours = tokenizer.get_vocab()
-    differing = sorted(
-        (number, token) for token, number in ours.items() if number < vocabulary and theirs.get(token) != number
-    )
-    beyond = sorted((number, token) for token, number in ours.items() if embedded <= number < vocabulary)
-    if not differing and not beyond:
+        critics = tokenizer.get_vocab() if embedded == vocabulary else {}
+    used = sorted((number, token) for token, number in tokenizer.get_vocab().items() if number < vocabulary)
+    differing = [(number, token) for number, token in used if critics.get(token) != number]
+    differing = differing or [(number, token) for number, token in used if number >= embedded]
+    if not differing:
         return
-    number, token = (differing or beyond)[0]
-    found = theirs.get(token)
+    number, token = differing[0]
     raise ModelError(
         f"the critic in {path} has another vocabulary than the policy: {embedded} embeddings and the policy's "
-        f"{vocabulary}; {token!r} is token {number} of the policy and {'none' if found is None else found} of the "
+        f"{vocabulary}; {token!r} is token {number} of the policy and {critics.get(token, 'none')} of the "
         f"critic. Use a critic of the policy's family, or unset algorithm.critic."
     )

@@ -101,8 +101,8 @@ def digest_of_file(file: str) -> str:
 def _places(error: BaseException) -> str:
     """Return the line of the user's code that raised the error, and the line that called that code if it is another."""
     frames = traceback.extract_tb(error.__traceback__)[1:]
-    own = [each for each in frames if "site-packages" not in each.filename and not each.filename.startswith("<")]
-    places = list(dict.fromkeys(f"{each.filename}:{each.lineno}" for each in own or frames))
+    own = [frame for frame in frames if "site-packages" not in frame.filename and not frame.filename.startswith("<")]
+    places = list(dict.fromkeys(f"{frame.filename}:{frame.lineno}" for frame in own or frames))
     return f"in {places[-1]}" + (f", called in {places[0]}" if len(places) > 1 else "")
 
 
@@ -120,8 +120,12 @@ class CustomAdvantages:
             ConfigError: There is no such function, or it has other parameters.
         """
         self._function = UserFunction(path, "algorithm.advantages")
-        required = [each for each in self._function.parameters.values() if each.default is each.empty]
-        if len([each for each in required if each.kind is not each.VAR_KEYWORD]) != 1:
+        required = [
+            parameter
+            for parameter in self._function.parameters.values()
+            if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
+        ]
+        if len(required) != 1:
             raise ConfigError(
                 f"algorithm.advantages={path} takes ({', '.join(self._function.parameters)}); expected one parameter, "
                 f"the sequences of a step, as in def {path.rpartition('.')[2]}(sequences): ..."
@@ -133,37 +137,32 @@ class CustomAdvantages:
         Raises:
             TrainingError: The function raised, changed its input, or did not return finite numbers of these shapes.
         """
-        name, before, given = self._function.name, digest_rows(sequences), list(sequences)
-        returned = self._function(given)
-        if list(map(id, given)) != list(map(id, sequences)) or digest_rows(sequences) != before:
+        name, before, copy = self._function.name, digest_rows(sequences), list(sequences)
+        returned = self._function(copy)
+        if list(map(id, copy)) != list(map(id, sequences)) or digest_rows(sequences) != before:
             raise TrainingError(
                 f"{name} changed its input: the sequences that are trained on, or their order, in which its numbers "
                 f"are taken. Copy what it changes; sorted() makes a list of its own."
             )
         expected = f"expected {len(sequences)} numbers, one for each sequence, or for each an array of one a token"
         try:
-            advantages = [np.asarray(each, np.float32) for each in returned]
+            advantages = [np.asarray(of_row, np.float32) for of_row in returned]
         except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor that has a gradient
             raise TrainingError(f"{name} returned {_kind(returned)}; {expected}.") from None
         if len(advantages) != len(sequences):
             raise TrainingError(f"{name} returned {len(advantages)} of them; {expected}.")
-        for found, row in zip(advantages, sequences, strict=True):
-            if found.shape not in ((), row.loss_mask.shape):
+        bad = []
+        for of_row, row in zip(advantages, sequences, strict=True):
+            if of_row.shape not in ((), row.loss_mask.shape):
                 raise TrainingError(
-                    f"{name} returned an array of shape {list(found.shape)} for {row.id}; expected a number, or one "
+                    f"{name} returned an array of shape {list(of_row.shape)} for {row.id}; expected a number, or one "
                     f"for each of its tokens: {list(row.loss_mask.shape)}, as its loss_mask."
                 )
-        bad = [
-            np.flatnonzero(row.loss_mask & ~np.isfinite(found))
-            for found, row in zip(advantages, sequences, strict=True)
-        ]
-        if places := [place for place, tokens in enumerate(bad) if len(tokens)]:
-            row, found, token = sequences[places[0]], advantages[places[0]], bad[places[0]][0]
-            told = f"{found} for {row.id}" if found.ndim == 0 else f"{found[token]} for token {token} of {row.id}"
-            raise TrainingError(
-                f"{name} returned {told} (its reward is {row.reward:g}), and for {len(places) - 1} others no finite "
-                f"number either."
-            )
+            if (tokens := np.flatnonzero(row.loss_mask & ~np.isfinite(of_row))).size:
+                number = f"{of_row} for" if of_row.ndim == 0 else f"{of_row[tokens[0]]} for token {tokens[0]} of"
+                bad.append(f"{number} {row.id} (its reward is {row.reward:g})")
+        if bad:
+            raise TrainingError(f"{name} returned {bad[0]}, and for {len(bad) - 1} others no finite number either.")
         return advantages
 
 

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceABC
 from contextlib import nullcontext
 from dataclasses import replace
@@ -76,7 +76,7 @@ class Policy:
         self.vision = load_vision(path)
         self.scores_rewards = config.training.objective == "reward_model"
         """True for a model with a value head, whose scores are rewards rather than logprobs."""
-        self.model = self.read(path, self._host)
+        self.model = self.read(path, self.host)
         check_vocabulary(self.model, self.tokenizer, path)
         self.vocabulary: int = self.model.get_input_embeddings().weight.shape[0]
         """Number of tokens for which the model has an embedding."""
@@ -107,7 +107,7 @@ class Policy:
         elif self.adapters is not None:
             self.reference = self.model
         elif self.reference is None:
-            self.reference = self.read(self.config.model.path, self._host).requires_grad_(False)
+            self.reference = self.read(self.config.model.path, self.host).requires_grad_(False)
             spread(self.reference, self.config.training, self.ranks, self.device)
 
     def pack_if_possible(self, critic: Any) -> None:
@@ -116,7 +116,7 @@ class Policy:
         self.packs = all(keeps_rows_apart(model) for model in models if model is not None)
 
     @property
-    def _host(self) -> torch.device:
+    def host(self) -> torch.device:
         """Device on which a model is loaded, before it is sharded over the ranks."""
         return self.device if self.ranks.size == 1 else torch.device("cpu")
 
@@ -179,15 +179,19 @@ class Policy:
         """
         return self._score(self.model, micro or self.idle, entropy_gradient=entropy_gradient)
 
-    @torch.no_grad()
     def _score_all(self, model: Any, tokens: Tokens, plan: Plan) -> np.ndarray:
-        logprobs_S = self.zeros(tokens)
+        return self.compute_all(tokens, plan, lambda micro: self._score(model, micro).logprobs_N)
+
+    @torch.no_grad()
+    def compute_all(self, tokens: Tokens, plan: Plan, compute: Callable[[MicroBatch], Tensor]) -> np.ndarray:
+        """Return a number of each trained token, [S], of all ranks, from a function that computes a micro-batch's."""
+        numbers_S = self.zeros(tokens)
         for minibatch in plan:
             for micro in self.own(tokens, minibatch):
-                scores = self._score(model, micro or self.idle)
+                numbers_N = compute(micro or self.idle)
                 if micro is not None:
-                    logprobs_S[micro.where_N] = scores.logprobs_N.cpu().numpy()
-        return self.ranks.add_up_shares(logprobs_S)
+                    numbers_S[micro.where_N] = numbers_N.cpu().numpy()
+        return self.ranks.add_up_shares(numbers_S)
 
     def _score(self, model: Any, micro: MicroBatch, *, entropy_gradient: bool = False) -> Scores:
         if self._scorer is not None:
@@ -249,18 +253,14 @@ class Policy:
         return replace(micro, seen=self._seen(tokens, rows, micro.input_ids_BT))
 
     def _seen(self, tokens: Tokens, rows: list[int], input_ids_BT: Tensor) -> dict[str, Tensor]:
-        """Return the model's inputs for the images of these rows.
-
-        Raises:
-            TrainingError: The images do not fit the model, or there is no record with images.
-            RecordError: An image cannot be read.
-        """
+        """Return the model's inputs for the images of these rows."""
         images = [[self._read_image(name) for name in tokens.images[row]] if tokens.images else [] for row in rows]
         if self.vision is None:
             raise TrainingError(f"{tokens.ids[rows[0]]} shows images, and this model takes none.")
-        for row, shown in zip(rows, images, strict=True):
+        for row, images_of_row in zip(rows, images, strict=True):
+            ids = tokens.input_ids_S[tokens.starts[row] : tokens.starts[row + 1]].tolist()
             try:
-                self.vision.check(tokens.input_ids_S[tokens.starts[row] : tokens.starts[row + 1]].tolist(), shown)
+                self.vision.check(ids, images_of_row)
             except ImageError as error:
                 raise TrainingError(f"{tokens.ids[row]}: {error} Was it made with another model's processor?") from None
         return self.vision.inputs(input_ids_BT, images, self.model.dtype)
