@@ -7,7 +7,6 @@ with its episode, by an explicit call, or at a limit; a request after that gets 
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import time
 from collections import Counter
@@ -120,7 +119,6 @@ class AgentSession:
 
     @property
     def warnings(self) -> list[str]:
-        """Return the warnings for the session's owner, without repetition."""
         return list(self.engine.warnings)
 
     async def submit(self, ask: Ask, fingerprint: bytes, *, retry: bool) -> Submission:
@@ -222,7 +220,8 @@ class AgentSession:
         """
         if ask.characters > (limit := max_text(self.engine.resources.context)):
             message = (
-                f"the messages have {ask.characters} characters; for this model's context at most {limit} are read."
+                f"Cannot read the messages: they have {ask.characters} characters, and only {limit} are read for this "
+                f"model's context. Shorten them."
             )
             raise Refusal(400, message, param="messages", code="context_length_exceeded")
         if ask.characters < LARGE_TEXT and not ask.images:
@@ -242,36 +241,37 @@ class AgentSession:
             raise Refusal(400, f"session {self.id} has ended: {self.ended}.", code="session_ended")
 
     def _constrained(self, ask: Ask) -> tuple[Ask, str]:
-        """Turn demands on the form of the reply into words to begin with and strings to stop at.
-
-        Returns:
-            The request to send, and the words that the reply begins with.
+        """Return the request to send, and the words that the reply begins with so that it has the form asked for.
 
         Raises:
             Refusal: The engine or the chat template cannot meet the demands.
         """
         if ask.logprobs:
             field = "top_logprobs" if ask.text is None else "logprobs"
-            message = f"Cannot honour {field}={ask.logprobs}: the engine gives the logprob of the sampled token alone."
-            raise Refusal(400, f"{message} Set {field}=0.", param=field)
+            message = (
+                f"Cannot honour {field}={ask.logprobs}: the engine gives the logprob of the sampled token alone. "
+                f"Set {field}=0."
+            )
+            raise Refusal(400, message, param=field)
         forced = ask.tool_choice not in ("auto", "none")
         if forced:
             ask = replace(ask, form=None)  # of text, and there will be none
         if ask.form is not None and ask.shown_tools:
-            raise Refusal(
-                400,
-                "the engine holds all that the model says to the schema, and no tool could be called: ask without "
-                "tools, or with none as tool_choice.",
-                param=ask.form.param,
+            message = (
+                f"Cannot honour {ask.form.param} beside tools: the engine holds all that the model says to the schema, "
+                f"so no tool could be called. Ask without tools, or with none as tool_choice."
             )
+            raise Refusal(400, message, param=ask.form.param)
         ask = self._with_known_variables(ask)
         if not ask.tools or not (forced or not ask.parallel_tool_calls):
             return ask, ""
         if CALL_OPENS not in str(self.engine.tokenizer.chat_template):
             param = "tool_choice" if forced else "parallel_tool_calls"
-            raise Refusal(
-                400, f"the model's chat template has no {CALL_OPENS}, so its tool calls cannot be forced.", param=param
+            message = (
+                f"Cannot honour {param}: the model's chat template has no {CALL_OPENS}, so its tool calls cannot be "
+                f"forced. Leave it out."
             )
+            raise Refusal(400, message, param=param)
         if not ask.parallel_tool_calls:
             ask = replace(ask, sampling={**ask.sampling, "stop": (*ask.sampling.get("stop", ()), CALL_CLOSES)})
         if ask.tool_choice == "required":
@@ -297,7 +297,8 @@ class AgentSession:
             elif name == "enable_thinking":
                 self.warn("the client asks for thinking, a setting that the model does not have")
             else:
-                raise Refusal(400, f"the model's chat template knows no {name}.", param=name)
+                message = f"Cannot honour {name}: the model's chat template knows no such variable. Leave it out."
+                raise Refusal(400, message, param=name)
         return replace(ask, template={name: value for name, value in ask.template.items() if name not in unknown})
 
     def _advise(self, ask: Ask) -> None:
@@ -312,9 +313,10 @@ class AgentSession:
             self.warn(f"the client sets seed={ask.sampling['seed']}: the episodes of a group then draw alike")
 
     async def _answer(self, ask: Ask, prompt: Prompt, begin: str, indices: list[int], speech: Speech) -> list[Reply]:
-        drafts = [self._draft(ask, prompt, begin, each, speech) for each in enumerate(indices)]
+        drafts = [self._draft(ask, prompt, begin, number, index, speech) for number, index in enumerate(indices)]
+        generating = [self._one(ask, prompt, begin, *pair) for pair in zip(indices, drafts, strict=True)]
         try:
-            replies = await asyncio.gather(*map(functools.partial(self._one, ask, prompt, begin), indices, drafts))
+            replies = await asyncio.gather(*generating)
         except RequestTooLong as error:
             raise Refusal(400, str(error), param="messages", code="context_length_exceeded") from None
         except SchemaUnsupported as error:
@@ -341,8 +343,10 @@ class AgentSession:
 
     async def _mark_branch(self, turns: Sequence[Turn]) -> None:
         """Warn, and note in the record, if a request does not continue the conversation that it should have."""
-        find = functools.partial(self._turns.branch, turns[0])
-        branch = await asyncio.to_thread(find) if turns[0].ask.characters >= LARGE_TEXT else find()
+        if turns[0].ask.characters >= LARGE_TEXT:
+            branch = await asyncio.to_thread(self._turns.branch, turns[0])
+        else:
+            branch = self._turns.branch(turns[0])
         if branch is None:
             return
         for turn in turns:
@@ -359,19 +363,10 @@ class AgentSession:
             kind=f"a branch ({branch.kind})",
         )
 
-    def _draft(self, ask: Ask, prompt: Prompt, begin: str, reply: tuple[int, int], speech: Speech) -> Draft | None:
-        """Return the draft of a reply if a stream is to tell it, else None.
-
-        Args:
-            ask: The request.
-            prompt: Its prompt.
-            begin: Prefilled beginning of the reply.
-            reply: Number of the reply among the request's, and its index among the session's.
-            speech: Parts of the replies as they come.
-        """
+    def _draft(self, ask: Ask, prompt: Prompt, begin: str, number: int, index: int, speech: Speech) -> Draft | None:
+        """Return the draft of the request's n-th reply if a stream is to tell it, else None."""
         if not ask.stream:
             return None
-        number, index = reply
         before = None if ask.text is not None else _before(prompt, begin)
         at_the_end = before is not None and (
             has_template(self.engine.tokenizer) or (ask.form is not None and opens_thought(before))

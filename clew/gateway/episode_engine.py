@@ -91,7 +91,6 @@ class EpisodeEngine:
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The model's tokenizer."""
         return self.resources.tokenizer
 
     @property
@@ -182,9 +181,7 @@ class EpisodeEngine:
     def see(self, text: str, images: Sequence[bytes]) -> list[int]:
         """Return the tokens of a text that has the tokenizer's placeholder (`<image>`, say) in each image's place.
 
-        Args:
-            text: Text with the placeholders.
-            images: Files (PNG, JPEG), in order.
+        The images are files (PNG, JPEG), in order.
 
         Raises:
             ImageError: The model takes no images, the number of placeholders differs, or a file is not an image.
@@ -245,16 +242,7 @@ def resources(
     vision: Sight | None,
     media: Media | None = None,
 ) -> Resources:
-    """Return the resources that all episodes of this configuration share.
-
-    Args:
-        config: Configuration of the run.
-        engine: Engine that generates.
-        tokenizer: Tokenizer of the model.
-        reward: Reward function, as `load_reward` returns it.
-        vision: Image input, if the model and the engine take images.
-        media: Images of the record, if there is a record.
-    """
+    """Return the resources that all episodes of this configuration share; see `Resources`."""
     return Resources(
         engine=engine,
         tokenizer=tokenizer,

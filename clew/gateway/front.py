@@ -11,7 +11,6 @@ import ipaddress
 import secrets
 import signal
 import socket
-from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -25,8 +24,8 @@ from clew.config import TOKEN_VARIABLE, Config, provider, server_token
 from clew.errors import EngineError
 from clew.gateway.app import disconnected
 from clew.gateway.episode_engine import sampling_params
-from clew.gateway.standalone import StandaloneGateway, gateway_on
-from clew.inference.detection import find_engine
+from clew.gateway.standalone import gateway_on
+from clew.inference.detection import FoundEngine, find_engine
 from clew.listening import Access, Listener
 from clew.models.loading import load_tokenizer
 from clew.models.vision import load_vision
@@ -46,8 +45,7 @@ class PassedOn:
         """Prepare to pass requests on.
 
         Args:
-            url: Address as OpenAI's client takes it, whole (https://host/v1beta/openai), or as Anthropic's takes it,
-                without /v1.
+            url: Address as OpenAI's client takes it (https://host/v1beta/openai), or Anthropic's, without /v1.
             api_key: The provider's key; if empty, the client's own key is passed on.
         """
         self._url = url.rstrip("/")
@@ -104,7 +102,6 @@ class PassedOn:
             await asyncio.gather(answer, gone, return_exceptions=True)
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._client.aclose()
 
 
@@ -127,64 +124,69 @@ def serve_in_front(config: Config, url: str, record: Path | None, *, api_key: st
 
 async def _serve(config: Config, url: str, record: Path | None, key: str) -> None:
     _, api_key = provider()
-    found = await find_engine(url, api_key)
-    if found is None and record is not None:
-        raise EngineError(f"{url} takes no token ids, so there is nothing to record. Leave --record out.")
-    wrong = found.wrong_logprobs(sampling_params(config.sampling)) if found is not None else ""
+    server = await find_engine(url, api_key)
+    if server is not None:
+        try:
+            await _serve_engine(config, url, server, record, key)
+        finally:
+            await server.engine.close()
+    elif record is not None:
+        raise EngineError(
+            f"Cannot record: {url} takes no token ids, so there is nothing to record. Leave --record out."
+        )
+    else:
+        await _serve_provider(config.inference.listen, url, api_key, key)
+
+
+async def _serve_engine(config: Config, url: str, server: FoundEngine, record: Path | None, key: str) -> None:
+    wrong = server.wrong_logprobs(sampling_params(config.sampling))
     if wrong and record is not None:
         raise EngineError(f"Cannot record what {url} generates with the configured sampling: {wrong}.")
-    gateway: StandaloneGateway | None = None
-    passed_on = PassedOn(url, api_key)
-    loopback, token = _is_loopback(config.inference.listen), ""
-    if found is not None:
-        token = server_token() or secrets.token_urlsafe(32)
-        key = key or ("" if loopback else secrets.token_urlsafe(16))
-        gateway = gateway_on(
-            config,
-            found.engine,
-            load_tokenizer(found.model),
-            found.model,
-            record,
-            key,
-            vision=load_vision(found.model) if found.takes_images else None,
-        )
-    elif not loopback:
+    loopback = _is_loopback(config.inference.listen)
+    token = server_token() or secrets.token_urlsafe(32)
+    key = key or ("" if loopback else secrets.token_urlsafe(16))
+    vision = load_vision(server.model) if server.takes_images else None
+    tokenizer = load_tokenizer(server.model)
+    gateway = gateway_on(config, server.engine, tokenizer, server.model, record, key, vision=vision)
+    listener, address = _listen(config.inference.listen)
+    print(f"in front of {server.kind} at {url}, with the tokenizer of {server.model}", flush=True)
+    if advice := wrong or server.advice:
+        print(f"warning: {advice}.", flush=True)
+    gateway.launched(address)
+    if not server_token():
+        print(f"export {TOKEN_VARIABLE}={token}", flush=True)
+    ending_idle = asyncio.ensure_future(gateway.run())
+    try:
+        access = Access(loopback=loopback, key=key, token=token, has_session=gateway.has_session)
+        await _run(Listener(gateway.app, access), listener)
+    finally:
+        ending_idle.cancel()
+        await asyncio.gather(ending_idle, return_exceptions=True)
+
+
+async def _serve_provider(listen: str, url: str, api_key: str, key: str) -> None:
+    if not _is_loopback(listen):
         raise EngineError(
-            f"inference.listen={config.inference.listen} would lend your key for {url} to whoever comes. "
-            f"Listen on 127.0.0.1."
+            f"Cannot listen on {listen}: it would lend your key for {url} to whoever comes. Set inference.listen to "
+            f"127.0.0.1 and a port."
         )
-    listener = _listen(config.inference.listen)
-    address = "{}:{}".format(*listener.getsockname()[:2])
-    keeping: list[asyncio.Task[None]] = []
-    if gateway is not None and found is not None:
-        print(f"in front of {found.kind} at {url}, with the tokenizer of {found.model}", flush=True)
-        if advice := wrong or found.advice:
-            print(f"warning: {advice}.", flush=True)
-        gateway.launched(address)
-        if not server_token():
-            print(f"export {TOKEN_VARIABLE}={token}", flush=True)
-        keeping.append(asyncio.ensure_future(gateway.run()))
-    else:
-        print(
-            f"in front of the provider at {url}: requests are passed on as they are. It takes no token ids, so no "
-            f"tokens are captured, and nothing of this can be trained on.\nexport OPENAI_BASE_URL=http://{address}/v1",
-            flush=True,
-        )
-    access = Access(loopback=loopback, key=key)
-    if gateway is not None:
-        access = replace(access, token=token, has_session=gateway.has_session)
-    server = Listener(gateway.app if gateway is not None else passed_on, access)
+    passed_on = PassedOn(url, api_key)
+    listener, address = _listen(listen)
+    print(
+        f"in front of the provider at {url}: requests are passed on as they are. It takes no token ids, so no "
+        f"tokens are captured, and nothing of this can be trained on.\nexport OPENAI_BASE_URL=http://{address}/v1",
+        flush=True,
+    )
+    try:
+        await _run(Listener(passed_on, Access(key=key)), listener)
+    finally:
+        await passed_on.close()
+
+
+async def _run(server: Listener, listener: socket.socket) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, lambda: setattr(server, "should_exit", True))
-    try:
-        await server.serve(sockets=[listener])
-    finally:
-        for task in keeping:
-            task.cancel()
-        await asyncio.gather(*keeping, return_exceptions=True)
-        await passed_on.close()
-        if found is not None:
-            await found.engine.close()
+    await server.serve(sockets=[listener])
 
 
 def _is_loopback(address: str) -> bool:
@@ -192,11 +194,13 @@ def _is_loopback(address: str) -> bool:
     return host == "localhost" or (host.replace(".", "").isdigit() and ipaddress.ip_address(host).is_loopback)
 
 
-def _listen(address: str) -> socket.socket:
+def _listen(address: str) -> tuple[socket.socket, str]:
+    """Return a listening socket, and the address that it got."""
     host, _, port = address.rpartition(":")
     try:
-        return socket.create_server((host, int(port)), backlog=4096)
+        listener = socket.create_server((host, int(port)), backlog=4096)
     except (OSError, ValueError) as error:
         raise EngineError(
-            f"cannot listen on {address}: {error}. inference.listen takes host:port; port 0 takes a free one."
+            f"Cannot listen on {address}: {error}. Set inference.listen to host:port; port 0 takes a free one."
         ) from None
+    return listener, "{}:{}".format(*listener.getsockname()[:2])

@@ -54,7 +54,7 @@ class StandaloneSessions:
     """
 
     def __init__(self, resources: Resources, models: Sequence[str], *, record: Path | None) -> None:
-        """Set up without open sessions.
+        """Start without open sessions.
 
         Args:
             resources: Resources that all sessions share.
@@ -78,7 +78,9 @@ class StandaloneSessions:
     def own(self, key: str) -> AgentSession:
         """See `Sessions.own`."""
         if not key or key not in self._sessions:
-            message = "no open session has this API key. A session is rewarded and ended with its own key."
+            message = (
+                "Cannot find the session: no open session has this API key. Reward and end a session with its own key."
+            )
             raise Refusal(401, message, code="invalid_api_key")
         return self._sessions[key]
 
@@ -105,8 +107,7 @@ class StandaloneSessions:
             for key in [key for key, session in self._sessions.items() if session.last_used < since]:
                 self._end(key)
 
-    async def close(self) -> None:
-        """End all sessions."""
+    def end_all(self) -> None:
         for key in list(self._sessions):
             self._end(key)
 
@@ -162,13 +163,6 @@ class StandaloneGateway:
     """The gateway as the application that `clew.inference.serve.serve` runs beside itself."""
 
     def __init__(self, sessions: StandaloneSessions, tokenizer: PreTrainedTokenizerBase, key: str) -> None:
-        """Make the application.
-
-        Args:
-            sessions: The sessions.
-            tokenizer: Tokenizer of the model.
-            key: Key that clients have to send; empty if any will do.
-        """
         self.app = AnyBase(application(sessions))
         self.has_session = sessions.has_session
         self._sessions = sessions
@@ -203,7 +197,7 @@ class StandaloneGateway:
         try:
             await self._sessions.end_idle()
         finally:
-            await self._sessions.close()
+            self._sessions.end_all()
 
 
 def gateway_beside(config: Config, record: Path | None) -> Callable[[Any, str], StandaloneGateway]:
@@ -230,11 +224,11 @@ def gateway_on(
 
     Args:
         config: Configuration.
-        engine: The engine.
+        engine: Engine that generates.
         tokenizer: Tokenizer of the model.
         model: Folder or hub name of the model.
         record: Run directory that ended sessions are filed in; None: nothing is recorded.
-        key: Key that clients have to send; empty if any will do.
+        key: API key that clients have to send; empty if any will do.
         vision: Image input, if the model and the engine take images.
     """
     media = RunDirectory(record).media if record is not None else None

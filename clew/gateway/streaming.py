@@ -49,13 +49,7 @@ class Transcript:
     """Text of a reply as its tokens make it, with the tokens that made each character."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, begin: str, *, logprobs: bool) -> None:
-        """Start with a prefilled beginning.
-
-        Args:
-            tokenizer: Tokenizer of the model.
-            begin: Prefilled beginning of the reply, ahead of the tokens' text.
-            logprobs: Keep tokens and logprobs, for `take`.
-        """
+        """Start with `begin`, a prefilled beginning. `logprobs` keeps tokens and their logprobs, for `take`."""
         self._tokenizer = tokenizer
         self._decoder = Decoder(tokenizer)
         self._length = len(begin)
@@ -154,10 +148,10 @@ class Draft:
         Args:
             index: Index of the reply among those of its request.
             tell: Called with each delta.
-            id: ID of its interaction.
-            transcript: Transcript that decodes the tokens.
+            id: ID of the interaction.
+            transcript: Decoder of the tokens.
             reader: Reader that takes the text apart; None if nothing is certain before the end.
-            begin: Prefilled beginning of the reply.
+            begin: Prefilled beginning.
             stops: Strings that the reply may end at.
         """
         self._index = index

@@ -38,7 +38,6 @@ class EpisodeKeys(Generic[T]):
         return key
 
     def count(self) -> int:
-        """Return the number of open keys."""
         return len(self._kept)
 
     def find(self, key: str) -> T:
@@ -52,14 +51,13 @@ class EpisodeKeys(Generic[T]):
         if key in self._ended:
             raise Refusal(401, f"session {self._ended[key]} has ended: its episode is over.", code="session_ended")
         shown = f"{key[:12]}…" if len(key) > 12 else key
-        raise Refusal(401, f"no session has the API key {shown!r}; an agent is given its own.", code="invalid_api_key")
+        message = (
+            f"Cannot find the session: no session has the API key {shown!r}. Use the key that the agent was given."
+        )
+        raise Refusal(401, message, code="invalid_api_key")
 
     def own(self, key: str) -> T:
-        """Return the value kept for a key, as `find` does: each key here belongs to one session.
-
-        Raises:
-            Refusal: The key is unknown, or its episode has ended.
-        """
+        """Return the same as `find`: each key here belongs to one session."""
         return self.find(key)
 
     def close(self, key: str) -> T:
@@ -88,12 +86,7 @@ class ServingThread:
     """Serves an application on a free port of this machine until `stop`."""
 
     def __init__(self, app: ASGI, close: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Start serving.
-
-        Args:
-            app: The application.
-            close: Closes the application's resources; called on its loop after all requests have been served.
-        """
+        """Start serving. `close`, if given, is called on the application's loop after all requests were served."""
         self.loop = uvloop.new_event_loop()
         """Event loop that the application runs on."""
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
@@ -128,12 +121,7 @@ class GatewayThread(ServingThread):
     """The gateway, and the engine that its sessions use."""
 
     def __init__(self, limits: Limits, close: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Start serving.
-
-        Args:
-            limits: Limits of each session.
-            close: Closes the engine, if the engine is the gateway's alone.
-        """
+        """Start serving. `close` closes the engine, if it is the gateway's alone."""
         self.sessions = EpisodeSessions()
         self._limits = limits
         super().__init__(application(self.sessions), close)

@@ -138,7 +138,7 @@ def test_a_key_is_an_episodes_and_ends_with_it(providers: str) -> None:
         key = gateway.open("g000007.e1")
         assert gateway.sessions() == 1
         assert await ask(key) == []
-        assert await ask("sk-mine") == ["no session has the API key 'sk-mine'; an agent is given its own."] * 3
+        assert all("no session has the API key 'sk-mine'" in message for message in await ask("sk-mine"))
         await gateway.close(key)
         assert gateway.sessions() == 0
         assert await ask(key) == ["session g000007.e1 has ended: its episode is over."] * 3
