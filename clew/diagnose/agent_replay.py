@@ -31,7 +31,7 @@ from clew.rollout.rewards import total
 from clew.training import checkpoint
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass
 class Replay:
     """Result of replaying an agent on a recorded episode."""
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from typing import Any
 
 import pytest
 from openai.types import Completion
@@ -48,7 +49,8 @@ def chunks_of(dialect, ask, reply):
 def test_chat_completions(reply, fields):
     ask = openai_chat.parse({**CHAT, **fields})
     whole = TypeAdapter(ChatCompletion).validate_python(openai_chat.respond(ask, [reply]), strict=True)
-    message, streamed = whole.choices[0].message, {"reasoning_content": "", "content": "", "calls": []}
+    message: Any = whole.choices[0].message
+    streamed = {"reasoning_content": "", "content": "", "calls": []}
     chunks = chunks_of(openai_chat, ask, reply)
     for chunk in chunks:
         TypeAdapter(ChatCompletionChunk).validate_python(chunk, strict=True)
