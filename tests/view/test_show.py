@@ -228,7 +228,7 @@ def test_a_bundle(run: RunDirectory, tmp_path: Path) -> None:
     assert made.returncode == 0 and "g000004" in made.stdout
     bundle.write_bytes(bundle.read_bytes()[:-100])
     broken = clew(str(bundle))
-    assert broken.returncode == 2 and "small.zip is neither a run directory nor a bundle" in broken.stderr
+    assert broken.returncode == 2 and "small.zip: it is neither a run directory nor a bundle" in broken.stderr
 
 
 def test_a_record_in_the_making(run: RunDirectory) -> None:
