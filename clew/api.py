@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -204,7 +203,23 @@ def rollout_batch(
         }
     )
     with explain_missing():
-        return asyncio.run(_rollout_batch(config, prompts, server))
+        from clew.inference.client import HTTPEngine
+        from clew.inference.local import load_engine
+        from clew.rollout.given import run_rows
+        from clew.rollout.setup import side_by_side
+
+        def load() -> Any:
+            return HTTPEngine(server) if server is not None else load_engine(config, max_running=side_by_side(config))
+
+        temperature = config.sampling.temperature
+        made = asyncio.run(
+            run_rows(config, prompts, load, name=group_name, n_samples=n_samples, temperature=temperature)
+        )
+    episodes = [episode for of_row in made for episode in of_row]
+    return RolloutBatch(
+        rows=[row for episode in episodes if episode.error is None for row in episode.sequences],
+        failed=[episode.sequences[0] for episode in episodes if episode.error is not None],
+    )
 
 
 def open_run(path: Path | str) -> Run:
@@ -303,59 +318,3 @@ def _as_file(config: Config | Path | str) -> Iterator[Path]:
         path = Path(folder) / "config.yaml"
         path.write_text(configuration.dump(config))
         yield path
-
-
-async def _rollout_batch(config: Config, prompts: list[dict[str, Any]], server: str | None) -> RolloutBatch:
-    from clew.gateway.episode_engine import resources
-    from clew.inference.client import HTTPEngine
-    from clew.inference.local import load_engine
-    from clew.models.loading import load_tokenizer
-    from clew.models.vision import load_vision
-    from clew.rollout.agents import agent_workflow
-    from clew.rollout.episode import Episode, run_episode
-    from clew.rollout.process import gateway_for
-    from clew.rollout.reward_pool import RewardPool
-    from clew.rollout.setup import load_reward, load_workflow, side_by_side
-
-    engine = HTTPEngine(server) if server is not None else load_engine(config, max_running=side_by_side(config))
-    reward, gateway = load_reward(config), gateway_for(config)
-    agent = agent_workflow(config, gateway) if gateway is not None else None
-    workflow = agent or load_workflow(config)
-    tokenizer, vision = load_tokenizer(config.model.path), load_vision(config.model.path)
-    shared = resources(config, engine, tokenizer, reward, vision=vision)
-    admitted_at = time.time()
-
-    def run(group_id: str, row: dict[str, Any], number: int) -> Any:
-        return run_episode(
-            workflow,
-            shared,
-            episode_id=f"{group_id}.e{number}",
-            group_id=group_id,
-            data=row,
-            admitted_version=0,
-            admitted_at=admitted_at,
-            timeout_s=config.rollout.episode_timeout_s,
-        )
-
-    try:
-        episodes: list[Episode] = await asyncio.gather(
-            *(
-                run(group_name(place), row, number)
-                for place, row in enumerate(prompts)
-                for number in range(config.rollout.n_samples)
-            )
-        )
-    finally:
-        if agent is not None:
-            await agent.close()
-        if isinstance(reward, RewardPool):
-            reward.close()
-        if gateway is None:
-            await engine.close()
-        else:
-            await gateway.call(engine.close())
-            gateway.stop()
-    return RolloutBatch(
-        rows=[row for episode in episodes if episode.error is None for row in episode.sequences],
-        failed=[episode.sequences[0] for episode in episodes if episode.error is not None],
-    )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.segment import Segment
 from rich.text import Text
 
@@ -34,3 +36,26 @@ class EscapingConsole(Console):
                 yield segment
             else:
                 yield Segment(visible(segment.text), segment.style)
+
+
+@contextmanager
+def progress(doing: str, *, total: int, unit: str) -> Iterator[Callable[[], None]]:
+    """Say on stderr what a long command is doing, and yield a function to call after each unit of the work.
+
+    A terminal gets a bar that disappears at the end; a file gets a line.
+    """
+    console = EscapingConsole(stderr=True)
+    if not console.is_terminal:
+        console.print(f"{doing}: {total} {unit}", soft_wrap=True)
+        yield lambda: None
+        return
+    columns = (
+        TextColumn(doing, markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn(unit),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(doing, total=total)
+        yield lambda: bar.advance(task)

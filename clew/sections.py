@@ -374,6 +374,10 @@ class Eval(Section):
     )
     n_samples: int = Field(default=1, ge=1, description="Number of episodes per prompt n, for pass@1 to pass@n.")
     temperature: float = Field(default=0.0, ge=0, description="Sampling temperature; 0: take the likeliest token.")
+    pass_above: float = Field(
+        default=0.5,
+        description="An episode passes (pass@k) if its total reward is above this; 0/1 rewards count as they are.",
+    )
 
 
 class Checkpoint(Section):
@@ -384,7 +388,11 @@ class Checkpoint(Section):
         ge=1,
         description="Number of steps between checkpoints; a resumed run replays those since the last.",
     )
-    keep: int = Field(default=2, ge=1, description="Number of checkpoints to keep besides the first.")
+    keep: int = Field(default=2, ge=1, description="Number of newest checkpoints to keep, besides the first.")
+    keep_best: bool = Field(
+        default=True,
+        description="Also keep the checkpoint with the best evaluation (pass@1, then reward), as checkpoints/best.",
+    )
 
 
 class Record(Section):

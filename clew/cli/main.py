@@ -35,6 +35,7 @@ for command in (run.train, run.sft, run.serve, run.rollout, run.learn, run.statu
 for command in (record.show, record.replay, record.diff, record.blame, record.bundle, run.config, record.export):
     app.command()(command)
 app.command("import")(record.import_)
+app.command("eval")(run.evaluate)
 app.command()(run.doctor)
 app.add_typer(agent_app, name="agent")
 

@@ -165,6 +165,58 @@ def learn(config: ConfigFile, overrides: Overrides = None) -> None:
     on_ranks(loaded.launch.ranks, work, run.logs)
 
 
+def evaluate(
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="MODEL|RUN... [KEY=VALUE]...",
+            help="Folder or hub name of a model, a run's checkpoint, or a run (its newest checkpoint). Several are "
+            "compared. Fields to override follow, such as eval.n_samples=4 eval.temperature=0.6.",
+        ),
+    ],
+    data: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Held-out prompts. Default: eval.path of the run.")
+    ] = None,
+    reward: Annotated[
+        str | None, typer.Option(metavar="FUNCTION", help="Dotted path of the reward. Default: that of the run.")
+    ] = None,
+    to: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a row for each episode into this Parquet file.")
+    ] = None,
+) -> None:
+    """Evaluate models without training: pass@k and reward with 95 % intervals, and the prompts that do not pass.
+
+    Example: clew eval runs/addition/sft runs/addition/grpo --data runs/addition/material/held_out.jsonl
+    """
+    from clew.console import EscapingConsole
+    from clew.diagnose.evaluate import behind, best_of
+    from clew.diagnose.evaluate import evaluate as evaluate_models
+    from clew.view.evaluation import show_failed, show_missed, show_models
+
+    names = [each for each in models if "=" not in each]
+    if not names:
+        raise typer.BadParameter("name a model, a checkpoint or a run before the fields to override")
+    console = EscapingConsole(width=None if sys.stdout.isatty() else 200)
+    overrides = [each for each in models if "=" in each]
+    evaluations = evaluate_models(names, data=data, reward=reward, overrides=overrides, to=to)
+    best = best_of(evaluations)
+    differences = [behind(each, best) for each in evaluations]
+    show_models(console, names, [each.summary for each in evaluations], differences, evaluations.index(best))
+    wanted = best.config.eval
+    samples = "1 sample" if wanted.n_samples == 1 else f"{wanted.n_samples} samples"
+    console.print(
+        f"{best.summary['prompts']} prompts, {samples} each at temperature {wanted.temperature:g}. An episode passes "
+        f"if its reward is above {wanted.pass_above:g} (eval.pass_above)."
+    )
+    if wanted.n_samples > 1 and wanted.temperature == 0:
+        console.print("At temperature 0 the samples of a prompt are alike. Set eval.temperature=1.", style="yellow")
+    for each in evaluations:
+        show_failed(console, each.name, each.episodes)
+    show_missed(console, best.name, best.episodes, best.config.data.prompt)
+    if to is not None:
+        console.print(f"\n{to} has a row for each episode.")
+
+
 def status(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, or the configuration that names it.")],
     overrides: Overrides = None,

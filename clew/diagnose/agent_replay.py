@@ -31,7 +31,7 @@ from clew.rollout.rewards import total
 from clew.training import checkpoint
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Replay:
     """Result of replaying an agent on a recorded episode."""
 

@@ -54,7 +54,7 @@ def restore(config: Config, run: RunDirectory, ranks: Ranks) -> TrainEngine:
         checkpoint.check_files(saved[-1])
         checkpoint.load(engine, saved[-1])
         if ranks.leads:
-            checkpoint.point_latest(saved[-1])  # a newer one may have been removed
+            checkpoint.point("latest", saved[-1])  # a newer one may have been removed
     if committed and ranks.leads:
         before = run.steps.read(committed - 1).get("code", {})
         for field, digest in code_of(config).items():

@@ -11,7 +11,7 @@ import logging
 import platform
 import subprocess
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -260,6 +260,15 @@ class RunDirectory:
     def read_evals(self) -> list[dict[str, Any]]:
         """Return all complete evaluations, in the order of their versions."""
         return [read_evaluation(path) for path in sorted(self.evals.glob("version-*.json"))]
+
+    def best_eval(self, versions: Collection[int]) -> int | None:
+        """Return which of these versions has the best evaluation; None if none of them is evaluated.
+
+        That is the highest pass@1, then the highest reward, then the earliest: it has moved least from the first model.
+        """
+        evaluated = [each for each in self.read_evals() if each["version"] in versions]
+        scores = [(each.get("pass@1") or 0.0, each.get("reward") or 0.0, -each["version"]) for each in evaluated]
+        return -max(scores)[2] if scores else None
 
     # Weights and servers ---------------------------------------------------------------------------------------------
 

@@ -11,11 +11,8 @@ import numpy as np
 from clew.config import Config
 from clew.rollout.episode import Episode
 
-PASS_ABOVE = 0.5
-"""Threshold of the total reward above which an episode passes.
-
-0/1 rewards count as they are, and a small deduction from 1 (for length, say) still passes.
-"""
+Z = 1.96
+"""Standard deviations on each side of the mean that hold 95 % of a normal distribution."""
 
 
 def is_due(version: int, config: Config) -> bool:
@@ -38,23 +35,63 @@ def pass_at_k(n: int, passed: int, k: int) -> float:
     return 1.0 - math.comb(n - passed, k) / math.comb(n, k)
 
 
-def summarize(prompts: SequenceABC[SequenceABC[Episode]], *, n_samples: int, seconds: float) -> dict[str, Any]:
+def interval(values: SequenceABC[float]) -> tuple[float, float] | None:
+    """Return the 95 % confidence interval of the mean of one number per prompt; None for fewer than two prompts.
+
+    Prompts are independent, samples of one prompt are not; so the error is that of the mean over prompts (Miller 2024,
+    arXiv 2411.00640, section 2.2).
+    """
+    if len(values) < 2:
+        return None
+    mean, half = float(np.mean(values)), Z * float(np.std(values, ddof=1)) / math.sqrt(len(values))
+    return mean - half, mean + half
+
+
+def pass_interval(rates: SequenceABC[float], n_samples: int) -> tuple[float, float] | None:
+    """Return the 95 % confidence interval of the mean of the prompts' pass rates, each in [0, 1]; None for no prompt.
+
+    It is Wilson's score interval (1927), which stays within [0, 1] and has a width even if all prompts pass. It takes
+    the number of independent trials that would vary as the rates do: one per prompt if each prompt always passes or
+    always fails, at most n_samples per prompt if the samples of a prompt are as good as independent.
+    """
+    if not rates:
+        return None
+    p, variance = float(np.mean(rates)), float(np.var(rates))
+    of_one_trial = p * (1 - p)
+    n = len(rates) * (of_one_trial / max(variance, of_one_trial / n_samples) if of_one_trial > 0 else 1.0)
+    half = Z * math.sqrt(of_one_trial / n + (Z / (2 * n)) ** 2)
+    low, high = ((p + Z * Z / (2 * n) + side * half) / (1 + Z * Z / n) for side in (-1, 1))
+    return max(0.0, low), min(1.0, high)
+
+
+def passed(episode: Episode, above: float) -> bool:
+    """Return whether an episode passes: it did not fail, and its total reward is above eval.pass_above."""
+    return episode.error is None and episode.reward > above
+
+
+def summarize(
+    prompts: SequenceABC[SequenceABC[Episode]], *, n_samples: int, pass_above: float, seconds: float
+) -> dict[str, Any]:
     """Return the summary of an evaluation. Failed episodes are counted in `failed` and nowhere else.
 
     It has pass@k for k = 1, 2, 4, ... up to n_samples, each over the prompts of which at least k episodes did not fail.
+    `intervals` has the 95 % confidence interval of each and of the mean reward, by name.
     """
     scored = [[episode for episode in episodes if episode.error is None] for episodes in prompts]
     flat = [episode for episodes in scored for episode in episodes]
     summary: dict[str, Any] = {}
+    intervals: dict[str, tuple[float, float] | None] = {}
     k = 1
     while k <= n_samples:
         estimates = [
-            pass_at_k(len(episodes), sum(episode.reward > PASS_ABOVE for episode in episodes), k)
+            pass_at_k(len(episodes), sum(passed(episode, pass_above) for episode in episodes), k)
             for episodes in scored
             if len(episodes) >= k
         ]
         summary[f"pass@{k}"] = _mean(estimates)
+        intervals[f"pass@{k}"] = pass_interval(estimates, n_samples)
         k *= 2
+    intervals["reward"] = interval([float(np.mean([e.reward for e in episodes])) for episodes in scored if episodes])
     names = sorted({name for episode in flat for name in episode.sequences[0].rewards})
     summary |= {
         "reward": _mean([episode.reward for episode in flat]),
@@ -66,6 +103,8 @@ def summarize(prompts: SequenceABC[SequenceABC[Episode]], *, n_samples: int, sec
         "truncated": _mean([episode.sequences[-1].finish_reason == "length" for episode in flat]),
         "prompts": len(prompts),
         "episodes": len(flat),
+        "intervals": intervals,
+        "pass_above": pass_above,
         "failed": sum(len(episodes) for episodes in prompts) - len(flat),
         "seconds": seconds,
     }

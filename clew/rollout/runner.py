@@ -351,7 +351,12 @@ class RolloutRunner:
                 )
         for episodes in prompts:
             watch.add([episode.error for episode in episodes])
-        summary = summarize(prompts, n_samples=n_samples, seconds=time.monotonic() - began)
+        summary = summarize(
+            prompts,
+            n_samples=n_samples,
+            pass_above=self._config.eval.pass_above,
+            seconds=time.monotonic() - began,
+        )
         self._run.write_eval(version, sequences, summary)
         self._evaluating.remove(version)
 

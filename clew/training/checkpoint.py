@@ -112,7 +112,7 @@ def save(engine: TrainEngine, folder: Path, *, follows: str | None = None) -> No
 
     if engine.ranks.agree(f"whether {folder.name} is written already", is_written):
         if engine.ranks.leads:
-            point_latest(folder)  # a kill may have come between the two
+            point("latest", folder)  # a kill may have come between the two
         return
     weights, state = engine.policy.published_state(), collect(state, engine.ranks)
     adapters = None if engine.policy.adapters is None else state_of(engine.policy.model, engine.ranks)
@@ -132,7 +132,7 @@ def save(engine: TrainEngine, folder: Path, *, follows: str | None = None) -> No
             save_file(state, aside / STATE)
             manifest["files"] = _files(aside, merged=engine.policy.adapters is not None)
             write_bytes(aside / "checkpoint.json", chain.sealed(manifest))
-        point_latest(folder)
+        point("latest", folder)
     engine.ranks.meet()
 
 
@@ -225,24 +225,25 @@ def clean(checkpoints: Path) -> None:
     remove_strays(checkpoints, "*")
 
 
-def prune(checkpoints: Path, keep: int) -> None:
-    """Remove all checkpoints but the first and the last `keep`."""
+def prune(checkpoints: Path, keep: int, best: int | None = None) -> None:
+    """Remove all checkpoints but the first, the last `keep`, and that of the version `best`."""
     for folder in saved(checkpoints)[1:-keep]:
-        remove_folder(folder)
+        if folder.name != f"step-{best or 0:06d}":
+            remove_folder(folder)
 
 
-def point_latest(folder: Path) -> None:
-    """Point the link `latest` beside this checkpoint to it, atomically.
+def point(name: str, folder: Path) -> None:
+    """Point the link `name` ("latest", "best") beside this checkpoint to it, atomically.
 
     The link is for people and for model.path: if the file system has no links, this only logs a warning.
     """
-    link = folder.with_name(f".latest.{os.getpid()}")
+    link = folder.with_name(f".{name}.{os.getpid()}")
     try:
         link.unlink(missing_ok=True)
         link.symlink_to(folder.name)
-        link.replace(folder.with_name("latest"))
+        link.replace(folder.with_name(name))
     except OSError as error:
-        log.warning("cannot make the link %s: %s", folder.with_name("latest"), error)
+        log.warning("cannot make the link %s: %s", folder.with_name(name), error)
 
 
 def _files(folder: Path, *, merged: bool) -> dict[str, str]:

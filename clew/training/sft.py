@@ -79,7 +79,7 @@ def resume(engine: TrainEngine, run: RunDirectory, console: Console) -> None:
         return
     checkpoint.load(engine, folders[-1])
     if engine.ranks.leads:
-        checkpoint.point_latest(folders[-1])  # a kill may have come between the two
+        checkpoint.point("latest", folders[-1])  # a kill may have come between the two
     steps = engine.config.training.steps
     if engine.version > steps:
         raise RecordError(

@@ -14,6 +14,7 @@ from clew.inference.protocol import SamplingParams
 from clew.rollout.workflows import MultiTurnRetry, SingleTurn
 from clew.seeds import derive_seed
 from tests.models import tiny_tokenizer
+from tests.pages import ROOT, blocks
 from tests.rollout.scripted import Scripted, config_for
 
 
@@ -160,6 +161,20 @@ def test_retry_extends_the_exact_tokens(tmp_path, prompt):
     added = session.tokenizer.decode(second.input_ids[len(first.all_ids) :])
     assert added == ("no" if isinstance(prompt, str) else "<eos><|user|>no<|assistant|>")
     assert [len(sequence) for sequence in assemble([first, second, third])] == [3]
+
+
+@pytest.mark.parametrize("prompt", ["1+1=", CHAT])
+def test_the_workflow_of_the_guide(tmp_path, prompt):
+    [code] = [
+        "\n".join(block.lines)
+        for block in blocks(ROOT / "docs/guides/model_and_data.md")
+        if block.kind == "python" and "run_episode" in "\n".join(block.lines)
+    ]
+    names = {}
+    exec(code, names)
+    session = session_for(tmp_path, Scripted(), reward_of(0.25))
+    assert asyncio.run(names["Retry"]().run_episode(session, {"prompt": prompt})) == 0.25
+    assert [len(sequence) for sequence in assemble(list(session.interactions))] == [2]
 
 
 def test_retry_closes_a_turn_once(tmp_path):

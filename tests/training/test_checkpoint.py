@@ -1,12 +1,16 @@
 """Checkpoints: what comes back is what was there, bit for bit, or an error that says what was altered."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from clew.errors import ModelError, RecordError
+from clew.loop.loop import prune_checkpoints
+from clew.record.files import write_json
+from clew.record.run import RunDirectory
 from clew.training import checkpoint
 from clew.training.engine import TrainEngine
 from tests.models import tiny_model, tiny_tokenizer
@@ -174,3 +178,34 @@ def test_pruning_keeps_the_first_and_the_last(tmp_path):
 def test_what_is_due():
     config = make_config("unused", training={"steps": 25}, checkpoint={"every_steps": 10})
     assert [version for version in range(26) if checkpoint.is_due(version, config)] == [0, 10, 20, 25]
+
+
+def test_the_best_evaluated_checkpoint_is_never_pruned(tmp_path):
+    config = make_config("unused", checkpoint={"keep": 2})
+    run = RunDirectory(tmp_path / "run")
+    scores = {0: 0.1, 2: 0.5, 3: 0.9, 4: 0.7, 6: 0.7, 8: None, 10: 0.6}  # 3 was evaluated, but not saved
+    for version in (0, 2, 4, 6, 8, 10):
+        (run.checkpoints / f"step-{version:06d}").mkdir()
+        write_json(run.checkpoints / f"step-{version:06d}" / "checkpoint.json", {})
+    for version, score in scores.items():
+        run.write_eval(version, [], {"pass@1": score, "reward": score})
+    prune_checkpoints(config, run)
+    kept = [folder.name for folder in checkpoint.saved(run.checkpoints)]
+    assert kept == ["step-000000", "step-000004", "step-000008", "step-000010"]
+    assert (run.checkpoints / "best").readlink() == Path("step-000004")
+    run.write_eval(10, [], {"pass@1": 0.7, "reward": 0.8})
+    prune_checkpoints(config, run)
+    assert (run.checkpoints / "best").readlink() == Path("step-000010")
+    assert [folder.name for folder in checkpoint.saved(run.checkpoints)] == ["step-000000", *kept[2:]]
+
+
+def test_keep_best_can_be_turned_off(tmp_path):
+    config = make_config("unused", checkpoint={"keep": 1, "keep_best": False})
+    run = RunDirectory(tmp_path / "run")
+    for version in (0, 2, 4):
+        (run.checkpoints / f"step-{version:06d}").mkdir()
+        write_json(run.checkpoints / f"step-{version:06d}" / "checkpoint.json", {})
+        run.write_eval(version, [], {"pass@1": 1.0 - version / 10, "reward": 0.0})
+    prune_checkpoints(config, run)
+    assert [folder.name for folder in checkpoint.saved(run.checkpoints)] == ["step-000000", "step-000004"]
+    assert not (run.checkpoints / "best").exists()

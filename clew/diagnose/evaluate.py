@@ -1,0 +1,210 @@
+"""`clew eval`: evaluate models and checkpoints on held-out prompts, side by side, without training."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import yaml
+
+from clew import config as configuration
+from clew.config import Config
+from clew.console import progress
+from clew.data import load_rows
+from clew.errors import ConfigError, RolloutError
+from clew.inference.local import load_engine
+from clew.models.folder import check_folder
+from clew.models.loading import load_tokenizer
+from clew.reading import read_json, read_yaml
+from clew.record import rows
+from clew.record.inbox import group_name
+from clew.rollout.episode import Episode
+from clew.rollout.evaluation import group_id, interval, passed, summarize
+from clew.rollout.given import run_rows
+from clew.rollout.overlong import leave_out_overlong
+
+EPISODES = pa.schema(
+    [
+        ("model", pa.string()),
+        ("row", pa.int64()),
+        ("episode", pa.string()),
+        ("reward", pa.float64()),
+        ("passed", pa.bool_()),
+        ("tokens", pa.int64()),
+        ("finish_reason", pa.string()),
+        ("error", pa.string()),
+        ("answer", pa.string()),
+        ("data", pa.string()),
+    ]
+)
+"""Columns of an evaluation's episodes. `row` is the number of the data's row, `data` the row as JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """One model's episodes on all prompts, and their summary."""
+
+    name: str
+    """The model or checkpoint, as the user gave it."""
+    config: Config
+    episodes: pa.Table
+    """A row per episode; see `EPISODES`."""
+    summary: dict[str, Any]
+    """The numbers of `clew.rollout.evaluation.summarize`."""
+
+    @cached_property
+    def pass_rates(self) -> dict[int, float]:
+        """Return the share of episodes that pass by the data's row, for rows with an episode that did not fail."""
+        by_row: dict[int, list[bool]] = {}
+        for row, ok, error in zip(
+            *(self.episodes.column(c).to_pylist() for c in ("row", "passed", "error")), strict=True
+        ):
+            if error is None:
+                by_row.setdefault(row, []).append(ok)
+        return {row: float(np.mean(each)) for row, each in by_row.items()}
+
+
+def evaluate(
+    models: Sequence[str], *, data: str | None, reward: str | None, overrides: Sequence[str], to: Path | None
+) -> list[Evaluation]:
+    """Evaluate each model on the same prompts, with the configuration of the first run among them.
+
+    Args:
+        models: Folders or hub names of models, checkpoints of runs, or run directories (their newest checkpoint).
+        data: Held-out prompts, given like data.path; None: eval.path of the run.
+        reward: Dotted path of the reward function; None: that of the run.
+        overrides: Fields of the configuration to override, as key=value.
+        to: Parquet file to write with a row per episode; None: none.
+
+    Returns:
+        The evaluation of each model.
+
+    Raises:
+        ClewError: A model, the data or the reward cannot be loaded, or all episodes of a model failed.
+    """
+    for name in models:
+        check_folder(str(_checkpoint_of(name)), "config.json", "model", "Name a model, a checkpoint or a run.", "MODEL")
+    config = _settings(models, data, reward, overrides)
+    evaluations = [_evaluate(name, config) for name in models]
+    if to is not None:
+        rows.write_table(to, pa.concat_tables([each.episodes for each in evaluations]))
+    return evaluations
+
+
+def best_of(evaluations: Sequence[Evaluation]) -> Evaluation:
+    """Return the evaluation with the highest pass@1; of equal ones that with the highest reward, then the first."""
+    return max(evaluations, key=lambda each: (each.summary["pass@1"], each.summary["reward"]))
+
+
+def behind(each: Evaluation, best: Evaluation) -> tuple[float, float] | None:
+    """Return the 95 % interval of how far the pass rate is below the best model's; None for fewer than two prompts.
+
+    It is that of the mean difference, prompt by prompt: their difficulty cancels out (Miller 2024, arXiv 2411.00640,
+    section 4.2), so the difference is known better than either mean.
+    """
+    return interval([best.pass_rates[row] - rate for row, rate in each.pass_rates.items() if row in best.pass_rates])
+
+
+def _checkpoint_of(name: str) -> Path:
+    """Return the newest checkpoint of a run directory; anything else, a model or a checkpoint, as it is."""
+    path = Path(name)
+    return path / "checkpoints" / "latest" if (path / "status").is_dir() else path
+
+
+def _settings(models: Sequence[str], data: str | None, reward: str | None, overrides: Sequence[str]) -> Config:
+    """Return the configuration that all models are evaluated with: that of the first run among them, or defaults.
+
+    Raises:
+        ConfigError: Neither the options nor a run name the prompts or the reward; or a field is invalid.
+    """
+    configs = [_checkpoint_of(name).parent.parent / "config.yaml" for name in models]
+    found = next((path for path in configs if (path.parent / "status").is_dir() and path.exists()), None)
+    values: dict[str, Any] = {"experiment": "eval", "algorithm": {"advantages": "none"}}  # which compares no episodes
+    if found is not None:
+        values = read_yaml(found)
+    given = {
+        "model": {"path": str(_checkpoint_of(models[0]))},
+        "launch": {"mode": "local"},  # with the time limits of rollout
+        "rollout": {"max_lag": 0} | ({} if reward is None else {"reward": reward}),
+        "eval": {} if data is None else {"path": data},
+    }
+    for section, fields in given.items():
+        values[section] = {**(values.get(section) or {}), **fields}
+    values["data"] = {"path": "", **(values.get("data") or {})}
+    config = configuration.parse(yaml.safe_dump(values), found or Path(models[0]), list(overrides))
+    if not config.eval.path:
+        raise ConfigError("Cannot evaluate: neither --data nor a run's eval.path names prompts. Add --data FILE.")
+    rollout = config.rollout
+    if rollout.reward is None and rollout.agent is None and rollout.workflow.startswith("clew."):
+        raise ConfigError(
+            f"Cannot evaluate: {rollout.workflow} needs a reward, and neither --reward nor a run names one. Add "
+            f"--reward my_rewards.FUNCTION, or name an agent, such as rollout.agent=my_agent.MyAgent."
+        )
+    return config
+
+
+def _version_of(checkpoint: Path) -> int | None:
+    path = checkpoint / "checkpoint.json"
+    return int(read_json(path, dict[str, Any])["version"]) if path.exists() else None
+
+
+def _evaluate(name: str, config: Config) -> Evaluation:
+    checkpoint = _checkpoint_of(name)
+    version = _version_of(checkpoint)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(checkpoint)})})
+    loaded = load_rows(config.eval.path or "", columns=[config.data.prompt])
+    data = leave_out_overlong(loaded, config.eval.path or "", config, load_tokenizer(config.model.path))
+    number_of = {id(row): number for number, row in enumerate(loaded)}
+    n_samples = config.eval.n_samples
+    began = time.monotonic()
+    with progress(f"evaluating {name}", total=len(data) * n_samples, unit="episodes") as advance:
+        episodes = asyncio.run(
+            run_rows(
+                config,
+                data,
+                lambda: load_engine(config),
+                # A run evaluates its versions under these names, so the numbers are the same as there.
+                name=group_name if version is None else lambda place: group_id(version, place),
+                n_samples=n_samples,
+                temperature=config.eval.temperature,
+                done=advance,
+            )
+        )
+    summary = summarize(
+        episodes, n_samples=n_samples, pass_above=config.eval.pass_above, seconds=time.monotonic() - began
+    )
+    if not summary["episodes"]:
+        error = next(episode.error for of_row in episodes for episode in of_row)
+        raise RolloutError(f"All {summary['failed']} episodes of {name} failed, the first with {error}")
+    above = config.eval.pass_above
+    found = [
+        {
+            "model": name,
+            "row": number_of[id(row)],
+            "episode": episode.id,
+            "reward": None if episode.error is not None else episode.reward,
+            "passed": passed(episode, above),
+            "tokens": episode.tokens,
+            "finish_reason": episode.sequences[-1].finish_reason,
+            "error": episode.error,
+            "answer": _answer(episode),
+            "data": json.dumps(row, ensure_ascii=False, default=str),
+        }
+        for row, of_row in zip(data, episodes, strict=True)
+        for episode in of_row
+    ]
+    return Evaluation(name=name, config=config, episodes=pa.Table.from_pylist(found, schema=EPISODES), summary=summary)
+
+
+def _answer(episode: Episode) -> str:
+    """Return the text of an episode's last response."""
+    interactions = episode.sequences[-1].interactions
+    return str(interactions[-1].get("completion", "")) if interactions else ""

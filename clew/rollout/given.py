@@ -1,0 +1,96 @@
+"""Episodes of given rows on an engine of their own, without a run: for `clew.rollout_batch` and `clew eval`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from clew.config import Config
+from clew.gateway.episode_engine import resources
+from clew.inference.protocol import Engine
+from clew.models.loading import load_tokenizer
+from clew.models.vision import load_vision
+from clew.rollout.agents import AgentWorkflow, agent_workflow
+from clew.rollout.episode import Episode, run_episode
+from clew.rollout.process import gateway_for
+from clew.rollout.reward_pool import RewardPool
+from clew.rollout.setup import load_reward, load_workflow
+
+
+class OwnEngine(Engine, Protocol):
+    """An engine that is closed when it is no longer needed."""
+
+    async def close(self) -> None:
+        """Free its memory, or its connections."""
+        ...
+
+
+async def run_rows(
+    config: Config,
+    rows: Sequence[dict[str, Any]],
+    load: Callable[[], OwnEngine],
+    *,
+    name: Callable[[int], str],
+    n_samples: int,
+    temperature: float,
+    done: Callable[[], None] = lambda: None,
+) -> list[list[Episode]]:
+    """Run the configured workflow or agent on each row, all episodes side by side.
+
+    Args:
+        config: Configuration with the model's tokenizer, the workflow or agent, and the reward.
+        rows: Rows of the data.
+        load: Loads the engine. It is called once the user's code is loaded, and the engine is closed at the end.
+        name: Returns the group ID of a row by its place. The seeds of its episodes derive from it.
+        n_samples: Number of episodes per row.
+        temperature: Sampling temperature.
+        done: Called after each episode.
+
+    Returns:
+        The episodes of each row.
+
+    Raises:
+        ClewError: The user's code, the tokenizer or the engine cannot be loaded.
+    """
+    gateway = gateway_for(config)
+    workflow = load_workflow(config) if gateway is None else agent_workflow(config, gateway)
+    reward = load_reward(config)
+    engine: OwnEngine | None = None
+    try:
+        tokenizer, vision = load_tokenizer(config.model.path), load_vision(config.model.path)
+        engine = load()
+        shared = resources(config, engine, tokenizer, reward, vision=vision).at_temperature(temperature)
+        admitted_at = time.time()
+
+        async def run(place: int, number: int) -> Episode:
+            group_id = name(place)
+            episode = await run_episode(
+                workflow,
+                shared,
+                episode_id=f"{group_id}.e{number}",
+                group_id=group_id,
+                data=rows[place],
+                admitted_version=0,
+                admitted_at=admitted_at,
+                timeout_s=config.rollout.episode_timeout_s,
+            )
+            done()
+            return episode
+
+        work = [run(place, number) for place in range(len(rows)) for number in range(n_samples)]
+        episodes = await asyncio.gather(*work)
+        return [episodes[first : first + n_samples] for first in range(0, len(episodes), n_samples)]
+    finally:
+        if isinstance(workflow, AgentWorkflow):
+            await workflow.close()
+        if isinstance(reward, RewardPool):
+            reward.close()
+        if gateway is None:
+            if engine is not None:
+                await engine.close()
+        else:
+            if engine is not None:
+                await gateway.call(engine.close())
+            gateway.stop()

@@ -1,0 +1,118 @@
+"""The output of `clew eval`: models side by side, failed episodes, and the prompts that do not pass."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+from rich.console import Console
+from rich.text import Text
+
+from clew.record.warned import kind_of
+from clew.view.text import MISSING, number, one_line, prompt_text, table
+
+MISSED_SHOWN = 10
+ERRORS_SHOWN = 3
+
+
+def show_models(
+    console: Console,
+    names: Sequence[str],
+    summaries: Sequence[dict[str, Any]],
+    behind: Sequence[tuple | None],
+    best: int,
+) -> None:
+    """Print a row per model, with 95 % confidence intervals.
+
+    Args:
+        console: Where to print.
+        names: Names of the models.
+        summaries: Summaries of their evaluations, as `clew.rollout.evaluation.summarize` returns them.
+        behind: 95 % interval of each model's difference to the best in pass@1; None if it is not known.
+        best: Place of the best model.
+    """
+    scores = [*(name for name in summaries[0] if name.startswith("pass@")), "reward"]
+    several = len(names) > 1
+    shown = table(
+        "model",
+        *(column for name in scores for column in (name, f"95 % of {name}")),
+        *(("behind the best",) if several else ()),
+        *("length", "truncated", "episodes", "failed", "seconds"),
+        left=("model",),
+        spare=("truncated", "length", "95 % of reward", "seconds", *(f"95 % of {name}" for name in scores[-2:0:-1])),
+    )
+    for place, (name, summary) in enumerate(zip(names, summaries, strict=True)):
+        difference = "best" if place == best else _difference(behind[place])
+        shown.add_row(
+            name,
+            *(cell for score in scores for cell in (number(summary[score]), _interval(summary["intervals"][score]))),
+            *((difference,) if several else ()),
+            number(summary["length"], ".1f"),
+            number(summary["truncated"]),
+            str(summary["episodes"]),
+            str(summary["failed"]),
+            number(summary["seconds"], ".1f"),
+        )
+    console.print(shown)
+
+
+def _interval(bounds: Sequence[float] | None) -> str:
+    return MISSING if bounds is None else f"{bounds[0]:.3f} to {bounds[1]:.3f}"
+
+
+def _difference(bounds: Sequence[float] | None) -> str:
+    if bounds is None:
+        return MISSING
+    chance = "" if bounds[0] > 0 else " (may be chance)"
+    return f"{(bounds[0] + bounds[1]) / 2:.3f} ± {(bounds[1] - bounds[0]) / 2:.3f}{chance}"
+
+
+def show_failed(console: Console, name: str, episodes: pa.Table) -> None:
+    """Print how many episodes of a model failed, by the kind of their error."""
+    kinds = Counter(kind_of(error) for error in episodes.column("error").to_pylist() if error is not None)
+    if not kinds:
+        return
+    failed = "1 episode" if kinds.total() == 1 else f"{kinds.total()} episodes"
+    console.print(f"\n{failed} of {name} failed, and count nowhere else:")
+    for kind, count in kinds.most_common(ERRORS_SHOWN):
+        console.print(Text(f"  {count} times {kind}"))
+    if len(kinds) > ERRORS_SHOWN:
+        console.print("  and other errors; --to FILE writes them all")
+
+
+def show_missed(console: Console, name: str, episodes: pa.Table, prompt: str) -> None:
+    """Print the rows that pass least often, each with the answer of an episode that did not pass.
+
+    Args:
+        console: Where to print.
+        name: Name of the model.
+        episodes: Its episodes, as `clew.diagnose.evaluate.EPISODES` describes them.
+        prompt: Column of the data with the prompt.
+    """
+    by_row: dict[int, list[dict[str, Any]]] = {}
+    for episode in episodes.to_pylist():
+        if episode["error"] is None:
+            by_row.setdefault(episode["row"], []).append(episode)
+    rates = {row: sum(each["passed"] for each in of_row) / len(of_row) for row, of_row in by_row.items()}
+    missed = sorted((row for row in rates if rates[row] < 1), key=lambda row: (rates[row], row))
+    if not missed:
+        return
+    always = "" if len(by_row) == episodes.num_rows else "always "
+    console.print(f"\n{len(missed)} of {len(rates)} prompts did not {always}pass with {name}:")
+    shown = table("row", "passed", "reward", "prompt", "answer", words=("prompt", "answer"))
+    for row in missed[:MISSED_SHOWN]:
+        of_row = by_row[row]
+        example = next(each for each in of_row if not each["passed"])
+        shown.add_row(
+            str(row),
+            f"{sum(each['passed'] for each in of_row)}/{len(of_row)}",
+            number(sum(each["reward"] for each in of_row) / len(of_row)),
+            one_line(prompt_text(json.loads(example["data"])[prompt])),
+            one_line(example["answer"]),
+        )
+    console.print(shown)
+    if len(missed) > MISSED_SHOWN:
+        console.print(f"and {len(missed) - MISSED_SHOWN} more; --to FILE writes them all")

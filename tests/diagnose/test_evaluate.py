@@ -1,0 +1,118 @@
+"""`clew eval` on a run's checkpoints and on a model: the numbers, the file, and what is refused."""
+
+from __future__ import annotations
+
+import io
+import json
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from clew.cli.main import app
+from clew.errors import ConfigError, DataError, RolloutError
+from clew.loop.learn import learn_inline
+from clew.record import rows
+from clew.record.run import RunDirectory
+from clew.rollout.evaluation import interval, pass_interval
+from tests.diagnose.planted import configure
+
+
+@pytest.fixture
+def held_out(folder: Path, tmp_path: Path) -> str:
+    path = tmp_path / "held_out.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": f"{i} + 2 ="}) for i in range(5)))
+    return str(path)
+
+
+def evaluated(*models: Path | str, **given: str) -> str:
+    """Run the command with options (data, reward, to) and overrides (eval__n_samples), and return what it prints."""
+    options = [f"--{name}={given.pop(name)}" for name in ("data", "reward", "to") if name in given]
+    overrides = [f"{name.replace('__', '.')}={value}" for name, value in given.items()]
+    with redirect_stdout(io.StringIO()) as out:
+        app(["eval", *map(str, models), *overrides, *options], standalone_mode=False)
+    return out.getvalue()
+
+
+def test_intervals_by_hand() -> None:
+    """The published values of Wilson's interval: 5 of 10, 10 of 10, and 20 of 40."""
+    assert pass_interval([1.0] * 5 + [0.0] * 5, 1) == pytest.approx((0.2366, 0.7634), abs=1e-4)
+    assert pass_interval([1.0] * 10, 8) == pytest.approx((0.7225, 1.0), abs=1e-4)
+    assert pass_interval([0.5] * 10, 4) == pytest.approx((0.3520, 0.6480), abs=1e-4)
+    assert pass_interval([1.0] * 5 + [0.0] * 5, 8) == pytest.approx((0.2366, 0.7634), abs=1e-4)
+    assert interval([0.0, 1.0, 2.0, 3.0]) == pytest.approx((1.5 - 1.2652, 1.5 + 1.2652), abs=1e-4)
+    assert pass_interval([], 1) is None and interval([1.0]) is None
+
+
+def test_checkpoints_and_a_model_are_compared_on_the_same_prompts(
+    run: RunDirectory, folder: Path, held_out: str, tmp_path: Path
+) -> None:
+    first, to = run.checkpoints / "step-000000", tmp_path / "episodes.parquet"
+    shown = evaluated(
+        *(run.path, first, folder / "model"),
+        data=held_out,
+        to=str(to),
+        eval__n_samples="4",
+        eval__temperature="1",
+        eval__pass_above="0.3",
+    )
+    table = pq.read_table(to).to_pylist()
+    assert len(table) == 3 * 5 * 4 and str(to) in shown
+    for model in (str(run.path), str(first), str(folder / "model")):
+        own = [row for row in table if row["model"] == model]
+        assert [row["row"] for row in own[::4]] == [0, 1, 2, 3, 4]
+        assert all(row["passed"] == (row["reward"] > 0.3) for row in own)
+        [line] = [line for line in shown.splitlines() if line.startswith(f"{model} ")]
+        cells = line.split()
+        assert float(cells[1]) == pytest.approx(sum(row["passed"] for row in own) / 20, abs=6e-4)
+        low, high = float(cells[2]), float(cells[4])
+        assert 0 <= low <= float(cells[1]) <= high <= 1
+    assert "best" in shown and "pass@4" in shown and "5 prompts, 4 samples each at temperature 1" in shown
+    assert "reward is above 0.3" in shown
+
+
+def test_a_run_gives_the_numbers_of_its_own_evaluation(
+    folder: Path, held_out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = configure(
+        folder, f"root={tmp_path}/runs", f"eval.path={held_out}", "training.steps=2", "rollout.max_lag=0"
+    )
+    learn_inline(config, lambda step, summary: None)
+    run = RunDirectory(config.run_path)
+    assert (run.checkpoints / "best").resolve().name == f"step-{run.best_eval([0, 2]):06d}"
+    then = rows.read_table(run.evals / "version-000002.parquet").to_pylist()
+    to = tmp_path / "episodes.parquet"
+    evaluated(run.path, to=str(to))
+    now = pq.read_table(to).to_pylist()
+    assert [(row["episode"], row["reward"]) for row in now] == [(row["episode_id"], row["reward"]) for row in then]
+
+
+def test_prompts_that_do_not_pass_and_failed_episodes_are_named(
+    run: RunDirectory, held_out: str, tmp_path: Path
+) -> None:
+    shown = evaluated(run.path, data=held_out, eval__pass_above="100")
+    assert f"5 of 5 prompts did not pass with {run.path}:" in shown and "0/1" in shown and "3 + 2 =" in shown
+    (tmp_path / "picky_rewards.py").write_text(
+        "def no_threes(completion, data):\n"
+        "    if '3' in data['prompt']:\n"
+        "        raise ValueError('a three')\n"
+        "    return 1.0\n"
+    )
+    shown = evaluated(run.path, data=held_out, reward="picky_rewards.no_threes")
+    assert f"1 episode of {run.path} failed" in shown and "1 times" in shown and "ValueError: a three" in shown
+    assert "did not pass" not in shown
+
+
+def test_what_cannot_be_evaluated_is_refused(run: RunDirectory, folder: Path, held_out: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="Add --data FILE"):
+        evaluated(run.path)
+    with pytest.raises(ConfigError, match="Add --reward"):
+        evaluated(folder / "model", data=held_out)
+    with pytest.raises(DataError, match="does not exist"):
+        evaluated(run.path, data=str(tmp_path / "nowhere.jsonl"))
+    with pytest.raises(ConfigError, match=r"there is no field 'eval\.samples'"):
+        evaluated(run.path, data=held_out, eval__samples="3")
+    with pytest.raises(RolloutError, match=r"All 5 episodes of .* failed, the first with"):
+        evaluated(run.path, data=held_out, reward="tests.rollout.user_code.raises")
