@@ -15,6 +15,7 @@ from clew import config as configuration
 from clew.config import Config
 from clew.data import load_rows
 from clew.errors import ConfigError, explain_missing
+from clew.launch.preflight import check_named
 from clew.record import rows
 from clew.record.inbox import group_name
 from clew.record.run import RunDirectory
@@ -49,6 +50,7 @@ def train(config: Config | Path | str, overrides: Sequence[str] = ()) -> Run:
                 f"Cannot train on recorded batches with launch.ranks={loaded.launch.ranks}: this process is one rank. "
                 f"Set launch.ranks=1, or use the command `clew train`."
             )
+        check_named(loaded)
         train_as_configured(loaded, [str(path), *overrides], live=False)
     return open_run(loaded.run_path)
 

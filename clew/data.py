@@ -20,6 +20,8 @@ from clew.errors import DataError
 
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
 _PARQUET = (".parquet", ".pq")
+LOCAL = _JSON_LINES + _PARQUET
+"""Suffixes of the files that are read directly."""
 
 
 def load_rows(path: str, *, split: str = "train", limit: int | None = None, columns: Sequence[str] = ()) -> list[dict]:
@@ -120,7 +122,7 @@ def _read_with_datasets(path: str, split: str) -> Iterator[dict]:
     if looks_local and not Path(path).expanduser().is_dir():
         raise DataError(
             f"Cannot read the data set {path}: it does not exist. data.path takes a file "
-            f"({', '.join(_JSON_LINES + _PARQUET)}), a folder that `datasets` can load, or a hub name."
+            f"({', '.join(LOCAL)}), a folder that `datasets` can load, or a hub name."
         )
     try:
         source = str(Path(path).expanduser()) if looks_local else path

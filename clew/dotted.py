@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import importlib
 import inspect
@@ -114,7 +115,11 @@ def file_of(path: str) -> Path | None:
     None if the module is Clew's own, or does not exist.
     """
     module, _, _ = path.rpartition(".")
-    if not module or module in BUILT_IN:
+    return None if module in BUILT_IN else _find(module)
+
+
+def _find(module: str) -> Path | None:
+    if not module:
         return None
     search: list[str] | None = [*sys.path, str(Path.cwd())]
     spec = None
@@ -124,6 +129,44 @@ def file_of(path: str) -> Path | None:
             return None
         search = list(spec.submodule_search_locations or [])
     return Path(spec.origin) if spec is not None and spec.origin else None
+
+
+def check_defined(path: str, field: str) -> None:
+    """Raise ConfigError if `path` (module.name) names nothing. The module's source is read, not run, if it is found.
+
+    Args:
+        path: The dotted path.
+        field: The field with this path, for the message.
+    """
+    module, _, name = path.rpartition(".")
+    file = _find(module)
+    if file is None:
+        load(path, field)  # raises, with what there is; or the module comes from an import hook
+        return
+    if file.suffix != ".py":
+        return
+    try:
+        tree = ast.parse(file.read_bytes(), filename=str(file))
+    except SyntaxError as error:
+        raise _raised(error, path, field) from None
+    bound = set(_bound(tree))
+    if name not in bound and not bound & {"*", "__getattr__"}:  # those may bind any name
+        public = [each for each in bound if not each.startswith("_")]
+        raise ConfigError(f"{field}={path}: {file} has no {name!r}.{_nearest(name, public)}")
+
+
+def _bound(node: ast.AST) -> Iterator[str]:
+    """Yield the names that a module binds at its top level, also within if, try, for and with."""
+    for child in ast.iter_child_nodes(node):
+        match child:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                yield name
+            case ast.alias(name=name, asname=other):
+                yield other or name.partition(".")[0]
+            case ast.Name(id=name, ctx=ast.Store()):
+                yield name
+            case _:
+                yield from _bound(child)
 
 
 def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any], field: str) -> None:

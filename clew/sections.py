@@ -483,13 +483,16 @@ class Launch(Section):
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Return the valid name that is most like `name`. The last part counts most: `rollout.lr` means `training.lr`."""
+    """Return the valid name that is most like `name`.
+
+    The last part counts most: `rollout.lr` means `training.lr`. So do initials: `learning_rate` means `lr`.
+    """
     last = name.rsplit(".", 1)[-1]
+    initials = "".join(word[:1] for word in last.split("_"))
 
     def likeness(candidate: str) -> float:
-        return max(
-            difflib.SequenceMatcher(None, name, candidate).ratio(),
-            0.95 * difflib.SequenceMatcher(None, last, candidate.rsplit(".", 1)[-1]).ratio(),
-        )
+        own = candidate.rsplit(".", 1)[-1]
+        whole = difflib.SequenceMatcher(None, name, candidate).ratio()
+        return max(whole, 0.95 * difflib.SequenceMatcher(None, last, own).ratio(), 0.9 * (own == initials) + whole / 10)
 
     return max(names, key=likeness)

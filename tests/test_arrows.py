@@ -46,7 +46,7 @@ MAY_IMPORT = {
     },
     "training": {"clew.record", "clew.data", "clew.models"},
     "loop": {"clew.record", "clew.rollout", "clew.inference", "clew.training", "clew.models", "clew.data"},
-    "launch": {"clew.record"},
+    "launch": {"clew.record", "clew.data", "clew.models.folder"},
     "view": {"clew.record"},
     "stress": {"clew.record", "clew.inference", "clew.gateway", "clew.rollout", "clew.models"},
     "diagnose": {
@@ -67,7 +67,7 @@ LINES = {
     "diagnose": 2750,
     "gateway": 5500,
     "inference": 3700,
-    "launch": 350,
+    "launch": 400,
     "loop": 2350,
     "models": 600,
     "record": 3000,

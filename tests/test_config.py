@@ -64,6 +64,7 @@ def test_what_is_dumped_loads_to_the_same(good: Path, tmp_path: Path) -> None:
             "override training.step=3: there is no field 'training.step'; did you mean 'training.steps'?",
         ),
         ("", ["lr=1"], "override lr=1: there is no field 'lr'; did you mean 'training.lr'?"),
+        ("", ["training.learning_rate=1"], "no field 'training.learning_rate'; did you mean 'training.lr'?"),
         ("", ["training.lr=fast"], "override training.lr=fast: training.lr: Input should be a valid number"),
         (
             "  warmup_steps: -1\n",

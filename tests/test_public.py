@@ -60,10 +60,13 @@ def test_writing_and_reading_a_record_needs_nothing_optional(tmp_path: Path) -> 
     assert python(WRITE_AND_READ, str(tmp_path / "run"), blocked=tuple(HEAVY)) == "[]\n"
 
 
+FROM_HUB = ["launch.mode=inline", "root=/tmp/nowhere", "model.path=org/name", "data.path=org/data", "eval.path=null"]
+
+
 @pytest.mark.parametrize(
     ("package", "extra", "use"),
     [
-        ("torch", "train", "clew.train('examples/addition/grpo.yaml', ['launch.mode=inline', 'root=/tmp/nowhere'])"),
+        ("torch", "train", f"clew.train('examples/addition/grpo.yaml', {FROM_HUB})"),
         ("torch", "train", "clew.rollout_batch([{'prompt': ''}], model='nowhere')"),
         ("peft", "lora", "with clew.errors.explain_missing(): import clew.training.lora"),
         ("httpx2", "agents", "with clew.errors.explain_missing(): import clew.rollout.agents"),

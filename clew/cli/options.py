@@ -48,10 +48,13 @@ def load_config(config: Path, overrides: list[str] | None) -> Config:
     return configuration.load(config, overrides or ())
 
 
-def open_run_of(config: Path, overrides: list[str] | None) -> tuple[Config, RunDirectory]:
+def open_run_of(config: Path, overrides: list[str] | None, *, supervised: bool = False) -> tuple[Config, RunDirectory]:
+    """Return the configuration and its run directory, which is made if all that the configuration names is there."""
+    from clew.launch.preflight import check_named
     from clew.record.run import RunDirectory
 
     loaded = load_config(config, overrides)
+    check_named(loaded, supervised=supervised)
     return loaded, RunDirectory(loaded.run_path)
 
 

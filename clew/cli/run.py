@@ -74,7 +74,7 @@ def sft(config: ConfigFile, overrides: Overrides = None) -> None:
     from clew.training.sft import sft as run_sft
 
     set_up_log()
-    loaded, run = open_run_of(config, overrides)
+    loaded, run = open_run_of(config, overrides, supervised=True)
     on_ranks(loaded.launch.ranks, lambda: run_sft(loaded), run.logs)
 
 

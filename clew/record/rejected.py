@@ -32,7 +32,8 @@ class Rejected:
             lines.append(f"{failed} {'episode' if failed == 1 else 'episodes'} failed{lost}:")
             lines += [f"  {count} times {kind}" for kind, count in self.episodes.most_common(5)]
             if len(self.episodes) > 5:
-                lines.append(f"  and {len(self.episodes) - 5} other kinds of error")
+                others = len(self.episodes) - 5
+                lines.append(f"  and {others} other {'kind' if others == 1 else 'kinds'} of error")
         for reason, count in self.filtered_groups.most_common():
             lines.append(f"{count} {'group' if count == 1 else 'groups'} left out: {reason}")
         return lines

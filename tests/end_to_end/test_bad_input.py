@@ -112,6 +112,28 @@ def test_no_model_folder(project: Project) -> None:
     failed(project.inline("model.path=models/tiny"), "there is no folder models/tiny", "save_pretrained", "hub name")
 
 
+@pytest.mark.parametrize(("override", "words"), [
+    ("model.path=./models", "there is no folder ./models"),
+    ("data.path=prompt.jsonl", "Did you mean prompts.jsonl?"),
+    ("data.prompt=question", "row 1 has no column 'question'; it has 'prompt'"),
+    ("eval.path=none.jsonl", "the data file none.jsonl: it does not exist"),
+    ("rollout.reward=mine.digit", "mine.py has no 'digit'. Did you mean 'digits'?"),
+    ("rollout.reward=mime.digits", "there is no module 'mime'"),
+    ("rollout.workflow=clew.rollout.workflows.SingleTrun", "has no 'SingleTrun'. Did you mean 'SingleTurn'?"),
+    ("algorithm.loss=mine.clipped", "algorithm.loss=mine.clipped"),
+])  # fmt: skip
+def test_what_is_named_is_looked_for_before_a_run_directory_is_made(
+    project: Project, override: str, words: str
+) -> None:
+    failed(project.quick("train", override), words)
+    assert not (project.folder / "runs").exists()
+
+
+def test_demonstrations_without_the_column_leave_no_run_directory(project: Project) -> None:
+    failed(project.quick("sft"), "row 1 has no column 'completion'; it has 'prompt'")
+    assert not (project.folder / "runs").exists()
+
+
 def drop_special_tokens(project: Project, *names: str) -> None:
     file = project.folder / "model" / "tokenizer_config.json"
     kept = {name: value for name, value in json.loads(file.read_text()).items() if name not in names}
@@ -355,7 +377,7 @@ def test_what_is_truncated_before_its_step_is_committed_can_be_removed(resuming:
 
 
 def test_demonstrations_in_the_run_directory_of_reinforcement(resuming: Project) -> None:
-    failed(resuming.quick("sft"), "runs/tiny/0 holds a run of `clew train`", "trial=NAME")
+    failed(resuming.quick("sft", "data.completion=answer"), "runs/tiny/0 holds a run of `clew train`", "trial=NAME")
 
 
 def newer_json(file: Path, field: str) -> None:

@@ -1,0 +1,45 @@
+"""Checks of what the configuration names, before a run directory is made or a process started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from clew import dotted
+from clew.config import Config
+from clew.data import LOCAL, load_rows
+from clew.models.folder import check_folder
+
+
+def check_named(config: Config, *, supervised: bool = False) -> None:
+    """Look for the model, the columns of the data's first row, and the user's code, without running any of it.
+
+    What lies on a hub is left to the processes that load it, and so is the rest of what can be wrong.
+
+    Args:
+        config: The configuration.
+        supervised: Whether demonstrations or preferences are trained on, so that there is no rollout.
+
+    Raises:
+        ClewError: Something that is named does not exist.
+    """
+    check_folder(config.model.path, "config.json", "model", "Save the model there with save_pretrained.")
+    data, algorithm, rollout = config.data, config.algorithm, config.rollout
+    if supervised:
+        pairs = config.training.objective != "sft"
+        _check_rows(data.path, [data.prompt, data.completion, *([data.rejected] if pairs else [])])
+        return
+    code = {"algorithm.advantages": algorithm.advantages, "algorithm.loss": algorithm.loss}
+    code = {field: named for field, named in code.items() if "." in named}
+    if not config.debug.replay_rollout_data:  # then the rows and their rewards are on record
+        _check_rows(data.path, [data.prompt])
+        _check_rows(config.eval.path, [data.prompt])
+        code["rollout.workflow"] = rollout.workflow
+        code |= {} if rollout.agent is None else {"rollout.agent": rollout.agent}
+        code |= {} if rollout.reward is None else {"rollout.reward": rollout.reward}
+    for field, named in code.items():
+        dotted.check_defined(named, field)
+
+
+def _check_rows(path: str | None, columns: list[str]) -> None:
+    if path is not None and Path(path).suffix.lower() in LOCAL:
+        load_rows(path, limit=1, columns=columns)
