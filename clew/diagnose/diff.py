@@ -10,7 +10,7 @@ import filecmp
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -82,10 +82,20 @@ def diff(a: Path, b: Path, *, ignore: list[str], plot: Path | None) -> bool:
             plans = "" if tolerance.exact else ", plans of micro-batches"
             print(f"not looked at: what the files of checkpoints and images hold{plans} (`clew replay` does that).")
         else:
+            changed = _configuration(left, right, found.step)
+            told = {name: line for name, line in changed.items() if not _is_ignored(name, ignore)}
+            _list("configuration", told.values(), names)
+            if len(told) < len(changed):
+                print(f"left out: {', '.join(name for name in changed if name not in told)}")
             print(f"FIRST DIFFERENCE  {found.told(*names)}")
             for line in suggestions(found, {f"{names[0]}: ": left, f"{names[1]}: ": right}):
                 print(line)
-            _explain(left, right, found, names, ignore, environments)
+            explained = _explain(left, right, found, names, [each for each in environments if each != SAMPLING_NOISE])
+            if not (changed or explained):
+                print(
+                    "configuration, environment, packages, the files that configured functions are from and the "
+                    "tokenizer are the same: what differs was altered, or is not recorded"
+                )
         _drift(left, right, steps, names)
         if plot is not None:
             print(f"plot: {_plot(left, right, steps, names, plot)}")
@@ -109,7 +119,21 @@ def _compared(
         near = _first_difference(left, right, apart, _near(left, right))
         if str(near) != str(found):  # the first difference is within rounding
             return near, _near(left, right), [doubt], start
+    if found is not None and tolerance.exact and _is_sampling_noise(found):
+        near = _first_difference(left, right, apart, _near(left, right))
+        if near is not None:  # which follows from more than noise
+            return near, _near(left, right), [SAMPLING_NOISE], start
     return found, tolerance, environments, start
+
+
+SAMPLING_NOISE = "the engine rounds a logprob by which sequences it computes side by side"
+
+
+def _is_sampling_noise(found: Difference) -> bool:
+    """Return whether a difference is in the last digits of a sampled token's logprob."""
+    values = (found.recorded, found.found)
+    of_logprobs = found.stage == "data" and found.where.endswith(", logprobs") and "absent" not in values
+    return of_logprobs and abs(values[0] - values[1]) <= differences.TINY
 
 
 def _besides(left: RunDirectory, right: RunDirectory, steps: range) -> list[str]:
@@ -379,16 +403,9 @@ def _in_column(step: int, name: str, column: str, a: Sequence, b: Sequence, tole
 
 
 def _explain(
-    left: RunDirectory,
-    right: RunDirectory,
-    found: Difference,
-    names: tuple[str, str],
-    ignore: list[str],
-    environments: list[str],
-) -> None:
-    """Print everything on record that could have caused a difference."""
-    changed = _configuration(left, right, found.step)
-    ignored = [name for name in changed if _is_ignored(name, ignore)]
+    left: RunDirectory, right: RunDirectory, found: Difference, names: tuple[str, str], environments: list[str]
+) -> bool:
+    """Print what besides the configuration could have caused a difference; return whether there is anything."""
     packages = []
     for what, then, now in (
         ("", *(flat({key: run.facts().get(key) for key in FACTS}) for run in (left, right))),
@@ -396,20 +413,14 @@ def _explain(
         ("of the checkpoint before, ", *(_files_before(run, found.step) for run in (left, right))),
     ):
         packages += _changes(then, now, what).values()
-    for title, lines in (
-        ("configuration", [line for name, line in changed.items() if name not in ignored]),
-        ("environment of the step", environments),
-        ("packages, code and files", packages),
-    ):
-        if lines:
-            print(f"{title} ({names[0]} → {names[1]}):", *lines, sep="\n  ")
-    if ignored:
-        print(f"left out: {', '.join(ignored)}")
-    if not (changed or environments or packages):
-        print(
-            "configuration, environment, packages, the files that configured functions are from and the tokenizer are "
-            "the same: what differs was altered, or is not recorded"
-        )
+    _list("environment of the step", environments, names)
+    _list("packages, code and files", packages, names)
+    return bool(environments or packages)
+
+
+def _list(title: str, lines: Collection[str], names: tuple[str, str]) -> None:
+    if lines:
+        print(f"{title} ({names[0]} → {names[1]}):", *lines, sep="\n  ")
 
 
 def _changes(then: Mapping[str, Any], now: Mapping[str, Any], what: str = "") -> dict[str, str]:

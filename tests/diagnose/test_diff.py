@@ -142,6 +142,23 @@ def test_an_altered_tokenizer_is_named(
     assert "  tokenizer.json: of the checkpoint before, " in shown
 
 
+def test_what_follows_from_the_configuration_comes_before_noise_of_sampling(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two sequences side by side instead of 128: the engine rounds their logprobs otherwise from step 0 on."""
+    runs = []
+    for trial, lr, running in (("a", "1e-3", 128), ("b", "2e-3", 2)):
+        own = (f"root={tmp_path}", f"trial={trial}", f"training.lr={lr}", f"inference.max_running={running}")
+        config = configure(folder, *own, "training.steps=2", "rollout.max_lag=0")
+        learn_inline(config, lambda step, summary: None)
+        runs.append(RunDirectory(config.run_path))
+    first, second = (np.concatenate([row.logprobs for row in run.steps.read_data(0)]) for run in runs)
+    assert first.shape == second.shape and not np.array_equal(first, second) and np.abs(first - second).max() < 1e-4
+    shown = told(capsys, *(run.path for run in runs))
+    assert "(the engine rounds a logprob by which sequences it computes side by side)" in shown
+    assert shown.index("  training.lr: 0.001 → 0.002") < shown.index("FIRST DIFFERENCE  step 0, logprobs: ")
+
+
 def test_another_learning_rate(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     options = {"stages": None, "only": None, "stop": None, "reward": False, "device": None}
     assert rerun(run.path, "2:5", overrides=["training.lr=1e-4", "trial=slow"], **options)  # pyright: ignore
