@@ -125,6 +125,11 @@ class Config(Section):
                 "algorithm.kl_coef is 0, and it is the beta of training.objective=dpo: nothing would be learned. Use "
                 "more than 0, or unset it for 0.1"
             )
+        if self.training.objective != "sft" and self.eval.path is not None:
+            raise ValueError(
+                f"eval.path names held-out rows, and training.objective={self.training.objective} has no held-out loss "
+                f"yet. Unset it"
+            )
         if self.training.objective == "reward_model" and self.training.lora_rank is not None:
             raise ValueError(
                 "training.lora_rank freezes all but the adapters of a language model, and training.objective="
@@ -168,6 +173,12 @@ class Config(Section):
             return self.launch.threads
         side_by_side = self.launch.mode == "local" and self.rollout.max_lag > 0 and not self.launch.colocate
         return max(1, cores() // 2) if side_by_side else cores()
+
+    def evaluates(self, version: int) -> bool:
+        """Return whether the weights of `version` are to be evaluated: versions 0, N, 2N, ... and the last are."""
+        if self.eval.path is None:
+            return False
+        return version % self.eval.every_steps == 0 or version == self.training.steps
 
     @property
     def rank_threads(self) -> int:

@@ -368,7 +368,10 @@ class Algorithm(Section):
 class Eval(Section):
     """Evaluation on held-out prompts. All episodes of one evaluation use the same version of the weights."""
 
-    path: str | None = Field(default=None, description="Held-out prompts, given like data.path; null: no evaluation.")
+    path: str | None = Field(
+        default=None,
+        description="Held-out rows, given like data.path: prompts, or demonstrations for `clew sft`; null: none.",
+    )
     every_steps: int = Field(
         default=10, ge=1, description="Number of steps N between evaluations: of versions 0, N, 2N, ... and the last."
     )
@@ -493,6 +496,6 @@ def nearest(name: str, names: Iterable[str]) -> str:
     def likeness(candidate: str) -> float:
         own = candidate.rsplit(".", 1)[-1]
         whole = difflib.SequenceMatcher(None, name, candidate).ratio()
-        return max(whole, 0.95 * difflib.SequenceMatcher(None, last, own).ratio(), 0.9 * (own == initials) + whole / 10)
+        return max(whole, 0.95 * difflib.SequenceMatcher(None, last, own).ratio(), 0.75 * (own == initials))
 
     return max(names, key=likeness)

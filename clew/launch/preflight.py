@@ -26,7 +26,9 @@ def check_named(config: Config, *, supervised: bool = False) -> None:
     data, algorithm, rollout = config.data, config.algorithm, config.rollout
     if supervised:
         pairs = config.training.objective != "sft"
-        _check_rows(data.path, [data.prompt, data.completion, *([data.rejected] if pairs else [])])
+        columns = [data.prompt, data.completion, *([data.rejected] if pairs else [])]
+        _check_rows(data.path, columns)
+        _check_rows(config.eval.path, columns)
         return
     code = {"algorithm.advantages": algorithm.advantages, "algorithm.loss": algorithm.loss}
     code = {field: named for field, named in code.items() if "." in named}

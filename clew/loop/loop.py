@@ -70,11 +70,11 @@ def train(
             with clock("checkpoint"):
                 save_checkpoint(run, engine)
                 if ranks.leads:
-                    prune_checkpoints(config, run)
+                    checkpoint.prune(run, config.checkpoint)
         if version >= until:
             around.wait_for_evaluation(version)
             if ranks.leads:
-                prune_checkpoints(config, run)  # the last evaluation may be the best
+                checkpoint.prune(run, config.checkpoint)  # the last evaluation may be the best
             return
 
         with clock("rollout"):
@@ -119,14 +119,3 @@ def save_checkpoint(run: RunDirectory, engine: TrainEngine) -> None:
     """Write a checkpoint of the engine's version. Every rank calls this at once."""
     follows = committed_digest(run.steps, engine.version - 1)
     checkpoint.save(engine, run.checkpoints / f"step-{engine.version:06d}", follows=follows)
-
-
-def prune_checkpoints(config: Config, run: RunDirectory) -> None:
-    """Remove old checkpoints, and point checkpoints/best to the one with the best evaluation, which is kept."""
-    best = None
-    if config.checkpoint.keep_best:
-        versions = [int(folder.name.removeprefix("step-")) for folder in checkpoint.saved(run.checkpoints)]
-        best = run.best_eval(versions)
-    if best is not None:
-        checkpoint.point("best", run.checkpoints / f"step-{best:06d}")
-    checkpoint.prune(run.checkpoints, config.checkpoint.keep, best)

@@ -20,7 +20,6 @@ from clew.loop.tensorboard import Tensorboard
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
 from clew.record.weights import WeightRef
-from clew.rollout.evaluation import is_due
 from clew.training.engine import TrainEngine
 from clew.training.ranks import Ranks
 from clew.training.results import StepResult
@@ -113,7 +112,7 @@ class Surroundings:
 
     def wait_for_evaluation(self, version: int) -> None:
         """Return when the evaluation of this version is complete, or at once if none is due."""
-        if self._inference is not None and version >= 0 and is_due(version, self.config):
+        if self._inference is not None and version >= 0 and self.config.evaluates(version):
             self.ranks.agree(f"the evaluation of version {version}", lambda: self._wait_for_evaluation(version))
 
     def _wait_for_evaluation(self, version: int) -> None:

@@ -91,6 +91,7 @@ class Evaluated(TypedDict):
     truncated: NotRequired[Number | None]
     episodes: NotRequired[Number | None]
     failed: NotRequired[Number | None]
+    loss: NotRequired[Number]
 
 
 class RunDirectory:
@@ -264,11 +265,15 @@ class RunDirectory:
     def best_eval(self, versions: Collection[int]) -> int | None:
         """Return which of these versions has the best evaluation; None if none of them is evaluated.
 
-        That is the highest pass@1, then the highest reward, then the earliest: it has moved least from the first model.
+        That is the highest pass@1, then the highest reward, then the lowest loss, then the earliest: it has moved least
+        from the first model.
         """
         evaluated = [each for each in self.read_evals() if each["version"] in versions]
-        scores = [(each.get("pass@1") or 0.0, each.get("reward") or 0.0, -each["version"]) for each in evaluated]
-        return -max(scores)[2] if scores else None
+        scores = [
+            (each.get("pass@1") or 0.0, each.get("reward") or 0.0, -each.get("loss", 0.0), -each["version"])
+            for each in evaluated
+        ]
+        return -max(scores)[-1] if scores else None
 
     # Weights and servers ---------------------------------------------------------------------------------------------
 

@@ -8,18 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from clew.config import Config
 from clew.rollout.episode import Episode
 
 Z = 1.96
 """Standard deviations on each side of the mean that hold 95 % of a normal distribution."""
-
-
-def is_due(version: int, config: Config) -> bool:
-    """Return whether the weights of `version` are to be evaluated: versions 0, N, 2N, ... and the last are."""
-    if config.eval.path is None:
-        return False
-    return version % config.eval.every_steps == 0 or version == config.training.steps
 
 
 def group_id(version: int, row: int) -> str:

@@ -36,7 +36,7 @@ from clew.rollout.admission import may_start
 from clew.rollout.agents import AgentWorkflow, agent_workflow
 from clew.rollout.episode import Episode, run_episode
 from clew.rollout.evaluation import group_id as eval_group_id
-from clew.rollout.evaluation import is_due, summarize
+from clew.rollout.evaluation import summarize
 from clew.rollout.failures import FailureWatch
 from clew.rollout.filters import EqualRewards
 from clew.rollout.reward_pool import RewardPool
@@ -327,7 +327,7 @@ class RolloutRunner:
     # Evaluation ------------------------------------------------------------------------------------------------------
 
     def _start_evaluation(self, version: int) -> None:
-        due = version not in self._evaluating and is_due(version, self._config)
+        due = version not in self._evaluating and self._config.evaluates(version)
         if due and self._run.read_eval(version) is None:
             self._evaluating.add(version)
             self._start(self._evaluate(version))

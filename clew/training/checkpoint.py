@@ -34,6 +34,8 @@ from clew.reading import check as check_fields
 from clew.record import chain
 from clew.record.files import remove_strays, write_bytes
 from clew.record.rows import check_format
+from clew.record.run import RunDirectory
+from clew.sections import Checkpoint
 from clew.training.digests import Digests, digest_tensors
 from clew.training.engine import TrainEngine
 from clew.training.folders import remove_folder, save_model, save_tokenizer, written_aside
@@ -225,10 +227,19 @@ def clean(checkpoints: Path) -> None:
     remove_strays(checkpoints, "*")
 
 
-def prune(checkpoints: Path, keep: int, best: int | None = None) -> None:
-    """Remove all checkpoints but the first, the last `keep`, and that of the version `best`."""
-    for folder in saved(checkpoints)[1:-keep]:
-        if folder.name != f"step-{best or 0:06d}":
+def prune(run: RunDirectory, wanted: Checkpoint) -> None:
+    """Remove all checkpoints but the first, the last `keep`, and the one with the best evaluation (`keep_best`).
+
+    checkpoints/best points to the latter.
+    """
+    folders = saved(run.checkpoints)
+    kept = [*folders[:1], *folders[-wanted.keep :]]
+    best = run.best_eval([int(folder.name.removeprefix("step-")) for folder in folders]) if wanted.keep_best else None
+    if best is not None:
+        kept.append(run.checkpoints / f"step-{best:06d}")
+        point("best", kept[-1])
+    for folder in folders:
+        if folder not in kept:
             remove_folder(folder)
 
 

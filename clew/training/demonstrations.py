@@ -26,16 +26,22 @@ class Demonstration:
 class Demonstrations:
     """The demonstrations that a run will use, tokenized and ready to be batched."""
 
-    def __init__(self, config: Config, tokenizer: Any, *, context: int | None) -> None:
+    def __init__(self, config: Config, tokenizer: Any, *, context: int | None, held_out: bool = False) -> None:
         """Read and tokenize the demonstrations.
 
         Args:
+            config: Configuration.
+            tokenizer: Tokenizer of the model.
             context: Maximum number of tokens of a sequence; None: no limit.
+            held_out: Read all rows of eval.path, not those of data.path that the run will use.
 
         Raises:
             DataError: A row cannot be used; the message names it.
         """
         names = config.data
+        if held_out:
+            names = names.model_copy(update={"path": config.eval.path, "limit": None})
+            config = config.model_copy(update={"data": names})  # for messages
         pairs = config.training.objective != "sft"
         completions = [names.completion, names.rejected] if pairs else [names.completion]
         rows = data.load_rows(names.path, split=names.split, limit=names.limit, columns=(names.prompt, *completions))
@@ -44,7 +50,7 @@ class Demonstrations:
         self._last_alone = tokenizer.pad_token_id if config.training.objective == "reward_model" else None
         self._n_rows = len(rows)
         used = min(len(rows), config.training.steps * config.training.batch_size)
-        in_use = sorted({data.order(len(rows), index, config.seed) for index in range(used)})
+        in_use = sorted({data.order(len(rows), index, config.seed) for index in range(len(rows) if held_out else used)})
         prompts = _tokenize_prompts([rows[row][names.prompt] for row in in_use], in_use, config, tokenizer)
         encoded = [_encode(rows, in_use, prompts, column, config, tokenizer) for column in completions]
         self._rows = dict(zip(in_use, zip(*encoded, strict=True), strict=True))
@@ -65,7 +71,13 @@ class Demonstrations:
         """
         size = self._config.training.batch_size
         indices = range(step * size, (step + 1) * size)
-        rows = [data.order(self._n_rows, index, self._config.seed) for index in indices]
+        return self._tokens([data.order(self._n_rows, index, self._config.seed) for index in indices])
+
+    def whole(self) -> Tokens:
+        """Return all rows in use, in the order of the data."""
+        return self._tokens(list(self._rows))
+
+    def _tokens(self, rows: list[int]) -> Tokens:
         chosen = [each for row in rows for each in self._rows[row]]
         lengths = np.array([len(demonstration.input_ids) for demonstration in chosen])
         starts = np.concatenate([[0], np.cumsum(lengths)])

@@ -315,6 +315,12 @@ class TrainEngine:
         stages = {"logprobs": tokens.split(done.logprobs_S), "loss": tokens.split(done.loss_S)}
         return self._finish(tokens, plan, done, stages=stages, metrics={})
 
+    def held_out_loss(self, tokens: Tokens) -> float:
+        """Return the mean cross-entropy of the tokens in the loss mask, in nats. Every rank calls this at once."""
+        plan = [deal(tokens.lengths.tolist(), range(len(tokens.lengths)), **self.policy.dealing(tokens))]
+        logprobs_S = self.policy.score_all(tokens, plan)
+        return -float(logprobs_S[tokens.loss_mask_S].mean(dtype=np.float64))
+
     # Inside a step ---------------------------------------------------------------------------------------------------
 
     def _seed(self) -> int:

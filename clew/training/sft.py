@@ -21,6 +21,7 @@ from clew.training.demonstrations import Demonstrations
 from clew.training.engine import TrainEngine, make_deterministic
 from clew.training.ranks import Ranks, process_here
 from clew.training.results import StepResult
+from clew.training.tokens import Tokens
 
 log = logging.getLogger("clew.training")
 
@@ -48,6 +49,11 @@ def sft(config: Config) -> None:
             checkpoint.clean(run.checkpoints)
         engine = TrainEngine(config, ranks=ranks)
         demonstrations = Demonstrations(config, engine.policy.tokenizer, context=engine.policy.context)
+        held_out = None
+        if config.eval.path is not None:
+            held_out = Demonstrations(
+                config, engine.policy.tokenizer, context=engine.policy.context, held_out=True
+            ).whole()
         resume(engine, run, console)
         if ranks.leads:
             warn_of_changes(log, config, run, engine.version, config.training.steps)
@@ -56,7 +62,11 @@ def sft(config: Config) -> None:
                 run.describe(config, step=engine.version, threads=torch.get_num_threads(), topology=topology)
         progress = _Progress(console, config.training.steps)
         reporter.set(doing="training", version=engine.version)
-        while engine.version < config.training.steps:
+        while True:
+            if held_out is not None and config.evaluates(engine.version) and run.read_eval(engine.version) is None:
+                evaluate(engine, run, held_out, console)
+            if engine.version >= config.training.steps:
+                break
             result = engine.supervised_step(demonstrations.batch(engine.version))
             progress.say(engine.version, result)
             reporter.set(version=engine.version)
@@ -64,8 +74,22 @@ def sft(config: Config) -> None:
                 folder = run.checkpoints / f"step-{engine.version:06d}"
                 checkpoint.save(engine, folder)
                 if ranks.leads:
-                    checkpoint.prune(run.checkpoints, config.checkpoint.keep)
+                    checkpoint.prune(run, config.checkpoint)
+        if ranks.leads:
+            checkpoint.prune(run, config.checkpoint)  # the last evaluation may be the best
         console.print(f"{engine.version} steps are trained. The model: {run.checkpoints / 'latest'}")
+
+
+def evaluate(engine: TrainEngine, run: RunDirectory, held_out: Tokens, console: Console) -> None:
+    """Compute the held-out loss, write it to evals/ and print it. Every rank calls this at once."""
+    began = time.monotonic()
+    loss = engine.held_out_loss(held_out)
+    if engine.ranks.leads:
+        tokens = int(held_out.loss_mask_S.sum())
+        said = {"loss": loss, "tokens": tokens, "prompts": len(held_out.ids), "seconds": time.monotonic() - began}
+        run.write_eval(engine.version, [], said)
+    engine.ranks.meet()
+    console.print(f"held-out loss of version {engine.version}: {loss:.4f} nats a token ({len(held_out.ids)} rows)")
 
 
 def resume(engine: TrainEngine, run: RunDirectory, console: Console) -> None:

@@ -233,6 +233,12 @@ def _show_evaluations(console: Console, evaluations: list[dict[str, Any]]) -> No
     if not evaluations:
         return
     console.print()
+    if "loss" in evaluations[-1]:  # of `clew sft`
+        losses = table("evaluation of", "held-out loss", "tokens")
+        for each in evaluations:
+            losses.add_row(f"version {each['version']}", number(each.get("loss"), ".4f"), str(each.get("tokens")))
+        console.print(losses)
+        return
     passes = [name for name in evaluations[-1] if name.startswith("pass@")]
     rows = table(
         *("evaluation of", *passes, "reward", "length", "truncated", "episodes", "failed"),

@@ -14,7 +14,7 @@ from clew.inference.protocol import RequestTooLong
 from clew.record import rows as record_rows
 from clew.record.rejected import count_rejected
 from clew.record.run import RunDirectory
-from clew.rollout.evaluation import is_due, pass_at_k
+from clew.rollout.evaluation import pass_at_k
 from clew.waits import current_waits
 from tests.record.test_run import SUMMARY
 from tests.rollout.scripted import ROWS, Scripted, config_for, runner_for
@@ -43,7 +43,7 @@ def drive(tmp_path, config, engine, versions, *, rows=ROWS, eval_rows=None):
             publish(run, engine, version)
             if version:
                 run.inbox.remove(run.steps.read(version - 1)["groups"])
-            while is_due(version, config) and run.read_eval(version) is None:
+            while config.evaluates(version) and run.read_eval(version) is None:
                 assert await runner.advance()
             if version < config.training.steps:
                 while len(run.inbox.names()) < config.rollout.batch_groups:
@@ -447,8 +447,8 @@ def test_pass_at_k_by_hand():
 
 def test_evaluation_is_due_at_the_first_every_so_many_and_the_last(tmp_path):
     config = config_for(tmp_path, eval={"path": "eval.jsonl", "every_steps": 3}, training={"steps": 8})
-    assert [version for version in range(9) if is_due(version, config)] == [0, 3, 6, 8]
-    assert not is_due(0, config_for(tmp_path))
+    assert [version for version in range(9) if config.evaluates(version)] == [0, 3, 6, 8]
+    assert not config_for(tmp_path).evaluates(0)
 
 
 def test_evaluations_are_by_one_version_and_filed_with_their_summary(tmp_path):

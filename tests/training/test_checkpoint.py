@@ -8,7 +8,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from clew.errors import ModelError, RecordError
-from clew.loop.loop import prune_checkpoints
 from clew.record.files import write_json
 from clew.record.run import RunDirectory
 from clew.training import checkpoint
@@ -158,7 +157,8 @@ def test_pruning_keeps_the_first_and_the_last(tmp_path):
     for version in range(5):
         engine.restored(version)
         checkpoint.save(engine, tmp_path / "checkpoints" / f"step-{version:06d}")
-    checkpoint.prune(tmp_path / "checkpoints", 2)
+    run, two = RunDirectory(tmp_path), make_config("unused", checkpoint={"keep": 2}).checkpoint
+    checkpoint.prune(run, two)
     assert [folder.name for folder in checkpoint.saved(tmp_path / "checkpoints")] == [
         "step-000000",
         "step-000003",
@@ -171,7 +171,7 @@ def test_pruning_keeps_the_first_and_the_last(tmp_path):
     assert checkpoint.latest_version(tmp_path / "checkpoints") == 4
     checkpoint.clean(tmp_path / "checkpoints")
     assert list((tmp_path / "checkpoints").glob(".*")) == []
-    checkpoint.prune(tmp_path / "checkpoints", 2)
+    checkpoint.prune(run, two)
     assert len(checkpoint.saved(tmp_path / "checkpoints")) == 3
 
 
@@ -189,12 +189,12 @@ def test_the_best_evaluated_checkpoint_is_never_pruned(tmp_path):
         write_json(run.checkpoints / f"step-{version:06d}" / "checkpoint.json", {})
     for version, score in scores.items():
         run.write_eval(version, [], {"pass@1": score, "reward": score})
-    prune_checkpoints(config, run)
+    checkpoint.prune(run, config.checkpoint)
     kept = [folder.name for folder in checkpoint.saved(run.checkpoints)]
     assert kept == ["step-000000", "step-000004", "step-000008", "step-000010"]
     assert (run.checkpoints / "best").readlink() == Path("step-000004")
     run.write_eval(10, [], {"pass@1": 0.7, "reward": 0.8})
-    prune_checkpoints(config, run)
+    checkpoint.prune(run, config.checkpoint)
     assert (run.checkpoints / "best").readlink() == Path("step-000010")
     assert [folder.name for folder in checkpoint.saved(run.checkpoints)] == ["step-000000", *kept[2:]]
 
@@ -206,6 +206,6 @@ def test_keep_best_can_be_turned_off(tmp_path):
         (run.checkpoints / f"step-{version:06d}").mkdir()
         write_json(run.checkpoints / f"step-{version:06d}" / "checkpoint.json", {})
         run.write_eval(version, [], {"pass@1": 1.0 - version / 10, "reward": 0.0})
-    prune_checkpoints(config, run)
+    checkpoint.prune(run, config.checkpoint)
     assert [folder.name for folder in checkpoint.saved(run.checkpoints)] == ["step-000000", "step-000004"]
     assert not (run.checkpoints / "best").exists()

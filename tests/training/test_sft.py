@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from clew import config as configuration
@@ -19,6 +20,7 @@ from clew.record.run import RunDirectory
 from clew.training import checkpoint
 from clew.training.demonstrations import Demonstrations
 from clew.training.sft import sft
+from clew.view.show import show
 from tests.models import tiny_model, tiny_tokenizer
 from tests.training.sequences import make_config
 
@@ -26,6 +28,7 @@ PROGRAM = """
 import sys
 from clew import config
 from clew.training.sft import sft
+from clew.view.show import show
 sft(config.load(sys.argv[1], sys.argv[2:]))
 """
 
@@ -69,6 +72,38 @@ def test_it_learns_and_says_where_the_model_is(settings, capsys):
 
 
 @pytest.mark.slow
+def test_the_held_out_loss_is_recorded_and_its_best_checkpoint_kept(settings, tmp_path, capsys):
+    write_rows(tmp_path / "held_out.jsonl", [{"prompt": f"{i:02d}>", "completion": f"{i:02d}"} for i in range(50, 60)])
+    settings["eval"] = {"path": str(tmp_path / "held_out.jsonl"), "every_steps": 4}
+    settings["training"] |= {"steps": 12}
+    config = make_config(**settings)
+    sft(config)
+    run = RunDirectory(config.run_path)
+    losses = {each["version"]: each["loss"] for each in run.read_evals()}
+    assert list(losses) == [0, 4, 8, 12] and losses[12] < losses[0]
+    said = capsys.readouterr().out
+    assert f"held-out loss of version 12: {losses[12]:.4f} nats a token (10 rows)" in said
+    best = min(losses, key=lambda version: losses[version])
+    assert (run.checkpoints / "best").readlink().name == f"step-{best:06d}"
+    model = AutoModelForCausalLM.from_pretrained(run.checkpoints / "latest").double()
+    tokenizer, total, count = load_tokenizer(str(settings["model"])), 0.0, 0
+    for row in range(50, 60):  # as transformers computes it, row by row
+        prompt = tokenizer(f"{row:02d}>")["input_ids"]
+        ids = torch.tensor([[*prompt, *tokenizer(f"{row:02d}", add_special_tokens=False)["input_ids"],
+                             tokenizer.eos_token_id]])  # fmt: skip
+        logprobs = torch.log_softmax(model(ids).logits[0, :-1], -1).gather(1, ids[0, 1:, None])[len(prompt) - 1 :]
+        total, count = total - float(logprobs.detach().sum()), count + len(logprobs)
+    assert losses[12] == pytest.approx(total / count, rel=1e-5)
+    show(run.path, console=Console(width=160))
+    shown = capsys.readouterr().out
+    assert "evaluation of" in shown and f"{losses[12]:.4f}" in shown
+
+
+def test_held_out_rows_of_preferences_are_refused(settings):
+    with pytest.raises(ValueError, match=r"training\.objective=dpo has no held-out loss"):
+        make_config(**settings | {"eval": {"path": "x.jsonl"}, "training": {"objective": "dpo"}})
+
+
 def test_killed_anywhere_it_ends_in_the_same_weights(settings, tmp_path):
     whole = make_config(**settings)
     killed = make_config(**settings | {"root": str(tmp_path / "killed")})
