@@ -10,9 +10,10 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 
 from clew.algorithms import PRESETS, WITHIN_GROUP, preset_options
 from clew.errors import ConfigError, RecordError
@@ -254,10 +255,11 @@ def _chosen(values: Any) -> dict[str, Any]:
     if not isinstance(preset, str) or (preset not in PRESETS and "." not in preset):
         return {}
     options = preset_options(preset, max_new_tokens=_limit(values))
-    if unknown := [name for name in options if name not in field_names()]:
+    names = [name for name in field_names() if name.count(".") == 1]  # a preset sets algorithm.reject as a whole
+    if unknown := [name for name in options if name not in names]:
         raise ConfigError(
             f"algorithm.preset={preset} sets {unknown[0]}, and there is no such field; did you mean "
-            f"{nearest(unknown[0], field_names())!r}?"
+            f"{nearest(unknown[0], names)!r}?"
         )
     return options
 
@@ -318,14 +320,20 @@ def provider() -> tuple[str, str]:
 
 
 def field_names(section: type[BaseModel] = Config, prefix: str = "") -> list[str]:
-    """Return the dotted names of all fields."""
+    """Return the dotted names of all fields. A section that may be null is a field, too."""
     names: list[str] = []
     for name, field in section.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            names += field_names(field.annotation, f"{prefix}{name}.")
-        else:
+        if not isinstance(field.annotation, type) or not issubclass(field.annotation, BaseModel):
             names.append(prefix + name)
+        if (nested := nested_section(field)) is not None:
+            names += field_names(nested, f"{prefix}{name}.")
     return names
+
+
+def nested_section(field: FieldInfo) -> type[BaseModel] | None:
+    """Return the section that a field holds, or may hold instead of null; None if it holds a plain value."""
+    kinds = [field.annotation, *get_args(field.annotation)]
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
 
 def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -234,6 +234,46 @@ class Training(Section):
     )
 
 
+class Reject(Section):
+    """Bounds outside which tokens, or whole sequences, add nothing to the loss."""
+
+    by: Literal["ratio", "k3"] = Field(
+        description="Value to bound: proximal over behaviour probability w, or the k3 estimate of their divergence, "
+        "w - log w - 1."
+    )
+    over: Literal["token", "sequence_mean", "sequence_max"] = Field(
+        description="token: reject single tokens; sequence_mean, sequence_max: reject whole sequences by the mean (of "
+        "ratios the geometric one) or the maximum over their trained tokens."
+    )
+    low: float | None = Field(default=None, gt=0, description="Reject below this value; null: no lower bound.")
+    high: float | None = Field(default=None, gt=0, description="Reject above this value; null: no upper bound.")
+
+    @model_validator(mode="after")
+    def _bounds_agree(self) -> Reject:
+        if self.low is None and self.high is None:
+            raise ValueError(
+                "algorithm.reject.low and algorithm.reject.high are both null, so nothing would be rejected. Set at "
+                "least one, or algorithm.reject=null"
+            )
+        if self.low is not None and self.by == "k3":
+            raise ValueError(
+                f"algorithm.reject.low ({self.low:g}) with algorithm.reject.by=k3 would reject what agrees best: k3 is "
+                f"0 where the probabilities are equal, and never negative. Unset it, and use high"
+            )
+        if self.low is not None and self.over == "sequence_max":
+            raise ValueError(
+                f"algorithm.reject.low ({self.low:g}) cannot bound the largest ratio of a sequence. Use algorithm.veto "
+                f"to reject sequences with a ratio below {self.low:g}, or algorithm.reject.over=token"
+            )
+        bounds = {name: value for name in ("low", "high") if (value := getattr(self, name)) is not None}
+        if self.by == "ratio" and not bounds.get("low", 0) < 1 < bounds.get("high", 2):
+            said = " and ".join(f"algorithm.reject.{name} ({value:g})" for name, value in bounds.items())
+            raise ValueError(
+                f"{said} would reject a ratio of 1, which every token has without lag and mismatch. Use low < 1 < high"
+            )
+        return self
+
+
 class Algorithm(Section):
     """The objective of training: by default GRPO with the decoupled objective of AReaL (arXiv 2505.24298).
 
@@ -310,6 +350,18 @@ class Algorithm(Section):
     )
     importance_cap: float = Field(
         default=2.0, gt=0, description="Limit of proximal over behaviour probability; see importance."
+    )
+    reject: Reject | None = Field(
+        default=None,
+        description="Tokens or sequences to leave out of the loss because their proximal and behaviour probabilities "
+        "are too far apart; null: none.",
+    )
+    veto: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="Leave whole sequences out of the loss that have a token with proximal over behaviour probability "
+        "below this, such as 1e-4; null: none.",
     )
     kl_coef: float = Field(
         default=0.0,

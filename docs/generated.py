@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from clew.cli.main import app
-from clew.config import Config
+from clew.config import Config, nested_section
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"\[([^\]]+)\]\((\.\./[^)#]+)\)")
@@ -52,13 +52,21 @@ def _is_section(field: FieldInfo) -> bool:
 
 
 def _table(name: str, section: type[BaseModel], fields: dict[str, FieldInfo]) -> Iterator[str]:
-    prefix = "" if section is Config else f"{name}."
     yield f"\n## {name}\n\n{(section.__doc__ or '').strip()}\n"
     yield "| field | default | values | |\n| --- | --- | --- | --- |"
+    yield from _rows("" if section is Config else f"{name}.", fields)
+
+
+def _rows(prefix: str, fields: dict[str, FieldInfo]) -> Iterator[str]:
+    """Yield a line for each field, and after a section that may be null those of its fields."""
     for field_name, field in fields.items():
         default = "needed" if field.is_required() else f"`{_yaml(field.get_default(call_default_factory=True))}`"
         sentence = (field.description or "").replace("|", "\\|")
-        yield f"| `{prefix}{field_name}` | {default} | {_values(field)} | {sentence} |"
+        nested = nested_section(field)
+        values = _values(field) if nested is None else "null or the fields below"
+        yield f"| `{prefix}{field_name}` | {default} | {values} | {sentence} |"
+        if nested is not None:
+            yield from _rows(f"{prefix}{field_name}.", nested.model_fields)
 
 
 def _yaml(value: Any) -> str:

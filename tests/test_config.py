@@ -42,11 +42,24 @@ def test_overrides_and_interpolation_are_resolved(good: Path) -> None:
     assert loaded.run_path == Path("runs/other/0")
 
 
-def test_what_is_dumped_loads_to_the_same(good: Path, tmp_path: Path) -> None:
-    loaded = config.load(good)
+@pytest.mark.parametrize("overrides", [[], ["algorithm.reject={by: k3, over: token, high: 0.1}"]])
+def test_what_is_dumped_loads_to_the_same(good: Path, tmp_path: Path, overrides: list[str]) -> None:
+    loaded = config.load(good, overrides)
     again = tmp_path / "again.yaml"
     again.write_text(config.dump(loaded))
     assert config.load(again) == loaded
+
+
+def test_a_section_that_may_be_null_is_set_and_unset_like_a_field(good: Path) -> None:
+    assert config.load(good).algorithm.reject is None
+    fields = ["algorithm.reject.by=ratio", "algorithm.reject.over=token", "algorithm.reject.high=3"]
+    good.write_text(config.dump(config.load(good)))
+    loaded = config.load(good, fields)
+    reject = loaded.algorithm.reject
+    assert reject is not None and (reject.by, reject.over, reject.low, reject.high) == ("ratio", "token", None, 3)
+    good.write_text(config.dump(loaded))
+    assert config.load(good, ["algorithm.reject.high=4"]).algorithm.reject == reject.model_copy(update={"high": 4})
+    assert config.load(good, ["algorithm.reject=null"]).algorithm.reject is None
 
 
 @pytest.mark.parametrize(
@@ -89,6 +102,30 @@ def test_what_is_dumped_loads_to_the_same(good: Path, tmp_path: Path) -> None:
         ),
         ("", ["algorithm.loss=cispo", "algorithm.dual_clip=3"], "algorithm.loss is cispo. Unset it"),
         ("", ["algorithm.importance=token_mask", "algorithm.importance_cap=1"], "would mask every token"),
+        (
+            "algorithm:\n  reject: {by: ratio, over: token, hihg: 2}\n",
+            [],
+            "good.yaml:9: there is no field 'algorithm.reject.hihg'; did you mean 'algorithm.reject.high'?",
+        ),
+        ("", ["algorithm.rejct.by=k3"], "there is no field 'algorithm.rejct'; did you mean 'algorithm.reject'?"),
+        ("", ["algorithm.reject.high=2"], "the field 'algorithm.reject.over' is missing; it has no default."),
+        (
+            "",
+            ["algorithm.reject={by: ratio, over: token}"],
+            "algorithm.reject.low and algorithm.reject.high are both null, so nothing would be rejected. Set at least",
+        ),
+        (
+            "",
+            ["algorithm.reject={by: ratio, over: sequence_mean, low: 1.1, high: 2}"],
+            "algorithm.reject.low (1.1) and algorithm.reject.high (2) would reject a ratio of 1",
+        ),
+        ("", ["algorithm.reject={by: k3, over: token, low: 0.1}"], "would reject what agrees best"),
+        (
+            "",
+            ["algorithm.reject={by: ratio, over: sequence_max, low: 0.1}"],
+            "Use algorithm.veto to reject sequences with a ratio below 0.1, or algorithm.reject.over=token",
+        ),
+        ("", ["algorithm.veto=2"], "algorithm.veto: Input should be less than 1, found 2"),
         ("", ["rollout.n_samples=1"], "rollout.n_samples is 1, and algorithm.advantages=group compares the episodes"),
         ("", ["algorithm.preset=rloo", "rollout.n_samples=1"], "Use at least 2, or algorithm.advantages=batch, gae"),
         (
@@ -161,6 +198,7 @@ def test_every_preset_sets_fields_that_there_are(good: Path, preset: str) -> Non
 
 PAGE = """
 OPTIONS = {"clip_high": 0.3, "advantages": "mean", "overlong_penalty": lambda limit: limit // 2, "eval.n_samples": 2}
+OPTIONS["reject"] = {"by": "ratio", "over": "token", "high": 3}
 
 def loss(logprobs_N, advantages_N):
     return -logprobs_N * advantages_N, {}
@@ -183,6 +221,7 @@ def test_a_page_of_the_users_own_is_a_preset(good: Path, page: Path) -> None:
     algorithm = loaded.algorithm
     assert (algorithm.loss, algorithm.advantages, algorithm.clip_high) == ("mine.page.loss", "mean", 0.4)
     assert (algorithm.overlong_penalty, loaded.eval.n_samples) == (128, 2)
+    assert algorithm.reject is not None and algorithm.reject.high == 3
     good.write_text(config.dump(loaded))
     other = config.load(good, ["algorithm.preset=cispo"])
     assert (other.algorithm.loss, other.algorithm.clip_high, other.eval.n_samples) == ("cispo", 0.4, 1)
@@ -207,6 +246,7 @@ def test_a_users_page_is_code_and_is_loaded_only_if_it_is_needed_and_trusted(goo
     [
         ("x = 1", "expected a module with any of OPTIONS"),
         ("OPTIONS = {'clip_hihg': 1}", r"sets algorithm\.clip_hihg.*did you mean 'algorithm\.clip_high'"),
+        ("OPTIONS = {'algorithm.reject.high': 1}", r"there is no such field; did you mean 'algorithm\.reject'"),
         ("1 / 0", r"importing it raised ZeroDivisionError at .*page\.py:1"),
     ],
 )
@@ -243,7 +283,8 @@ def test_a_missing_file_and_a_missing_field(tmp_path: Path) -> None:
 
 
 def test_few_knobs_each_with_a_sentence() -> None:
-    assert len(config.field_names()) <= 102
+    # 100, eval.pass_above, checkpoint.keep_best, and those of algorithm.reject and veto
+    assert len(config.field_names()) <= 109
     schema = config.Config.model_json_schema()
     for section in schema["$defs"].values():
         for name, field in section["properties"].items():

@@ -43,6 +43,8 @@ class PolicyLoss:
     """Loss of each token, float32, which carries the gradient. The loss of a mini-batch is its mean over all tokens."""
     sums: dict[str, Tensor]
     """Sums over the N tokens; divided by the number of tokens, they are metrics."""
+    rejected_N: Tensor | None = None
+    """Reason for which each token was rejected, see `clew.algorithms.rejection.rejections`; None without rejection."""
 
 
 def ratios(tokens: TrainedTokens, options: Algorithm) -> Tensor:
@@ -125,3 +127,11 @@ def sequence_sums(values_N: Tensor, rows_N: Tensor | None) -> Tensor:
 def sequence_means(values_N: Tensor, rows_N: Tensor | None) -> Tensor:
     """Return for each token the mean over the tokens of its sequence: [N]."""
     return sequence_sums(values_N, rows_N) / sequence_sums(values_N.new_ones(values_N.shape), rows_N)
+
+
+def sequence_maxima(values_N: Tensor, rows_N: Tensor | None) -> Tensor:
+    """Return for each token the largest value of its sequence: [N]."""
+    assert rows_N is not None, "an option of whole sequences needs rows_N"
+    count = int(rows_N.max()) + 1 if len(rows_N) else 0
+    lowest = values_N.new_full((count,), -float("inf"))
+    return lowest.scatter_reduce(0, rows_N, values_N, "amax").index_select(0, rows_N)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,21 +16,34 @@ from torch import Tensor
 
 from clew.algorithms import LOSSES, page
 from clew.algorithms.losses import PolicyLoss, TrainedTokens, loss_kl_coef
+from clew.algorithms.rejection import rejections, rejects
 from clew.config import Algorithm
 from clew.errors import ConfigError, TrainingError
 from clew.training.custom import UserFunction
 
 
 def loss_function(algorithm: Algorithm) -> Callable[..., PolicyLoss]:
-    """Return the function that algorithm.loss names. Call it with the named tensors of `TrainedTokens`.
+    """Return the function that algorithm.loss names, without what is rejected. Call it with the named tensors of
+    `TrainedTokens`.
 
     Raises:
         ConfigError: A dotted path names no function that can be called this way.
     """
-    if algorithm.loss not in LOSSES:
-        return CustomLoss(algorithm)
-    loss = page(LOSSES[algorithm.loss]).loss
-    return lambda **tensors: loss(TrainedTokens(**tensors), algorithm)
+    if algorithm.loss in LOSSES:
+        loss: Callable[..., PolicyLoss] = partial(_of_page, page(LOSSES[algorithm.loss]).loss, algorithm)
+    else:
+        loss = CustomLoss(algorithm)
+    return partial(_of_kept, loss, algorithm) if rejects(algorithm) else loss
+
+
+def _of_page(loss: Callable[..., PolicyLoss], algorithm: Algorithm, **tensors: Any) -> PolicyLoss:
+    return loss(TrainedTokens(**tensors), algorithm)
+
+
+def _of_kept(loss: Callable[..., PolicyLoss], algorithm: Algorithm, **tensors: Any) -> PolicyLoss:
+    """Return a loss that is 0 where a token is rejected. NaN stays NaN: a rejection must not hide it."""
+    everything, rejected_N = loss(**tensors), rejections(TrainedTokens(**tensors), algorithm)
+    return replace(everything, per_token_N=everything.per_token_N * (rejected_N == 0), rejected_N=rejected_N)
 
 
 OPTIONS = (
