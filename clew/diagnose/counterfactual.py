@@ -22,7 +22,7 @@ from clew.record.foreign import mark_foreign, why_foreign
 from clew.record.run import RunDirectory
 from clew.training.optimizer import GradientError
 
-SIDE_BY_SIDE = ("loss", "grad_norm", "reward", "entropy", "behaviour_k3", "clip_share", "kl", "lr")
+SIDE_BY_SIDE = ("loss", "grad_norm", "reward", "entropy", "behaviour_k3", "clip_share", "rejected_share", "kl", "lr")
 """Metrics that a counterfactual shows."""
 
 

@@ -226,6 +226,7 @@ ROUNDED = (
     "reference_logprobs",
     "logprobs",
     "entropies",
+    "rejected",
     "loss",
     "gradients",
 )

@@ -28,6 +28,7 @@ STAGES = (
     "reference_logprobs",
     "logprobs",
     "entropies",
+    "rejected",
     "loss",
     "gradients",
     "update",
@@ -35,7 +36,7 @@ STAGES = (
 )
 """Stages in the order in which a step computes them; those of `OF_UPDATES` again for each of its updates."""
 
-OF_UPDATES = ("logprobs", "entropies", "loss", "gradients")
+OF_UPDATES = ("logprobs", "entropies", "rejected", "loss", "gradients")
 """Stages that an update computes from the rows of its mini-batch, with the weights that the updates before it left."""
 
 

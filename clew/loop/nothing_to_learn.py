@@ -19,8 +19,8 @@ ZERO = 1e-8
 
 
 class NothingToLearn:
-    """Counts steps whose advantages are all zero, and consecutive steps in which all rewards that algorithm.advantages
-    compares are equal."""
+    """Counts steps whose advantages are all zero, steps whose tokens are all rejected, and consecutive steps in which
+    all rewards that algorithm.advantages compares are equal."""
 
     def __init__(self, advantages: str) -> None:
         self._within_groups = advantages in WITHIN_GROUP
@@ -29,6 +29,8 @@ class NothingToLearn:
         self._warn_at = WARN_STEPS
         self._zero_steps = 0
         self._warn_zero_at = 1
+        self._rejected_steps = 0
+        self._warn_rejected_at = 1
 
     def add(self, step: int, metrics: Mapping[str, float], largest_advantage: float = 1.0) -> str:
         """Take a step's metrics, and warn when the step teaches nothing.
@@ -40,6 +42,7 @@ class NothingToLearn:
             The warning that `clew status` shows; empty when there is none.
         """
         warning = self._equal_rewards(step, metrics)
+        self._all_rejected(step, metrics)
         self._zero_steps += largest_advantage <= ZERO
         if self._zero_steps == self._warn_zero_at:
             self._warn_zero_at *= 2
@@ -50,6 +53,17 @@ class NothingToLearn:
                     f"equal, or that function is wrong"
                 )
         return warning
+
+    def _all_rejected(self, step: int, metrics: Mapping[str, float]) -> None:
+        if metrics.get("rejected_share") != 1:
+            return
+        self._rejected_steps += 1
+        if self._rejected_steps == self._warn_rejected_at:
+            self._warn_rejected_at *= 2
+            log.warning(
+                f"step {step}: algorithm.reject and veto rejected every token ({self._rejected_steps} such steps so "
+                f"far), so the step taught nothing. Widen their bounds, or lower rollout.max_lag or training.lr"
+            )
 
     def _equal_rewards(self, step: int, metrics: Mapping[str, float]) -> str:
         alike = metrics["equal_groups_share"] == 1 if self._within_groups else metrics["reward_std"] == 0

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from clew.algorithms.losses import PolicyLoss
 from clew.training.critic import Fitted
 from clew.training.engine import TrainEngine
 from clew.training.optimizer import GradientError
@@ -38,6 +39,8 @@ class Contribution:
     losses_N: np.ndarray
     weights_N: np.ndarray
     """Strength with which each token pulls: |d loss / d logprob| x (1 - probability), which reaches its own logit."""
+    rejected_N: np.ndarray | None
+    """Reason for which each token was rejected, see `clew.algorithms.rejection`; None without rejection."""
     first_not_finite: str | None
     """Place where NaN or infinity first appears when the sequence is computed alone; None if nothing is NaN or
     infinite."""
@@ -108,32 +111,33 @@ def _backward(
     rows: list[int],
     trained: int,
     before: Callable[[MicroBatch, Tensor, Tensor], None] | None = None,
-) -> tuple[MicroBatch, Tensor, Tensor]:
+) -> tuple[MicroBatch, Tensor, PolicyLoss]:
     """Add the gradient of these rows.
 
     Args:
         before: Called with the results, after they are computed and before the gradient is.
 
     Returns:
-        The micro-batch, and the logprobs and losses of its trained tokens.
+        The micro-batch, and the logprobs and the loss of its trained tokens.
     """
     micro = engine.policy.micro_batch(step.tokens, rows)
     if not len(micro.where_N):
-        return micro, torch.zeros(0), torch.zeros(0)
+        return micro, torch.zeros(0), PolicyLoss(per_token_N=torch.zeros(0), sums={})
     scores = engine.score_micro(micro)
     scores.logprobs_N.retain_grad()
-    loss_N, _ = step.loss_of(micro, scores)
+    loss = step.loss_of(micro, scores)
     if before is not None:
-        before(micro, scores.logprobs_N, loss_N.detach())
-    (loss_N.sum() / trained).backward()
+        before(micro, scores.logprobs_N, loss.per_token_N.detach())
+    (loss.per_token_N.sum() / trained).backward()
     engine.optimizer.gather()
-    return micro, scores.logprobs_N, loss_N.detach()
+    return micro, scores.logprobs_N, loss
 
 
 def _contribution(
     engine: TrainEngine, step: Prepared, row: int, update: int, trained: int, whole: dict[str, Tensor], norm: float
 ) -> Contribution:
-    micro, logprobs_N, losses_N = _backward(engine, step, [row], trained)
+    micro, logprobs_N, of_row = _backward(engine, step, [row], trained)
+    losses_N = of_row.per_token_N.detach()
     own = engine.optimizer.gradients()
     along = sum(float((grad.double() * whole[name].double()).sum()) for name, grad in own.items())
     pull_N = torch.zeros(0) if logprobs_N.grad is None else logprobs_N.grad.abs() * -torch.expm1(logprobs_N.detach())
@@ -148,6 +152,7 @@ def _contribution(
         logprobs_N=logprobs_N.detach().cpu().numpy(),
         losses_N=losses_N.cpu().numpy(),
         weights_N=pull_N.cpu().numpy(),
+        rejected_N=None if of_row.rejected_N is None else of_row.rejected_N.cpu().numpy(),
         first_not_finite=None if math.isfinite(own_norm + loss) else first_not_finite(engine, step, row),
     )
 

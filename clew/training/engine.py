@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceABC
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -25,6 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from clew.algorithms.losses import PolicyLoss
+from clew.algorithms.rejection import rejects
 from clew.config import Algorithm, Config, Training
 from clew.errors import ModelError, TrainingError, first_line
 from clew.models.loading import is_out_of_memory
@@ -38,7 +40,7 @@ from clew.training.critic import Critic, value_metrics
 from clew.training.digests import Digests, digest_tensors
 from clew.training.gradient_checks import RECENT_NORMS, hint_of, loss_problem, norm_problem, not_finite
 from clew.training.losses import loss_function
-from clew.training.metrics import gap_metrics, lag_metrics, rollout_metrics
+from clew.training.metrics import gap_metrics, lag_metrics, rejection_metrics, rollout_metrics
 from clew.training.optimizer import GradientError, Optimizer
 from clew.training.policy import Policy, check_tokens
 from clew.training.preferences import deal_pairs, pair_losses, supervised_loss
@@ -61,6 +63,7 @@ class _Pass:
     """Logprobs of this rank's rows, 0 elsewhere; of all rows when the updates are done."""
     entropies_S: np.ndarray
     loss_S: np.ndarray
+    rejected_S: np.ndarray
     sums: dict[str, float] = field(default_factory=dict)
     gradients: list[Digests] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -214,6 +217,10 @@ class TrainEngine:
         if self.config.algorithm.entropy_coef:
             stages["entropies"] = done.entropies_S
         mask_S = tokens.loss_mask_S
+        rejected_metrics: dict[str, float] = {}
+        if rejects(self.config.algorithm):
+            stages["rejected"] = done.rejected_S
+            rejected_metrics = rejection_metrics(done.rejected_S[mask_S], tokens.row_of_S[mask_S])
         critic_metrics = self._fit_critic(step, done, stages)
         return self._finish(
             tokens,
@@ -224,6 +231,7 @@ class TrainEngine:
                 **rollout_metrics(sequences),
                 **lag_metrics(step.versions_S[mask_S], version=self.version),
                 **gap_metrics(step.behaviour_S[mask_S], proximal_S[mask_S]),
+                **rejected_metrics,
                 **critic_metrics,
             },
         )
@@ -259,7 +267,7 @@ class TrainEngine:
             proximal_S = self.policy.score_all(tokens, plan) if len(plan) > 1 else None
         behaviour_S = np.concatenate([sequence.logprobs for sequence in sequences])
 
-        def loss_of(micro: MicroBatch, scores: Scores) -> tuple[Tensor, dict[str, Tensor]]:
+        def loss_of(micro: MicroBatch, scores: Scores) -> PolicyLoss:
             def here(values_S: np.ndarray) -> Tensor:
                 return torch.from_numpy(values_S[micro.where_N]).to(self.policy.device)
 
@@ -276,7 +284,7 @@ class TrainEngine:
             self.watch("loss", {"batch": sequences, "tokens": tokens, "micro": micro, **inputs})
             loss = self._loss(**inputs)
             self.watch("backward", {"batch": sequences, "tokens": tokens, "micro": micro, "loss": loss, **inputs})
-            return loss.per_token_N if weights_S is None else loss.per_token_N * here(weights_S), loss.sums
+            return loss if weights_S is None else replace(loss, per_token_N=loss.per_token_N * here(weights_S))
 
         return Prepared(
             tokens=tokens,
@@ -335,14 +343,17 @@ class TrainEngine:
             logprobs_S=self.policy.zeros(tokens),
             entropies_S=self.policy.zeros(tokens),
             loss_S=self.policy.zeros(tokens),
+            rejected_S=self.policy.zeros(tokens),
         )
         for minibatch in plan:
             problem: str | None = None
             with self._timed("forward_backward"):
-                for micro, scores, loss_N, sums in self._backward(tokens, minibatch, loss_of):
+                for micro, scores, loss in self._backward(tokens, minibatch, loss_of):
                     done.logprobs_S[micro.where_N] = scores.logprobs_N.detach().cpu().numpy()
                     done.entropies_S[micro.where_N] = scores.entropies_N.detach().cpu().numpy()
-                    done.loss_S[micro.where_N] = loss_N.detach().cpu().numpy()
+                    done.loss_S[micro.where_N] = loss.per_token_N.detach().cpu().numpy()
+                    if loss.rejected_N is not None:
+                        done.rejected_S[micro.where_N] = loss.rejected_N.cpu().numpy()
                     problem = problem or loss_problem(
                         tokens,
                         micro.where_N,
@@ -351,7 +362,7 @@ class TrainEngine:
                         loss=self.config.algorithm.loss,
                         hint=hint_of(self.optimizer),
                     )
-                    for name, value in {"entropy": scores.entropies_N.detach().sum(), **sums}.items():
+                    for name, value in {"entropy": scores.entropies_N.detach().sum(), **loss.sums}.items():
                         done.sums[name] = done.sums.get(name, 0.0) + float(value)
             with self._timed("digest"):
                 done.gradients.append(digest_tensors(self.optimizer.gradients().items(), self.ranks))
@@ -368,18 +379,18 @@ class TrainEngine:
                 self.whole = False
                 self.optimizer.update()
         self._digests = None
-        for name in ("logprobs_S", "entropies_S", "loss_S"):
+        for name in ("logprobs_S", "entropies_S", "loss_S", "rejected_S"):
             setattr(done, name, self.ranks.add_up_shares(getattr(done, name)))
         done.sums = self.ranks.add_up_named(done.sums)
         return done
 
     def _backward(
         self, tokens: Tokens, minibatch: list[list[int]], loss_of: TokenLoss
-    ) -> Iterator[tuple[MicroBatch, Scores, Tensor, dict[str, Tensor]]]:
+    ) -> Iterator[tuple[MicroBatch, Scores, PolicyLoss]]:
         """Accumulate this rank's part of the gradient of the mean loss over all trained tokens of a mini-batch.
 
         Yields:
-            Each micro-batch of this rank with its scores, loss and sums.
+            Each micro-batch of this rank with its scores and loss.
         """
         trained = sum(tokens.trained_in(rows) for rows in minibatch)
         for micro in self.policy.own(tokens, minibatch):
@@ -388,10 +399,10 @@ class TrainEngine:
                 self.optimizer.gather()
                 continue
             scores = self.score_micro(micro)
-            loss_N, sums = loss_of(micro, scores)
-            (loss_N.sum() / trained).backward()
+            loss = loss_of(micro, scores)
+            (loss.per_token_N.sum() / trained).backward()
             self.optimizer.gather()
-            yield micro, scores, loss_N, sums
+            yield micro, scores, loss
 
     def score_micro(self, micro: MicroBatch) -> Scores:
         """Return the policy's scores of a micro-batch, with the gradients that the loss needs."""
@@ -502,8 +513,8 @@ def make_deterministic(training: Training) -> None:
     torch.use_deterministic_algorithms(training.deterministic)
 
 
-def _supervised(micro: MicroBatch, scores: Scores) -> tuple[Tensor, dict[str, Tensor]]:
-    return supervised_loss(scores.logprobs_N), {}
+def _supervised(micro: MicroBatch, scores: Scores) -> PolicyLoss:
+    return PolicyLoss(per_token_N=supervised_loss(scores.logprobs_N), sums={})
 
 
 def _of_critic(digests: Digests) -> Digests:

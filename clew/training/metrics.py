@@ -7,6 +7,7 @@ from collections.abc import Sequence as SequenceABC
 import numpy as np
 
 from clew.algorithms.kl import divergences
+from clew.algorithms.rejection import BY_VETO
 from clew.record.rows import Sequence
 
 
@@ -59,4 +60,21 @@ def gap_metrics(behaviour_N: np.ndarray, proximal_N: np.ndarray) -> dict[str, fl
         "behaviour_gap_mean": float(np.abs(difference_N).mean()),
         "behaviour_gap_max": float(np.abs(difference_N).max()),
         "behaviour_k3": float(divergences(behaviour_N, proximal_N, "k3").mean()),
+    }
+
+
+def rejection_metrics(why_N: np.ndarray, rows_N: np.ndarray) -> dict[str, float]:
+    """Return the shares of trained tokens and of sequences that were rejected.
+
+    Args:
+        why_N: Reason for each token, see `clew.algorithms.rejection`.
+        rows_N: Sequence of each token.
+    """
+    if not why_N.size:
+        return {}
+    sequences = len(np.unique(rows_N))
+    return {
+        "rejected_share": float((why_N > 0).mean()),
+        "rejected_sequences_share": len(np.unique(rows_N[why_N > 0])) / sequences,
+        "veto_share": len(np.unique(rows_N[why_N >= BY_VETO])) / sequences,
     }

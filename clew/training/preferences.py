@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from clew.algorithms.losses import PolicyLoss
 from clew.training.batching import Plan, deal
 from clew.training.scoring import Scores
 from clew.training.tokens import MicroBatch, Tokens
@@ -31,7 +32,7 @@ def deal_pairs(lengths: Sequence[int], *, budget: int, packed: bool, ranks: int 
 
 def pair_losses(
     tokens: Tokens, plan: Plan, *, beta: float | None, reference_S: np.ndarray | None
-) -> Callable[[MicroBatch, Scores], tuple[Tensor, dict[str, Tensor]]]:
+) -> Callable[[MicroBatch, Scores], PolicyLoss]:
     """Return the function that computes the losses of a micro-batch.
 
     The loss of a pair is spread over its trained tokens, so that the mean over all tokens is the mean over the pairs.
@@ -44,7 +45,7 @@ def pair_losses(
     pairs = sum(len(rows) for minibatch in plan for rows in minibatch) // 2
     share = sum(tokens.trained_in(rows) for minibatch in plan for rows in minibatch) / pairs
 
-    def loss_of(micro: MicroBatch, scores: Scores) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss_of(micro: MicroBatch, scores: Scores) -> PolicyLoss:
         ones_N = torch.ones_like(scores.logprobs_N)
         chosen_P, rejected_P = _of_pairs(scores.logprobs_N, micro.rows_N)
         if beta is None:
@@ -58,7 +59,7 @@ def pair_losses(
         trained_P = sum(_of_pairs(ones_N, micro.rows_N))
         margins_P = margins_P.detach()
         sums = {"preference/accuracy": (margins_P > 0).sum() * share, "preference/margin": margins_P.sum() * share}
-        return (loss_P / trained_P * share)[micro.rows_N // 2], sums
+        return PolicyLoss(per_token_N=(loss_P / trained_P * share)[micro.rows_N // 2], sums=sums)
 
     return loss_of
 

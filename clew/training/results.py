@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
+from clew.algorithms.losses import PolicyLoss
 from clew.training.batching import Plan
 from clew.training.scoring import Scores
 from clew.training.tokens import MicroBatch, Tokens
@@ -16,8 +16,8 @@ from clew.training.tokens import MicroBatch, Tokens
 Watch = Callable[[str, dict[str, Any]], None]
 """Function that is called with the name of a step's next stage (advantages, loss, backward, update) and its values."""
 
-TokenLoss = Callable[[MicroBatch, Scores], tuple[Tensor, dict[str, Tensor]]]
-"""Function (micro-batch, its scores) -> (loss_N, sums over the N tokens by the name of a metric)."""
+TokenLoss = Callable[[MicroBatch, Scores], PolicyLoss]
+"""Function (micro-batch, its scores) -> loss of its N trained tokens, with what the mean over a sequence asks for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +34,7 @@ class StepResult:
     - reference_logprobs: with a KL term
     - values, returns: with a critic
     - entropies: with an entropy bonus
+    - rejected: with algorithm.reject or veto, why a token was rejected, see `clew.algorithms.rejection`
     - loss: the token's contribution to the mean over all tokens, weighted as algorithm.loss_mean asks
     """
     plan: Plan

@@ -50,6 +50,14 @@ def test_advantages_that_are_all_zero_are_a_warning(caplog: pytest.LogCaptureFix
     assert "algorithm.advantages=mine.zero" in caplog.messages[-1]
 
 
+def test_steps_of_which_everything_is_rejected_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    watch = NothingToLearn("group")
+    for step in range(9):
+        watch.add(step, metrics(0.0, 0.5) | {"rejected_share": 1.0 if step else 0.99})
+    assert [each.partition(":")[0] for each in caplog.messages] == ["step 1", "step 2", "step 4", "step 8"]
+    assert "rejected every token (8 such steps so far), so the step taught nothing" in caplog.messages[-1]
+
+
 def test_a_run_whose_rewards_are_all_equal(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tiny_tokenizer(tmp_path / "model")
     tiny_model(tmp_path / "model")

@@ -122,10 +122,11 @@ def test_other_architectures_and_supervised_steps(on_ranks, tmp_path, family, cl
     [
         ({"algorithm": {"preset": "ppo", "minibatches": 2, "entropy_coef": 0.01}}, False, 1e-9),
         ({"algorithm": {"kl_coef": 0.1}, "training": {"lora_rank": 4}}, False, 1e-9),
+        ({"algorithm": {"reject": {"by": "ratio", "over": "sequence_mean", "low": 0.21}, "veto": 0.12}}, False, 1e-9),
         ({"training": {"objective": "dpo"}}, True, 1e-9),
         ({"training": {"objective": "reward_model"}}, True, 1e-9),
     ],
-    ids=["ppo", "lora", "dpo", "reward_model"],
+    ids=["ppo", "lora", "rejection", "dpo", "reward_model"],
 )
 def test_critics_adapters_and_preferences(on_ranks, tmp_path, model, options, supervised, close):
     """Resume over a checkpoint, too, that another number of ranks wrote."""

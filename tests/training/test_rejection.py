@@ -4,13 +4,17 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from clew.algorithms.rejection import rejections
 from clew.config import Algorithm
+from clew.training.engine import TrainEngine
 from clew.training.losses import loss_function
+from tests.models import tiny_model, tiny_tokenizer
+from tests.training.sequences import make_batch, make_config
 from tests.training.test_losses import Case, logs, trl_trainer
 
 LN = math.log
@@ -142,7 +146,52 @@ def test_without_it_nothing_is_judged():
     assert loss_function(algorithm())(**inputs).rejected_N is None
 
 
-# Published masks ------------------------------------------------------------------------------------------------------
+# In a step -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_records_what_it_rejected_however_it_is_cut(tmp_path: Path):
+    """Several micro-batches or one, several updates or one: they reject the same tokens."""
+    tiny_tokenizer(tmp_path)
+    tiny_model(tmp_path, scale=0.2)
+    batch = make_batch(logprob=-4.6)
+    found = []
+    for budget, minibatches in ((20, 1), (10_000, 1), (10_000, 3)):
+        options = {
+            "minibatches": minibatches,
+            "loss_mean": "sequence",
+            "reject": {"by": "ratio", "over": "sequence_mean", "low": 0.98, "high": 1.02},
+            "veto": 0.9,
+        }
+        engine = TrainEngine(make_config(tmp_path, training={"micro_batch_tokens": budget}, algorithm=options))
+        found.append(engine.train_step(batch))
+    masks = [row.loss_mask for row in batch]
+    for each in found:
+        why = each.stages["rejected"]
+        tokens = np.concatenate([reasons[mask] for reasons, mask in zip(why, masks, strict=True)])
+        loss = np.concatenate([loss[mask] for loss, mask in zip(each.stages["loss"], masks, strict=True)])
+        assert not loss[tokens > 0].any() and loss[tokens == 0].all()
+        whole = [reasons[mask].max() for reasons, mask in zip(why, masks, strict=True)]
+        assert [reasons[mask].min() for reasons, mask in zip(why, masks, strict=True)] == whole
+        assert each.metrics["rejected_share"] == pytest.approx((tokens > 0).mean())
+        assert each.metrics["rejected_sequences_share"] == np.mean(np.array(whole) > 0)
+        assert each.metrics["veto_share"] == np.mean(np.array(whole) >= 2)
+        for row, reasons, proximal in zip(batch, why, each.stages["proximal_logprobs"], strict=True):
+            ratio = np.exp((proximal - row.logprobs)[row.loss_mask].astype(np.float64))
+            outside = not 0.98 <= np.exp(np.log(ratio).mean()) <= 1.02
+            assert reasons.max() == outside + 2 * (ratio.min() < 0.9)
+        assert {0, 1, 2, 3} >= set(whole) and len(set(whole)) > 1
+        assert all(np.array_equal(one, other) for one, other in zip(why, found[0].stages["rejected"], strict=True))
+    assert found[0].metrics["loss"] == pytest.approx(found[1].metrics["loss"], rel=1e-5)
+
+
+def test_a_step_without_it_records_nothing_of_it(tmp_path: Path):
+    tiny_tokenizer(tmp_path)
+    tiny_model(tmp_path)
+    result = TrainEngine(make_config(tmp_path)).train_step(make_batch())
+    assert "rejected" not in result.stages and not {"rejected_share", "veto_share"} & result.metrics.keys()
+
+
+# Published masks -----------------------------------------------------------------------------------------------------
 
 
 def test_a_mask_of_token_weights_is_a_rejection_bit_for_bit():
