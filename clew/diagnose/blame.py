@@ -35,6 +35,7 @@ TOKEN = {
     "reference": ".4f",
     "advantage": ".4g",
     "lag": "d",
+    "rejected": ".0f",
     "loss": ".4g",
 }
 """Columns shown for a token where its value is known, with their number formats.
@@ -113,7 +114,7 @@ def _sequences(parts: list[Part], step: int, by: str) -> Table:
         table.add_row(
             Text(row.id),
             *(
-                "" if name not in numbers else f"{numbers[name]:{'.1%' if name == 'share' else '.4g'}}"
+                "" if name not in numbers else f"{numbers[name]:{'.1%' if name in ('share', 'rejected') else '.4g'}}"
                 for name in names
             ),
             f"{row.reward:.4g}",

@@ -107,6 +107,8 @@ def _trained(run: RunDirectory, step: int) -> Parts:
             "advantage": prepared.advantages_S[where_N],
             "loss": part.losses_N,
         }
+        if part.rejected_N is not None:
+            tokens["rejected"] = part.rejected_N
         if prepared.reference_S is not None:
             tokens["reference"] = prepared.reference_S[where_N]
         diverging = _divergences(tokens, engine.config.algorithm.kl_estimator)
@@ -116,7 +118,7 @@ def _trained(run: RunDirectory, step: int) -> Parts:
             "pull": float(tokens["pull"].sum()),
             **{name: float(values.sum()) / total for name, values in diverging.items()},
         }
-        shown = {"gradient": part.gradient_norm, "share": part.share, "loss": part.loss}
+        shown = {"gradient": part.gradient_norm, "share": part.share, "loss": part.loss} | _rejected_share(tokens)
         if engine.critic is not None:
             critic = critics.get(part.row)  # None: nothing of it is trained on
             measures["critic"] = 0.0 if critic is None else critic.gradient_norm + 0 * critic.loss
@@ -169,13 +171,16 @@ def _recorded(run: RunDirectory, step: int, why: str) -> Parts:
         with np.errstate(invalid="ignore", over="ignore"):
             ratio = np.exp(current - tokens["behaviour"])
             pull = np.abs(tokens["advantage"] * ratio) * -np.expm1(np.minimum(current, 0)) / of_update
-        tokens["pull"] = np.where(tokens["advantage"] == 0, 0, pull)
+        without = tokens["advantage"] == 0
+        if "rejected" in tokens:
+            without |= tokens["rejected"] != 0
+        tokens["pull"] = np.where(without, 0, pull)
         tokens |= _divergences(tokens, estimator)
         measures = {"pull": float(tokens["pull"].sum())}
         if "loss" in tokens:
             measures["loss"] = float(tokens["loss"].sum()) / of_update
         measures |= {name: float(tokens[name].sum()) / total for name in ("kl", "behaviour_k3") if name in tokens}
-        shown = {name: measures[name] for name in ("pull", "loss") if name in measures}
+        shown = {name: measures[name] for name in ("pull", "loss") if name in measures} | _rejected_share(tokens)
         numbers = (row.reward, tokens["behaviour"], row.temperatures[mask], *known.values())
         finite = all(bool(np.isfinite(each).all()) for each in numbers)
         parts.append(Part(sequence=row, measures=measures, shown=shown, tokens=tokens, finite=finite))
@@ -210,6 +215,7 @@ _STAGES = {
     "logprobs": "current",
     "reference_logprobs": "reference",
     "kl": "kl",
+    "rejected": "rejected",
     "loss": "loss",
 }
 """Stages that are read, and their names among the numbers of a token."""
@@ -222,6 +228,13 @@ def _of_data(row: Sequence, step: int) -> dict[str, np.ndarray]:
         "behaviour": row.logprobs[row.loss_mask],
         "lag": step - row.versions[row.loss_mask],
     }
+
+
+def _rejected_share(tokens: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """Return the share of a sequence's tokens that were rejected, by name; empty if the step rejects nothing."""
+    if "rejected" not in tokens:
+        return {}
+    return {"rejected": float((tokens["rejected"] != 0).mean()) if len(tokens["rejected"]) else 0.0}
 
 
 def _divergences(tokens: Mapping[str, np.ndarray], estimator: str) -> dict[str, np.ndarray]:

@@ -10,6 +10,7 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
+from clew.algorithms.rejection import BY_VETO
 from clew.errors import RecordError
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
@@ -140,6 +141,28 @@ def lag(sequences: list[Sequence], step: int | None) -> str:
         return MISSING
     lags = step - np.concatenate([sequence.versions[sequence.loss_mask] for sequence in sequences])
     return f"{lags.mean():.2f}/{lags.max()}" if lags.size and lags.min() >= 0 else MISSING
+
+
+def rejected_tokens(run: RunDirectory, step: int) -> dict[str, np.ndarray] | None:
+    """Return why each token of a committed step was rejected, by sequence ID; None if the step rejects nothing."""
+    if "rejected_share" not in run.steps.read(step).get("metrics", {}) or not run.steps.has_data(step):
+        return None
+    return run.steps.read_stages(step).arrays.get("rejected")
+
+
+def rejected_of(sequences: Iterable[Sequence], rejected: dict[str, np.ndarray]) -> str:
+    """Return how many trained tokens of these sequences were rejected and why, as text.
+
+    Args:
+        rejected: Reason for each token, by sequence ID, see `clew.algorithms.rejection`.
+    """
+    why = np.concatenate(
+        [np.zeros(0), *(rejected[each.id][each.loss_mask] for each in sequences if each.id in rejected)]
+    )
+    count, vetoed = int((why > 0).sum()), bool((why >= BY_VETO).any())
+    if not count:
+        return MISSING
+    return f"{'all' if count == len(why) else f'{count} of {len(why)}'}{', veto' if vetoed else ''}"
 
 
 def rewards_by_name(rewards: dict[str, float]) -> str:

@@ -22,7 +22,7 @@ from clew.record.rows import Sequence
 from clew.record.run import RunDirectory, changes_in_words, open_run
 from clew.record.steps import parse_steps
 from clew.record.warned import in_words, read_warnings
-from clew.view.episode import lag, rewards_by_name, show_episode, versions
+from clew.view.episode import lag, rejected_of, rejected_tokens, rewards_by_name, show_episode, versions
 from clew.view.find import (
     Found,
     Name,
@@ -305,8 +305,9 @@ def _show_step(console: Console, run: RunDirectory, step: int) -> None:
     for sequence in read_batch(run, step):
         groups.setdefault(sequence.group_id, []).append(sequence)
     column = Settings(run.path).get("data.prompt", "prompt")
+    rejected = rejected_tokens(run, step)
     rows = table(
-        *("group", "sequences", "lag", "rewards", "prompt"),
+        *("group", "sequences", "lag", *["rejected"] * (rejected is not None), "rewards", "prompt"),
         left=("group",),
         words=("rewards", "prompt"),
         spare=("sequences", "lag"),
@@ -317,6 +318,7 @@ def _show_step(console: Console, run: RunDirectory, step: int) -> None:
             group,
             str(len(sequences)),
             lag(sequences, step),
+            *([rejected_of(sequences, rejected)] if rejected is not None else []),
             " ".join(rewards.values()),
             one_line(prompt_text(sequences[0].data.get(column, sequences[0].data))),
         )
@@ -351,9 +353,10 @@ def _show_group(console: Console, run: RunDirectory, found: Found) -> None:
         )
     )
     console.print()
-    names = ("episode", "sequences", "tokens", "reward", "rewards", "finish", "versions", "completion")
+    rejected = rejected_tokens(run, found.step) if found.committed and found.step is not None else None
+    optional = ["rejected"] * (rejected is not None)
     rows = table(
-        *names,
+        *("episode", "sequences", "tokens", *optional, "reward", "rewards", "finish", "versions", "completion"),
         left=("episode", "finish", "versions"),
         words=("rewards", "completion"),
         spare=("sequences", "versions", "finish", "rewards", "tokens"),
@@ -366,6 +369,7 @@ def _show_group(console: Console, run: RunDirectory, found: Found) -> None:
             episode,
             str(len(sequences)),
             str(sum(int(sequence.loss_mask.sum()) for sequence in sequences)),
+            *([rejected_of(sequences, rejected)] if rejected is not None else []),
             number(last.reward, ".4g"),
             one_line(rewards_by_name(last.rewards)),
             visible(last.finish_reason, keep=""),

@@ -9,12 +9,15 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
+from clew.algorithms.rejection import BY_REJECT, BY_VETO
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
 from clew.view.text import MISSING, number, visible
 
 LEGEND = "underlined: generated; green: advantage above 0, red: below 0, stronger where it is larger"
 LEGEND_UNTRAINED = "underlined: generated; no step's record has advantages of it"
+REASONS = {0: "", BY_REJECT: "reject", BY_VETO: "veto", BY_REJECT + BY_VETO: "both"}
+"""Words for why a token was rejected."""
 REPEATED = 8
 """Number of equal tokens in a row, not generated, from which they are shown as one: those of an image."""
 _BYTES = 4
@@ -108,6 +111,8 @@ def show_tokens(
         return number(stages[name][place], ".4f") if name in stages else MISSING
 
     columns = {"position": 8, "id": 8, "logprob": 9, "current": 9, "version": 8, "advantage": 10, "loss": 10}
+    if "rejected" in stages:
+        columns["rejected"] = 10
     header = "".join(f"{name:>{width}}" for name, width in columns.items())
     console.print(Text(header + "  text", style="bold"))
     for place, count in shown:
@@ -121,8 +126,10 @@ def show_tokens(
                 stage("advantages", place),
                 stage("loss", place),
             ]
+            if "rejected" in stages:
+                cells.append(REASONS.get(stages["rejected"][place], MISSING))
         else:
-            cells += [""] * 5
+            cells += [""] * (len(columns) - 2)
         line = Text("".join(f"{cell:>{width}}" for cell, width in zip(cells, columns.values(), strict=True)) + "  ")
         console.print(line.append(visible(text, keep=""), styles[place]), soft_wrap=True)
 

@@ -14,9 +14,12 @@ from clew import config as configuration
 from clew.algorithms import PRESETS
 from clew.cli.record import bundle
 from clew.config import Config
+from clew.diagnose.blame import blame
+from clew.diagnose.parts import parts_of
 from clew.diagnose.rerun import rerun
 from clew.loop.learn import learn_inline
 from clew.loop.replay import engine_at
+from clew.record.bundle import opened, write_bundle
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
 from clew.training.contributions import contributions
@@ -38,6 +41,9 @@ def decayed(sequences: list[Sequence]) -> list[np.ndarray]:
     return [(row.reward - 0.1) * 0.9 ** np.arange(len(row.input_ids))[::-1] for row in sequences]
 
 
+REJECTION = ["algorithm.reject={by: ratio, over: token, low: 0.97, high: 1.03}", "algorithm.veto=0.9"]
+
+
 def train(config: Config) -> RunDirectory:
     learn_inline(config, lambda step, summary: None)
     return RunDirectory(config.run_path)
@@ -54,10 +60,11 @@ def replays(run: RunDirectory, steps: str | None = None, stages: str | None = No
         *([f"algorithm.preset={preset}"] for preset in PRESETS),
         ["algorithm.importance=sequence_mask", "algorithm.dual_clip=3", "algorithm.kl_estimator=k2"],
         ["algorithm.entropy_coef=0.05"],
+        REJECTION,
         ["training.lora_rank=4"],
         [f"algorithm.advantages={__name__}.decayed"],
     ],
-    ids=[*PRESETS, "others", "entropy", "lora", "tokens"],
+    ids=[*PRESETS, "others", "entropy", "rejection", "lora", "tokens"],
 )
 def test_each_algorithm_trains_and_replays(
     folder: Path, tmp_path: Path, options: list[str], capsys: pytest.CaptureFixture[str]
@@ -198,3 +205,25 @@ def test_random_numbers_of_torch_replay_but_for_a_stage_alone(
         capsys.readouterr().out
     )
     sys.modules.pop("drawn")
+
+
+def test_what_was_rejected_is_replayed_and_blamed(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = train(configure(folder, f"root={tmp_path}", "training.steps=4", *REJECTION))
+    stages, metrics = run.steps.read_stages(3).arrays["rejected"], run.steps.read(3)["metrics"]
+    assert 0 < metrics["rejected_share"] < 1 and metrics["lag_max"] == 1
+    bundled = write_bundle(run, 3, stages_only=True, to=tmp_path / "x.stages.clew.zip")
+    with opened(bundled) as (recorded, _):
+        both = [(parts_of(run, 3), False), (parts_of(recorded, 3), True)]
+    for found, alone in both:
+        assert bool(found.alone) == alone
+        for part in found.parts:
+            why = stages[part.sequence.id][part.sequence.loss_mask]
+            assert np.array_equal(part.tokens["rejected"], why) and part.shown["rejected"] == (why > 0).mean()
+            assert not part.tokens["pull"][why > 0].any() and not part.tokens["loss"][why > 0].any()
+    blame(run.path, 3, top=2, tokens=3, by=None)
+    assert "rejected" in capsys.readouterr().out
+    name = change_stage(run, 3, "rejected", 1, position := generated_at(run, 3, 1), 1)
+    assert not replays(run, "3")
+    assert f"step 3, rejected: {name}, token {position}: recorded " in capsys.readouterr().out

@@ -309,6 +309,31 @@ def test_a_group_that_was_trained_on(run: RunDirectory) -> None:
     assert "error: ValueError: no tool\\nTraceback" in text
 
 
+def test_what_was_rejected(run: RunDirectory) -> None:
+    batch = [*group("g000030"), *group("g000031")]
+    commit(run, 3, batch, metrics=METRICS | {"rejected_share": 0.4375})
+    why = [[3, 0, 0, 0], [2, 2, 2, 2], [0, 0, 0, 0], [0, 1, 0, 1]]
+    values = [np.zeros(len(row.input_ids), np.float32) for row in batch]
+    for row, value, reasons in zip(batch, values, why, strict=True):
+        value[row.loss_mask] = reasons
+    run.steps.write_stages(3, 0, digest_rows(batch), {"rejected": values})
+    text = shown(run, "3")
+    assert line(text, "g000030")[3:8] == ["5", "of", "8,", "veto", "0"] and line(text, "g000031")[3:6] == [
+        "2",
+        "of",
+        "8",
+    ]
+    text = shown(run, "g000030")
+    assert line(text, "g000030.e0")[2:7] == ["4", "1", "of", "4,", "veto"]
+    assert line(text, "g000030.e1")[2:5] == ["4", "all,", "veto"]
+    text = shown(run, "g000031")
+    assert line(text, "g000031.e0")[2:4] == ["4", "-"] and line(text, "g000031.e1")[2:6] == ["4", "2", "of", "4"]
+    assert "rejected" not in shown(run, "g000002") and "rejected" not in shown(run, "1")
+    tokens = shown(run, "g000030.e0", tokens=True)
+    assert line(tokens, "3")[-2] == "both" and len(line(tokens, "4")) == len(line(tokens, "3")) - 1
+    assert line(shown(run, "g000031.e1", tokens=True), "4")[-2] == "reject"
+
+
 def test_a_group_elsewhere(run: RunDirectory) -> None:
     run.inbox.put("g000010", group("g000010"))
     run.inbox.set_running({"g000011": 3})
