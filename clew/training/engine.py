@@ -217,6 +217,7 @@ class TrainEngine:
         if self.config.algorithm.entropy_coef:
             stages["entropies"] = done.entropies_S
         mask_S = tokens.loss_mask_S
+        lag_N = self.version - step.versions_S[mask_S]
         rejected_metrics: dict[str, float] = {}
         if rejects(self.config.algorithm):
             stages["rejected"] = done.rejected_S
@@ -229,8 +230,8 @@ class TrainEngine:
             stages={name: tokens.split(values_S) for name, values_S in stages.items()},
             metrics={
                 **rollout_metrics(sequences),
-                **lag_metrics(step.versions_S[mask_S], version=self.version),
-                **gap_metrics(step.behaviour_S[mask_S], proximal_S[mask_S]),
+                **lag_metrics(lag_N),
+                **gap_metrics(step.behaviour_S[mask_S], proximal_S[mask_S], lag_N),
                 **rejected_metrics,
                 **critic_metrics,
             },

@@ -41,25 +41,28 @@ def rollout_metrics(sequences: SequenceABC[Sequence]) -> dict[str, float]:
     }
 
 
-def lag_metrics(versions_N: np.ndarray, *, version: int) -> dict[str, float]:
-    """Return by how many versions the trained tokens lag behind `version`, the trainer's at the start of the step."""
-    lag_N = version - versions_N
+def lag_metrics(lag_N: np.ndarray) -> dict[str, float]:
+    """Return by how many versions the trained tokens lag behind the trainer's at the start of the step."""
     return {"lag_mean": float(lag_N.mean()), "lag_max": float(lag_N.max())} if lag_N.size else {}
 
 
-def gap_metrics(behaviour_N: np.ndarray, proximal_N: np.ndarray) -> dict[str, float]:
+def gap_metrics(behaviour_N: np.ndarray, proximal_N: np.ndarray, lag_N: np.ndarray) -> dict[str, float]:
     """Return the gap between the logprobs at the start of the step and those recorded at sampling.
 
-    The metrics are the mean and largest absolute difference, and KL(behaviour || proximal) by k3. Without lag, this is
-    the disagreement between trainer and inference engine.
+    The metrics are the mean and largest absolute difference, and KL(behaviour || proximal) by k3: over all tokens, over
+    those without lag (the disagreement between trainer and inference engine about the same weights), and over those
+    with lag. A mean over no tokens is left out.
     """
     if not behaviour_N.size:
         return {}
     difference_N = proximal_N.astype(np.float64) - behaviour_N
+    k3_N = divergences(behaviour_N, proximal_N, "k3")
+    by_lag = {"mismatch_k3": k3_N[lag_N == 0], "stale_k3": k3_N[lag_N > 0]}
     return {
         "behaviour_gap_mean": float(np.abs(difference_N).mean()),
         "behaviour_gap_max": float(np.abs(difference_N).max()),
-        "behaviour_k3": float(divergences(behaviour_N, proximal_N, "k3").mean()),
+        "behaviour_k3": float(k3_N.mean()),
+        **{name: float(values.mean()) for name, values in by_lag.items() if values.size},
     }
 
 

@@ -193,6 +193,7 @@ def test_a_stage_of_the_second_update_comes_after_the_loss_of_the_first(
     [
         ("metrics", "loss", "step 1, metrics: loss: recorded 7, here "),
         ("metrics", "reward", "step 1, metrics: reward: recorded 7, here "),
+        ("metrics", "stale_k3", "step 1, metrics: stale_k3: recorded 7, here "),
         ("digests", "data", "step 1, data: all, in their order: recorded 7, here "),
         ("digests", "weights", "step 1, digests of weights: of all: recorded 7, here "),
     ],
@@ -206,6 +207,21 @@ def test_what_a_step_said_of_itself_is_compared(
     path.write_text(json.dumps(summary))
     assert not again(run, "1")
     assert f"FIRST DIFFERENCE  {said}" in told(capsys)
+
+
+def test_a_record_from_before_a_metric_and_an_option_agrees(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in range(run.steps.count()):
+        path = run.steps.json_path(step)
+        summary = json.loads(path.read_text())
+        here = {name for name in ("mismatch_k3", "stale_k3") if summary["metrics"].pop(name, None) is not None}
+        assert here == {"stale_k3" if summary["metrics"]["lag_max"] else "mismatch_k3"}
+        for name in ("reject", "veto"):
+            assert summary["config"]["algorithm"].pop(name) is None
+        path.write_text(json.dumps(summary))
+    seal(run)
+    assert again(run) and "every stage agrees with the record" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("stage", ["advantages", "loss", "logprobs"])
