@@ -375,6 +375,11 @@ class Algorithm(Section):
         default="loss",
         description="Add the KL term to each token's loss, or subtract its sum over a sequence from the reward.",
     )
+    kl_times_ratio: bool = Field(
+        default=False,
+        description="Multiply the KL term of the loss by current over proximal probability (DeepSeek-V3.2, arXiv "
+        "2512.02556, section 3.1).",
+    )
     entropy_coef: float = Field(
         default=0.0,
         ge=0,
@@ -409,6 +414,10 @@ class Algorithm(Section):
                 )
         if self.loss == "cispo" and self.dual_clip is not None:
             raise ValueError("algorithm.dual_clip bounds the clipped objective, but algorithm.loss is cispo. Unset it")
+        if self.kl_times_ratio and self.kl_in == "reward":
+            raise ValueError(
+                "algorithm.kl_times_ratio is for a KL term in the loss, but algorithm.kl_in is reward. Unset one"
+            )
         if self.importance.endswith("mask") and self.importance_cap <= 1:
             raise ValueError(
                 f"algorithm.importance_cap ({self.importance_cap:g}) with algorithm.importance={self.importance} would "

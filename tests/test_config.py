@@ -125,6 +125,11 @@ def test_a_section_that_may_be_null_is_set_and_unset_like_a_field(good: Path) ->
             ["algorithm.reject={by: ratio, over: sequence_max, low: 0.1}"],
             "Use algorithm.veto to reject sequences with a ratio below 0.1, or algorithm.reject.over=token",
         ),
+        (
+            "",
+            ["algorithm.kl_times_ratio=true", "algorithm.kl_in=reward"],
+            "algorithm.kl_times_ratio is for a KL term in the loss, but algorithm.kl_in is reward. Unset one.",
+        ),
         ("", ["algorithm.veto=2"], "algorithm.veto: Input should be less than 1, found 2"),
         ("", ["rollout.n_samples=1"], "rollout.n_samples is 1, and algorithm.advantages=group compares the episodes"),
         ("", ["algorithm.preset=rloo", "rollout.n_samples=1"], "Use at least 2, or algorithm.advantages=batch, gae"),

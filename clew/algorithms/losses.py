@@ -74,8 +74,9 @@ def importance_weights(tokens: TrainedTokens, options: Algorithm) -> Tensor:
 def decoupled(objective_N: Tensor, held_N: Tensor, tokens: TrainedTokens, options: Algorithm) -> PolicyLoss:
     """Return the loss: -weight x objective + kl_coef x KL(current, reference) - entropy_coef x entropy.
 
-    The weight makes it the decoupled objective of AReaL (arXiv 2505.24298, equation 5); it is a constant. The bonus is
-    that of arXiv 1707.06347, equation 9.
+    The weight makes it the decoupled objective of AReaL (arXiv 2505.24298, equation 5); it is a constant. With
+    kl_times_ratio the KL is multiplied by the ratio, whose gradient counts (DeepSeek-V3.2, arXiv 2512.02556, section
+    3.1). The bonus is that of arXiv 1707.06347, equation 9.
 
     Args:
         objective_N: What the page's algorithm maximizes, without these terms.
@@ -92,7 +93,7 @@ def decoupled(objective_N: Tensor, held_N: Tensor, tokens: TrainedTokens, option
     if tokens.reference_N is not None:
         kl_N = ESTIMATORS[options.kl_estimator](tokens.logprobs_N, tokens.reference_N)
         if coefficient := loss_kl_coef(options):
-            loss_N = loss_N + coefficient * kl_N
+            loss_N = loss_N + coefficient * (kl_N * ratios(tokens, options) if options.kl_times_ratio else kl_N)
         sums["kl"] = kl_N.detach().sum()
     if tokens.entropies_N is not None and options.entropy_coef:
         loss_N = loss_N - options.entropy_coef * tokens.entropies_N

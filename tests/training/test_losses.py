@@ -83,6 +83,18 @@ def test_k3_by_hand():
     assert float(loss.sums["kl"]) == pytest.approx(kl)
 
 
+def test_the_kl_term_times_the_ratio_by_hand():
+    current = logs(0.6).requires_grad_()
+    inputs: dict[str, Any] = {"logprobs_N": current, "proximal_N": logs(0.3), "behaviour_N": logs(0.3)}
+    inputs |= {"advantages_N": torch.zeros(1, dtype=torch.float64), "reference_N": logs(0.3), "kl_coef": 0.1}
+    k3 = 0.5 - LN(0.5) - 1
+    loss = policy_loss(**inputs, kl_times_ratio=True, **OPTIONS)
+    assert loss.per_token_N.tolist() == pytest.approx([0.1 * 2 * k3])
+    assert float(loss.sums["kl"]) == pytest.approx(k3)
+    (gradient,) = torch.autograd.grad(loss.per_token_N.sum(), current)
+    assert float(gradient) == pytest.approx(0.1 * 2 * LN(2))  # ratio x log(p/q), as of KL(p || q)
+
+
 def test_gradient_flows_through_the_current_logprobs_alone():
     torch.manual_seed(0)
     proximal, behaviour, reference = (-torch.rand(20, dtype=torch.float64) for _ in range(3))
@@ -596,6 +608,14 @@ CLIP = {"epsilon": 0.2, "epsilon_high": 0.3}
     [
         ({"loss_type": "bnpo", **CLIP}, {"clip_high": 0.3}),
         ({"loss_type": "bnpo", "beta": 0.07, **CLIP}, {"clip_high": 0.3, "kl_coef": 0.07}),
+        (
+            {"loss_type": "bnpo", "beta": 0.07, "use_bias_correction_kl": True, **CLIP},
+            {"clip_high": 0.3, "kl_coef": 0.07, "kl_times_ratio": True},
+        ),
+        (
+            {"loss_type": "grpo", "importance_sampling_level": "sequence", "beta": 0.1, "use_bias_correction_kl": True},
+            {"ratio": "sequence", "loss_mean": "sequence", "kl_coef": 0.1, "kl_times_ratio": True},
+        ),
         ({"loss_type": "grpo", "beta": 0.04}, {"preset": "grpo"}),
         ({"loss_type": "dr_grpo"}, {"preset": "dr_grpo"}),
         ({"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28}, {"preset": "dapo"}),
