@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.segment import Segment
 from rich.text import Text
 
-from clew.printing import KEPT, visible
+from clew.printing import KEPT, print, visible
+
+T = TypeVar("T")
+
+SILENT_S = 2.0
+"""Seconds after which a command that has printed nothing says what it is doing."""
 
 
 class EscapingConsole(Console):
@@ -42,20 +49,29 @@ class EscapingConsole(Console):
 def progress(doing: str, *, total: int, unit: str) -> Iterator[Callable[[], None]]:
     """Say on stderr what a long command is doing, and yield a function to call after each unit of the work.
 
-    A terminal gets a bar that disappears at the end; a file gets a line.
+    A terminal gets a bar that disappears at the end; a file gets a line after `SILENT_S` seconds. The block must print
+    nothing to the terminal.
     """
     console = EscapingConsole(stderr=True)
     if not console.is_terminal:
-        console.print(f"{doing}: {total} {unit}", soft_wrap=True)
-        yield lambda: None
+        later = threading.Timer(SILENT_S, lambda: print(f"{doing}: {total} {unit}", file=sys.stderr, flush=True))
+        later.daemon = True
+        later.start()
+        try:
+            yield lambda: None
+        finally:
+            later.cancel()
         return
-    columns = (
-        TextColumn(doing, markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn(unit),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as bar:
+    what, of = TextColumn(doing, markup=False), TextColumn(unit)
+    columns = (what, BarColumn(), MofNCompleteColumn(), of, TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False) as bar:
         task = bar.add_task(doing, total=total)
         yield lambda: bar.advance(task)
+
+
+def tracked(items: Iterable[T], doing: str, *, total: int, unit: str) -> Iterator[T]:
+    """Yield the items, with the `progress` of what is done with them."""
+    with progress(doing, total=total, unit=unit) as advance:
+        for item in items:
+            yield item
+            advance()

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from clew import config as configuration
 from clew.config import field_names, flat
-from clew.console import EscapingConsole
+from clew.console import EscapingConsole, tracked
 from clew.diagnose.stages import chain_holds, suggestions
 from clew.errors import ConfigError, RecordError
 from clew.loop import differences
@@ -261,7 +261,8 @@ def _without_data(left: RunDirectory, right: RunDirectory, steps: range, names: 
 
 def _first_difference(left: RunDirectory, right: RunDirectory, steps: range, tolerance: Tolerance) -> Difference | None:
     """Return the first difference, stage by stage within each step; None if there is none."""
-    return next((found for step in steps for found in _in_step(left, right, step, tolerance)), None)
+    looked_at = tracked(steps, "comparing", total=len(steps), unit="steps")
+    return next((found for step in looked_at for found in _in_step(left, right, step, tolerance)), None)
 
 
 def _in_step(left: RunDirectory, right: RunDirectory, step: int, tolerance: Tolerance) -> Iterator[Difference]:

@@ -12,6 +12,7 @@ import numpy as np
 
 from clew.algorithms.kl import divergences
 from clew.algorithms.rewards import centred
+from clew.console import tracked
 from clew.diagnose.stages import batch_as_it_is, check_aligned, tell_altered
 from clew.errors import TrainingError
 from clew.loop.differences import STAGES
@@ -82,14 +83,16 @@ def _trained(run: RunDirectory, step: int) -> Parts:
     from clew.training.contributions import contributions, critic_contributions
 
     engine, batch = engine_at(run, step), batch_as_it_is(run, step)
-    for done in replay(run, engine, step - 1):
+    again = f"training again up to step {step - 1}"
+    for done in tracked(replay(run, engine, step - 1), again, total=step - engine.version, unit="steps"):
         if done.differences:
             print(f"on the way there: {done.differences[0]}", file=sys.stderr)
     configure_as(run, engine, run.steps.read(step) if step < run.steps.count() else None)
     with np.errstate(invalid="ignore"):  # what is not finite is told
         prepared = engine.prepare(batch)
     try:
-        found = list(contributions(engine, prepared))
+        alone = tracked(contributions(engine, prepared), "computing gradients", total=len(batch), unit="sequences")
+        found = list(alone)
         critics = {part.row: part for part in critic_contributions(engine, prepared)}
     except TrainingError as error:
         raise TrainingError(

@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from bdb import BdbQuit
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from clew import config as configuration
 from clew.config import Algorithm
+from clew.console import progress, tracked
 from clew.diagnose.stages import ALONE, chain_holds, check_stages, suggestions
 from clew.errors import ConfigError, Interrupted, RecordError
 from clew.loop.differences import TOLERANCES, Difference, DifferenceFound
@@ -177,7 +179,7 @@ def _stages(
 ) -> bool:
     found: list[Difference] = []
     whole = chain_holds(run, range(first, last + 1))
-    for step in range(first, last + 1):
+    for step in tracked(range(first, last + 1), "comparing", total=last + 1 - first, unit="steps"):
         found = check_stages(run, step, stages, only, algorithm)
         if found:
             break
@@ -212,7 +214,7 @@ def _train_again(
     from clew.loop.replay import configure_as, engine_at, replay
     from clew.training.ranks import Ranks
 
-    with Ranks.joined() as ranks:
+    with Ranks.joined() as ranks, ExitStack() as again:
         began = time.perf_counter()
         engine = engine_at(run, first, device, ranks)
         print(f"from checkpoint {engine.version} of {named} ({time.perf_counter() - began:.1f} s)", flush=True)
@@ -221,21 +223,30 @@ def _train_again(
         because, whole = None, True
         if verify and ranks.leads:
             whole = chain_holds(run, range(engine.version, min(last + 1, run.steps.count())))
+        advance = None
+        if engine.version < first and ranks.leads and stop is None:  # a debugger needs the terminal
+            doing = f"training again up to step {first - 1}"
+            advance = again.enter_context(progress(doing, total=first - engine.version, unit="steps"))
         try:
             for done in replay(run, engine, min(last, run.steps.count() - 1), verify=verify):
+                if done.step < first and not done.differences:
+                    if advance is not None:
+                        advance()
+                    continue
+                again.close()
                 if verify and done.because != because:
                     because = done.because
                     print(f"compared {done.tolerance}{f': {because}' if because else ''}", flush=True)
                 if done.differences:
                     _tell(run, done.differences)
                     return False
-                if done.step >= first:
-                    metrics, seconds = done.result.metrics, sum(done.result.timings.values())
-                    print(
-                        f"step {done.step}: {'agrees' if verify else 'trained'}. loss {metrics['loss']:.6g}, gradient "
-                        f"{metrics['grad_norm']:.6g}, weights {done.result.digests['weights']} ({seconds:.2f} s)",
-                        flush=True,
-                    )
+                metrics, seconds = done.result.metrics, sum(done.result.timings.values())
+                print(
+                    f"step {done.step}: {'agrees' if verify else 'trained'}. loss {metrics['loss']:.6g}, gradient "
+                    f"{metrics['grad_norm']:.6g}, weights {done.result.digests['weights']} ({seconds:.2f} s)",
+                    flush=True,
+                )
+            again.close()
             if last == run.steps.count():
                 print(
                     f"step {last} was not committed: it is trained, and there is nothing to compare it with", flush=True

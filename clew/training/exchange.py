@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from clew.console import tracked
 from clew.errors import ConfigError, RecordError
 from clew.record import rows
 from clew.record.files import explain_disk_errors, write_bytes
@@ -45,7 +46,7 @@ def export_steps(run: RunDirectory, form: str, steps: str, folder: Path) -> list
     if folder.resolve().is_relative_to(run.steps.folder.resolve()):
         raise RecordError(f"{folder} is where the record itself lies. Choose another folder.")
     files = []
-    for step in chosen:
+    for step in tracked(chosen, "exporting", total=len(chosen), unit="steps"):
         batch = run.steps.read_data(step)
         arrays = run.steps.read_stages(step, batch).arrays
         stages = {name: [values[row.id] for row in batch] for name, values in arrays.items()}
@@ -79,7 +80,7 @@ def import_steps(files: Sequence[Path], folder: Path, group_size: int | None) ->
     if folder.exists():
         raise RecordError(f"{folder} exists already; expected the name of a new run directory. Choose another --to.")
     with written_aside(folder) as aside, Writer(aside, trainer=IMPORTED) as writer:
-        for file in files:
+        for file in tracked(files, "importing", total=len(files), unit="files"):
             batch = load_padded(file, group_size=group_size, first_group=writer.next_group)
             try:
                 writer.step(batch, stages=load_stages(file), metrics=rollout_metrics(batch) if batch else None)

@@ -48,9 +48,11 @@ def test_intervals_by_hand() -> None:
 def test_checkpoints_and_a_model_are_compared_on_the_same_prompts(
     run: RunDirectory, folder: Path, held_out: str, tmp_path: Path
 ) -> None:
-    first, to = run.checkpoints / "step-000000", tmp_path / "episodes.parquet"
+    (tmp_path / "model").symlink_to(folder / "model")
+    models = ["runs/e/first", "runs/e/first/checkpoints/step-000000", "./model"]
+    to = tmp_path / "episodes.parquet"
     shown = evaluated(
-        *(run.path, first, folder / "model"),
+        *models,
         data=held_out,
         to=str(to),
         eval__n_samples="4",
@@ -59,7 +61,7 @@ def test_checkpoints_and_a_model_are_compared_on_the_same_prompts(
     )
     table = pq.read_table(to).to_pylist()
     assert len(table) == 3 * 5 * 4 and str(to) in shown
-    for model in (str(run.path), str(first), str(folder / "model")):
+    for model in models:
         own = [row for row in table if row["model"] == model]
         assert [row["row"] for row in own[::4]] == [0, 1, 2, 3, 4]
         assert all(row["passed"] == (row["reward"] > 0.3) for row in own)

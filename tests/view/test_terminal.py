@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import re
+import time
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from clew import console
 from clew.record.run import RunDirectory
 from clew.view.terminal import Progress
 
@@ -32,3 +34,14 @@ def test_step_reward_and_length_are_always_there_and_advice_is_whole(tmp_path: P
     assert re.search(r"step +reward +length", shown) and re.search(r"11 +0\.125 +12\.5", shown)
     assert " ".join(ADVICE.split()) in " ".join(shown.split())
     assert ("recording 0.03" in shown) == (width == 120)
+
+
+def test_a_long_command_says_what_it_does_after_two_seconds(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(console, "SILENT_S", 0.05)
+    assert list(console.tracked([1, 2], "adding", total=2, unit="numbers")) == [1, 2]
+    assert capsys.readouterr() == ("", "")
+    for _ in console.tracked([1], "adding", total=1, unit="numbers"):
+        time.sleep(0.5)
+    assert capsys.readouterr() == ("", "adding: 1 numbers\n")
