@@ -363,6 +363,12 @@ class Algorithm(Section):
         description="Leave whole sequences out of the loss that have a token with proximal over behaviour probability "
         "below this, such as 1e-4; null: none.",
     )
+    off_policy_delta: float | None = Field(
+        default=None,
+        gt=0,
+        description="Leave tokens with a negative advantage out of the loss where the mean over the sequence of log "
+        "behaviour / current probability is above this (DeepSeek-V3.2, arXiv 2512.02556, section 3.1); null: none.",
+    )
     kl_coef: float = Field(
         default=0.0,
         ge=0,

@@ -1,12 +1,14 @@
 """Rejection: tokens and sequences that lie too far from the policy that sampled them add nothing to the loss.
 
-It depends on the proximal and the behaviour logprobs alone, so it works beside any importance weight and any loss.
+It depends on logprobs and advantages alone, so it works beside any importance weight and any loss.
 Tensors have one entry per trained token, [N]. docs/algorithms.md has the names that other systems have for it.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from clew.algorithms.kl import k3
 from clew.algorithms.losses import TrainedTokens, exp_limited, sequence_maxima, sequence_means
@@ -17,20 +19,25 @@ if TYPE_CHECKING:
     from clew.config import Algorithm
     from clew.sections import Reject
 
-BY_REJECT, BY_VETO = 1, 2
-"""Reasons why a token is rejected: its value lies outside the bounds of `reject`; its sequence is below `veto`. A token
-with both reasons has their sum."""
+BY_REJECT, BY_VETO, BY_DELTA = 1, 2, 4
+"""Reasons why a token is rejected: its value lies outside the bounds of `reject`; a token of its sequence is below
+`veto`; its sequence is beyond `off_policy_delta`. A token with several reasons has their sum."""
+
+REASONS = {BY_REJECT: "reject", BY_VETO: "veto", BY_DELTA: "delta"}
+"""Words for the reasons."""
 
 
 def rejects(options: Algorithm) -> bool:
     """Return whether these options can reject anything."""
-    return options.reject is not None or options.veto is not None
+    return any(option is not None for option in (options.reject, options.veto, options.off_policy_delta))
 
 
 def rejections(tokens: TrainedTokens, options: Algorithm) -> Tensor:
-    """Return why each token is rejected: 0 if it is kept, else BY_REJECT, BY_VETO or their sum; float32 [N].
+    """Return why each token is rejected: 0 if it is kept, else the sum of its reasons; float32 [N].
 
-    NaN lies within all bounds, so that it reaches the loss, where it is reported.
+    `off_policy_delta` is the off-policy sequence mask of DeepSeek-V3.2 (arXiv 2512.02556, section 3.1): it rejects
+    tokens with a negative advantage in sequences whose mean of log(behaviour / current) is above it. NaN lies within
+    all bounds, so that it reaches the loss, where it is reported.
     """
     log_ratio_N = (tokens.proximal_N - tokens.behaviour_N).detach()
     why_N = log_ratio_N.new_zeros(len(log_ratio_N)).float()
@@ -43,7 +50,16 @@ def rejections(tokens: TrainedTokens, options: Algorithm) -> Tensor:
     if options.veto is not None:
         least_N = exp_limited(-sequence_maxima(-log_ratio_N, tokens.rows_N))
         why_N = why_N + BY_VETO * (least_N < options.veto)
+    if options.off_policy_delta is not None:
+        away_N = sequence_means(tokens.behaviour_N - tokens.logprobs_N.detach(), tokens.rows_N)
+        why_N = why_N + BY_DELTA * ((tokens.advantages_N < 0) & (away_N > options.off_policy_delta))
     return why_N
+
+
+def reasons_of(why_N: np.ndarray) -> list[str]:
+    """Return the words for all reasons that any of these tokens was rejected for."""
+    known = np.nan_to_num(why_N).astype(np.int64)  # another trainer may have recorded anything
+    return [word for bit, word in REASONS.items() if (known & bit).any()]
 
 
 def measured(tokens: TrainedTokens, reject: Reject) -> Tensor:

@@ -61,8 +61,9 @@ class NothingToLearn:
         if self._rejected_steps == self._warn_rejected_at:
             self._warn_rejected_at *= 2
             log.warning(
-                f"step {step}: algorithm.reject and veto rejected every token ({self._rejected_steps} such steps so "
-                f"far), so the step taught nothing. Widen their bounds, or lower rollout.max_lag or training.lr"
+                f"step {step}: algorithm.reject, veto or off_policy_delta rejected every token ({self._rejected_steps} "
+                f"such steps so far), so the step taught nothing. Widen their bounds, or lower rollout.max_lag or "
+                f"training.lr"
             )
 
     def _equal_rewards(self, step: int, metrics: Mapping[str, float]) -> str:

@@ -79,5 +79,5 @@ def rejection_metrics(why_N: np.ndarray, rows_N: np.ndarray) -> dict[str, float]
     return {
         "rejected_share": float((why_N > 0).mean()),
         "rejected_sequences_share": len(np.unique(rows_N[why_N > 0])) / sequences,
-        "veto_share": len(np.unique(rows_N[why_N >= BY_VETO])) / sequences,
+        "veto_share": len(np.unique(rows_N[why_N.astype(np.int64) & BY_VETO > 0])) / sequences,
     }

@@ -34,7 +34,7 @@ class StepResult:
     - reference_logprobs: with a KL term
     - values, returns: with a critic
     - entropies: with an entropy bonus
-    - rejected: with algorithm.reject or veto, why a token was rejected, see `clew.algorithms.rejection`
+    - rejected: why a token was rejected, if anything can be, see `clew.algorithms.rejection`
     - loss: the token's contribution to the mean over all tokens, weighted as algorithm.loss_mean asks
     """
     plan: Plan

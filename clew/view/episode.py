@@ -10,7 +10,7 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from clew.algorithms.rejection import BY_VETO
+from clew.algorithms.rejection import reasons_of
 from clew.errors import RecordError
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
@@ -159,10 +159,10 @@ def rejected_of(sequences: Iterable[Sequence], rejected: dict[str, np.ndarray]) 
     why = np.concatenate(
         [np.zeros(0), *(rejected[each.id][each.loss_mask] for each in sequences if each.id in rejected)]
     )
-    count, vetoed = int((why > 0).sum()), bool((why >= BY_VETO).any())
+    count = int((why > 0).sum())
     if not count:
         return MISSING
-    return f"{'all' if count == len(why) else f'{count} of {len(why)}'}{', veto' if vetoed else ''}"
+    return f"{'all' if count == len(why) else f'{count} of {len(why)}'} ({', '.join(reasons_of(why))})"
 
 
 def rewards_by_name(rewards: dict[str, float]) -> str:

@@ -9,15 +9,13 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from clew.algorithms.rejection import BY_REJECT, BY_VETO
+from clew.algorithms.rejection import reasons_of
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
 from clew.view.text import MISSING, number, visible
 
 LEGEND = "underlined: generated; green: advantage above 0, red: below 0, stronger where it is larger"
 LEGEND_UNTRAINED = "underlined: generated; no step's record has advantages of it"
-REASONS = {0: "", BY_REJECT: "reject", BY_VETO: "veto", BY_REJECT + BY_VETO: "both"}
-"""Words for why a token was rejected."""
 REPEATED = 8
 """Number of equal tokens in a row, not generated, from which they are shown as one: those of an image."""
 _BYTES = 4
@@ -112,7 +110,7 @@ def show_tokens(
 
     columns = {"position": 8, "id": 8, "logprob": 9, "current": 9, "version": 8, "advantage": 10, "loss": 10}
     if "rejected" in stages:
-        columns["rejected"] = 10
+        columns["rejected"] = 13
     header = "".join(f"{name:>{width}}" for name, width in columns.items())
     console.print(Text(header + "  text", style="bold"))
     for place, count in shown:
@@ -127,7 +125,7 @@ def show_tokens(
                 stage("loss", place),
             ]
             if "rejected" in stages:
-                cells.append(REASONS.get(stages["rejected"][place], MISSING))
+                cells.append("+".join(reasons_of(stages["rejected"][place : place + 1])))
         else:
             cells += [""] * (len(columns) - 2)
         line = Text("".join(f"{cell:>{width}}" for cell, width in zip(cells, columns.values(), strict=True)) + "  ")

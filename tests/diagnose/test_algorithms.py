@@ -61,10 +61,11 @@ def replays(run: RunDirectory, steps: str | None = None, stages: str | None = No
         ["algorithm.importance=sequence_mask", "algorithm.dual_clip=3", "algorithm.kl_estimator=k2"],
         ["algorithm.entropy_coef=0.05"],
         REJECTION,
+        ["algorithm.off_policy_delta=0.01", "algorithm.kl_times_ratio=true"],
         ["training.lora_rank=4"],
         [f"algorithm.advantages={__name__}.decayed"],
     ],
-    ids=[*PRESETS, "others", "entropy", "rejection", "lora", "tokens"],
+    ids=[*PRESETS, "others", "entropy", "rejection", "delta", "lora", "tokens"],
 )
 def test_each_algorithm_trains_and_replays(
     folder: Path, tmp_path: Path, options: list[str], capsys: pytest.CaptureFixture[str]

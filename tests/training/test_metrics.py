@@ -28,9 +28,9 @@ def test_a_mean_over_no_tokens_is_left_out():
 
 
 def test_what_was_rejected_is_counted_by_token_and_by_sequence():
-    why, rows = np.array([0, 1, 2, 2, 0, 0, 0, 3]), np.array([0, 0, 2, 2, 4, 4, 5, 6])
+    why, rows = np.array([0, 1, 2, 2, 0, 0, 4, 3]), np.array([0, 0, 2, 2, 4, 4, 5, 6])
     assert rejection_metrics(why, rows) == {
-        "rejected_share": 4 / 8,
-        "rejected_sequences_share": 3 / 5,
+        "rejected_share": 5 / 8,
+        "rejected_sequences_share": 4 / 5,
         "veto_share": 2 / 5,
     }

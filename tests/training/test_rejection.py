@@ -77,6 +77,17 @@ def test_a_veto_rejects_the_whole_sequence_of_one_unlikely_token():
     assert reasons(inputs, veto=0.41, reject=both) == [3, 2, 1, 0]
 
 
+def test_negative_advantages_of_sequences_that_have_become_unlikely_are_rejected():
+    """Mean log(behaviour / current): of the first two sequences (log 4 + log 1) / 2 = 0.693, of the third -0.693."""
+    behaviour, current = logs(0.4, 0.5, 0.4, 0.5, 0.25), logs(0.1, 0.5, 0.1, 0.5, 0.5)
+    inputs = tokens_of(behaviour, behaviour, [0, 0, 1, 1, 2]) | {"logprobs_N": current}
+    inputs["advantages_N"] = torch.tensor([-1.0, -0.5, 1.0, 0.0, -1.0], dtype=torch.float64)
+    assert reasons(inputs, off_policy_delta=0.69) == [4, 4, 0, 0, 0]
+    assert reasons(inputs, off_policy_delta=0.7) == [0, 0, 0, 0, 0]
+    inputs["proximal_N"] = current
+    assert reasons(inputs, off_policy_delta=0.69, veto=0.3) == [6, 6, 2, 2, 0]
+
+
 def test_a_rejected_token_leaves_the_kl_term_and_the_bonus_too():
     inputs = tokens_of(logs(0.2, 0.6), logs(0.5, 0.6), [0, 1])
     inputs |= {"reference_N": logs(0.1, 0.3), "entropies_N": torch.tensor([0.5, 0.5])}
@@ -111,7 +122,7 @@ def test_a_rejection_does_not_hide_nan():
     inputs = tokens_of(torch.tensor([math.nan, -1.0]), torch.tensor([-1.0, -1.0]), [0, 1])
     for over in ("token", "sequence_mean", "sequence_max"):
         reject = {"by": "ratio", "over": over, "high": 2}
-        loss = loss_function(algorithm(reject=reject, veto=0.1))(**inputs).per_token_N
+        loss = loss_function(algorithm(reject=reject, veto=0.1, off_policy_delta=0.1))(**inputs).per_token_N
         assert loss.isnan().tolist() == [True, False]
 
 
@@ -273,6 +284,18 @@ def test_equals_published_masks_in_trl_s_loss(tmp_path: Path, published: Any, op
     for ours, theirs in zip(
         case.ours(options, behaviour), case.theirs(trainer, importance_sampling_ratio=weight), strict=True
     ):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_off_policy_mask_equals_trl_s(tmp_path: Path):
+    case = Case(tmp_path)
+    case.advantages = torch.tensor([-1.0, -1.0, 0.5, -2.0])
+    away = ((case.old - case.current().detach()) * case.mask).sum(1) / case.mask.sum(1)
+    delta = float(away[[0, 1, 3]].sort().values[:2].mean().clamp(min=1e-6))
+    assert 0 < int((away[[0, 1, 3]] > delta).sum()) < 3
+    trainer = trl_trainer(tmp_path, "GRPO", loss_type="dapo", beta=0.0, off_policy_mask_threshold=delta)
+    for ours, theirs in zip(case.ours({"off_policy_delta": delta}), case.theirs(trainer), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 

@@ -318,19 +318,16 @@ def test_what_was_rejected(run: RunDirectory) -> None:
         value[row.loss_mask] = reasons
     run.steps.write_stages(3, 0, digest_rows(batch), {"rejected": values})
     text = shown(run, "3")
-    assert line(text, "g000030")[3:8] == ["5", "of", "8,", "veto", "0"] and line(text, "g000031")[3:6] == [
-        "2",
-        "of",
-        "8",
-    ]
+    assert line(text, "g000030")[3:8] == ["5", "of", "8", "(reject,", "veto)"]
+    assert line(text, "g000031")[3:7] == ["2", "of", "8", "(reject)"]
     text = shown(run, "g000030")
-    assert line(text, "g000030.e0")[2:7] == ["4", "1", "of", "4,", "veto"]
-    assert line(text, "g000030.e1")[2:5] == ["4", "all,", "veto"]
+    assert line(text, "g000030.e0")[2:7] == ["4", "1", "of", "4", "(reject,"]
+    assert line(text, "g000030.e1")[2:5] == ["4", "all", "(veto)"]
     text = shown(run, "g000031")
     assert line(text, "g000031.e0")[2:4] == ["4", "-"] and line(text, "g000031.e1")[2:6] == ["4", "2", "of", "4"]
     assert "rejected" not in shown(run, "g000002") and "rejected" not in shown(run, "1")
     tokens = shown(run, "g000030.e0", tokens=True)
-    assert line(tokens, "3")[-2] == "both" and len(line(tokens, "4")) == len(line(tokens, "3")) - 1
+    assert line(tokens, "3")[-2] == "reject+veto" and len(line(tokens, "4")) == len(line(tokens, "3")) - 1
     assert line(shown(run, "g000031.e1", tokens=True), "4")[-2] == "reject"
 
 
