@@ -10,7 +10,7 @@ import torch
 
 from clew.algorithms import ADVANTAGES, page
 from clew.algorithms.grpo import normalised
-from clew.algorithms.rewards import centred
+from clew.algorithms.rewards import centred, deviation
 from clew.algorithms.rloo import left_out
 from clew.config import Algorithm
 from clew.errors import ConfigError, TrainingError
@@ -66,6 +66,13 @@ def test_leave_one_out_of_several_sequences_is_more_than_a_multiple_of_mean():
     )
     assert found[2:].tolist() == pytest.approx((1.5 * centred(rewards))[2:].tolist())
     assert found[0] != pytest.approx(1.5 * centred(rewards)[0])
+
+
+def test_leave_one_out_divided_by_the_deviation_is_a_multiple_of_group():
+    """AReaL's mean_leave1out with std_level=group."""
+    rewards = [[1.0], [0.0], [0.0], [4.0]]
+    found = left_out(rewards) / (deviation(rewards) + 1e-6)
+    assert found.tolist() == pytest.approx((4 / 3 * normalised(rewards)).tolist())
 
 
 @pytest.mark.parametrize("method", ["group", "mean", "leave_one_out", "batch"])
