@@ -1,4 +1,4 @@
-"""Warnings for a run whose rewards teach it nothing."""
+"""Warnings for a run whose rewards teach it nothing, or whose advantages contradict its rewards."""
 
 from __future__ import annotations
 
@@ -18,9 +18,14 @@ ZERO = 1e-8
 """Largest absolute advantage that counts as zero: equal rewards give about 1e-10, because of rounding."""
 
 
+CONTRADICTS = 0.1
+"""Mean correlation of advantages and rewards within groups, at or below which they contradict each other."""
+
+
 class NothingToLearn:
     """Counts steps whose advantages are all zero, steps whose tokens are all rejected, and consecutive steps in which
-    all rewards that algorithm.advantages compares are equal."""
+    all rewards that algorithm.advantages compares are equal. It also watches whether a user's own advantages follow the
+    rewards."""
 
     def __init__(self, advantages: str) -> None:
         self._within_groups = advantages in WITHIN_GROUP
@@ -31,6 +36,7 @@ class NothingToLearn:
         self._warn_zero_at = 1
         self._rejected_steps = 0
         self._warn_rejected_at = 1
+        self._correlations: list[float] = []
 
     def add(self, step: int, metrics: Mapping[str, float], largest_advantage: float = 1.0) -> str:
         """Take a step's metrics, and warn when the step teaches nothing.
@@ -43,6 +49,7 @@ class NothingToLearn:
         """
         warning = self._equal_rewards(step, metrics)
         self._all_rejected(step, metrics)
+        self._correlate(step, metrics.get("advantage_reward_correlation"))
         self._zero_steps += largest_advantage <= ZERO
         if self._zero_steps == self._warn_zero_at:
             self._warn_zero_at *= 2
@@ -64,6 +71,20 @@ class NothingToLearn:
                 f"step {step}: algorithm.reject, veto or off_policy_delta rejected every token ({self._rejected_steps} "
                 f"such steps so far), so the step taught nothing. Widen their bounds, or lower rollout.max_lag or "
                 f"training.lr"
+            )
+
+    def _correlate(self, step: int, correlation: float | None) -> None:
+        """Warn once if a user's own advantages do not follow the rewards in the first steps that tell."""
+        if correlation is None or len(self._correlations) == WARN_STEPS:
+            return
+        self._correlations.append(correlation)
+        mean = sum(self._correlations) / len(self._correlations)
+        if len(self._correlations) == WARN_STEPS and mean <= CONTRADICTS:
+            log.warning(
+                f"step {step}: advantages contradict rewards: within groups their correlation was {mean:.2f} in the "
+                f"first {WARN_STEPS} steps with differing rewards, so better answers are not made likelier. Does "
+                f"algorithm.advantages={self._advantages} return its numbers in the order of the sequences? `clew "
+                f"replay RUN --step {step} --break advantages` stops before it"
             )
 
     def _equal_rewards(self, step: int, metrics: Mapping[str, float]) -> str:

@@ -40,7 +40,7 @@ from clew.training.critic import Critic, value_metrics
 from clew.training.digests import Digests, digest_tensors
 from clew.training.gradient_checks import RECENT_NORMS, hint_of, loss_problem, norm_problem, not_finite
 from clew.training.losses import loss_function
-from clew.training.metrics import gap_metrics, lag_metrics, rejection_metrics, rollout_metrics
+from clew.training.metrics import correlation_metrics, gap_metrics, lag_metrics, rejection_metrics, rollout_metrics
 from clew.training.optimizer import GradientError, Optimizer
 from clew.training.policy import Policy, check_tokens
 from clew.training.preferences import deal_pairs, pair_losses, supervised_loss
@@ -230,6 +230,7 @@ class TrainEngine:
             stages={name: tokens.split(values_S) for name, values_S in stages.items()},
             metrics={
                 **rollout_metrics(sequences),
+                **correlation_metrics(sequences, tokens.split(step.advantages_S), self.config.algorithm.advantages),
                 **lag_metrics(lag_N),
                 **gap_metrics(step.behaviour_S[mask_S], proximal_S[mask_S], lag_N),
                 **rejected_metrics,

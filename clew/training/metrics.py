@@ -6,9 +6,13 @@ from collections.abc import Sequence as SequenceABC
 
 import numpy as np
 
+from clew.algorithms import ADVANTAGES
 from clew.algorithms.kl import divergences
 from clew.algorithms.rejection import BY_VETO
 from clew.record.rows import Sequence
+
+SAME = 1e-8
+"""Largest difference within a group that counts as rounding."""
 
 
 def rollout_metrics(sequences: SequenceABC[Sequence]) -> dict[str, float]:
@@ -39,6 +43,38 @@ def rollout_metrics(sequences: SequenceABC[Sequence]) -> dict[str, float]:
         "response_length_max": float(max(lengths.values())),
         "truncated_share": float(np.mean([episode.finish_reason == "length" for episode in episodes.values()])),
     }
+
+
+def correlation_metrics(
+    sequences: SequenceABC[Sequence], advantages: SequenceABC[np.ndarray], method: str
+) -> dict[str, float]:
+    """Return how a user's own advantages follow the rewards within groups; nothing for built-in advantages.
+
+    Args:
+        sequences: The batch.
+        advantages: Advantages of each sequence's tokens, [T].
+        method: Value of algorithm.advantages.
+
+    Returns:
+        The correlation over all sequences of reward and mean advantage, each less its group's mean. It is left out if
+        rewards or advantages do not differ within groups.
+    """
+    if method in ADVANTAGES:
+        return {}
+    trained = [(row, values_T[row.loss_mask]) for row, values_T in zip(sequences, advantages, strict=True)]
+    by_group: dict[str, list[tuple[float, float]]] = {}
+    for row, values_N in trained:
+        if values_N.size:
+            by_group.setdefault(row.group_id, []).append((row.reward, float(values_N.mean(dtype=np.float64))))
+    pairs = [np.array(group) - np.mean(group, axis=0) for group in by_group.values()]
+    if not pairs:
+        return {}
+    rewards_B, advantages_B = np.concatenate(pairs).T
+    size = float(np.linalg.norm(rewards_B) * np.linalg.norm(advantages_B))
+    # Rounding alone is no difference: a mean of equal numbers may differ from them in its last bit.
+    if min(np.abs(rewards_B).max(), np.abs(advantages_B).max()) < SAME or not size:
+        return {}
+    return {"advantage_reward_correlation": float(rewards_B @ advantages_B / size)}
 
 
 def lag_metrics(lag_N: np.ndarray) -> dict[str, float]:

@@ -58,6 +58,21 @@ def test_steps_of_which_everything_is_rejected_are_a_warning(caplog: pytest.LogC
     assert "rejected every token (8 such steps so far), so the step taught nothing" in caplog.messages[-1]
 
 
+def test_advantages_that_contradict_rewards_are_a_warning_once(caplog: pytest.LogCaptureFixture) -> None:
+    def watch(*correlations: float) -> list[str]:
+        caplog.clear()
+        watching = NothingToLearn("mine.own")
+        for step, correlation in enumerate(correlations):
+            watching.add(step, metrics(0.0, 0.5) | {"advantage_reward_correlation": correlation})
+            watching.add(step, metrics(0.0, 0.5))  # a step whose rewards do not differ says nothing
+        return list(caplog.messages)
+
+    [warning] = watch(*[-0.3, 0.2, -0.1, 0.0] * 3)
+    assert warning.startswith("step 3: advantages contradict rewards: within groups their correlation was -0.05")
+    assert "algorithm.advantages=mine.own" in warning
+    assert watch(*[0.9] * 9) == [] and watch(-0.5, -0.5, -0.5) == []
+
+
 def test_a_run_whose_rewards_are_all_equal(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tiny_tokenizer(tmp_path / "model")
     tiny_model(tmp_path / "model")

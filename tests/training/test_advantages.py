@@ -16,6 +16,7 @@ from clew.config import Algorithm
 from clew.errors import ConfigError, TrainingError
 from clew.record.rows import Sequence
 from clew.training.advantages import advantages_function, longest_penalty
+from clew.training.metrics import correlation_metrics
 from tests.training.sequences import make_config, make_sequence
 
 
@@ -262,3 +263,20 @@ def test_what_cannot_be_advantages_is_told(name: str, error: type[Exception], sa
     rows = [make_sequence("g0.e0.s0", reward=1.0), make_sequence("g0.e1.s0", reward=0.5)]
     with pytest.raises(error, match=said):
         of(advantages=f"tests.training.test_advantages.{name}")(rows, None)
+
+
+def test_how_advantages_follow_rewards_by_hand():
+    rewards = [0.0, 1.0, 10.0, 12.0]
+    batch = [make_sequence(f"g{place // 2}.e{place % 2}.s0", reward=reward) for place, reward in enumerate(rewards)]
+
+    def correlation(*advantages: float, method: str = "mine.own") -> dict[str, float]:
+        of_tokens = [np.where(row.loss_mask, value, 99.0) for row, value in zip(batch, advantages, strict=True)]
+        return correlation_metrics(batch, of_tokens, method)
+
+    assert correlation(-0.5, 0.5, -1.0, 1.0)["advantage_reward_correlation"] == pytest.approx(1)
+    assert correlation(0.5, -0.5, 1.0, -1.0)["advantage_reward_correlation"] == pytest.approx(-1)
+    # Within groups rewards are -.5, .5, -1, 1 and advantages -.5, .5, .5, -.5: -.5 / (sqrt(2.5) * 1).
+    misordered = correlation(0.0, 1.0, 8.0, 7.0)["advantage_reward_correlation"]
+    assert misordered == pytest.approx(-0.5 / math.sqrt(2.5))
+    assert correlation(1.0, 1.0, 3.0, 3.0) == {}
+    assert correlation(-0.5, 0.5, -1.0, 1.0, method="group") == {}
