@@ -20,7 +20,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -112,7 +112,9 @@ def committed_digest(steps: Steps, step: int) -> str | None:
     return _digest_of(content, _object(content) or {})
 
 
-def breaks(run: RunDirectory, files_of: range = range(0)) -> list[Break]:
+def breaks(
+    run: RunDirectory, files_of: range = range(0), *, see: Callable[[int, dict[str, Any]], None] | None = None
+) -> list[Break]:
     """Return the files that do not fit into the chain of commits, in the order of the steps; empty if all of them fit.
 
     Reads index.jsonl, the JSON of every step and that of each checkpoint and evaluation. Steps of a format before
@@ -122,8 +124,10 @@ def breaks(run: RunDirectory, files_of: range = range(0)) -> list[Break]:
         run: The run directory. It is not changed.
         files_of: Steps whose data and stages are compared with their digests, too, and also the sequences of the
             evaluations before, between and after these steps. These files are read in full.
+        see: Called with the number and the content of each step's JSON, in the order of the steps. A caller that needs
+            something of every step then need not read ten thousand files a second time. The content is unchecked.
     """
-    found = list(_Chain(run).breaks())
+    found = list(_Chain(run, see).breaks())
     reported = {one.file for one in found}
     for step in files_of:
         found += [*_files(run, step), *_evaluation(run, step, reported)]
@@ -147,7 +151,7 @@ def unlooked(run: RunDirectory, steps: Iterable[int]) -> str:
 class _Chain:
     """The commits of a run, read from their files, and the checks that compare them."""
 
-    def __init__(self, run: RunDirectory) -> None:
+    def __init__(self, run: RunDirectory, see: Callable[[int, dict[str, Any]], None] | None = None) -> None:
         self.run = run
         self.steps = run.steps
         self.commits: dict[int, dict[str, Any]] = {}
@@ -170,6 +174,8 @@ class _Chain:
                 commit = {}
             elif step < len(self.lines) and (line := self.lines[step]) is not None:
                 self.differing[step] = [key for key in INDEXED if line.get(key) != commit.get(key)]
+            if see is not None:
+                see(step, commit)
             self.commits[step] = {key: commit[key] for key in _KEPT if key in commit}
             self.own[step] = _digest_of(content, commit)
 

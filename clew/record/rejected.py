@@ -22,7 +22,9 @@ class Rejected:
     failed_groups: int = 0
     """Number of groups in which too few episodes got a reward."""
     filtered_groups: Counter[str] = field(default_factory=Counter)
-    """Groups that a filter left out, by the kind of the reason."""
+    """Groups that a filter left out, by the reason. Its number stays: groups that are all 0 and all 1 differ."""
+    examples: dict[str, str] = field(default_factory=dict)
+    """ID of a group or an episode for each kind of error and each reason."""
 
     def lines(self) -> list[str]:
         """Return a summary for people, the most common reason first; empty if nothing was rejected."""
@@ -34,14 +36,17 @@ class Rejected:
             if len(self.episodes) > 5:
                 others = len(self.episodes) - 5
                 lines.append(f"  and {others} other {'kind' if others == 1 else 'kinds'} of error")
-        for reason, count in self.filtered_groups.most_common():
+        for reason, count in self.filtered_groups.most_common(5):
             lines.append(f"{count} {'group' if count == 1 else 'groups'} left out: {reason}")
+        if others := self.filtered_groups.most_common()[5:]:
+            lines.append(f"{sum(count for _, count in others)} groups left out for {len(others)} other reasons")
         return lines
 
 
 def count_rejected(run: RunDirectory) -> Rejected:
     """Read rejected/ and count its episodes and groups. Raises RecordError for a file that Clew did not write."""
     episodes, filtered, groups = Counter[str](), Counter[str](), 0
+    examples: dict[str, str] = {}
     for path in sorted(run.rejected.glob("g*.parquet")):
         table = rows.read_table(path)
         if "error" not in table.column_names:
@@ -53,9 +58,13 @@ def count_rejected(run: RunDirectory) -> Rejected:
             if reason == "error"
         ]
         episodes.update(map(kind_of, failed))
+        for error in failed:
+            examples.setdefault(kind_of(error), path.stem)
         if "." not in path.stem:
             reason = next((error for error in errors if error.startswith(FILTERED)), None)
             groups += reason is None
             if reason is not None:
-                filtered[kind_of(reason.removeprefix(FILTERED))] += 1
-    return Rejected(episodes=episodes, failed_groups=groups, filtered_groups=filtered)
+                reason = reason.removeprefix(FILTERED).partition("\n")[0]
+                filtered[reason] += 1
+                examples.setdefault(reason, path.stem)
+    return Rejected(episodes=episodes, failed_groups=groups, filtered_groups=filtered, examples=examples)

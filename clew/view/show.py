@@ -17,11 +17,12 @@ from rich.text import Text
 from clew.errors import RecordError
 from clew.record import chain
 from clew.record.bundle import opened
-from clew.record.rejected import count_rejected
+from clew.record.rejected import Rejected, count_rejected
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory, changes_in_words, open_run
 from clew.record.steps import parse_steps
-from clew.record.warned import in_words, read_warnings
+from clew.record.warned import Warned, in_words, read_warnings
+from clew.view.checkup import judge, print_health
 from clew.view.episode import lag, rejected_of, rejected_tokens, rewards_by_name, show_episode, versions
 from clew.view.find import (
     Found,
@@ -31,6 +32,7 @@ from clew.view.find import (
     find_group,
     read_batch,
 )
+from clew.view.health import Collector
 from clew.view.text import (
     MISSING,
     as_text,
@@ -73,18 +75,22 @@ def show(
         _show_runs(console, path)
         return
     with opened(path) as (run, bundle):
+        collector = Collector()
+        broken = chain.breaks(run, see=collector if what is None else None)
         if what is None:
-            _show_run(console, run, steps, str(path), bundle)
+            history = collector.history()
+            warned, rejected = read_warnings(run.warnings_path)[0], count_rejected(run)
+            _show_run(console, run, steps, str(path), bundle, warned, rejected)
+            print_health(console, judge(run, history, rejected, warned), history, path, broken=bool(broken))
         elif what.isdecimal():
             _show_step(console, run, int(what))
         else:
             _show_named(console, run, what, tokens)
-        _show_breaks(console, run)
+        _show_breaks(console, broken)
 
 
-def _show_breaks(console: Console, run: RunDirectory) -> None:
+def _show_breaks(console: Console, found: list[chain.Break]) -> None:
     """Print what does not fit into the chain of commits. Data and stages of steps are checked by replay, not here."""
-    found = chain.breaks(run)
     if found:
         console.print()
     for each in found[:BREAKS_SHOWN]:
@@ -139,7 +145,15 @@ def _show_runs(console: Console, folder: Path) -> None:
     console.print(rows)
 
 
-def _show_run(console: Console, run: RunDirectory, steps: str | None, path: str, bundle: dict[str, Any] | None) -> None:
+def _show_run(
+    console: Console,
+    run: RunDirectory,
+    steps: str | None,
+    path: str,
+    bundle: dict[str, Any] | None,
+    warned: list[Warned],
+    rejections: Rejected,
+) -> None:
     """Print a run.
 
     Args:
@@ -148,13 +162,15 @@ def _show_run(console: Console, run: RunDirectory, steps: str | None, path: str,
         steps: Which steps to list, as a slice; None: the last ones.
         path: The path of the run directory or the bundle, as the user gave it.
         bundle: Content of bundle.json; None for a run directory.
+        warned: The warnings of the run.
+        rejections: What the run rejected.
     """
     config, facts = Settings(run.path), run.facts()
     index = run.steps.index()
     count = len(index)
     chosen = range(count)[-STEPS_SHOWN:] if steps is None else parse_steps(steps, count)
     model = [as_text(config.get(f"model.{name}", "")) for name in ("path", "dtype", "device")]
-    inbox, rejected, reasons = run.inbox.names(), run.rejected_groups(), count_rejected(run).lines()
+    inbox, rejected, reasons = run.inbox.names(), run.rejected_groups(), rejections.lines()
     packages = "  ".join(f"{name} {version}" for name, version in facts.get("packages", {}).items())
     console.print(
         pairs(
@@ -175,9 +191,9 @@ def _show_run(console: Console, run: RunDirectory, steps: str | None, path: str,
             ]
         )
     )
-    if warned := in_words(read_warnings(run.warnings_path)[0]):
+    if warned:
         console.print()
-        console.print(pairs(("warning", line) for line in warned))
+        console.print(pairs(("warning", line) for line in in_words(warned)))
     _show_evaluations(console, run.read_evals())
     if not chosen:
         return

@@ -136,7 +136,7 @@ def test_the_last_steps_or_those_asked_for(run: RunDirectory) -> None:
         commit(run, step, group(f"g{step + 3:06d}"))
 
     def steps(**options: Any) -> list[int]:
-        table = shown(run, **options).partition("grad norm")[2].splitlines()[1:]
+        table = shown(run, **options).partition("grad norm")[2].partition("\nhealth")[0].splitlines()[1:]
         return [int(row.split()[0]) for row in table]
 
     assert steps() == list(range(10, 30))

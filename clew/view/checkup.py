@@ -1,0 +1,117 @@
+"""The health check that ends `clew show RUN`: it gathers what `health` judges, and prints the concerns."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from clew.errors import RecordError
+from clew.printing import visible
+from clew.record.rejected import Rejected
+from clew.record.run import RunDirectory
+from clew.record.warned import Warned
+from clew.view import health
+from clew.view.find import Settings
+from clew.view.health import Concern, History
+from clew.view.text import pairs
+
+STEPS_LOOKED_INTO = 5
+"""Maximum number of steps whose batch is read to tell groups that are all 0 from groups that are all 1."""
+
+
+def judge(run: RunDirectory, history: History, rejected: Rejected, warned: Sequence[Warned]) -> list[Concern]:
+    """Return what deserves a look in this run, the most urgent first."""
+    config = Settings(run.path)
+    equal = health.equal_steps(history, str(config.get("algorithm.advantages", "group")))
+    kinds, looked = _equal_kinds(run, equal)
+    last = int(history.steps[-1]) if len(history.steps) else -1
+    concerns = [
+        health.gradients(history, _positive(config.get("training.spike_factor"))),
+        health.rejections(rejected, history),
+        health.contradiction(history),
+        health.mismatch(history),
+        health.lag(history, _max_lag(run, config)),
+        health.clipping(history, str(config.get("algorithm.ratio", "token"))),
+        health.evaluations(history, run.read_evals()),
+        health.truncation(history),
+        health.equal_rewards(history, equal, kinds, looked),
+        health.warnings(warned, last),
+    ]
+    return [concern for concern in concerns if concern is not None]
+
+
+def print_health(
+    console: Console, concerns: Sequence[Concern], history: History, path: Path, *, broken: bool = False
+) -> None:
+    """Print the concerns, each with its evidence and the next command, or that there is none.
+
+    Args:
+        console: Where to print.
+        concerns: What deserves a look.
+        history: The steps that were looked at.
+        path: The run directory or bundle, as the user gave it.
+        broken: True if the chain of commits does not fit together, which is printed below.
+    """
+    count = len(history.steps)
+    if not count and not concerns:
+        return
+    steps = f"all {count:,} steps on record" if count != 1 else "the one step on record"
+    unjudged = history.unjudged()
+    without = f" Not on record, so not judged: {', '.join(unjudged)}." if count and unjudged else ""
+    console.print()
+    if not concerns:
+        sound = "nothing but the broken chain below stands out" if broken else "sound: nothing stands out"
+        console.print(Text(f"health  {sound} in {steps}.{without}"))
+        return
+    number = "1 thing deserves" if len(concerns) == 1 else f"{len(concerns)} things deserve"
+    console.print(Text(f"health  {number} a look. {steps[0].upper()}{steps[1:]} were looked at.{without}"))
+    lines = []
+    for concern in concerns:
+        command = f"clew {concern.then}".replace("RUN", shlex.quote(str(path)), 1)
+        lines.append((concern.cause, Text(f"{visible(concern.evidence)}.\n→ {visible(command)}")))
+    console.print(pairs(lines))
+
+
+def _equal_kinds(run: RunDirectory, steps: Sequence[int]) -> tuple[Counter[float], str]:
+    """Return the numbers of groups whose episodes all have one reward, by that reward, and the steps in words.
+
+    A few of the given steps are looked into, spread over all that still have their batch. Without any, the result is
+    empty.
+    """
+    there = [step for step in steps if run.steps.has_data(step)]
+    chosen = sorted({there[round(place)] for place in _spread(len(there), STEPS_LOOKED_INTO)})
+    kinds: Counter[float] = Counter()
+    for step in chosen:
+        try:
+            table = run.steps.read_table(step).select(["group_id", "reward"])
+        except (RecordError, KeyError):  # an altered file is reported where it is shown
+            continue
+        rewards: dict[str, set[float]] = {}
+        for group, reward in zip(table["group_id"].to_pylist(), table["reward"].to_pylist(), strict=True):
+            rewards.setdefault(group, set()).add(reward)
+        kinds.update(next(iter(each)) for each in rewards.values() if len(each) == 1)
+    which = f"{'Step' if len(chosen) == 1 else 'Steps'} {', '.join(map(str, chosen))}"
+    return kinds, which
+
+
+def _spread(count: int, limit: int) -> list[float]:
+    """Return at most `limit` places among `count`, evenly spread, with the first and the last."""
+    if count <= limit:
+        return list(map(float, range(count)))
+    return [place * (count - 1) / (limit - 1) for place in range(limit)]
+
+
+def _max_lag(run: RunDirectory, config: Settings) -> int | None:
+    """Return the largest rollout.max_lag that the run was ever trained with; None if it is unknown."""
+    changes = [change["fields"].get("rollout.max_lag", ()) for change in run.facts().get("changes", [])]
+    values = [config.get("rollout.max_lag"), *(value for change in changes for value in change)]
+    return max((value for value in values if type(value) is int), default=None)
+
+
+def _positive(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and value > 0 else None

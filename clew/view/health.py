@@ -1,0 +1,390 @@
+"""The health of a run: what deserves a look, why, and the command to type next.
+
+Each cause is a pure function of the numbers that the steps have on record. It returns None for a run that is sound in
+this respect. The levels are those that other trainers warn at, where there are any.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from clew.algorithms import ADVANTAGES, WITHIN_GROUP
+from clew.record.rejected import Rejected
+from clew.record.warned import Warned, in_words
+
+OFTEN = 0.1
+"""Share of a run's steps from which on something counts as a habit of the run."""
+NEWEST, OF_NEWEST = 10, 0.5
+"""Number of newest steps, and the share of them that counts even if the steps before were sound."""
+EQUAL_GROUPS = 0.5
+"""Share of groups with equal rewards: beyond it, most of the rollout teaches nothing."""
+TRUNCATED = 0.1
+"""Share of episodes that are cut off."""
+LAG = 8
+"""Number of versions; AReaL (2505.24298) trains with a staleness of up to 8."""
+K3_WITHOUT_LAG = 1e-3
+"""Mismatch of engine and trainer about the same weights; NeMo RL expects `gen_kl_error` to be about that large."""
+K3 = 0.015
+"""Mismatch with lag; prime-rl expects `mismatch_kl` to stay below."""
+CLIPPED = {"token": 0.2, "sequence": 0.5}
+"""Share of clipped tokens, by algorithm.ratio. GSPO's narrow bounds clip many tokens (2507.18071, section 5.3)."""
+SPIKE = 10.0
+"""Multiple of the usual gradient norm, if training.spike_factor is not set."""
+RECENT_NORMS, ENOUGH_NORMS = 32, 8
+"""Number of steps before a step that tell its usual gradient norm, and the minimum; as for training.spike_factor."""
+NO_GRADIENT = 1e-6
+"""Largest gradient norm that counts as zero."""
+CONTRADICTS = 0.1
+"""Correlation of rewards and advantages within groups, at or below which they contradict each other."""
+FAILED_EPISODES = 0.01
+FILTERED_GROUPS = 0.5
+"""Shares of what was made that are rejected."""
+AROUND_EVALUATION = 10
+"""Number of steps whose training rewards are averaged beside an evaluation."""
+FALLEN = 0.1
+"""Part of the best mean reward that an evaluation has to lose before it counts, if there is no pass@1."""
+
+WATCHED = {
+    "reward": "rewards",
+    "reward_std": "",
+    "groups": "",
+    "episodes": "",
+    "equal_groups_share": "equal rewards",
+    "truncated_share": "truncation",
+    "lag_max": "lag",
+    "behaviour_k3": "mismatch",
+    "clip_share": "clipping",
+    "grad_norm": "gradients",
+    "updates_skipped": "",
+    "advantage_reward_correlation": "",
+}
+"""Metrics of a step that are kept, and the name of what cannot be judged without them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Concern:
+    """One thing that deserves a look."""
+
+    cause: str
+    evidence: str
+    then: str
+    """Arguments of the command to type next, with RUN for the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class History:
+    """Numbers of all committed steps."""
+
+    steps: np.ndarray
+    """Numbers of the steps [N], in order."""
+    metrics: dict[str, np.ndarray]
+    """Metrics `WATCHED`, [N] float64 each; NaN where a step does not have it."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Sums of the steps' timings over the run."""
+
+    def known(self, name: str) -> bool:
+        """Return whether any step has the metric."""
+        return bool(np.isfinite(self.metrics[name]).any())
+
+    def unjudged(self) -> list[str]:
+        """Return what cannot be judged because no step has the metric for it."""
+        return [cause for name, cause in WATCHED.items() if cause and not self.known(name)]
+
+
+class Collector:
+    """Keeps the few numbers of each step that the health check needs, while somebody else reads the steps."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, list[Any]] = {}
+        self._seconds: dict[str, float] = {}
+
+    def __call__(self, step: int, content: Mapping[str, Any]) -> None:
+        """Take the content of a step's JSON, which is unchecked. There may be ten thousand steps, so this is quick."""
+        if content.get("committed_at", 0) is None:  # a bundle left this step out
+            return
+        metrics, timings = content.get("metrics"), content.get("timings")
+        if isinstance(metrics, dict):
+            self._rows[step] = list(map(metrics.get, WATCHED))
+        for name, value in timings.items() if isinstance(timings, dict) else ():
+            if type(value) is float and 0 < value < math.inf:
+                self._seconds[name] = self._seconds.get(name, 0.0) + value
+
+    def history(self) -> History:
+        """Return the numbers of the steps so far."""
+        steps = sorted(self._rows)
+        rows = [self._rows[step] for step in steps]
+        try:
+            table = np.array(rows, np.float64)  # None becomes NaN
+        except (TypeError, ValueError, OverflowError):
+            table = np.array([[_number(value) for value in row] for row in rows])
+        columns = np.where(np.isfinite(table), table, np.nan).reshape(len(steps), len(WATCHED)).T
+        return History(
+            steps=np.array(steps, np.int64),
+            metrics=dict(zip(WATCHED, columns, strict=True)),
+            seconds=dict(sorted(self._seconds.items(), key=lambda item: -item[1])),
+        )
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) and abs(value) < 1e300 else math.nan
+
+
+# Causes ---------------------------------------------------------------------------------------------------------------
+
+
+def equal_steps(history: History, advantages: str) -> list[int]:
+    """Return the steps that taught little because rewards were equal; empty if that is no habit of the run.
+
+    Args:
+        history: The steps.
+        advantages: Value of algorithm.advantages. Those within groups, and a user's own, need rewards that differ
+            within a group; the others need rewards that differ within the batch.
+    """
+    if advantages in WITHIN_GROUP or advantages not in ADVANTAGES:
+        equal = history.metrics["equal_groups_share"] > EQUAL_GROUPS
+    else:
+        equal = history.metrics["reward_std"] == 0
+    return history.steps[equal].tolist() if _is_habit(equal) else []
+
+
+def equal_rewards(history: History, steps: Sequence[int], kinds: Mapping[float, int], looked: str) -> Concern | None:
+    """Return the concern that too many groups teach nothing.
+
+    Args:
+        history: The steps.
+        steps: Result of `equal_steps`.
+        kinds: Number of groups by the reward that all their episodes have, in the steps that were looked at.
+        looked: These steps, in words.
+    """
+    if not steps:
+        return None
+    share = history.metrics["equal_groups_share"][np.searchsorted(history.steps, steps[-1])]
+    newest = f"; newest: {_percent(share)} at step {steps[-1]}" if math.isfinite(share) else ""
+    which = Counter(kinds).most_common(4)
+    apart = f". {looked}: {', '.join(f'{count} groups all {reward:g}' for reward, count in which)}" if which else ""
+    return Concern(
+        cause="equal rewards",
+        evidence=f"{_where(steps, len(history.steps))}, most groups had equal rewards, which teach nothing"
+        f"{newest}{apart}",
+        then=f"show RUN {steps[-1]}",
+    )
+
+
+def truncation(history: History) -> Concern | None:
+    """Return the concern that many episodes are cut off at a limit."""
+    share = history.metrics["truncated_share"]
+    return _above(
+        history,
+        "truncation",
+        "truncated_share",
+        share > TRUNCATED,
+        f"more than {_percent(TRUNCATED)} of the episodes were cut off at sampling.max_new_tokens or another limit",
+        "show RUN {}",
+        percent=True,
+    )
+
+
+def lag(history: History, max_lag: int | None) -> Concern | None:
+    """Return the concern that tokens are older than rollout.max_lag allows, or older than `LAG` versions."""
+    highest = LAG if max_lag is None else min(max_lag, LAG)
+    which = f"rollout.max_lag={max_lag}" if highest == max_lag else f"{LAG} versions"
+    older = history.metrics["lag_max"] > highest
+    return _above(history, "lag", "lag_max", older, f"tokens lag behind by more than {which}", "show RUN {}")
+
+
+def mismatch(history: History) -> Concern | None:
+    """Return the concern that the policy that sampled is far from the one at the start of the step."""
+    k3, fresh = history.metrics["behaviour_k3"], history.metrics["lag_max"] == 0
+    then = "blame RUN --step {} --by behaviour_k3"
+    what = f"behaviour_k3 is above {K3_WITHOUT_LAG:g} at a lag of 0: engine and trainer disagree about the same weights"
+    found = _above(history, "mismatch", "behaviour_k3", fresh & (k3 > K3_WITHOUT_LAG), what, then)
+    what = f"behaviour_k3 is above {K3:g}: the policy that sampled is far from the one that is trained"
+    return found or _above(history, "mismatch", "behaviour_k3", k3 > K3, what, then)
+
+
+def clipping(history: History, ratio: str) -> Concern | None:
+    """Return the concern that the clip holds many tokens, whose gradient is 0."""
+    limit = CLIPPED.get(ratio, CLIPPED["token"])
+    clipped = history.metrics["clip_share"] > limit
+    what = f"the clip holds more than {_percent(limit)} of the tokens, which then have no gradient"
+    return _above(history, "clipping", "clip_share", clipped, what, "blame RUN --step {}", percent=True)
+
+
+def gradients(history: History, factor: float | None) -> Concern | None:
+    """Return the concern that the gradient spiked, or that updates were left out.
+
+    Args:
+        history: The steps.
+        factor: Value of training.spike_factor; None: `SPIKE`.
+    """
+    spikes = find_spikes(history, factor or SPIKE)
+    skipped = np.nan_to_num(history.metrics["updates_skipped"])
+    parts, steps = [], list(spikes)
+    if spikes:
+        worst = max(spikes, key=lambda step: spikes[step][0] / spikes[step][1])
+        norm, usual = spikes[worst]
+        parts.append(
+            f"{_where(list(spikes), len(history.steps))}, the norm is over {factor or SPIKE:g} times the median of the "
+            f"steps before; worst: {norm:.4g} at step {worst}, where {usual:.4g} is usual"
+        )
+        steps = [worst]
+    if skipped.any():
+        of_skipped = history.steps[skipped > 0].tolist()
+        parts.append(f"{skipped.sum():.0f} updates were left out ({_where(of_skipped, len(history.steps))})")
+        steps = steps or of_skipped
+    if not parts:
+        return None
+    return Concern(cause="gradients", evidence="; ".join(parts), then=f"blame RUN --step {steps[0]}")
+
+
+def find_spikes(history: History, factor: float) -> dict[int, tuple[float, float]]:
+    """Return the steps whose gradient norm is a spike, with the norm and the usual norm at that step.
+
+    Steps with equal rewards have norms of almost 0 and are left out: otherwise the step after them would be a spike. A
+    spike is also one against the median of the whole run.
+    """
+    usable = history.metrics["grad_norm"] > NO_GRADIENT
+    norms, steps = history.metrics["grad_norm"][usable], history.steps[usable]
+    spikes = {}
+    for place in np.flatnonzero(norms > factor * np.median(norms)) if len(norms) else ():
+        recent = norms[max(0, place - RECENT_NORMS) : place]
+        usual = float(np.median(recent)) if len(recent) >= ENOUGH_NORMS else math.inf
+        if norms[place] > factor * usual:
+            spikes[int(steps[place])] = (float(norms[place]), usual)
+    return spikes
+
+
+def contradiction(history: History) -> Concern | None:
+    """Return the concern that a user's own advantages do not follow the rewards."""
+    correlation = history.metrics["advantage_reward_correlation"]
+    known = correlation[np.isfinite(correlation)]
+    if not len(known) or known.mean() > CONTRADICTS:
+        return None
+    lowest = int(history.steps[np.nanargmin(correlation)])
+    return Concern(
+        cause="advantages",
+        evidence=f"within groups, advantages and rewards have a correlation of {known.mean():.2f} (mean of "
+        f"{len(known)} steps), so better answers are not made likelier; lowest: {known.min():.2f} at step {lowest}. "
+        f"Check that algorithm.advantages returns its numbers in the order of the sequences",
+        then=f"replay RUN --step {lowest} --break advantages",
+    )
+
+
+def rejections(rejected: Rejected, history: History) -> Concern | None:
+    """Return the concern that many episodes failed or many groups were left out."""
+    parts, example = [], ""
+    failed, filtered = rejected.episodes.total(), rejected.filtered_groups.total()
+    trained, groups = (float(np.nansum(history.metrics[name])) for name in ("episodes", "groups"))
+    if failed > FAILED_EPISODES * (failed + trained):
+        [(kind, count)] = rejected.episodes.most_common(1)
+        whole = f", and {rejected.failed_groups} whole groups with them" if rejected.failed_groups else ""
+        others = f", and {len(rejected.episodes) - 1} other kinds of error" if len(rejected.episodes) > 1 else ""
+        parts.append(f"{_of(failed, failed + trained, 'episodes')} failed{whole}: {count} times {kind}{others}")
+        example = rejected.examples.get(kind, "")
+    if filtered > FILTERED_GROUPS * (filtered + groups):
+        why = ", ".join(f"{count} for {reason}" for reason, count in rejected.filtered_groups.most_common(3))
+        parts.append(f"{_of(filtered, filtered + groups, 'groups')} were left out: {why}")
+        example = example or rejected.examples.get(rejected.filtered_groups.most_common(1)[0][0], "")
+    return Concern(cause="rejected", evidence="; ".join(parts), then=f"show RUN {example}".strip()) if parts else None
+
+
+def warnings(warned: Sequence[Warned], last: int) -> Concern | None:
+    """Return the concern that there are warnings.
+
+    Args:
+        warned: All warnings of the run.
+        last: The number of the last committed step.
+    """
+    if not warned:
+        return None
+    kinds = len(in_words(list(warned)))
+    which = f"{kinds} {'kind' if kinds == 1 else 'kinds'} of warning, listed above"
+    steps = [one.step for one in warned if one.step is not None and 0 <= one.step <= last]
+    return Concern(cause="warnings", evidence=which, then=f"show RUN {steps[-1]}" if steps else "status RUN")
+
+
+def evaluations(history: History, evals: Sequence[Mapping[str, Any]]) -> Concern | None:
+    """Return the concern that evaluations fall while the training reward rises."""
+    name = "pass@1" if all("pass@1" in one for one in evals) else "reward"
+    known = [one for one in evals if math.isfinite(_number(one.get(name)))]
+    if len(known) < 2:
+        return None
+    best, newest = max(known, key=lambda one: one[name]), known[-1]
+    high, low = float(best[name]), float(newest[name])
+    if high - low <= _margin(name, best):
+        return None
+    then, now = (_reward_before(history, int(one["version"])) for one in (best, newest))
+    if not now > then:
+        return None
+    return Concern(
+        cause="evaluations",
+        evidence=f"{name} fell from {high:.3f} at version {best['version']} to {low:.3f} at version "
+        f"{newest['version']}, while the training reward rose from {then:.3f} to {now:.3f}",
+        then=f"show RUN --steps {best['version']}:{newest['version']}",
+    )
+
+
+def _margin(name: str, evaluation: Mapping[str, Any]) -> float:
+    """Return how far an evaluation may fall by chance: for pass@1, two standard errors of a difference."""
+    value, episodes = float(evaluation[name]), _number(evaluation.get("episodes"))
+    if name == "pass@1" and episodes > 0 and 0 <= value <= 1:
+        return 2 * math.sqrt(2 * max(value * (1 - value), 1 / episodes) / episodes)
+    return FALLEN * abs(value)
+
+
+def _reward_before(history: History, version: int) -> float:
+    """Return the mean training reward of the steps that led to a version; for the first version, of those after it."""
+    end = max(int(np.searchsorted(history.steps, version)), min(AROUND_EVALUATION, len(history.steps)))
+    rewards = history.metrics["reward"][max(0, end - AROUND_EVALUATION) : end]
+    rewards = rewards[np.isfinite(rewards)]
+    return float(rewards.mean()) if len(rewards) else math.nan
+
+
+# Words ----------------------------------------------------------------------------------------------------------------
+
+
+def _above(
+    history: History, cause: str, name: str, mask: np.ndarray, what: str, then: str, *, percent: bool = False
+) -> Concern | None:
+    """Return a concern about the steps in `mask`, if they are a habit of the run; it names the worst of them.
+
+    Args:
+        history: The steps.
+        cause: The name of the concern.
+        name: The metric, of which more is worse.
+        mask: The steps in question.
+        what: What was found there.
+        then: Arguments of the command to type next, with {} for the worst step.
+        percent: Write the metric as a percentage.
+    """
+    if not _is_habit(mask):
+        return None
+    worst = int(np.argmax(np.where(mask, history.metrics[name], -np.inf)))
+    value, step = float(history.metrics[name][worst]), int(history.steps[worst])
+    most = _percent(value) if percent else f"{value:.3g}"
+    where = _where(history.steps[mask].tolist(), len(history.steps))
+    return Concern(cause=cause, evidence=f"{where}, {what}; most: {most} at step {step}", then=then.format(step))
+
+
+def _is_habit(mask: np.ndarray) -> bool:
+    return bool(mask.any()) and bool(mask.mean() >= OFTEN or mask[-NEWEST:].mean() >= OF_NEWEST)
+
+
+def _where(steps: Sequence[int], count: int) -> str:
+    if len(steps) == 1:
+        return f"in step {steps[0]} of {count} steps"
+    return f"in {len(steps)} of {count} steps, from {steps[0]} to {steps[-1]}"
+
+
+def _of(part: int, whole: float, what: str) -> str:
+    return f"{part:,} of {whole:,.0f} {what} ({_percent(part / whole)})" if whole > part else f"{part:,} {what}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g} %"

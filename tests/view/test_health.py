@@ -1,0 +1,253 @@
+"""The health check of `clew show RUN`: each cause is planted in a run of its own, and a sound run is called sound."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from clew.record import rows
+from clew.record.bundle import write_bundle
+from clew.record.rejected import FILTERED
+from clew.record.run import RunDirectory
+from clew.view.health import WATCHED, Collector, History, find_spikes
+from tests.training.sequences import make_config
+from tests.view.test_show import commit, failed, group, shown
+
+STEPS = 40
+
+
+def sound(step: int) -> dict[str, float]:
+    """Return the metrics of a step of a run that learns, with a little noise."""
+    noise = random.Random(step).random()
+    return {
+        "reward": 0.2 + step / 80 + noise / 50,
+        "reward_std": 0.4,
+        "groups": 8.0,
+        "episodes": 64.0,
+        "equal_groups_share": 0.1 + 0.2 * noise,
+        "truncated_share": 0.05 * noise,
+        "lag_mean": 0.5,
+        "lag_max": 1.0,
+        "behaviour_k3": 1e-3 * noise,
+        "clip_share": 0.05 * noise,
+        "grad_norm": 0.5 + noise,
+        "updates_skipped": 0.0,
+        "loss": 0.1,
+    }
+
+
+def make_run(folder: Path, planted: dict[int, dict[str, float]] | None = None, **sections: Any) -> RunDirectory:
+    """Make a run of `STEPS` sound steps, with the planted metrics in some of them."""
+    run = RunDirectory(folder / "runs" / "test" / "0")
+    run.describe(make_config("a/model", rollout={"max_lag": 1}, **sections), threads=1)
+    for step in range(STEPS):
+        batch = group(f"g{step:06d}", (0.0, 1.0) if step % 2 else (1.0, 1.0))
+        commit(run, step, batch, metrics=sound(step) | (planted or {}).get(step, {}))
+    return run
+
+
+def health(run: RunDirectory) -> dict[str, str]:
+    """Return evidence and next command by cause, as `clew show` prints them; the first line under "health"."""
+    lines = shown(run, width=2000).partition("\nhealth")[2].splitlines()
+    found, cause = {"health": lines[0].strip()}, ""
+    for line in lines[1:]:
+        if not line.startswith(" "):
+            cause, _, line = line.partition("  ")
+        found[cause.strip()] = (found.get(cause.strip(), "") + " " + line.strip()).strip()
+    return found
+
+
+def of_steps(steps: range, **metrics: float) -> dict[int, dict[str, float]]:
+    return dict.fromkeys(steps, metrics)
+
+
+def test_a_sound_run_is_called_sound(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    for version, passed in ((0, 0.2), (20, 0.5), (40, 0.49)):
+        run.write_eval(version, [], {"pass@1": passed, "reward": passed, "episodes": 200})
+    assert health(run) == {"health": "sound: nothing stands out in all 40 steps on record."}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_sound_steps_with_other_noise_are_sound(seed: int) -> None:
+    collector = Collector()
+    for step in range(200):
+        norm = random.Random(1000 * seed + step).lognormvariate(0, 0.5)
+        collector(step, {"metrics": sound(step) | {"grad_norm": norm}})
+    assert find_spikes(collector.history(), 10) == {}
+
+
+CAUSES = {
+    "truncation": (
+        of_steps(range(30, 35), truncated_share=0.3) | {35: {"truncated_share": 0.45}},
+        "in 6 of 40 steps, from 30 to 35, more than 10 % of the episodes were cut off at sampling.max_new_tokens or "
+        "another limit; most: 45 % at step 35. → clew show {run} 35",
+    ),
+    "mismatch": (
+        of_steps(range(5, 20), behaviour_k3=0.02) | {20: {"behaviour_k3": 0.07}},
+        "in 16 of 40 steps, from 5 to 20, behaviour_k3 is above 0.015: the policy that sampled is far from the one "
+        "that is trained; most: 0.07 at step 20. → clew blame {run} --step 20 --by behaviour_k3",
+    ),
+    "clipping": (
+        of_steps(range(36, 40), clip_share=0.25),
+        "in 4 of 40 steps, from 36 to 39, the clip holds more than 20 % of the tokens, which then have no gradient; "
+        "most: 25 % at step 36. → clew blame {run} --step 36",
+    ),
+    "lag": (
+        of_steps(range(30, 40), lag_max=3.0),
+        "in 10 of 40 steps, from 30 to 39, tokens lag behind by more than rollout.max_lag=1; most: 3 at step 30. "
+        "→ clew show {run} 30",
+    ),
+    "gradients": (
+        {25: {"grad_norm": 50.0, "updates_skipped": 1.0}},
+        "in step 25 of 40 steps, the norm is over 10 times the median of the steps before; worst: 50 at step 25, where "
+        "{usual:.4g} is usual; 1 updates were left out (in step 25 of 40 steps). → clew blame {run} --step 25",
+    ),
+    "advantages": (
+        of_steps(range(40), advantage_reward_correlation=0.0) | {7: {"advantage_reward_correlation": -0.4}},
+        "within groups, advantages and rewards have a correlation of -0.01 (mean of 40 steps), so better answers are "
+        "not made likelier; lowest: -0.40 at step 7. Check that algorithm.advantages returns its numbers in the order "
+        "of the sequences. → clew replay {run} --step 7 --break advantages",
+    ),
+}
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_a_planted_cause_is_found_alone(cause: str, tmp_path: Path) -> None:
+    planted, expected = CAUSES[cause]
+    run = make_run(tmp_path, planted)
+    usual = float(np.median([sound(step)["grad_norm"] for step in range(25)]))
+    assert health(run) == {
+        "health": "1 thing deserves a look. All 40 steps on record were looked at.",
+        cause: expected.format(run=run.path, usual=usual),
+    }
+
+
+def test_groups_that_are_all_0_and_all_1_are_told_apart(tmp_path: Path) -> None:
+    run = make_run(tmp_path, of_steps(range(20, 40), equal_groups_share=0.75))
+    assert health(run)["equal rewards"] == (
+        "in 20 of 40 steps, from 20 to 39, most groups had equal rewards, which teach nothing; newest: 75 % at step "
+        f"39. Steps 20, 25, 30, 34, 39: 3 groups all 1. → clew show {run.path} 39"
+    )
+    for step in (20, 25):
+        batch = [*group(f"g{step:06d}", (0.0, 0.0)), *group("g000099", (0.0, 0.0))]
+        run.steps.write_data(step, rows.to_table(batch))
+    assert "Steps 20, 25, 30, 34, 39: 4 groups all 0, 2 groups all 1" in health(run)["equal rewards"]
+    run.steps.prune(before=39)
+    assert "Step 39" not in health(run)["equal rewards"] and "newest: 75 %" in health(run)["equal rewards"]
+
+
+def test_equal_rewards_within_groups_do_not_matter_where_the_batch_is_compared(tmp_path: Path) -> None:
+    planted = of_steps(range(20, 40), equal_groups_share=0.75)
+    assert "sound" in health(make_run(tmp_path / "a", planted, algorithm={"advantages": "batch"}))["health"]
+    planted = of_steps(range(20, 40), equal_groups_share=1.0, reward_std=0.0)
+    assert "equal rewards" in health(make_run(tmp_path / "b", planted, algorithm={"advantages": "batch"}))
+
+
+def test_mismatch_without_lag_has_a_tighter_limit(tmp_path: Path) -> None:
+    planted = of_steps(range(0, 40, 2), lag_max=0.0, behaviour_k3=4e-3)
+    found = health(make_run(tmp_path, planted))["mismatch"]
+    assert found.startswith("in 20 of 40 steps, from 0 to 38, behaviour_k3 is above 0.001 at a lag of 0: engine and")
+
+
+def test_a_narrow_clip_over_sequences_may_hold_more(tmp_path: Path) -> None:
+    planted = of_steps(range(40), clip_share=0.3)
+    assert "clipping" in health(make_run(tmp_path / "a", planted))
+    assert "clipping" not in health(make_run(tmp_path / "b", planted, algorithm={"preset": "gspo"}))
+
+
+def test_rejected_groups_and_episodes_with_reasons(tmp_path: Path) -> None:
+    run = make_run(tmp_path, of_steps(range(STEPS), groups=1.0, episodes=2.0))
+    run.reject("g000001.e2", [failed("g000001.e2.s0", "ValueError: no tool 7\nTraceback")])
+    for number in range(50, 53):
+        run.reject(f"g{number:06d}", [failed(f"g{number:06d}.e0.s0", "ValueError: no tool 8")])
+    assert health(run)["rejected"] == (
+        "4 of 84 episodes (4.76 %) failed, and 3 whole groups with them: 4 times ValueError: no tool #. "
+        f"→ clew show {run.path} g000001.e2"
+    )
+    run = make_run(tmp_path / "filtered", of_steps(range(STEPS), groups=1.0, episodes=2.0))
+    for number in range(100, 160):
+        reward = float(number % 3 == 0)
+        reason = f"{FILTERED}all rewards equal ({reward:g})"
+        batch = group(f"g{number:06d}", (reward, reward))
+        run.reject(f"g{number:06d}", [dataclasses.replace(row, error=reason) for row in batch])
+    assert health(run)["rejected"] == (
+        "60 of 100 groups (60 %) were left out: 40 for all rewards equal (0), 20 for all rewards equal (1). "
+        f"→ clew show {run.path} g000100"
+    )
+    assert "40 groups left out: all rewards equal (0)" in shown(run)
+
+
+def test_one_failed_episode_of_many_is_sound(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    run.reject("g000001.e2", [failed("g000001.e2.s0", "ValueError: no tool 7")])
+    assert "sound" in health(run)["health"]
+
+
+def test_warnings_on_record(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    entries = [(3, "a tool was slow: 4 s"), (17, "a tool was slow: 5 s"), (None, "odd")]
+    lines = [{"time": 1.0, "process": "rollout", "step": step, "text": text} for step, text in entries]
+    run.warnings_path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert health(run)["warnings"] == f"2 kinds of warning, listed above. → clew show {run.path} 17"
+
+
+def test_evaluations_that_fall_while_the_training_reward_rises(tmp_path: Path) -> None:
+    def evaluated(name: str, *values: float, planted: dict[int, dict[str, float]] | None = None) -> dict[str, str]:
+        run = make_run(tmp_path / name, planted)
+        for version, value in zip((0, 10, 20, 40), values, strict=True):
+            run.write_eval(version, [], {"pass@1": value, "reward": value, "episodes": 500})
+        return health(run)
+
+    found = evaluated("falls", 0.2, 0.5, 0.6, 0.4)["evaluations"]
+    assert found.startswith(
+        "pass@1 fell from 0.600 at version 20 to 0.400 at version 40, while the training reward rose"
+    )
+    assert found.endswith("--steps 20:40")
+    assert "sound" in evaluated("by chance", 0.2, 0.5, 0.6, 0.57)["health"]
+    both = {step: {"reward": 0.8 - step / 80} for step in range(STEPS)}
+    assert "sound" in evaluated("both fall", 0.2, 0.5, 0.6, 0.4, planted=both)["health"]
+
+
+def test_a_spike_after_steps_without_gradient_is_none(tmp_path: Path) -> None:
+    planted = of_steps(range(5, 30), grad_norm=1e-9)
+    assert "sound" in health(make_run(tmp_path, planted | {30: {"grad_norm": 1.0}}))["health"]
+    history = History(steps=np.arange(3), metrics={name: np.full(3, math.nan) for name in WATCHED})
+    assert find_spikes(history, 10) == {}
+
+
+def test_what_is_not_on_record_is_not_judged(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "runs" / "test" / "0")
+    commit(run, 0, group("g000000"), metrics={"loss": 0.1, "grad_norm": 1.0, "reward": 0.5})
+    assert health(run)["health"] == (
+        "sound: nothing stands out in the one step on record. Not on record, so not judged: equal rewards, truncation, "
+        "lag, mismatch, clipping."
+    )
+    assert "health" not in shown(RunDirectory(tmp_path / "bare"))
+    bundle = write_bundle(make_run(tmp_path / "b"), 3, stages_only=True, to=tmp_path / "small.zip")
+    assert "sound: nothing stands out in the one step on record." in shown(bundle)
+
+
+def test_a_broken_chain_is_not_called_sound(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    run.steps.json_path(3).write_text(run.steps.json_path(3).read_text().replace('"loss": 0.1', '"loss": 0.2'))
+    assert health(run)["health"].startswith("nothing but the broken chain below stands out in all 40 steps")
+
+
+def test_odd_content_of_a_step_is_left_out() -> None:
+    collector = Collector()
+    odd: list[Any] = [{"metrics": {"reward": "high", "lag_max": 10**400}, "timings": {"rollout": "x", "b": 2.0}}, {}]
+    odd += [{"metrics": [1], "timings": 3}, {"metrics": {"reward": 0.5}, "timings": {"b": 1.5, "rollout": 9.0}}]
+    for step, content in enumerate(odd):
+        collector(step, content)
+    history = collector.history()
+    assert history.steps.tolist() == [0, 3] and history.seconds == {"rollout": 9.0, "b": 3.5}
+    assert math.isnan(history.metrics["reward"][0]) and history.metrics["reward"][1] == 0.5
+    assert math.isnan(history.metrics["lag_max"][0])
