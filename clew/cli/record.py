@@ -27,6 +27,14 @@ def show(
         str | None, typer.Option("--steps", metavar="FIRST:END", help="Steps of a run; 100:140 are 100 to 139.")
     ] = None,
     tokens: Annotated[bool, typer.Option("--tokens", help="Show each token of an episode or a sequence.")] = False,
+    prompt: Annotated[
+        str | None,
+        typer.Option(
+            "--prompt",
+            metavar="ROW",
+            help="Follow one prompt over the run: a row of the data file, from 0, or a text that the prompt holds.",
+        ),
+    ] = None,
 ) -> None:
     """Show a run, one of its steps, groups, episodes or tokens, or the runs of a folder, as the record has them.
 
@@ -38,7 +46,7 @@ def show(
 
     console = EscapingConsole(width=None if sys.stdout.isatty() else 200)
     path = run if run.is_dir() or is_bundle(run) else load_config(run, None).run_path
-    show_record(path, what, steps=steps, tokens=tokens, console=console)
+    show_record(path, what, steps=steps, tokens=tokens, prompt=prompt, console=console)
 
 
 def replay(

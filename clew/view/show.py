@@ -33,6 +33,7 @@ from clew.view.find import (
     read_batch,
 )
 from clew.view.health import Collector
+from clew.view.prompt import show_prompt
 from clew.view.text import (
     MISSING,
     as_text,
@@ -53,7 +54,13 @@ FIELD_SHOWN = 2000
 
 
 def show(
-    path: Path, what: str | None = None, *, steps: str | None = None, tokens: bool = False, console: Console
+    path: Path,
+    what: str | None = None,
+    *,
+    steps: str | None = None,
+    tokens: bool = False,
+    prompt: str | None = None,
+    console: Console,
 ) -> None:
     """Print what the record has.
 
@@ -62,6 +69,7 @@ def show(
         what: The number of a step, or the ID of a group, an episode, a sequence or an interaction; None: the run.
         steps: Which steps of a run to list, as a slice: "100:140" means 100 to 139.
         tokens: Show the tokens of an episode or a sequence.
+        prompt: Show one prompt over time: the number of a row in the data file, or a text that the prompt holds.
         console: Where to print.
 
     Raises:
@@ -71,6 +79,12 @@ def show(
         raise RecordError("--tokens shows an episode or a sequence. Name one of them, such as g000123.e0.")
     if steps is not None and what is not None:
         raise RecordError(f"--steps chooses among the steps of a run: leave out {what}, or --steps.")
+    if prompt is not None:
+        if what is not None or steps is not None or tokens:
+            raise RecordError("--prompt shows one prompt over all steps: leave out the other options.")
+        with opened(path) as (run, _):
+            show_prompt(console, run, prompt)
+        return
     if what is None and path.is_dir() and not (path / "status").is_dir():
         _show_runs(console, path)
         return

@@ -241,6 +241,55 @@ def test_a_record_in_the_making(run: RunDirectory) -> None:
     assert line(shown(run), "3") and "consumed by step 3" in shown(run, "g000006")
 
 
+# A prompt over time --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def asked(tmp_path: Path) -> RunDirectory:
+    """Make a run that trains on row 1 at the steps 0 and 2, on row 0 at step 1, and leaves row 1 out once."""
+    data = [{"prompt": "What is 2+2?", "answer": "4"}, {"prompt": "What is 3+3?", "answer": "6"}, {"prompt": "Never"}]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in data))
+    made = RunDirectory(tmp_path / "runs" / "test" / "0")
+    made.describe(make_config("a/model", data={"path": str(file)}), threads=1)
+    for step, place in enumerate((1, 0, 1)):
+        rewards = (0.0, 1.0) if step else (0.0, 0.0)
+        batch = [dataclasses.replace(row, data=data[place]) for row in group(f"g{step:06d}", rewards)]
+        commit(made, step, [*batch, *([] if step else group("g000009"))])
+    out = [dataclasses.replace(row, data=data[1], error="filtered: all rewards equal (1)") for row in group("g000005")]
+    made.reject("g000005", out)
+    return made
+
+
+def test_one_prompt_over_time(asked: RunDirectory) -> None:
+    for wanted in ("1", "3+3", "What is 3+3?"):
+        text = shown(asked, prompt=wanted)
+        assert line(text, "data.answer")[1:] == ["6"] and ("row " in text) == (wanted == "1")
+        assert "2 trained on, 1 left out" in text
+        assert line(text, "0") == ["0", "g000000", "0", "0", "0.000", "4.0", "-"]
+        assert line(text, "2") == ["2", "g000002", "0", "1", "0.500", "4.0", "1.00/1"]
+        out = "- g000005 0 1 0.500 4.0 - filtered: all rewards equal (1)"
+        assert line(text, "-") == out.split()
+        assert "g000001" not in text and "g000009" not in text
+
+
+def test_a_prompt_that_is_meant_by_nobody_or_several(asked: RunDirectory, tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match=r"'What' is in 2 prompts of this run: 'What is 3\+3\?'; 'What is 2\+2\?'\."):
+        shown(asked, prompt="What")
+    with pytest.raises(RecordError, match=r"no prompt that holds 'Who' in the 3 steps that have their sequences"):
+        shown(asked, prompt="Who")
+    with pytest.raises(RecordError, match=r"no group of row 2 \('Never'\) in the 3 steps"):
+        shown(asked, prompt="2")
+    with pytest.raises(RecordError, match=r"has no row 3: it has 3, counted from 0\."):
+        shown(asked, prompt="3")
+    with pytest.raises(RecordError, match=r"leave out the other options"):
+        shown(asked, "1", prompt="3")
+    (tmp_path / "prompts.jsonl").unlink()
+    with pytest.raises(RecordError, match=r"To find a prompt without the data file, give a text that it holds\."):
+        shown(asked, prompt="1")
+    assert "2 trained on" in shown(asked, prompt="3+3")
+
+
 # A step ---------------------------------------------------------------------------------------------------------------
 
 

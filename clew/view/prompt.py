@@ -1,0 +1,198 @@
+"""`clew show RUN --prompt ROW`: one prompt over time, in each step that trained on it and wherever it was left out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from rich.console import Console
+
+from clew import data
+from clew.console import progress
+from clew.errors import ClewError, RecordError
+from clew.record import rows
+from clew.record.run import RunDirectory
+from clew.view.find import Settings
+from clew.view.text import MISSING, as_text, number, one_line, pairs, prompt_text, table
+
+MANY_STEPS = 300
+"""Number of steps from which on reading takes long enough for a progress bar."""
+CANDIDATES = 5
+"""Maximum number of prompts that an error lists."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """One group of the prompt."""
+
+    step: int | None
+    """Step that trained on the group; None if it was left out."""
+    group: str
+    rewards: list[float]
+    """Reward of each episode; NaN for one that failed."""
+    length: float
+    """Mean number of generated tokens of an episode."""
+    versions: np.ndarray
+    """Versions of the generated tokens."""
+    error: str | None
+    """Reason for which the group was left out."""
+
+
+def show_prompt(console: Console, run: RunDirectory, wanted: str) -> None:
+    """Print each group of one prompt, in the order of the steps.
+
+    Args:
+        console: Where to print.
+        run: The run directory.
+        wanted: The number of a row in the data file, counted from 0, or a text that the prompt holds.
+
+    Raises:
+        RecordError: No prompt on record is meant, or several are.
+    """
+    config = Settings(run.path)
+    column = str(config.get("data.prompt", "prompt"))
+    row = _row_of_file(config, int(wanted)) if wanted.isdecimal() else None
+    attempts: dict[str, list[Attempt]] = {}
+    contents: dict[str, dict[str, Any]] = {}
+    for content, attempt in _attempts(run, row, wanted, column):
+        attempts.setdefault(content, []).append(attempt)
+        contents.setdefault(content, _decoded(content))
+    if not attempts:
+        raise RecordError(_nothing(run, wanted, row, column))
+    prompts = [prompt_text(content.get(column, content)) for content in contents.values()]
+    if len(attempts) > 1 and prompts.count(wanted) == 1:  # the whole of one prompt, and a part of others
+        attempts = dict([list(attempts.items())[prompts.index(wanted)]])
+    if len(attempts) > 1:
+        listed = "; ".join(repr(prompt[:80]) for prompt in prompts[:CANDIDATES])
+        more = f"; and {len(prompts) - CANDIDATES} more" if len(prompts) > CANDIDATES else ""
+        raise RecordError(
+            f"--prompt {wanted!r} is in {len(prompts)} prompts of this run: {listed}{more}. Give more of its text, or "
+            f"the number of its row in the data file."
+        )
+    [(content, found)] = attempts.items()
+    trained = sum(attempt.step is not None for attempt in found)
+    facts = [(f"data.{name}", one_line(as_text(value))) for name, value in contents[content].items()]
+    of_file = [("row", f"{wanted} of {config.get('data.path')}, counted from 0")] if row is not None else []
+    console.print(pairs([*of_file, *facts, ("groups", f"{trained} trained on, {len(found) - trained} left out")]))
+    console.print()
+    made = table(
+        *("step", "group", "rewards", "mean", "length", "lag", "why it was left out"),
+        left=("group",),
+        words=("rewards", "why it was left out"),
+        spare=("lag", "length"),
+    )
+    for attempt in sorted(found, key=lambda attempt: attempt.group):
+        made.add_row(*_cells(attempt))
+    console.print(made)
+
+
+def _cells(attempt: Attempt) -> list[Any]:
+    scored = [reward for reward in attempt.rewards if np.isfinite(reward)]
+    lags = attempt.step - attempt.versions if attempt.step is not None else np.empty(0)
+    known = lags.size and lags.min() >= 0  # another trainer may count versions from another step
+    return [
+        MISSING if attempt.step is None else str(attempt.step),
+        attempt.group,
+        one_line(" ".join(number(reward, ".4g") for reward in attempt.rewards)),
+        number(float(np.mean(scored)) if scored else None),
+        number(attempt.length, ".1f"),
+        f"{lags.mean():.2f}/{lags.max()}" if known else MISSING,
+        one_line(attempt.error or ""),
+    ]
+
+
+def _row_of_file(config: Settings, place: int) -> dict[str, Any]:
+    """Return a row of the run's data file. Raises RecordError if there is no such file or row."""
+    path = str(config.get("data.path", MISSING))
+    try:
+        found = data.load_rows(path, split=str(config.get("data.split", "train")), limit=place + 1)
+    except ClewError as error:
+        raise RecordError(f"{error} To find a prompt without the data file, give a text that it holds.") from error
+    if len(found) <= place:
+        raise RecordError(f"{path} has no row {place}: it has {len(found)}, counted from 0.")
+    return found[place]
+
+
+def _attempts(
+    run: RunDirectory, row: Mapping[str, Any] | None, wanted: str, column: str
+) -> Iterator[tuple[str, Attempt]]:
+    """Yield the data row, as the record has it, and the group, for each group whose prompt is meant.
+
+    Files are read one after the other, so that memory does not grow with the run.
+    """
+
+    def is_meant(content: str) -> bool:
+        known = _decoded(content)
+        if row is not None:
+            return known == row
+        return wanted in prompt_text(known.get(column, known))
+
+    steps = [entry["step"] for entry in run.steps.index() if run.steps.has_data(entry["step"])]
+    rejected = sorted(path for path in run.rejected.glob("g*.parquet") if "." not in path.stem)
+    files: list[tuple[int | None, Path]] = [(step, run.steps.data_path(step)) for step in steps]
+    files += [(None, path) for path in rejected]
+    long = len(files) > MANY_STEPS
+    with progress("looking for the prompt", total=len(files), unit="files") if long else nullcontext() as advance:
+        for step, path in files:
+            yield from _in_table(path, step, is_meant)
+            if advance is not None:
+                advance()
+
+
+def _decoded(content: str) -> dict[str, Any]:
+    """Return the data row in a cell of the record; empty if it is no JSON object, as in an altered file."""
+    try:
+        known = json.loads(content)
+    except ValueError:
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+def _in_table(path: Path, step: int | None, is_meant: Callable[[str], bool]) -> Iterator[tuple[str, Attempt]]:
+    """Yield the groups of a file whose prompt is meant. Only these are unpacked."""
+    batch = rows.read_table(path).drop_columns("interactions")
+    contents = batch.column("data").to_pylist()
+    meant = {content for content in set(contents) if is_meant(content)}
+    if not meant:
+        return
+    groups: dict[str, list[int]] = {}
+    for place, (content, group) in enumerate(zip(contents, batch.column("group_id").to_pylist(), strict=True)):
+        if content in meant:
+            groups.setdefault(group, []).append(place)
+    for group, places in groups.items():
+        sequences = rows.checked(path, pa.concat_tables([batch.slice(place, 1) for place in places]))
+        episodes = {sequence.episode_id: sequence.reward for sequence in sequences}
+        versions = np.concatenate([sequence.versions[sequence.loss_mask] for sequence in sequences])
+        error = next((sequence.error for sequence in sequences if sequence.error), None) if step is None else None
+        yield (
+            contents[places[0]],
+            Attempt(
+                step=step,
+                group=group,
+                rewards=list(episodes.values()),
+                length=len(versions) / len(episodes),
+                versions=versions,
+                error=error,
+            ),
+        )
+
+
+def _nothing(run: RunDirectory, wanted: str, row: Mapping[str, Any] | None, column: str) -> str:
+    kept = sum(run.steps.has_data(entry["step"]) for entry in run.steps.index())
+    where = f"{kept} steps that have their sequences on record, or in rejected/"
+    if row is None:
+        return (
+            f"{run.path} has no prompt that holds {wanted!r} in the {where}. Give a part of its text, or its "
+            f"row in the data file."
+        )
+    prompt = prompt_text(row.get(column, row))
+    return (
+        f"{run.path} has no group of row {wanted} ({prompt[:80]!r}) in the {where}. Either its turn has not come, or "
+        f"the data file was changed since; a text that the prompt holds finds it, too."
+    )
