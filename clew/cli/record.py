@@ -35,6 +35,9 @@ def show(
             help="Follow one prompt over the run: a row of the data file, from 0, or a text that the prompt holds.",
         ),
     ] = None,
+    off_policy: Annotated[
+        bool, typer.Option("--off-policy", help="Show the most off-policy sequences of a run, or of --steps.")
+    ] = False,
 ) -> None:
     """Show a run, one of its steps, groups, episodes or tokens, or the runs of a folder, as the record has them.
 
@@ -46,7 +49,8 @@ def show(
 
     console = EscapingConsole(width=None if sys.stdout.isatty() else 200)
     path = run if run.is_dir() or is_bundle(run) else load_config(run, None).run_path
-    show_record(path, what, steps=steps, tokens=tokens, prompt=prompt, console=console)
+    options = {"steps": steps, "tokens": tokens, "prompt": prompt, "off_policy": off_policy}
+    show_record(path, what, **options, console=console)
 
 
 def replay(

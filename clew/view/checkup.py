@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -72,8 +71,8 @@ def print_health(
     console.print(Text(f"health  {number} a look. {steps[0].upper()}{steps[1:]} were looked at.{without}"))
     lines = []
     for concern in concerns:
-        command = f"clew {concern.then}".replace("RUN", shlex.quote(str(path)), 1)
-        lines.append((concern.cause, Text(f"{visible(concern.evidence)}.\n→ {visible(command)}")))
+        then = health.command(concern.then, path)
+        lines.append((concern.cause, Text(f"{visible(concern.evidence)}.\n→ {visible(then)}")))
     console.print(pairs(lines))
 
 

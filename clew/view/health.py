@@ -7,9 +7,11 @@ this respect. The levels are those that other trainers warn at, where there are 
 from __future__ import annotations
 
 import math
+import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -344,6 +346,11 @@ def _reward_before(history: History, version: int) -> float:
     rewards = history.metrics["reward"][max(0, end - AROUND_EVALUATION) : end]
     rewards = rewards[np.isfinite(rewards)]
     return float(rewards.mean()) if len(rewards) else math.nan
+
+
+def command(then: str, path: Path) -> str:
+    """Return the command to type, with the path of the run in the place of RUN."""
+    return f"clew {then}".replace("RUN", shlex.quote(str(path)), 1)
 
 
 # Words ----------------------------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from clew.view.find import (
     read_batch,
 )
 from clew.view.health import Collector
+from clew.view.off_policy import show_off_policy
 from clew.view.prompt import show_prompt
 from clew.view.text import (
     MISSING,
@@ -60,6 +61,7 @@ def show(
     steps: str | None = None,
     tokens: bool = False,
     prompt: str | None = None,
+    off_policy: bool = False,
     console: Console,
 ) -> None:
     """Print what the record has.
@@ -70,6 +72,7 @@ def show(
         steps: Which steps of a run to list, as a slice: "100:140" means 100 to 139.
         tokens: Show the tokens of an episode or a sequence.
         prompt: Show one prompt over time: the number of a row in the data file, or a text that the prompt holds.
+        off_policy: Show the most off-policy sequences of the run, or of `steps`.
         console: Where to print.
 
     Raises:
@@ -80,10 +83,16 @@ def show(
     if steps is not None and what is not None:
         raise RecordError(f"--steps chooses among the steps of a run: leave out {what}, or --steps.")
     if prompt is not None:
-        if what is not None or steps is not None or tokens:
+        if what is not None or steps is not None or tokens or off_policy:
             raise RecordError("--prompt shows one prompt over all steps: leave out the other options.")
         with opened(path) as (run, _):
             show_prompt(console, run, prompt)
+        return
+    if off_policy:
+        if what is not None or tokens:
+            raise RecordError("--off-policy ranks the sequences of a run: leave out everything else but --steps.")
+        with opened(path) as (run, _):
+            show_off_policy(console, run, parse_steps(steps or ":", run.steps.count()), path)
         return
     if what is None and path.is_dir() and not (path / "status").is_dir():
         _show_runs(console, path)

@@ -290,6 +290,34 @@ def test_a_prompt_that_is_meant_by_nobody_or_several(asked: RunDirectory, tmp_pa
     assert "2 trained on" in shown(asked, prompt="3+3")
 
 
+# The most off-policy sequences ----------------------------------------------------------------------------------------
+
+
+def test_the_most_off_policy_sequences(run: RunDirectory) -> None:
+    with pytest.raises(RecordError, match=r"both its sequences and the stage proximal_logprobs on record"):
+        shown(run, off_policy=True)
+    for step in range(3):
+        batch = run.steps.read_data(step)
+        far = {"g000002.e1.s0": np.log(2), "g000005.e0.s0": -np.log(4)}  # ratios of 2 and 1/4, on the first token alone
+        values = [np.where(row.loss_mask, row.logprobs, 0) for row in batch]
+        for row, value in zip(batch, values, strict=True):
+            value[3] += far.get(row.id, 1e-3)
+        run.steps.write_stages(step, 0, digest_rows(batch), {"proximal_logprobs": values})
+    text = shown(run, off_policy=True)
+    second, first = (row.split() for row in sorted(text.splitlines()[2:4]))
+    # k3 is r - 1 - log r with r = proximal / behaviour, as a mean over 4 tokens.
+    assert second == ["1", "g000002.e1.s0", f"{(1 - np.log(2)) / 4:.2e}", "2", "0.00/0", "4"]
+    assert first[:4] == ["2", "g000005.e0.s0", f"{(-3 / 4 + np.log(4)) / 4:.2e}", "0.25"]
+    assert text.index("g000005.e0.s0") < text.index("g000002.e1.s0") and len(text.splitlines()) == 13
+    assert text.rstrip().endswith(f"clew show {run.path} g000005.e0.s0 --tokens")
+    run.steps.prune(before=2)
+    assert "g000002" not in shown(run, off_policy=True)
+    with pytest.raises(RecordError, match="none of these steps"):
+        shown(run, off_policy=True, steps="0:2")
+    with pytest.raises(RecordError, match="leave out everything else but --steps"):
+        shown(run, "2", off_policy=True)
+
+
 # A step ---------------------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,105 @@
+"""`clew show RUN --off-policy`: the sequences whose tokens the trainer found least likely, against the engine's."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.text import Text
+
+from clew.algorithms.kl import divergences
+from clew.console import progress
+from clew.errors import RecordError
+from clew.record import rows
+from clew.record.rows import Sequence
+from clew.record.run import RunDirectory
+from clew.view.episode import lag
+from clew.view.health import command
+from clew.view.text import table
+
+SHOWN = 10
+MANY_STEPS = 50
+"""Number of steps from which on reading takes long enough for a progress bar."""
+STAGE = "proximal_logprobs"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Distance of a sequence from the policy that trained on it."""
+
+    k3: float
+    """Mean over its tokens of the mismatch KL, as in the metric behaviour_k3."""
+    ratio: float
+    """Ratio of the trainer's and the engine's probability that is the farthest from 1, of all its tokens."""
+    step: int
+    id: str
+    tokens: int
+    lag: str
+
+
+def show_off_policy(console: Console, run: RunDirectory, steps: Iterable[int], path: Path) -> None:
+    """Print the most off-policy sequences of these steps, worst first.
+
+    Args:
+        console: Where to print.
+        run: The run directory.
+        steps: Committed steps. Those whose sequences were removed are left out.
+        path: The run directory or bundle, as the user gave it.
+
+    Raises:
+        RecordError: No step has its sequences and the logprobs at its start on record.
+    """
+    there = [step for step in steps if run.steps.has_data(step)]
+    worst = heapq.nlargest(SHOWN, _measured(run, there), key=lambda one: one.k3)
+    if not worst:
+        raise RecordError(
+            f"Cannot rank the sequences of {path}: none of these steps has both its sequences and the stage {STAGE} on "
+            f"record. record.keep_steps keeps those of the newest steps, and other trainers may not write the stage."
+        )
+    looked = f"{len(there)} steps, {there[0]} to {there[-1]}" if len(there) > 1 else f"step {there[0]}"
+    console.print(Text(f"the most off-policy sequences of {looked}, by the mean k3 of behaviour and proximal logprobs"))
+    made = table("step", "sequence", "k3", "ratio", "lag", "tokens", left=("sequence",), spare=("tokens", "ratio"))
+    for one in worst:
+        made.add_row(str(one.step), one.id, f"{one.k3:.2e}", f"{one.ratio:.3g}", one.lag, str(one.tokens))
+    console.print(made)
+    console.print(Text(f"→ {command(f'show RUN {worst[0].id} --tokens', path)}"))
+
+
+def _measured(run: RunDirectory, steps: list[int]) -> Iterator[Measured]:
+    """Yield every trained sequence of these steps. One step is in memory at a time."""
+    long = len(steps) >= MANY_STEPS
+    with progress("measuring", total=len(steps), unit="steps") if long else nullcontext() as advance:
+        for step in steps:
+            batch = rows.checked(run.steps.data_path(step), run.steps.read_table(step).drop_columns("interactions"))
+            proximal = run.steps.read_stages(step).arrays.get(STAGE, {})
+            yield from (
+                measure(row, proximal[row.id], step) for row in batch if row.id in proximal and any(row.loss_mask)
+            )
+            if advance is not None:
+                advance()
+
+
+def measure(sequence: Sequence, proximal_T: np.ndarray, step: int) -> Measured:
+    """Return the distance of a sequence from the policy at the start of the step.
+
+    Args:
+        sequence: The sequence, with the logprobs that its tokens were sampled with.
+        proximal_T: Logprobs of its tokens at the start of the step, [T].
+        step: The step that trained on it.
+    """
+    behaviour_N = sequence.logprobs[sequence.loss_mask].astype(np.float64)
+    proximal_N = proximal_T[sequence.loss_mask].astype(np.float64)
+    difference_N = proximal_N - behaviour_N
+    return Measured(
+        k3=float(np.mean(divergences(behaviour_N, proximal_N, "k3"))),
+        ratio=float(np.exp(difference_N[np.argmax(np.abs(difference_N))])),
+        step=step,
+        id=sequence.id,
+        tokens=len(behaviour_N),
+        lag=lag([sequence], step),
+    )
