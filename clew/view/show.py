@@ -38,6 +38,7 @@ from clew.view.prompt import show_prompt
 from clew.view.text import (
     MISSING,
     as_text,
+    duration,
     moment,
     number,
     one_line,
@@ -48,6 +49,10 @@ from clew.view.text import (
 )
 
 STEPS_SHOWN = 20
+SHARE_SHOWN = 0.005
+"""Share of the run's time from which on an activity is named."""
+WAITS = {"rollout": "waiting for batches", "evaluation": "waiting for evaluations"}
+"""Timings of a step during which the trainer waits, in words."""
 EVALUATIONS_SHOWN = 10
 BREAKS_SHOWN = 5
 FIELD_SHOWN = 2000
@@ -103,7 +108,7 @@ def show(
         if what is None:
             history = collector.history()
             warned, rejected = read_warnings(run.warnings_path)[0], count_rejected(run)
-            _show_run(console, run, steps, str(path), bundle, warned, rejected)
+            _show_run(console, run, steps, str(path), bundle, warned, rejected, history.seconds)
             print_health(console, judge(run, history, rejected, warned), history, path, broken=bool(broken))
         elif what.isdecimal():
             _show_step(console, run, int(what))
@@ -176,6 +181,7 @@ def _show_run(
     bundle: dict[str, Any] | None,
     warned: list[Warned],
     rejections: Rejected,
+    seconds: dict[str, float],
 ) -> None:
     """Print a run.
 
@@ -187,6 +193,7 @@ def _show_run(
         bundle: Content of bundle.json; None for a run directory.
         warned: The warnings of the run.
         rejections: What the run rejected.
+        seconds: Sums of the timings of all steps, by name.
     """
     config, facts = Settings(run.path), run.facts()
     index = run.steps.index()
@@ -206,6 +213,7 @@ def _show_run(
                 ("git", facts.get("git") or MISSING),
                 ("created", moment(facts.get("created"))),
                 ("steps", _progress(run, count, config)),
+                *([("time", _time_in_words(seconds))] if seconds else []),
                 *(("changed", line) for line in _changes(facts)),
                 ("groups", f"{len(inbox)} waiting in the inbox, {len(rejected)} rejected"),
                 *([("rejected", "\n".join(reasons))] if reasons else []),
@@ -247,6 +255,17 @@ def _show_run(
 def _changes(facts: dict[str, Any]) -> list[str]:
     """Return a line for each change of the configuration, with the first step that it applied to."""
     return [f"from step {each['step']}: {changes_in_words(each['fields'])}" for each in facts.get("changes", [])]
+
+
+def _time_in_words(seconds: dict[str, float]) -> str:
+    """Return the time of all steps and what it was spent on, the longest first."""
+    total = sum(seconds.values())
+    parts = (
+        f"{WAITS.get(name, name)} {duration(value)} ({100 * value / total:.0f} %)"
+        for name, value in seconds.items()
+        if value >= SHARE_SHOWN * total
+    )
+    return f"{duration(total)} in all steps: {', '.join(parts)}"
 
 
 def _latest(run: RunDirectory) -> int | None:

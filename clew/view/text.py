@@ -56,6 +56,14 @@ def number(value: float | None, form: str = ".3f") -> str:
     return MISSING if value is None or math.isnan(value) else format(value, form)
 
 
+def duration(seconds: float) -> str:
+    """Return a time as text, such as "2 h 5 min", "12 min" or "41.3 s"."""
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
 def moment(seconds: float | None) -> str:
     """Return seconds since the epoch as local date and time; "-" if there are none."""
     return MISSING if not seconds else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

@@ -152,6 +152,14 @@ def test_the_last_steps_or_those_asked_for(run: RunDirectory) -> None:
         shown(run, "3", steps="3:6")
 
 
+def test_where_the_time_of_all_steps_went(run: RunDirectory) -> None:
+    words = " ".join(line(shown(run), "time")[1:])
+    assert words == "6 s in all steps: waiting for batches 4.5 s (75 %), publish 1.5 s (25 %)"
+    commit(run, 3, group("g000006"), timings={"rollout": 7200.0, "optimizer": 354.0, "digest": 0.25})
+    words = " ".join(line(shown(run), "time")[1:])
+    assert words == "2 h 6 min in all steps: waiting for batches 2 h 0 min (95 %), optimizer 6 min (5 %)"
+
+
 def test_many_evaluations_are_shortened(run: RunDirectory) -> None:
     for version in range(0, 300, 20):
         run.write_eval(version, [], {"pass@1": version / 1000})
