@@ -143,13 +143,6 @@ def lag(sequences: list[Sequence], step: int | None) -> str:
     return f"{lags.mean():.2f}/{lags.max()}" if lags.size and lags.min() >= 0 else MISSING
 
 
-def rejected_tokens(run: RunDirectory, step: int) -> dict[str, np.ndarray] | None:
-    """Return why each token of a committed step was rejected, by sequence ID; None if the step rejects nothing."""
-    if "rejected_share" not in run.steps.read(step).get("metrics", {}) or not run.steps.has_data(step):
-        return None
-    return run.steps.read_stages(step).arrays.get("rejected")
-
-
 def rejected_of(sequences: Iterable[Sequence], rejected: dict[str, np.ndarray]) -> str:
     """Return how many trained tokens of these sequences were rejected and why, as text.
 

@@ -10,6 +10,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.columns import Columns
 from rich.console import Console
 from rich.text import Text
@@ -23,7 +24,7 @@ from clew.record.run import RunDirectory, changes_in_words, open_run
 from clew.record.steps import parse_steps
 from clew.record.warned import Warned, in_words, read_warnings
 from clew.view.checkup import judge, print_health
-from clew.view.episode import lag, rejected_of, rejected_tokens, rewards_by_name, show_episode, versions
+from clew.view.episode import lag, rejected_of, rewards_by_name, show_episode, versions
 from clew.view.find import (
     Found,
     Name,
@@ -363,24 +364,54 @@ def _show_step(console: Console, run: RunDirectory, step: int) -> None:
     for sequence in read_batch(run, step):
         groups.setdefault(sequence.group_id, []).append(sequence)
     column = Settings(run.path).get("data.prompt", "prompt")
-    rejected = rejected_tokens(run, step)
+    stages = _stages(console, run, step)
+    rejected, advantages = stages.get("rejected"), stages.get("advantages", {})
     rows = table(
-        *("group", "sequences", "lag", *["rejected"] * (rejected is not None), "rewards", "prompt"),
+        *("group", "sequences", "lag", *["rejected"] * (rejected is not None)),
+        *("mean", "spread", "rewards", "advantages", "prompt"),
         left=("group",),
-        words=("rewards", "prompt"),
-        spare=("sequences", "lag"),
+        words=("rewards", "advantages", "prompt"),
+        spare=("sequences", "spread", "mean", "advantages", "lag"),
     )
     for group, sequences in groups.items():
-        rewards = {sequence.episode_id: f"{sequence.reward:.4g}" for sequence in sequences}
+        rewards = {sequence.episode_id: sequence.reward for sequence in sequences}
+        episodes: dict[str, list[Sequence]] = {}
+        for sequence in sequences:
+            episodes.setdefault(sequence.episode_id, []).append(sequence)
         rows.add_row(
             group,
             str(len(sequences)),
             lag(sequences, step),
             *([rejected_of(sequences, rejected)] if rejected is not None else []),
-            " ".join(rewards.values()),
+            number(float(np.mean(list(rewards.values())))),
+            number(float(np.std(list(rewards.values())))),
+            " ".join(f"{reward:.4g}" for reward in rewards.values()),
+            " ".join(number(_mean_advantage(each, advantages), ".2f") for each in episodes.values()),
             one_line(prompt_text(sequences[0].data.get(column, sequences[0].data))),
         )
     console.print(rows)
+
+
+def _stages(console: Console, run: RunDirectory, step: int | None) -> dict[str, dict[str, np.ndarray]]:
+    """Return the recorded stages of a step by name and sequence ID, [T] each; empty if there are none on record.
+
+    Stages that cannot be read are said to be so: the rest of the step is worth showing all the same.
+    """
+    if step is None or not run.steps.stage_path(step, 0).exists():
+        return {}
+    try:
+        return run.steps.read_stages(step).arrays
+    except RecordError as error:
+        console.print(Text(f"no advantages: {visible(str(error))}", style="red"))
+        return {}
+
+
+def _mean_advantage(episode: list[Sequence], advantages: dict[str, np.ndarray]) -> float:
+    """Return the mean advantage of an episode's trained tokens; NaN if it is unknown."""
+    recorded = [(each, advantages[each.id]) for each in episode if each.id in advantages]
+    known = [values_T[each.loss_mask] for each, values_T in recorded if len(values_T) == len(each.loss_mask)]
+    values_N = np.concatenate(known) if known else np.empty(0)
+    return float(values_N.mean(dtype=np.float64)) if values_N.size else math.nan
 
 
 def _flat(value: Any) -> str:
@@ -411,13 +442,14 @@ def _show_group(console: Console, run: RunDirectory, found: Found) -> None:
         )
     )
     console.print()
-    rejected = rejected_tokens(run, found.step) if found.committed and found.step is not None else None
-    optional = ["rejected"] * (rejected is not None)
+    stages = _stages(console, run, found.step if found.committed else None)
+    rejected, advantages = stages.get("rejected"), stages.get("advantages", {})
     rows = table(
-        *("episode", "sequences", "tokens", *optional, "reward", "rewards", "finish", "versions", "completion"),
+        *("episode", "sequences", "tokens", *["rejected"] * (rejected is not None)),
+        *("reward", "advantage", "rewards", "finish", "versions", "completion"),
         left=("episode", "finish", "versions"),
         words=("rewards", "completion"),
-        spare=("sequences", "versions", "finish", "rewards", "tokens"),
+        spare=("sequences", "versions", "finish", "rewards", "advantage", "tokens"),
     )
     for episode, sequences in episodes.items():
         last = sequences[-1]
@@ -429,6 +461,7 @@ def _show_group(console: Console, run: RunDirectory, found: Found) -> None:
             str(sum(int(sequence.loss_mask.sum()) for sequence in sequences)),
             *([rejected_of(sequences, rejected)] if rejected is not None else []),
             number(last.reward, ".4g"),
+            number(_mean_advantage(sequences, advantages), ".4g"),
             one_line(rewards_by_name(last.rewards)),
             visible(last.finish_reason, keep=""),
             versions(sequences),

@@ -334,7 +334,9 @@ def test_a_step(run: RunDirectory) -> None:
     assert "gradients  00e1 00e2" in text and "weights    00f1" in text
     assert "micro-batches of each update: 2 1" in text
     assert "threads 2" in text and "torch 2.9" in text and "rollout 1.500" in text and "lag_max 2" in text
-    assert line(text, "g000004") == ["g000004", "2", "1.00/1", "0", "1", "What", "is", "2+2?"]
+    assert line(text, "g000004") == [
+        *("g000004", "2", "1.00/1", "0.500", "0.500", "0", "1", "-1.50", "-1.50", "What", "is", "2+2?")
+    ]
 
 
 def test_no_such_step(run: RunDirectory, tmp_path: Path) -> None:
@@ -390,7 +392,7 @@ def test_a_group_that_was_trained_on(run: RunDirectory) -> None:
     text = shown(run, "g000002")
     assert line(text, "fate")[1:] == ["consumed", "by", "step", "1"]
     assert line(text, "data.prompt")[1:] == ["What", "is", "2+2?"] and line(text, "data.answer")[1:] == ["4"]
-    assert line(text, "g000002.e1") == ["g000002.e1", "1", "4", "1", "match", "1", "stop", "1", "the", "answer"]
+    assert line(text, "g000002.e1") == ["g000002.e1", "1", "4", "1", "-1.5", "match", "1", "stop", "1", "the", "answer"]
     assert "error: ValueError: no tool\\nTraceback" in text
 
 
@@ -643,3 +645,12 @@ def test_from_the_shell_complete_and_without_torch(run: RunDirectory) -> None:
 def test_the_tokens_of_an_image_are_shown_once() -> None:
     ids, generated = [5, *[7] * 20, 6, *[7] * 9, *[3] * 7], [False] * 22 + [True] * 9 + [False] * 7
     assert shown_once(ids, generated) == [(0, 1), (1, 20), *((place, 1) for place in range(21, 38))]
+
+
+def test_a_damaged_file_of_stages_hides_only_the_advantages(run: RunDirectory) -> None:
+    path = run.steps.stage_path(1, 0)
+    whole = shown(run, "1")
+    assert "advantages" in whole
+    path.write_bytes(path.read_bytes()[:-40])
+    damaged = shown(run, "1")
+    assert "no advantages: " in damaged and path.name in damaged and "g000002" in whole and "g000002" in damaged
