@@ -38,6 +38,10 @@ def show(
     off_policy: Annotated[
         bool, typer.Option("--off-policy", help="Show the most off-policy sequences of a run, or of --steps.")
     ] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw reward, length, entropy, k3, lag, clip fraction and time as PNG."),
+    ] = None,
 ) -> None:
     """Show a run, one of its steps, groups, episodes or tokens, or the runs of a folder, as the record has them.
 
@@ -49,6 +53,17 @@ def show(
 
     console = EscapingConsole(width=None if sys.stdout.isatty() else 200)
     path = run if run.is_dir() or is_bundle(run) else load_config(run, None).run_path
+    if plot is not None:
+        from clew.record.bundle import opened
+        from clew.record.files import explain_disk_errors
+        from clew.view.learning_curve import draw_curves
+
+        if what is not None or steps is not None or tokens or prompt is not None or off_policy:
+            raise typer.BadParameter("--plot draws a whole run: leave out the other options")
+        with opened(path) as (directory, _), explain_disk_errors(plot):
+            draw_curves(directory, plot)
+        print(f"plot: {plot}")
+        return
     options = {"steps": steps, "tokens": tokens, "prompt": prompt, "off_policy": off_policy}
     show_record(path, what, **options, console=console)
 

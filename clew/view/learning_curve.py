@@ -3,57 +3,88 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from typing import Any
 
+from clew.errors import RecordError
 from clew.record.files import only_shown
 from clew.record.run import RunDirectory
 
+PANELS = {
+    "reward": "reward (mean of the batch)",
+    "response_length": "response length (tokens)",
+    "entropy": "entropy (nats)",
+    "grad_norm": "gradient norm",
+    "behaviour_k3": "behaviour_k3 (mismatch KL)",
+    "lag_mean": "lag (versions, mean)",
+    "clip_share": "clip fraction",
+    "seconds": "seconds a step",
+}
+"""Metrics that are drawn, and their titles."""
+
+PARTS = {
+    "rollout": "waiting for rollout",
+    "forward_backward": "forward and backward",
+    "publish": "publish",
+    "record": "record",
+    "evaluation": "evaluation",
+}
+"""Timings that the seconds of a step are made of, and their names in the picture."""
+
 
 def draw_learning_curve(run: RunDirectory) -> None:
-    """Draw reports/learning_curve.png: reward, evaluation, length, entropy, gradient norm, lag and seconds per step."""
+    """Draw reports/learning_curve.png, if a step is on record. A full disk is only a warning."""
+    if run.steps.count():
+        with only_shown(str(run.reports / "learning_curve.png")):
+            draw_curves(run, run.reports / "learning_curve.png")
+
+
+def draw_curves(run: RunDirectory, path: Path) -> None:
+    """Draw `PANELS` over the steps of a run, and its evaluations, into a PNG file.
+
+    Raises:
+        RecordError: No step is on record.
+    """
     steps = [run.steps.read(entry["step"]) for entry in run.steps.index()]
     if not steps:
-        return
+        raise RecordError(f"Cannot draw {run.path}: no step is committed yet.")
     from matplotlib.figure import Figure  # no pyplot: half a second more, for windows that nobody opens
 
-    evals = run.read_evals()
-    panels = [
-        ("reward", "reward (mean of the batch)"),
-        ("response_length", "response length (tokens)"),
-        ("entropy", "entropy (nats)"),
-        ("grad_norm", "gradient norm"),
-        ("lag_mean", "lag (versions, mean)"),
-        ("seconds", "seconds a step"),
-    ]
-    figure = Figure(figsize=(13, 6.5))
-    figure.subplots_adjust(left=0.05, right=0.98, bottom=0.08, top=0.88, wspace=0.2, hspace=0.35)
-    for (name, title), axis in zip(panels, figure.subplots(2, 3).flat, strict=True):
+    figure = Figure(figsize=(16, 6.5))
+    figure.subplots_adjust(left=0.04, right=0.985, bottom=0.08, top=0.88, wspace=0.22, hspace=0.35)
+    for (name, title), axis in zip(PANELS.items(), figure.subplots(2, 4).flat, strict=True):
         if name == "seconds":
-            bottom = [0.0] * len(steps)
-            for part in ("rollout", "forward_backward", "publish", "record", "evaluation"):
-                top = [low + step["timings"].get(part, 0.0) for low, step in zip(bottom, steps, strict=True)]
-                axis.fill_between([s["step"] for s in steps], bottom, top, label=part.replace("_", " and "), step="mid")
-                bottom = top
-            axis.legend(fontsize=8, loc="upper left")
+            _draw_seconds(axis, steps)
         else:
-            points = [
-                (s["step"], s["metrics"][name]) for s in steps if not math.isnan(s["metrics"].get(name, math.nan))
-            ]
-            axis.plot(*zip(*points, strict=True), linewidth=1.3) if points else None
-        if name == "reward" and evals:
-            axis.plot(
-                [e["version"] for e in evals],
-                [e["pass@1"] for e in evals],
-                "o-",
-                color="tab:green",
-                label="held-out pass@1",
-                markersize=4,
-            )
-            axis.legend(fontsize=8, loc="upper left")
+            metrics = [(step["step"], step.get("metrics", {}).get(name, math.nan)) for step in steps]
+            points = [(step, value) for step, value in metrics if math.isfinite(value)]
+            if points:
+                axis.plot(*zip(*points, strict=True), linewidth=1.3)
+            else:
+                axis.text(0.5, 0.5, "not on record", ha="center", transform=axis.transAxes)
+        if name == "reward":
+            _draw_evaluations(axis, run.read_evals())
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)
-    figure.suptitle(f"{run.path.parent.name} / {run.path.name}")
-    beside = run.reports / ".learning_curve.png"
-    with only_shown(str(beside)):
-        figure.savefig(beside, dpi=110, format="png")
-        beside.replace(run.reports / "learning_curve.png")
+    figure.suptitle(f"{run.path.absolute().parent.name} / {run.path.absolute().name}")
+    beside = path.with_name(f".{path.name}")
+    figure.savefig(beside, dpi=110, format="png")
+    beside.replace(path)
+
+
+def _draw_seconds(axis: Any, steps: list[dict[str, Any]]) -> None:
+    """Draw the parts of each step's time, one above the other."""
+    bottom = [0.0] * len(steps)
+    for part, label in PARTS.items():
+        top = [low + step.get("timings", {}).get(part, 0.0) for low, step in zip(bottom, steps, strict=True)]
+        axis.fill_between([step["step"] for step in steps], bottom, top, label=label, step="mid")
+        bottom = top
+    axis.legend(fontsize=8, loc="upper right")
+
+
+def _draw_evaluations(axis: Any, evaluations: list[dict[str, Any]]) -> None:
+    points = [(each["version"], each["pass@1"]) for each in evaluations if each.get("pass@1") is not None]
+    if points:
+        axis.plot(*zip(*points, strict=True), "o-", color="tab:green", label="held-out pass@1", markersize=4)
+        axis.legend(fontsize=8, loc="upper left")

@@ -654,3 +654,18 @@ def test_a_damaged_file_of_stages_hides_only_the_advantages(run: RunDirectory) -
     path.write_bytes(path.read_bytes()[:-40])
     damaged = shown(run, "1")
     assert "no advantages: " in damaged and path.name in damaged and "g000002" in whole and "g000002" in damaged
+
+
+def test_the_curves_as_a_picture(run: RunDirectory, tmp_path: Path) -> None:
+    """The steps have neither entropy nor clip fraction on record: those panels say so."""
+    run.write_eval(0, [], {"pass@1": None, "reward": 0.5})
+    drawn = clew(str(run.path), "--plot", str(tmp_path / "curves.png"))
+    assert drawn.returncode == 0 and drawn.stdout == f"plot: {tmp_path}/curves.png\n"
+    assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG" and not list(tmp_path.glob(".*"))
+    refused = clew(str(run.path), "2", "--plot", str(tmp_path / "other.png"))
+    assert refused.returncode == 2 and "leave out the other options" in refused.stderr
+    nowhere = clew(str(run.path), "--plot", str(tmp_path / "none" / "curves.png"))
+    assert nowhere.returncode == 2 and "none/curves.png: No such file or directory" in nowhere.stderr
+    RunDirectory(tmp_path / "empty")
+    empty = clew(str(tmp_path / "empty"), "--plot", str(tmp_path / "other.png"))
+    assert empty.returncode == 2 and "no step is committed yet" in empty.stderr
