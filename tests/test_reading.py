@@ -192,6 +192,7 @@ def test_a_waiting_group_with_a_right_checksum_and_wrong_content(run: RunDirecto
     short = [np.zeros(1, np.float32).tolist()]
     for table, words in (
         (sound.drop_columns("logprobs"), "there is no column 'logprobs'"),
+        (sound.drop_columns(["group_id", "input_ids"]), "there is no column 'group_id'"),
         (changed("logprobs", short), "has 1 logprobs and"),
         (changed("interactions", ["["]), "interactions of g000004.e0.s0 is no JSON"),
         (changed("data", ['{"a":' * 200 + "1" + "}" * 200]), "data of g000004.e0.s0 has more than 100 objects"),

@@ -68,13 +68,20 @@ class Inbox:
 
     def read(self, group_id: str) -> pa.Table:
         """Return a waiting group. Raises FileMissing, or RecordError when its file is not what `put` writes."""
+        found = self._read(group_id)
+        rows.checked(self.path(group_id), found, REMAKE)
+        return found
+
+    def _read(self, group_id: str) -> pa.Table:
+        """Return a waiting group without checking its rows."""
         path = self.path(group_id)
         content = memoryview(read_bytes(path, REMAKE))
         table, check = content[:-CHECK_BYTES], content[-CHECK_BYTES:]
         if zlib.crc32(table) != int.from_bytes(check, "little") or not table:
             raise rows.unreadable(path, "its checksum does not match", len(content), REMAKE)
         found = rows.sound(path, lambda: pa.ipc.open_stream(pa.py_buffer(table)).read_all(), len(content), REMAKE)
-        rows.checked(path, found, REMAKE)
+        if "group_id" not in found.column_names:
+            raise rows.altered(path, "there is no column 'group_id'", REMAKE)
         if strangers := {*found.column("group_id").to_pylist()} - {group_id}:
             raise rows.altered(path, f"it holds sequences of {min(strangers)}", REMAKE)
         return found
@@ -87,8 +94,13 @@ class Inbox:
         """Return all waiting groups by ID. Each file is read only once. Raises RecordError if one cannot be read."""
         names = self.names()
         self._seen = {name: table for name, table in self._seen.items() if name in names}
-        for name in sorted(names - self._seen.keys()):
-            self._seen[name] = self.read(name)
+        new = {name: self._read(name) for name in sorted(names - self._seen.keys())}
+        if new:
+            try:  # all rows at once: group by group takes four times as long
+                rows.checked(self.folder, pa.concat_tables(new.values()), REMAKE)
+            except (RecordError, pa.ArrowInvalid):
+                new = {name: self.read(name) for name in new}  # raises an error that names the file
+        self._seen.update(new)
         return self._seen
 
     def remove(self, group_ids: Iterable[str]) -> None:
