@@ -7,6 +7,7 @@ waits for a lock: each file is renamed into place, and the order of writing and 
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -88,7 +89,9 @@ class Inbox:
 
     def names(self) -> set[str]:
         """Return the IDs of the waiting groups."""
-        return {path.stem for path in self.folder.glob("g*.arrows")}
+        # a waiting trainer polls this, and pathlib takes eight times as long
+        names = os.listdir(self.folder) if self.folder.is_dir() else []  # noqa: PTH208
+        return {name.removesuffix(".arrows") for name in names if name.startswith("g") and name.endswith(".arrows")}
 
     def scan(self) -> dict[str, pa.Table]:
         """Return all waiting groups by ID. Each file is read only once. Raises RecordError if one cannot be read."""
