@@ -11,14 +11,14 @@ import numpy as np
 
 from clew.stress.growth import Sample
 from clew.stress.requests import Request
-from clew.stress.serial import concurrency, union
+from clew.stress.serial import Interval, concurrency, union
 from clew.stress.steps import Episode
 from clew.stress.verdict import Verdict
 from clew.stress.waves import Wave
 
 Outcome = Literal["fit", "not fit", "not judged"]
 
-PARTS = ("episode", "model", "agent code", "tools", "reward")
+PARTS = ("episode", "model", "agent code", "tools", "reward", "blocked")
 """Parts of an episode's time:
 
 - episode: from start to end
@@ -26,6 +26,7 @@ PARTS = ("episode", "model", "agent code", "tools", "reward")
 - agent code: computing, up to the model's last answer
 - tools: waiting for anything else, up to the model's last answer
 - reward: from the model's last answer to the end
+- blocked: the model has answered, or a tool may have, but another episode holds the event loop; in no other part
 """
 
 
@@ -120,14 +121,31 @@ class Report:
         return asdict(self) | {"outcome": self.outcome}
 
 
-def parts(episode: Episode, requests: Sequence[Request]) -> dict[str, float]:
-    """Return the seconds of each part of an episode, by PARTS."""
-    model = union([(request.came, request.done) for request in requests])
+def parts(episode: Episode, requests: Sequence[Request], holds: Sequence[Interval]) -> dict[str, float]:
+    """Return the seconds of each part of an episode, by PARTS.
+
+    Args:
+        requests: The episode's requests to the model.
+        holds: Times during which other episodes held the event loop for long.
+    """
+    modelled = [(request.came, request.done) for request in requests]
     answered = max((request.done for request in requests), default=episode.started)
-    reward = max(0.0, episode.finished - answered)
-    rest = max(0.0, episode.seconds - model - reward)
+    model = union(modelled)
+    held = [(max(began, episode.started), min(ended, episode.finished)) for began, ended in holds]
+    held = [(began, ended) for began, ended in held if began < ended]
+    blocked = union([*modelled, *held]) - model
+    held_at_end = union([(max(began, answered), ended) for began, ended in held if ended > answered])
+    reward = max(0.0, episode.finished - answered - held_at_end)
+    rest = max(0.0, episode.seconds - model - reward - blocked)
     code = min(rest, episode.code_s)
-    return {"episode": episode.seconds, "model": model, "agent code": code, "tools": rest - code, "reward": reward}
+    return {
+        "episode": episode.seconds,
+        "model": model,
+        "agent code": code,
+        "tools": rest - code,
+        "reward": reward,
+        "blocked": blocked,
+    }
 
 
 def wave_report(wave: Wave, alone_s: float | None) -> WaveReport:
@@ -135,7 +153,11 @@ def wave_report(wave: Wave, alone_s: float | None) -> WaveReport:
     episodes, requests = wave.episodes, wave.requests
     began = min(episode.started for episode in episodes)
     divided = [
-        parts(episode, [request for request in requests if request.episode == episode.id])
+        parts(
+            episode,
+            [request for request in requests if request.episode == episode.id],
+            [hold for other in episodes if other is not episode for hold in other.holds],
+        )
         for episode in episodes
         if episode.error is None
     ]

@@ -16,12 +16,15 @@ import time
 import types
 from collections.abc import Callable, Coroutine, Generator
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from clew.rollout.agents import extra_kwargs_of
 from clew.rollout.rewards import checked
 from clew.stress.frames import Code, stack_of_error
+
+HOLD_S = 0.01
+"""Minimum seconds of a step that is remembered: while it holds the event loop, no other episode moves."""
 
 OpenEpisode = Callable[[str], AbstractAsyncContextManager[tuple[str, str, Any]]]
 """Function that opens a session of the gateway for an episode ID, as (base_url, api_key, http_client)."""
@@ -38,6 +41,8 @@ class Episode:
     finished: float = 0.0
     code_s: float = 0.0
     """Seconds spent in the agent's own code and its libraries', without waiting."""
+    holds: list[tuple[float, float]] = field(default_factory=list)
+    """Beginning and end (time.monotonic()) of each of its steps that took `HOLD_S` or more."""
     reward: Any = None
     error: str | None = None
     """Type and message of the error."""
@@ -121,13 +126,16 @@ def driven(clew_drives: Coroutine, episode: Episode, stepped: Stepped | None) ->
     """Await a coroutine step by step. (`frames` finds the coroutine by the name `clew_drives`.)"""
     thrown: BaseException | None = None
     while True:
-        began = time.perf_counter()
+        began = time.monotonic()
         try:
             awaited = clew_drives.send(None) if thrown is None else clew_drives.throw(thrown)
         except StopIteration as end:
             return end.value
         finally:
-            episode.code_s += time.perf_counter() - began
+            ended = time.monotonic()
+            episode.code_s += ended - began
+            if ended - began >= HOLD_S:
+                episode.holds.append((began, ended))
             if stepped is not None:
                 stepped(episode)
         thrown = None

@@ -117,6 +117,11 @@ def test_a_fault_is_found(agent: type, closing: None) -> None:
     assert report.outcome == "not fit"
 
 
+def test_a_blocked_loop_is_not_booked_under_reward(closing: None) -> None:
+    latency = stressed(agents_faulty.RunsProcesses).measured.latency
+    assert latency["blocked"].p50 > latency["reward"].p50
+
+
 @pytest.mark.parametrize("agent", each(SOUND))
 def test_a_sound_agent_gets_no_verdict(agent: type) -> None:
     report = stressed(agent)
