@@ -286,7 +286,8 @@ def rejections(rejected: Rejected, history: History) -> Concern | None:
     if failed > FAILED_EPISODES * (failed + trained):
         [(kind, count)] = rejected.episodes.most_common(1)
         whole = f", and {rejected.failed_groups} whole groups with them" if rejected.failed_groups else ""
-        others = f", and {len(rejected.episodes) - 1} other kinds of error" if len(rejected.episodes) > 1 else ""
+        more = len(rejected.episodes) - 1
+        others = f", and {more} other kind{'s' * (more > 1)} of error" if more else ""
         parts.append(f"{_of(failed, failed + trained, 'episodes')} failed{whole}: {count} times {kind}{others}")
         example = rejected.examples.get(kind, "")
     if filtered > FILTERED_GROUPS * (filtered + groups):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from clew.algorithms.kl import divergences
-from clew.console import progress
+from clew.console import tracked
 from clew.errors import RecordError
 from clew.record import rows
 from clew.record.rows import Sequence
@@ -23,8 +22,6 @@ from clew.view.health import command
 from clew.view.text import table
 
 SHOWN = 10
-MANY_STEPS = 50
-"""Number of steps from which on reading takes long enough for a progress bar."""
 STAGE = "proximal_logprobs"
 
 
@@ -72,16 +69,10 @@ def show_off_policy(console: Console, run: RunDirectory, steps: Iterable[int], p
 
 def _measured(run: RunDirectory, steps: list[int]) -> Iterator[Measured]:
     """Yield every trained sequence of these steps. One step is in memory at a time."""
-    long = len(steps) >= MANY_STEPS
-    with progress("measuring", total=len(steps), unit="steps") if long else nullcontext() as advance:
-        for step in steps:
-            batch = rows.checked(run.steps.data_path(step), run.steps.read_table(step).drop_columns("interactions"))
-            proximal = run.steps.read_stages(step).arrays.get(STAGE, {})
-            yield from (
-                measure(row, proximal[row.id], step) for row in batch if row.id in proximal and any(row.loss_mask)
-            )
-            if advance is not None:
-                advance()
+    for step in tracked(steps, "measuring", total=len(steps), unit="steps"):
+        batch = rows.checked(run.steps.data_path(step), run.steps.read_table(step).drop_columns("interactions"))
+        proximal = run.steps.read_stages(step).arrays.get(STAGE, {})
+        yield from (measure(row, proximal[row.id], step) for row in batch if row.id in proximal and any(row.loss_mask))
 
 
 def measure(sequence: Sequence, proximal_T: np.ndarray, step: int) -> Measured:

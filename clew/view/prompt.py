@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,13 @@ import pyarrow as pa
 from rich.console import Console
 
 from clew import data
-from clew.console import progress
+from clew.console import tracked
 from clew.errors import ClewError, RecordError
 from clew.record import rows
 from clew.record.run import RunDirectory
 from clew.view.find import Settings
 from clew.view.text import MISSING, as_text, number, one_line, pairs, prompt_text, table
 
-MANY_STEPS = 300
-"""Number of steps from which on reading takes long enough for a progress bar."""
 CANDIDATES = 5
 """Maximum number of prompts that an error lists."""
 
@@ -137,12 +134,8 @@ def _attempts(
     rejected = sorted(path for path in run.rejected.glob("g*.parquet") if "." not in path.stem)
     files: list[tuple[int | None, Path]] = [(step, run.steps.data_path(step)) for step in steps]
     files += [(None, path) for path in rejected]
-    long = len(files) > MANY_STEPS
-    with progress("looking for the prompt", total=len(files), unit="files") if long else nullcontext() as advance:
-        for step, path in files:
-            yield from _in_table(path, step, is_meant)
-            if advance is not None:
-                advance()
+    for step, path in tracked(files, "looking for the prompt", total=len(files), unit="files"):
+        yield from _in_table(path, step, is_meant)
 
 
 def _decoded(content: str) -> dict[str, Any]:
