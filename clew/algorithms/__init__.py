@@ -21,16 +21,17 @@ PRESETS: tuple[str, ...] = get_args(Preset)
 """Published algorithms. Each has a page of this name."""
 
 ADVANTAGES = {
-    "group": "grpo",
-    "batch": "reinforce_pp",
-    "mean": "dr_grpo",
-    "leave_one_out": "rloo",
-    "none": "rewards",
-    "gae": "ppo",
+    "group": "grpo.advantages",
+    "group_mean_batch_std": "grpo.advantages_batch_std",
+    "batch": "reinforce_pp.advantages",
+    "mean": "dr_grpo.advantages",
+    "leave_one_out": "rloo.advantages",
+    "none": "rewards.advantages",
+    "gae": "ppo.advantages",
 }
-"""Built-in advantages, and the page that defines each. Anything else is the dotted path of a function."""
+"""Built-in advantages, and the page and function that define each. Anything else is the dotted path of a function."""
 
-WITHIN_GROUP = ("group", "mean", "leave_one_out")
+WITHIN_GROUP = ("group", "group_mean_batch_std", "mean", "leave_one_out")
 """Advantages that compare the episodes of a group, and so need at least two of them."""
 
 LOSSES = {"clip": "ppo", "cispo": "cispo"}
@@ -47,6 +48,12 @@ clip_share counts what CISPO and the dual clip hold.
 def page(name: str) -> Any:
     """Return a page of this package."""
     return import_module(f"{__name__}.{name}")
+
+
+def built_in_advantages(name: str) -> Any:
+    """Return the function of ADVANTAGES with this name."""
+    of_page, _, function = ADVANTAGES[name].partition(".")
+    return getattr(page(of_page), function)
 
 
 def preset_options(preset: str, *, max_new_tokens: int = 256) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from clew.algorithms.rewards import EPSILON, Rewards, centred, deviation, within
 if TYPE_CHECKING:
     from clew.record.rows import Sequence
 
-__all__ = ["OPTIONS", "advantages", "loss"]
+__all__ = ["OPTIONS", "advantages", "advantages_batch_std", "loss"]
 
 OPTIONS = {
     "advantages": "group",
@@ -30,6 +30,20 @@ OPTIONS = {
 def advantages(sequences: SequenceABC[Sequence]) -> np.ndarray:
     """Return the advantage of each sequence of a step against its group (section 4.1.2): [sequences] float32."""
     return within_groups(sequences, normalised)
+
+
+def advantages_batch_std(sequences: SequenceABC[Sequence]) -> np.ndarray:
+    """Return (r_i - mean of the group) / (std of the batch + EPSILON) for each sequence of a step: [sequences] float32.
+
+    The deviation is of the rewards of all E episodes of the step, about their own mean, and divides by E - 1. This is
+    Lite PPO's (arXiv 2508.08221) and TRL's scale_rewards="batch". Groups that are nearly all right or all
+    wrong, whose own deviation is small, then count no more than others.
+    """
+
+    def repeated(rewards_ES: Rewards) -> np.ndarray:
+        return np.full(len(sequences), deviation(rewards_ES))
+
+    return within_groups(sequences, centred) / (within_groups(sequences, repeated, batch=True) + np.float32(EPSILON))
 
 
 def normalised(rewards_ES: Rewards) -> np.ndarray:

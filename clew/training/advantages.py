@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from clew.algorithms import ADVANTAGES, page
+from clew.algorithms import ADVANTAGES, built_in_advantages
 from clew.algorithms.dapo import overlong
 from clew.algorithms.kl import divergences
 from clew.config import Algorithm
@@ -48,7 +48,7 @@ def advantages_function(algorithm: Algorithm) -> Compute:
         ConfigError: A dotted path names no function that can be called this way.
     """
     name = algorithm.advantages
-    compute: Any = page(ADVANTAGES[name]).advantages if name in ADVANTAGES else CustomAdvantages(name)
+    compute: Any = built_in_advantages(name) if name in ADVANTAGES else CustomAdvantages(name)
 
     def of_sequences(sequences: SequenceABC[Sequence], reference: Arrays, values: Arrays) -> TokenAdvantages:
         found = zip(sequences, compute(shaped_rewards(sequences, algorithm, reference)), strict=True)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from clew.algorithms import ADVANTAGES, page
+from clew.algorithms import built_in_advantages
 from clew.algorithms.grpo import normalised
 from clew.algorithms.rewards import centred, deviation
 from clew.algorithms.rloo import left_out
@@ -21,7 +21,7 @@ from tests.training.sequences import make_config, make_sequence
 
 
 def group_advantages(sequences: list[Sequence], method: str = "group") -> np.ndarray:
-    return page(ADVANTAGES[method]).advantages(sequences)
+    return built_in_advantages(method)(sequences)
 
 
 def normalise(rewards: list[float]) -> np.ndarray:
@@ -76,7 +76,42 @@ def test_leave_one_out_divided_by_the_deviation_is_a_multiple_of_group():
     assert found.tolist() == pytest.approx((4 / 3 * normalised(rewards)).tolist())
 
 
-@pytest.mark.parametrize("method", ["group", "mean", "leave_one_out", "batch"])
+def test_the_batch_s_deviation_equals_trl_s_scale_rewards():
+    """GRPOTrainer, scale_rewards="batch": (rewards - mean_grouped_rewards) / (nanstd(rewards) + 1e-4)."""
+    from trl.trainer.utils import nanstd
+
+    rewards = np.random.default_rng(3).normal(2, 5, (4, 3))
+    batch = [
+        make_sequence(f"g{group}.e{sample}.s0", reward=float(reward))
+        for (group, sample), reward in np.ndenumerate(rewards)
+    ]
+    of_trl = torch.from_numpy(rewards)
+    expected = (of_trl - of_trl.mean(dim=1, keepdim=True)) / nanstd(of_trl.flatten())
+    assert group_advantages(batch, "group_mean_batch_std") == pytest.approx(expected.flatten().numpy(), rel=1e-5)
+    shuffled = [batch[place] for place in np.random.default_rng(4).permutation(len(batch))]
+    found = {
+        row.id: each for row, each in zip(shuffled, group_advantages(shuffled, "group_mean_batch_std"), strict=True)
+    }
+    assert [found[row.id] for row in batch] == pytest.approx(expected.flatten().tolist(), rel=1e-5)
+
+
+def test_the_batch_s_deviation_is_about_the_batch_s_mean():
+    # mean of the batch 3, squares 9, 1, 1, 9: 20 / 3; distances from the means of the groups, 1 and 5, are 1
+    rows = [make_sequence(f"g{place // 2}.e{place % 2}.s0", reward=2.0 * place) for place in range(4)]
+    one = 1 / math.sqrt(20 / 3)
+    assert group_advantages(rows, "group_mean_batch_std") == pytest.approx([-one, one, -one, one], rel=1e-6)
+
+
+def test_a_batch_of_one_group_has_the_group_s_deviation_and_equal_rewards_teach_nothing():
+    one = [make_sequence(f"g0.e{place}.s0", reward=reward) for place, reward in enumerate((1.0, 0.0, 5.0))]
+    assert group_advantages(one, "group_mean_batch_std") == pytest.approx(group_advantages(one), rel=1e-6)
+    equal = [make_sequence(f"g{place // 2}.e{place % 2}.s0", reward=float(place // 2)) for place in range(4)]
+    assert group_advantages(equal, "group_mean_batch_std").tolist() == [0, 0, 0, 0]
+    same = [make_sequence(f"g0.e{place}.s0", reward=0.7) for place in range(6)]
+    assert np.abs(group_advantages(same, "group_mean_batch_std")).max() < 1e-8
+
+
+@pytest.mark.parametrize("method", ["group", "group_mean_batch_std", "mean", "leave_one_out", "batch"])
 def test_a_group_of_one_has_nothing_to_be_compared_with(method: str):
     one = "the batch" if method == "batch" else "g0"
     with pytest.raises(TrainingError, match=rf"{one} has one scored episode, g0.e0: algorithm.advantages compares"):
@@ -102,6 +137,8 @@ ROWS = [
         ("none", [4, 2, 0, 6, 1, 5]),
         # five episodes, mean 3; squares (1 + 1) / 2, 9, 9, 4, 4: 27 / 4
         ("batch", [x / math.sqrt(27 / 4) for x in (1, -1, -3, 3, -2, 2)]),
+        # those distances from the means of the groups, 3 and 3, over the deviation of the batch
+        ("group_mean_batch_std", [x / math.sqrt(27 / 4) for x in (1, -1, -3, 3, -2, 2)]),
         # 1, 9, 9: 19 / 2 | mean 3; 4, 4: 8
         ("group", [x / math.sqrt(19 / 2) for x in (1, -1, -3, 3)] + [-2 / math.sqrt(8), 2 / math.sqrt(8)]),
     ],

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from clew.algorithms import ADVANTAGES, LOSSES, PRESETS, page, preset_options
+from clew.algorithms import LOSSES, PRESETS, built_in_advantages, page, preset_options
 from clew.config import Algorithm
 from examples.my_algorithm import algorithm as example
 
@@ -22,7 +22,7 @@ def test_a_page_is_short_and_its_functions_are_those_that_run(preset: str):
     options = preset_options(preset)
     defaults = Algorithm()
     advantages, loss = (options.get(f"algorithm.{name}", getattr(defaults, name)) for name in ("advantages", "loss"))
-    assert page(preset).advantages is page(ADVANTAGES[advantages]).advantages
+    assert page(preset).advantages is built_in_advantages(advantages)
     assert page(preset).loss is page(LOSSES[loss]).loss
     assert len(Path(page(preset).__file__).read_text().splitlines()) <= 80
 
