@@ -291,9 +291,9 @@ class Algorithm(Section):
     advantages: str = Field(
         default="group",
         description="group (GRPO), group_mean_batch_std (Lite PPO, arXiv 2508.08221), batch (REINFORCE++, arXiv "
-        "2501.03262), mean (Dr. GRPO, arXiv 2503.20783), leave_one_out (RLOO, arXiv 2402.14740), gae (PPO: per token, "
-        "with a critic), none, or the dotted path of a function, (sequences) -> for each sequence a number, or one "
-        "per token.",
+        "2501.03262), mean (Dr. GRPO, arXiv 2503.20783), leave_one_out (RLOO, arXiv 2402.14740), leave_one_out_std "
+        "(the same, divided by the group's deviation), gae (PPO: per token, with a critic), none, or the dotted path "
+        "of a function, (sequences) -> for each sequence a number, or one per token.",
     )
     gamma: float = Field(
         default=1.0, gt=0, le=1, description="Discount of a reward per token before it, for gae (arXiv 1506.02438)."

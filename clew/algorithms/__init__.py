@@ -26,12 +26,13 @@ ADVANTAGES = {
     "batch": "reinforce_pp.advantages",
     "mean": "dr_grpo.advantages",
     "leave_one_out": "rloo.advantages",
+    "leave_one_out_std": "rloo.advantages_std",
     "none": "rewards.advantages",
     "gae": "ppo.advantages",
 }
 """Built-in advantages, and the page and function that define each. Anything else is the dotted path of a function."""
 
-WITHIN_GROUP = ("group", "group_mean_batch_std", "mean", "leave_one_out")
+WITHIN_GROUP = ("group", "group_mean_batch_std", "mean", "leave_one_out", "leave_one_out_std")
 """Advantages that compare the episodes of a group, and so need at least two of them."""
 
 LOSSES = {"clip": "ppo", "cispo": "cispo"}

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from clew.algorithms.ppo import loss
-from clew.algorithms.rewards import Rewards, within_groups
+from clew.algorithms.rewards import EPSILON, Rewards, deviation, within_groups
 
 if TYPE_CHECKING:
     from clew.record.rows import Sequence
 
-__all__ = ["OPTIONS", "advantages", "loss"]
+__all__ = ["OPTIONS", "advantages", "advantages_std", "loss"]
 
 OPTIONS = {
     "advantages": "leave_one_out",
@@ -34,6 +34,15 @@ OPTIONS = {
 def advantages(sequences: SequenceABC[Sequence]) -> np.ndarray:
     """Return the advantage of each sequence of a step against the others of its group: [sequences] float32."""
     return within_groups(sequences, left_out)
+
+
+def advantages_std(sequences: SequenceABC[Sequence]) -> np.ndarray:
+    """Return the result of `advantages` divided by s + EPSILON, for each sequence of a step: [sequences] float32.
+
+    s is the standard deviation of the rewards of the whole group of G episodes, about the mean of all of them; it
+    divides by G - 1. The episode whose advantage is divided counts in s, though not in its baseline.
+    """
+    return within_groups(sequences, lambda rewards_ES: left_out(rewards_ES) / (deviation(rewards_ES) + EPSILON))
 
 
 def left_out(rewards_ES: Rewards) -> np.ndarray:

@@ -10,7 +10,7 @@ import torch
 
 from clew.algorithms import built_in_advantages
 from clew.algorithms.grpo import normalised
-from clew.algorithms.rewards import centred, deviation
+from clew.algorithms.rewards import centred
 from clew.algorithms.rloo import left_out
 from clew.config import Algorithm
 from clew.errors import ConfigError, TrainingError
@@ -70,10 +70,22 @@ def test_leave_one_out_of_several_sequences_is_more_than_a_multiple_of_mean():
 
 
 def test_leave_one_out_divided_by_the_deviation_is_a_multiple_of_group():
-    """AReaL's mean_leave1out with std_level=group."""
-    rewards = [[1.0], [0.0], [0.0], [4.0]]
-    found = left_out(rewards) / (deviation(rewards) + 1e-6)
-    assert found.tolist() == pytest.approx((4 / 3 * normalised(rewards)).tolist())
+    rows = [make_sequence(f"g0.e{place}.s0", reward=reward) for place, reward in enumerate((1.0, 0.0, 0.0, 4.0))]
+    found = group_advantages(rows, "leave_one_out_std")
+    assert found == pytest.approx(4 / 3 * group_advantages(rows), rel=1e-6)
+
+
+def test_areal_s_leave_one_out_with_a_deviation_is_group():
+    """Normalization in AReaL's areal/utils/data.py passes the leave-one-out means to its deviation."""
+    rewards = [1.0, 0.0, 0.0, 4.0]
+    apart = np.array([reward - (sum(rewards) - reward) / 3 for reward in rewards])
+    areal = apart / (math.sqrt((apart**2).sum() / 3) + 1e-5)
+    assert areal == pytest.approx(normalise(rewards), rel=1e-4)
+
+
+def test_leave_one_out_with_a_deviation_of_equal_rewards_teaches_nothing_but_rounding():
+    rows = [make_sequence(f"g0.e{place}.s0", reward=0.7) for place in range(6)]
+    assert np.abs(group_advantages(rows, "leave_one_out_std")).max() < 1e-8
 
 
 def test_the_batch_s_deviation_equals_trl_s_scale_rewards():
@@ -111,7 +123,9 @@ def test_a_batch_of_one_group_has_the_group_s_deviation_and_equal_rewards_teach_
     assert np.abs(group_advantages(same, "group_mean_batch_std")).max() < 1e-8
 
 
-@pytest.mark.parametrize("method", ["group", "group_mean_batch_std", "mean", "leave_one_out", "batch"])
+@pytest.mark.parametrize(
+    "method", ["group", "group_mean_batch_std", "mean", "leave_one_out", "leave_one_out_std", "batch"]
+)
 def test_a_group_of_one_has_nothing_to_be_compared_with(method: str):
     one = "the batch" if method == "batch" else "g0"
     with pytest.raises(TrainingError, match=rf"{one} has one scored episode, g0.e0: algorithm.advantages compares"):
@@ -134,6 +148,11 @@ ROWS = [
     [
         ("mean", [4 - 3, 2 - 3, 0 - 3, 6 - 3, 1 - 3, 5 - 3]),
         ("leave_one_out", [4 - 3, 2 - 3, 0 - 4.5, 6 - 1.5, 1 - 5, 5 - 1]),
+        # over the deviations of the groups: 1, 9, 9: 19 / 2 | 4, 4: 8
+        (
+            "leave_one_out_std",
+            [x / math.sqrt(19 / 2) for x in (1, -1, -4.5, 4.5)] + [-4 / math.sqrt(8), 4 / math.sqrt(8)],
+        ),
         ("none", [4, 2, 0, 6, 1, 5]),
         # five episodes, mean 3; squares (1 + 1) / 2, 9, 9, 4, 4: 27 / 4
         ("batch", [x / math.sqrt(27 / 4) for x in (1, -1, -3, 3, -2, 2)]),
