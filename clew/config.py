@@ -15,7 +15,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from clew.algorithms import PRESETS, WITHIN_GROUP, preset_options
+from clew.algorithms import PRESETS, WITH_CRITIC, WITHIN_GROUP, preset_options
 from clew.errors import ConfigError, RecordError
 from clew.printing import visible
 from clew.processes import cores
@@ -116,7 +116,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _training_agrees(self) -> Config:
-        if self.algorithm.advantages == "gae" and self.reward.turn_discount != 1:
+        if self.algorithm.advantages in WITH_CRITIC and self.reward.turn_discount != 1:
             raise ValueError(
                 f"reward.turn_discount ({self.reward.turn_discount:g}) discounts whole turns, and algorithm.advantages="
                 f"gae discounts tokens. Use algorithm.gamma instead"

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from clew.algorithms import ADVANTAGES, LOSSES, PRESETS, Preset
+from clew.algorithms import ADVANTAGES, LOSSES, PRESETS, WITH_CRITIC, Preset
 
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
 
@@ -293,7 +293,8 @@ class Algorithm(Section):
         description="group (GRPO), group_mean_batch_std (Lite PPO, arXiv 2508.08221), batch (REINFORCE++, arXiv "
         "2501.03262), mean (Dr. GRPO, arXiv 2503.20783), leave_one_out (RLOO, arXiv 2402.14740), leave_one_out_std "
         "(the same, divided by the group's deviation), gae (PPO: per token, with a critic), none, or the dotted path "
-        "of a function, (sequences) -> for each sequence a number, or one per token.",
+        "of a function: (sequences) -> for each sequence a number, or one per token; or, with a critic, (rewards, "
+        "values, options) -> advantages and returns of each sequence's trained tokens.",
     )
     gamma: float = Field(
         default=1.0, gt=0, le=1, description="Discount of a reward per token before it, for gae (arXiv 1506.02438)."
@@ -414,7 +415,8 @@ class Algorithm(Section):
                     f"{kind}, such as my_project.{value or 'name'}. Did you mean {nearest(value, built_in)!r}?"
                 )
         for field in ("critic", "critic_lr"):
-            if self.advantages != "gae" and getattr(self, field) is not None:
+            without = self.advantages in ADVANTAGES and self.advantages not in WITH_CRITIC  # own ones: when loaded
+            if without and getattr(self, field) is not None:
                 raise ValueError(
                     f"algorithm.{field} is for the critic, and algorithm.advantages={self.advantages} has no critic. "
                     f"Unset it, or use algorithm.advantages=gae"

@@ -35,6 +35,9 @@ ADVANTAGES = {
 WITHIN_GROUP = ("group", "group_mean_batch_std", "mean", "leave_one_out", "leave_one_out_std")
 """Advantages that compare the episodes of a group, and so need at least two of them."""
 
+WITH_CRITIC = ("gae",)
+"""Built-in advantages that take a critic's values."""
+
 LOSSES = {"clip": "ppo", "cispo": "cispo"}
 """Built-in losses, and the page that defines each. Anything else is the dotted path of a function."""
 

@@ -141,7 +141,7 @@ def _trained(run: RunDirectory, step: int) -> Parts:
         parts=parts,
         count=len(batch),
         decode=lambda token: str(engine.policy.tokenizer.decode([token])),
-        without={"kl": _NO_REFERENCE, "critic": "this step has none (algorithm.advantages=gae has)"},
+        without={"kl": _NO_REFERENCE, "critic": "this step has none (algorithm.advantages=gae has one)"},
         not_finite=_data_not_finite([part.sequence for part in parts]),
     )
 

@@ -22,6 +22,7 @@ from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
 from clew.record.steps import Stages
 from clew.record.summary import configured
+from clew.training.custom import needs_critic
 
 ALONE = ("data", "rewards", "advantages", "loss")
 """Stages that can be checked without a model."""
@@ -75,8 +76,9 @@ def check_stages(
     for stage in ("advantages", "loss"):
         if stage in stages and algorithm is not None:
             _check_recorded(run, step, batch, recorded, stage, algorithm, summary["plan"])
-            # From values, which are kept in fewer bits than a float64 critic has.
-            of_clew = EXACT if stage == "advantages" and algorithm.advantages != "gae" else TOLERANCES["recomputed"]
+            # With a critic from values, which are kept in fewer bits than a float64 critic has.
+            exact = stage == "advantages" and not needs_critic(algorithm)
+            of_clew = EXACT if exact else TOLERANCES["recomputed"]
             tolerance = of_clew if run.steps.by_clew else TOLERANCES["another trainer"]
             again = COMPUTED[stage](batch, recorded, summary["plan"], algorithm)
             then, now = ([side[name] for name in kept] for side in (recorded.arrays[stage], again))
@@ -193,7 +195,8 @@ def _check_recorded(
             f"altered."
         )
     reference = ["reference_logprobs"] * (algorithm.kl_coef > 0 and (algorithm.kl_in == "loss") == (stage == "loss"))
-    of_advantages = [*reference, *["values"] * (algorithm.advantages == "gae"), "advantages"]
+    values = ["values"] * (stage == "advantages" and needs_critic(algorithm))
+    of_advantages = [*reference, *values, "advantages"]
     entropies = ["entropies"] * (algorithm.entropy_coef > 0)
     of_loss = ["advantages", "proximal_logprobs", *reference, "logprobs", *entropies, "loss"]
     for name in of_advantages if stage == "advantages" else of_loss:

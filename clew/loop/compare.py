@@ -86,7 +86,7 @@ def compare(then: RecordedStep, result: StepResult, engine: TrainEngine, toleran
         name: {id: values_T.astype(np.float32, copy=False) for id, values_T in zip(ids, values, strict=True)}
         for name, values in result.stages.items()  # in as many bits as they are recorded with
     }
-    from_logprobs = algorithm.advantages == "gae" or (algorithm.kl_in == "reward" and algorithm.kl_coef > 0)
+    from_logprobs = engine.critic is not None or (algorithm.kl_in == "reward" and algorithm.kl_coef > 0)
     found = list(
         differences.in_stages(
             step,

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from clew.algorithms import ADVANTAGES, built_in_advantages
+from clew.algorithms import ADVANTAGES, WITH_CRITIC, built_in_advantages
 from clew.algorithms.dapo import overlong
 from clew.algorithms.kl import divergences
 from clew.config import Algorithm
@@ -48,7 +48,12 @@ def advantages_function(algorithm: Algorithm) -> Compute:
         ConfigError: A dotted path names no function that can be called this way.
     """
     name = algorithm.advantages
-    compute: Any = built_in_advantages(name) if name in ADVANTAGES else CustomAdvantages(name)
+    compute: Any  # (sequences) -> advantages, or (rewards, values, algorithm) -> advantages and returns
+    if name in ADVANTAGES:
+        takes_values, compute = name in WITH_CRITIC, built_in_advantages(name)
+    else:
+        own = CustomAdvantages(name)
+        takes_values, compute = own.takes_values, own.of_values if own.takes_values else own
 
     def of_sequences(sequences: SequenceABC[Sequence], reference: Arrays, values: Arrays) -> TokenAdvantages:
         found = zip(sequences, compute(shaped_rewards(sequences, algorithm, reference)), strict=True)
@@ -56,7 +61,7 @@ def advantages_function(algorithm: Algorithm) -> Compute:
         return TokenAdvantages(advantages=aligned, returns=None)
 
     def of_tokens(sequences: SequenceABC[Sequence], reference: Arrays, values: Arrays) -> TokenAdvantages:
-        assert values is not None, "generalized advantage estimation needs a critic's values"
+        assert values is not None, f"algorithm.advantages={name} needs a critic's values"
         rewards = [
             token_rewards(row, algorithm, None if reference is None else reference[place])
             for place, row in enumerate(without_overlong(sequences, algorithm))
@@ -69,7 +74,7 @@ def advantages_function(algorithm: Algorithm) -> Compute:
         )
         return TokenAdvantages(advantages=advantages, returns=returns)
 
-    return of_tokens if name == "gae" else of_sequences
+    return of_tokens if takes_values else of_sequences
 
 
 def _aligned(sequence: Sequence, numbers_N: np.ndarray, dtype: np.dtype) -> np.ndarray:

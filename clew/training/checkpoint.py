@@ -302,7 +302,8 @@ def _read_tensors(folder: Path, engine: TrainEngine, manifest: Manifest) -> tupl
     cpu = torch.device("cpu")
     if engine.critic is not None and not (folder / CRITIC).is_dir():
         raise RecordError(
-            f"{folder} has no critic ({CRITIC}), which algorithm.advantages=gae needs: it was trained without. Start "
+            f"{folder} has no critic ({CRITIC}), which algorithm.advantages="
+            f"{engine.config.algorithm.advantages} needs: it was trained without. Start "
             f"another trial=NAME from that folder (model.path)."
         )
     try:

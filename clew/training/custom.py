@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from clew import dotted
-from clew.algorithms import ADVANTAGES, LOSSES, PRESETS
+from clew.algorithms import ADVANTAGES, LOSSES, PRESETS, WITH_CRITIC
 from clew.config import Algorithm, Config
 from clew.errors import ConfigError, TrainingError
 from clew.record.digest import digest_rows
@@ -44,6 +44,40 @@ def source_of(algorithm: Algorithm, stage: str) -> str | None:
     """Return the digest of the file with the function for `stage` (advantages or loss); None if that is built in."""
     path, built_in = getattr(algorithm, stage), ADVANTAGES if stage == "advantages" else LOSSES
     return None if path in built_in else UserFunction(path, f"algorithm.{stage}").source
+
+
+def needs_critic(algorithm: Algorithm) -> bool:
+    """Return whether algorithm.advantages takes a critic's values.
+
+    Raises:
+        ConfigError: It is the path of a function that cannot be loaded.
+    """
+    name = algorithm.advantages
+    return name in WITH_CRITIC if name in ADVANTAGES else CustomAdvantages(name).takes_values
+
+
+def check_critic_fields(config: Config) -> None:
+    """Check the fields of the critic against a user's own advantages; the configuration checks those of built-in ones.
+
+    Raises:
+        ConfigError: A field does not fit, or the function cannot be loaded.
+    """
+    algorithm = config.algorithm
+    if algorithm.advantages in ADVANTAGES:
+        return
+    if needs_critic(algorithm):
+        if config.reward.turn_discount != 1:
+            raise ConfigError(
+                f"reward.turn_discount ({config.reward.turn_discount:g}) discounts whole turns, and algorithm."
+                f"advantages={algorithm.advantages} gets the rewards of tokens. Discount there, by options.gamma"
+            )
+        return
+    for field in ("critic", "critic_lr"):
+        if getattr(algorithm, field) is not None:
+            raise ConfigError(
+                f"algorithm.{field} is for the critic, and algorithm.advantages={algorithm.advantages} takes no values "
+                f"of one. Unset it, or give that function the parameters (rewards, values, options)"
+            )
 
 
 class UserFunction:
@@ -111,6 +145,8 @@ class CustomAdvantages:
 
     The function returns, for each sequence of a step, one number or one number per token, [T]; numbers of untrained
     tokens are ignored. `reward` of a sequence is the reward that is trained on, after penalties.
+
+    A function of three parameters, `def mine(rewards, values, options)`, gets a critic: see `of_values`.
     """
 
     def __init__(self, path: str) -> None:
@@ -125,10 +161,13 @@ class CustomAdvantages:
             for parameter in self._function.parameters.values()
             if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
         ]
-        if len(required) != 1:
+        self.takes_values = len(required) == 3
+        """True if the function takes a critic's values, as the page ppo does."""
+        if len(required) not in (1, 3):
             raise ConfigError(
                 f"algorithm.advantages={path} takes ({', '.join(self._function.parameters)}); expected one parameter, "
-                f"the sequences of a step, as in def {path.rpartition('.')[2]}(sequences): ..."
+                f"the sequences of a step, as in def {path.rpartition('.')[2]}(sequences): ..., or three, for "
+                f"advantages with a critic: (rewards, values, options)."
             )
 
     def __call__(self, sequences: SequenceABC[Sequence]) -> list[np.ndarray]:
@@ -164,6 +203,45 @@ class CustomAdvantages:
         if bad:
             raise TrainingError(f"{name} returned {bad[0]}, and for {len(bad) - 1} others no finite number either.")
         return advantages
+
+    def of_values(
+        self, rewards: SequenceABC[np.ndarray], values: SequenceABC[np.ndarray], options: Algorithm
+    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Return the advantages and the returns of the trained tokens of each sequence: [N] float64.
+
+        Args:
+            rewards: Reward of each trained token, [N] for each sequence.
+            values: The critic's value of the state in which each was chosen.
+            options: The section `algorithm`.
+
+        Raises:
+            TrainingError: The function raised, changed its input, or did not return finite numbers of these shapes.
+        """
+        for array in (*rewards, *values):
+            array.setflags(write=False)  # changing it in place then raises at the user's line
+        returned = self._function(list(rewards), list(values), options)
+        name, expected = self._function.name, "expected two lists, advantages and returns, each of"
+        try:
+            advantages, returns = ([np.asarray(of_row, np.float64) for of_row in kind] for kind in returned)
+        except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor that has a gradient
+            raise TrainingError(
+                f"{name} returned {_kind(returned)}; {expected} {len(rewards)} arrays, one for each of rewards."
+            ) from None
+        for kind, numbers in (("advantages", advantages), ("returns", returns)):
+            if len(numbers) != len(rewards):
+                raise TrainingError(f"{name} returned {len(numbers)} {kind}; {expected} {len(rewards)} arrays.")
+            for place, (numbers_N, rewards_N) in enumerate(zip(numbers, rewards, strict=True)):
+                if numbers_N.shape != rewards_N.shape:
+                    raise TrainingError(
+                        f"{name} returned {kind} of shape {list(numbers_N.shape)} for rewards[{place}]; expected one "
+                        f"for each of its trained tokens: {list(rewards_N.shape)}."
+                    )
+                if (tokens := np.flatnonzero(~np.isfinite(numbers_N))).size:
+                    raise TrainingError(
+                        f"{name} returned {kind} of {numbers_N[tokens[0]]} for rewards[{place}][{tokens[0]}]; expected "
+                        f"finite numbers."
+                    )
+        return advantages, returns
 
 
 def _kind(returned: Any) -> str:

@@ -37,6 +37,7 @@ from clew.seeds import derive_seed
 from clew.training.advantages import advantages_function
 from clew.training.batching import Plan, deal, loss_weights, padding_share, plan_step
 from clew.training.critic import Critic, value_metrics
+from clew.training.custom import check_critic_fields, needs_critic
 from clew.training.digests import Digests, digest_tensors
 from clew.training.gradient_checks import RECENT_NORMS, hint_of, loss_problem, norm_problem, not_finite
 from clew.training.losses import loss_function
@@ -115,6 +116,7 @@ class TrainEngine:
             ModelError: A model cannot be loaded or trained.
             ConfigError: The loss or the advantages cannot be loaded.
         """
+        check_critic_fields(config)
         self.config = config
         self._advantages, self._loss = advantages_function(config.algorithm), loss_function(config.algorithm)
         self.policy = Policy(config, model_path=model_path, device=device, ranks=ranks, media=media)
@@ -126,7 +128,7 @@ class TrainEngine:
         total = config.training.steps * config.algorithm.minibatches
         self.optimizer = Optimizer(self.policy.model, config.training, total_updates=total)
         self.policy.refer(config.algorithm.kl_coef != 0)
-        self.critic = Critic(config, self.policy) if config.algorithm.advantages == "gae" else None
+        self.critic = Critic(config, self.policy) if needs_critic(config.algorithm) else None
         self.policy.pack_if_possible(self.critic and self.critic.inner)
         self.watch: Watch = _nobody
         """Function that is called at each stage of a step, for debuggers and diagnoses."""
@@ -139,13 +141,18 @@ class TrainEngine:
         """Continue with other settings of the optimizer and the algorithm. A critic cannot be added later.
 
         Raises:
-            ModelError: algorithm.advantages=gae without a critic, or a KL term needs a reference that cannot be loaded.
+            ModelError: algorithm.advantages needs a critic and there is none, or a KL term needs a reference that
+                cannot be loaded.
         """
         self.config = self.policy.config = self.config.model_copy(update={"training": training, "algorithm": algorithm})
         self.policy.refer(algorithm.kl_coef != 0)
-        if algorithm.advantages == "gae" and self.critic is None:
-            raise ModelError(f"algorithm.advantages=gae needs a critic, and there is none at version {self.version}.")
-        if algorithm.advantages != "gae" and self.critic is not None:
+        with_critic = needs_critic(algorithm)
+        if with_critic and self.critic is None:
+            raise ModelError(
+                f"algorithm.advantages={algorithm.advantages} needs a critic, and there is none at version "
+                f"{self.version}."
+            )
+        if not with_critic and self.critic is not None:
             self.critic, self._digests = None, None
         self.policy.pack_if_possible(self.critic and self.critic.inner)
         self._advantages, self._loss = advantages_function(algorithm), loss_function(algorithm)

@@ -65,6 +65,7 @@ WATCHED = {
     "grad_norm": "gradients",
     "updates_skipped": "",
     "advantage_reward_correlation": "",
+    "critic/loss": "",
 }
 """Metrics of a step that are kept, and the name of what cannot be judged without them."""
 
@@ -145,10 +146,11 @@ def equal_steps(history: History, advantages: str) -> list[int]:
 
     Args:
         history: The steps.
-        advantages: Value of algorithm.advantages. Those within groups, and a user's own, need rewards that differ
-            within a group; the others need rewards that differ within the batch.
+        advantages: Value of algorithm.advantages. Those within groups, and a user's own without a critic, need rewards
+            that differ within a group; the others need rewards that differ within the batch.
     """
-    if advantages in WITHIN_GROUP or advantages not in ADVANTAGES:
+    own_without_critic = advantages not in ADVANTAGES and not history.known("critic/loss")
+    if advantages in WITHIN_GROUP or own_without_critic:
         equal = history.metrics["equal_groups_share"] > EQUAL_GROUPS
     else:
         equal = history.metrics["reward_std"] == 0

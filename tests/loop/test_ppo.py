@@ -10,6 +10,7 @@ import pytest
 
 from clew import config as configuration
 from clew.config import Config
+from clew.diagnose.blame import blame
 from clew.diagnose.rerun import rerun
 from clew.loop.learn import learn_inline
 from clew.record.bundle import write_bundle
@@ -89,6 +90,27 @@ def test_a_bundle_replays_without_the_models_that_the_run_began_with(
         assert replays(bundle, None) and "compared bit for bit" in capsys.readouterr().out
     finally:
         shutil.move(tmp_path / "critic", critic)
+
+
+def test_a_user_s_copy_of_gae_makes_the_same_run_with_a_critic_of_its_own(
+    folder: Path, first: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = learn(configure(folder, "own", **{"algorithm.preset": "tests.loop.own_gae"}))
+    assert configuration.load(own.config_path).algorithm.advantages == "tests.loop.own_gae.advantages"
+    for step in range(24):
+        ours, ppos = own.steps.read(step), first.steps.read(step)
+        assert ours["digests"] == ppos["digests"] and ours["tensors"] == ppos["tensors"]
+        ours["metrics"].pop("advantage_reward_correlation", None)  # which Clew's own have no need of
+        assert ours["metrics"] == ppos["metrics"]
+        then, now = (run.steps.read_stages(step).arrays for run in (first, own))
+        assert set(then) == set(now) >= {"values", "returns"}
+    for name in ("trainer/critic/model.safetensors", "trainer/state.safetensors", "model.safetensors"):
+        last = Path("checkpoints") / "step-000024" / name
+        assert (first.path / last).read_bytes() == (own.path / last).read_bytes()
+    assert replays(own.path, "20:23") and "compared bit for bit" in capsys.readouterr().out
+    assert replays(own.path, "21", "advantages")
+    blame(own.path, 3, top=3, tokens=3, by="critic")
+    assert "critic's gradient" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("stage", ["values", "returns", "advantages"])

@@ -311,7 +311,7 @@ def test_advantages_of_the_users_own_may_differ_from_token_to_token():
             r"in [^ ]*test_advantages.py:\d+, called in [^ ]*test_advantages.py:\d+: list index",
         ),
         ("assigning", TrainingError, r"FrozenInstanceError in [^ ]*test_advantages.py:\d+: cannot assign"),
-        ("two", ConfigError, r"takes \(sequences, more\); expected one parameter"),
+        ("two", ConfigError, r"takes \(sequences, more\); expected one parameter, .* or three, for"),
         ("nobody", ConfigError, "has no 'nobody'"),
     ],
 )

@@ -9,13 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clew.algorithms.gae import gae, whitened
+from clew.errors import ConfigError, TrainingError
 from clew.record.rows import Sequence
 from clew.training.advantages import advantages_function, token_rewards
+from clew.training.custom import check_critic_fields, needs_critic
 from tests.training.sequences import make_config, make_sequence
 
 
 def of(**options: Any) -> Any:
-    return make_config("unused", algorithm={"advantages": "gae", **options}).algorithm
+    return make_config("unused", algorithm={"advantages": "gae"} | options).algorithm
 
 
 def test_three_tokens_by_hand():
@@ -86,6 +88,87 @@ def test_turns_are_next_to_each_other_and_advantages_are_whitened_over_the_batch
     assert trained == pytest.approx(expected, rel=1e-4) and found.advantages[0].dtype == np.float32
     assert not found.advantages[0][~rows[0].loss_mask].any()
     assert whitened(np.array([3.0])).tolist() == [0] and whitened(np.zeros(0)).tolist() == []
+
+
+# A user's own ---------------------------------------------------------------------------------------------------------
+
+
+def one_step(rewards: Any, values: Any, options: Any) -> Any:
+    returns = [each + options.gamma * np.append(own[1:], 0) for each, own in zip(rewards, values, strict=True)]
+    return [each - own for each, own in zip(returns, values, strict=True)], returns
+
+
+def only_advantages(rewards: Any, values: Any, options: Any) -> Any:
+    return rewards[0]
+
+
+def too_few(rewards: Any, values: Any, options: Any) -> Any:
+    return rewards, rewards[1:]
+
+
+def one_number_each(rewards: Any, values: Any, options: Any) -> Any:
+    return [each.sum() for each in rewards], rewards
+
+
+def infinite(rewards: Any, values: Any, options: Any) -> Any:
+    return rewards, [each / 0 for each in values]
+
+
+def in_place(rewards: Any, values: Any, options: Any) -> Any:
+    rewards[0] += 1
+    return rewards, values
+
+
+def of_own(name: str, **options: Any) -> Any:
+    return of(advantages=f"tests.training.test_gae.{name}", **options)
+
+
+def test_a_user_s_function_gets_the_rewards_and_values_of_trained_tokens():
+    rows = [two_turns(), make_sequence("g1.e0.s0", prompt=1, response=2, reward=-1.0)]
+    values = [np.where(row.loss_mask, np.float32(0.5), np.float32(0)) for row in rows]
+    algorithm = of_own("one_step", gamma=0.5)
+    assert needs_critic(algorithm)
+    found = advantages_function(algorithm)(rows, None, values)
+    assert found.returns is not None and found.returns[0].dtype == found.advantages[0].dtype == np.float32
+    # rewards 0, 0.25 | 0, 0, 0.75 and 0.5 times the next value, which is 0.5, or 0 after the last
+    assert found.returns[0].tolist() == [0, 0, 0.25, 0.5, 0, 0, 0, 0.25, 0.25, 0.75]
+    assert found.advantages[0].tolist() == [0, 0, -0.25, 0, 0, 0, 0, -0.25, -0.25, 0.25]
+    assert found.returns[1].tolist() == [0, 0.25, -1] and found.advantages[1].tolist() == [0, -0.25, -1.5]
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "said"),
+    [
+        ("only_advantages", TrainingError, "returned ndarray; expected two lists, advantages and returns, each of 2 a"),
+        ("too_few", TrainingError, "returned 1 returns; expected two lists"),
+        (
+            "one_number_each",
+            TrainingError,
+            r"returned advantages of shape \[\] for rewards\[0\]; expected one .*: \[4\]",
+        ),
+        ("infinite", TrainingError, r"returned returns of inf for rewards\[0\]\[0\]; expected finite numbers"),
+        ("in_place", TrainingError, r"raised ValueError in [^ ]*test_gae.py:\d+: .*read-only"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:divide by zero")
+def test_what_cannot_be_advantages_and_returns_is_told(name: str, error: type[Exception], said: str):
+    rows = [make_sequence("g0.e0.s0", reward=1.0), make_sequence("g0.e1.s0", reward=0.5)]
+    values = [np.where(row.loss_mask, np.float32(0.5), np.float32(0)) for row in rows]
+    with pytest.raises(error, match=said):
+        advantages_function(of_own(name))(rows, None, values)
+    assert [each[3:].tolist() for each in values] == [[0.5] * 4] * 2
+
+
+def test_the_critic_s_fields_are_for_functions_that_take_values():
+    without = "tests.training.test_advantages.ranks"
+    for field, value in (("critic", "models/rm"), ("critic_lr", 1e-4)):
+        check_critic_fields(make_config("unused", algorithm={"advantages": f"{__name__}.one_step", field: value}))
+        with pytest.raises(ConfigError, match=f"algorithm.{field} is for the critic, and .*ranks takes no values of"):
+            check_critic_fields(make_config("unused", algorithm={"advantages": without, field: value}))
+    discounted: Any = {"reward": {"turn_discount": 0.5}}
+    check_critic_fields(make_config("unused", algorithm={"advantages": without}, **discounted))
+    with pytest.raises(ConfigError, match=r"reward.turn_discount \(0.5\) discounts whole turns, and .*one_step gets"):
+        check_critic_fields(make_config("unused", algorithm={"advantages": f"{__name__}.one_step"}, **discounted))
 
 
 def test_an_overlong_response_loses_its_penalty_at_the_end():

@@ -7,12 +7,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from clew.algorithms import LOSSES, PRESETS, built_in_advantages, page, preset_options
 from clew.config import Algorithm
+from clew.training.advantages import advantages_function
+from clew.training.custom import needs_critic
 from examples.my_algorithm import algorithm as example
+from tests.training.sequences import make_config, make_sequence
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -64,3 +68,20 @@ def test_the_documentations_page_and_its_test_work(tmp_path: Path, monkeypatch: 
         "algorithm.clip_high": 0.5,
     }
     assert names["mine"].advantages(scored(0, 2, 4, 6)) == [-1, 1, -1, 1]
+
+
+def test_the_documentations_page_with_a_critic_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    own = (ROOT / "docs" / "algorithms.md").read_text().partition("**Advantages with a critic**")[2]
+    written = re.findall(r"```python\n(.*?)```", own, re.DOTALL)[0]
+    (tmp_path / "algorithms_with_a_critic").mkdir()
+    (tmp_path / "algorithms_with_a_critic" / "unwhitened.py").write_text(written)
+    monkeypatch.syspath_prepend(tmp_path)
+    options = preset_options("algorithms_with_a_critic.unwhitened")
+    assert options["algorithm.advantages"] == "algorithms_with_a_critic.unwhitened.advantages"
+    algorithm = make_config("unused", algorithm={"preset": "algorithms_with_a_critic.unwhitened"}).algorithm
+    assert needs_critic(algorithm) and algorithm.gae_lambda == 0.5
+    # two tokens of values 1 and 2, a reward of 4 at the end: deltas 1 and 2, so 1 + 0.5 * 2, 2
+    row = make_sequence("g0.e0.s0", prompt=1, response=2, reward=4.0)
+    found = advantages_function(algorithm)([row], None, [np.array([0, 1, 2], np.float32)])
+    assert found.advantages[0].tolist() == [0, 2, 2]
+    assert found.returns is not None and found.returns[0].tolist() == [0, 3, 4]

@@ -151,6 +151,14 @@ def test_equal_rewards_within_groups_do_not_matter_where_the_batch_is_compared(t
     assert "equal rewards" in health(make_run(tmp_path / "b", planted, algorithm={"advantages": "batch"}))
 
 
+def test_groups_of_one_episode_are_no_concern_of_a_user_s_advantages_with_a_critic(tmp_path: Path) -> None:
+    planted = of_steps(range(40), equal_groups_share=1.0)
+    own = {"algorithm": {"advantages": "tests.training.test_gae.one_step"}}
+    assert "equal rewards" in health(make_run(tmp_path / "without", planted, **own))
+    planted = of_steps(range(40), equal_groups_share=1.0, **{"critic/loss": 0.1})
+    assert "equal rewards" not in health(make_run(tmp_path / "with", planted, **own))
+
+
 def test_mismatch_without_lag_has_a_tighter_limit(tmp_path: Path) -> None:
     planted = of_steps(range(0, 40, 2), lag_max=0.0, behaviour_k3=4e-3)
     found = health(make_run(tmp_path, planted))["mismatch"]
