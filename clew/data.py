@@ -16,7 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from clew.config import Config
 from clew.errors import DataError
+
+MESSAGES = "messages"
+"""Column of conversations where there is no column data.prompt, as in many data sets."""
 
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
 _PARQUET = (".parquet", ".pq")
@@ -51,6 +55,42 @@ def load_rows(path: str, *, split: str = "train", limit: int | None = None, colu
             if column not in row:
                 raise DataError(_missing_column(path, number, column, row))
     return rows
+
+
+def load_demonstrations(config: Config, path: str, *, limit: int | None) -> list[dict]:
+    """Return the rows of a file or data set that `clew sft` trains on, as `load_rows` does.
+
+    Each row has a prompt and a completion (and for preferences another one), or is a conversation.
+
+    Raises:
+        DataError: As for `load_rows`; or preferences are wanted, and a row is a conversation.
+    """
+    names, objective = config.data, config.training.objective
+    columns = [names.prompt, names.completion, *([names.rejected] if objective != "sft" else [])]
+    rows = load_rows(path, split=names.split, limit=limit)
+    for number, row in enumerate(rows, start=1):
+        conversation = conversation_column(row, config)
+        if conversation is not None and objective != "sft":
+            raise DataError(
+                f"{path}: row {number} is a conversation (column {conversation!r}), and training.objective={objective} "
+                f"compares two completions of a prompt, in the columns {names.completion!r} and {names.rejected!r}. "
+                f"Add them, or use training.objective=sft."
+            )
+        for column in columns if conversation is None else ():
+            if column not in row:
+                raise DataError(_missing_column(path, number, column, row))
+    return rows
+
+
+def conversation_column(row: dict, config: Config) -> str | None:
+    """Return the column of a row that holds a conversation; None if the row is a prompt and its completion.
+
+    It is data.prompt, or `messages` if there is no such column. A row with a completion is no conversation: the
+    messages are its prompt.
+    """
+    column = config.data.prompt if config.data.prompt in row else MESSAGES
+    alone = row.get(config.data.completion) is None and isinstance(row.get(column), list)
+    return column if alone else None
 
 
 def order(n_rows: int, index: int, seed: int) -> int:

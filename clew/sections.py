@@ -36,7 +36,11 @@ class Data(Section):
 
     path: str = Field(description="JSON-lines or Parquet file, or the hub name of a data set.")
     split: str = Field(default="train", description="Split of a hub data set; ignored for files.")
-    prompt: str = Field(default="prompt", description="Column with the prompt: text, or a list of chat messages.")
+    prompt: str = Field(
+        default="prompt",
+        description="Column with the prompt: text, or a list of chat messages. For `clew sft` a list without a "
+        "completion is a whole conversation; it may also be in the column `messages`.",
+    )
     completion: str = Field(
         default="completion", description="Column with the demonstration, or with the preferred of two completions."
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from clew import dotted
 from clew.config import Config
-from clew.data import LOCAL, load_rows
+from clew.data import LOCAL, load_demonstrations, load_rows
 from clew.models.folder import check_folder
 
 
@@ -25,10 +25,9 @@ def check_named(config: Config, *, supervised: bool = False) -> None:
     check_folder(config.model.path, "config.json", "model", "Save the model there with save_pretrained.")
     data, algorithm, rollout = config.data, config.algorithm, config.rollout
     if supervised:
-        pairs = config.training.objective != "sft"
-        columns = [data.prompt, data.completion, *([data.rejected] if pairs else [])]
-        _check_rows(data.path, columns)
-        _check_rows(config.eval.path, columns)
+        for path in (data.path, config.eval.path):
+            if path is not None and _is_local(path):
+                load_demonstrations(config, path, limit=1)
         return
     code = {"algorithm.advantages": algorithm.advantages, "algorithm.loss": algorithm.loss}
     code = {field: named for field, named in code.items() if "." in named}
@@ -43,5 +42,9 @@ def check_named(config: Config, *, supervised: bool = False) -> None:
 
 
 def _check_rows(path: str | None, columns: list[str]) -> None:
-    if path is not None and Path(path).suffix.lower() in LOCAL:
+    if path is not None and _is_local(path):
         load_rows(path, limit=1, columns=columns)
+
+
+def _is_local(path: str) -> bool:
+    return Path(path).suffix.lower() in LOCAL

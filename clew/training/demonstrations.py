@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,17 +11,18 @@ import numpy as np
 from clew import data
 from clew.config import Config
 from clew.errors import DataError
+from clew.training.conversations import encode_conversation
 from clew.training.tokens import Tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class Demonstration:
-    """Tokens of a prompt, its completion and the end token."""
+    """Tokens of a prompt, its completion and the end token, or those of a conversation."""
 
     input_ids: np.ndarray
-    """Token IDs, int32."""
-    prompt_tokens: int
-    """Number of tokens of the prompt; all others are trained on."""
+    """[T] int32: token IDs."""
+    loss_mask: np.ndarray
+    """[T] bool: tokens that are trained on. The first is not, because nothing predicts it."""
 
 
 class Demonstrations:
@@ -42,25 +44,22 @@ class Demonstrations:
         if held_out:
             names = names.model_copy(update={"path": config.eval.path, "limit": None})
             config = config.model_copy(update={"data": names})  # for messages
-        pairs = config.training.objective != "sft"
-        completions = [names.completion, names.rejected] if pairs else [names.completion]
-        rows = data.load_rows(names.path, split=names.split, limit=names.limit, columns=(names.prompt, *completions))
+        completions = [names.completion] if config.training.objective == "sft" else [names.completion, names.rejected]
+        rows = data.load_demonstrations(config, names.path, limit=names.limit)
         self._config = config
         self._columns = completions
         self._last_alone = tokenizer.pad_token_id if config.training.objective == "reward_model" else None
         self._n_rows = len(rows)
         used = min(len(rows), config.training.steps * config.training.batch_size)
         in_use = sorted({data.order(len(rows), index, config.seed) for index in range(len(rows) if held_out else used)})
-        prompts = _tokenize_prompts([rows[row][names.prompt] for row in in_use], in_use, config, tokenizer)
-        encoded = [_encode(rows, in_use, prompts, column, config, tokenizer) for column in completions]
-        self._rows = dict(zip(in_use, zip(*encoded, strict=True), strict=True))
+        self._rows = dict(zip(in_use, _encode(rows, in_use, completions, config, tokenizer), strict=True))
         """Demonstrations of each row in use: one, or the chosen and the rejected of a pair."""
         for row, demonstration in ((row, each) for row, several in self._rows.items() for each in several):
             if context is not None and len(demonstration.input_ids) > context:
                 raise DataError(
-                    f"{names.path}: row {row + 1} has {demonstration.prompt_tokens} tokens of prompt and "
-                    f"{len(demonstration.input_ids) - demonstration.prompt_tokens} of completion and end, together "
-                    f"more than the model's context of {context}. Shorten or remove the row."
+                    f"{names.path}: row {row + 1} has {len(demonstration.input_ids)} tokens, "
+                    f"{demonstration.loss_mask.sum()} of them to train on. This is more than the model's context of "
+                    f"{context}. Shorten or remove the row."
                 )
 
     def batch(self, step: int) -> Tokens:
@@ -81,11 +80,8 @@ class Demonstrations:
         chosen = [each for row in rows for each in self._rows[row]]
         lengths = np.array([len(demonstration.input_ids) for demonstration in chosen])
         starts = np.concatenate([[0], np.cumsum(lengths)])
-        column_of_S = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
-        # Nothing predicts the very first token, also where the prompt is empty.
-        untrained = np.array([max(1, demonstration.prompt_tokens) for demonstration in chosen])
         input_ids_S = np.concatenate([demonstration.input_ids for demonstration in chosen])
-        loss_mask_S = column_of_S >= np.repeat(untrained, lengths)
+        loss_mask_S = np.concatenate([demonstration.loss_mask for demonstration in chosen])
         if self._last_alone is not None:
             real_S = np.where(input_ids_S != self._last_alone, np.arange(len(input_ids_S)), starts[:-1].repeat(lengths))
             loss_mask_S = np.zeros(len(input_ids_S), np.bool_)
@@ -101,6 +97,39 @@ class Demonstrations:
 
 
 def _encode(
+    rows: list[dict], in_use: list[int], columns: list[str], config: Config, tokenizer: Any
+) -> list[list[Demonstration]]:
+    """Return the demonstrations of each row in use: its conversation, or its prompt with each of its completions."""
+    found: dict[int, list[Demonstration]] = {}
+    for row in in_use:
+        if (column := data.conversation_column(rows[row], config)) is not None:
+            found[row] = [_conversation(rows[row], column, f"{config.data.path}: row {row + 1}", config, tokenizer)]
+    prompted = [row for row in in_use if row not in found]
+    if prompted:
+        prompts = _tokenize_prompts([rows[row][config.data.prompt] for row in prompted], prompted, config, tokenizer)
+        encoded = [_completions(rows, prompted, prompts, column, config, tokenizer) for column in columns]
+        found |= dict(zip(prompted, map(list, zip(*encoded, strict=True)), strict=True))
+    return [found[row] for row in in_use]
+
+
+def _conversation(row: dict, column: str, where: str, config: Config, tokenizer: Any) -> Demonstration:
+    """Return the demonstration of a row's conversation. Its tools are in the column `tools`, if it has one."""
+    if tokenizer.chat_template is None:
+        raise DataError(_no_template(f"{where}: {column!r}", config))
+    tools = row.get("tools") or None
+    if isinstance(tools, str):  # Parquet cannot hold JSON schemas of different forms
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise DataError(f"{where}: 'tools' is not JSON ({error}). Expected a list of tools.") from None
+    if tools is not None and not isinstance(tools, list):
+        raise DataError(f"{where}: 'tools' is {type(tools).__name__}; expected a list of tools.")
+    input_ids, loss_mask = encode_conversation(row[column], tools, tokenizer, f"{where}: {column!r}")
+    loss_mask[0] = False
+    return Demonstration(input_ids=input_ids, loss_mask=loss_mask)
+
+
+def _completions(
     rows: list[dict], in_use: list[int], prompts: list[list[int]], column: str, config: Config, tokenizer: Any
 ) -> list[Demonstration]:
     """Return the prompts, each followed by its row's completion in this column."""
@@ -108,7 +137,10 @@ def _encode(
     completions = [_text(rows[row][column], f"{config.data.path}: row {row + 1}", column) for row in in_use]
     answers = tokenizer(completions, add_special_tokens=False)["input_ids"]
     return [
-        Demonstration(input_ids=np.array([*prompt, *answer, end], np.int32), prompt_tokens=len(prompt))
+        Demonstration(
+            input_ids=np.array([*prompt, *answer, end], np.int32),
+            loss_mask=np.arange(len(prompt) + len(answer) + 1) >= max(1, len(prompt)),
+        )
         for prompt, answer in zip(prompts, answers, strict=True)
     ]
 
@@ -128,13 +160,17 @@ def _tokenize_prompts(prompts: list[Any], rows: list[int], config: Config, token
                 f"of chat messages."
             )
         elif tokenizer.chat_template is None:
-            raise DataError(
-                f"{where}: row {row + 1}: {column!r} is a list of chat messages, but the tokenizer in "
-                f"{config.model.path} has no chat template. Use text, or a model with a template."
-            )
+            raise DataError(_no_template(f"{where}: row {row + 1}: {column!r}", config))
         else:
             encoded.append(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
     return encoded
+
+
+def _no_template(where: str, config: Config) -> str:
+    return (
+        f"{where} is a list of chat messages, but the tokenizer in {config.model.path} has no chat template. Use text, "
+        f"or a model with a template."
+    )
 
 
 def _text(value: Any, where: str, column: str) -> str:

@@ -49,12 +49,13 @@ def call(expression: str) -> str:
 
 
 def make_data(out: Path, seed: int) -> float:
-    """Write demonstrations.jsonl (a row a turn), prompts.jsonl and held_out.jsonl; return the teacher's share of right
-    answers."""
+    """Write demonstrations.jsonl (a row a turn), conversations.jsonl (a row a conversation), prompts.jsonl and
+    held_out.jsonl; return the teacher's share of right answers."""
     chance = random.Random(seed)
     problems = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     chance.shuffle(problems)
     shown: list[dict[str, Any]] = []
+    conversations: list[dict[str, Any]] = []
     right = 0
     for a, b in problems[HELD_OUT : HELD_OUT + DEMONSTRATIONS]:
         ask: dict[str, Any] = {"role": "user", "content": f"{a}*{b}"}
@@ -65,15 +66,19 @@ def make_data(out: Path, seed: int) -> float:
             told: dict[str, Any] = {"role": "tool", "content": str(a * b)}
             shown.append({"prompt": [ask], "completion": call(f"{a}*{b}")})
             shown.append({"prompt": [ask, asked, told], "completion": str(a * b)})
+            conversations.append({"messages": [ask, asked, told, {"role": "assistant", "content": str(a * b)}]})
             right += 1
         else:
-            shown.append({"prompt": [ask], "completion": str(chance.randrange(100, 9802))})
+            guess = str(chance.randrange(100, 9802))
+            shown.append({"prompt": [ask], "completion": guess})
+            conversations.append({"messages": [ask, {"role": "assistant", "content": guess}]})
 
     def rows(some: list[tuple[int, int]]) -> list[dict[str, str]]:
         return [{"question": f"{a}*{b}", "answer": str(a * b)} for a, b in some]
 
     for name, content in (
         ("demonstrations", shown),
+        ("conversations", conversations),
         ("prompts", rows(problems[HELD_OUT + DEMONSTRATIONS :])),
         ("held_out", rows(problems[:HELD_OUT])),
     ):

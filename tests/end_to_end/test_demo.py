@@ -81,9 +81,11 @@ def test_the_commands_of_the_pages(demo: tuple[Path, str]) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_an_agent_learns_to_use_its_tool(tmp_path: Path) -> None:
-    """Type what docs/agents.md shows."""
+    """Type what docs/agents.md shows, and what the guide to your own data shows of conversations."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     run("examples.agents.make", tmp_path, "--out", "runs/calculator/material")
+    of_conversations = ["trial=talk", "training.steps=20", "data.path=runs/calculator/material/conversations.jsonl"]
+    assert "20 steps are trained" in run("clew", tmp_path, "sft", "examples/agents/sft.yaml", *of_conversations)
     run("clew", tmp_path, "sft", "examples/agents/sft.yaml")
     run("clew", tmp_path, "train", "examples/agents/grpo.yaml")
     record = RunDirectory(tmp_path / "runs" / "calculator" / "grpo")

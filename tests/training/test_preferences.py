@@ -174,5 +174,5 @@ def test_what_cannot_be_meant_is_told(settings: dict[str, Any], tmp_path: Path):
     with pytest.raises(DataError, match="row 1 has no column 'rejected'; it has 'prompt', 'chosen'"):
         sft(configure(settings, "dpo"))
     write_rows(tmp_path / "pairs.jsonl", [{"prompt": "1", "chosen": "2", "rejected": "3" * 300}])
-    with pytest.raises(DataError, match="row 1 has 1 tokens of prompt and 301 of completion and end"):
+    with pytest.raises(DataError, match="row 1 has 302 tokens, 301 of them to train on"):
         sft(configure(settings, "dpo"))

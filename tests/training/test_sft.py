@@ -142,7 +142,7 @@ def test_fewer_steps_than_were_done(settings):
     [
         ([], "holds no rows"),
         ([{"prompt": "1", "answer": "2"}], "row 1 has no column 'completion'; it has 'prompt', 'answer'"),
-        ([{"prompt": "1", "completion": "2" * 300}], "row 1 has 1 tokens of prompt and 301 of completion and end"),
+        ([{"prompt": "1", "completion": "2" * 300}], "row 1 has 302 tokens, 301 of them to train on"),
         ([{"prompt": 7, "completion": "2"}], "row 1: 'prompt' is int; expected text"),
         ([{"prompt": "1", "completion": 2}], "row 1: 'completion' is int; expected text"),
     ],
