@@ -323,6 +323,11 @@ class Algorithm(Section):
         description="Distance beyond which moving a value gains nothing within a step, for gae (PPO's code, arXiv "
         "2005.12729); null: no limit.",
     )
+    bootstrap_truncated: bool = Field(
+        default=False,
+        description="With a critic: end an episode that was cut off at a limit with the critic's value of its last "
+        "state, not with 0, as AReaL does.",
+    )
     overlong_penalty: int | None = Field(
         default=None,
         ge=1,
@@ -418,9 +423,9 @@ class Algorithm(Section):
                     f"algorithm.{field} is {value!r}; expected {', '.join(built_in)}, or the dotted path of your own "
                     f"{kind}, such as my_project.{value or 'name'}. Did you mean {nearest(value, built_in)!r}?"
                 )
-        for field in ("critic", "critic_lr"):
+        for field in ("critic", "critic_lr", "bootstrap_truncated"):
             without = self.advantages in ADVANTAGES and self.advantages not in WITH_CRITIC  # own ones: when loaded
-            if without and getattr(self, field) is not None:
+            if without and getattr(self, field) not in (None, False):
                 raise ValueError(
                     f"algorithm.{field} is for the critic, and algorithm.advantages={self.advantages} has no critic. "
                     f"Unset it, or use algorithm.advantages=gae"

@@ -221,6 +221,7 @@ def _near(left: RunDirectory, right: RunDirectory) -> Tolerance:
 ROUNDED = (
     "data",
     "values",
+    "bootstrap_values",
     "returns",
     "proximal_logprobs",
     "reference_logprobs",

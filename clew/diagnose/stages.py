@@ -196,6 +196,7 @@ def _check_recorded(
         )
     reference = ["reference_logprobs"] * (algorithm.kl_coef > 0 and (algorithm.kl_in == "loss") == (stage == "loss"))
     values = ["values"] * (stage == "advantages" and needs_critic(algorithm))
+    values += ["bootstrap_values"] * (len(values) and algorithm.bootstrap_truncated)
     of_advantages = [*reference, *values, "advantages"]
     entropies = ["entropies"] * (algorithm.entropy_coef > 0)
     of_loss = ["advantages", "proximal_logprobs", *reference, "logprobs", *entropies, "loss"]

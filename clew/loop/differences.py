@@ -22,6 +22,7 @@ STAGES = (
     "data",
     "rewards",
     "values",
+    "bootstrap_values",
     "returns",
     "advantages",
     "proximal_logprobs",

@@ -91,12 +91,12 @@ def _advantages(
 ) -> dict[str, np.ndarray]:
     from clew.training.advantages import advantages_function
 
-    reference, values = (
+    reference, values, bootstrap = (
         [recorded.arrays[name][row.id] for row in batch] if name in recorded.arrays else None
-        for name in ("reference_logprobs", "values")
+        for name in ("reference_logprobs", "values", "bootstrap_values")
     )
-    compute = advantages_function(algorithm)
-    return dict(zip([row.id for row in batch], compute(batch, reference, values).advantages, strict=True))
+    found = advantages_function(algorithm)(batch, reference, values, bootstrap)
+    return dict(zip([row.id for row in batch], found.advantages, strict=True))
 
 
 def _loss(

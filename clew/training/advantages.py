@@ -36,8 +36,9 @@ class TokenAdvantages:
 Arrays = SequenceABC[np.ndarray] | None
 """Logprobs of the reference model or values of the critic, [T] for each sequence; None where there is no such model."""
 
-Compute = Callable[[SequenceABC[Sequence], Arrays, Arrays], TokenAdvantages]
-"""Function (sequences of a step, reference logprobs, values) -> advantages."""
+Compute = Callable[..., TokenAdvantages]
+"""Function (sequences of a step, reference logprobs, values, bootstrap values) -> advantages. The last is None without
+algorithm.bootstrap_truncated, and may be left out."""
 
 
 def advantages_function(algorithm: Algorithm) -> Compute:
@@ -55,17 +56,28 @@ def advantages_function(algorithm: Algorithm) -> Compute:
         own = CustomAdvantages(name)
         takes_values, compute = own.takes_values, own.of_values if own.takes_values else own
 
-    def of_sequences(sequences: SequenceABC[Sequence], reference: Arrays, values: Arrays) -> TokenAdvantages:
+    def of_sequences(
+        sequences: SequenceABC[Sequence], reference: Arrays, values: Arrays, bootstrap: Arrays = None
+    ) -> TokenAdvantages:
         found = zip(sequences, compute(shaped_rewards(sequences, algorithm, reference)), strict=True)
         aligned = [np.where(row.loss_mask, of_row, np.float32(0)) for row, of_row in found]
         return TokenAdvantages(advantages=aligned, returns=None)
 
-    def of_tokens(sequences: SequenceABC[Sequence], reference: Arrays, values: Arrays) -> TokenAdvantages:
+    def of_tokens(
+        sequences: SequenceABC[Sequence], reference: Arrays, values: Arrays, bootstrap: Arrays = None
+    ) -> TokenAdvantages:
         assert values is not None, f"algorithm.advantages={name} needs a critic's values"
         rewards = [
             token_rewards(row, algorithm, None if reference is None else reference[place])
             for place, row in enumerate(without_overlong(sequences, algorithm))
         ]
+        if algorithm.bootstrap_truncated:
+            assert bootstrap is not None, "algorithm.bootstrap_truncated needs the values of last states"
+            # delta_t = r_t + gamma V_{t+1} - V_t: after the last token, what gamma V adds is a reward like any other.
+            rewards = [
+                rewards_N + algorithm.gamma * bootstrap_T[row.loss_mask].astype(np.float64)
+                for row, rewards_N, bootstrap_T in zip(sequences, rewards, bootstrap, strict=True)
+            ]
         own = [values_T[row.loss_mask] for row, values_T in zip(sequences, values, strict=True)]
         dtype = values[0].dtype
         advantages, returns = (
@@ -139,6 +151,24 @@ def longest_penalty(sequence: Sequence, cache: int) -> float:
             f"no interactions. Unset it."
         )
     return max(found, default=0.0)
+
+
+def truncated(sequences: SequenceABC[Sequence]) -> np.ndarray:
+    """Return which sequences end where their episode was cut off at a limit: [sequences] bool.
+
+    A sequence that was cut off, but before the last turn of its episode, is not one: its reward is what the later ones
+    came to.
+    """
+    turns = [int(row.turn_ids.max(initial=-1)) for row in sequences]
+    last: dict[str, int] = {}
+    for row, turn in zip(sequences, turns, strict=True):
+        last[row.episode_id] = max(turn, last.get(row.episode_id, -1))
+    return np.array(
+        [
+            row.finish_reason == "length" and turn == last[row.episode_id]
+            for row, turn in zip(sequences, turns, strict=True)
+        ]
+    )
 
 
 def token_rewards(sequence: Sequence, algorithm: Algorithm, reference_T: np.ndarray | None) -> np.ndarray:

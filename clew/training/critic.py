@@ -69,6 +69,25 @@ class Critic:
         """Return the value of the state in which each trained token was chosen, [S], in the micro-batches of `fit`."""
         return self._policy.compute_all(tokens, plan, self._values)
 
+    def after_last(self, tokens: Tokens, plan: Plan, chosen_R: np.ndarray) -> np.ndarray:
+        """Return the value of the state after the last trained token of each chosen row, at that token: [S], else 0.
+
+        This is one more forward pass, unless no row is chosen. `values` computes the states before trained tokens with
+        the shapes that it always had, so that older runs replay bit for bit.
+
+        Args:
+            chosen_R: Which rows are chosen, bool.
+        """
+        found_S = self._policy.zeros(tokens)
+        if chosen_R.any():
+            after_S = self._policy.compute_all(tokens, plan, self._values_after)
+            trained = np.flatnonzero(tokens.loss_mask_S)
+            rows = tokens.row_of_S[trained]
+            last = trained[np.append(rows[1:] != rows[:-1], True)[: len(rows)]]
+            chosen = last[chosen_R[tokens.row_of_S[last]]]
+            found_S[chosen] = after_S[chosen]
+        return found_S
+
     def fit(self, tokens: Tokens, plan: Plan, old_S: np.ndarray, returns_S: np.ndarray, *, step: int) -> Fitted:
         """Make one update per mini-batch on the mean value loss of its trained tokens.
 
@@ -143,6 +162,9 @@ class Critic:
 
     def _values(self, micro: MicroBatch) -> Tensor:
         return self.model(micro.input_ids_BT, micro.rows_N, micro.columns_N - 1, micro.packed)
+
+    def _values_after(self, micro: MicroBatch) -> Tensor:
+        return self.model(micro.input_ids_BT, micro.rows_N, micro.columns_N, micro.packed)
 
     def _own(self, training: Training) -> Training:
         """Return the training section with the critic's learning rate."""

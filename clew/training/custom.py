@@ -72,8 +72,8 @@ def check_critic_fields(config: Config) -> None:
                 f"advantages={algorithm.advantages} gets the rewards of tokens. Discount there, by options.gamma"
             )
         return
-    for field in ("critic", "critic_lr"):
-        if getattr(algorithm, field) is not None:
+    for field in ("critic", "critic_lr", "bootstrap_truncated"):
+        if getattr(algorithm, field) not in (None, False):
             raise ConfigError(
                 f"algorithm.{field} is for the critic, and algorithm.advantages={algorithm.advantages} takes no values "
                 f"of one. Unset it, or give that function the parameters (rewards, values, options)"

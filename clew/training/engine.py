@@ -34,7 +34,7 @@ from clew.record.digest import to_hex, total
 from clew.record.media import Media
 from clew.record.rows import Sequence
 from clew.seeds import derive_seed
-from clew.training.advantages import advantages_function
+from clew.training.advantages import advantages_function, truncated
 from clew.training.batching import Plan, deal, loss_weights, padding_share, plan_step
 from clew.training.critic import Critic, value_metrics
 from clew.training.custom import check_critic_fields, needs_critic
@@ -263,10 +263,12 @@ class TrainEngine:
         self.watch("advantages", {"batch": sequences, "tokens": tokens, "plan": plan})
         with self._timed("critic"):
             values_S = None if self.critic is None else self.critic.values(tokens, plan)
+            bootstrap_S = None
+            if self.critic is not None and algorithm.bootstrap_truncated:
+                bootstrap_S = self.critic.after_last(tokens, plan, truncated(sequences))
         with self._timed("advantages"):
-            reference = None if reference_S is None else tokens.split(reference_S)
-            values = None if values_S is None else tokens.split(values_S)
-            found = self._advantages(sequences, reference, values)
+            inputs_S = (reference_S, values_S, bootstrap_S)
+            found = self._advantages(sequences, *(None if each is None else tokens.split(each) for each in inputs_S))
             advantages_S = np.concatenate(found.advantages)
             returns_S = None if found.returns is None else np.concatenate(found.returns)
             weights = loss_weights(sequences, plan, algorithm)
@@ -305,6 +307,7 @@ class TrainEngine:
             proximal_S=proximal_S,
             reference_S=reference_S,
             values_S=values_S,
+            bootstrap_S=bootstrap_S,
             returns_S=returns_S,
         )
 
@@ -449,6 +452,8 @@ class TrainEngine:
         if self.critic is None or step.values_S is None or step.returns_S is None:
             return {}
         stages |= {"values": step.values_S, "returns": step.returns_S}
+        if step.bootstrap_S is not None:
+            stages["bootstrap_values"] = step.bootstrap_S
         with self._timed("critic"):
             self.whole = False
             fitted = self.critic.fit(step.tokens, step.plan, step.values_S, step.returns_S, step=self.version)

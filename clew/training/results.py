@@ -33,6 +33,7 @@ class StepResult:
     - logprobs: current, as the loss saw them
     - reference_logprobs: with a KL term
     - values, returns: with a critic
+    - bootstrap_values: with algorithm.bootstrap_truncated, at the last trained token of each truncated episode
     - entropies: with an entropy bonus
     - rejected: why a token was rejected, if anything can be, see `clew.algorithms.rejection`
     - loss: the token's contribution to the mean over all tokens, weighted as algorithm.loss_mean asks
@@ -63,4 +64,6 @@ class Prepared:
     reference_S: np.ndarray | None
     values_S: np.ndarray | None
     """Values of the critic; None, like returns_S, without a critic."""
+    bootstrap_S: np.ndarray | None
+    """Values after the last trained token of each truncated episode; None without algorithm.bootstrap_truncated."""
     returns_S: np.ndarray | None

@@ -1,6 +1,7 @@
 """PPO in whole runs: with one episode a group it learns, goes on bit for bit, and replays from another place."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,28 @@ def test_a_user_s_copy_of_gae_makes_the_same_run_with_a_critic_of_its_own(
     assert replays(own.path, "21", "advantages")
     blame(own.path, 3, top=3, tokens=3, by="critic")
     assert "critic's gradient" in capsys.readouterr().out
+
+
+def test_values_of_last_states_are_on_record_and_replay(
+    folder: Path, first: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = {"algorithm.bootstrap_truncated": True, "training.steps": 8, "algorithm.minibatches": 1}
+    run = learn(configure(folder, "bootstrap", **changes))
+    stages, batch = run.steps.read_stages(7).arrays, run.steps.read_data(7)
+    cut = [row for row in batch if row.finish_reason == "length"]
+    assert cut and run.steps.read(7)["metrics"]["truncated_share"] == len(cut) / len(batch)
+    for row in batch:
+        after, returns, kl = (stages[name][row.id] for name in ("bootstrap_values", "returns", "reference_logprobs"))
+        assert bool(after.any()) == (row.finish_reason == "length") and not after[:-1].any()
+        penalty = 0.02 * (row.logprobs[-1] - kl[-1])
+        assert math.isclose(returns[-1], row.reward - penalty + after[-1], abs_tol=1e-5) or not row.loss_mask[-1]
+    assert "bootstrap_values" not in first.steps.read_stages(7).arrays
+    assert replays(run.path, None) and "compared bit for bit" in capsys.readouterr().out
+    assert replays(run.path, "7", "advantages")
+    changed = change_stage(run, 7, "bootstrap_values", 0, generated_at(run, 7, 0), 0.25)
+    assert not replays(run.path, "7")
+    assert f"FIRST DIFFERENCE  step 7, bootstrap_values: {changed}, token" in capsys.readouterr().out
+    assert not replays(run.path, "7", "advantages")
 
 
 @pytest.mark.parametrize("stage", ["values", "returns", "advantages"])

@@ -1,5 +1,6 @@
 """The critic: what its values mean, that its updates are the formula's, that it is kept, and whom it refuses."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,26 @@ def test_a_value_is_of_the_state_before_its_token(model: Path, scorer: Path):
                 assert found[at] == pytest.approx(plain(input_ids=before).logits.item(), abs=1e-5)
             else:
                 assert found[at] == 0
+
+
+@pytest.mark.parametrize("packs", [True, False])
+def test_the_value_after_the_last_token_of_episodes_that_were_cut_off(model: Path, scorer: Path, packs: bool):
+    batch = make_batch()
+    batch = [replace(row, finish_reason="length") if place % 3 == 0 else row for place, row in enumerate(batch)]
+    engine = engine_of(model, critic=str(scorer), bootstrap_truncated=True, gamma=0.5, gae_lambda=0.0)
+    engine.policy.packs = packs
+    stages = engine.train_step(batch).stages
+    plain: Any = AutoModelForSequenceClassification.from_pretrained(scorer, num_labels=1)
+    for place, row in enumerate(batch):
+        found, last = stages["bootstrap_values"][place], 0.0
+        if place % 3 == 0:
+            last = plain(input_ids=torch.from_numpy(row.input_ids).long()[None]).logits.item()
+        assert found[-1] == pytest.approx(last, abs=1e-5) and not found[:-1].any()
+        assert stages["returns"][place][-1] == pytest.approx(row.reward + 0.5 * last, abs=1e-5)
+    same = engine_of(model, critic=str(scorer), gamma=0.5, gae_lambda=0.0).train_step(batch).stages
+    assert "bootstrap_values" not in same
+    for ours, theirs in zip(stages["values"], same["values"], strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-5)
 
 
 def test_a_critic_that_begins_with_the_policy_s_weights_begins_with_values_of_zero(model: Path):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from clew.algorithms.gae import gae, whitened
 from clew.errors import ConfigError, TrainingError
 from clew.record.rows import Sequence
-from clew.training.advantages import advantages_function, token_rewards
+from clew.training.advantages import advantages_function, token_rewards, truncated
 from clew.training.custom import check_critic_fields, needs_critic
 from tests.training.sequences import make_config, make_sequence
 
@@ -90,12 +90,88 @@ def test_turns_are_next_to_each_other_and_advantages_are_whitened_over_the_batch
     assert whitened(np.array([3.0])).tolist() == [0] and whitened(np.zeros(0)).tolist() == []
 
 
+# Episodes that were cut off ------------------------------------------------------------------------------------------
+
+
+def test_an_episode_that_was_cut_off_ends_with_the_value_of_its_last_state_by_hand():
+    # deltas: 0.5 * 4 - 2 = 0, 0.5 * 6 - 4 = -1, 10 + 0.5 * 4 - 6 = 6; without the last value 4 the last delta is 4
+    # advantages, from the end: 6, -1 + 0.25 * 6 = 0.5, 0 + 0.25 * 0.5 = 0.125
+    row = make_sequence("g0.e0.s0", prompt=1, response=3, reward=10.0)
+    values, bootstrap = [np.array([0, 2, 4, 6.0], np.float32)], [np.array([0, 0, 0, 4.0], np.float32)]
+    compute = advantages_function(of_own("unwhitened", gamma=0.5, gae_lambda=0.5, bootstrap_truncated=True))
+    found = compute([row], None, values, bootstrap)
+    assert found.returns is not None
+    assert found.advantages[0].tolist() == [0, 0.125, 0.5, 6] and found.returns[0].tolist() == [0, 2.125, 4.5, 12]
+    stopped = compute([row], None, values, [np.zeros(4, np.float32)])
+    assert stopped.advantages[0].tolist() == [0, 0, 0, 4]
+    whitening = advantages_function(of(gamma=0.5, gae_lambda=0.5, bootstrap_truncated=True))(
+        [row], None, values, bootstrap
+    )
+    assert whitening.advantages[0][1:] == pytest.approx(whitened(np.array([0.125, 0.5, 6])))
+    assert whitening.returns is not None and whitening.returns[0].tolist() == [0, 2.125, 4.5, 12]
+
+
+def areal(rewards: np.ndarray, values: np.ndarray, cut: bool, mask: np.ndarray, gamma: float, lam: float) -> Any:
+    """AReaL's PPOActor._compute_advantages, areal/trainer/ppo/actor.py, for one sequence.
+
+    Its place t has the reward and the mask of token t + 1 and the value of the state before that token.
+    """
+    after, following, advantages = 0.0, values[-1] * cut, np.zeros(len(values))
+    for t in reversed(range(len(values) - 1)):
+        delta = rewards[t] + gamma * following - values[t]
+        new = delta + gamma * lam * after
+        following = following * (1 - mask[t]) + values[t] * mask[t]
+        after = after * (1 - mask[t]) + new * mask[t]
+        advantages[t] = after
+    return advantages, advantages + values
+
+
+@given(
+    st.lists(st.tuples(numbers, st.booleans()), min_size=2, max_size=9),
+    st.booleans(),
+    st.floats(0.1, 1),
+    st.floats(0, 1),
+)
+def test_it_equals_areal_s(tokens: list[tuple[float, bool]], cut: bool, gamma: float, lam: float):
+    values = np.array([value for value, _ in tokens], np.float32).astype(np.float64)  # of the states before and after
+    trained = np.array([*(each for _, each in tokens[:-2]), True])  # the last token is the policy's
+    row = make_sequence("g0.e0.s0", prompt=1, response=len(trained), reward=2.0)
+    row = dataclasses.replace(row, loss_mask=np.array([False, *trained]))
+    expected, returns = areal(
+        np.array([*np.zeros(len(trained) - 1), 2.0, 0.0]), values, cut, trained.astype(float), gamma, lam
+    )
+    before = np.where(row.loss_mask, np.array([0, *values[:-1]], np.float32), np.float32(0))
+    last = np.array([*np.zeros(len(trained)), values[-1] * cut], np.float32)
+    algorithm = of_own("unwhitened", gamma=gamma, gae_lambda=lam, bootstrap_truncated=True)
+    found = advantages_function(algorithm)([row], None, [before], [last])
+    assert found.returns is not None
+    assert found.advantages[0][1:][trained] == pytest.approx(expected[:-1][trained], abs=1e-4)
+    assert found.returns[0][1:][trained] == pytest.approx(returns[:-1][trained], abs=1e-4)
+
+
+def test_an_episode_was_cut_off_where_its_last_turn_was():
+    rows = [
+        make_sequence("g0.e0.s0"),
+        dataclasses.replace(make_sequence("g0.e1.s0"), finish_reason="length"),
+        dataclasses.replace(two_turns("g0.e2.s0"), finish_reason="length"),
+        dataclasses.replace(make_sequence("g0.e2.s1"), finish_reason="length"),  # beside turn 0 of two
+        dataclasses.replace(make_sequence("g0.e3.s0"), finish_reason="length"),  # went on, and stopped
+        two_turns("g0.e3.s1"),
+    ]
+    assert truncated(rows).tolist() == [False, True, True, False, False, False]
+
+
 # A user's own ---------------------------------------------------------------------------------------------------------
 
 
 def one_step(rewards: Any, values: Any, options: Any) -> Any:
     returns = [each + options.gamma * np.append(own[1:], 0) for each, own in zip(rewards, values, strict=True)]
     return [each - own for each, own in zip(returns, values, strict=True)], returns
+
+
+def unwhitened(rewards: Any, values: Any, options: Any) -> Any:
+    found = [gae(*each, gamma=options.gamma, lam=options.gae_lambda) for each in zip(rewards, values, strict=True)]
+    return [advantages_N for advantages_N, _ in found], [returns_N for _, returns_N in found]
 
 
 def only_advantages(rewards: Any, values: Any, options: Any) -> Any:
@@ -161,7 +237,7 @@ def test_what_cannot_be_advantages_and_returns_is_told(name: str, error: type[Ex
 
 def test_the_critic_s_fields_are_for_functions_that_take_values():
     without = "tests.training.test_advantages.ranks"
-    for field, value in (("critic", "models/rm"), ("critic_lr", 1e-4)):
+    for field, value in (("critic", "models/rm"), ("critic_lr", 1e-4), ("bootstrap_truncated", True)):
         check_critic_fields(make_config("unused", algorithm={"advantages": f"{__name__}.one_step", field: value}))
         with pytest.raises(ConfigError, match=f"algorithm.{field} is for the critic, and .*ranks takes no values of"):
             check_critic_fields(make_config("unused", algorithm={"advantages": without, field: value}))
