@@ -71,7 +71,7 @@ def sft(config: ConfigFile, overrides: Overrides = None) -> None:
 
     Example: clew sft examples/addition/sft.yaml training.steps=5 trial=sft-try
     """
-    from clew.training.sft import sft as run_sft
+    from clew.loop.sft import sft as run_sft
 
     set_up_log()
     loaded, run = open_run_of(config, overrides, supervised=True)

@@ -61,6 +61,12 @@ def blame(target: Path, step: int, *, top: int, tokens: int, by: str | None, tru
         raise ConfigError(f"--by {by}: expected {', '.join(BY[:-1])} or {BY[-1]}.")
     with opened(target, trust) as (run, _):
         _check_there(run, step)
+        if run.supervised:
+            raise RecordError(
+                f"{run.path} is a run of `clew sft`, and blame compares parts of the loss that only reinforcement "
+                f"learning has. `clew show {run.path} {step}` shows its rows; the stage `loss` in "
+                f"{run.steps.stage_path(step, 0)} has the loss of each token."
+            )
         found = parts_of(run, step)
         by = by or ("pull" if found.alone else "gradient")
         if not any(by in part.measures for part in found.parts):

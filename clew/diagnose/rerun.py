@@ -80,6 +80,13 @@ def rerun(
                 f"step {first} of {run.path} was begun and not committed: there is nothing to compare with. Without "
                 f"--stage and --ranks it is trained here; --break stops in it, and `clew blame` says what caused it."
             )
+        if (stages is not None or reward) and run.supervised and stages != "data":
+            raise RecordError(
+                f"{run.path} is a run of `clew sft`: it has no rewards and no advantages. Without --stage and --reward "
+                f"its steps are trained again and compared."
+            )
+        if stop not in (None, "update") and run.supervised:
+            raise RecordError(f"{run.path} is a run of `clew sft`, whose steps stop at --break update alone.")
         if stages is not None:
             algorithm = _algorithm_of_another(overrides, stages) if says_how else None
             return _stages(run, first, last, stages.split(","), only, algorithm)
@@ -90,7 +97,7 @@ def rerun(
                     f"more of the run, which are not in it."
                 )
             print("this bundle has no weights: the stages that need none are compared")
-            return _stages(run, first, last, ALONE if run.steps.by_clew else ("data",), only)
+            return _stages(run, first, last, ALONE if run.steps.by_clew and not run.supervised else ("data",), only)
         if reward:
             return _rewards(run, first, last, only)
         if overrides and not run.steps.by_clew:

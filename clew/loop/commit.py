@@ -93,13 +93,16 @@ def write_stages(
 def facts_of(batch: list[Sequence], version: int) -> dict[str, Any]:
     """Return what the index repeats about a batch: its groups, and the oldest and newest version of its trained tokens.
 
+    Both are -1 if no policy generated them.
+
     Args:
         version: The oldest version to report when the batch has no trained token.
     """
     generated = np.concatenate([row.versions[row.loss_mask] for row in batch])
+    newest = int(generated.max()) if generated.size else 0
     return {
         "groups": sorted({row.group_id for row in batch}),
-        "versions": [int(generated.min(initial=version)), int(generated.max(initial=0))],
+        "versions": [int(generated.min(initial=version)), newest],
     }
 
 
@@ -114,6 +117,7 @@ def summarize(
     evaluation = run.newest_eval()
     return {
         **facts_of(batch, engine.version),
+        **({"supervised": True} if engine.supervised else {}),
         "digests": {"data": digest_batch(digests), **result.digests},
         "tensors": result.tensor_digests,
         "metrics": result.metrics,

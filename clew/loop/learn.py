@@ -35,10 +35,10 @@ def learn(config: Config, on_step: OnStep = lambda step, summary: None) -> None:
     Raises:
         ClewError: The run ended before its last step.
     """
-    with _rank_of(config) as (ranks, run, reporter, interrupts), closing(ServerControl(run)) as servers:
+    with rank_of(config) as (ranks, run, reporter, interrupts), closing(ServerControl(run)) as servers:
         around = Surroundings(config, run, ranks, inference=servers, reporter=reporter, interrupts=interrupts)
         with around:
-            _train(config, run, around, on_step)
+            train_here(config, run, around, on_step)
 
 
 class EngineHere:
@@ -117,7 +117,7 @@ def learn_inline(config: Config, on_step: OnStep) -> None:
         loop = stack.enter_context(closing(asyncio.new_event_loop()))
         here = stack.enter_context(closing(EngineHere(config, run, loop)))
         around = Surroundings(config, run, ALONE, inference=here, reporter=reporter, interrupts=here.interrupts)
-        _train(config, run, stack.enter_context(around), on_step)
+        train_here(config, run, stack.enter_context(around), on_step)
 
 
 def learn_from_record(config: Config, on_step: OnStep, *, until: int | None = None) -> None:
@@ -133,17 +133,17 @@ def learn_from_record(config: Config, on_step: OnStep, *, until: int | None = No
         RecordError: A batch is missing, or the run began with other batches.
         ClewError: Anything else that ends the run before its last step.
     """
-    with _rank_of(config) as (ranks, run, reporter, interrupts):
+    with rank_of(config) as (ranks, run, reporter, interrupts):
         if config.debug.first_step:
             config = begin(config, ranks)
             torch.set_num_threads(config.rank_threads)
         around = Surroundings(config, run, ranks, inference=None, reporter=reporter, interrupts=interrupts)
         with around:
-            _train(config, run, around, on_step, until=until)
+            train_here(config, run, around, on_step, until=until)
 
 
 @contextmanager
-def _rank_of(config: Config) -> Iterator[tuple[Ranks, RunDirectory, Reporter, Interrupts]]:
+def rank_of(config: Config) -> Iterator[tuple[Ranks, RunDirectory, Reporter, Interrupts]]:
     """Join the run's trainer ranks for as long as the block runs."""
     torch.set_num_threads(config.rank_threads)
     run = RunDirectory(config.run_path)
@@ -154,7 +154,7 @@ def _rank_of(config: Config) -> Iterator[tuple[Ranks, RunDirectory, Reporter, In
         yield stack.enter_context(Ranks.joined()), run, reporter, interrupts
 
 
-def _train(
+def train_here(
     config: Config, run: RunDirectory, around: Surroundings, on_step: OnStep, *, until: int | None = None
 ) -> None:
     """Load or resume the engine, then train to the last step."""
@@ -164,7 +164,7 @@ def _train(
     if ranks.leads and config.debug.dump_rollout_data:
         resume_dump(config, run)
     until = config.training.steps if until is None else until
-    engine = restore(config, run, ranks)
+    engine = restore(config, run, ranks, supervised=around.supervised)
     if ranks.leads:
         if run.steps.count() == 0 or not run.config_path.exists():
             around.describe(engine)

@@ -195,5 +195,7 @@ def configure_as(run: RunDirectory, engine: TrainEngine, recorded: dict[str, Any
     algorithm = algorithm.model_copy(update={"critic": engine.config.algorithm.critic})  # which is where it is here
     if (training, algorithm) != (engine.config.training, engine.config.algorithm):
         engine.configure(training, algorithm)
+    if recorded is not None:
+        engine.supervised = recorded.get("supervised", False)
     if "seed" in was:
         engine.config = engine.config.model_copy(update={"seed": was["seed"]})

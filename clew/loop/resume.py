@@ -16,15 +16,18 @@ from clew.training.ranks import Ranks
 log = logging.getLogger("clew.trainer")
 
 
-def restore(config: Config, run: RunDirectory, ranks: Ranks) -> TrainEngine:
+def restore(config: Config, run: RunDirectory, ranks: Ranks, *, supervised: bool = False) -> TrainEngine:
     """Return the engine at the newest checkpoint, or at the model that the run begins with.
+
+    Args:
+        supervised: Whether `clew sft` trains here.
 
     Raises:
         ConfigError: The objective belongs to `clew sft`; or the model changed; or settings of training changed although
             steps must be trained again.
-        RecordError: This is not a run of `clew train`.
+        RecordError: The run is not one of `clew train` or of `clew sft`, whichever of them trains here.
     """
-    if config.training.objective != "sft":
+    if config.training.objective != "sft" and not supervised:
         raise ConfigError(
             f"training.objective is {config.training.objective}, which `clew sft` trains, on preferences. Unset it for "
             f"reinforcement learning."
@@ -38,18 +41,23 @@ def restore(config: Config, run: RunDirectory, ranks: Ranks) -> TrainEngine:
     version, committed = checkpoint.latest_version(run.checkpoints), run.steps.count()
     if version > committed:
         raise RecordError(
-            f"{run.path} has a checkpoint of version {version}, but {committed} committed steps: `clew sft` worked "
-            f"there, or steps were removed. Choose another trial=NAME."
+            f"{run.path} has a checkpoint of version {version}, but {committed} committed steps: steps were removed, "
+            f"or `clew sft` of an older Clew recorded none. Choose another trial=NAME."
+        )
+    if committed and run.supervised != supervised:
+        raise RecordError(
+            f"{run.path} holds a run of `clew {'train' if supervised else 'sft'}`. Choose another trial=NAME."
         )
     if (trainer := run.facts().get("trainer")) is not None:
         raise RecordError(
             f"{run.path} was recorded by {trainer}: Clew cannot go on with it. Choose another trial=NAME."
         )
-    if run.newest_weights() is not None:
+    if run.newest_weights() is not None or (supervised and committed):
         _refuse_changes(config, run, version, committed)
     if committed > version and ranks.leads:
         log.info("resuming: checkpoint %d, then steps %d to %d from the record", version, version, committed - 1)
     engine = TrainEngine(config, ranks=ranks, media=run.media)
+    engine.supervised = supervised
     if saved:
         checkpoint.check_files(saved[-1])
         checkpoint.load(engine, saved[-1])

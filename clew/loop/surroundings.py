@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -47,11 +48,22 @@ class Inference(Protocol):
         ...
 
 
+class Batches(Protocol):
+    """Source of the batches of a run."""
+
+    def write(self, step: int) -> None:
+        """Write the batch of a step into the run directory, unless it is there."""
+        ...
+
+
 class Surroundings:
     """Everything outside the trainer that a step needs. Ranks other than 0 only wait for what rank 0 decides.
 
     Use it in a `with` block.
     """
+
+    supervised = False
+    """True if the run trains on demonstrations or preferences, as `clew sft` does."""
 
     def __init__(
         self,
@@ -59,15 +71,16 @@ class Surroundings:
         run: RunDirectory,
         ranks: Ranks,
         *,
-        inference: Inference | None,
+        inference: Inference | None = None,
+        batches: Batches | None = None,
         reporter: Reporter,
         interrupts: Interrupts,
     ) -> None:
         """Connect a trainer to what is around it.
 
         Args:
-            inference: What serves the weights. None: the batches in debug.path are trained on, and nothing is published
-                or evaluated.
+            inference: What serves the weights. None: nothing is published or evaluated.
+            batches: Source of the batches without inference; None: those in debug.path.
         """
         self.config = config
         self.run = run
@@ -79,11 +92,13 @@ class Surroundings:
         self._open = ExitStack()
         self._publisher: Publisher | None = None
         if inference is not None:
-            self._batches = LiveBatches(config, run, self._pause, self.clock)
+            self._batches: Batches = LiveBatches(config, run, self._pause, self.clock)
             self._publisher = self._open.enter_context(closing(Publisher(config, run, inference.load)))
         else:
-            self._batches = DumpedBatches(config, run)
+            self._batches = batches or DumpedBatches(config, run)
         self._tensorboard: Tensorboard | None = None
+        if batches is None and inference is None:
+            self.supervised = RunDirectory(Path(config.debug.path or ""), make=False).supervised
         self._nothing_to_learn = NothingToLearn(config.algorithm.advantages)
         self._described = False
 
@@ -166,8 +181,9 @@ class Surroundings:
     def committed(self, step: int, result: StepResult, on_step: OnStep) -> None:
         """Report a committed step, and copy or remove what the configuration asks for."""
         summary = self.run.steps.read(step)
-        largest = max(float(abs(advantages_T).max(initial=0.0)) for advantages_T in result.stages["advantages"])
-        self.reporter.set(warning=self._nothing_to_learn.add(step, summary["metrics"], largest))
+        if not self.supervised:
+            largest = max(float(abs(advantages_T).max(initial=0.0)) for advantages_T in result.stages["advantages"])
+            self.reporter.set(warning=self._nothing_to_learn.add(step, summary["metrics"], largest))
         if self._tensorboard is None:
             self._tensorboard = self._open.enter_context(closing(Tensorboard(self.run, first_step=step)))
         self._tensorboard.add(step, summary)

@@ -167,6 +167,12 @@ class RunDirectory:
         """Return the versions that have a checkpoint, oldest first."""
         return sorted(int(path.parent.name[5:]) for path in self.checkpoints.glob("step-*/checkpoint.json"))
 
+    @property
+    def supervised(self) -> bool:
+        """Return whether `clew sft` trained the newest committed step."""
+        count = self.steps.count()
+        return count > 0 and self.steps.read(count - 1).get("supervised", False)
+
     # What the run is -------------------------------------------------------------------------------------------------
 
     def changes(self, config: Config) -> dict[str, list[Any]]:

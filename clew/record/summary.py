@@ -34,6 +34,7 @@ class Committed(TypedDict):
     versions: Annotated[list[int], Field(min_length=2, max_length=2)]
     digests: dict[str, Any]
     chain: NotRequired[dict[str, Annotated[str, Field(pattern="^[0-9a-f]{32}$")]]]
+    supervised: NotRequired[bool]
     metrics: NotRequired[dict[str, float]]
     plan: NotRequired[Plan]
     timings: NotRequired[dict[str, float]]

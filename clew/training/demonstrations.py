@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from clew import data
 from clew.config import Config
 from clew.errors import DataError
+from clew.record.rows import Sequence
 from clew.training.conversations import encode_conversation
 from clew.training.tokens import Tokens
 
@@ -47,22 +49,28 @@ class Demonstrations:
         completions = [names.completion] if config.training.objective == "sft" else [names.completion, names.rejected]
         rows = data.load_demonstrations(config, names.path, limit=names.limit)
         self._config = config
-        self._columns = completions
-        self._last_alone = tokenizer.pad_token_id if config.training.objective == "reward_model" else None
         self._n_rows = len(rows)
         used = min(len(rows), config.training.steps * config.training.batch_size)
         in_use = sorted({data.order(len(rows), index, config.seed) for index in range(len(rows) if held_out else used)})
-        self._rows = dict(zip(in_use, _encode(rows, in_use, completions, config, tokenizer), strict=True))
+        self._rows = {row: rows[row] for row in in_use}
+        self._encoded = dict(zip(in_use, _encode(rows, in_use, completions, config, tokenizer), strict=True))
         """Demonstrations of each row in use: one, or the chosen and the rejected of a pair."""
-        for row, demonstration in ((row, each) for row, several in self._rows.items() for each in several):
+        for row, demonstration in ((row, each) for row, several in self._encoded.items() for each in several):
+            if len(demonstration.input_ids) < 2:
+                raise DataError(f"{names.path}: row {row + 1} is empty: there is no token to predict. Remove the row.")
             if context is not None and len(demonstration.input_ids) > context:
                 raise DataError(
                     f"{names.path}: row {row + 1} has {len(demonstration.input_ids)} tokens, "
                     f"{demonstration.loss_mask.sum()} of them to train on. This is more than the model's context of "
                     f"{context}. Shorten or remove the row."
                 )
+        if config.training.objective == "reward_model":
+            self._encoded = {
+                row: [_last_token_alone(each, tokenizer.pad_token_id) for each in several]
+                for row, several in self._encoded.items()
+            }
 
-    def batch(self, step: int) -> Tokens:
+    def batch(self, step: int) -> list[Sequence]:
         """Return the batch of a step (counted from 0); of each pair the chosen, then the rejected.
 
         The batch depends only on the step's number, the seed and the data. For a reward model, the mask has only the
@@ -70,30 +78,53 @@ class Demonstrations:
         """
         size = self._config.training.batch_size
         indices = range(step * size, (step + 1) * size)
-        return self._tokens([data.order(self._n_rows, index, self._config.seed) for index in indices])
+        return self._sequences({index: data.order(self._n_rows, index, self._config.seed) for index in indices})
 
     def whole(self) -> Tokens:
         """Return all rows in use, in the order of the data."""
-        return self._tokens(list(self._rows))
+        return Tokens.of(self._sequences({row: row for row in self._encoded}))
 
-    def _tokens(self, rows: list[int]) -> Tokens:
-        chosen = [each for row in rows for each in self._rows[row]]
-        lengths = np.array([len(demonstration.input_ids) for demonstration in chosen])
-        starts = np.concatenate([[0], np.cumsum(lengths)])
-        input_ids_S = np.concatenate([demonstration.input_ids for demonstration in chosen])
-        loss_mask_S = np.concatenate([demonstration.loss_mask for demonstration in chosen])
-        if self._last_alone is not None:
-            real_S = np.where(input_ids_S != self._last_alone, np.arange(len(input_ids_S)), starts[:-1].repeat(lengths))
-            loss_mask_S = np.zeros(len(input_ids_S), np.bool_)
-            loss_mask_S[np.maximum.reduceat(real_S, starts[:-1])] = True
-        several = len(self._columns) > 1
-        return Tokens(
-            ids=[f"row {row + 1}" + (f" ({name})" if several else "") for row in rows for name in self._columns],
-            starts=starts,
-            input_ids_S=input_ids_S,
-            loss_mask_S=loss_mask_S,
-            temperatures_S=np.ones(starts[-1], np.float32),
-        )
+    def _sequences(self, rows: dict[int, int]) -> list[Sequence]:
+        """Return the sequences of rows. rows: the row of the data by the number of the group that stands for it."""
+        return [
+            _sequence(f"g{number:06d}", place, demonstration, self._rows[row])
+            for number, row in rows.items()
+            for place, demonstration in enumerate(self._encoded[row])
+        ]
+
+
+def _sequence(group: str, place: int, demonstration: Demonstration, row: dict) -> Sequence:
+    """Return a demonstration as the record holds it. No policy generated it, so it has no logprobs, versions or reward.
+
+    Args:
+        group: ID of the group.
+        place: 0; 1 for the rejected of a pair.
+        demonstration: The tokens.
+        row: Row of the data.
+    """
+    zeros = np.zeros(len(demonstration.input_ids), np.float32)
+    nobody = np.full(len(demonstration.input_ids), -1, np.int32)
+    return Sequence(
+        id=f"{group}.e{place}.s0",
+        group_id=group,
+        episode_id=f"{group}.e{place}",
+        input_ids=demonstration.input_ids,
+        loss_mask=demonstration.loss_mask,
+        logprobs=zeros,
+        versions=nobody,
+        turn_ids=nobody,
+        temperatures=zeros + 1,
+        reward=math.nan,
+        finish_reason="stop",
+        data=row,
+    )
+
+
+def _last_token_alone(demonstration: Demonstration, padding: int) -> Demonstration:
+    """Return a demonstration of which only the last token that is not padding is trained on."""
+    real_T = demonstration.input_ids != padding
+    last = int(real_T.nonzero()[0].max(initial=0))
+    return replace(demonstration, loss_mask=np.arange(len(real_T)) == last)
 
 
 def _encode(

@@ -130,6 +130,8 @@ class TrainEngine:
         self.policy.refer(config.algorithm.kl_coef != 0)
         self.critic = Critic(config, self.policy) if needs_critic(config.algorithm) else None
         self.policy.pack_if_possible(self.critic and self.critic.inner)
+        self.supervised = False
+        """True if `train_step` trains on demonstrations or preferences, as training.objective says."""
         self.watch: Watch = _nobody
         """Function that is called at each stage of a step, for debuggers and diagnoses."""
         self.recent_norms: deque[float] = deque(maxlen=RECENT_NORMS)
@@ -199,12 +201,14 @@ class TrainEngine:
 
     @_within_memory
     def train_step(self, sequences: SequenceABC[Sequence]) -> StepResult:
-        """Make one step of reinforcement learning: `algorithm.minibatches` updates.
+        """Make one step of reinforcement learning: `algorithm.minibatches` updates. Or one on demonstrations.
 
         Raises:
             TrainingError: A loss or gradient is not finite; the update in question was not made.
         """
         assert sequences, "a step needs a batch"
+        if self.supervised:
+            return self.supervised_step(Tokens.of(sequences))
         torch.manual_seed(self._seed())
         self._timings = dict.fromkeys(
             ("advantages", "logprobs", "reference", "critic", "forward_backward", "optimizer", "digest"), 0.0

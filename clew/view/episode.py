@@ -139,8 +139,10 @@ def lag(sequences: list[Sequence], step: int | None) -> str:
     """
     if step is None or not sequences:
         return MISSING
-    lags = step - np.concatenate([sequence.versions[sequence.loss_mask] for sequence in sequences])
-    return f"{lags.mean():.2f}/{lags.max()}" if lags.size and lags.min() >= 0 else MISSING
+    generated = np.concatenate([sequence.versions[sequence.loss_mask] for sequence in sequences])
+    lags = step - generated
+    known = lags.size and lags.min() >= 0 and generated.min() >= 0  # -1: no policy generated them
+    return f"{lags.mean():.2f}/{lags.max()}" if known else MISSING
 
 
 def rejected_of(sequences: Iterable[Sequence], rejected: dict[str, np.ndarray]) -> str:
@@ -165,7 +167,7 @@ def rewards_by_name(rewards: dict[str, float]) -> str:
 def versions(sequences: Iterable[Sequence]) -> str:
     """Return the range of versions that generated the tokens, such as "3 to 5"; "-" if none were generated."""
     generated = np.concatenate([sequence.versions[sequence.loss_mask] for sequence in sequences])
-    if not generated.size:
+    if not generated.size or generated.max() < 0:
         return MISSING
     oldest, newest = generated.min(), generated.max()
     return str(oldest) if oldest == newest else f"{oldest} to {newest}"

@@ -213,7 +213,7 @@ def _show_run(
                 ("packages", f"{packages}  python {facts.get('python', MISSING)}"),
                 ("git", facts.get("git") or MISSING),
                 ("created", moment(facts.get("created"))),
-                ("steps", _progress(run, count, config)),
+                ("steps", _progress(count, config)),
                 *([("time", _time_in_words(seconds))] if seconds else []),
                 *(("changed", line) for line in _changes(facts)),
                 ("groups", f"{len(inbox)} waiting in the inbox, {len(rejected)} rejected"),
@@ -274,12 +274,9 @@ def _latest(run: RunDirectory) -> int | None:
     return max((int(path.name.removeprefix("step-")) for path in run.checkpoints.glob("step-*")), default=None)
 
 
-def _progress(run: RunDirectory, count: int, config: Settings) -> str:
+def _progress(count: int, config: Settings) -> str:
     """Return how many steps are trained, as text."""
-    steps, latest = config.get("training.steps", MISSING), _latest(run)
-    if not count and latest:
-        return f"{latest} of {steps} behind the newest checkpoint; none on record, as `clew sft` trains"
-    return f"{count} committed of {steps}"
+    return f"{count} committed of {config.get('training.steps', MISSING)}"
 
 
 def _holds(bundle: dict[str, Any]) -> str:
@@ -343,7 +340,7 @@ def _show_step(console: Console, run: RunDirectory, step: int) -> None:
         pairs(
             [
                 ("step", f"{step}, committed {moment(summary.get('committed_at'))}"),
-                ("versions", "{} to {} (of the trained tokens)".format(*summary["versions"])),
+                *_versions_of_step(summary),
                 *((f"digest of {name}", _flat(value)) for name, value in summary["digests"].items()),
                 ("plan", f"micro-batches of each update: {_counts(plan)}"),
                 ("environment", "  ".join(f"{name} {_flat(value)}" for name, value in environment.items())),
@@ -385,11 +382,17 @@ def _show_step(console: Console, run: RunDirectory, step: int) -> None:
             *([rejected_of(sequences, rejected)] if rejected is not None else []),
             number(float(np.mean(list(rewards.values())))),
             number(float(np.std(list(rewards.values())))),
-            " ".join(f"{reward:.4g}" for reward in rewards.values()),
+            " ".join(number(reward, ".4g") for reward in rewards.values()),
             " ".join(number(_mean_advantage(each, advantages), ".2f") for each in episodes.values()),
             one_line(prompt_text(sequences[0].data.get(column, sequences[0].data))),
         )
     console.print(rows)
+
+
+def _versions_of_step(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the line about the versions of the trained tokens; none if no policy generated them, as in `clew sft`."""
+    oldest, newest = summary["versions"]
+    return [("versions", f"{oldest} to {newest} (of the trained tokens)")] if newest >= 0 else []
 
 
 def _stages(console: Console, run: RunDirectory, step: int | None) -> dict[str, dict[str, np.ndarray]]:

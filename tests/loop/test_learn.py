@@ -199,11 +199,11 @@ def test_another_model_is_refused(folder: Path, first: RunDirectory) -> None:
         learn(configure(folder, "other-model", **{"model.path": folder / "same-elsewhere"}))
 
 
-def test_a_directory_of_sft_is_refused(folder: Path, first: RunDirectory) -> None:
-    run = copy(first, folder, "of-sft")
+def test_a_checkpoint_without_its_steps_is_refused(folder: Path, first: RunDirectory) -> None:
+    run = copy(first, folder, "without-steps")
     shutil.rmtree(run.steps.folder)
-    with pytest.raises(RecordError, match="has a checkpoint of version 5, but 0 committed steps: `clew sft` worked"):
-        learn(configure(folder, "of-sft"))
+    with pytest.raises(RecordError, match="has a checkpoint of version 5, but 0 committed steps: steps were removed"):
+        learn(configure(folder, "without-steps"))
 
 
 def test_an_evaluation_that_was_added_later_does_not_wait_for_the_past(folder: Path, first: RunDirectory) -> None:

@@ -9,11 +9,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from clew.errors import DataError
+from clew.loop.sft import sft
 from clew.models.loading import load_tokenizer
 from clew.record.run import RunDirectory
 from clew.training.conversations import encode_conversation
 from clew.training.demonstrations import Demonstrations
-from clew.training.sft import sft
 from examples.agents.make import make
 from tests.models import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
 from tests.training.sequences import make_config
@@ -194,7 +194,7 @@ def test_rows_of_each_form_go_together(settings, tokenizer, tmp_path):
     }
     one = ("<|user|>1+1=<|assistant|>", "2<eos>")
     longer = ("<|user|>1+1=<|assistant|>2<eos><|user|>3?<|assistant|>", "no<eos>")
-    assert found == {"row 1": one, "row 2": one, "row 3": one, "row 4": longer}
+    assert found == {f"g00000{row}.e0.s0": said for row, said in enumerate([one, one, one, longer])}
 
 
 def test_parquet_fills_messages_with_empty_fields(settings, tokenizer, tmp_path):

@@ -14,12 +14,12 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from clew.config import Config
 from clew.errors import ConfigError, DataError
 from clew.loop.learn import learn_inline
+from clew.loop.sft import sft
 from clew.models.loading import load_model, load_tokenizer, load_value_model
 from clew.training import checkpoint
 from clew.training.demonstrations import Demonstrations
 from clew.training.engine import TrainEngine
 from clew.training.preferences import deal_pairs
-from clew.training.sft import sft
 from clew.training.tokens import Tokens
 from tests.models import tiny_model, tiny_tokenizer
 from tests.training.sequences import make_config
@@ -53,7 +53,7 @@ def configure(settings: dict[str, Any], objective: str, **training: Any) -> Conf
 
 
 def batch_of(config: Config, step: int = 0) -> Tokens:
-    return Demonstrations(config, load_tokenizer(config.model.path), context=None).batch(step)
+    return Tokens.of(Demonstrations(config, load_tokenizer(config.model.path), context=None).batch(step))
 
 
 @given(st.lists(st.integers(1, 40), min_size=2, max_size=30), st.integers(1, 200), st.integers(1, 3), st.booleans())

@@ -206,12 +206,11 @@ def test_numbers_are_whole_however_narrow_the_terminal_is(run: RunDirectory) -> 
     assert "0.250" in folded  # where nothing more can be left out
 
 
-def test_what_sft_trained_is_counted_by_its_checkpoints(run: RunDirectory) -> None:
+def test_steps_without_a_record_are_counted_by_checkpoints(run: RunDirectory) -> None:
     sft = RunDirectory(run.path.parent / "sft")
     sft.describe(make_config("a/model"), threads=2)
     for version in (0, 9, 20):
         (sft.checkpoints / f"step-{version:06d}").mkdir()
-    assert line(shown(sft), "steps")[1:7] == ["20", "of", "20", "behind", "the", "newest"]
     assert line(shown(run.path.parent), "sft")[1] == "20/20"
 
 

@@ -1,11 +1,14 @@
 """`clew sft`, as a process that is killed, and its refusals."""
 
 import json
+import math
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,12 +17,21 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from clew import config as configuration
-from clew.errors import DataError, RecordError
+from clew.diagnose.blame import blame
+from clew.diagnose.diff import diff
+from clew.diagnose.rerun import rerun
+from clew.errors import ConfigError, DataError, RecordError
+from clew.loop.differences import DifferenceFound
+from clew.loop.learn import learn
+from clew.loop.replay import engine_at, replay
+from clew.loop.sft import sft
 from clew.models.loading import load_tokenizer
+from clew.record import chain
+from clew.record.digest import digest_batch, digest_rows
+from clew.record.rows import to_table
 from clew.record.run import RunDirectory
 from clew.training import checkpoint
 from clew.training.demonstrations import Demonstrations
-from clew.training.sft import sft
 from clew.view.show import show
 from tests.models import tiny_model, tiny_tokenizer
 from tests.training.sequences import make_config
@@ -27,7 +39,7 @@ from tests.training.sequences import make_config
 PROGRAM = """
 import sys
 from clew import config
-from clew.training.sft import sft
+from clew.loop.sft import sft
 from clew.view.show import show
 sft(config.load(sys.argv[1], sys.argv[2:]))
 """
@@ -143,6 +155,7 @@ def test_fewer_steps_than_were_done(settings):
         ([], "holds no rows"),
         ([{"prompt": "1", "answer": "2"}], "row 1 has no column 'completion'; it has 'prompt', 'answer'"),
         ([{"prompt": "1", "completion": "2" * 300}], "row 1 has 302 tokens, 301 of them to train on"),
+        ([{"prompt": "", "completion": ""}], "row 1 is empty: there is no token to predict"),
         ([{"prompt": 7, "completion": "2"}], "row 1: 'prompt' is int; expected text"),
         ([{"prompt": "1", "completion": 2}], "row 1: 'completion' is int; expected text"),
     ],
@@ -157,26 +170,132 @@ def test_bad_data_is_named(settings, rows, message):
 
 def test_tokens_of_text_and_of_chat(settings, tmp_path):
     tokenizer = load_tokenizer(str(tmp_path / "model"))
-    write_rows(
-        tmp_path / "data.jsonl",
-        [
-            {"prompt": "1+1=", "completion": "2"},
-            {"prompt": [{"role": "user", "content": "1+1="}], "completion": "2"},
-            {"prompt": [{"role": "user", "content": "1+1="}], "completion": [{"role": "assistant", "content": "2"}]},
-        ],
-    )
+    rows = [
+        {"prompt": "1+1=", "completion": "2"},
+        {"prompt": [{"role": "user", "content": "1+1="}], "completion": "2"},
+        {"prompt": [{"role": "user", "content": "1+1="}], "completion": [{"role": "assistant", "content": "2"}]},
+    ]
+    write_rows(tmp_path / "data.jsonl", rows)
     batch = Demonstrations(make_config(**settings), tokenizer, context=20).batch(0)
     seen = set()
-    for row, ids, mask in zip(batch.ids, batch.split(batch.input_ids_S), batch.split(batch.loss_mask_S), strict=True):
-        assert tokenizer.decode(ids[mask]) == "2<eos>"
-        seen.add((row, tokenizer.decode(ids[~mask])))
+    for each in batch:
+        assert tokenizer.decode(each.input_ids[each.loss_mask]) == "2<eos>"
+        seen.add((str(each.data), tokenizer.decode(each.input_ids[~each.loss_mask])))
     chat = "<|user|>1+1=<|assistant|>"
-    assert seen == {("row 1", "1+1="), ("row 2", chat), ("row 3", chat)}
+    assert seen == {(str(row), "1+1=" if isinstance(row["prompt"], str) else chat) for row in rows}
 
 
 def test_every_row_comes_once_an_epoch(settings, tmp_path):
     tokenizer = load_tokenizer(str(tmp_path / "model"))
     demonstrations = Demonstrations(make_config(**settings), tokenizer, context=None)
-    names = [name for step in range(25) for name in demonstrations.batch(step).ids]
+    batch = [each for step in range(25) for each in demonstrations.batch(step)]
+    names = [each.data["prompt"] for each in batch]
+    assert len({each.id for each in batch}) == len(batch)
     assert len(set(names[:50])) == len(set(names[50:100])) == 50
     assert names[:50] != names[50:100]
+
+
+@pytest.fixture
+def short(settings):
+    """A configuration of seven steps with checkpoints at 0, 4 and 7."""
+    return settings | {"training": settings["training"] | {"steps": 7}}
+
+
+def test_each_step_is_on_record(short):
+    config = make_config(**short)
+    sft(config)
+    run = RunDirectory(config.run_path)
+    assert run.supervised and run.steps.count() == 7 and list(chain.breaks(run)) == []
+    batch, said = run.steps.read_data(3), run.steps.read(3)
+    assert said["groups"] == [f"g{index:06d}" for index in range(24, 32)] and said["versions"] == [-1, -1]
+    assert said["digests"]["data"] == digest_batch(digest_rows(batch))
+    rows = [json.loads(line) for line in Path(config.data.path).read_text().splitlines()]
+    tokenizer = load_tokenizer(config.model.path)
+    for row in batch:
+        assert row.data in rows and math.isnan(row.reward)
+        assert tokenizer.decode(row.input_ids) == f"{row.data['prompt']}{row.data['completion']}<eos>"
+        assert row.loss_mask.tolist() == [False] * 3 + [True] * 3
+    stages = run.steps.read_stages(3, batch)
+    losses = np.concatenate([stages.arrays["loss"][row.id][row.loss_mask] for row in batch])
+    assert said["metrics"]["loss"] == pytest.approx(losses.mean(), rel=1e-6)
+
+
+@pytest.mark.parametrize("objective", ["sft", "dpo", "reward_model"])
+def test_its_steps_are_replayed_bit_for_bit(short, tmp_path, objective):
+    pairs = [{"prompt": f"{i:02d}>", "completion": f"{i:02d}", "rejected": f"{i}?"} for i in range(50)]
+    write_rows(tmp_path / "data.jsonl", pairs)
+    short["training"]["objective"] = objective
+    config = make_config(**short)
+    sft(config)
+    run = RunDirectory(config.run_path)
+    for first in (2, 5):
+        engine = engine_at(run, first)
+        again = list(replay(run, engine, 6))
+        assert [each.step for each in again] == list(range(0 if first == 2 else 4, 7))
+        assert all(each.tolerance.exact and each.differences == [] for each in again)
+
+
+def test_a_changed_row_and_a_changed_setting_are_found(short):
+    config = make_config(**short)
+    sft(config)
+    run = RunDirectory(config.run_path)
+    batch = run.steps.read_data(1)
+    batch[2].input_ids[4] += 1
+    kept = run.steps.data_path(1).read_bytes()
+    run.steps.write_data(1, to_table(batch))
+    with pytest.raises(DifferenceFound, match=rf"step 1, data: {batch[2].id}"):
+        list(replay(run, engine_at(run, 0), 6))
+    run.steps.data_path(1).write_bytes(kept)
+    said = json.loads(run.steps.json_path(0).read_text())
+    said["config"]["training"]["lr"] *= 2
+    run.steps.json_path(0).write_text(json.dumps(said))
+    first = next(iter(replay(run, engine_at(run, 0), 6)))
+    assert [each.stage for each in first.differences] == ["update"]
+
+
+def test_the_commands_know_it(short, capsys):
+    config = make_config(**short)
+    sft(config)
+    path = config.run_path
+    other = make_config(**short | {"trial": "other", "training": short["training"] | {"lr": 2e-2}})
+    sft(other)
+    capsys.readouterr()
+    plain: Any = dict.fromkeys(("stages", "only", "stop", "device")) | {"reward": False, "overrides": []}
+    assert rerun(path, "3", **plain)
+    assert "step 3: every stage agrees with the record" in capsys.readouterr().out
+    rerun(path, "3", **plain | {"overrides": ["training.lr=0.5"]})
+    again = RunDirectory(path.with_name("0-replay-1"))
+    assert again.supervised and again.steps.read(3)["config"]["training"]["lr"] == 0.5
+    capsys.readouterr()
+    diff(path, other.run_path, ignore=[], plot=None)
+    assert "FIRST DIFFERENCE  step 0, update" in capsys.readouterr().out
+    for what, shown in ((None, "7 committed of 7"), ("3", "g000024"), ("g000024", "consumed by step 3")):
+        show(path, what, console=Console(width=160))
+        said = capsys.readouterr().out
+        assert shown in said and " nan" not in said and " -1" not in said
+    with pytest.raises(RecordError, match="is a run of `clew sft`, and blame compares"):
+        blame(path, 3, top=1, tokens=1, by=None)
+    with pytest.raises(RecordError, match="is a run of `clew sft`: it has no rewards"):
+        rerun(path, "3", **plain | {"stages": "advantages"})
+    with pytest.raises(RecordError, match="stop at --break update alone"):
+        rerun(path, "3", **plain | {"stop": "loss"})
+
+
+def test_old_batches_are_removed_as_configured(short):
+    config = make_config(**short | {"record": {"keep_steps": 2}})
+    sft(config)
+    steps = RunDirectory(config.run_path).steps
+    # Steps after the second newest checkpoint stay, as for `clew train`.
+    assert [step for step in range(7) if steps.has_data(step)] == [4, 5, 6]
+    assert steps.count() == 7
+
+
+def test_other_settings_wait_for_a_checkpoint(short):
+    config = make_config(**short)
+    sft(config)
+    shutil.rmtree(config.run_path / "checkpoints" / "step-000007")
+    more = {"steps": 9, "schedule": "constant", "lr": 0.1}
+    with pytest.raises(ConfigError, match=r"steps 4 to 6 .* must be trained again after the last checkpoint"):
+        sft(make_config(**short | {"training": short["training"] | more}))
+    with pytest.raises(RecordError, match="holds a run of `clew sft`"):
+        learn(config)

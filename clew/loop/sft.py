@@ -1,0 +1,137 @@
+"""`clew sft CONFIG`: training on demonstrations or preferences (training.objective), by the loop that RL uses.
+
+::
+
+    rows of the data ──► steps/step-N.parquet ──► supervised step ──► steps/step-N.json   (committed)
+
+A run that is killed at any point continues from its last checkpoint when restarted, trains the recorded steps after it
+again, and ends with the same weights.
+"""
+
+from __future__ import annotations
+
+import time
+
+from rich.console import Console
+
+from clew.config import Config
+from clew.console import EscapingConsole
+from clew.errors import RecordError
+from clew.loop.interrupt import Interrupts
+from clew.loop.learn import rank_of, train_here
+from clew.loop.surroundings import Surroundings
+from clew.record import rows
+from clew.record.run import RunDirectory
+from clew.training.demonstrations import Demonstrations
+from clew.training.engine import TrainEngine
+from clew.training.ranks import Ranks
+from clew.training.tokens import Tokens
+from clew.waits import Reporter
+
+PROGRESS_S = 2.0
+"""Seconds between two lines of progress."""
+
+
+def sft(config: Config) -> None:
+    """Train `config.model` for `training.steps` steps of `training.batch_size` demonstrations each.
+
+    Raises:
+        DataError: A row of the data cannot be used.
+        ModelError: The model cannot be loaded or trained.
+        RecordError: The run directory or a checkpoint cannot be used.
+        TrainingError: A step failed.
+    """
+    with rank_of(config) as (ranks, run, reporter, interrupts):
+        console = EscapingConsole(highlight=False, soft_wrap=True, quiet=not ranks.leads)
+        progress = _Progress(console, config.training.steps)
+        around = Supervision(config, run, ranks, console=console, reporter=reporter, interrupts=interrupts)
+        with around:
+            train_here(config, run, around, lambda step, summary: progress.say(step + 1, summary["metrics"]))
+        console.print(f"{run.steps.count()} steps are trained. The model: {run.checkpoints / 'latest'}")
+
+
+class Supervision(Surroundings):
+    """The rows of the data in place of rollout, and the held-out loss in place of evaluations."""
+
+    supervised = True
+
+    def __init__(
+        self,
+        config: Config,
+        run: RunDirectory,
+        ranks: Ranks,
+        *,
+        console: Console,
+        reporter: Reporter,
+        interrupts: Interrupts,
+    ) -> None:
+        super().__init__(config, run, ranks, batches=self, reporter=reporter, interrupts=interrupts)
+        self._console = console
+        self._demonstrations: Demonstrations | None = None
+        self._held_out: Tokens | None = None
+
+    def publish(self, engine: TrainEngine) -> None:
+        """Compute the held-out loss of the engine's version, if it is due. The first call reads the data."""
+        super().publish(engine)
+        if self._demonstrations is None:
+            self._begin(engine)
+        if self._held_out is None or not self.config.evaluates(engine.version):
+            return
+        if self.run.read_eval(engine.version) is None:
+            self._evaluate(engine, self._held_out)
+
+    def _begin(self, engine: TrainEngine) -> None:
+        steps = self.config.training.steps
+        if engine.version > steps:
+            raise RecordError(
+                f"{self.run.path} has {engine.version} steps behind it, but training.steps is {steps}. Raise it, or "
+                f"choose another trial=NAME."
+            )
+        if engine.version:
+            self._console.print(f"Going on from version {engine.version}.")
+        tokenizer, context = engine.policy.tokenizer, engine.policy.context
+        self._demonstrations = Demonstrations(self.config, tokenizer, context=context)
+        if self.config.eval.path is not None:
+            self._held_out = Demonstrations(self.config, tokenizer, context=context, held_out=True).whole()
+
+    def write(self, step: int) -> None:
+        """Write the batch of a step into the run directory. It depends on the configuration and the data alone."""
+        assert self._demonstrations is not None, "publish comes before the first batch"
+        self.run.steps.write_data(step, rows.to_table(self._demonstrations.batch(step)))
+
+    def _evaluate(self, engine: TrainEngine, held_out: Tokens) -> None:
+        """Compute the held-out loss, write it to evals/ and print it. Every rank calls this at once."""
+        began = time.monotonic()
+        loss = engine.held_out_loss(held_out)
+        if self.ranks.leads:
+            tokens = int(held_out.loss_mask_S.sum())
+            said = {"loss": loss, "tokens": tokens, "prompts": len(held_out.ids), "seconds": time.monotonic() - began}
+            self.run.write_eval(engine.version, [], said)
+        self.ranks.meet()
+        self._console.print(
+            f"held-out loss of version {engine.version}: {loss:.4f} nats a token ({len(held_out.ids)} rows)"
+        )
+
+
+class _Progress:
+    """Progress output: one line every few seconds, and one for the last step."""
+
+    def __init__(self, console: Console, steps: int) -> None:
+        self._console = console
+        self._steps = steps
+        self._said_at = self._since = time.monotonic()
+        self._tokens = 0.0
+
+    def say(self, step: int, metrics: dict[str, float]) -> None:
+        self._tokens += metrics["tokens"]
+        now = time.monotonic()
+        if now - self._said_at < PROGRESS_S and step < self._steps:
+            return
+        self._said_at = now
+        speed = self._tokens / max(1e-9, now - self._since)
+        right = metrics.get("preference/accuracy")
+        self._console.print(
+            f"step {step:>{len(str(self._steps))}}/{self._steps}  loss {metrics['loss']:.4f}  "
+            f"{'' if right is None else f'accuracy {right:.1%}  '}"
+            f"lr {metrics['lr']:.2e}  gradient {metrics['grad_norm']:.3f}  {speed:,.0f} tokens/s"
+        )
