@@ -36,6 +36,7 @@ def judge(run: RunDirectory, history: History, rejected: Rejected, warned: Seque
         health.mismatch(history),
         health.lag(history, _max_lag(run, config)),
         health.clipping(history, str(config.get("algorithm.ratio", "token"))),
+        health.reward(history),
         health.evaluations(history, run.read_evals()),
         health.truncation(history),
         health.equal_rewards(history, equal, kinds, looked),

@@ -50,7 +50,12 @@ FILTERED_GROUPS = 0.5
 AROUND_EVALUATION = 10
 """Number of steps whose training rewards are averaged beside an evaluation."""
 FALLEN = 0.1
-"""Part of the best mean reward that an evaluation has to lose before it counts, if there is no pass@1."""
+"""Part of the best mean reward that has to be lost before it counts: of training, and of evaluations without pass@1."""
+WINDOW, OF_STEPS = 10, 0.05
+"""Minimum number of steps whose mean training rewards are compared, and their share of the run. As few windows fit into
+a run, the best of them is not far above the others by chance."""
+BY_CHANCE = 7.0
+"""Number of standard errors by which the newest window may be below the best one."""
 
 WATCHED = {
     "reward": "rewards",
@@ -314,8 +319,43 @@ def warnings(warned: Sequence[Warned], last: int) -> Concern | None:
     return Concern(cause="warnings", evidence=which, then=f"show RUN {steps[-1]}" if steps else "status RUN")
 
 
+def reward(history: History) -> Concern | None:
+    """Return the concern that the training reward fell, and about where.
+
+    The noise is that from one step to the next, so that a reward that rises has little of it.
+    """
+    there = np.isfinite(history.metrics["reward"])
+    rewards, steps = history.metrics["reward"][there], history.steps[there]
+    window = max(WINDOW, int(OF_STEPS * len(rewards)))
+    if len(rewards) < 2 * window:
+        return None
+    sums = np.concatenate([[0.0], np.cumsum(rewards)])
+    means = (sums[window:] - sums[:-window]) / window  # of the windows that begin at each place
+    best, newest = int(np.argmax(means)), len(means) - 1
+    noise = float(np.diff(rewards).std()) / math.sqrt(2 * window)
+    if means[best] - means[newest] <= max(FALLEN * abs(means[best]), BY_CHANCE * noise):
+        return None
+    fell = int(steps[best + _split(rewards[best:])])
+    return Concern(
+        cause="reward",
+        evidence=f"the training reward fell from {means[best]:.3f} (steps {steps[best]} to "
+        f"{steps[best + window - 1]}) to {means[newest]:.3f} (steps {steps[newest]} to {steps[-1]}), about at "
+        f"step {fell}",
+        then=f"show RUN {fell}",
+    )
+
+
+def _split(values: np.ndarray) -> int:
+    """Return the place where two constants, one before and one from there on, fit the values best (least squares)."""
+    before = np.arange(1, len(values))
+    after = len(values) - before
+    sums = np.cumsum(values)
+    apart = sums[:-1] / before - (sums[-1] - sums[:-1]) / after
+    return int(np.argmax(apart**2 * before * after)) + 1
+
+
 def evaluations(history: History, evals: Sequence[Mapping[str, Any]]) -> Concern | None:
-    """Return the concern that evaluations fall while the training reward rises."""
+    """Return the concern that evaluations fall, with how the training reward went: if it rose, the model overfits."""
     name = "pass@1" if all("pass@1" in one for one in evals) else "reward"
     known = [one for one in evals if math.isfinite(_number(one.get(name)))]
     if len(known) < 2:
@@ -325,12 +365,12 @@ def evaluations(history: History, evals: Sequence[Mapping[str, Any]]) -> Concern
     if high - low <= _margin(name, best):
         return None
     then, now = (_reward_before(history, int(one["version"])) for one in (best, newest))
-    if not now > then:
-        return None
+    went = f"{'rose' if now > then else 'fell'} from {then:.3f} to {now:.3f}" if then != now else "stayed"
+    beside = "" if math.isnan(then) or math.isnan(now) else f", while the training reward {went}"
     return Concern(
         cause="evaluations",
         evidence=f"{name} fell from {high:.3f} at version {best['version']} to {low:.3f} at version "
-        f"{newest['version']}, while the training reward rose from {then:.3f} to {now:.3f}",
+        f"{newest['version']}{beside}",
         then=f"show RUN --steps {best['version']}:{newest['version']}",
     )
 

@@ -16,7 +16,7 @@ from clew.record import rows
 from clew.record.bundle import write_bundle
 from clew.record.rejected import FILTERED
 from clew.record.run import RunDirectory
-from clew.view.health import WATCHED, Collector, History, find_spikes
+from clew.view.health import WATCHED, Collector, History, find_spikes, reward
 from tests.training.sequences import make_config
 from tests.view.test_show import commit, failed, group, shown
 
@@ -221,7 +221,26 @@ def test_evaluations_that_fall_while_the_training_reward_rises(tmp_path: Path) -
     assert found.endswith("--steps 20:40")
     assert "sound" in evaluated("by chance", 0.2, 0.5, 0.6, 0.57)["health"]
     both = {step: {"reward": 0.8 - step / 80} for step in range(STEPS)}
-    assert "sound" in evaluated("both fall", 0.2, 0.5, 0.6, 0.4, planted=both)["health"]
+    found = evaluated("both fall", 0.2, 0.5, 0.6, 0.4, planted=both)
+    assert [*found] == ["health", "reward", "evaluations"]
+    assert "to 0.400 at version 40, while the training reward fell from" in found["evaluations"]
+
+
+def test_a_training_reward_that_falls(tmp_path: Path) -> None:
+    """Plant half of the reward from step 25 on. Noise around one level is sound, also in long runs."""
+    fallen = {step: {"reward": sound(step)["reward"] / 2} for step in range(25, STEPS)}
+    run = make_run(tmp_path / "falls", fallen)
+    assert health(run)["reward"] == (
+        "the training reward fell from 0.456 (steps 15 to 24) to 0.320 (steps 30 to 39), about at step 25. "
+        f"→ clew show {run.path} 25"
+    )
+    for seed in range(20):
+        chance = random.Random(seed)
+        level, collector = chance.choice((0.02, 0.5, 0.9)), Collector()
+        for step in range(2000):
+            right = sum(chance.random() < level for _ in range(64)) / 64
+            collector(step, {"metrics": sound(step) | {"reward": right}})
+        assert reward(collector.history()) is None
 
 
 def test_a_spike_after_steps_without_gradient_is_none(tmp_path: Path) -> None:
