@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.console import Console
 from rich.table import Table
 
 from clew import config as configuration
@@ -34,6 +35,9 @@ from clew.record.run import RunDirectory
 from clew.record.summary import rounding_doubt
 
 DRIFT = ("reward", "loss", "grad_norm", "entropy", "behaviour_k3")
+
+SCORES = ("pass@1", "reward", "loss")
+"""Numbers of an evaluation whose drift is printed; `loss` is that of `clew sft`."""
 
 FACTS = ("packages", "python", "git")
 """Entries of run.json that may explain a difference."""
@@ -90,6 +94,7 @@ def diff(a: Path, b: Path, *, ignore: list[str], plot: Path | None) -> bool:
             print(f"FIRST DIFFERENCE  {found.told(*names)}")
             for line in suggestions(found, {f"{names[0]}: ": left, f"{names[1]}: ": right}):
                 print(line)
+            _list("changed later", _code_later(left, right, range(found.step, steps.stop)), names)
             explained = _explain(left, right, found, names, [each for each in environments if each != SAMPLING_NOISE])
             if not (changed or explained):
                 print(
@@ -421,6 +426,27 @@ def _explain(
     return bool(environments or packages)
 
 
+def _code_later(left: RunDirectory, right: RunDirectory, steps: range) -> list[str]:
+    """Return a line for each file of configured code that changed in one run alone.
+
+    Asynchronous runs part at once, so what explains a later drop of the reward is often not the first difference.
+
+    Args:
+        steps: The step of the first difference, and those after it.
+    """
+    lines: list[str] = []
+    before: list[dict[str, str]] | None = None
+    for step in tracked(steps, "comparing code", total=len(steps), unit="steps"):
+        now = [run.steps.read(step).get("code", {}) for run in (left, right)]
+        if before is not None and now != before:
+            for name in sorted({*now[0], *now[1]}):
+                (a, b), (c, d) = ([code.get(name) for code in pair] for pair in (before, now))
+                if (a != c) != (b != d):
+                    lines.append(f"{name}: its file is another from step {step} on, {c} → {d}")
+        before = now
+    return lines
+
+
 def _list(title: str, lines: Collection[str], names: tuple[str, str]) -> None:
     if lines:
         print(f"{title} ({names[0]} → {names[1]}):", *lines, sep="\n  ")
@@ -491,7 +517,26 @@ def _drift(left: RunDirectory, right: RunDirectory, steps: range, names: tuple[s
     for step, then, now in rows:
         cells = [f"{then[n]:.4g}" if then[n] == now[n] else f"{then[n]:.4g} → {now[n]:.4g}" for n in metrics]
         table.add_row(str(step), *cells)
-    EscapingConsole(width=None if sys.stdout.isatty() else 160).print(table)
+    console = EscapingConsole(width=None if sys.stdout.isatty() else 160)
+    console.print(table)
+    _drift_of_evaluations(console, left, right, {*steps, steps.stop})
+
+
+def _drift_of_evaluations(console: Console, left: RunDirectory, right: RunDirectory, versions: set[int]) -> None:
+    """Print the evaluations of the versions that both runs evaluated."""
+    sides = [{each["version"]: each for each in run.read_evals()} for run in (left, right)]
+    both = sorted({*sides[0]} & {*sides[1]} & versions)
+    names = [name for name in SCORES if all(name in side[version] for side in sides for version in both)]
+    if not both:
+        return
+    table = Table(box=None, pad_edge=False)
+    for name in ("evaluation of version", *names):
+        table.add_column(name, justify="right")
+    for version in both:
+        values = [[f"{side[version][name]:.4g}" for side in sides] for name in names]
+        table.add_row(str(version), *(a if a == b else f"{a} → {b}" for a, b in values))
+    console.print()
+    console.print(table)
 
 
 def _plot(left: RunDirectory, right: RunDirectory, steps: range, names: tuple[str, str], path: Path) -> Path:

@@ -68,6 +68,26 @@ def test_plans_and_checkpoints_are_compared_too(
     assert f"DIFFERENT ALL THE SAME  checkpoints/step-{version:06d}: updates" in shown
 
 
+def test_evaluations_and_code_that_changes_after_the_first_difference(
+    run: RunDirectory, other: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change_stage(other, 0, "advantages", 0, generated_at(other, 0, 0), 0.5)
+    for step in (3, 4):
+        path = other.steps.json_path(step)
+        said = json.loads(path.read_text())
+        path.write_text(json.dumps(said | {"code": {"rollout.reward": "f" * 16}}))
+    seal(other)
+    for each, values in ((run, (0.25, 0.5)), (other, (0.25, 0.375))):
+        for version, value in zip((0, 2), values, strict=True):
+            each.write_eval(version, [], {"pass@1": value, "reward": value, "episodes": 8})
+    shown = told(capsys, run.path, other.path)
+    assert "FIRST DIFFERENCE  step 0, advantages" in shown
+    [changed] = re.findall(r"changed later .*:\n(.*)\n", shown)
+    assert changed.startswith("  rollout.reward: its file is another from step 3 on, ")
+    cells = [line.split() for line in shown.partition("evaluation of version")[2].splitlines()]
+    assert cells == [["pass@1", "reward"], ["0", "0.25", "0.25"], ["2", "0.5", "→", "0.375", "0.5", "→", "0.375"]]
+
+
 def test_an_altered_advantage(run: RunDirectory, other: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     position = generated_at(other, 4, 2)
     name = change_stage(other, 4, "advantages", 2, position, 0.5)
