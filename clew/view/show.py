@@ -219,7 +219,7 @@ def _show_run(
                 ("groups", f"{len(inbox)} waiting in the inbox, {len(rejected)} rejected"),
                 *([("rejected", "\n".join(reasons))] if reasons else []),
                 ("reward", _reward_range(run, count)),
-                ("checkpoints", "  ".join(sorted(p.name for p in run.checkpoints.glob("step-*"))) or MISSING),
+                ("checkpoints", _checkpoints(run)),
             ]
         )
     )
@@ -251,6 +251,14 @@ def _show_run(
             number(sum(timings.values()) if (timings := summary.get("timings")) else None, ".2f"),
         )
     console.print(rows)
+
+
+def _checkpoints(run: RunDirectory) -> str:
+    """Return the checkpoints of a run, and which of them has the best evaluation."""
+    best = run.checkpoints / "best"
+    name = best.readlink().name if best.is_symlink() else None
+    shown = (path.name + " (best)" * (path.name == name) for path in sorted(run.checkpoints.glob("step-*")))
+    return "  ".join(shown) or MISSING
 
 
 def _changes(facts: dict[str, Any]) -> list[str]:

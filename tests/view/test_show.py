@@ -668,3 +668,10 @@ def test_the_curves_as_a_picture(run: RunDirectory, tmp_path: Path) -> None:
     RunDirectory(tmp_path / "empty")
     empty = clew(str(tmp_path / "empty"), "--plot", str(tmp_path / "other.png"))
     assert empty.returncode == 2 and "no step is committed yet" in empty.stderr
+
+
+def test_the_best_checkpoint_is_marked(run: RunDirectory) -> None:
+    for version in (90, 92):
+        (run.checkpoints / f"step-{version:06d}").mkdir()
+    (run.checkpoints / "best").symlink_to("step-000090")
+    assert "step-000090 (best)" in shown(run, width=200) and "step-000092 (best)" not in shown(run, width=200)
