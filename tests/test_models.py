@@ -15,6 +15,7 @@ from transformers import AutoModel, PreTrainedTokenizerFast
 from clew.config import Config
 from clew.errors import ModelError
 from clew.inference.local import load_engine
+from clew.models.folder import check_folder
 from clew.models.loading import load_model, load_tokenizer
 from clew.models.vision import load_vision
 from clew.training.engine import TrainEngine
@@ -122,3 +123,9 @@ def test_a_special_token_beyond_it_is_refused_where_it_is_used(tmp_path: Path) -
     tokenizer.save_pretrained(str(tmp_path))
     with pytest.raises(ModelError, match="first '<later>'"):
         load_engine(config_for(tmp_path))
+
+
+def test_a_run_is_no_model_but_its_checkpoints_are(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "latest").mkdir(parents=True)
+    with pytest.raises(ModelError, match=r"This is a run: .* such as .*/checkpoints/latest"):
+        check_folder(str(tmp_path), "config.json", "model", "Save the model there with save_pretrained.")

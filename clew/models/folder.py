@@ -48,6 +48,9 @@ def check_folder(path: str, needed: str, what: str, remedy: str, field: str = "m
             f"hub name such as Qwen/Qwen3-0.6B."
         )
     if not (Path(path) / needed).exists():
+        latest = Path(path) / "checkpoints" / "latest"
+        if latest.is_dir():
+            remedy = f"This is a run: name one of its checkpoints, such as {latest}."
         raise ModelError(
             f"Cannot load a {what} from {path} ({field}): it holds no {needed}; found {listing(path)}. {remedy}"
         )
