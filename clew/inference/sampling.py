@@ -100,11 +100,26 @@ def truncate(probs_RV: Tensor, top_k_R1: Tensor, top_p_R1: Tensor, min_p_R1: Ten
         ordered, order = probs_RV.sort(dim=-1, descending=True, stable=True)
         ranks = torch.arange(ordered.shape[-1], device=ordered.device)
         ordered = ordered.masked_fill(ranks >= top_k_R1, 0.0)
-        before = ordered.cumsum(-1) - ordered
+        before = cumulative(ordered) - ordered
         likely = (ranks < top_k_R1) & ((before < top_p_R1 * ordered.sum(-1, keepdim=True)) | (top_p_R1 >= 1))
         likely[:, 0] = True
         kept &= torch.zeros_like(kept).scatter_(-1, order, likely)
     return probs_RV * kept
+
+
+def cumulative(values_RV: Tensor) -> Tensor:
+    """Return the sums of each row up to each place, also where torch was told to use deterministic kernels alone.
+
+    torch has none on CUDA for this and would raise. What is drawn is recorded, so a replay needs none either.
+    """
+    if not torch.are_deterministic_algorithms_enabled():
+        return values_RV.cumsum(-1)
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(False)
+    try:
+        return values_RV.cumsum(-1)
+    finally:
+        torch.use_deterministic_algorithms(True, warn_only=warns)
 
 
 def rising(cdf_RV: Tensor, drawable_RV: Tensor) -> Tensor:
@@ -139,7 +154,7 @@ def choose(
     if banned_RV is not None:
         probs_RV = probs_RV.masked_fill(banned_RV, 0.0)
     drawable_RV = probs_RV if params.truncation is None else truncate(probs_RV, *params.truncation, params.sorts)
-    cdf_RV = drawable_RV.cumsum(-1)
+    cdf_RV = cumulative(drawable_RV)
     if cdf_RV.is_cuda:
         cdf_RV = rising(cdf_RV, drawable_RV)
     ids_R1 = torch.searchsorted(cdf_RV, uniforms_R.unsqueeze(1) * cdf_RV[:, -1:], right=True)

@@ -4,10 +4,15 @@ It is transformers' own attention (`sdpa`, or `eager` for architectures that hav
 separate rows with the masks of separate rows. On the CPU, short rows are computed here: two products and a softmax are
 up to a fifth faster there, forward and backward together, than torch's kernel, which is made for many tokens. Laptops
 train such small models and short rows.
+
+On CUDA, torch's kernel for rows of any length (`varlen_attn`, which is FlashAttention) takes packed rows as they lie,
+without padding. It takes half precisions and plain causal attention; other packed rows, such as those of float32 and
+those longer than a sliding window, are computed in slots as on the CPU.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
@@ -28,6 +34,9 @@ NAMES = {"sdpa": "clew_sdpa", "eager": "clew_eager"}
 
 SHORT = 128
 """Number of tokens up to which two products and a softmax are faster than torch's kernel."""
+
+SHARED_KEYS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+"""Argument that tells `varlen_attn` that heads share keys; some versions of torch find it out themselves."""
 
 _packed: ContextVar[Packed | None] = ContextVar("packed", default=None)
 
@@ -85,9 +94,31 @@ def attend(
         assert not repeated, "a forward pass of packed rows is repeated, but not as repeated_within says"
         return inner(module, query, key, value, attention_mask, **kwargs)[0], None
     assert attention_mask is not None, f"{type(module).__name__} attends without a mask"
+    if inner is _sdpa and not attention_mask.numel() and _kernel_takes(module, query, value, **kwargs):
+        return _attend_packed(query, key, value, packed, kwargs.get("scaling")), None
     masks = [attention_mask[..., :length, :length] if attention_mask.numel() else None for _, length in packed.shapes]
     parts = (packed.spread(each) for each in (query, key, value))
     return packed.gather([inner(module, *bucket, **kwargs)[0] for bucket in zip(*parts, masks, strict=True)]), None
+
+
+def _kernel_takes(
+    module: torch.nn.Module, query: Tensor, value: Tensor, *, dropout: float = 0.0, position_bias: Any = None, **_: Any
+) -> bool:
+    """Return whether torch's kernel computes this attention, given that plain causal attention is enough."""
+    half = query.device.type == "cuda" and query.dtype in (torch.bfloat16, torch.float16)
+    dim = query.shape[-1]
+    plain = not dropout and position_bias is None and getattr(module, "is_causal", True)
+    return half and plain and dim == value.shape[-1] and dim % 8 == 0 and dim <= 256
+
+
+def _attend_packed(query: Tensor, key: Tensor, value: Tensor, packed: Packed, scaling: float | None) -> Tensor:
+    """Return causal attention of [1, heads, P, dim] over [1, kv_heads, P, dim] within each row, [1, P, heads, dim]."""
+    query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
+    shared = SHARED_KEYS if query.shape[1] != key.shape[1] else {}
+    rows = (packed.limits_R1, packed.limits_R1, packed.longest, packed.longest)
+    found = varlen_attn(query, key, value, *rows, scale=scaling, window_size=(-1, 0), **shared)  # (-1, 0): causal
+    assert isinstance(found, Tensor)  # without its sums, which nobody asked for
+    return found[None]
 
 
 def _sdpa(

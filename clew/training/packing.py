@@ -8,6 +8,7 @@
 
 Attention is computed in slots: a bucket has rows of similar length one below the other, padded on the right, where a
 causal model's tokens do not look. The cost is nearly the sum of the squares of the lengths, and no row sees another.
+On CUDA a kernel that knows where rows begin takes the packed row as it is: see `clew.training.attention`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ class Packed:
 
     starts_R: Tensor
     """First token of each row, int64."""
+    limits_R1: Tensor
+    """First token of each row, and the number of all tokens, int32: the cumulative lengths that CUDA's kernel takes."""
     positions_P: Tensor
     """Position of each token within its row, int64."""
     shapes: list[tuple[int, int]]
@@ -63,6 +66,7 @@ class Packed:
 
         return cls(
             starts_R=put(starts),
+            limits_R1=put(np.append(starts, sizes.sum()).astype(np.int32)),
             positions_P=put(np.arange(sizes.sum()) - np.repeat(starts, sizes)),
             shapes=shapes,
             tokens_of_slots=put(np.where(real, tokens, 0)),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from clew.inference.protocol import SamplingParams
-from clew.inference.sampling import RowParams, choose, rising, truncate, uniform
+from clew.inference.sampling import RowParams, choose, cumulative, rising, truncate, uniform
 
 CPU = torch.device("cpu")
 
@@ -98,3 +98,20 @@ def test_a_token_of_probability_0_is_never_drawn() -> None:
     numbers = torch.full((4096,), 1 - 2.0**-23)
     ids, logprobs = choose(logits, params(*[SamplingParams()] * 4096, vocab=50), numbers)
     assert ids.max() <= 2 and logprobs.isfinite().all()
+
+
+def test_draws_where_torch_has_no_deterministic_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA, torch's `cumsum` raises while only deterministic kernels are allowed."""
+    plain = torch.Tensor.cumsum
+
+    def cumsum(self: torch.Tensor, dim: int) -> torch.Tensor:
+        assert not torch.are_deterministic_algorithms_enabled()
+        return plain(self, dim)
+
+    monkeypatch.setattr(torch.Tensor, "cumsum", cumsum)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert cumulative(torch.tensor([[0.25, 0.5, 0.25]])).tolist() == [[0.25, 0.75, 1.0]]
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
