@@ -30,7 +30,8 @@ from clew.algorithms.rejection import rejects
 from clew.config import Algorithm, Config, Training
 from clew.errors import ModelError, TrainingError, first_line
 from clew.models.loading import is_out_of_memory
-from clew.record.digest import to_hex, total
+from clew.record.array_digest import total
+from clew.record.digest import to_hex
 from clew.record.media import Media
 from clew.record.rows import Sequence
 from clew.seeds import derive_seed

@@ -41,7 +41,7 @@ class StepResult:
     plan: Plan
     digests: dict[str, Any]
     """Digests of gradients, one for each update, before clipping, and of weights after the step. See
-    `clew.record.digest`."""
+    `clew.record.array_digest`."""
     tensor_digests: dict[str, Any]
     """Digests of each parameter's gradients and weights, in the order of `TrainEngine.parameter_names`, as
     `clew.record.digest.to_hex` writes them."""

@@ -5,8 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clew.record.digest import digest_array
-from clew.training.digests import AT_ONCE, as_array, digest_on_device, digest_tensors
+from clew.models.tensor_digest import AT_ONCE, as_array, digest_on_device, digest_scattered
+from clew.record.array_digest import digest_array
+from clew.training.digests import digest_tensors
 
 TYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool)
 
@@ -27,3 +28,16 @@ def test_in_parts_on_a_device() -> None:
 def test_large_sets_are_digested_in_threads() -> None:
     named = [(f"w{index}", torch.randn(700, 1000)) for index in range(4)]
     assert digest_tensors(named) == {name: digest_array(tensor.numpy(), name=name) for name, tensor in named}
+
+
+def test_a_slice_of_columns_counts_at_the_positions_that_it_has_in_the_whole() -> None:
+    whole = torch.randn(300, 700, generator=torch.Generator().manual_seed(1))  # more than one block
+    parts = [whole[:, :200], whole[:, 200:], whole[:0]]
+    offsets = [0, 200, 0]
+    found = sum(
+        digest_scattered(part.contiguous(), offset, part.stride(), name="w")
+        for part, offset in zip(parts, offsets, strict=True)
+    )
+    assert found % 2**64 == digest_array(whole.numpy(), name="w")
+    half = whole.to(torch.bfloat16)
+    assert digest_scattered(half.t(), 0, half.t().stride(), name="w") == digest_array(as_array(half), name="w")

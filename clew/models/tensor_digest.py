@@ -1,0 +1,84 @@
+"""Digests of tensors, as `clew.record.array_digest` defines them. Trainer and inference engines compute the same."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from clew.record.array_digest import BLOCK, WITHIN_BLOCK, digest_array, of_blocks, salted
+
+AT_ONCE = 1 << 24
+"""Number of elements that are multiplied at once on a device: 128 MiB of products."""
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def digest_tensor(tensor: Tensor, *, name: str, start: int = 0) -> int:
+    """Return the digest of a tensor, or of the piece of it that begins at flat position `start`.
+
+    bfloat16 counts as uint16.
+    """
+    if tensor.device.type == "cpu":
+        return digest_array(as_array(tensor), name=name, start=start)
+    return digest_on_device(tensor, name=name, start=start)
+
+
+def digest_on_device(tensor: Tensor, *, name: str, start: int = 0) -> int:
+    """Return the same digest as `digest_array`, computed on the tensor's device.
+
+    A GPU reads its memory many times as fast as it can be copied to the host.
+    """
+    flat = tensor.contiguous().view(-1)
+    bits, mask = flat.view(_BITS[flat.element_size()]), (1 << 8 * flat.element_size()) - 1
+    places = torch.from_numpy(WITHIN_BLOCK.view(np.int64)).to(flat.device)
+    before = start % BLOCK
+    found = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for first in range(-before, bits.numel(), AT_ONCE):
+        part = bits[max(first, 0) : first + AT_ONCE].to(torch.int64)
+        if flat.element_size() < 8:
+            part &= mask  # the sign was carried on
+        part = part + 1  # never in place: 8 bytes are the tensor's own
+        head, tail = max(-first, 0), -(max(-first, 0) + part.numel()) % BLOCK
+        blocks = torch.nn.functional.pad(part, (head, tail)).view(-1, BLOCK)
+        weights = torch.from_numpy(of_blocks((start + first) // BLOCK, len(blocks)).view(np.int64)).to(flat.device)
+        found += ((blocks * places).sum(1) * weights).sum()  # int64 wraps around as uint64 does
+    return salted(int(found), name, _dtype_name(flat))
+
+
+def as_array(tensor: Tensor) -> np.ndarray:
+    """Return a tensor's bits as a NumPy array (without a copy on the CPU); bfloat16, which NumPy lacks, as uint16."""
+    tensor = tensor.detach().cpu()
+    return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
+
+
+def digest_scattered(tensor: Tensor, offset: int, strides: tuple[int, ...], *, name: str) -> int:
+    """Return the digest of a piece whose elements may lie apart in the whole, as a slice of columns does.
+
+    Args:
+        tensor: The piece.
+        offset: Flat position of its first element in the whole.
+        strides: Steps in the whole from one element to the next, by dimension of the piece.
+        name: See `digest_array`.
+    """
+    if strides == torch.empty(tensor.shape, device="meta").stride():
+        return digest_tensor(tensor, name=name, start=offset)
+    places_ = torch.full((), offset, dtype=torch.int64)
+    for size, stride in zip(tensor.shape, strides, strict=True):
+        places_ = places_.unsqueeze(-1) + torch.arange(size) * stride
+    size, mask = tensor.element_size(), (1 << 8 * tensor.element_size()) - 1
+    flat, places = tensor.contiguous().view(-1).view(_BITS[size]), places_.view(-1).to(tensor.device)
+    within = torch.from_numpy(WITHIN_BLOCK.view(np.int64)).to(tensor.device)
+    blocks = of_blocks(0, int(places.max()) // BLOCK + 1) if places.numel() else of_blocks(0, 1)
+    of_block = torch.from_numpy(blocks.view(np.int64)).to(tensor.device)
+    found = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for bits, place in zip(flat.split(AT_ONCE), places.split(AT_ONCE), strict=True):
+        part = bits.to(torch.int64)
+        if size < 8:
+            part &= mask
+        found += ((part + 1) * within[place % BLOCK] * of_block[place // BLOCK]).sum()  # wraps around as uint64 does
+    return salted(int(found), name, _dtype_name(tensor))
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return "<u2" if tensor.dtype == torch.bfloat16 else as_array(tensor.reshape(-1)[:0]).dtype.str
