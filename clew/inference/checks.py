@@ -1,0 +1,120 @@
+"""Checks of requests before an engine sees them: those that can never be served are refused. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from numbers import Integral, Real
+from typing import Any
+
+from clew.errors import EngineError, ImageError
+from clew.inference.protocol import GenerateRequest, RequestTooLong, SamplingParams
+
+MAX_STOPS = 64
+"""Maximum number of stop strings of a request; the text is searched for them after each token."""
+
+MAX_STOP_LENGTH = 1024
+"""Maximum number of characters of a stop string."""
+
+MAX_STOP_IDS = 1024
+"""Maximum number of stop IDs of a request."""
+
+
+def check_request(
+    request: GenerateRequest, *, context: int, context_field: str, vocab: int, tokenizer: Any, vision: Any
+) -> None:
+    """Raise an error for a request that can never be served, so that it is refused and cannot break the engine.
+
+    Args:
+        request: The request.
+        context: Maximum tokens of a prompt with its completion.
+        context_field: Name of the model's field that says so.
+        vocab: Number of token IDs.
+        tokenizer: The model's tokenizer; None if there is none.
+        vision: The model's image input; None if it takes no images.
+
+    Raises:
+        EngineError: The prompt is empty or not of this vocabulary, or the parameters contradict one another or cannot
+            be computed with.
+        RequestTooLong: The prompt is too long for the model's context.
+        ImageError: The model takes no images, or the prompt does not fit these images.
+    """
+    input_ids, params, images = request.input_ids, request.params, request.images
+    if not input_ids:
+        raise EngineError("input_ids is empty: a prompt needs at least one token.")
+    if not _whole(input_ids):
+        raise EngineError("input_ids must be a list of integers.")
+    if len(input_ids) >= context:
+        raise RequestTooLong(
+            f"the prompt has {len(input_ids)} tokens, the model's context ({context_field}) "
+            f"is {context}, and at least one token must remain. Shorten the prompt."
+        )
+    if min(input_ids) < 0 or max(input_ids) >= vocab:
+        bad = next(token for token in input_ids if not 0 <= token < vocab)
+        raise EngineError(
+            f"input_ids holds {bad}; this model's token ids are 0 to {vocab - 1}. "
+            f"Was the prompt made with another tokenizer?"
+        )
+    wrong = _mistyped(params, vocab) or _contradiction(params)
+    if wrong:
+        raise EngineError(f"sampling parameters: {wrong}.")
+    if params.stop and tokenizer is None:
+        raise EngineError("stop strings need a tokenizer, and this engine has none. Use stop_token_ids.")
+    if images and vision is None:
+        raise ImageError("the model takes no images.")
+    if vision is not None:
+        vision.check(input_ids, images)
+
+
+def _whole(values: Iterable[object]) -> bool:
+    return all(issubclass(kind, Integral) for kind in set(map(type, values)))  # NumPy's too
+
+
+def _mistyped(params: SamplingParams, vocab: int) -> str | None:
+    for name in ("max_new_tokens", "min_new_tokens", "top_k", "seed", "continues"):
+        if not _whole([value := getattr(params, name)]):
+            return f"{name} is {value!r}, expected a whole number"
+    for name in ("temperature", "top_p", "min_p"):
+        if not isinstance(value := getattr(params, name), Real):
+            return f"{name} is {value!r}, expected a number"
+    for stop in params.stop:
+        if not isinstance(stop, str):
+            return f"stop holds {stop!r}, expected strings"
+    for token in params.stop_token_ids or ():
+        if not _whole([token]) or not 0 <= token < vocab:
+            return f"stop_token_ids holds {token!r}; this model's token ids are 0 to {vocab - 1}"
+    return None
+
+
+def _contradiction(params: SamplingParams) -> str | None:
+    if params.max_new_tokens < 1:
+        return f"max_new_tokens is {params.max_new_tokens}, expected at least 1"
+    if not 0 <= params.min_new_tokens <= params.max_new_tokens:
+        return f"min_new_tokens is {params.min_new_tokens}, expected 0 to max_new_tokens ({params.max_new_tokens})"
+    if not 0 <= params.temperature < float("inf"):
+        return f"temperature is {params.temperature}, expected a number from 0 up"
+    if not 0 < params.top_p <= 1:
+        return f"top_p is {params.top_p}, expected above 0, at most 1"
+    if params.top_k < 0:
+        return f"top_k is {params.top_k}, expected 0 (all) or more"
+    if not 0 <= params.min_p < 1:
+        return f"min_p is {params.min_p}, expected at least 0, below 1"
+    if "" in params.stop:
+        return "stop holds an empty string"
+    if len(params.stop) > MAX_STOPS or max(map(len, params.stop), default=0) > MAX_STOP_LENGTH:
+        return f"stop has more than {MAX_STOPS} strings, or one of more than {MAX_STOP_LENGTH} characters"
+    if len(params.stop_token_ids or ()) > MAX_STOP_IDS:
+        return f"stop_token_ids has {len(params.stop_token_ids or ())} entries, expected at most {MAX_STOP_IDS}"
+    return None
+
+
+def default_stop_ids(generation_config: Any, tokenizer: Any, vocab: int) -> tuple[int, ...]:
+    """Return the tokenizer's end and pad tokens, and the end tokens of the model's generation config.
+
+    Tokens that the model cannot generate are left out.
+    """
+    ids: set[int] = set()
+    if tokenizer is not None:
+        ids |= {token for token in (tokenizer.eos_token_id, tokenizer.pad_token_id) if token is not None}
+    named = generation_config.eos_token_id
+    ids |= set(named if isinstance(named, list) else [] if named is None else [named])
+    return tuple(sorted(token for token in ids if 0 <= token < vocab))
