@@ -151,6 +151,26 @@ class Config(Section):
             raise ValueError(
                 "training.lora_alpha scales adapters, and there are none without training.lora_rank. Unset it"
             )
+        if self.inference.backend != "embedded" and (self.launch.mode == "inline" or self.launch.colocate):
+            field = "launch.mode=inline" if self.launch.mode == "inline" else "launch.colocate"
+            raise ValueError(
+                f"{field} needs the engine inside Clew's own processes, and inference.backend is "
+                f"{self.inference.backend}. Use launch.mode=local without launch.colocate, or "
+                f"inference.backend=embedded"
+            )
+        sampling = self.sampling.model_dump(
+            include={"top_p", "top_k", "min_p", "min_new_tokens"}, exclude_defaults=True
+        )
+        if self.inference.backend == "vllm" and sampling:
+            raise ValueError(
+                f"sampling.{next(iter(sampling))} cuts the distribution, and vLLM reports the logprobs after the cut: "
+                f"nothing could be trained on. Unset it, or set inference.backend=embedded"
+            )
+        if self.inference.backend == "embedded" and self.inference.args:
+            raise ValueError(
+                f"inference.args ({', '.join(self.inference.args)}) are options of a vLLM server, and "
+                f"inference.backend is embedded. Unset them, or set inference.backend=vllm"
+            )
         if self.algorithm.minibatches > self.rollout.batch_groups:
             raise ValueError(
                 f"algorithm.minibatches ({self.algorithm.minibatches}) is above rollout.batch_groups "

@@ -161,6 +161,18 @@ class Sampling(Section):
 class Inference(Section):
     """The inference engine and its server."""
 
+    backend: Literal["embedded", "vllm", "sglang"] = Field(
+        default="embedded",
+        description="Engine that generates: Clew's own, or a vLLM or SGLang server that `clew serve` starts.",
+    )
+    args: dict[str, str | int | float | bool | None] = Field(
+        default_factory=dict,
+        description="Options of the vLLM or SGLang server as on its command line, such as {max-num-batched-tokens: "
+        "4096}; true: an option without a value.",
+    )
+    python: str | None = Field(
+        default=None, description="Python in which vLLM or SGLang is installed; null: the one that runs Clew."
+    )
     listen: str = Field(default="127.0.0.1:0", description="host:port of `clew serve`; port 0: any free one.")
     max_running: int = Field(
         default=128, ge=1, description="Maximum number of sequences generated side by side; further requests wait."

@@ -23,7 +23,7 @@ EVERYWHERE = {
 }
 MAY_IMPORT = {
     "record": set(),
-    "models": set(),
+    "models": {"clew.record.array_digest"},
     "algorithms": {"clew.record"},
     "inference": {"clew.record", "clew.models", "clew.listening"},
     "gateway": {
@@ -66,7 +66,7 @@ LINES = {
     "cli": 850,
     "diagnose": 2750,
     "gateway": 5500,
-    "inference": 3700,
+    "inference": 4550,  # 3700 before vLLM in training: its client, its worker's part, and the process before it
     "launch": 400,
     "loop": 2350,
     "models": 600,

@@ -22,6 +22,7 @@ from starlette.routing import Route
 from clew.errors import EngineError
 from clew.inference.local import LocalEngine
 from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, RequestTooLong
+from clew.inference.remote import RemoteEngine
 from clew.inference.shapes import Ask, Call, answer, parse_call
 from clew.listening import ASGI, LARGE_BODY, LARGE_TEXT, Message, Receive, Send, max_text, respond
 from clew.record.weights import WeightRef
@@ -33,12 +34,15 @@ MAX_LEASE_S = 600.0
 """Maximum seconds of a pause; a caller who needs a longer one renews it."""
 
 
+ServedEngine = LocalEngine | RemoteEngine
+
+
 class Application:
     """ASGI application of `clew serve`. `clew.listening.Guard`, which stands before it, decides who may call it."""
 
     def __init__(
         self,
-        engine: LocalEngine,
+        engine: ServedEngine,
         model_path: str,
         beside: ASGI | None = None,
         weights_below: Iterable[Path] = (),
@@ -122,6 +126,8 @@ class Application:
         return self._answer(call, request, await self.engine.generate(request))
 
     def _answer(self, call: Call, request: GenerateRequest, completion: Completion) -> dict[str, Any]:
+        if call.return_logprob and completion.wrong_logprobs:  # nobody may train on them unawares
+            raise EngineError(completion.wrong_logprobs)
         text = ""
         if call.with_text and self.engine.core.tokenizer is not None:
             text = self.engine.core.tokenizer.decode(completion.output_ids, skip_special_tokens=True)

@@ -1,10 +1,11 @@
-"""`clew serve`: the embedded engine behind HTTP, registered in the run directory."""
+"""`clew serve`: an engine behind HTTP, registered in the run directory."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
 import ipaddress
+import logging
 import os
 import secrets
 import signal
@@ -18,13 +19,16 @@ import uvloop
 
 from clew.config import SERVERS_VARIABLE, Config, server_token
 from clew.errors import EngineError
-from clew.inference.app import Application
-from clew.inference.local import LocalEngine, load_engine
+from clew.inference.app import Application, ServedEngine
+from clew.inference.local import load_engine
+from clew.inference.remote import RemoteEngine, start_remote
 from clew.listening import ASGI, Access, Listener
 from clew.printing import print
 from clew.record.run import RunDirectory, Server
 from clew.record.weights import outside_folder
 from clew.waits import Reporter, waiting
+
+log = logging.getLogger("clew.inference")
 
 NAME = "server"
 """Name of the process in status/ and servers.json."""
@@ -57,7 +61,7 @@ class Beside(Protocol):
 
 def serve(
     config: Config,
-    beside: Callable[[LocalEngine, str], Beside] | None = None,
+    beside: Callable[[ServedEngine, str], Beside] | None = None,
     *,
     api_key: str = "",
     allow_weights: Sequence[Path] = (),
@@ -89,7 +93,7 @@ async def _serve(
     run: RunDirectory,
     listener: socket.socket,
     reporter: Reporter,
-    make_beside: Callable[[LocalEngine, str], Beside] | None,
+    make_beside: Callable[[ServedEngine, str], Beside] | None,
     api_key: str,
     allow_weights: Sequence[Path],
 ) -> None:
@@ -101,7 +105,7 @@ async def _serve(
 
     reporter.set(doing=f"loading {config.model.path}", address=address)
     run.register_server(entry)
-    engine = load_engine(config, gather_s=GATHER_S)
+    engine = await _open_engine(config, run, reporter)
     beside = make_beside(engine, key) if make_beside is not None else None
     published = [] if config.inference.weights is None else [outside_folder(config.inference.weights, run.path)]
     application = Application(
@@ -115,7 +119,7 @@ async def _serve(
     listening = asyncio.Event()
     server = _Server(application, access, listening)
     loop = asyncio.get_running_loop()
-    keeper = loop.create_task(_keep_listed(run, entry, application, reporter, listening, beside))
+    keeper = loop.create_task(_keep_listed(config, run, entry, application, reporter, listening, beside))
     keeper.add_done_callback(lambda _: setattr(server, "should_exit", True))
     tasks = [loop.create_task(_end_on_signal(server, engine)), loop.create_task(_describe(application, reporter))]
     if beside is not None:
@@ -131,7 +135,21 @@ async def _serve(
         await engine.close()
 
 
+async def _open_engine(config: Config, run: RunDirectory, reporter: Reporter) -> ServedEngine:
+    """Load the embedded engine, or start the server that inference.backend names and wait for it."""
+    if config.inference.backend == "embedded":
+        return load_engine(config, gather_s=GATHER_S)
+    engine = start_remote(config, run)
+    try:
+        await engine.start(reporter)
+    except BaseException:
+        await engine.close()
+        raise
+    return engine
+
+
 async def _keep_listed(
+    config: Config,
     run: RunDirectory,
     entry: Server,
     application: Application,
@@ -146,11 +164,18 @@ async def _keep_listed(
     weights before this server looks for them.
 
     Raises:
-        EngineError: A step has failed. The process ends, and its supervisor starts another.
+        EngineError: A step has failed, or the server behind this one has ended more than launch.restarts times.
     """
-    engine = application.engine
+    engine, restarts = application.engine, config.launch.restarts
     await listening.wait()
-    while engine.failure is None:
+    while engine.failure is None or (isinstance(engine, RemoteEngine) and restarts > 0):
+        if engine.failure is not None:
+            assert isinstance(engine, RemoteEngine)
+            log.warning("%s; it is started again", engine.failure)
+            restarts -= 1
+            application.ready = False
+            run.register_server(replace(entry, ready=False))
+            await engine.restart(reporter)
         if not any(server.ready and server.pid == entry.pid for server in run.servers()):
             application.ready = False
             run.register_server(replace(entry, ready=True))
@@ -162,10 +187,10 @@ async def _keep_listed(
             if beside is not None:
                 beside.launched(entry.address)
         await asyncio.sleep(LOOK_S)
-    raise EngineError(f"{engine.failure}. The traceback is above. Restart the server to recover.")
+    raise EngineError(f"{engine.failure}. What went before it is above. Restart the server to recover.")
 
 
-async def _load_newest(engine: LocalEngine, run: RunDirectory, reporter: Reporter) -> None:
+async def _load_newest(engine: ServedEngine, run: RunDirectory, reporter: Reporter) -> None:
     """Load the weights that the run announces, until they are the loaded ones.
 
     Weights that are gone are announced and pushed again by the trainer. For example, a run that ended leaves none in
@@ -196,7 +221,7 @@ class _Server(Listener):
         self._listening.set()
 
 
-async def _end_on_signal(server: Listener, engine: LocalEngine) -> None:
+async def _end_on_signal(server: Listener, engine: ServedEngine) -> None:
     """Wait for SIGTERM or SIGINT, then return the tokens so far to all clients and end the server."""
     loop, asked = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -1,4 +1,4 @@
-"""Client that implements `protocol.Engine` over vLLM's OpenAI server: token ids in and out, through /v1/completions.
+"""vLLM: how its server is started, and a client of it. Token IDs go in and out through /v1/completions.
 
 vLLM does not say which logprobs it reports, so `VLLMEngine.probe` finds out:
 
@@ -13,13 +13,20 @@ processed_logprobs          after temperature and truncation             with to
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
-from clew.errors import EngineError, ImageError
+import clew
+from clew.config import Config
+from clew.errors import ConfigError, EngineError, ImageError
+from clew.inference.backend import Launch, options
 from clew.inference.client import HTTPEngine
 from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, SamplingParams
+from clew.record.weights import WeightRef, read_digests
+from clew.seeds import derive_seed
 
 LogprobsMode = Literal["raw", "processed", "unknown"]
 
@@ -30,9 +37,21 @@ SMALLEST_GAP = 1e-2
 
 RESTART = "Start vLLM with --logprobs-mode processed_logprobs"
 
+OWN = (
+    *("model", "host", "port", "dtype", "served-model-name", "tokenizer", "max-num-seqs", "kv-cache-memory-bytes"),
+    *("logprobs-mode", "worker-extension-cls", "api-key"),
+)
+"""Options that Clew sets itself."""
+
+NEEDED = ("/pause", "/resume", "/abort_requests", "/collective_rpc", "/v1/completions")
+"""Routes without which a server cannot be trained with."""
+
 
 class VLLMEngine(HTTPEngine):
-    """Client of one vLLM server. Others load its weights, so their version is always 0."""
+    """Client of one vLLM server. Its completions have the version 0; `clew.inference.remote` knows the true one."""
+
+    kind = "vLLM"
+    takes_images = False
 
     def __init__(self, address: str, model: str, context: int, api_key: str = "") -> None:
         """Create the client.
@@ -45,7 +64,117 @@ class VLLMEngine(HTTPEngine):
         """
         super().__init__(address, api_key, context)
         self.model = model
+        self._labels = False
         self.logprobs_mode: LogprobsMode = "unknown"
+
+    # The server ------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def client(cls, config: Config, address: str) -> VLLMEngine:
+        """Return a client of a server that `launch` has started."""
+        return cls(address, config.model.path, 2**40)
+
+    @staticmethod
+    def launch(config: Config, port: int, scratch: Path) -> Launch:
+        """Return how to start a server; see the protocol."""
+        inference = config.inference
+        args = {name.lstrip("-").replace("_", "-"): value for name, value in inference.args.items()}
+        if own := [name for name in args if name in OWN]:
+            raise ConfigError(f"inference.args.{own[0]}: Clew sets this option of vLLM itself. Leave it out.")
+        cache = int(inference.cache_gib * 2**30)
+        given = {
+            "model": config.model.path,
+            "host": "127.0.0.1",
+            "port": port,
+            "dtype": config.model.dtype,
+            "max-num-seqs": inference.max_running,
+            "kv-cache-memory-bytes": cache,
+            "logprobs-mode": "processed_logprobs",  # otherwise before temperature
+            "max-logprobs": 5,
+            "worker-extension-cls": "clew.inference.vllm_worker.Extension",
+            "disable-uvicorn-access-log": True,
+        }
+        scratch.mkdir(parents=True, exist_ok=True)
+        package = scratch / "clew"
+        package.unlink(missing_ok=True)
+        package.symlink_to(Path(clew.__file__).parent)
+        return Launch(
+            command=[
+                str(inference.python or sys.executable),
+                *("-m", "vllm.entrypoints.openai.api_server"),
+                *options({**given, **args}.items()),
+            ],
+            environment={
+                "VLLM_SERVER_DEV_MODE": "1",  # opens /pause, /resume, /collective_rpc
+                "PYTHONPATH": str(scratch),  # Clew's package alone, not what is installed beside it
+                "PYTHONDONTWRITEBYTECODE": "",
+                "VLLM_CPU_KVCACHE_SPACE": str(max(1, round(inference.cache_gib))),
+            },
+        )
+
+    async def ready(self) -> bool:
+        """Return whether the server serves its model."""
+        await self._request("GET", "/health", None)
+        return True
+
+    async def prepare(self) -> list[str]:
+        """Find out what the server can do; see the protocol."""
+        routes = (await self._request("GET", "/openapi.json", None))["paths"]
+        if missing := [route for route in NEEDED if route not in routes]:
+            raise EngineError(
+                f"Cannot train with vLLM at {self.address}: it has no {', '.join(missing)}. Its version is too old, or "
+                f"VLLM_SERVER_DEV_MODE=1 was not set when it was started."
+            )
+        served = (await self._request("GET", "/v1/models", None))["data"][0]
+        self.model, self.context = served["id"], int(served["max_model_len"])
+        self._labels = "/update_weight_version" in routes
+        await self.probe()
+        lacks: list[str] = []
+        if not self._labels:
+            lacks.append(
+                f"vLLM at {self.address} keeps no version of its weights (/update_weight_version): which weights made "
+                f"a token is Clew's word alone."
+            )
+        return [*lacks, *([self.advice] if self.advice else [])]
+
+    async def abort(self, request_id: str | None = None) -> None:
+        """Abort one request, or all (None); their tokens so far are returned."""
+        named = {} if request_id is None else {"request_ids": [f"cmpl-{request_id}", f"cmpl-{request_id}-0"]}
+        await self._post("/abort_requests", named)
+
+    async def pause(self, lease_s: float = 0.0) -> None:
+        """Abort all requests, forget their keys and values, and start none."""
+        await self._request("POST", "/pause?mode=abort&clear_cache=true", None)
+
+    async def resume(self) -> None:
+        """Serve again."""
+        await self._request("POST", "/resume", None)
+
+    async def load(self, ref: WeightRef) -> None:
+        """Load weights into the paused server, and compare what it holds with the trainer's digests."""
+        answer = await self._post("/collective_rpc", {"method": "clew_load", "args": [ref.path]})
+        if wrong := differences(read_digests(ref), answer["results"]):
+            shown = "; ".join(wrong[:5]) + ("; …" if len(wrong) > 5 else "")
+            raise EngineError(
+                f"vLLM at {self.address} did not load version {ref.version} as the trainer wrote it: {len(wrong)} "
+                f"tensors differ: {shown}. It serves nothing now."
+            )
+        forgotten = await self._request("POST", "/reset_prefix_cache", None)
+        if forgotten.get("success") is False:
+            raise EngineError(
+                f"vLLM at {self.address} did not forget the keys and values of the version before {ref.version} "
+                f"(/reset_prefix_cache): it would go on with them under new weights. It serves nothing now."
+            )
+        if self._labels:
+            await self._post("/update_weight_version", {"new_version": str(ref.version)})
+
+    async def score(self, input_ids: list[int]) -> float:
+        """Return the logprob of the last token given those before it, at temperature 1."""
+        body = {"model": self.model, "prompt": input_ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        answer = await self._post("/v1/completions", body)
+        return float(answer["choices"][0]["prompt_logprobs"][-1][str(input_ids[-1])]["logprob"])
+
+    # Logprobs --------------------------------------------------------------------------------------------------------
 
     async def probe(self) -> None:
         """Find out which logprobs the server reports, from the same next token at two temperatures.
@@ -129,7 +258,8 @@ class VLLMEngine(HTTPEngine):
             "top_p": params.top_p,
             "top_k": params.top_k or -1,
             "min_p": params.min_p,
-            "seed": params.seed,
+            # A request that goes on after an abort must not draw the same random numbers again.
+            "seed": params.seed if not params.continues else derive_seed(params.seed, str(params.continues)),
             "stop": list(params.stop),
             "include_stop_str_in_output": True,
             "stop_token_ids": list(params.stop_token_ids or ()),
@@ -137,6 +267,8 @@ class VLLMEngine(HTTPEngine):
             "return_token_ids": True,
             "logprobs": 0,
         }
+        if request.id:
+            body["request_id"] = request.id
         if params.json_schema is not None:
             body["structured_outputs"] = {"json": params.json_schema}
         if request.on_token is None:
@@ -193,3 +325,26 @@ def mode_of(at_one: Mapping[str, float], at_other: Mapping[str, float], temperat
     if not gap >= SMALLEST_GAP:
         return "unknown"
     return "raw" if abs(other_gap - gap) < abs(other_gap - gap / temperature) else "processed"
+
+
+def differences(expected: Mapping[str, str], workers: list[dict[str, list[Any]]]) -> list[str]:
+    """Return which tensors the workers do not hold as the trainer wrote them, each with the reason.
+
+    Args:
+        expected: Digest of each tensor, in hexadecimal.
+        workers: The answer of `clew.inference.vllm_worker.Extension.clew_load` from each worker. With tensor
+            parallelism each holds a part, and some parts are held by several.
+    """
+    wrong: list[str] = []
+    for name, digest in expected.items():
+        held = [worker[name] for worker in workers if name in worker]
+        count, size = sum(each[1] for each in held), max((each[2] for each in held), default=0)
+        if not held:
+            wrong.append(f"{name}: not loaded")
+        elif count % size or not count:
+            wrong.append(f"{name}: {count} of {size} elements are held where the engine computes from")
+        elif cast := next((each[3] for each in held if each[3]), None):
+            wrong.append(f"{name}: held as {', '.join(cast)}, which is not how it was written")
+        elif sum(int(each[0], 16) for each in held) % 2**64 != int(digest, 16) * (count // size) % 2**64:
+            wrong.append(f"{name}: holds other values")
+    return wrong

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from clew.errors import RecordError
 from clew.reading import Count, Finite, read_json
 from clew.record.files import write_json
 
 DIGEST_KEY = "clew_digest"
 """Key of WeightRef.digest in the metadata of the safetensors file that the trainer writes."""
+
+DIGESTS_KEY = "clew_digests"
+"""Key of the digests of the tensors in the file, as JSON by name, in hexadecimal."""
 
 
 def outside_folder(parent: str, run: Path) -> Path:
@@ -27,7 +32,7 @@ class WeightRef:
     path: str
     """Folder with model.safetensors (and config.json), on disk or in shared memory, readable by every engine."""
     digest: str
-    """Digest of all parameters, see `clew.record.digest`."""
+    """Digest of all parameters, see `clew.record.array_digest`."""
     probe_ids: list[Count] = field(default_factory=list)
     """Token IDs of a short sequence that is scored after each load."""
     probe_logprob: Finite = 0.0
@@ -45,3 +50,23 @@ class WeightRef:
     def exists(self) -> bool:
         """Return whether the weights still exist at `path`."""
         return Path(self.path).is_dir()
+
+
+def read_digests(ref: WeightRef) -> dict[str, str]:
+    """Return the trainer's digest of each tensor in the files of `ref`, in hexadecimal.
+
+    Raises:
+        RecordError: The files cannot be read, or have no such digests.
+    """
+    digests: dict[str, str] = {}
+    for file in sorted(Path(ref.path).glob("*.safetensors")):
+        try:
+            with file.open("rb") as opened:
+                header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+            digests |= json.loads(header["__metadata__"][DIGESTS_KEY])
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise RecordError(
+                f"Cannot check the weights in {file}: it has no digests of its tensors ({type(error).__name__}: "
+                f"{error}). Only what Clew's trainer publishes can be loaded into this server."
+            ) from None
+    return digests

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -9,7 +10,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from clew.record.weights import DIGEST_KEY, WeightRef
+from clew.models.tensor_digest import digest_tensor
+from clew.record.weights import DIGEST_KEY, DIGESTS_KEY, WeightRef
 from clew.training.engine import TrainEngine
 from clew.training.folders import written_aside
 from clew.training.scoring import score
@@ -36,7 +38,10 @@ def write_weights(engine: TrainEngine, folder: Path, version: int, probe_ids: Se
     tensors, digest = _each_once(engine.policy.published_state()), engine.weights_digest()
     if engine.ranks.leads:
         with written_aside(folder) as aside:
-            save_file(tensors, aside / "model.safetensors", metadata={"format": "pt", DIGEST_KEY: digest})
+            metadata = {"format": "pt", DIGEST_KEY: digest}
+            if engine.config.inference.backend != "embedded":
+                metadata[DIGESTS_KEY] = json.dumps(_digests(tensors))
+            save_file(tensors, aside / "model.safetensors", metadata=metadata)
             engine.policy.model.config.save_pretrained(aside)
     return WeightRef(
         version=version,
@@ -51,6 +56,10 @@ def _each_once(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the tensors, with only one of those that share memory."""
     found = {tensor.data_ptr(): (name, tensor) for name, tensor in reversed(state.items())}
     return {name: tensor.contiguous() for name, tensor in reversed(found.values())}
+
+
+def _digests(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    return {name: f"{digest_tensor(tensor, name=name):016x}" for name, tensor in tensors.items()}
 
 
 def default_probe(engine: TrainEngine) -> list[int]:

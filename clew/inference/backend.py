@@ -1,0 +1,107 @@
+"""Protocol of the clients of vLLM and SGLang: what `clew.inference.remote` needs to serve one of them. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from clew.config import Config
+from clew.inference.protocol import Completion, GenerateRequest
+from clew.record.weights import WeightRef
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """Command that starts a server."""
+
+    command: list[str]
+    environment: dict[str, str]
+    """Variables that are set beside those of this process."""
+
+
+class Backend(Protocol):
+    """Client of one vLLM or SGLang server. Use it from one event loop, and `close` it."""
+
+    kind: str
+    """Name of the engine, for messages: "vLLM" or "SGLang"."""
+    address: str
+    """host:port of the server."""
+    context: int | None
+    """Maximum tokens of a prompt with its completion; known after `prepare`."""
+    takes_images: bool
+    """True if it takes images beside token IDs; known after `prepare`."""
+
+    @classmethod
+    def client(cls, config: Config, address: str) -> Backend:
+        """Return a client of a server that `launch` has started."""
+        ...
+
+    @staticmethod
+    def launch(config: Config, port: int, scratch: Path) -> Launch:
+        """Return how to start a server for the configuration's model on 127.0.0.1:port.
+
+        Args:
+            scratch: Folder for files that the server needs.
+
+        Raises:
+            ConfigError: inference.args has an option that the engine does not know, or one that Clew sets itself.
+        """
+        ...
+
+    async def ready(self) -> bool:
+        """Return whether the server answers and serves its model."""
+        ...
+
+    async def prepare(self) -> list[str]:
+        """Find out what the server can do.
+
+        Returns:
+            What it lacks, each with the consequence, to be said once.
+
+        Raises:
+            EngineError: It cannot be trained with: another model or vocabulary, no token IDs, wrong logprobs.
+        """
+        ...
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Complete one sequence, see `protocol.Engine`. The versions are the engine's own labels, or 0."""
+        ...
+
+    async def abort(self, request_id: str | None = None) -> None:
+        """Abort one request, or all (None); their tokens so far are returned."""
+        ...
+
+    async def pause(self) -> None:
+        """Abort all requests, return their tokens so far, and start none until `resume`."""
+        ...
+
+    async def resume(self) -> None:
+        """Serve again."""
+        ...
+
+    async def load(self, ref: WeightRef) -> None:
+        """Load weights into the paused server, and compare what it then holds with the trainer's digests.
+
+        Raises:
+            EngineError: The weights were refused, or the server holds others; the message names the tensors.
+        """
+        ...
+
+    async def score(self, input_ids: list[int]) -> float:
+        """Return the logprob of the last token given those before it, at temperature 1."""
+        ...
+
+    async def close(self) -> None:
+        """Close the connections."""
+        ...
+
+
+def options(args: Iterable[tuple[str, Any]]) -> list[str]:
+    """Return options as on a command line: true is an option without a value, null none at all."""
+    words: list[str] = []
+    for name, value in args:
+        if value is not None and value is not False:
+            words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+    return words

@@ -1,0 +1,87 @@
+"""The process of a vLLM or SGLang server: it is started, its log is read for the cause of its end, and it is ended."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from clew.errors import EngineError
+from clew.inference.backend import Launch
+
+GRACE_S = 5.0
+"""Seconds between asking a server to end and killing it with all that it has started."""
+
+_DIES_WITH_PARENT = (
+    "import ctypes, os, sys\n"
+    "ctypes.CDLL(None).prctl(1, 9) if sys.platform == 'linux' else None\n"
+    "os.getppid() == int(sys.argv[1]) or os._exit(1)\n"
+    "os.execvpe(sys.argv[2], sys.argv[2:], os.environ)"
+)
+"""Program that has the kernel kill it with its parent (prctl(2), PR_SET_PDEATHSIG), and then becomes the server."""
+
+_CAUSE = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|error|Killed)\b: .+")
+_CONSEQUENCE = re.compile(r"[Ss]ee (?:root cause|stack trace)|EngineDeadError|Engine core initialization failed")
+
+
+class ServerProcess:
+    """One server process; its output goes to a file."""
+
+    def __init__(self, launch: Launch, log: Path) -> None:
+        """Start it.
+
+        Raises:
+            EngineError: There is no such program.
+        """
+        self.log = log
+        self._skip = log.stat().st_size if log.exists() else 0
+        shim = [sys.executable, "-I", "-S", "-c", _DIES_WITH_PARENT, str(os.getpid()), *launch.command]
+        if not Path(launch.command[0]).is_file():
+            raise EngineError(
+                f"Cannot start the inference server: {launch.command[0]} does not exist. inference.python names the "
+                f"Python in which it is installed."
+            )
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                shim,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, **launch.environment},
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def ended(self) -> str | None:
+        """Return how and why the process has ended, as far as its log tells; None while it lives."""
+        code = self._process.poll()
+        if code is None:
+            return None
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        return f"{how}: {self.cause()} (its log: {self.log})"
+
+    def cause(self) -> str:
+        """Return the error in the log that the others follow from, or else the log's last line."""
+        with self.log.open("rb") as file:
+            file.seek(self._skip)
+            text = file.read().decode(errors="replace")
+        lines = [line for line in text.splitlines() if line.strip()]
+        causes = [found[0] for line in lines if not _CONSEQUENCE.search(line) and (found := _CAUSE.search(line))]
+        return causes[-1].strip() if causes else lines[-1].strip() if lines else "it wrote nothing"
+
+    def end(self) -> None:
+        """End the process and all that it has started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(GRACE_S)
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait()

@@ -1,0 +1,139 @@
+"""Clew's part inside vLLM's workers (--worker-extension-cls): loads weights, and says what the engine then holds.
+
+vLLM's Python loads this file. It may have none of Clew's packages: this imports torch, NumPy and safetensors alone.
+
+An update can answer 200 and be wrong: a fused tensor may be loaded by half, or a kernel may compute from a packed copy
+of its own. So `clew_load` notes where each element of each tensor in the file is copied while vLLM's own loaders run,
+whatever they do with it (fused projections, tensor parallelism, experts). It then reads the weights back from there and
+returns their digests, for the trainer's to be compared with.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import sys
+from bisect import bisect_right
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from clew.models.tensor_digest import digest_scattered
+
+
+def die_with_server() -> None:
+    """Have the kernel kill this worker with vLLM's server, which it would outlive otherwise (prctl(2))."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def compute_from_weights() -> None:
+    """Have vLLM's CPU build compute from the weights themselves.
+
+    By default it packs each linear layer into a copy and leaves `weight` empty: weights could not be loaded in place
+    any more, and a tied lm_head would keep the packed copy of its first weights.
+    """
+    if import_module("vllm.platforms").current_platform.is_cpu():
+        vars(import_module("vllm._custom_ops"))["_supports_onednn"] = False
+        vars(import_module("vllm.model_executor.layers.utils"))["check_cpu_sgl_kernel"] = lambda *_: False
+
+
+if "vllm" in sys.modules:  # before it builds its model
+    die_with_server()
+    compute_from_weights()
+
+
+class Copied(NamedTuple):
+    """A piece of a tensor in the file, and where the engine holds it."""
+
+    offset: int
+    """Flat position of the piece's first element in the tensor."""
+    strides: tuple[int, ...]
+    """Steps from one element of the piece to the next, in the tensor, by dimension."""
+    held: Tensor
+    """View of the engine's memory, in the piece's shape."""
+
+
+class CopyTrace(TorchDispatchMode):
+    """Notes which piece of which tensor is copied where, while vLLM's loaders run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies: dict[str, list[Copied]] = {}
+        self._starts: list[int] = []
+        self._sources: list[tuple[str, Tensor]] = []
+
+    def watch(self, name: str, source: Tensor) -> None:
+        """Follow a contiguous tensor, which has just been read."""
+        place = bisect_right(self._starts, source.data_ptr())
+        self._starts.insert(place, source.data_ptr())
+        self._sources.insert(place, (name, source))
+        self.copies.setdefault(name, [])
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.copy_.default:
+            self._note(args[0], args[1])
+        elif func is torch.ops.aten._to_copy.default and result.dtype == args[0].dtype:
+            self._follow(args[0], result)  # moved to the device before it is copied into the parameter
+        return result
+
+    def _named(self, source: Tensor) -> tuple[str, int] | None:
+        """Return the name of the tensor that `source` is a view of, and the position at which it begins there."""
+        place = bisect_right(self._starts, source.data_ptr()) - 1
+        if place < 0:
+            return None
+        name, whole = self._sources[place]
+        offset = (source.data_ptr() - whole.data_ptr()) // whole.element_size()
+        return (name, offset) if offset < whole.numel() and source.dtype == whole.dtype else None
+
+    def _note(self, held: Tensor, source: Tensor) -> None:
+        if (named := self._named(source)) is not None:
+            name, offset = named
+            expanded = source.expand(held.shape)
+            self.copies[name].append(Copied(offset, expanded.stride(), held.detach()))
+
+    def _follow(self, source: Tensor, moved: Tensor) -> None:
+        named = self._named(source)
+        if named is not None and named[1] == 0 and source.is_contiguous() and moved.is_contiguous():
+            self.watch(named[0], moved)
+
+
+class Extension:
+    """Methods that `/collective_rpc` can call on each of vLLM's workers."""
+
+    def clew_load(self, folder: str) -> dict[str, list[Any]]:
+        """Load a folder's *.safetensors in place, and return what the engine then holds of each tensor.
+
+        Returns:
+            By name: the digest of the elements held, in hexadecimal; how many elements are held, each counted as often
+            as it is held; how many the tensor has; and the types that hold them, if the engine has cast any. Only
+            elements that the engine still computes from count.
+        """
+        model: Any = self.model_runner.model  # pyright: ignore[reportAttributeAccessIssue]
+        trace, written = CopyTrace(), {}
+        with torch.no_grad():
+            for file in sorted(Path(folder).glob("*.safetensors")):
+                with safe_open(file, framework="pt") as opened:
+                    tensors = {name: opened.get_tensor(name).contiguous() for name in opened.keys()}  # noqa: SIM118
+                for name, tensor in tensors.items():
+                    trace.watch(name, tensor)
+                    written[name] = tensor.numel(), tensor.dtype
+                with trace:
+                    model.load_weights(iter(tensors.items()))
+        alive = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+        result: dict[str, list[Any]] = {}
+        for name, copies in trace.copies.items():
+            live = [each for each in copies if each.held.untyped_storage().data_ptr() in alive]
+            digest = sum(digest_scattered(each.held, each.offset, each.strides, name=name) for each in live) % 2**64
+            size, dtype = written[name]
+            cast = sorted({str(each.held.dtype) for each in live} - {str(dtype)})
+            result[name] = [f"{digest:016x}", sum(each.held.numel() for each in live), size, cast]
+        self.model_runner.reset_lora_state()  # pyright: ignore[reportAttributeAccessIssue]
+        self.model_runner.reset_encoder_cache()  # pyright: ignore[reportAttributeAccessIssue]
+        return result

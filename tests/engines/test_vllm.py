@@ -1,0 +1,301 @@
+"""A real vLLM behind `clew serve`: exact tokens and logprobs, updates that are checked, and a training run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from clew.errors import EngineError
+from clew.inference.client import HTTPEngine
+from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, SamplingParams
+from clew.inference.resubmit import generate_through_aborts
+from clew.models.tensor_digest import digest_tensor
+from clew.record.run import RunDirectory
+from clew.record.weights import DIGESTS_KEY, WeightRef
+from tests.models import tiny_model, tiny_tokenizer
+
+PYTHON = os.environ.get("CLEW_VLLM_PYTHON")
+pytestmark = pytest.mark.skipif(PYTHON is None, reason="CLEW_VLLM_PYTHON names no Python with vLLM; make test-engines")
+
+PROMPT = [7, 8, 9, 10, 11]
+START_S = 400.0
+"""Time limit for a server's start, on a slow and busy machine; it takes 20 s on an idle one."""
+
+
+def make_model(folder: Path, seed: int = 0) -> Any:
+    """vLLM's CPU attention takes heads of 32 and more."""
+    more = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    tiny_tokenizer(folder)
+    return tiny_model(folder, hidden=64, seed=seed, scale=0.2, more=more)
+
+
+def write_config(folder: Path, trial: str, **more: Any) -> Path:
+    sections: dict[str, Any] = {
+        "experiment": "engines",
+        "trial": trial,
+        "root": str(folder / "runs"),
+        "model": {"path": str(folder / "model")},
+        "data": {"path": str(folder / "rows.jsonl")},
+        "inference": {
+            "backend": "vllm",
+            "python": PYTHON,
+            "max_running": 32,
+            "cache_gib": 0.25,
+            "args": {"enforce-eager": True, "gpu-memory-utilization": 0.2},
+        },
+        "launch": {"threads": 1},
+        **more,
+    }
+    path = folder / f"{trial}.yaml"
+    path.write_text(json.dumps(sections))
+    return path
+
+
+class Serving:
+    """`clew serve`, as typed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        config = write_config(folder, "serve")
+        self.run = RunDirectory(folder / "runs" / "engines" / "serve")
+        self.log = folder / "serve.log"
+        command = [sys.executable, "-P", "-m", "clew", "serve", str(config), "--allow-weights", str(folder)]
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        until(lambda: "launched at" in self.log.read_text() or self.process.poll() is not None)
+        assert self.process.poll() is None, self.log.read_text()
+
+    def ask(self, scenario: Callable[[HTTPEngine], Awaitable[Any]]) -> Any:
+        async def run() -> Any:
+            server = self.run.servers()[0]
+            engine = HTTPEngine(server.address, server.token)
+            try:
+                return await scenario(engine)
+            finally:
+                await engine.close()
+
+        return asyncio.run(run())
+
+    def generate(self, **params: Any) -> Completion:
+        request = GenerateRequest(PROMPT, SamplingParams(**params))
+        return self.ask(lambda engine: engine.generate(request))
+
+    def vllm(self) -> psutil.Process:
+        """The API server."""
+        return next(
+            child for child in psutil.Process(self.process.pid).children() if "api_server" in " ".join(child.cmdline())
+        )
+
+
+def until(condition: Callable[[], Any], seconds: float = START_S) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    folder = tmp_path_factory.mktemp("vllm")
+    make_model(folder / "model")
+    serving = Serving(folder)
+    yield serving
+    children = psutil.Process(serving.process.pid).children(recursive=True)
+    serving.process.send_signal(signal.SIGTERM)
+    serving.process.wait(60)
+    assert not psutil.wait_procs(children, timeout=20)[1], "what vLLM has started ends with it"
+
+
+def published(folder: Path, model: Any, version: int) -> WeightRef:
+    """Weights as the trainer publishes them, with the digests and a probe by transformers."""
+    folder.mkdir()
+    tensors = {name: t for name, t in model.state_dict().items() if name != "lm_head.weight"}  # it is tied
+    digests = {name: f"{digest_tensor(tensor, name=name):016x}" for name, tensor in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt", DIGESTS_KEY: json.dumps(digests)})
+    probe = [3, 50, 20, 7, 30]
+    logprob = logprobs_of(model, probe, 1.0)[-1, probe[-1]]
+    return WeightRef(version=version, path=str(folder), digest="", probe_ids=probe, probe_logprob=float(logprob))
+
+
+@torch.no_grad()
+def logprobs_of(model: Any, ids: list[int], temperature: float) -> torch.Tensor:
+    """The logprobs [T - 1, V] of the tokens after the first."""
+    return torch.log_softmax(model(torch.tensor([ids])).logits[0, :-1].float() / temperature, -1)
+
+
+def exact(completion: Completion, model: Any, temperature: float, prompt: list[int] = PROMPT) -> float:
+    """The largest difference between the completion's logprobs and transformers'."""
+    ids = prompt + completion.output_ids
+    expected = logprobs_of(model, ids, temperature)[len(prompt) - 1 :]
+    own = expected[range(len(completion.output_ids)), completion.output_ids]
+    return float((own - torch.tensor(completion.logprobs)).abs().max())
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.3])
+def test_logprobs_are_those_of_the_distribution_that_was_sampled(serving: Serving, temperature: float) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(serving.folder / "model")
+    completion = serving.generate(max_new_tokens=32, temperature=temperature, stop_token_ids=(), seed=3)
+    assert len(completion.output_ids) == 32 and completion.finish_reason == "length"
+    assert exact(completion, model, temperature) < 1e-5
+
+
+def test_the_stop_string_is_part_of_the_output(serving: Serving) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(serving.folder / "model")
+    whole = serving.generate(max_new_tokens=32, stop_token_ids=(), seed=5)
+    stop = tokenizer.decode(whole.output_ids[3])
+    completion = serving.generate(max_new_tokens=32, stop_token_ids=(), seed=5, stop=(stop,))
+    assert completion.finish_reason == "stop" and completion.matched == stop
+    first = next(i for i, token in enumerate(whole.output_ids) if stop in tokenizer.decode(token))
+    assert completion.output_ids == whole.output_ids[: first + 1]
+
+
+def test_what_the_debugging_script_of_the_field_sends(serving: Serving) -> None:
+    """input_ids and sampling_params to /generate, without a token."""
+    import urllib.request
+
+    address = serving.run.servers()[0].address
+    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 4, "temperature": 0}, "return_logprob": True}
+    request = urllib.request.Request(
+        f"http://{address}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        answer = json.loads(response.read())
+    assert len(answer["output_ids"]) == 4 == len(answer["meta_info"]["output_token_logprobs"])
+
+
+def test_an_update_interrupts_and_the_rest_is_made_by_the_new_weights(serving: Serving) -> None:
+    old = transformers.AutoModelForCausalLM.from_pretrained(serving.folder / "model")
+    new = make_model(serving.folder / "other", seed=1)
+    ref = published(serving.folder / "version-7", new, 7)
+    prompts = [[*PROMPT, 12 + number] for number in range(8)]
+
+    async def scenario(engine: HTTPEngine) -> list[Completion]:
+        running = [
+            asyncio.ensure_future(
+                generate_through_aborts(
+                    engine,
+                    GenerateRequest(prompt, SamplingParams(max_new_tokens=200, stop_token_ids=(), seed=number)),
+                )
+            )
+            for number, prompt in enumerate(prompts)
+        ]
+        await asyncio.sleep(0.5)
+        await engine.load_weights(ref)
+        assert await engine.version() == 7
+        return await asyncio.gather(*running)
+
+    completions = serving.ask(scenario)
+    mixed = 0
+    for prompt, completion in zip(prompts, completions, strict=True):
+        versions = completion.versions
+        assert len(completion.output_ids) == 200 and versions == sorted(versions) and set(versions) <= {0, 7}
+        change = versions.index(7)
+        mixed += change > 0
+        ids = prompt + completion.output_ids
+        for model, part in ((old, slice(0, change)), (new, slice(change, 200))):
+            expected = logprobs_of(model, ids, 1.0)[len(prompt) - 1 :]
+            own = expected[range(200), completion.output_ids][part]
+            if len(own):
+                assert (own - torch.tensor(completion.logprobs[part])).abs().max() < 1e-4
+    assert mixed > 0, "no request was in flight when the weights came"
+
+
+def test_another_file_than_the_trainer_wrote_stops_the_update_and_names_the_tensor(serving: Serving) -> None:
+    model = make_model(serving.folder / "again", seed=2)
+    ref = published(serving.folder / "version-8", model, 8)
+    file = serving.folder / "version-8" / "model.safetensors"
+    tensors, digests = load_file(file), json.loads(_metadata(file)[DIGESTS_KEY])
+    name = "model.layers.1.self_attn.k_proj.weight"
+    tensors[name][0, 0] += 1e-3
+    save_file(tensors, file, metadata={"format": "pt", DIGESTS_KEY: json.dumps(digests)})
+    with pytest.raises(EngineError, match=r"1 tensors differ: model.layers.1.self_attn.k_proj.weight: holds other"):
+        serving.ask(lambda engine: engine.load_weights(ref))
+    with pytest.raises(EngineUnreachable, match="loading version 8"):
+        serving.generate(max_new_tokens=4)
+    good = published(serving.folder / "version-9", model, 9)
+    serving.ask(lambda engine: engine.load_weights(good))
+    completion = serving.generate(max_new_tokens=16, stop_token_ids=())
+    assert completion.versions == [9] * 16 and exact(completion, model, 1.0) < 1e-5
+
+
+def test_weights_that_are_held_but_computed_otherwise_fail_the_probe(serving: Serving) -> None:
+    model = make_model(serving.folder / "probed", seed=3)
+    ref = published(serving.folder / "version-10", model, 10)
+    wrong = WeightRef(**{**ref.__dict__, "probe_logprob": ref.probe_logprob - 0.1})
+    with pytest.raises(EngineError, match=r"it gives the probe the logprob .* a packed or tied lm_head"):
+        serving.ask(lambda engine: engine.load_weights(wrong))
+    serving.ask(lambda engine: engine.load_weights(ref))
+
+
+def test_a_pause_holds_requests_until_its_lease_ends(serving: Serving) -> None:
+    async def scenario(engine: HTTPEngine) -> float:
+        await engine.pause(lease_s=2.0)
+        began = time.monotonic()
+        await engine.generate(GenerateRequest(PROMPT, SamplingParams(max_new_tokens=2)))
+        return time.monotonic() - began
+
+    assert serving.ask(scenario) > 1.0
+
+
+def test_a_killed_server_is_started_again_and_no_request_is_lost(serving: Serving) -> None:
+    """The last test on this server: it has version 0 again afterwards."""
+
+    async def scenario(engine: HTTPEngine) -> Completion:
+        request = GenerateRequest(PROMPT, SamplingParams(max_new_tokens=200, stop_token_ids=()))
+        running = asyncio.ensure_future(generate_through_aborts(engine, request))
+        await asyncio.sleep(0.3)
+        await asyncio.to_thread(serving.vllm().kill)
+        return await asyncio.wait_for(running, START_S)
+
+    assert len(serving.ask(scenario).output_ids) == 200
+    assert "killed by signal 9" in serving.log.read_text()
+
+
+def test_ten_steps_of_training_and_their_replay(tmp_path: Path) -> None:
+    make_model(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+{i}="}) + "\n" for i in range(40)))
+    (tmp_path / "mine.py").write_text("def digits(completion, data):\n    return completion.count('1') / 8\n")
+    more = {
+        "rollout": {"reward": "mine.digits", "batch_groups": 4, "n_samples": 4, "max_lag": 1},
+        "sampling": {"max_new_tokens": 24, "temperature": 1.3},
+        "training": {"steps": 10, "lr": 1e-3},
+    }
+    config = write_config(tmp_path, "train", **more)
+
+    def clew(*arguments: str) -> str:
+        ended = subprocess.run(
+            [sys.executable, "-m", "clew", *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=START_S
+        )
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        return ended.stdout
+
+    clew("train", str(config))
+    run = RunDirectory(tmp_path / "runs" / "engines" / "train")
+    assert run.steps.count() == 10
+    versions: set[int] = set()
+    for step in range(10):
+        metrics = run.steps.read(step)["metrics"]
+        versions |= {int(version) for row in run.steps.read_data(step) for version in row.versions if version >= 0}
+        if metrics["lag_max"] == 0:
+            assert metrics["behaviour_k3"] < 1e-8, "the trainer and vLLM agree about fresh tokens"
+    assert len(versions) > 5
+    assert "bit for bit" in clew("replay", str(run.path), "--step", "3")
+
+
+def _metadata(file: Path) -> dict[str, str]:
+    content = file.read_bytes()
+    return json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]

@@ -1,0 +1,110 @@
+"""Loaders of the kinds that vLLM has, on plain tensors: each element that they put somewhere is found there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from clew.inference.vllm import differences
+from clew.inference.vllm_worker import Extension
+from clew.models.tensor_digest import digest_tensor
+
+QKV = {"q": (0, 8), "k": (8, 4), "v": (12, 4)}
+
+
+class Fused(nn.Module):
+    """Rank `rank` of `size` of a layer as vLLM holds it: q, k, v in one matrix, o by its columns, one norm each."""
+
+    def __init__(self, rank: int = 0, size: int = 1, forget: str = "", dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        self.rank, self.size, self.forget = rank, size, forget
+        self.qkv = nn.Parameter(torch.zeros(16 // size, 8, dtype=dtype), requires_grad=False)
+        self.o = nn.Parameter(torch.zeros(8, 8 // size, dtype=dtype), requires_grad=False)
+        self.norm = nn.Parameter(torch.zeros(8, dtype=dtype), requires_grad=False)
+
+    def load_weights(self, weights: Any) -> None:
+        for name, tensor in weights:
+            if name == self.forget:
+                continue
+            if name in QKV:
+                start, rows = QKV[name]
+                rows //= self.size
+                self.qkv.data.narrow(0, start // self.size, rows).copy_(tensor.narrow(0, self.rank * rows, rows))
+            elif name == "o":
+                columns = 8 // self.size
+                self.o.data.copy_(tensor[:, self.rank * columns : (self.rank + 1) * columns])
+            else:
+                self.norm.data.copy_(tensor)
+
+
+class Runner:
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def reset_lora_state(self) -> None: ...
+
+    def reset_encoder_cache(self) -> None: ...
+
+
+def loaded(model: nn.Module, folder: Path) -> dict[str, list[Any]]:
+    worker: Any = Extension()
+    worker.model_runner = Runner(model)
+    return worker.clew_load(str(folder))
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> tuple[Path, dict[str, str]]:
+    """A folder with the tensors, and the trainer's digest of each."""
+    random = torch.Generator().manual_seed(0)
+    shapes = {"q": (8, 8), "k": (4, 8), "v": (4, 8), "o": (8, 8), "norm": (8,)}
+    tensors = {name: torch.randn(shape, generator=random).bfloat16() for name, shape in shapes.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    return tmp_path, {name: f"{digest_tensor(tensor, name=name):016x}" for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_fused_split_and_replicated_tensors_are_found(published: tuple[Path, dict[str, str]], size: int) -> None:
+    folder, digests = published
+    answers = [loaded(Fused(rank, size), folder) for rank in range(size)]
+    assert differences(digests, answers) == []
+    assert sum(answer["norm"][1] for answer in answers) == 8 * size, "every rank holds the norm"
+
+
+def test_a_tensor_that_the_loader_forgot_is_named(published: tuple[Path, dict[str, str]]) -> None:
+    folder, digests = published
+    assert differences(digests, [loaded(Fused(forget="k"), folder)]) == [
+        "k: 0 of 32 elements are held where the engine computes from"
+    ]
+
+
+def test_another_file_than_the_trainer_wrote_is_named(published: tuple[Path, dict[str, str]]) -> None:
+    folder, digests = published
+    assert differences({**digests, "o": f"{1:016x}"}, [loaded(Fused(), folder)]) == ["o: holds other values"]
+
+
+def test_a_tensor_that_no_worker_has_heard_of_is_named(published: tuple[Path, dict[str, str]]) -> None:
+    folder, digests = published
+    assert differences({**digests, "lm_head": f"{1:016x}"}, [loaded(Fused(), folder)]) == ["lm_head: not loaded"]
+
+
+def test_weights_that_were_packed_into_a_copy_do_not_count(published: tuple[Path, dict[str, str]]) -> None:
+    class Packed(Fused):
+        def load_weights(self, weights: Any) -> None:
+            super().load_weights(weights)
+            self.o = nn.Parameter(torch.empty(0), requires_grad=False)
+
+    folder, digests = published
+    assert differences(digests, [loaded(Packed(), folder)]) == [
+        "o: 0 of 64 elements are held where the engine computes from"
+    ]
+
+
+def test_tensors_that_the_engine_has_cast_are_named(published: tuple[Path, dict[str, str]]) -> None:
+    folder, digests = published
+    found = differences(digests, [loaded(Fused(dtype=torch.float32), folder)])
+    assert len(found) == 5 and "norm: held as torch.float32, which is not how it was written" in found
