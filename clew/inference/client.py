@@ -23,6 +23,9 @@ from clew.inference.protocol import (
 )
 from clew.record.weights import WeightRef
 
+LONGEST_MESSAGE = 2000
+"""Number of characters of a server's own message that are shown."""
+
 
 class HTTPEngine:
     """Client of one inference server. Use it from one event loop, and `close` it."""
@@ -280,10 +283,10 @@ def _message(content: bytes) -> str:
     try:
         parsed = orjson.loads(content)
     except orjson.JSONDecodeError:
-        return content.decode(errors="replace")[:500]
+        return content.decode(errors="replace")[:LONGEST_MESSAGE]
     if isinstance(parsed, dict):
         error = parsed.get("error")
         if isinstance(error, dict) and "message" in error:
             return str(error["message"])
-        return str(parsed.get("message", parsed))[:500]
-    return str(parsed)[:500]
+        return str(parsed.get("message", parsed))[:LONGEST_MESSAGE]
+    return str(parsed)[:LONGEST_MESSAGE]
