@@ -7,7 +7,10 @@ unexport PYTHONDONTWRITEBYTECODE
 # At the versions that Clew is developed with.
 INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo tour test slow docs chaos bench clean
+# Environments with real inference servers, some gigabytes: kept outside the checkout, and built again when missing.
+ENGINES ?= $(HOME)/.cache/clew/engines
+
+.PHONY: demo tour test slow test-engines docs chaos bench clean
 
 demo: $(VENV)/demo
 	$(BIN)/python -m examples.addition.demo
@@ -29,6 +32,12 @@ slow: $(VENV)/dev
 	@# The stress tests measure time: nothing runs beside them.
 	$(BIN)/python -m pytest -m slow tests/stress; alone=$$?; \
 	$(BIN)/python -m pytest -m slow --ignore tests/stress -n 2 --dist loadfile && exit $$alone
+
+# The same engine tests against a real vLLM and a real SGLang, as far as they run without a GPU.
+test-engines: $(VENV)/dev
+	vllm=$$($(BIN)/python tests/engines/install.py vllm $(ENGINES)/vllm) && \
+	sglang=$$($(BIN)/python tests/engines/install.py sglang $(ENGINES)/sglang) && \
+	CLEW_VLLM_PYTHON=$$vllm CLEW_SGLANG_PYTHON=$$sglang $(BIN)/python -m pytest tests/engines --durations 5
 
 # The site, build/site/index.html; a warning is an error.
 docs: $(VENV)/docs
