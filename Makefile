@@ -25,7 +25,7 @@ test: $(VENV)/dev
 	$(BIN)/ruff format --check -q .
 	@# Beside pyright, which takes one core: what the tests import is compiled once, not by each of their workers.
 	$(BIN)/python -m pytest --collect-only -qq > /dev/null & $(BIN)/pyright; types=$$?; wait; exit $$types
-	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m "not slow and not engines" -n 2 --dist loadfile
 
 # What takes too long for every change; CI runs it too.
 slow: $(VENV)/dev
@@ -33,11 +33,11 @@ slow: $(VENV)/dev
 	$(BIN)/python -m pytest -m slow tests/stress; alone=$$?; \
 	$(BIN)/python -m pytest -m slow --ignore tests/stress -n 2 --dist loadfile && exit $$alone
 
-# The same engine tests against a real vLLM and a real SGLang, as far as they run without a GPU.
+# Before a real vLLM and a real SGLang, as far as they run without a GPU.
 test-engines: $(VENV)/dev
 	vllm=$$($(BIN)/python tests/engines/install.py vllm $(ENGINES)/vllm) && \
 	sglang=$$($(BIN)/python tests/engines/install.py sglang $(ENGINES)/sglang) && \
-	CLEW_VLLM_PYTHON=$$vllm CLEW_SGLANG_PYTHON=$$sglang $(BIN)/python -m pytest tests/engines --durations 5
+	CLEW_VLLM_PYTHON=$$vllm CLEW_SGLANG_PYTHON=$$sglang $(BIN)/python -m pytest -m engines tests/engines
 
 # The site, build/site/index.html; a warning is an error.
 docs: $(VENV)/docs

@@ -29,7 +29,10 @@ from clew.record.weights import DIGESTS_KEY, WeightRef
 from tests.models import tiny_model, tiny_tokenizer
 
 PYTHON = os.environ.get("CLEW_VLLM_PYTHON")
-pytestmark = pytest.mark.skipif(PYTHON is None, reason="CLEW_VLLM_PYTHON names no Python with vLLM; make test-engines")
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.skipif(PYTHON is None, reason="CLEW_VLLM_PYTHON names no Python with vLLM; see make test-engines"),
+]
 
 PROMPT = [7, 8, 9, 10, 11]
 START_S = 400.0
