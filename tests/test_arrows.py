@@ -66,7 +66,7 @@ LINES = {
     "cli": 850,
     "diagnose": 2750,
     "gateway": 5500,
-    "inference": 4550,  # 3700 before vLLM in training: its client, its worker's part, and the process before it
+    "inference": 5050,  # 3700 before vLLM and SGLang in training: their clients, checks of updates, the process before them
     "launch": 400,
     "loop": 2350,
     "models": 600,

@@ -1,0 +1,143 @@
+"""Checksums of the tensors of safetensors files, as SGLang's /weights_checker computes them on a CPU. No torch.
+
+SGLang holds some tensors joined: its qkv_proj is q_proj, k_proj and v_proj, one below the other, so that its bytes are
+theirs, one after the other. Its checksum is the first 64 bits of the SHA-256 of a tensor's bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy
+import orjson
+
+from clew.errors import EngineError
+
+JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""Parts of the tensors that SGLang joins, in its order."""
+
+PADDED_TO = 64
+"""SGLang pads the vocabulary with rows of zeros to a multiple of this."""
+
+BY_VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
+BLOCK = 1 << 24
+"""Bytes that are read at a time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tensor:
+    """Location of one tensor."""
+
+    path: Path
+    dtype: str
+    """Number type as safetensors writes it, such as "BF16"."""
+    shape: list[int]
+    start: int
+    end: int
+
+    def blocks(self, dtype: str) -> Iterator[bytes]:
+        """Yield the tensor's bytes, cast to another number type as SGLang casts what it loads."""
+        with self.path.open("rb") as file:
+            file.seek(self.start)
+            left = self.end - self.start
+            while left:
+                block = file.read(min(left, BLOCK))
+                if not block:
+                    raise EngineError(f"Cannot read the weights in {self.path}: it became shorter.")
+                left -= len(block)
+                yield cast(block, self.dtype, dtype)
+
+
+Tensors = Mapping[str, Tensor]
+"""Tensors of a model's folder, by name."""
+
+
+def read_folder(folder: str) -> dict[str, Tensor]:
+    """Return the tensors of a folder's safetensors files.
+
+    Raises:
+        EngineError: There is no such file, or one is cut off.
+    """
+    tensors: dict[str, Tensor] = {}
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        tensors |= _read_header(path)
+    if not tensors:
+        raise EngineError(f"Cannot use the weights in {folder}: there is no safetensors file.")
+    return tensors
+
+
+def _read_header(path: Path) -> dict[str, Tensor]:
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = struct.unpack("<Q", file.read(8))[0]
+            header = orjson.loads(file.read(min(length, size)))
+    except (OSError, struct.error, orjson.JSONDecodeError) as error:
+        raise EngineError(f"Cannot read the weights in {path}: {error}.") from error
+    header.pop("__metadata__", None)
+    tensors = {}
+    for name, entry in header.items():
+        start, end = (8 + length + offset for offset in entry["data_offsets"])
+        tensors[name] = Tensor(path=path, dtype=entry["dtype"], shape=entry["shape"], start=start, end=end)
+    needed = max((tensor.end for tensor in tensors.values()), default=size)
+    if needed != size:
+        raise EngineError(f"Cannot use the weights in {path}: it has {size} bytes, and its header says {needed}.")
+    return tensors
+
+
+def cast(block: bytes, old: str, new: str) -> bytes:
+    """Return numbers of one type as those of another, rounded as torch rounds them. Others than these stay as they are.
+
+    Args:
+        block: The numbers.
+        old: Their type: "F32" or "BF16".
+        new: The other type.
+    """
+    if (old, new) == ("F32", "BF16"):
+        bits = numpy.frombuffer(block, "<u4")
+        return ((bits + (0x7FFF + ((bits >> 16) & 1)).astype("<u4")) >> 16).astype("<u2").tobytes()
+    if (old, new) == ("BF16", "F32"):
+        return (numpy.frombuffer(block, "<u2").astype("<u4") << 16).tobytes()
+    return block
+
+
+def parts_of(name: str) -> list[str]:
+    """Return the names, in a checkpoint, of the tensors that a tensor of SGLang consists of."""
+    for joined, parts in JOINED.items():
+        if f".{joined}." in name:
+            return [name.replace(f".{joined}.", f".{part}.") for part in parts]
+    return [name]
+
+
+def checksum(name: str, parts: list[Tensor], dtype: str) -> str:
+    """Return SGLang's checksum of its tensor `name`, which consists of these parts and has this number type."""
+    digest = hashlib.sha256()
+    for part in parts:
+        for block in part.blocks(dtype):
+            digest.update(block)
+    if name.endswith(BY_VOCABULARY):
+        rows, width = parts[0].shape
+        digest.update(bytes(-rows % PADDED_TO * width * {"F32": 4}.get(dtype, 2)))
+    return digest.hexdigest()[:16]
+
+
+def compare(held: Mapping[str, str], sent: Tensors, dtype: str) -> list[str]:
+    """Return the tensors that a server holds and that are not those it was sent, in the server's order.
+
+    A tensor of the server that was not sent counts as wrong, because the server then kept an older one.
+
+    Args:
+        held: SGLang's checksums of its tensors, by its names.
+        sent: Tensors that the server loaded.
+        dtype: Number type of the server's tensors, such as "BF16".
+    """
+    wrong = []
+    for name, theirs in held.items():
+        parts = parts_of(name)
+        if any(part not in sent for part in parts) or checksum(name, [sent[p] for p in parts], dtype) != theirs:
+            wrong.append(name)
+    return wrong

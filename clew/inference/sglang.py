@@ -1,0 +1,365 @@
+"""Client of an SGLang server that Clew starts or attaches to. No torch.
+
+Weights travel as a safetensors file. After each load the server's own checksum of every tensor is compared with the
+bytes in that file, see `clew.inference.checksums`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from clew.config import Config
+from clew.errors import ConfigError, EngineError, ImageError
+from clew.inference.backend import Launch, Load
+from clew.inference.checksums import Tensors, compare, read_folder
+from clew.inference.client import HTTPEngine
+from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, SamplingParams
+from clew.record.weights import WeightRef
+
+DTYPES = {"float32": "F32", "bfloat16": "BF16"}
+"""Number types whose tensors can be compared, as SGLang and as safetensors name them."""
+
+NEEDED = ("/generate", "/abort_request", "/pause_generation", "/continue_generation", "/update_weights_from_disk")
+"""Endpoints without which a server cannot be trained with."""
+
+CPU_OPTIONS = {
+    "device": "cpu",
+    "attention-backend": "torch_native",
+    "disable-overlap-schedule": True,
+    "mem-fraction-static": 0.2,
+    "max-total-tokens": 65536,
+    "sleep-on-idle": True,  # otherwise an idle server takes a whole core
+}
+"""Options for a machine without GPU, unless inference.args says otherwise."""
+
+LIST_OPTIONS = """
+import argparse, json
+from sglang.srt.server_args import ServerArgs
+parser = argparse.ArgumentParser()
+ServerArgs.add_cli_args(parser)
+print("OPTIONS", json.dumps([name for action in parser._actions for name in action.option_strings]))
+"""
+"""Program that prints the server's options. SGLang's own parser also takes unambiguous beginnings of names."""
+
+LOOKS = 50
+"""Number of looks, 20 ms apart, whether aborted requests have ended. SGLang's own pause looks only once a second."""
+
+
+class SGLangEngine(HTTPEngine):
+    """Client of one SGLang server."""
+
+    kind = "SGLang"
+
+    def __init__(self, address: str, token: str = "", *, model: str = "") -> None:
+        """Create the client; it connects with the first request.
+
+        Args:
+            address: host:port.
+            token: The server's --api-key.
+            model: Folder of the model that the server must serve; "": any.
+        """
+        super().__init__(address, token)
+        self.takes_images = False
+        self._model = model
+        self._checks_weights = False
+        self._before_temperature = False
+        self._running = 0
+        self._tensors: Tensors = {}
+        self._dtype = "F32"
+        self._held: dict[str, str] = {}
+
+    @staticmethod
+    def launch(config: Config, port: int, scratch: Path) -> Launch:
+        """Return how to start a server; see the protocol."""
+        inference: Any = config.inference
+        python = inference.python or sys.executable
+        own = {
+            "model-path": config.model.path,
+            "dtype": config.model.dtype,
+            "host": "127.0.0.1",
+            "port": port,
+            "max-running-requests": config.inference.max_running,
+        }
+        on_cpu = config.model.device == "cpu" or not Path("/dev/nvidiactl").exists()
+        known = known_options(python) if inference.args else set()
+        arguments = server_arguments(own, CPU_OPTIONS if on_cpu else {}, inference.args, known)
+        environment = {"SGLANG_USE_CPU_ENGINE": "1"} if on_cpu else {}
+        if Path(config.model.path).is_dir():
+            environment["HF_HUB_OFFLINE"] = "1"  # SGLang asks the hub for a folder that does not exist
+        return Launch(command=[python, "-m", "sglang.launch_server", *arguments], environment=environment)
+
+    async def ready(self) -> bool:
+        """Return whether the server answers and serves its model."""
+        try:
+            await self._request("GET", "/health", None)
+        except EngineError:
+            return False
+        return True
+
+    async def prepare(self) -> list[str]:
+        """Find out what the server can do; see the protocol."""
+        routes = (await self._request("GET", "/openapi.json", None)).get("paths", {})
+        if missing := [path for path in NEEDED if path not in routes]:
+            raise EngineError(
+                f"Cannot train with {self.address}: it does not offer {', '.join(missing)}. Is it SGLang 0.5 or newer?"
+            )
+        info = await self._request("GET", "/model_info", None)
+        server = await self._request("GET", "/server_info", None)
+        models = await self._request("GET", "/v1/models", None)
+        self.context = models["data"][0]["max_model_len"]
+        self.takes_images = bool(info.get("has_image_understanding"))
+        if self._model:
+            self._check_model(info["model_path"])
+        self._before_temperature = await self._reports_before_temperature()
+        self._dtype = DTYPES.get(server.get("dtype", ""), "")
+        self._checks_weights = (
+            "/weights_checker" in routes
+            and server.get("device") == "cpu"
+            and server.get("tp_size", 1) == 1
+            and bool(self._dtype)
+        )
+        with contextlib.suppress(EngineError):  # a hub name, or a folder of another machine
+            self._tensors = await asyncio.to_thread(read_folder, self._model or info["model_path"])
+        if self._checks_weights:
+            self._held = await self._checksums()
+        return self._lacks(info, bool(server.get("enable_deterministic_inference")))
+
+    def _check_model(self, served: str) -> None:
+        """Raise EngineError if the server's model has another architecture or vocabulary than `self._model`."""
+        for field in ("architectures", "vocab_size", "hidden_size", "num_hidden_layers"):
+            wanted, actual = (_config_field(folder, field) for folder in (self._model, served))
+            if wanted is not None and actual is not None and wanted != actual:
+                raise EngineError(
+                    f"Cannot train with SGLang at {self.address}: its model {served} has {field} {actual}, and "
+                    f"{self._model} has {wanted}. Start it with --model-path {self._model}."
+                )
+
+    def _lacks(self, info: Mapping[str, Any], uses_seeds: bool) -> list[str]:
+        lacks = []
+        if not uses_seeds:
+            lacks.append(
+                "it ignores seeds: the same prompt gives other tokens each time, also after an interruption, unless "
+                "inference.args.enable-deterministic-inference is true"
+            )
+        if not self._checks_weights:
+            lacks.append(
+                "it runs on a GPU or on several devices, holds other numbers than float32 or bfloat16, or has no "
+                "/weights_checker: after an update only the logprob "
+                "of the probe shows whether it holds the right weights"
+            )
+        if self._before_temperature:
+            lacks.append(
+                "it reports logprobs before temperature: only at temperature 1 can its tokens be trained on. Start it "
+                "without SGLANG_RETURN_ORIGINAL_LOGPROB"
+            )
+        if not self.takes_images and _config_field(info["model_path"], "vision_config") is not None:
+            lacks.append("it takes no images, although its model does: set inference.args.enable-multimodal to true")
+        return lacks
+
+    async def _reports_before_temperature(self) -> bool:
+        """Return whether the logprobs of the likeliest tokens are the same at two temperatures."""
+        gaps = []
+        for temperature in (1.0, 0.5):
+            body = {
+                "input_ids": [0, 1, 2, 3],
+                "sampling_params": {"max_new_tokens": 1, "temperature": temperature, "ignore_eos": True},
+                "return_logprob": True,
+                "top_logprobs_num": 5,
+            }
+            answer = await self._post("/generate", body)
+            logprobs = [entry[0] for entry in answer["meta_info"]["output_top_logprobs"][0]]
+            gaps.append(max(logprobs) - min(logprobs))
+        return gaps[0] > 1e-2 and abs(gaps[1] - gaps[0]) < abs(gaps[1] - 2 * gaps[0])
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """See the protocol."""
+        if request.images and not self.takes_images:
+            raise ImageError(
+                f"SGLang at {self.address} takes no images. Set inference.args.enable-multimodal to true, for a model "
+                f"that takes them."
+            )
+        self._running += 1
+        try:
+            completion = await super().generate(request)
+        finally:
+            self._running -= 1
+        return replace(completion, wrong_logprobs=self.wrong_logprobs(request.params))
+
+    def wrong_logprobs(self, params: SamplingParams) -> str:
+        """Return why the logprobs of a request with these parameters are not what training needs; "" if they are."""
+        reports = f"SGLang at {self.address} reports logprobs"
+        if params.min_new_tokens > 0:
+            return f"{reports} as if stop tokens had probability 0 before min_new_tokens. Leave it out"
+        if self._before_temperature and params.temperature not in (0, 1):
+            return (
+                f"{reports} before temperature, and the temperature is {params.temperature:g}. Start it without "
+                f"SGLANG_RETURN_ORIGINAL_LOGPROB, or set the temperature to 1"
+            )
+        return ""
+
+    async def pause(self, lease_s: float = 60.0) -> None:
+        """Abort all requests, return their tokens so far, and start none until `resume`. SGLang knows no lease."""
+        await self.abort()
+        for _ in range(LOOKS):
+            if not self._running:
+                break
+            await asyncio.sleep(0.02)
+        await self._post("/pause_generation", {"mode": "abort"})
+
+    async def load(self, ref: WeightRef) -> None:
+        """Load weights into the paused server, and compare what it then holds with the file; see the protocol.
+
+        SGLang loads whatever tensors a file has, and reads a file that does not fit until it fails, and then its
+        rollback reads the same file again and fails, too. So a file of other tensors is not sent.
+        """
+        new = await asyncio.to_thread(read_folder, ref.path)
+        if self._tensors and (others := differences(self._tensors, new)):
+            raise EngineError(
+                f"Cannot load version {ref.version} into SGLang at {self.address}: {ref.path} has other tensors than "
+                f"its model: {few(others)}. It was not sent."
+            )
+        body = {"model_path": ref.path, "load_format": "auto", "weight_version": str(ref.version), "flush_cache": True}
+        try:
+            answer = await self._post("/update_weights_from_disk", body)
+            if not answer.get("success"):
+                raise EngineError(f"SGLang at {self.address} did not load version {ref.version}: {answer}")
+        except EngineUnreachable:
+            raise
+        except EngineError as error:
+            raise EngineError(f"{error} {await self._left()}") from None
+        await self._post("/flush_cache", {})  # what it computed under the old weights
+        label = (await self._request("GET", "/model_info", None)).get("weight_version")
+        if label != str(ref.version):
+            raise EngineError(
+                f"SGLang at {self.address} says that it loaded version {ref.version}, and then that it has {label}."
+            )
+        if self._checks_weights:
+            await self._compare(ref, new)
+
+    async def _compare(self, ref: WeightRef, sent: Tensors) -> None:
+        """Raise EngineError if the server holds other weights than the file that it was sent."""
+        held = await self._checksums()
+        wrong = await asyncio.to_thread(compare, held, sent, self._dtype)
+        if wrong:
+            unchanged = "They are those of before the update." if held == self._held else ""
+            raise EngineError(
+                f"SGLang at {self.address} answered that it loaded version {ref.version}, but {len(wrong)} of its "
+                f"{len(held)} tensors are not those of {ref.path}: {few(wrong)}. {unchanged}".rstrip()
+            )
+        self._held = held
+
+    async def _left(self) -> str:
+        """Return what an update that failed has left in the server."""
+        if not self._checks_weights:
+            return "What it holds now is unknown; restart it."
+        held = await self._checksums()
+        changed = [name for name in held if held[name] != self._held.get(name)]
+        if not changed:
+            return "It still holds the weights of before."
+        return f"It now holds a mixture of old and new weights ({few(changed)} changed); restart it."
+
+    async def _checksums(self) -> dict[str, str]:
+        """Return the server's own checksum of each tensor that it computes with."""
+        answer = await self._post("/weights_checker", {"action": "checksum"})
+        return dict(answer["ranks"][0]["checksums"])
+
+    async def score(self, input_ids: list[int]) -> float:
+        """Return the logprob of the last token given those before it, at temperature 1."""
+        body = {
+            "input_ids": input_ids,
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": max(len(input_ids) - 2, 0),
+        }
+        answer = await self._post("/generate", body)
+        return float(answer["meta_info"]["input_token_logprobs"][-1][0])
+
+    async def load_now(self) -> Load:
+        """Return how many requests the server had when it last published that, some decoding steps ago."""
+        loads = (await self._request("GET", "/v1/loads?include=core", None))["loads"]
+        return Load(
+            running=sum(load["num_running_reqs"] for load in loads),
+            queued=sum(load["num_waiting_reqs"] for load in loads),
+        )
+
+
+def server_arguments(
+    own: Mapping[str, Any], defaults: Mapping[str, Any], chosen: Mapping[str, Any], known: set[str]
+) -> list[str]:
+    """Return the server's command line.
+
+    Args:
+        own: Options that Clew sets itself.
+        defaults: Options that the user may change.
+        chosen: The user's, inference.args; names with _ or -.
+        known: The server's option names, such as "--port".
+
+    Raises:
+        ConfigError: `chosen` has an option that the server does not know, or one of `own`.
+    """
+    named = {name.lstrip("-").replace("_", "-"): value for name, value in chosen.items()}
+    if unknown := [name for name in named if f"--{name}" not in known]:
+        raise ConfigError(f"Cannot start SGLang: it has no option {few(unknown)} (inference.args).")
+    if twice := [name for name in named if name in own or name in ("model", "api-key", "admin-api-key")]:
+        raise ConfigError(f"Cannot start SGLang with {few(twice)} in inference.args: Clew sets this itself.")
+    arguments = []
+    for name, value in {**own, **defaults, **named}.items():
+        if value is None or value is False:
+            continue
+        arguments.append(f"--{name}")
+        if isinstance(value, dict):
+            arguments.append(orjson.dumps(value).decode())
+        elif value is not True:
+            arguments += [str(item) for item in value] if isinstance(value, list | tuple) else [str(value)]
+    return arguments
+
+
+def known_options(python: str) -> set[str]:
+    """Return the names of SGLang's options, such as "--port", from its own parser; this takes some seconds.
+
+    Raises:
+        ConfigError: This Python has no working SGLang.
+    """
+    done = subprocess.run([python, "-c", LIST_OPTIONS], capture_output=True, text=True)
+    for line in done.stdout.splitlines():
+        if line.startswith("OPTIONS "):
+            return set(orjson.loads(line.removeprefix("OPTIONS ")))
+    last = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
+    raise ConfigError(f"Cannot start SGLang with {python} (inference.python): {last}")
+
+
+def differences(old: Tensors, new: Tensors) -> list[str]:
+    """Return the tensors that only one of two models has, or that have another shape in it.
+
+    An lm_head that is the embedding may be left out.
+    """
+    names = sorted(old.keys() | new.keys())
+    both = {name: (old.get(name), new.get(name)) for name in names}
+    return [
+        name
+        for name, (one, other) in both.items()
+        if ((one is None or other is None) and name != "lm_head.weight") or (one and other and one.shape != other.shape)
+    ]
+
+
+def few(names: list[str]) -> str:
+    """Return the first names of a list, and how many more there are."""
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more
+
+
+def _config_field(folder: str, field: str) -> Any:
+    """Return a field of a model's config.json, or None where there is none to be read."""
+    try:
+        return orjson.loads((Path(folder) / "config.json").read_bytes()).get(field)
+    except OSError:
+        return None

@@ -1,0 +1,384 @@
+"""`SGLangEngine` before a real SGLang server. Weight updates that go wrong are made by a proxy before it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import aiohttp
+import pytest
+import torch
+from aiohttp import web
+from safetensors.torch import load_file, save_file
+
+from clew.errors import ConfigError, EngineError, ImageError
+from clew.inference.protocol import Completion, GenerateRequest, SamplingParams
+from clew.inference.sglang import SGLangEngine
+from clew.record.weights import WeightRef
+from tests.models import picture, tiny_model, tiny_tokenizer
+
+PYTHON = os.environ.get("CLEW_SGLANG_PYTHON", "")
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.skipif(not PYTHON, reason="CLEW_SGLANG_PYTHON names no Python with SGLang (tests/engines/install.py)"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
+PROMPT = [7, 8, 9, 10, 11]
+ENDLESS = SamplingParams(max_new_tokens=200, stop_token_ids=())
+
+
+def config(model: Path, **args: Any) -> Any:
+    return SimpleNamespace(
+        model=SimpleNamespace(path=str(model), dtype="float32", device="cpu"),
+        inference=SimpleNamespace(python=PYTHON, args=args, max_running=64),
+    )
+
+
+@dataclass
+class Served:
+    address: str
+    folder: Path
+    models: dict[str, Any]
+    """transformers' models, by the name of their folder."""
+
+    def ref(self, name: str, version: int = 1) -> WeightRef:
+        return WeightRef(version=version, path=str(self.folder / name), digest="")
+
+    def logprobs(self, name: str, completion: Completion, temperature: float = 1.0) -> torch.Tensor:
+        ids = PROMPT + completion.output_ids
+        with torch.no_grad():
+            logits = self.models[name](torch.tensor([ids])).logits[0, len(PROMPT) - 1 : -1]
+        return torch.log_softmax(logits / temperature, -1)[range(len(completion.output_ids)), completion.output_ids]
+
+
+def start(folder: Path, port: int) -> subprocess.Popen[bytes]:
+    launch = SGLangEngine.launch(config(folder / "one", log_level="warning"), port, folder)
+    with (folder / "log").open("wb") as log:
+        return subprocess.Popen(
+            launch.command, env={**os.environ, **launch.environment}, stdout=log, stderr=log, start_new_session=True
+        )
+
+
+@pytest.fixture(scope="module", params=["tied", "untied"])
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server of model `one`; `two` has other weights."""
+    folder = tmp_path_factory.mktemp(request.param)
+    family, tie = ("qwen2", True) if request.param == "tied" else ("qwen3", False)
+    models = {}
+    for seed, name in enumerate(("one", "two")):
+        models[name] = tiny_model(folder / name, family, tie=tie, seed=seed, scale=0.2)
+        tiny_tokenizer(folder / name)
+    with closing_port() as port:
+        pass
+    process = start(folder, port)
+    try:
+        wait_until_ready(process, f"127.0.0.1:{port}", folder / "log")
+        yield Served(f"127.0.0.1:{port}", folder, models)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+class closing_port:
+    """A free port."""
+
+    def __enter__(self) -> int:
+        self.socket = socket.socket()
+        self.socket.bind(("127.0.0.1", 0))
+        return self.socket.getsockname()[1]
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+
+
+def wait_until_ready(process: subprocess.Popen[bytes], address: str, log: Path) -> None:
+    async def look() -> bool:
+        engine = SGLangEngine(address)
+        try:
+            return await engine.ready()
+        finally:
+            await engine.close()
+
+    until = time.monotonic() + 180
+    while not asyncio.run(look()):
+        assert process.poll() is None and time.monotonic() < until, log.read_text()[-3000:]
+        time.sleep(0.5)
+
+
+Change = Callable[[str, dict[str, Any]], dict[str, Any] | None]
+"""Function that changes the body of a request on its way to the server. None: it answers success by itself."""
+
+
+def use(served: Served, body: Callable[[SGLangEngine], Awaitable[Any]], change: Change | None = None) -> Any:
+    """Prepare an engine, load model `one`, and call `body` with it; `change` sees the requests after that."""
+
+    async def run() -> Any:
+        runner = None
+        changes: list[Change] = [lambda path, data: data]
+        address = served.address
+        if change is not None:
+            runner, address = await proxy(served.address, lambda path, data: changes[-1](path, data))
+        engine = SGLangEngine(address, model=str(served.folder / "one"))
+        try:
+            await engine.prepare()
+            await engine.pause()
+            await engine.load(served.ref("one", 0))
+            await engine.resume()
+            if change is not None:
+                changes.append(change)
+            return await body(engine)
+        finally:
+            await engine.resume()
+            await engine.close()
+            if runner is not None:
+                await runner.cleanup()
+
+    return asyncio.run(run())
+
+
+async def proxy(address: str, change: Change) -> tuple[web.AppRunner, str]:
+    async def forward(request: web.Request) -> web.Response:
+        data = await request.read()
+        if data:
+            changed = change(request.path, await request.json())
+            if changed is None:
+                return web.json_response({"success": True, "message": "Succeeded to update model weights."})
+            async with session.post(f"http://{address}{request.path_qs}", json=changed) as answer:
+                return web.Response(body=await answer.read(), status=answer.status, content_type="application/json")
+        async with session.request(request.method, f"http://{address}{request.path_qs}") as answer:
+            return web.Response(body=await answer.read(), status=answer.status, content_type="application/json")
+
+    session = aiohttp.ClientSession()
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", forward)
+
+    async def close(_: web.Application) -> None:
+        await session.close()
+
+    app.on_cleanup.append(close)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    return runner, f"127.0.0.1:{runner.addresses[0][1]}"
+
+
+async def load(engine: SGLangEngine, ref: WeightRef) -> None:
+    await engine.pause()
+    try:
+        await engine.load(ref)
+    finally:
+        await engine.resume()
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.3])
+@pytest.mark.parametrize("truncation", [{}, {"top_p": 0.6}, {"top_k": 3}, {"min_p": 0.2}])
+def test_logprobs_are_those_after_temperature_and_before_truncation(
+    served: Served, temperature: float, truncation: dict[str, Any]
+) -> None:
+    params = SamplingParams(max_new_tokens=40, stop_token_ids=(), temperature=temperature, **truncation)
+    completion: Completion = use(served, lambda engine: engine.generate(GenerateRequest(PROMPT, params)))
+    difference = served.logprobs("one", completion, temperature) - torch.tensor(completion.logprobs)
+    print(f"|Δlogprob| {difference.abs().max():.1e} at temperature {temperature} {truncation}")
+    assert difference.abs().max() <= 1e-5
+    assert len(completion.output_ids) == 40 and completion.finish_reason == "length" and not completion.wrong_logprobs
+
+
+def test_a_minimum_of_tokens_is_said_to_change_the_logprobs(served: Served) -> None:
+    params = SamplingParams(max_new_tokens=40, min_new_tokens=40, stop_token_ids=(20, 21, 22, 23))
+    completion: Completion = use(served, lambda engine: engine.generate(GenerateRequest(PROMPT, params)))
+    difference = served.logprobs("one", completion) - torch.tensor(completion.logprobs)
+    assert difference.abs().max() > 1e-3
+    assert "min_new_tokens" in completion.wrong_logprobs
+
+
+def test_stops_streams_and_scores(served: Served) -> None:
+    async def body(engine: SGLangEngine) -> None:
+        assert await engine.prepare() and engine.context == 256 and not engine.takes_images
+        stopped = await engine.generate(
+            GenerateRequest(PROMPT, SamplingParams(max_new_tokens=200, stop_token_ids=tuple(range(20, 60))))
+        )
+        assert stopped.finish_reason == "stop" and stopped.matched == stopped.output_ids[-1]
+        stopped = await engine.generate(
+            GenerateRequest(PROMPT, SamplingParams(max_new_tokens=200, stop_token_ids=(), stop=("a", "b", "c", "d")))
+        )
+        assert stopped.finish_reason == "stop" and stopped.matched in ("a", "b", "c", "d")
+        streamed: list[tuple[int, float]] = []
+        request = GenerateRequest(PROMPT, ENDLESS, on_token=lambda token, logprob: streamed.append((token, logprob)))
+        whole = await engine.generate(request)
+        assert streamed == list(zip(whole.output_ids, whole.logprobs, strict=True)) and len(streamed) == 200
+        expected = served.logprobs("one", Completion(output_ids=[12], logprobs=[0], versions=[0], finish_reason="stop"))
+        assert abs(await engine.score([*PROMPT, 12]) - expected.item()) < 1e-5
+        with pytest.raises(ImageError):
+            await engine.generate(GenerateRequest(PROMPT, ENDLESS, images=(picture("red"),)))
+
+    use(served, body)
+
+
+def test_an_update_aborts_and_the_tokens_so_far_keep_their_version(served: Served) -> None:
+    async def body(engine: SGLangEngine) -> None:
+        begun = asyncio.Event()
+        tasks = [
+            asyncio.create_task(
+                engine.generate(GenerateRequest(PROMPT, ENDLESS, id=str(i), on_token=lambda *_: begun.set()))
+            )
+            for i in range(3)
+        ]
+        await begun.wait()
+        for _ in range(100):  # SGLang publishes its load every few tokens
+            if running := (await engine.load_now()).running:
+                break
+        assert 0 < running <= 3
+        await engine.abort("0")
+        first = await tasks[0]
+        assert first.finish_reason == "abort" and 0 < len(first.output_ids) < 200
+        await engine.pause()
+        parts = await asyncio.gather(*tasks[1:])
+        assert {part.finish_reason for part in parts} == {"abort"}
+        assert {version for part in parts for version in part.versions} == {0}
+        held_back = asyncio.create_task(engine.generate(GenerateRequest(PROMPT, ENDLESS)))
+        await engine.load(served.ref("two", 7))
+        assert not held_back.done()
+        await engine.resume()
+        after = await held_back
+        assert set(after.versions) == {7}
+        assert (served.logprobs("two", after) - torch.tensor(after.logprobs)).abs().max() < 1e-5
+
+    use(served, body)
+
+
+def test_an_update_that_answers_200_and_changed_nothing(served: Served) -> None:
+    def drop(path: str, data: dict[str, Any]) -> dict[str, Any] | None:
+        if path != "/update_weights_from_disk":
+            return data
+        data["model_path"] = str(served.folder / "one")
+        return data
+
+    with pytest.raises(EngineError, match=r"tensors are not those of .*They are those of before the update") as raised:
+        use(served, lambda engine: load(engine, served.ref("two", 5)), drop)
+    assert "model.embed_tokens.weight" in str(raised.value)
+
+
+def test_an_update_that_never_reached_the_server(served: Served) -> None:
+    def swallow(path: str, data: dict[str, Any]) -> dict[str, Any] | None:
+        return None if path == "/update_weights_from_disk" else data
+
+    with pytest.raises(EngineError, match="says that it loaded version 5, and then that it has 0"):
+        use(served, lambda engine: load(engine, served.ref("two", 5)), swallow)
+
+
+@pytest.mark.parametrize("part", ["lm_head", "model.layers.1", "k_proj", "norm"])
+def test_an_update_that_is_half_applied(served: Served, part: str, tmp_path: Path) -> None:
+    tensors = load_file(served.folder / "two" / "model.safetensors")
+    half = {name: tensor for name, tensor in tensors.items() if part not in name}
+    if part == "norm":  # the same in both models
+        half = {name: tensor + ("norm" in name) * 0.125 for name, tensor in tensors.items()}
+    if len(half) == len(tensors) and part == "lm_head":
+        pytest.skip("the lm_head is the embedding")
+    save_file(half, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_bytes((served.folder / "two" / "config.json").read_bytes())
+
+    def divert(path: str, data: dict[str, Any]) -> dict[str, Any] | None:
+        return {**data, "model_path": str(tmp_path)} if path == "/update_weights_from_disk" else data
+
+    with pytest.raises(EngineError, match="tensors are not those of") as raised:
+        use(served, lambda engine: load(engine, served.ref("two", 5)), divert)
+    assert {"k_proj": "model.layers.0.self_attn.qkv_proj"}.get(part, part) in str(raised.value)
+
+
+def test_a_tied_lm_head_follows_its_embedding(served: Served) -> None:
+    async def body(engine: SGLangEngine) -> None:
+        await load(engine, served.ref("two", 5))
+        completion = await engine.generate(GenerateRequest(PROMPT, SamplingParams(max_new_tokens=20)))
+        assert (served.logprobs("two", completion) - torch.tensor(completion.logprobs)).abs().max() < 1e-5
+
+    use(served, body)
+
+
+def test_a_stale_cache_is_flushed(served: Served) -> None:
+    """The engine flushes it, even if the update itself does not."""
+
+    def keep_cache(path: str, data: dict[str, Any]) -> dict[str, Any] | None:
+        return {**data, "flush_cache": False} if path == "/update_weights_from_disk" else data
+
+    async def body(engine: SGLangEngine) -> None:
+        greedy = SamplingParams(max_new_tokens=20, temperature=0.0, stop_token_ids=())
+        await engine.generate(GenerateRequest(PROMPT, greedy))
+        await load(engine, served.ref("two", 5))
+        completion = await engine.generate(GenerateRequest(PROMPT, greedy))
+        assert (served.logprobs("two", completion) - torch.tensor(completion.logprobs)).abs().max() < 1e-5
+
+    use(served, body, keep_cache)
+
+
+def test_a_file_that_does_not_fit_is_not_sent(served: Served, tmp_path: Path) -> None:
+    tensors = load_file(served.folder / "two" / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    (tmp_path / "config.json").write_bytes((served.folder / "two" / "config.json").read_bytes())
+
+    async def body(engine: SGLangEngine) -> None:
+        for wrong in ({name: tensors[name][:-1].clone()}, {"model.other.weight": torch.zeros(3)}):
+            save_file({**tensors, **wrong}, tmp_path / "model.safetensors", {"format": "pt"})
+            with pytest.raises(EngineError, match="was not sent") as raised:
+                await load(engine, WeightRef(version=5, path=str(tmp_path), digest=""))
+            assert next(iter(wrong)) in str(raised.value)
+        whole = (served.folder / "two" / "model.safetensors").read_bytes()
+        (tmp_path / "model.safetensors").write_bytes(whole[:-100])
+        with pytest.raises(EngineError, match="its header says"):
+            await load(engine, WeightRef(version=5, path=str(tmp_path), digest=""))
+        with pytest.raises(EngineError, match="no safetensors file"):
+            await load(engine, WeightRef(version=5, path=str(tmp_path / "none"), digest=""))
+        completion = await engine.generate(GenerateRequest(PROMPT, ENDLESS))
+        assert (served.logprobs("one", completion) - torch.tensor(completion.logprobs)).abs().max() < 1e-5
+
+    use(served, body)
+
+
+def test_a_refused_update_says_what_the_server_still_holds(served: Served) -> None:
+    def break_format(path: str, data: dict[str, Any]) -> dict[str, Any] | None:
+        return {**data, "load_format": "dummy"} if path == "/update_weights_from_disk" else data
+
+    with pytest.raises(EngineError, match="It still holds the weights of before"):
+        use(served, lambda engine: load(engine, served.ref("two", 5)), break_format)
+
+
+def test_tensors_outside_an_update_session_are_refused(served: Served) -> None:
+    async def body(engine: SGLangEngine) -> None:
+        names = {"names": ["model.norm.weight"], "dtypes": ["float32"], "shapes": [[32]]}
+        with pytest.raises(EngineError, match="begin_weight_update"):
+            await engine._post("/update_weights_from_distributed", names)
+
+    use(served, body)
+
+
+def test_another_model_is_refused(served: Served, tmp_path: Path) -> None:
+    tiny_model(tmp_path / "other", vocab=64)
+
+    async def body(_: SGLangEngine) -> None:
+        other = SGLangEngine(served.address, model=str(tmp_path / "other"))
+        try:
+            with pytest.raises(EngineError, match=r"vocab_size|architectures"):
+                await other.prepare()
+        finally:
+            await other.close()
+
+    use(served, body)
+
+
+def test_options_are_checked_against_sglangs_own_parser(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no option context-lenght"):
+        SGLangEngine.launch(config(tmp_path, context_lenght=12), 1, tmp_path)
+    with pytest.raises(ConfigError, match="Clew sets this itself"):
+        SGLangEngine.launch(config(tmp_path, port=12), 1, tmp_path)
+    command = SGLangEngine.launch(config(tmp_path, context_length=12, max_total_tokens=99), 1, tmp_path).command
+    assert command[command.index("--context-length") + 1] == "12"
+    assert command[command.index("--max-total-tokens") + 1] == "99"

@@ -1,0 +1,85 @@
+"""Checksums of weights as SGLang computes them, and its command line; tests/engines has the server itself."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from clew.errors import ConfigError, EngineError
+from clew.inference.checksums import compare, parts_of, read_folder
+from clew.inference.sglang import differences, server_arguments
+
+
+def theirs(*tensors: torch.Tensor, padding: int = 0) -> str:
+    """SGLang's checksum of the tensors, joined and padded with rows of zeros."""
+    joined = torch.cat([*tensors, torch.zeros(padding, *tensors[0].shape[1:], dtype=tensors[0].dtype)])
+    return hashlib.sha256(bytes(joined.contiguous().view(torch.uint8).flatten().tolist())).hexdigest()[:16]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("served", [torch.float32, torch.bfloat16])
+def test_joined_padded_and_cast_tensors(tmp_path: Path, dtype: torch.dtype, served: torch.dtype) -> None:
+    shapes = {"q_proj": 8, "k_proj": 4, "v_proj": 4, "o_proj": 8}
+    torch.manual_seed(0)
+    layer = {f"model.layers.0.self_attn.{name}.weight": torch.randn(rows, 6) for name, rows in shapes.items()}
+    tensors = {name: tensor.to(dtype) for name, tensor in {**layer, "lm_head.weight": torch.randn(70, 6)}.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    values = [tensor.to(served) for tensor in tensors.values()]
+    held = {
+        "model.layers.0.self_attn.qkv_proj.weight": theirs(*values[:3]),
+        "model.layers.0.self_attn.o_proj.weight": theirs(values[3]),
+        "lm_head.weight": theirs(values[4], padding=58),
+    }
+    number = "F32" if served == torch.float32 else "BF16"
+    sent = read_folder(str(tmp_path))
+    assert compare(held, sent, number) == []
+    tensors["model.layers.0.self_attn.k_proj.weight"][1, 1] += 1
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert compare(held, sent, number) == ["model.layers.0.self_attn.qkv_proj.weight"]
+    tensors.pop("lm_head.weight")
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert compare(held, read_folder(str(tmp_path)), number)[-1] == "lm_head.weight"
+
+
+def test_parts_of_a_joined_tensor() -> None:
+    assert parts_of("model.layers.3.mlp.gate_up_proj.weight") == [
+        "model.layers.3.mlp.gate_proj.weight",
+        "model.layers.3.mlp.up_proj.weight",
+    ]
+    assert parts_of("model.norm.weight") == ["model.norm.weight"]
+
+
+def test_files_that_are_cut_off_or_missing(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="no safetensors file"):
+        read_folder(str(tmp_path))
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.ones(30)}, path)
+    whole = path.read_bytes()
+    for length in (0, 4, 20, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        with pytest.raises(EngineError, match=r"model\.safetensors"):
+            read_folder(str(tmp_path))
+
+
+def test_models_with_other_tensors(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(3), "b": torch.ones(3)}, tmp_path / "model.safetensors")
+    one = read_folder(str(tmp_path))
+    tied = {"lm_head.weight": torch.ones(3)}
+    save_file({"a": torch.ones(4), "c": torch.ones(3), **tied}, tmp_path / "model.safetensors")
+    assert differences(one, one) == []
+    assert differences(one, read_folder(str(tmp_path))) == ["a", "b", "c"]
+
+
+def test_the_command_line() -> None:
+    known = {"--port", "--context-length", "--enable-multimodal", "--device", "--warmups", "--override", "--api-key"}
+    chosen = {"context_length": 64, "enable-multimodal": True, "warmups": ["a", "b"], "override": {"x": 1}}
+    line = "--port 1 --device cpu --context-length 64 --enable-multimodal --warmups a b --override"
+    assert server_arguments({"port": 1}, {"device": "cpu"}, chosen, known) == [*line.split(), '{"x":1}']
+    assert server_arguments({}, {"device": "cpu"}, {"device": None, "enable_multimodal": False}, known) == []
+    for wrong in ({"contxt_length": 64}, {"port": 2}, {"api-key": "x"}):
+        with pytest.raises(ConfigError, match=next(iter(wrong)).replace("_", "-")):
+            server_arguments({"port": 1}, {}, wrong, known)
