@@ -158,18 +158,18 @@ class Config(Section):
                 f"{self.inference.backend}. Use launch.mode=local without launch.colocate, or "
                 f"inference.backend=embedded"
             )
-        sampling = self.sampling.model_dump(
-            include={"top_p", "top_k", "min_p", "min_new_tokens"}, exclude_defaults=True
-        )
-        if self.inference.backend == "vllm" and sampling:
+        cut = {"vllm": {"top_p", "top_k", "min_p", "min_new_tokens"}, "sglang": {"min_new_tokens"}}
+        wrong = self.sampling.model_dump(include=cut.get(self.inference.backend, set()), exclude_defaults=True)
+        if wrong:
             raise ValueError(
-                f"sampling.{next(iter(sampling))} cuts the distribution, and vLLM reports the logprobs after the cut: "
-                f"nothing could be trained on. Unset it, or set inference.backend=embedded"
+                f"sampling.{next(iter(wrong))} cuts the distribution, and inference.backend={self.inference.backend} "
+                f"reports the logprobs after the cut: nothing could be trained on. Unset it, or set "
+                f"inference.backend=embedded"
             )
         if self.inference.backend == "embedded" and self.inference.args:
             raise ValueError(
-                f"inference.args ({', '.join(self.inference.args)}) are options of a vLLM server, and "
-                f"inference.backend is embedded. Unset them, or set inference.backend=vllm"
+                f"inference.args ({', '.join(self.inference.args)}) are options of vLLM or SGLang, and "
+                f"inference.backend is embedded. Unset them, or set inference.backend"
             )
         if self.algorithm.minibatches > self.rollout.batch_groups:
             raise ValueError(

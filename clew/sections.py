@@ -165,7 +165,7 @@ class Inference(Section):
         default="embedded",
         description="Engine that generates: Clew's own, or a vLLM or SGLang server that `clew serve` starts.",
     )
-    args: dict[str, str | int | float | bool | None] = Field(
+    args: dict[str, Any] = Field(
         default_factory=dict,
         description="Options of the vLLM or SGLang server as on its command line, such as {max-num-batched-tokens: "
         "4096}; true: an option without a value.",

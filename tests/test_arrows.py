@@ -66,7 +66,7 @@ LINES = {
     "cli": 850,
     "diagnose": 2750,
     "gateway": 5500,
-    "inference": 5050,  # 3700 before vLLM and SGLang in training: their clients, checks of updates, the process before them
+    "inference": 5050,  # 3700 before vLLM and SGLang in training: their clients, and checks of updates
     "launch": 400,
     "loop": 2350,
     "models": 600,

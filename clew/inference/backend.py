@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,9 +100,17 @@ class Backend(Protocol):
 
 
 def options(args: Iterable[tuple[str, Any]]) -> list[str]:
-    """Return options as on a command line: true is an option without a value, null none at all."""
+    """Return options as on a command line.
+
+    true is an option without a value, null and false none at all; a list is several words, and an object is JSON.
+    """
     words: list[str] = []
     for name, value in args:
-        if value is not None and value is not False:
-            words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+        if value is None or value is False:
+            continue
+        words.append(f"--{name}")
+        if isinstance(value, dict):
+            words.append(json.dumps(value))
+        elif value is not True:
+            words += map(str, value) if isinstance(value, list | tuple) else [str(value)]
     return words

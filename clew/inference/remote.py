@@ -27,6 +27,7 @@ from clew.inference.backend import Backend, Launch
 from clew.inference.checks import check_request, default_stop_ids
 from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest
 from clew.inference.server_process import ServerProcess
+from clew.inference.sglang import SGLangEngine
 from clew.inference.vllm import VLLMEngine
 from clew.models.architecture import context_in
 from clew.models.folder import config_of
@@ -38,7 +39,7 @@ from clew.waits import Reporter, waiting
 
 log = logging.getLogger("clew.inference")
 
-BACKENDS: dict[str, type[Any]] = {"vllm": VLLMEngine}
+BACKENDS: dict[str, type[Any]] = {"vllm": VLLMEngine, "sglang": SGLangEngine}
 
 PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 """Largest allowed difference, in nats, between the probe's logprobs of trainer and engine, by model.dtype."""

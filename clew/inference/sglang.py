@@ -19,7 +19,7 @@ import orjson
 
 from clew.config import Config
 from clew.errors import ConfigError, EngineError, ImageError
-from clew.inference.backend import Launch, Load
+from clew.inference.backend import Launch, options
 from clew.inference.checksums import Tensors, compare, read_folder
 from clew.inference.client import HTTPEngine
 from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, SamplingParams
@@ -77,10 +77,15 @@ class SGLangEngine(HTTPEngine):
         self._dtype = "F32"
         self._held: dict[str, str] = {}
 
+    @classmethod
+    def client(cls, config: Config, address: str) -> SGLangEngine:
+        """Return a client of a server that `launch` has started."""
+        return cls(address, model=config.model.path)
+
     @staticmethod
     def launch(config: Config, port: int, scratch: Path) -> Launch:
         """Return how to start a server; see the protocol."""
-        inference: Any = config.inference
+        inference = config.inference
         python = inference.python or sys.executable
         own = {
             "model-path": config.model.path,
@@ -283,14 +288,6 @@ class SGLangEngine(HTTPEngine):
         answer = await self._post("/generate", body)
         return float(answer["meta_info"]["input_token_logprobs"][-1][0])
 
-    async def load_now(self) -> Load:
-        """Return how many requests the server had when it last published that, some decoding steps ago."""
-        loads = (await self._request("GET", "/v1/loads?include=core", None))["loads"]
-        return Load(
-            running=sum(load["num_running_reqs"] for load in loads),
-            queued=sum(load["num_waiting_reqs"] for load in loads),
-        )
-
 
 def server_arguments(
     own: Mapping[str, Any], defaults: Mapping[str, Any], chosen: Mapping[str, Any], known: set[str]
@@ -311,16 +308,7 @@ def server_arguments(
         raise ConfigError(f"Cannot start SGLang: it has no option {few(unknown)} (inference.args).")
     if twice := [name for name in named if name in own or name in ("model", "api-key", "admin-api-key")]:
         raise ConfigError(f"Cannot start SGLang with {few(twice)} in inference.args: Clew sets this itself.")
-    arguments = []
-    for name, value in {**own, **defaults, **named}.items():
-        if value is None or value is False:
-            continue
-        arguments.append(f"--{name}")
-        if isinstance(value, dict):
-            arguments.append(orjson.dumps(value).decode())
-        elif value is not True:
-            arguments += [str(item) for item in value] if isinstance(value, list | tuple) else [str(value)]
-    return arguments
+    return options({**own, **defaults, **named}.items())
 
 
 def known_options(python: str) -> set[str]:

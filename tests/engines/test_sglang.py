@@ -234,10 +234,6 @@ def test_an_update_aborts_and_the_tokens_so_far_keep_their_version(served: Serve
             for i in range(3)
         ]
         await begun.wait()
-        for _ in range(100):  # SGLang publishes its load every few tokens
-            if running := (await engine.load_now()).running:
-                break
-        assert 0 < running <= 3
         await engine.abort("0")
         first = await tasks[0]
         assert first.finish_reason == "abort" and 0 < len(first.output_ids) < 200

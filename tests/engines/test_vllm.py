@@ -268,37 +268,6 @@ def test_a_killed_server_is_started_again_and_no_request_is_lost(serving: Servin
     assert "killed by signal 9" in serving.log.read_text()
 
 
-def test_ten_steps_of_training_and_their_replay(tmp_path: Path) -> None:
-    make_model(tmp_path / "model")
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+{i}="}) + "\n" for i in range(40)))
-    (tmp_path / "mine.py").write_text("def digits(completion, data):\n    return completion.count('1') / 8\n")
-    more = {
-        "rollout": {"reward": "mine.digits", "batch_groups": 4, "n_samples": 4, "max_lag": 1},
-        "sampling": {"max_new_tokens": 24, "temperature": 1.3},
-        "training": {"steps": 10, "lr": 1e-3},
-    }
-    config = write_config(tmp_path, "train", **more)
-
-    def clew(*arguments: str) -> str:
-        ended = subprocess.run(
-            [sys.executable, "-m", "clew", *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=START_S
-        )
-        assert ended.returncode == 0, ended.stdout + ended.stderr
-        return ended.stdout
-
-    clew("train", str(config))
-    run = RunDirectory(tmp_path / "runs" / "engines" / "train")
-    assert run.steps.count() == 10
-    versions: set[int] = set()
-    for step in range(10):
-        metrics = run.steps.read(step)["metrics"]
-        versions |= {int(version) for row in run.steps.read_data(step) for version in row.versions if version >= 0}
-        if metrics["lag_max"] == 0:
-            assert metrics["behaviour_k3"] < 1e-8, "the trainer and vLLM agree about fresh tokens"
-    assert len(versions) > 5
-    assert "bit for bit" in clew("replay", str(run.path), "--step", "3")
-
-
 def _metadata(file: Path) -> dict[str, str]:
     content = file.read_bytes()
     return json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]

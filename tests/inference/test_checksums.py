@@ -78,7 +78,7 @@ def test_the_command_line() -> None:
     known = {"--port", "--context-length", "--enable-multimodal", "--device", "--warmups", "--override", "--api-key"}
     chosen = {"context_length": 64, "enable-multimodal": True, "warmups": ["a", "b"], "override": {"x": 1}}
     line = "--port 1 --device cpu --context-length 64 --enable-multimodal --warmups a b --override"
-    assert server_arguments({"port": 1}, {"device": "cpu"}, chosen, known) == [*line.split(), '{"x":1}']
+    assert server_arguments({"port": 1}, {"device": "cpu"}, chosen, known) == [*line.split(), '{"x": 1}']
     assert server_arguments({}, {"device": "cpu"}, {"device": None, "enable_multimodal": False}, known) == []
     for wrong in ({"contxt_length": 64}, {"port": 2}, {"api-key": "x"}):
         with pytest.raises(ConfigError, match=next(iter(wrong)).replace("_", "-")):

@@ -1,0 +1,73 @@
+"""Ten steps of training through each real engine, and what its record then answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clew.record.run import RunDirectory
+from tests.models import tiny_model, tiny_tokenizer
+
+pytestmark = pytest.mark.engines
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "vllm": {"enforce-eager": True, "gpu-memory-utilization": 0.2},
+    "sglang": {"mem-fraction-static": 0.2},
+}
+PATIENCE_S = 500.0
+"""Time limit for a run with the server's start, on a slow and busy machine."""
+
+
+@pytest.mark.parametrize("backend", ENGINES)
+def test_ten_steps_of_training_and_their_replay(tmp_path: Path, backend: str) -> None:
+    variable = f"CLEW_{backend.upper()}_PYTHON"
+    if not os.environ.get(variable):
+        pytest.skip(f"{variable} names no Python; see make test-engines")
+    tiny_tokenizer(tmp_path / "model")
+    more = {"num_attention_heads": 2, "num_key_value_heads": 1}  # vLLM's CPU attention takes heads of 32 and more
+    tiny_model(tmp_path / "model", hidden=64, scale=0.1, more=more)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+{i}="}) + "\n" for i in range(40)))
+    (tmp_path / "mine.py").write_text("def ones(completion, data):\n    return completion.count('1') / 8\n")
+    sections = {
+        "experiment": "engines",
+        "trial": backend,
+        "root": str(tmp_path / "runs"),
+        "model": {"path": str(tmp_path / "model")},
+        "data": {"path": str(tmp_path / "rows.jsonl")},
+        "rollout": {"reward": "mine.ones", "batch_groups": 4, "n_samples": 4, "max_lag": 1},
+        "sampling": {"max_new_tokens": 24, "temperature": 1.3},
+        "training": {"steps": 10, "lr": 1e-3},
+        "inference": {
+            "backend": backend,
+            "python": os.environ[variable],
+            "max_running": 32,
+            "cache_gib": 0.25,
+            "args": ENGINES[backend],
+        },
+        "launch": {"threads": 1},
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(sections))
+
+    def clew(*arguments: str) -> str:
+        command = [sys.executable, "-m", "clew", *arguments]
+        ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        return ended.stdout
+
+    clew("train", "run.yaml")
+    run = RunDirectory(tmp_path / "runs" / "engines" / backend)
+    assert run.steps.count() == 10
+    versions: set[int] = set()
+    for step in range(10):
+        metrics = run.steps.read(step)["metrics"]
+        versions |= {int(version) for row in run.steps.read_data(step) for version in row.versions if version >= 0}
+        if metrics["lag_max"] == 0:
+            assert metrics["behaviour_k3"] < 1e-8, "the trainer and the engine agree about fresh tokens"
+    assert len(versions) > 5
+    assert "bit for bit" in clew("replay", str(run.path), "--step", "3")
