@@ -10,7 +10,7 @@ INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c const
 # Environments with real inference servers, some gigabytes: kept outside the checkout, and built again when missing.
 ENGINES ?= $(HOME)/.cache/clew/engines
 
-.PHONY: demo tour test slow test-engines docs chaos bench clean
+.PHONY: demo tour test slow hangs test-engines docs chaos bench clean
 
 demo: $(VENV)/demo
 	$(BIN)/python -m examples.addition.demo
@@ -42,6 +42,10 @@ test-engines: $(VENV)/dev
 # The site, build/site/index.html; a warning is an error.
 docs: $(VENV)/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q
+
+# Real hangs, diagnosed by `clew hang`, and the confusion table.
+hangs: $(VENV)/dev
+	$(BIN)/python -m tests.hangs.run
 
 chaos: $(VENV)/dev
 	$(BIN)/python -m bench.chaos

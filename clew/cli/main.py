@@ -15,6 +15,7 @@ import typer
 from clew import __version__
 from clew.cli import record, run
 from clew.cli.agent import agent_app
+from clew.cli.hang import hang
 from clew.errors import ClewError, Interrupted, explain_missing
 from clew.printing import VisibleRecord, print
 
@@ -37,6 +38,7 @@ for command in (record.show, record.replay, record.diff, record.blame, record.bu
 app.command("import")(record.import_)
 app.command("eval")(run.evaluate)
 app.command()(run.doctor)
+app.command()(hang)
 app.add_typer(agent_app, name="agent")
 
 

@@ -1,0 +1,392 @@
+"""Says what a thread is doing: its operation, the process group, and the line of the user's code that called it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import PurePath
+from typing import Any
+
+from clew.hang import source
+from clew.hang.collect import installed
+from clew.hang.observed import Frame, Process, Thread
+
+C10D = "torch/distributed/distributed_c10d.py"
+INITIALISING = {"init_process_group", "rendezvous", "_store_based_barrier", "init_device_mesh", "_create_c10d_store"}
+PARALLEL = re.compile(
+    r"torch/nn/parallel/distributed\.py$|torch/distributed/(utils|fsdp|_composable|tensor|_functional)"
+)
+SYNCHRONISES = re.compile(r"sync|verify|wait|all_gather|reduce|broadcast|__init__")
+COLLECTIVES = {
+    "all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter", "barrier", "all_to_all",
+    "all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor", "all_gather_object", "gather_object",
+    "broadcast_object_list", "scatter_object_list", "monitored_barrier", "all_reduce_coalesced", "all_gather_coalesced",
+    "all_gather_single", "all_gather_list",
+}  # fmt: skip
+POINT_TO_POINT = {"send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list"}
+BLOCKED_CALLS = {
+    "sleep": "sleep", "acquire": "lock", "open": "file", "flock": "file", "lockf": "file", "input": "stdin",
+    "accept": "network", "recv": "network", "recv_bytes": "pipe", "connect": "network", "sendall": "network",
+    "waitpid": "process", "pause": "sleep", "sigwait": "sleep", "select": "network", "poll": "network",
+    "breakpoint": "stdin", "set_trace": "stdin",
+}  # fmt: skip
+"""Calls without a Python frame of their own, and the kind of wait that each is."""
+KERNEL = {
+    "wait_for_partner": "file",
+    "anon_pipe_read": "pipe", "pipe_read": "pipe", "pipe_wait": "pipe", "anon_pipe_write": "pipe", "pipe_write": "pipe",
+    "hrtimer_nanosleep": "sleep", "do_wait": "process", "flock_lock_inode_wait": "file", "wait_woken": "network",
+    "unix_stream_read_generic": "network", "inet_csk_accept": "network", "locks_lock_inode_wait": "file",
+    "n_tty_read": "stdin", "posix_lock_inode_wait": "file",
+}  # fmt: skip
+"""Functions of the kernel in which a process sleeps, and the kind of wait that each is."""
+LIBRARY = (
+    (r"/pdb\.py$|/bdb\.py$", "", "stdin"),
+    (r"torch/utils/data/dataloader\.py$", "_try_get_data|_get_data|_next_data|_shutdown_workers", "data_loader"),
+    (r"torch/distributed/rendezvous\.py$", "", "init"),
+    (r"/subprocess\.py$", "_wait|wait|communicate|_try_wait", "process"),
+    (r"multiprocessing/popen_\w+\.py$", "wait|poll", "process"),
+    (r"torch/multiprocessing/spawn\.py$", "join", "process"),
+    (r"multiprocessing/managers\.py$", "", "queue"),
+    (r"multiprocessing/queues\.py$|^queue\.py$|/queue\.py$", "get", "queue"),
+    (r"multiprocessing/queues\.py$|/queue\.py$", "put", "queue_full"),
+    (r"multiprocessing/pool\.py$", "get|wait|next", "pool"),
+    (r"concurrent/futures/\w+\.py$", "result|wait|exception", "future"),
+    (r"(urllib|http/client|http|requests|urllib3|httpx\w*|httpcore\w*|aiohttp|socket|ssl)(/\w+)*\.py$",
+     "readinto|_read_status|begin|getresponse|urlopen|request|create_connection|read|connect|send", "http"),
+    (r"multiprocessing/connection\.py$", "", "pipe"),
+    (r"/selectors\.py$", "select", "select"),
+    (r"/threading\.py$", "_wait_for_tstate_lock|join|_shutdown", "thread"),
+    (r"multiprocessing/synchronize\.py$", "", "lock"),
+    (r"/threading\.py$", "wait|wait_for|acquire|__enter__", "condition"),
+    (r"filelock/", "", "file"),
+)  # fmt: skip
+"""Patterns of library frames: file, function, kind of wait. The first that any frame fits wins."""
+UNBLOCKED = ("compute", "unknown")
+IDLE = ("thread", "condition", "queue", "select", "process", "future", "sleep", "pool")
+"""Kinds in which a main thread may only be waiting for another thread, which does the work."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activity:
+    """Operation in which one thread is, and the place that called it."""
+
+    kind: str
+    """collective, send, recv, init, new_group, destroy, queue, lock, sleep, compute, …"""
+    op: str = ""
+    group: str = ""
+    """Name of the process group as the user's code calls it; "world" for the default one."""
+    members: tuple[int, ...] | None = None
+    """Ranks of the group; None if the source does not say."""
+    peers: tuple[int, ...] = ()
+    """Ranks that a send or recv waits for."""
+    file: str = ""
+    line: int = 0
+    function: str = ""
+    text: str = ""
+    """Source line."""
+    branch: str = ""
+    """Branch of a rank that the line is in; see `source.branch_of_rank`."""
+    cleanup: str = ""
+    in_loop: bool = False
+    """True if an event loop runs this code: it blocks everything else on that loop."""
+    idle_loop: bool = False
+    """True if the event loop waits for its coroutines, which cannot be seen from outside."""
+    target: str = ""
+    """Receiver of the blocked call, such as `results` of results.get()."""
+    counters: dict[str, int] = field(default_factory=dict)
+    thread: str = ""
+
+    @property
+    def site(self) -> str:
+        """Return the user's call site as file:line."""
+        return f"{PurePath(self.file).name}:{self.line}" if self.file else ""
+
+    @property
+    def blocked(self) -> bool:
+        """Return whether the thread is in a call that somebody else has to end."""
+        return self.kind not in UNBLOCKED
+
+
+def counters_of(frames: tuple[Frame, ...]) -> dict[str, int]:
+    """Return the integer locals of the user's frames, by frame and name: they show loops that advance."""
+    found: dict[str, int] = {}
+    for frame in frames:
+        if not installed(frame.file):
+            for name, text in frame.locals.items():
+                if re.fullmatch(r"-?\d{1,15}", text):
+                    found[f"{frame.name}.{name}"] = int(text)
+    return found
+
+
+def activity_of(process: Process, thread: Thread, sources: Mapping[str, str], world: int | None) -> Activity:
+    """Return what a thread of a process is doing."""
+    frames = thread.frames
+    if not frames:
+        return Activity(kind="unknown", thread=thread.name)
+    user = next((frame for frame in frames if not installed(frame.file)), frames[-1])
+    text = sources.get(user.file, "")
+    main = thread.os_id == process.pid
+    base = Activity(
+        kind="unknown",
+        file=user.file,
+        line=user.line,
+        function=user.name,
+        text=line_of(text, user.line),
+        branch=next((b for f in frames if (b := source.branch_of_rank(sources.get(f.file, ""), f.line))), ""),
+        cleanup=next((word for f in frames if (word := source.in_cleanup(sources.get(f.file, ""), f.line))), ""),
+        in_loop=any(f.file.endswith("asyncio/events.py") and f.name == "_run" for f in frames)
+        and any(f.file.endswith(("asyncio/base_events.py", "uvloop/__init__.py")) for f in frames),
+        idle_loop=frames[0].file.endswith("selectors.py")
+        and any(f.file.endswith("asyncio/base_events.py") for f in frames),
+        counters=counters_of(frames),
+        thread=thread.name,
+    )
+    names = names_for(process, frames, text, world)
+    return (
+        _distributed(base, frames, user, sources, names)
+        or _library(base, frames, user, text)
+        or _native(base, frames, user, text, process, thread, sources, names, main=main)
+    )
+
+
+def line_of(text: str, line: int) -> str:
+    """Return one line of a source text, stripped."""
+    lines = text.splitlines()
+    return lines[line - 1].strip() if 0 < line <= len(lines) else ""
+
+
+def names_for(process: Process, frames: tuple[Frame, ...], text: str, world: int | None) -> dict[str, Any]:
+    """Return the integers that expressions of the user's code may use: constants, locals, the rank."""
+    names: dict[str, Any] = source.constants(text)
+    if process.rank is not None:
+        names["rank"] = process.rank
+    if world is not None:
+        names |= {"world_size": world, "world": world, "WORLD_SIZE": world}
+    for frame in reversed(frames):
+        if not installed(frame.file):
+            names |= {k: int(v) for k, v in frame.locals.items() if re.fullmatch(r"-?\d{1,9}", v)}
+    return names
+
+
+def _distributed(
+    base: Activity, frames: tuple[Frame, ...], user: Frame, sources: Mapping[str, str], names: dict[str, Any]
+) -> Activity | None:
+    inside = frames[: frames.index(user)] if user in frames else frames
+    c10d = [frame for frame in inside if frame.file.endswith(C10D)]
+    every = {frame.name for frame in inside}
+    if every & INITIALISING or any(frame.file.endswith("torch/distributed/rendezvous.py") for frame in inside):
+        return replace(base, kind="init", op="init_process_group")
+    if "new_group" in every or "_new_group_with_tag" in every or "split_group" in every:
+        return replace(base, kind="new_group", op="new_group")
+    if any(frame.name == "destroy_process_group" for frame in c10d):
+        return replace(base, kind="destroy", op="destroy_process_group", cleanup=base.cleanup or "destroy")
+    named = [frame for frame in c10d if frame.name in COLLECTIVES | POINT_TO_POINT]
+    if named:
+        outer = named[-1]
+        group, members = group_of(outer, frames, sources, names)
+        found = replace(base, op=outer.name, group=group, members=members)
+        if outer.name in POINT_TO_POINT:
+            way = "send" if "send" in outer.name else "recv"
+            peer = outer.locals.get("src" if way == "recv" else "dst", "")
+            if not peer.isdigit():
+                peer = outer.locals.get("group_src" if way == "recv" else "group_dst", "")
+            return replace(found, kind=way, peers=(int(peer),) if peer.isdigit() else ())
+        return replace(found, kind="collective")
+    if "_engine_run_backward" in every and any("torch/nn/parallel" in f.file or "fsdp" in f.file for f in frames):
+        return replace(base, kind="collective", op="backward", group="world")
+    for frame in inside:
+        if PARALLEL.search(frame.file) and SYNCHRONISES.search(frame.name):
+            return replace(base, kind="collective", op=frame.name.strip("_"), group="world")
+    return None
+
+
+def group_of(
+    frame: Frame, frames: tuple[Frame, ...], sources: Mapping[str, str], names: dict[str, Any]
+) -> tuple[str, tuple[int, ...] | None]:
+    """Return the name of the group that a collective was called with, and its ranks if the source says them."""
+    place = frames.index(frame)
+    callers = [each for each in frames[place + 1 :] if not installed(each.file)]
+    if not callers:
+        return "world", None
+    text = sources.get(callers[0].file, "")
+    call = next(
+        (c for c in source.calls_at(text, callers[0].line) if source.dotted(c.func).rpartition(".")[2] == frame.name),
+        None,
+    )
+    passed = source.keyword(call, "group") if call is not None else None
+    if call is not None and passed is None:
+        for argument in call.args:
+            if isinstance(argument, (ast.Name, ast.Attribute)) and re.search(
+                r"group|pg\b|_pg|mesh", source.dotted(argument)
+            ):
+                passed = argument
+    if call is not None and passed is None:
+        return "world", None
+    address = frame.addresses.get("group", 0)
+    aliases = [source.dotted(passed)] if passed is not None else []
+    for each in callers:
+        aliases += [name for name, at in each.addresses.items() if at == address and name not in aliases]
+    if (
+        frame.locals.get("group") == "None"
+        or "GroupMember.WORLD" in aliases
+        or any(alias.endswith("group.WORLD") for alias in aliases)
+    ):
+        return "world", None
+    if not aliases:
+        return "world", None
+    for alias in aliases:
+        for text in sources.values():
+            members = new_group_members(text, alias, names)
+            if members is not None:
+                return alias.rpartition(".")[2], members
+    return aliases[-1].rpartition(".")[2], None
+
+
+def new_group_members(text: str, name: str, names: dict[str, Any]) -> tuple[int, ...] | None:
+    """Return the ranks of `name = new_group(RANKS)` if the source says them for this rank."""
+    known = {**source.constants(text), **names}
+    for value in source.assignments(text, name):
+        if isinstance(value, ast.Call) and source.dotted(value.func).rpartition(".")[2] == "new_group":
+            ranks = source.keyword(value, "ranks", 0)
+            if ranks is None:
+                return tuple(range(known["world_size"])) if "world_size" in known else None
+            try:
+                if isinstance(ranks, ast.Name) and ranks.id not in known:
+                    ranks = next(source.assignments(text, ranks.id), ranks)
+                found = source.evaluate(ranks, known)
+            except (source.Unknown, TypeError, ValueError):
+                continue
+            if isinstance(found, list) and all(isinstance(each, int) for each in found):
+                return tuple(sorted(set(found)))
+    return None
+
+
+def _library(base: Activity, frames: tuple[Frame, ...], user: Frame, text: str) -> Activity | None:
+    inside = frames[: frames.index(user)] if user in frames else frames
+    if base.idle_loop:
+        return replace(base, kind="select")
+    for file, function, kind in LIBRARY:
+        for frame in inside:
+            if re.search(file, frame.file) and (not function or re.fullmatch(function, frame.name)):
+                return replace(base, kind=kind, target=receiver(text, user.line), op=frame.name)
+    return None
+
+
+def receiver(text: str, line: int) -> str:
+    """Return the object whose method a line calls, such as `results` in results.get()."""
+    calls = source.calls_at(text, line)
+    return source.dotted(calls[0].func).rpartition(".")[0] if calls else ""
+
+
+def _native(
+    base: Activity, frames: tuple[Frame, ...], user: Frame, text: str, process: Process, thread: Thread,
+    sources: Mapping[str, str], names: dict[str, Any], *, main: bool,
+) -> Activity:  # fmt: skip
+    """Return what a thread does whose innermost frame is the user's own: it computes, or is in a native call."""
+    calls = source.calls_at(text, user.line)
+    called = [(source.dotted(call.func), call) for call in calls]
+    if frames[0] is user or not text:
+        for name, call in called:
+            last, owner = name.rpartition(".")[2], name.rpartition(".")[0]
+            if last == "wait" and not thread.active:
+                found = _work(base, call, text, user, sources, names, frames)
+                if found is not None:
+                    return found
+            if last in ("get", "wait") and "store" in owner.lower():
+                return replace(base, kind="store", target=owner, op=last)
+            if last == "destroy_process_group":
+                return replace(base, kind="destroy", op=last, cleanup=base.cleanup or "destroy")
+    kernel = KERNEL.get(process.waits_in, "") if main else ""
+    if kernel == "sleep" or not thread.active:
+        for name, _ in called:
+            kind = BLOCKED_CALLS.get(name.rpartition(".")[2])
+            if kind and (kernel in ("", kind) or kind in ("network", "pipe", "file")):
+                return replace(base, kind=kind, op=name, target=name.rpartition(".")[0])
+    node = source.statement(text, user.line)
+    if isinstance(node, (ast.With, ast.AsyncWith)) and not thread.active and process.waits_in.startswith("futex"):
+        return replace(base, kind="lock", op="with", target=ast.unparse(node.items[0].context_expr))
+    if kernel:
+        return replace(base, kind=kernel, op=process.waits_in)
+    if any("_engine_run_backward" in frame.name for frame in frames) and not thread.active:
+        return replace(base, kind="collective", op="backward", group="world")
+    return replace(base, kind="compute" if thread.active or process.last.state == "R" else "unknown")
+
+
+def _work(
+    base: Activity,
+    call: ast.Call,
+    text: str,
+    user: Frame,
+    sources: Mapping[str, str],
+    names: dict[str, Any],
+    frames: tuple[Frame, ...],
+) -> Activity | None:
+    """Return the operation behind `work.wait()`: the call that made the work, by its name in the source."""
+    name = source.dotted(call.func).removesuffix(".wait")
+    chain, seen = [name.removesuffix("()").removesuffix("[]")], set[str]()
+    made: list[ast.Call] = []
+    while chain and not made:
+        one = chain.pop(0)
+        if one in seen:
+            continue
+        seen.add(one)
+        if one.rpartition(".")[2] in COLLECTIVES | POINT_TO_POINT and isinstance(call.func, ast.Attribute):
+            made += [each for each in [call.func.value] if isinstance(each, ast.Call)]
+        for value in source.assignments(text, one):
+            found = [each for each in ast.walk(value) if isinstance(each, ast.Call)]
+            ops = [
+                each for each in found if source.dotted(each.func).rpartition(".")[2] in COLLECTIVES | POINT_TO_POINT
+            ]
+            made += ops
+            chain += [
+                source.dotted(each).removesuffix("[]")
+                for each in [value]
+                if isinstance(each, (ast.Name, ast.Attribute, ast.Subscript))
+            ]
+            chain += [source.dotted(each) for each in ast.walk(value) if isinstance(each, ast.Name)][:6]
+    is_work = "Work" in user.locals.get(name, "")
+    if not made:
+        return replace(base, kind="collective", op="wait", group="?") if is_work else None
+    before = [each for each in made if each.lineno <= user.line] or made
+    scope = enclosing_function(text, user.line)
+    near = [each for each in before if enclosing_function(text, each.lineno) is scope] or before
+    one = near[-1]
+    op = source.dotted(one.func).rpartition(".")[2]
+    passed = source.keyword(one, "group")
+    group, members = "world", None
+    if passed is not None and not source.dotted(passed).endswith("group.WORLD"):
+        group = source.dotted(passed).rpartition(".")[2]
+        members = next((m for t in sources.values() if (m := new_group_members(t, group, names)) is not None), None)
+    if op in POINT_TO_POINT:
+        way = "send" if "send" in op else "recv"
+        peer = source.keyword(one, "dst" if way == "send" else "src", 1)
+        try:
+            value = source.evaluate(peer, names) if peer is not None else None
+        except (source.Unknown, TypeError, ValueError):
+            value = None
+        return replace(base, kind=way, op=op, group=group, peers=(value,) if isinstance(value, int) else ())
+    return replace(base, kind="collective", op=op, group=group, members=members)
+
+
+def enclosing_function(text: str, line: int) -> ast.AST | None:
+    """Return the function around a line; None at the top of a module."""
+    found = [n for n in source.enclosing(text, line) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    return found[-1] if found else None
+
+
+def activities(process: Process, sources: Mapping[str, str], world: int | None) -> list[Activity]:
+    """Return what the threads of a process are doing, the one that matters first.
+
+    That is the main thread, unless it only waits for another thread that is in a collective or computes.
+    """
+    threads = sorted(process.threads, key=lambda thread: thread.os_id != process.pid)
+    every = [activity_of(process, thread, sources, world) for thread in threads]
+    if not every:
+        return []
+    if every[0].kind in IDLE and not every[0].in_loop:
+        for other in every[1:]:
+            if other.kind in ("collective", "send", "recv", "init", "new_group", "destroy"):
+                return [other, *(each for each in every if each is not other)]
+    return every

@@ -1,0 +1,72 @@
+"""Merges stacks into classes with rank ranges. Merging is associative: nodes can merge before they send."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import PurePath
+
+from clew.hang.observed import Process, Thread
+
+Stack = tuple[str, ...]
+Classes = dict[Stack, tuple[tuple[int, int], ...]]
+"""Ranks of each stack, as ranges of first and last."""
+
+
+def stack_of(thread: Thread) -> Stack:
+    """Return a thread's stack with the outermost frame first. Line numbers within torch drift, so they are left out."""
+    return tuple(
+        f"{frame.function} ({'torch/' if '/torch/' in frame.file else ''}{PurePath(frame.file).name}"
+        + (")" if "/torch/" in frame.file else f":{frame.line})")
+        for frame in reversed(thread.frames)
+    )
+
+
+def classes_of(processes: Iterable[Process]) -> Classes:
+    """Return the classes of the main threads of processes. A process without a rank is named by its negative pid."""
+    found: dict[Stack, list[int]] = {}
+    for process in processes:
+        for thread in process.threads:
+            if thread.os_id == process.pid:
+                number = process.rank if process.rank is not None else -process.pid
+                found.setdefault(stack_of(thread), []).append(number)
+    return {stack: as_ranges(numbers) for stack, numbers in found.items()}
+
+
+def as_ranges(numbers: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    """Return numbers as sorted ranges of first and last."""
+    return _joined(sorted((number, number) for number in set(numbers)))
+
+
+def merge(every: Sequence[Mapping[Stack, tuple[tuple[int, int], ...]]]) -> Classes:
+    """Return the union of classes from several nodes."""
+    found: dict[Stack, list[tuple[int, int]]] = {}
+    for classes in every:
+        for stack, pairs in classes.items():
+            found.setdefault(stack, []).extend(pairs)
+    return {stack: _joined(sorted(pairs)) for stack, pairs in found.items()}
+
+
+def _joined(pairs: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    joined: list[tuple[int, int]] = []
+    for first, last in pairs:
+        if joined and first <= joined[-1][1] + 1:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], last))
+        else:
+            joined.append((first, last))
+    return tuple(joined)
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Return numbers as text, such as 0-3, 7."""
+    return in_words(as_ranges(numbers))
+
+
+def in_words(pairs: Iterable[tuple[int, int]]) -> str:
+    """Return ranges as text; a negative number is a pid."""
+    said = []
+    for first, last in pairs:
+        if first < 0:
+            said += [f"pid {-number}" for number in range(first, last + 1)]
+        else:
+            said.append(str(first) if first == last else f"{first}-{last}")
+    return ", ".join(said)

@@ -1,0 +1,208 @@
+"""Collects what can be seen of a job from outside: py-spy's stacks and /proc, in parallel, each with a time limit.
+
+Nothing pauses a process: py-spy reads its memory while it runs (`--nonblocking`).
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from clew.errors import LaunchError
+from clew.hang import proc
+from clew.hang.observed import Frame, Look, Process, Snapshot, Thread
+
+DUMP_S = 5.0
+"""Time limit in seconds for reading one process."""
+AT_ONCE = 16
+"""Number of processes that are read at the same time."""
+LOCALS_SHOWN = 300
+"""Characters of a local variable that are kept."""
+TRIES = 4
+"""Number of attempts at a stack: a process that runs while it is read can give a torn one."""
+
+
+def py_spy() -> str:
+    """Return the path of the py-spy program.
+
+    Raises:
+        LaunchError: It is not installed.
+    """
+    beside = Path(sys.executable).with_name("py-spy")
+    if beside.exists():
+        return str(beside)
+    with suppress(importlib.metadata.PackageNotFoundError):
+        for file in importlib.metadata.files("py-spy") or ():
+            if file.name == "py-spy" and (path := Path(str(file.locate()))).exists():
+                return str(path)
+    if found := shutil.which("py-spy"):
+        return found
+    raise LaunchError("Cannot read stacks: py-spy is not installed. Install it with: pip install py-spy")
+
+
+def parse_dump(text: str) -> tuple[Thread, ...]:
+    """Return the threads of one JSON dump of py-spy. Raises ValueError if it is something else."""
+    value = json.loads(text)
+    if not isinstance(value, list):
+        raise ValueError("not a JSON dump of py-spy")
+    try:
+        return tuple(_thread(each) for each in value)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"not a JSON dump of py-spy: {type(error).__name__}: {error}") from error
+
+
+def _thread(value: dict) -> Thread:
+    frames = tuple(
+        Frame(
+            function=str(each["name"]),
+            file=str(each["filename"]),
+            line=int(each["line"]),
+            locals={local["name"]: str(local["repr"])[:LOCALS_SHOWN] for local in each.get("locals") or ()},
+            addresses={local["name"]: int(local["addr"]) for local in each.get("locals") or ()},
+        )
+        for each in value["frames"]
+    )
+    return Thread(
+        name=value.get("thread_name") or "",
+        os_id=value.get("os_thread_id") or 0,
+        active=bool(value.get("active")),
+        holds_gil=bool(value.get("owns_gil")),
+        frames=frames,
+    )
+
+
+def look_at(pid: int, program: str) -> Look:
+    """Return the state of one process now. A process that cannot be read gives a look with an error."""
+    stat, at = proc.stat_of(pid), time.monotonic()
+    if stat is None:
+        return Look(at=at, state="X", error="the process is gone")
+    look = Look(at=at, state=stat[0], switches=proc.switches_of(pid), cpu_s=stat[2], written=proc.written_by(pid))
+    if stat[0] == "Z":
+        return replace(look, error="the process has ended (zombie)")
+    error = ""
+    for attempt in range(TRIES):
+        command = [program, "dump", "--json", "--nonblocking", "--locals", "--pid", str(pid)]
+        try:
+            ended = subprocess.run(command, capture_output=True, text=True, timeout=DUMP_S, errors="replace")
+        except subprocess.TimeoutExpired:
+            return replace(look, error=f"py-spy gave no answer within {DUMP_S:.0f} s")
+        if ended.returncode == 0:
+            try:
+                threads = parse_dump(ended.stdout)
+            except ValueError as reason:
+                error = str(reason)
+                continue
+            if any(thread.frames for thread in threads) or attempt == TRIES - 1:
+                return replace(look, threads=threads)
+        else:
+            error = _reason(ended.stderr)
+        if "ermission" in error or (stat := proc.stat_of(pid)) is None:
+            break
+        time.sleep(0.02)
+    return replace(look, error=error or "py-spy found no Python frame")
+
+
+def _reason(stderr: str) -> str:
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    text = " ".join(lines)[:300]
+    if "ermission" in text:
+        return "permission denied: run `clew hang` as the same user, or as root; in a container it needs SYS_PTRACE"
+    if "Failed to find" in text and "python" in text.lower():
+        return "no Python was found in this process"
+    return text or "py-spy failed"
+
+
+def watch(
+    pids: Sequence[int], until: Callable[[Sequence[Process], float], bool], *, period_s: float = 0.5
+) -> tuple[Process, ...]:
+    """Look at processes about twice a second until `until` says that enough was seen.
+
+    Args:
+        pids: The processes.
+        until: Function of the processes so far and the seconds since the first look.
+        period_s: Mean seconds between looks.
+    """
+    program = py_spy()
+    first = time.monotonic()
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        processes = list(pool.map(describe, pids))
+        while True:
+            began = time.monotonic()
+            looks = pool.map(lambda pid: look_at(pid, program), pids)
+            processes = [
+                replace(process, looks=(*process.looks, look)) for process, look in zip(processes, looks, strict=True)
+            ]
+            if until(processes, time.monotonic() - first):
+                break
+            # Irregular, so that a loop with the same period is not always met at the same place.
+            pause = period_s * (0.6 + 0.8 * (7 * len(processes[0].looks) % 11) / 11) if processes else period_s
+            time.sleep(max(0.0, pause - (time.monotonic() - began)))
+    machine = proc.sockets_of_machine()
+    return tuple(_with_waits(process, machine) for process in processes)
+
+
+def describe(pid: int) -> Process:
+    """Return what does not change about a process: command, parent, and the rank in its environment."""
+    stat, environment = proc.stat_of(pid), proc.environment_of(pid)
+    return Process(
+        pid=pid,
+        host=proc.host(),
+        parent=stat[1] if stat else 0,
+        command=proc.command_of(pid),
+        cwd=proc.link_of(proc.PROC / str(pid) / "cwd"),
+        rank=_number(environment.get("RANK")),
+        world=_number(environment.get("WORLD_SIZE")),
+    )
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isdigit() else None
+
+
+def _with_waits(process: Process, machine: dict[str, tuple[str, int, int]]) -> Process:
+    wchan, target = proc.blocked_in(process.pid)
+    listens, peers = proc.sockets_of(process.pid, machine)
+    pipes = tuple(sorted({link for link in proc.descriptors_of(process.pid) if link.startswith("pipe:")}))
+    locks = proc.locked_files_of(process.pid)
+    return replace(process, waits_in=wchan, reads_from=target, listens=listens, peers=peers, pipes=pipes, files=locks)
+
+
+def sources_of(processes: Sequence[Process], limit: int = 2_000_000) -> dict[str, str]:
+    """Return the text of the source files in the stacks, by path, except those of installed packages."""
+    found: dict[str, str] = {}
+    for process in processes:
+        for thread in process.threads:
+            for frame in thread.frames:
+                path = Path(process.cwd, frame.file)
+                if frame.file not in found and not installed(frame.file):
+                    with suppress(OSError, ValueError):
+                        if path.is_file() and path.stat().st_size < limit:
+                            found[frame.file] = path.read_text(errors="replace")
+    return found
+
+
+INSTALLED = re.compile(
+    r"^<|/(site|dist)-packages/|/lib/python3|/torch/(_\w+|autograd|distributed|multiprocessing|nn|utils)/"
+)
+
+
+def installed(file: str) -> bool:
+    """Return whether a file belongs to Python, to torch or to another installed package."""
+    return INSTALLED.search(file) is not None
+
+
+def snapshot(pids: Sequence[int], until: Callable[[Sequence[Process], float], bool]) -> Snapshot:
+    """Return what can be seen of these processes from outside."""
+    began = time.monotonic()
+    processes = watch(pids, until)
+    return Snapshot(processes=processes, seconds=time.monotonic() - began, sources=sources_of(processes))

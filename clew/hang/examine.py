@@ -1,0 +1,80 @@
+"""Watches a job until enough was seen of it, and judges it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from clew.errors import LaunchError, RecordError
+from clew.hang import jobs, proc
+from clew.hang.collect import snapshot, sources_of
+from clew.hang.judge import SOUND, judge
+from clew.hang.observed import Process, Snapshot
+
+WATCH_S = 10.0
+"""Longest time in seconds for which processes are watched before they are judged."""
+SHORTEST_S = 2.0
+
+
+def enough(processes: Sequence[Process], seconds: float) -> bool:
+    """Return whether more looks would not change the verdict: nothing outside can end the wait, or everything moves."""
+    if seconds >= WATCH_S:
+        return True
+    if seconds < SHORTEST_S:
+        return False
+    verdict = judge(Snapshot(processes=tuple(processes), seconds=seconds, sources=sources_of(processes)))
+    # A loop that spins can look like one that advances, if it is seen only three or four times.
+    return verdict.structural or (verdict.pattern in SOUND and (verdict.pattern != "slow" or seconds > WATCH_S / 2))
+
+
+def examine(pids: Sequence[int], named: dict[int, Process] | None = None) -> Snapshot:
+    """Return a snapshot of the jobs of these processes.
+
+    Args:
+        pids: Ranks, launchers or other processes. Their descendants, peers and local servers are found.
+        named: What is known about some processes from Clew's status files, by pid.
+    """
+    every = [pid for pid in jobs.with_peers(pids) if pid != proc.PROC and not _own(pid)]
+    seen = snapshot(every, enough)
+    known = named or {}
+    processes = tuple(
+        replace(each, name=known[each.pid].name, waits=known[each.pid].waits) if each.pid in known else each
+        for each in seen.processes
+    )
+    gone = tuple(each for pid, each in known.items() if pid not in {process.pid for process in processes})
+    return replace(seen, processes=processes + gone)
+
+
+def _own(pid: int) -> bool:
+    import os
+
+    return pid == os.getpid()
+
+
+def processes_of_run(folder: Path) -> dict[int, Process]:
+    """Return the processes that the status files of a Clew run name, with their waits, by pid.
+
+    Raises:
+        RecordError: The folder is no run directory, or a status file cannot be read.
+        LaunchError: None of its processes is alive on this machine.
+    """
+    status = folder / "status"
+    if not status.is_dir():
+        raise RecordError(f"Cannot look at {folder}: it holds no status/, so it is no run directory.")
+    found: dict[int, Process] = {}
+    for path in sorted(status.glob("[!.]*.json")):
+        try:
+            value = json.loads(path.read_text())
+            pid, doing = int(value["pid"]), str(value["doing"])
+            waits = tuple(value["waits"]) if time.time() - value["updated"] < WATCH_S else ()
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise RecordError(f"Cannot read {path}: {type(error).__name__}: {error}") from error
+        if doing != "ended" and value.get("host", proc.host()) == proc.host():
+            found[pid] = Process(pid=pid, name=path.stem, doing=doing, waits=waits, host=proc.host())
+    alive = [pid for pid in found if proc.stat_of(pid) is not None]
+    if not alive:
+        raise LaunchError(f"Cannot look at {folder}: none of its processes is alive on this machine.")
+    return found

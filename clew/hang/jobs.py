@@ -1,0 +1,60 @@
+"""Finds the processes of a job: below a launcher, beside a given process, or of any torch job of this machine."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from clew.errors import LaunchError
+from clew.hang import proc
+
+LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
+LOCAL_ADDRESSES = ("127.0.0.1", "localhost", "::1", "0.0.0.0")
+
+
+def python(pid: int) -> bool:
+    """Return whether a process looks like Python."""
+    target = proc.link_of(proc.PROC / str(pid) / "exe") or " ".join(proc.command_of(pid)[:1])
+    return "python" in target.rpartition("/")[2]
+
+
+def job_key(pid: int) -> tuple[str, str] | None:
+    """Return what the ranks of one job share: the address and port at which they meet; None outside a torch job."""
+    environment = proc.environment_of(pid)
+    if "RANK" not in environment or "MASTER_PORT" not in environment:
+        return None
+    return environment.get("MASTER_ADDR", ""), environment["MASTER_PORT"]
+
+
+def with_peers(pids: Sequence[int]) -> list[int]:
+    """Return the processes of the jobs of these: their descendants, the other ranks, and local servers they talk to.
+
+    Raises:
+        LaunchError: One of them does not exist.
+    """
+    for pid in pids:
+        if proc.stat_of(pid) is None:
+            raise LaunchError(f"Cannot look at process {pid}: there is no such process on this machine.")
+    found = proc.below(list(pids))
+    keys = {key for pid in found if (key := job_key(pid)) is not None}
+    if keys:
+        ranks = [pid for pid in proc.all_pids() if pid not in found and job_key(pid) in keys]
+        found += [pid for pid in proc.below(ranks) if pid not in found]
+    machine = proc.sockets_of_machine()
+    wanted = {port for pid in found for port in proc.sockets_of(pid, machine)[1]}
+    serving = {inode for inode, (state, local, _) in machine.items() if state == proc.LISTENING and local in wanted}
+    if serving:
+        links = {f"socket:[{inode}]" for inode in serving}
+        found += [pid for pid in proc.all_pids() if pid not in found and links & set(proc.descriptors_of(pid))]
+    return found
+
+
+def listed() -> dict[str, list[int]]:
+    """Return the torch jobs of this machine: a description, and the pids of their ranks or of their launcher."""
+    jobs: dict[str, list[int]] = defaultdict(list)
+    for pid in proc.all_pids():
+        if (key := job_key(pid)) is not None and python(pid):
+            jobs[f"torch job at {key[0]}:{key[1]}"].append(pid)
+        elif any(name in " ".join(proc.command_of(pid)[:4]) for name in LAUNCHERS) and python(pid):
+            jobs[f"torchrun {pid}"].append(pid)
+    return dict(jobs)

@@ -1,0 +1,141 @@
+"""Data that is collected about a job: plain values only, so that it can be written as JSON and read elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frame:
+    """One Python frame of a stack."""
+
+    function: str
+    """Qualified name, such as Queue.get."""
+    file: str
+    line: int
+    locals: dict[str, str] = field(default_factory=dict)
+    """Local variables by name, as text."""
+    addresses: dict[str, int] = field(default_factory=dict)
+    """Address of each local variable's object."""
+
+    @property
+    def name(self) -> str:
+        """Return the function's name without its class."""
+        return self.function.rpartition(".")[2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Thread:
+    """One thread, with its frames from the innermost outwards."""
+
+    name: str
+    os_id: int
+    active: bool = False
+    holds_gil: bool = False
+    frames: tuple[Frame, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """State of one process at one moment."""
+
+    at: float
+    """Seconds, from a clock that only increases."""
+    state: str = "?"
+    """Letter of /proc/PID/stat: R, S, D, T (stopped), t (traced), Z (zombie), X (gone)."""
+    switches: int = 0
+    """Voluntary context switches of the main thread."""
+    cpu_s: float = 0.0
+    written: int = 0
+    """Bytes that the process has written so far, to whatever file or pipe."""
+    threads: tuple[Thread, ...] = ()
+    error: str = ""
+    """Reason why the stack could not be read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Process:
+    """One process of the job, with everything that was seen of it."""
+
+    pid: int
+    host: str = ""
+    parent: int = 0
+    command: tuple[str, ...] = ()
+    cwd: str = ""
+    rank: int | None = None
+    world: int | None = None
+    looks: tuple[Look, ...] = ()
+    waits_in: str = ""
+    """Kernel function in which the main thread sleeps (wchan)."""
+    reads_from: str = ""
+    """File, pipe or socket of the system call in which the main thread is blocked."""
+    listens: tuple[int, ...] = ()
+    """TCP ports on which it listens."""
+    peers: tuple[int, ...] = ()
+    """TCP ports at the other end of its connections."""
+    pipes: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
+    """Locked files that it holds open."""
+    exit: str = ""
+    """Exit status of a process that has ended."""
+    doing: str = ""
+    """Activity that Clew's status file names."""
+    waits: tuple[dict[str, Any], ...] = ()
+    """Clew's own named waits."""
+    name: str = ""
+    """Name that the process has in a Clew run."""
+
+    @property
+    def last(self) -> Look:
+        """Return the newest look."""
+        return self.looks[-1] if self.looks else Look(at=0.0)
+
+    @property
+    def threads(self) -> tuple[Thread, ...]:
+        """Return the threads of the newest look that has any."""
+        return next((look.threads for look in reversed(self.looks) if look.threads), ())
+
+    @property
+    def label(self) -> str:
+        """Return how a report names the process."""
+        if self.rank is not None:
+            return f"rank {self.rank} (pid {self.pid})"
+        return f"{self.name} (pid {self.pid})" if self.name else f"pid {self.pid}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """Everything that was collected about one job."""
+
+    processes: tuple[Process, ...]
+    seconds: float = 0.0
+    """Time over which the processes were watched."""
+    world: int | None = None
+    """Number of ranks that the job should have; None if nothing says it."""
+    notes: tuple[str, ...] = ()
+    """Limits of this snapshot: processes that could not be read, files that were not understood."""
+    sources: dict[str, str] = field(default_factory=dict)
+    """Text of the users' source files in the stacks, by path."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the snapshot as values that JSON knows."""
+        return asdict(self)
+
+
+def snapshot_from(value: dict[str, Any]) -> Snapshot:
+    """Return the snapshot that `Snapshot.as_dict` wrote. Raises KeyError, TypeError or ValueError if it is another."""
+    processes = tuple(_process_from(each) for each in value["processes"])
+    return Snapshot(**{**value, "processes": processes, "notes": tuple(value.get("notes", ()))})
+
+
+def _process_from(value: dict[str, Any]) -> Process:
+    looks = tuple(
+        Look(**{**look, "threads": tuple(_thread_from(each) for each in look["threads"])}) for look in value["looks"]
+    )
+    lists = {name: tuple(value[name]) for name in ("command", "listens", "peers", "pipes", "files", "waits")}
+    return Process(**{**value, **lists, "looks": looks})
+
+
+def _thread_from(value: dict[str, Any]) -> Thread:
+    return Thread(**{**value, "frames": tuple(Frame(**frame) for frame in value["frames"])})

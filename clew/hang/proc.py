@@ -1,0 +1,154 @@
+"""Looks at processes through /proc: state, progress, family, sockets, and what a blocked system call waits for."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections import defaultdict
+from contextlib import suppress
+from pathlib import Path
+
+PROC = Path("/proc")
+READING_CALLS = {
+    0: "read",
+    1: "write",
+    7: "poll",
+    19: "readv",
+    43: "accept",
+    45: "recvfrom",
+    47: "recvmsg",
+    73: "flock",
+}
+"""System calls of x86-64 whose first argument is a file descriptor."""
+LISTENING, ESTABLISHED = "0A", "01"
+
+
+def stat_of(pid: int) -> tuple[str, int, float] | None:
+    """Return state, parent and CPU seconds of a process; None if it is gone."""
+    try:
+        fields = (PROC / str(pid) / "stat").read_text().rpartition(") ")[2].split()
+    except OSError:
+        return None
+    return fields[0], int(fields[1]), (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def switches_of(pid: int) -> int:
+    """Return the voluntary context switches of a process's main thread; 0 if they cannot be read."""
+    with suppress(OSError):
+        found = re.search(r"^voluntary_ctxt_switches:\s*(\d+)", (PROC / str(pid) / "status").read_text(), re.M)
+        return int(found[1]) if found else 0
+    return 0
+
+
+def written_by(pid: int) -> int:
+    """Return the bytes that a process has written; 0 if that cannot be read."""
+    with suppress(OSError):
+        found = re.search(r"^wchar: (\d+)", (PROC / str(pid) / "io").read_text(), re.M)
+        return int(found[1]) if found else 0
+    return 0
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    """Return the environment with which a process was started; empty if it may not be read."""
+    with suppress(OSError):
+        entries = (PROC / str(pid) / "environ").read_bytes().decode(errors="replace").split("\0")
+        return dict(entry.split("=", 1) for entry in entries if "=" in entry)
+    return {}
+
+
+def command_of(pid: int) -> tuple[str, ...]:
+    """Return the command line of a process; empty if it is gone."""
+    with suppress(OSError):
+        return tuple((PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")[:-1])
+    return ()
+
+
+def link_of(path: Path) -> str:
+    """Return where a link in /proc points; empty if it cannot be read."""
+    with suppress(OSError):
+        return str(path.readlink())
+    return ""
+
+
+def all_pids() -> list[int]:
+    """Return the pids of this machine, or of this container."""
+    return sorted(int(path.name) for path in PROC.iterdir() if path.name.isdigit())
+
+
+def children_of() -> dict[int, list[int]]:
+    """Return the children of each process."""
+    children: dict[int, list[int]] = defaultdict(list)
+    for pid in all_pids():
+        if (stat := stat_of(pid)) is not None:
+            children[stat[1]].append(pid)
+    return children
+
+
+def below(pids: list[int]) -> list[int]:
+    """Return these processes and all that descend from them, parents first."""
+    children, found, waiting = children_of(), list[int](), list(pids)
+    while waiting:
+        pid = waiting.pop(0)
+        if pid not in found:
+            found.append(pid)
+            waiting += children[pid]
+    return found
+
+
+def blocked_in(pid: int) -> tuple[str, str]:
+    """Return the kernel function in which the main thread sleeps, and the file of its system call, if it has one."""
+    folder, wchan, target = PROC / str(pid), "", ""
+    with suppress(OSError):
+        wchan = (folder / "wchan").read_text().strip()
+    with suppress(OSError, ValueError, IndexError):
+        words = (folder / "syscall").read_text().split()
+        if words[0].isdigit() and int(words[0]) in READING_CALLS:
+            target = link_of(folder / "fd" / str(int(words[1], 16)))
+    return ("" if wchan == "0" else wchan), target
+
+
+def descriptors_of(pid: int) -> list[str]:
+    """Return where the open file descriptors of a process point."""
+    try:
+        return [link_of(path) for path in (PROC / str(pid) / "fd").iterdir()]
+    except OSError:
+        return []
+
+
+def sockets_of_machine() -> dict[str, tuple[str, int, int]]:
+    """Return state, local port and remote port of each TCP socket, by inode."""
+    found: dict[str, tuple[str, int, int]] = {}
+    for table in ("tcp", "tcp6"):
+        with suppress(OSError):
+            for line in (PROC / "net" / table).read_text().splitlines()[1:]:
+                words = line.split()
+                local, remote = (int(words[place].rpartition(":")[2], 16) for place in (1, 2))
+                found[words[9]] = (words[3], local, remote)
+    return found
+
+
+def sockets_of(pid: int, machine: dict[str, tuple[str, int, int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the ports on which a process listens, and the remote ports of its connections."""
+    mine = [
+        machine[found[1]]
+        for link in descriptors_of(pid)
+        if (found := re.match(r"socket:\[(\d+)\]", link)) and found[1] in machine
+    ]
+    listens = {local for state, local, _ in mine if state == LISTENING}
+    return tuple(sorted(listens)), tuple(sorted({remote for state, _, remote in mine if state == ESTABLISHED}))
+
+
+def locked_files_of(pid: int) -> tuple[str, ...]:
+    """Return the inodes of the files on which a process holds a lock."""
+    with suppress(OSError):
+        lines = (PROC / "locks").read_text().splitlines()
+        return tuple(
+            f[5 if "->" not in f else 6] for f in (line.split() for line in lines) if "->" not in f and f[4] == str(pid)
+        )
+    return ()
+
+
+def host() -> str:
+    """Return the name of this machine."""
+    return socket.gethostname()

@@ -1,0 +1,270 @@
+"""Reads users' source: which call a line makes, whether only some ranks run it, and which ranks form a group.
+
+Native calls have no Python frame. The line that makes the call is the innermost one a stack shows, so its source says
+what the process waits in. Nothing here runs the user's code: a small evaluator of
+integers reads its expressions.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+CLEANUP_NAMES = re.compile(
+    r"clean|teardown|tear_down|shutdown|shut_down|finali[sz]e|close|__exit__|__del__|destroy|atexit", re.I
+)
+MOST_MEMBERS = 100_000
+"""Size from which a range is not evaluated: it would only cost memory."""
+
+
+@lru_cache(maxsize=256)
+def parse(text: str) -> ast.Module | None:
+    """Return the syntax tree of a source file; None if it is no Python."""
+    try:
+        return ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError):
+        return None
+
+
+def _covers(node: ast.AST, line: int) -> bool:
+    first = getattr(node, "lineno", None)
+    return first is not None and first <= line <= (getattr(node, "end_lineno", None) or first)
+
+
+def enclosing(text: str, line: int) -> list[ast.AST]:
+    """Return the nodes around a line, outermost first."""
+    tree, path = parse(text), list[ast.AST]()
+    node: ast.AST | None = tree
+    while node is not None:
+        node = next((each for each in ast.iter_child_nodes(node) if _spans(each, line)), None)
+        if node is not None:
+            path.append(node)
+    return path
+
+
+def _spans(node: ast.AST, line: int) -> bool:
+    if isinstance(node, (ast.ExceptHandler, ast.stmt, ast.match_case)):
+        return _covers(node, line) if not isinstance(node, ast.match_case) else any(_covers(s, line) for s in node.body)
+    return False
+
+
+def statement(text: str, line: int) -> ast.AST | None:
+    """Return the innermost statement at a line."""
+    path = enclosing(text, line)
+    return path[-1] if path else None
+
+
+def dotted(node: ast.AST) -> str:
+    """Return the name of what is called, such as dist.all_reduce; () stands for a call within it."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    if isinstance(node, ast.Call):
+        return f"{dotted(node.func)}()"
+    if isinstance(node, ast.Subscript):
+        return f"{dotted(node.value)}[]"
+    return "?"
+
+
+def calls_at(text: str, line: int) -> list[ast.Call]:
+    """Return the calls that begin at or cover a line, those that begin there first, short before long."""
+    path = enclosing(text, line)
+    if not path:
+        return []
+    siblings = getattr(path[-2], "body", []) if len(path) > 1 else getattr(parse(text), "body", [])
+    nodes = [node for node in siblings if _covers(node, line)] if path[-1] in siblings else [path[-1]]
+    calls: list[ast.Call] = []
+    for node in nodes:
+        # The body of a loop or function is not part of its first line.
+        roots = [node]
+        if hasattr(node, "body"):
+            roots = [each for each in ast.iter_child_nodes(node) if not isinstance(each, (ast.stmt, ast.ExceptHandler))]
+        calls += [
+            call for root in roots for call in ast.walk(root) if isinstance(call, ast.Call) and _covers(call, line)
+        ]
+    return sorted(calls, key=lambda call: (call.lineno != line, (call.end_lineno or 0) - call.lineno))
+
+
+@lru_cache(maxsize=256)
+def rank_names(text: str) -> frozenset[str]:
+    """Return the variables that hold the rank: those with that word in their name, or assigned from get_rank()."""
+    tree, found = parse(text), set[str]()
+    for node in ast.walk(tree) if tree else ():
+        if isinstance(node, ast.Assign) and re.search(r"get_rank\(|[\"']RANK[\"']", ast.unparse(node.value)):
+            for target in node.targets:
+                found |= {each.id for each in ast.walk(target) if isinstance(each, ast.Name)}
+    return frozenset(found - {"world", "world_size"})
+
+
+def branch_of_rank(text: str, line: int) -> str:
+    """Return "alone" if only one rank runs a line, "side" if the other ranks run the `else` of it, otherwise ""."""
+    for outer, inner in pairwise(enclosing(text, line)):
+        if not isinstance(outer, ast.If):
+            continue
+        words = set(re.findall(r"\w+", ast.unparse(outer.test)))
+        if not (words & rank_names(text) or any("rank" in word.lower() or "is_main" in word for word in words)):
+            continue
+        differs = isinstance(outer.test, ast.Compare) and isinstance(outer.test.ops[0], (ast.NotEq, ast.Gt, ast.GtE))
+        if (inner in outer.orelse) if differs else (inner in outer.body):
+            return "side" if outer.orelse else "alone"
+    return ""
+
+
+def in_cleanup(text: str, line: int) -> str:
+    """Return "finally", "except" or the cleanup function's name if a line belongs to cleanup; otherwise ""."""
+    path = enclosing(text, line)
+    for outer, inner in pairwise(path):
+        if isinstance(outer, ast.Try) and inner in outer.finalbody:
+            return "finally"
+        if isinstance(outer, ast.ExceptHandler):
+            return "except"
+    functions = [node.name for node in path if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    return next((name for name in functions if CLEANUP_NAMES.search(name)), "")
+
+
+def loop_at(text: str, line: int) -> ast.While | ast.For | ast.AsyncFor | None:
+    """Return the innermost loop around a line, within its function."""
+    inner: ast.While | ast.For | ast.AsyncFor | None = None
+    for node in enclosing(text, line):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            inner = None
+        elif isinstance(node, (ast.While, ast.For, ast.AsyncFor)):
+            inner = node
+    return inner
+
+
+@lru_cache(maxsize=4096)
+def function_named(text: str, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+    """Return the first function of a file with this name."""
+    tree = parse(text)
+    functions = (
+        (node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))) if tree else ()
+    )
+    return next((node for node in functions if node.name == name), None)
+
+
+def keyword(call: ast.Call, name: str, place: int | None = None) -> ast.expr | None:
+    """Return an argument of a call, by its name or by its place."""
+    named = next((each.value for each in call.keywords if each.arg == name), None)
+    if named is None and place is not None and place < len(call.args):
+        return call.args[place]
+    return named
+
+
+def assignments(text: str, name: str) -> Iterator[ast.expr]:
+    """Yield the values that are assigned to a name or attribute, or appended to it, anywhere in a file."""
+    tree = parse(text)
+    last = name.rpartition(".")[2]
+    for node in ast.walk(tree) if tree else ():
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                if dotted(target).rpartition(".")[2].removesuffix("[]") == last:
+                    yield node.value
+                elif isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                    for each, value in zip(target.elts, node.value.elts, strict=False):
+                        if dotted(each).rpartition(".")[2] == last:
+                            yield value
+        elif isinstance(node, ast.Call) and dotted(node.func).rpartition(".")[2] == "append" and node.args:
+            if dotted(node.func).removesuffix(".append").rpartition(".")[2] == last:
+                yield node.args[0]
+        elif isinstance(node, (ast.For, ast.comprehension)) and dotted(node.target) == name:
+            yield node.iter
+
+
+def constants(text: str) -> dict[str, int]:
+    """Return the integers that a module assigns once, at its top, such as WORLD = 4."""
+    tree, found = parse(text), dict[str, int]()
+    for node in tree.body if tree else ():
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and type(node.value.value) is int:
+            found |= {target.id: node.value.value for target in node.targets if isinstance(target, ast.Name)}
+    return found
+
+
+class Unknown(Exception):
+    """Raised when an expression is more than the evaluator knows."""
+
+
+def evaluate(node: ast.AST, names: Mapping[str, Any]) -> Any:
+    """Return the value of an expression of integers, lists and ranges. Raises Unknown for anything else."""
+    if isinstance(node, ast.Constant) and type(node.value) in (int, bool):
+        return node.value
+    if isinstance(node, ast.Name) and node.id in names:
+        return names[node.id]
+    if isinstance(node, (ast.List, ast.Tuple, ast.Set)):
+        return [evaluate(each, names) for each in node.elts]
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_integer(evaluate(node.operand, names))
+    if isinstance(node, ast.BinOp):
+        return _arithmetic(node.op, evaluate(node.left, names), evaluate(node.right, names))
+    if isinstance(node, ast.IfExp):
+        return evaluate(node.body if evaluate(node.test, names) else node.orelse, names)
+    if isinstance(node, ast.Compare) and len(node.ops) == 1:
+        return _compare(node.ops[0], evaluate(node.left, names), evaluate(node.comparators[0], names))
+    if isinstance(node, ast.Call):
+        return _call(node, names)
+    if isinstance(node, (ast.ListComp, ast.GeneratorExp, ast.SetComp)) and len(node.generators) == 1:
+        loop = node.generators[0]
+        if isinstance(loop.target, ast.Name):
+            rows = ({**names, loop.target.id: value} for value in evaluate(loop.iter, names))
+            return [evaluate(node.elt, row) for row in rows if all(evaluate(test, row) for test in loop.ifs)]
+    raise Unknown(ast.dump(node)[:80])
+
+
+def _integer(value: Any) -> int:
+    if not isinstance(value, int) or abs(value) > MOST_MEMBERS:
+        raise Unknown("no small integer")
+    return value
+
+
+def _arithmetic(op: ast.operator, left: Any, right: Any) -> Any:
+    if isinstance(op, ast.Add) and isinstance(left, list) and isinstance(right, list):
+        return left + right
+    a, b = _integer(left), _integer(right)
+    match op:
+        case ast.Add():
+            return a + b
+        case ast.Sub():
+            return a - b
+        case ast.Mult():
+            return a * b
+        case ast.FloorDiv() if b:
+            return a // b
+        case ast.Mod() if b:
+            return a % b
+    raise Unknown("operator")
+
+
+def _compare(op: ast.cmpop, left: Any, right: Any) -> bool:
+    match op:
+        case ast.Eq():
+            return left == right
+        case ast.NotEq():
+            return left != right
+        case ast.Lt():
+            return _integer(left) < _integer(right)
+        case ast.LtE():
+            return _integer(left) <= _integer(right)
+        case ast.Gt():
+            return _integer(left) > _integer(right)
+        case ast.GtE():
+            return _integer(left) >= _integer(right)
+    raise Unknown("comparison")
+
+
+def _call(node: ast.Call, names: Mapping[str, Any]) -> Any:
+    called = dotted(node.func).rpartition(".")[2]
+    if called in ("get_rank", "get_world_size"):
+        name = "rank" if called == "get_rank" else "world_size"
+        if name in names and not node.args:
+            return names[name]
+    if called == "range":
+        bounds = [_integer(evaluate(each, names)) for each in node.args]
+        return list(range(*bounds))
+    if called in ("list", "sorted", "tuple", "set") and len(node.args) == 1:
+        return sorted(evaluate(node.args[0], names)) if called == "sorted" else list(evaluate(node.args[0], names))
+    raise Unknown(called)

@@ -1,0 +1,154 @@
+"""Judging and merging, with snapshots made by hand."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clew.hang import classes, source
+from clew.hang.activity import C10D, new_group_members
+from clew.hang.graph import sinks
+from clew.hang.judge import Verdict, judge
+from clew.hang.observed import Frame, Look, Process, Snapshot, Thread, snapshot_from
+
+SCRIPT = """import torch.distributed as dist
+tp = dist.new_group([0, 1])
+dp = dist.new_group(ranks=list(range(0, world_size, 2)))
+def train(step):
+    dist.all_reduce(x)
+    dist.all_reduce(x, group=tp)
+    dist.recv(x, src=1)
+    time.sleep(1000)
+    dist.barrier()
+"""
+
+
+def rank(number: int, line: int, op: str = "", *, world: int = 2, state: str = "S", **values: str) -> Process:
+    """Return a rank whose main thread is at a line of SCRIPT, within an operation of torch, in each of six looks."""
+    user = Frame(function="train", file="train.py", line=line, locals={"step": "3"})
+    torch = [Frame(function=op, file=f"/x/{C10D}", line=1, locals=values)] if op else []
+    thread = Thread(name="MainThread", os_id=100 + number, frames=(*torch, user))
+    looks = tuple(Look(at=0.5 * n, state=state, switches=7, threads=(thread,)) for n in range(6))
+    waits = "hrtimer_nanosleep" if not op else "futex_do_wait"
+    return Process(pid=100 + number, rank=number, world=world, looks=looks, waits_in=waits, command=("python",))
+
+
+def judged(*ranks: Process) -> Verdict:
+    return judge(Snapshot(processes=ranks, seconds=3.0, sources={"train.py": SCRIPT}))
+
+
+def test_a_rank_that_sleeps_is_at_fault() -> None:
+    verdict = judged(rank(0, 5, "all_reduce"), rank(1, 8))
+    assert (verdict.pattern, verdict.ranks, verdict.sites) == ("missing rank", (1,), ("train.py:8",))
+    assert verdict.exit_code == 1
+
+
+def test_a_group_waits_only_for_its_members() -> None:
+    ranks = [rank(n, 9, "barrier", world=4) for n in (0, 1)]
+    ranks += [rank(2, 5, "all_reduce", world=4), rank(3, 8, world=4)]
+    assert judged(*ranks).ranks == (3,)
+    pair = [rank(0, 6, "all_reduce", world=3), rank(1, 8, world=3), rank(2, 9, "barrier", world=3)]
+    assert judged(*pair).ranks == (1,)
+
+
+def test_two_ranks_in_different_collectives_are_a_mismatch() -> None:
+    verdict = judged(rank(0, 5, "all_reduce"), rank(1, 9, "barrier"))
+    assert (verdict.pattern, verdict.ranks) == ("collective mismatch", (0, 1))
+
+
+def test_the_rank_in_the_rarer_collective_is_at_fault() -> None:
+    ranks = [rank(n, 5, "all_reduce", world=4) for n in (0, 1, 3)]
+    assert judged(*ranks, rank(2, 9, "barrier", world=4)).ranks == (2,)
+
+
+def test_one_collective_everywhere_blames_no_rank() -> None:
+    verdict = judged(rank(0, 5, "all_reduce"), rank(1, 5, "all_reduce"))
+    assert (verdict.pattern, verdict.ranks) == ("same collective everywhere", ())
+
+
+def test_ranks_in_different_steps_of_one_collective_have_drifted_apart() -> None:
+    other = rank(1, 5, "all_reduce")
+    frames = (other.threads[0].frames[0], replace(other.threads[0].frames[1], locals={"step": "4"}))
+    looks = tuple(replace(look, threads=(replace(look.threads[0], frames=frames),)) for look in other.looks)
+    verdict = judged(rank(0, 5, "all_reduce"), replace(other, looks=looks))
+    assert verdict.pattern == "collective mismatch"
+
+
+def test_a_stopped_rank_is_at_fault_before_everything_else() -> None:
+    verdict = judged(rank(0, 5, "all_reduce"), rank(1, 9, "barrier", state="T"))
+    assert (verdict.pattern, verdict.ranks, verdict.next) == ("stopped", (1,), "kill -CONT 101")
+
+
+def test_a_rank_without_a_process_is_dead() -> None:
+    verdict = judged(rank(0, 5, "all_reduce", world=3), rank(2, 5, "all_reduce", world=3))
+    assert (verdict.pattern, verdict.ranks) == ("dead", (1,))
+
+
+def test_a_receiver_waits_for_its_source() -> None:
+    verdict = judged(rank(0, 7, "recv", src="1"), rank(1, 8))
+    assert (verdict.pattern, verdict.ranks) == ("missing rank", (1,))
+
+
+def test_nothing_readable_is_undetermined() -> None:
+    look = Look(at=0.0, state="S", error="permission denied")
+    verdict = judged(Process(pid=5, rank=0, command=("python",), looks=(look,)))
+    assert (verdict.pattern, verdict.exit_code) == ("undetermined", 3)
+    assert "permission denied" in verdict.notes[0]
+
+
+def test_a_counter_that_advances_is_progress() -> None:
+    one = rank(0, 8)
+    looks = []
+    for n, look in enumerate(one.looks):
+        frame = replace(look.threads[0].frames[-1], locals={"step": str(n)})
+        looks.append(replace(look, threads=(replace(look.threads[0], frames=(frame,)),)))
+    assert judged(replace(one, looks=tuple(looks), world=1)).pattern == "healthy"
+
+
+def test_a_snapshot_survives_json() -> None:
+    import json
+
+    snapshot = Snapshot(processes=(rank(0, 5, "all_reduce"),), sources={"train.py": SCRIPT})
+    assert snapshot_from(json.loads(json.dumps(snapshot.as_dict()))) == snapshot
+
+
+def test_groups_are_evaluated_without_running_code() -> None:
+    assert new_group_members(SCRIPT, "tp", {}) == (0, 1)
+    assert new_group_members(SCRIPT, "dp", {"world_size": 4}) == (0, 2)
+    assert new_group_members("g = new_group(os.listdir())", "g", {}) is None
+    assert new_group_members("g = new_group(range(10**12))", "g", {}) is None
+
+
+def test_a_line_knows_its_branch_and_cleanup() -> None:
+    text = "try:\n    train()\nfinally:\n    dist.barrier()\nif rank == 0:\n    save()\n"
+    assert source.in_cleanup(text, 4) == "finally" and source.in_cleanup(text, 2) == ""
+    assert source.branch_of_rank(text, 6) == "alone" and source.branch_of_rank(text, 4) == ""
+
+
+def test_sinks_are_where_the_waiting_ends() -> None:
+    assert sinks({0: {2, 3}, 1: {2, 3}, 3: {2}}) == [{2}]
+    assert sinks({0: {1}, 1: {0}, 2: {0}}) == [{0, 1}]
+
+
+RANKS = st.lists(st.sets(st.integers(0, 40), min_size=1), min_size=1, max_size=6)
+
+
+@given(RANKS, st.integers(0, 6))
+def test_merging_is_associative_and_loses_no_rank(groups: list[set[int]], cut: int) -> None:
+    every = [{("main", f"f{min(group) % 3}"): classes.as_ranges(group)} for group in groups]
+    at_once = classes.merge(every)
+    assert classes.merge([classes.merge(every[:cut]), classes.merge(every[cut:])]) == at_once
+    numbers = {n for pairs in at_once.values() for first, last in pairs for n in range(first, last + 1)}
+    assert numbers == set().union(*groups)
+
+
+def test_ten_thousand_ranks_are_merged_in_two_seconds() -> None:
+    processes = [replace(rank(0, 5, "all_reduce"), rank=n) for n in range(10_000)]
+    began = time.perf_counter()
+    nodes = [classes.classes_of(processes[first : first + 8]) for first in range(0, 10_000, 8)]
+    merged = classes.merge(nodes)
+    assert list(merged.values()) == [((0, 9_999),)]
+    assert time.perf_counter() - began < 2
