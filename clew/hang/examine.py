@@ -44,7 +44,14 @@ def examine(pids: Sequence[int], named: dict[int, Process] | None = None) -> Sna
         replace(each, name=known[each.pid].name, waits=known[each.pid].waits) if each.pid in known else each
         for each in seen.processes
     )
-    gone = tuple(each for pid, each in known.items() if pid not in {process.pid for process in processes})
+    seen_pids = {process.pid for process in processes}
+    gone = tuple(
+        replace(
+            each, exit="(its status file does not say that it ended)" if each.doing != "failed" else "with an error"
+        )
+        for pid, each in known.items()
+        if pid not in seen_pids
+    )
     return replace(seen, processes=processes + gone)
 
 

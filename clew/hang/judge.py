@@ -177,7 +177,11 @@ def with_ranks(processes: Sequence[Process], sources: Mapping[str, str]) -> list
             role, rank = ("other", None) if other_python else ("rank", process.rank)
         elif uses and (number := local_integer(process, RANK_NAMES)) is not None:
             role, rank = "rank", number
-        elif not process.threads and process.last.state not in "ZXTtD" and not re.search(r"python", command):
+        elif (
+            not (process.threads or process.exit)
+            and process.last.state not in "ZXTtD"
+            and not re.search(r"python", command)
+        ):
             role = "idle"
         found.append((replace(process, rank=rank), role))
     taken = Counter(process.rank for process, role in found if role == "rank")

@@ -157,11 +157,12 @@ def moves(process: Process, sources: Mapping[str, str], world: int | None) -> bo
     A main thread that is blocked in a collective makes progress if it was woken up. Any other one does if a counter
     advances, or if it passes lines that are not those of one polling loop.
     """
+    advanced = any(name.startswith("main") for name in moved_counters(process, sources))
     process = recent(process)
     looks = process.looks
     if len(looks) < 2 or looks[-1].state in "TtZX":
         return False
-    if any(name.startswith("main") for name in moved_counters(process, sources)):
+    if advanced:
         return True
     every = seen(process, sources, world)
     waits = ("collective", "send", "recv", "destroy", "init", "new_group", "store")

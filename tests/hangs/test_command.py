@@ -90,6 +90,43 @@ def test_a_stopped_process_is_named_and_its_report_can_be_judged_again(tmp_path:
     assert again.returncode == 1 and "stopped" in again.stdout
 
 
+WAITING = """
+import sys, time
+from pathlib import Path
+from clew.waits import Reporter, waiting
+
+with Reporter(Path(sys.argv[1]), "trainer") as reporter, waiting(
+    "batch for step 7", unblocks="rollout", numbers=lambda: "8 groups wanted, 5 ready"
+):
+    reporter.write()
+    print("ready", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("rollout_was_killed", [False, True])
+def test_a_run_of_clew_is_judged_by_its_own_waits(tmp_path: Path, rollout_was_killed: bool) -> None:
+    status = tmp_path / "status"
+    command = [sys.executable, "-c", WAITING, str(status)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None and process.stdout.readline()
+        if rollout_was_killed:
+            killed = {"pid": 4194305, "doing": "rollout", "waits": [], "updated": 0.0, "host": os.uname().nodename}
+            (status / "rollout.json").write_text(json.dumps(killed))
+        ended = clew_hang(str(tmp_path))
+    finally:
+        process.kill()
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    if rollout_was_killed:
+        assert ended.stdout.startswith("dead") and "rollout (pid 4194305) has ended" in ended.stdout
+    else:
+        assert "waits for batch for step 7 (8 groups wanted, 5 ready); rollout unblocks it" in ended.stdout
+
+
 def test_a_process_without_python_is_not_judged() -> None:
     process = subprocess.Popen(["sleep", "600"])
     try:

@@ -108,6 +108,20 @@ def test_a_counter_that_advances_is_progress() -> None:
     assert judged(replace(one, looks=tuple(looks), world=1)).pattern == "healthy"
 
 
+def test_a_counter_that_goes_round_in_a_while_loop_is_no_progress() -> None:
+    text = "def find():\n    while tokens[place] != 7:\n        place = (place + 1) % len(tokens)\n"
+    one = rank(1, 8)
+    looks = []
+    for n, place in enumerate((0, 2, 1, 0, 1, 2)):
+        frame = Frame(function="find", file="train.py", line=3, locals={"place": str(place)})
+        thread = Thread(name="MainThread", os_id=101, active=True, frames=(frame,))
+        looks.append(Look(at=0.5 * n, state="R", cpu_s=0.5 * n, switches=7, threads=(thread,)))
+    spinning = replace(one, looks=tuple(looks), waits_in="")
+    waiting = rank(0, 2, "all_reduce")
+    verdict = judge(Snapshot(processes=(waiting, spinning), seconds=3.0, sources={"train.py": text}))
+    assert (verdict.pattern, verdict.ranks) == ("cpu", (1,))
+
+
 def test_a_snapshot_survives_json() -> None:
     import json
 
