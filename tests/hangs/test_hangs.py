@@ -6,7 +6,7 @@ import pytest
 
 from tests.hangs.run import HERE, MANIFEST, run
 
-QUICK = ("crossed_groups", "swallowed_exception", "stopped_rank", "dead_producer_process", "fast_training")
+QUICK = ("swallowed_exception", "stopped_rank", "dead_producer_process", "fast_training")
 ABSTAINS = ("busy_asyncio",)
 """Scenarios in which nothing can be decided from outside: coroutines that wait are on no stack."""
 
