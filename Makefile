@@ -10,7 +10,7 @@ INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c const
 # Environments with real inference servers, some gigabytes: kept outside the checkout, and built again when missing.
 ENGINES ?= $(HOME)/.cache/clew/engines
 
-.PHONY: demo tour test slow hangs test-engines docs chaos bench clean
+.PHONY: demo tour test slow hangs test-engines docs chaos bench gpu clean
 
 demo: $(VENV)/demo
 	$(BIN)/python -m examples.addition.demo
@@ -52,6 +52,10 @@ chaos: $(VENV)/dev
 
 bench: $(VENV)/bench
 	$(BIN)/python -m bench.all
+
+# With the Python that is there and its torch, never the environment: a GPU's image brings its own. Installs nothing.
+gpu:
+	PYTHONPATH=.:$$PYTHONPATH $(PYTHON) -m bench.gpu
 
 # A newer pip than Python brings: it finds what fits together in a third of the time.
 $(BIN):

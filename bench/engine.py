@@ -30,17 +30,19 @@ from clew.inference.protocol import GenerateRequest, SamplingParams
 VOCAB = 128
 
 
-def build_model(hidden: int = 96, layers: int = 4, intermediate: int = 200) -> Any:
+def build_model(
+    hidden: int = 96, layers: int = 4, intermediate: int = 200, heads: int = 4, vocab: int = VOCAB, context: int = 1024
+) -> Any:
     """A Qwen2; as it comes of 0.36 M parameters."""
     torch.manual_seed(0)
     config = Qwen2Config(
-        vocab_size=VOCAB,
+        vocab_size=vocab,
         hidden_size=hidden,
         intermediate_size=intermediate,
         num_hidden_layers=layers,
-        num_attention_heads=4,
+        num_attention_heads=heads,
         num_key_value_heads=2,
-        max_position_embeddings=1024,
+        max_position_embeddings=context,
         tie_word_embeddings=True,
         eos_token_id=1,
         pad_token_id=0,
@@ -76,8 +78,8 @@ def with_generate(model: Any, work: Work, batch: int) -> None:
     for begin in range(0, len(work), batch):
         part = work[begin : begin + batch]
         width = max(len(prompt) for prompt, _ in part)
-        ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt, _ in part])
-        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt, _ in part])
+        ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt, _ in part]).to(model.device)
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt, _ in part]).to(model.device)
         longest = max(tokens for _, tokens in part)
         settings = GenerationConfig(
             max_new_tokens=longest, min_new_tokens=longest, do_sample=True, top_k=0, pad_token_id=0, eos_token_id=None

@@ -34,9 +34,9 @@ CHAT_TEMPLATE = (
 )
 
 
-def tiny_tokenizer(folder: Path | str, chat: bool = True) -> PreTrainedTokenizerFast:
-    """A token a character; ids 0 (pad) and 1 (end) are special."""
-    tokens = [*SPECIAL, *CHARACTERS]
+def tiny_tokenizer(folder: Path | str, chat: bool = True, size: int = VOCAB) -> PreTrainedTokenizerFast:
+    """A token a character; ids 0 (pad) and 1 (end) are special; a larger size adds hexadecimal numbers."""
+    tokens = [*SPECIAL, *CHARACTERS, *(f"{number:05x}" for number in range(VOCAB, size))]
     tokenizer = Tokenizer(WordLevel({token: index for index, token in enumerate(tokens)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
