@@ -33,13 +33,13 @@ Overrides = Annotated[
 
 def on_ranks(ranks: int, work: Callable[[], None], logs: Path | None = None) -> None:
     """Run a function in each of several processes, of which this may be one. logs: where all but the first write."""
-    from clew.launch.ranks import check_world, place
+    from clew.launch.ranks import check_world, place, starts_ranks
 
     check_world(ranks)
-    if ranks == 1 or "RANK" in os.environ:
-        work()
-    else:
+    if starts_ranks(ranks):
         place(ranks, sys.argv[1:], logs)
+    else:
+        work()
 
 
 def load_config(config: Path, overrides: list[str] | None) -> Config:
@@ -48,13 +48,13 @@ def load_config(config: Path, overrides: list[str] | None) -> Config:
     return configuration.load(config, overrides or ())
 
 
-def open_run_of(config: Path, overrides: list[str] | None, *, supervised: bool = False) -> tuple[Config, RunDirectory]:
+def open_run_of(config: Path, overrides: list[str] | None) -> tuple[Config, RunDirectory]:
     """Return the configuration and its run directory, which is made if all that the configuration names is there."""
     from clew.launch.preflight import check_named
     from clew.record.run import RunDirectory
 
     loaded = load_config(config, overrides)
-    check_named(loaded, supervised=supervised)
+    check_named(loaded)
     return loaded, RunDirectory(loaded.run_path)
 
 

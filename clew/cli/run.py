@@ -71,11 +71,19 @@ def sft(config: ConfigFile, overrides: Overrides = None) -> None:
 
     Example: clew sft examples/addition/sft.yaml training.steps=5 trial=sft-try
     """
+    from clew.launch.preflight import check_named
+    from clew.launch.ranks import starts_ranks
+    from clew.loop.sft import check_first_row
     from clew.loop.sft import sft as run_sft
+    from clew.record.run import RunDirectory
 
     set_up_log()
-    loaded, run = open_run_of(config, overrides, supervised=True)
-    on_ranks(loaded.launch.ranks, lambda: run_sft(loaded), run.logs)
+    loaded, logs = load_config(config, overrides), None
+    check_named(loaded, supervised=True)
+    if starts_ranks(loaded.launch.ranks):
+        check_first_row(loaded)
+        logs = RunDirectory(loaded.run_path).logs
+    on_ranks(loaded.launch.ranks, lambda: run_sft(loaded), logs)
 
 
 def serve(

@@ -101,6 +101,11 @@ def tell(error: BaseException) -> bool:
     return PLACED_VARIABLE in os.environ
 
 
+def starts_ranks(ranks: int) -> bool:
+    """Return whether this process has to start the trainer's ranks, because it is not one of them itself."""
+    return ranks > 1 and "RANK" not in os.environ
+
+
 def check_world(ranks: int) -> None:
     """Raise ConfigError when a launcher started a different number of ranks than launch.ranks."""
     size = int(os.environ.get("WORLD_SIZE", "1"))

@@ -20,6 +20,8 @@ from clew.errors import RecordError
 from clew.loop.interrupt import Interrupts
 from clew.loop.learn import rank_of, train_here
 from clew.loop.surroundings import Surroundings
+from clew.models.architecture import context_of
+from clew.models.loading import load_tokenizer
 from clew.record import rows
 from clew.record.run import RunDirectory
 from clew.training.demonstrations import Demonstrations
@@ -41,13 +43,41 @@ def sft(config: Config) -> None:
         RecordError: The run directory or a checkpoint cannot be used.
         TrainingError: A step failed.
     """
+    demonstrations, held_out = read_data(config)  # before the run directory is made: a bad row leaves none
     with rank_of(config) as (ranks, run, reporter, interrupts):
         console = EscapingConsole(highlight=False, soft_wrap=True, quiet=not ranks.leads)
         progress = _Progress(console, config.training.steps)
-        around = Supervision(config, run, ranks, console=console, reporter=reporter, interrupts=interrupts)
+        around = Supervision(
+            config, run, ranks, demonstrations, held_out, console=console, reporter=reporter, interrupts=interrupts
+        )
         with around:
             train_here(config, run, around, lambda step, summary: progress.say(step + 1, summary["metrics"]))
         console.print(f"{run.steps.count()} steps are trained. The model: {run.checkpoints / 'latest'}")
+
+
+def read_data(config: Config) -> tuple[Demonstrations, Tokens | None]:
+    """Return the demonstrations that a run will use, and its held-out rows, if eval.path is set.
+
+    Raises:
+        DataError: A row of the data cannot be used.
+        ModelError: The tokenizer cannot be loaded.
+    """
+    tokenizer, context = load_tokenizer(config.model.path), context_of(config.model.path)
+    demonstrations = Demonstrations(config, tokenizer, context=context)
+    if config.eval.path is None:
+        return demonstrations, None
+    return demonstrations, Demonstrations(config, tokenizer, context=context, held_out=True).whole()
+
+
+def check_first_row(config: Config) -> None:
+    """Tokenize the first row of the data, for a process that starts ranks: each of these reads all rows.
+
+    Raises:
+        DataError: The row cannot be used.
+        ModelError: The tokenizer cannot be loaded.
+    """
+    first = config.model_copy(update={"data": config.data.model_copy(update={"limit": 1})})
+    Demonstrations(first, load_tokenizer(config.model.path), context=context_of(config.model.path))
 
 
 class Supervision(Surroundings):
@@ -60,6 +90,8 @@ class Supervision(Surroundings):
         config: Config,
         run: RunDirectory,
         ranks: Ranks,
+        demonstrations: Demonstrations,
+        held_out: Tokens | None,
         *,
         console: Console,
         reporter: Reporter,
@@ -67,13 +99,14 @@ class Supervision(Surroundings):
     ) -> None:
         super().__init__(config, run, ranks, batches=self, reporter=reporter, interrupts=interrupts)
         self._console = console
-        self._demonstrations: Demonstrations | None = None
-        self._held_out: Tokens | None = None
+        self._demonstrations = demonstrations
+        self._held_out = held_out
+        self._begun = False
 
     def publish(self, engine: TrainEngine) -> None:
-        """Compute the held-out loss of the engine's version, if it is due. The first call reads the data."""
+        """Compute the held-out loss of the engine's version, if it is due."""
         super().publish(engine)
-        if self._demonstrations is None:
+        if not self._begun:
             self._begin(engine)
         if self._held_out is None or not self.config.evaluates(engine.version):
             return
@@ -81,6 +114,8 @@ class Supervision(Surroundings):
             self._evaluate(engine, self._held_out)
 
     def _begin(self, engine: TrainEngine) -> None:
+        """Say where a resumed run goes on. Raises RecordError if it is beyond its last step."""
+        self._begun = True
         steps = self.config.training.steps
         if engine.version > steps:
             raise RecordError(
@@ -89,14 +124,9 @@ class Supervision(Surroundings):
             )
         if engine.version:
             self._console.print(f"Going on from version {engine.version}.")
-        tokenizer, context = engine.policy.tokenizer, engine.policy.context
-        self._demonstrations = Demonstrations(self.config, tokenizer, context=context)
-        if self.config.eval.path is not None:
-            self._held_out = Demonstrations(self.config, tokenizer, context=context, held_out=True).whole()
 
     def write(self, step: int) -> None:
         """Write the batch of a step into the run directory. It depends on the configuration and the data alone."""
-        assert self._demonstrations is not None, "publish comes before the first batch"
         self.run.steps.write_data(step, rows.to_table(self._demonstrations.batch(step)))
 
     def _evaluate(self, engine: TrainEngine, held_out: Tokens) -> None:

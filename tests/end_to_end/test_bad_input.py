@@ -134,6 +134,13 @@ def test_demonstrations_without_the_column_leave_no_run_directory(project: Proje
     assert not (project.folder / "runs").exists()
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_conversation_without_an_assistant_leaves_no_run_directory(project: Project, ranks: int) -> None:
+    project.prompts([{"messages": [{"role": "user", "content": "1+1="}]}])
+    failed(project.quick("sft", f"launch.ranks={ranks}"), "row 1: 'messages': no message is the assistant's")
+    assert not (project.folder / "runs").exists()
+
+
 def drop_special_tokens(project: Project, *names: str) -> None:
     file = project.folder / "model" / "tokenizer_config.json"
     kept = {name: value for name, value in json.loads(file.read_text()).items() if name not in names}

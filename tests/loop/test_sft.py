@@ -30,7 +30,6 @@ from clew.record import chain
 from clew.record.digest import digest_batch, digest_rows
 from clew.record.rows import to_table
 from clew.record.run import RunDirectory
-from clew.training import checkpoint
 from clew.training.demonstrations import Demonstrations
 from clew.view.show import show
 from tests.models import tiny_model, tiny_tokenizer
@@ -158,14 +157,18 @@ def test_fewer_steps_than_were_done(settings):
         ([{"prompt": "", "completion": ""}], "row 1 is empty: there is no token to predict"),
         ([{"prompt": 7, "completion": "2"}], "row 1: 'prompt' is int; expected text"),
         ([{"prompt": "1", "completion": 2}], "row 1: 'completion' is int; expected text"),
+        (
+            [{"prompt": "1", "completion": "2"}, {"prompt": [{"role": "user", "content": "1"}]}],
+            "row 2: 'prompt': no message is the assistant's",
+        ),
     ],
 )
-def test_bad_data_is_named(settings, rows, message):
+def test_bad_data_is_named_and_leaves_no_run_directory(settings, rows, message):
     config = make_config(**settings)
     write_rows(Path(config.data.path), rows)
     with pytest.raises(DataError, match=message):
         sft(config)
-    assert checkpoint.saved(config.run_path / "checkpoints") == []
+    assert not config.run_path.exists()
 
 
 def test_tokens_of_text_and_of_chat(settings, tmp_path):
