@@ -20,7 +20,7 @@ from clew.config import Config
 from clew.errors import DataError
 
 MESSAGES = "messages"
-"""Column of conversations where there is no column data.prompt, as in many data sets."""
+"""Column of conversations if data.prompt is not set and its default does not exist, as in many data sets."""
 
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
 _PARQUET = (".parquet", ".pq")
@@ -85,10 +85,11 @@ def load_demonstrations(config: Config, path: str, *, limit: int | None) -> list
 def conversation_column(row: dict, config: Config) -> str | None:
     """Return the column of a row that holds a conversation; None if the row is a prompt and its completion.
 
-    It is data.prompt, or `messages` if there is no such column. A row with a completion is no conversation: the
-    messages are its prompt.
+    It is data.prompt, or `messages` if that is not set and there is no such column. A row with a completion is no
+    conversation: the messages are its prompt.
     """
-    column = config.data.prompt if config.data.prompt in row else MESSAGES
+    default = type(config.data).model_fields["prompt"].default  # which the config.yaml of a run spells out
+    column = MESSAGES if config.data.prompt == default and default not in row else config.data.prompt
     alone = row.get(config.data.completion) is None and isinstance(row.get(column), list)
     return column if alone else None
 

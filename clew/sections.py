@@ -39,7 +39,7 @@ class Data(Section):
     prompt: str = Field(
         default="prompt",
         description="Column with the prompt: text, or a list of chat messages. For `clew sft` a list without a "
-        "completion is a whole conversation; it may also be in the column `messages`.",
+        "completion is a whole conversation; by default it may also be in the column `messages`.",
     )
     completion: str = Field(
         default="completion", description="Column with the demonstration, or with the preferred of two completions."

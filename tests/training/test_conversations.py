@@ -197,6 +197,15 @@ def test_rows_of_each_form_go_together(settings, tokenizer, tmp_path):
     assert found == {f"g00000{row}.e0.s0": said for row, said in enumerate([one, one, one, longer])}
 
 
+def test_a_misspelt_column_is_refused(settings, tokenizer, tmp_path):
+    write_rows(tmp_path / "data.jsonl", [{"messages": [ASK, ANSWER]}])
+    settings["data"]["prompt"] = "message"
+    with pytest.raises(DataError, match=r"row 1 has no column 'message'; it has 'messages'\. Did you mean 'messages'?"):
+        Demonstrations(make_config(**settings), tokenizer, context=None)
+    settings["data"]["prompt"] = "prompt"  # the default, as the config.yaml of a run spells it out
+    assert Demonstrations(make_config(**settings), tokenizer, context=None).whole().ids == ["g000000.e0.s0"]
+
+
 def test_parquet_fills_messages_with_empty_fields(settings, tokenizer, tmp_path):
     call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     asked = {"role": "assistant", "content": None, "tool_calls": [call]}
