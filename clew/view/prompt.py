@@ -47,21 +47,29 @@ def show_prompt(console: Console, run: RunDirectory, wanted: str) -> None:
     Args:
         console: Where to print.
         run: The run directory.
-        wanted: The number of a row in the data file, counted from 0, or a text that the prompt holds.
+        wanted: The number of a row in the data file, counted from 0, or a text that the prompt holds. A number for
+            which there is no row is a text, too; one whose row has no group may be the whole of a prompt.
 
     Raises:
         RecordError: No prompt on record is meant, or several are.
     """
     config = Settings(run.path)
     column = str(config.get("data.prompt", "prompt"))
-    row = _row_of_file(config, int(wanted)) if wanted.isdecimal() else None
-    attempts: dict[str, list[Attempt]] = {}
-    contents: dict[str, dict[str, Any]] = {}
-    for content, attempt in _attempts(run, row, wanted, column):
-        attempts.setdefault(content, []).append(attempt)
-        contents.setdefault(content, _decoded(content))
+    row, no_row = None, ""
+    if wanted.isdecimal():
+        try:
+            row = _row_of_file(config, int(wanted))
+        except RecordError as error:
+            no_row = str(error)
+    attempts = _gathered(run, lambda known: known == row) if row is not None else {}
+    of_row = bool(attempts)
+    if row is not None and not of_row:  # parts of other prompts would be mistaken for the row
+        attempts = _gathered(run, lambda known: prompt_text(known.get(column, known)).strip() == wanted)
+    elif row is None:
+        attempts = _gathered(run, lambda known: wanted in prompt_text(known.get(column, known)))
     if not attempts:
-        raise RecordError(_nothing(run, wanted, row, column))
+        raise RecordError(no_row or _nothing(run, wanted, row, column))
+    contents = {content: _decoded(content) for content in attempts}
     prompts = [prompt_text(content.get(column, content)) for content in contents.values()]
     if len(attempts) > 1 and prompts.count(wanted) == 1:  # the whole of one prompt, and a part of others
         attempts = dict([list(attempts.items())[prompts.index(wanted)]])
@@ -75,7 +83,7 @@ def show_prompt(console: Console, run: RunDirectory, wanted: str) -> None:
     [(content, found)] = attempts.items()
     trained = sum(attempt.step is not None for attempt in found)
     facts = [(f"data.{name}", one_line(as_text(value))) for name, value in contents[content].items()]
-    of_file = [("row", f"{wanted} of {config.get('data.path')}, counted from 0")] if row is not None else []
+    of_file = [("row", f"{wanted} of {config.get('data.path')}, counted from 0")] if of_row else []
     console.print(pairs([*of_file, *facts, ("groups", f"{trained} trained on, {len(found) - trained} left out")]))
     console.print()
     made = table(
@@ -112,24 +120,26 @@ def _row_of_file(config: Settings, place: int) -> dict[str, Any]:
     except ClewError as error:
         raise RecordError(f"{error} To find a prompt without the data file, give a text that it holds.") from error
     if len(found) <= place:
-        raise RecordError(f"{path} has no row {place}: it has {len(found)}, counted from 0.")
+        raise RecordError(
+            f"{path} has no row {place}: it has {len(found)}, counted from 0. No prompt on record holds {str(place)!r} "
+            f"either."
+        )
     return found[place]
 
 
-def _attempts(
-    run: RunDirectory, row: Mapping[str, Any] | None, wanted: str, column: str
-) -> Iterator[tuple[str, Attempt]]:
+def _gathered(run: RunDirectory, is_meant: Callable[[dict[str, Any]], bool]) -> dict[str, list[Attempt]]:
+    """Return the groups of each data row that is meant, by the row as the record has it."""
+    attempts: dict[str, list[Attempt]] = {}
+    for content, attempt in _attempts(run, lambda content: is_meant(_decoded(content))):
+        attempts.setdefault(content, []).append(attempt)
+    return attempts
+
+
+def _attempts(run: RunDirectory, is_meant: Callable[[str], bool]) -> Iterator[tuple[str, Attempt]]:
     """Yield the data row, as the record has it, and the group, for each group whose prompt is meant.
 
     Files are read one after the other, so that memory does not grow with the run.
     """
-
-    def is_meant(content: str) -> bool:
-        known = _decoded(content)
-        if row is not None:
-            return known == row
-        return wanted in prompt_text(known.get(column, known))
-
     steps = [entry["step"] for entry in run.steps.index() if run.steps.has_data(entry["step"])]
     rejected = sorted(path for path in run.rejected.glob("g*.parquet") if "." not in path.stem)
     files: list[tuple[int | None, Path]] = [(step, run.steps.data_path(step)) for step in steps]
