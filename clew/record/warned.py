@@ -13,6 +13,8 @@ from pathlib import Path
 
 from clew.waits import Reporter
 
+_STEP = re.compile(r"step (\d{1,12}): ")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Warned:
@@ -22,8 +24,9 @@ class Warned:
     """Seconds since the epoch."""
     process: str
     step: int | None
-    """Version that the process had when it warned; None before it had one."""
+    """Step that the warning is about. If it names none, the version of the process then; None before it had one."""
     text: str
+    """Warning without the name of its step."""
 
 
 class _Appending(logging.Handler):
@@ -68,7 +71,8 @@ def kept_warnings(path: Path, reporter: Reporter) -> Iterator[None]:
 def read_warnings(path: Path, offset: int = 0) -> tuple[list[Warned], int]:
     """Return the warnings in warnings.jsonl from `offset` (in bytes) on, and the offset after its last complete line.
 
-    A line that Clew did not write is left out: a killed process may have left half of one.
+    A line that Clew did not write is left out: a killed process may have left half of one. Many warnings begin with
+    their step, because the log shows them without one.
     """
     if not path.is_file():
         return [], offset
@@ -79,13 +83,15 @@ def read_warnings(path: Path, offset: int = 0) -> tuple[list[Warned], int]:
     for line in whole.splitlines():
         try:
             entry = json.loads(line)
-            step = entry["step"]
+            step, text = entry["step"], str(entry["text"])
+            if (named := _STEP.match(text)) is not None:
+                step, text = named[1], text[named.end() :]
             found.append(
                 Warned(
                     time=float(entry["time"]),
                     process=str(entry["process"]),
                     step=None if step is None else int(step),
-                    text=str(entry["text"]),
+                    text=text,
                 )
             )
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError):

@@ -18,7 +18,7 @@ def test_processes_of_their_own(project: Project) -> None:
     project.code(USER_CODE + ALIKE)
     ended = project.clew("train", "rollout.reward=mine.alike", "training.steps=5")
     assert ended.code == 0, ended.output
-    assert "warning (trainer, step 0): step 0: all advantages are zero" in ended.said
+    assert "warning (trainer, step 0): all advantages are zero" in ended.said
     assert "warning (trainer, step 3): nothing to learn for 4 steps" in ended.said
     texts = [each.text for each in read_warnings(project.run.warnings_path)[0]]
     assert len(texts) == 3 and not any("gone" in text for text in texts), texts

@@ -104,5 +104,5 @@ def test_a_run_whose_rewards_are_all_equal(tmp_path: Path, caplog: pytest.LogCap
     assert "nothing to learn for 5 steps" in " ".join(seen[-1].split())
     kept = in_words(read_warnings(RunDirectory(config.run_path).warnings_path)[0])
     zero, equal = (" ".join(each.split()) for each in kept)
-    assert zero.startswith("trainer, steps 0 to 1, 2 times: step 1: all advantages are zero (2 such steps so far)")
+    assert zero.startswith("trainer, steps 0 to 1, 2 times: all advantages are zero (2 such steps so far)")
     assert equal.startswith("trainer, step 3: nothing to learn for 4 steps")

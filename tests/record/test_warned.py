@@ -41,6 +41,15 @@ def test_warnings_are_kept_while_a_process_reports_and_listed_with_their_number(
     assert "rollout, steps 3 to 5, 2 times: episode g000005.e0 failed" in shown.export_text()
 
 
+def test_the_step_of_a_warning_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunDirectory(tmp_path / "run")
+    with run.report("trainer") as reporter, Progress(run, 20):
+        reporter.set(version=10)
+        log.warning("step 9: all advantages are zero")
+    assert capsys.readouterr().err == "warning (trainer, step 9): all advantages are zero\n"
+    assert in_words(read_warnings(run.warnings_path)[0]) == ["trainer, step 9: all advantages are zero"]
+
+
 def test_the_supervisor_shows_new_warnings_on_stderr_also_in_a_pipe(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
