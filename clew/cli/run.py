@@ -229,16 +229,16 @@ def status(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, or the configuration that names it.")],
     overrides: Overrides = None,
 ) -> None:
-    """Show what each process of a run is doing, what it is waiting for, for how long, and why.
+    """Show what each process of a run is doing, what it is waiting for, for how long, and why; and all warnings.
 
     Example: clew status runs/addition/grpo
     """
     from clew.console import EscapingConsole
     from clew.record.run import open_run
-    from clew.view.terminal import status_table
+    from clew.view.terminal import show_status
 
     found = open_run(run if run.is_dir() else load_config(run, overrides).run_path)
-    EscapingConsole(width=None if sys.stdout.isatty() else 200).print(status_table(found))
+    show_status(EscapingConsole(width=None if sys.stdout.isatty() else 200), found)
 
 
 def config(

@@ -21,8 +21,8 @@ from clew.errors import RecordError
 from clew.printing import print
 from clew.reading import STRICT, Count, Moment, read_json
 from clew.record.run import RunDirectory, read_evaluation
-from clew.record.warned import read_warnings
-from clew.view.text import one_line
+from clew.record.warned import in_words, read_warnings
+from clew.view.text import one_line, pairs
 from clew.view.text import table as rows_table
 from clew.waits import OLD_S
 
@@ -90,6 +90,14 @@ def status_table(run: RunDirectory) -> Group:
             notes.append(branched)
         captions += [f"{status['process']}: {note}" for note in notes]
     return Group(table, *(Text(each, "yellow", overflow="fold", no_wrap=False) for each in captions))
+
+
+def show_status(console: Console, run: RunDirectory) -> None:
+    """Print the processes of a run, and its warnings so far."""
+    console.print(status_table(run))
+    if warned := in_words(read_warnings(run.warnings_path)[0]):
+        console.print()
+        console.print(pairs(("warning", line) for line in warned))
 
 
 def branched_share(branched: Any, episodes: Any) -> str:

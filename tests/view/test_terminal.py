@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import re
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ from rich.console import Console
 
 from clew import console
 from clew.record.run import RunDirectory
-from clew.view.terminal import Progress
+from clew.view.terminal import Progress, show_status
 
 ADVICE = "nothing to learn for 8 steps: " + " ".join(f"word{number}" for number in range(40)) + " the end of it"
 CELLS = ("0.125", "12.5", "0.50/1", "1.2e-07", "0.31", "1,234", "12,345", "waiting 0.21  training 0.52  recording 0.03")
@@ -34,6 +35,19 @@ def test_step_reward_and_length_are_always_there_and_advice_is_whole(tmp_path: P
     assert re.search(r"step +reward +length", shown) and re.search(r"11 +0\.125 +12\.5", shown)
     assert " ".join(ADVICE.split()) in " ".join(shown.split())
     assert ("recording 0.03" in shown) == (width == 120)
+
+
+def test_status_lists_the_warnings(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    shown = Console(file=io.StringIO(), width=120, record=True)
+    with run.report("rollout") as reporter:
+        reporter.write()
+        show_status(shown, run)
+        assert "rollout" in (before := shown.export_text()) and "warning" not in before
+        for number in (4, 5):
+            logging.getLogger("clew.rollout").warning("a tool was slow: %d s", number)
+        show_status(shown, run)
+    assert "warning  rollout, 2 times: a tool was slow: 5 s\n" in shown.export_text()
 
 
 def test_a_long_command_says_what_it_does_after_two_seconds(
