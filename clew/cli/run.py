@@ -63,7 +63,8 @@ def _say_trained(config: Config, run: RunDirectory) -> None:
         outcome = f"{done} steps were trained before, and training.steps is {wanted}: there is nothing to do."
     for line in count_rejected(run).lines():
         print(line)
-    print(f"{outcome} Weights: {run.checkpoints / 'latest'}  Curve: {run.reports / 'learning_curve.png'}")
+    weights = f"{run.checkpoints / 'latest'}{run.best_in_words()}"
+    print(f"{outcome} Weights: {weights}  Curve: {run.reports / 'learning_curve.png'}")
 
 
 def sft(config: ConfigFile, overrides: Overrides = None) -> None:

@@ -52,7 +52,8 @@ def sft(config: Config) -> None:
         )
         with around:
             train_here(config, run, around, lambda step, summary: progress.say(step + 1, summary["metrics"]))
-        console.print(f"{run.steps.count()} steps are trained. The model: {run.checkpoints / 'latest'}")
+        model = f"{run.checkpoints / 'latest'}{run.best_in_words()}"
+        console.print(f"{run.steps.count()} steps are trained. The model: {model}")
 
 
 def read_data(config: Config) -> tuple[Demonstrations, Tokens | None]:

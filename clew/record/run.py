@@ -167,6 +167,13 @@ class RunDirectory:
         """Return the versions that have a checkpoint, oldest first."""
         return sorted(int(path.parent.name[5:]) for path in self.checkpoints.glob("step-*/checkpoint.json"))
 
+    def best_in_words(self) -> str:
+        """Return which checkpoint has the best evaluation, for the end of a line; "" if it is the newest, or none."""
+        best, latest = self.checkpoints / "best", self.checkpoints / "latest"
+        if not best.is_symlink() or best.resolve() == latest.resolve():
+            return ""
+        return f"  Best evaluation: {best} ({best.readlink().name})"
+
     @property
     def supervised(self) -> bool:
         """Return whether `clew sft` trained the newest committed step."""

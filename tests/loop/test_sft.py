@@ -96,6 +96,8 @@ def test_the_held_out_loss_is_recorded_and_its_best_checkpoint_kept(settings, tm
     assert f"held-out loss of version 12: {losses[12]:.4f} nats a token (10 rows)" in said
     best = min(losses, key=lambda version: losses[version])
     assert (run.checkpoints / "best").readlink().name == f"step-{best:06d}"
+    other = f"  Best evaluation: {run.checkpoints}/best (step-{best:06d})" if best != 12 else ""
+    assert f"12 steps are trained. The model: {run.checkpoints}/latest{other}\n" in said
     model = AutoModelForCausalLM.from_pretrained(run.checkpoints / "latest").double()
     tokenizer, total, count = load_tokenizer(str(settings["model"])), 0.0, 0
     for row in range(50, 60):  # as transformers computes it, row by row

@@ -193,9 +193,11 @@ def test_the_best_evaluated_checkpoint_is_never_pruned(tmp_path):
     kept = [folder.name for folder in checkpoint.saved(run.checkpoints)]
     assert kept == ["step-000000", "step-000004", "step-000008", "step-000010"]
     assert (run.checkpoints / "best").readlink() == Path("step-000004")
+    checkpoint.point("latest", run.checkpoints / "step-000010")
+    assert run.best_in_words() == f"  Best evaluation: {run.checkpoints}/best (step-000004)"
     run.write_eval(10, [], {"pass@1": 0.7, "reward": 0.8})
     checkpoint.prune(run, config.checkpoint)
-    assert (run.checkpoints / "best").readlink() == Path("step-000010")
+    assert (run.checkpoints / "best").readlink() == Path("step-000010") and run.best_in_words() == ""
     assert [folder.name for folder in checkpoint.saved(run.checkpoints)] == ["step-000000", *kept[2:]]
 
 
@@ -208,4 +210,4 @@ def test_keep_best_can_be_turned_off(tmp_path):
         run.write_eval(version, [], {"pass@1": 1.0 - version / 10, "reward": 0.0})
     checkpoint.prune(run, config.checkpoint)
     assert [folder.name for folder in checkpoint.saved(run.checkpoints)] == ["step-000000", "step-000004"]
-    assert not (run.checkpoints / "best").exists()
+    assert not (run.checkpoints / "best").exists() and run.best_in_words() == ""
