@@ -46,22 +46,27 @@ def judge(run: RunDirectory, history: History, rejected: Rejected, warned: Seque
 
 
 def print_health(
-    console: Console, concerns: Sequence[Concern], history: History, path: Path, *, broken: bool = False
+    console: Console,
+    concerns: Sequence[Concern],
+    count: int,
+    unjudged: Sequence[str],
+    path: Path,
+    *,
+    broken: bool = False,
 ) -> None:
     """Print the concerns, each with its evidence and the next command, or that there is none.
 
     Args:
         console: Where to print.
         concerns: What deserves a look.
-        history: The steps that were looked at.
+        count: Number of steps that were looked at.
+        unjudged: What cannot be judged.
         path: The run directory or bundle, as the user gave it.
         broken: True if the chain of commits does not fit together, which is printed below.
     """
-    count = len(history.steps)
     if not count and not concerns:
         return
     steps = f"all {count:,} steps on record" if count != 1 else "the one step on record"
-    unjudged = history.unjudged()
     without = f" Not on record, so not judged: {', '.join(unjudged)}." if count and unjudged else ""
     console.print()
     if not concerns:

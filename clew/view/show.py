@@ -54,6 +54,9 @@ SHARE_SHOWN = 0.005
 """Share of the run's time from which on an activity is named."""
 WAITS = {"rollout": "waiting for batches", "evaluation": "waiting for evaluations"}
 """Timings of a step during which the trainer waits, in words."""
+COLUMNS = ("step", "groups", "sequences", "reward", "length", "lag", "k3", "grad norm", "loss", "seconds")
+SUPERVISED_COLUMNS = ("step", "groups", "tokens", "grad norm", "loss", "seconds")
+"""Columns of the steps of a run; those of `clew sft` have neither rollout nor rewards."""
 EVALUATIONS_SHOWN = 10
 BREAKS_SHOWN = 5
 FIELD_SHOWN = 2000
@@ -110,7 +113,9 @@ def show(
             history = collector.history()
             warned, rejected = read_warnings(run.warnings_path)[0], count_rejected(run)
             _show_run(console, run, steps, str(path), bundle, warned, rejected, history.seconds)
-            print_health(console, judge(run, history, rejected, warned), history, path, broken=bool(broken))
+            unjudged = [] if run.supervised else history.unjudged()  # `clew sft` has none of it
+            concerns = judge(run, history, rejected, warned)
+            print_health(console, concerns, len(history.steps), unjudged, path, broken=bool(broken))
         elif what.isdecimal():
             _show_step(console, run, int(what))
         else:
@@ -196,12 +201,12 @@ def _show_run(
         rejections: What the run rejected.
         seconds: Sums of the timings of all steps, by name.
     """
-    config, facts = Settings(run.path), run.facts()
-    index = run.steps.index()
-    count = len(index)
+    config, facts, supervised = Settings(run.path), run.facts(), run.supervised
+    count = len(run.steps.index())
     chosen = range(count)[-STEPS_SHOWN:] if steps is None else parse_steps(steps, count)
     model = [as_text(config.get(f"model.{name}", "")) for name in ("path", "dtype", "device")]
-    inbox, rejected, reasons = run.inbox.names(), run.rejected_groups(), rejections.lines()
+    reasons = rejections.lines()
+    groups = f"{len(run.inbox.names())} waiting in the inbox, {len(run.rejected_groups())} rejected"
     packages = "  ".join(f"{name} {version}" for name, version in facts.get("packages", {}).items())
     console.print(
         pairs(
@@ -216,9 +221,9 @@ def _show_run(
                 ("steps", _progress(count, config)),
                 *([("time", _time_in_words(seconds))] if seconds else []),
                 *(("changed", line) for line in _changes(facts)),
-                ("groups", f"{len(inbox)} waiting in the inbox, {len(rejected)} rejected"),
+                *([("groups", groups)] if not supervised else []),
                 *([("rejected", "\n".join(reasons))] if reasons else []),
-                ("reward", _reward_range(run, count)),
+                *([("reward", _reward_range(run, count))] if not supervised else []),
                 ("checkpoints", _checkpoints(run)),
             ]
         )
@@ -230,27 +235,32 @@ def _show_run(
     if not chosen:
         return
     console.print()
-    rows = table(
-        *("step", "groups", "sequences", "reward", "length", "lag", "k3", "grad norm", "loss", "seconds"),
-        spare=("sequences", "groups", "seconds", "k3", "length", "lag", "grad norm", "loss"),
-    )
+    columns = SUPERVISED_COLUMNS if supervised else COLUMNS
+    spare = ("sequences", "groups", "seconds", "k3", "length", "lag", "grad norm", "loss")
+    rows = table(*columns, spare=[name for name in spare if name in columns])
     for step in chosen:
-        summary = run.steps.read(step)
-        metrics = summary.get("metrics", {})
-        lags = [metrics.get(name, math.nan) for name in ("lag_mean", "lag_max")]
-        rows.add_row(
-            str(step),
-            str(len(summary["groups"])),
-            number(metrics.get("sequences"), ".0f"),
-            number(metrics.get("reward")),
-            number(metrics.get("response_length"), ".1f"),
-            f"{lags[0]:.2f}/{lags[1]:.0f}" if min(lags) >= 0 else MISSING,
-            number(metrics.get("behaviour_k3"), ".1e"),
-            number(metrics.get("grad_norm")),
-            number(metrics.get("loss"), ".2e"),
-            number(sum(timings.values()) if (timings := summary.get("timings")) else None, ".2f"),
-        )
+        cells = _cells_of_step(run.steps.read(step))
+        rows.add_row(*(cells[name] for name in columns))
     console.print(rows)
+
+
+def _cells_of_step(summary: dict[str, Any]) -> dict[str, str]:
+    """Return what the list of steps shows of one step, by column."""
+    metrics, timings = summary.get("metrics", {}), summary.get("timings")
+    lags = [metrics.get(name, math.nan) for name in ("lag_mean", "lag_max")]
+    return {
+        "step": str(summary["step"]),
+        "groups": str(len(summary["groups"])),
+        "sequences": number(metrics.get("sequences"), ".0f"),
+        "tokens": number(metrics.get("tokens"), ".0f"),
+        "reward": number(metrics.get("reward")),
+        "length": number(metrics.get("response_length"), ".1f"),
+        "lag": f"{lags[0]:.2f}/{lags[1]:.0f}" if min(lags) >= 0 else MISSING,
+        "k3": number(metrics.get("behaviour_k3"), ".1e"),
+        "grad norm": number(metrics.get("grad_norm")),
+        "loss": number(metrics.get("loss"), ".2e"),
+        "seconds": number(sum(timings.values()) if timings else None, ".2f"),
+    }
 
 
 def _checkpoints(run: RunDirectory) -> str:

@@ -278,6 +278,9 @@ def test_the_commands_know_it(short, capsys):
         show(path, what, console=Console(width=160))
         said = capsys.readouterr().out
         assert shown in said and " nan" not in said and " -1" not in said
+        if what is None:
+            assert ["step", "groups", "tokens", "grad", "norm", "loss", "seconds"] in map(str.split, said.splitlines())
+            assert not {"-", "reward", "inbox,", "judged:"} & set(said.split())
     with pytest.raises(RecordError, match="is a run of `clew sft`, and blame compares"):
         blame(path, 3, top=1, tokens=1, by=None)
     with pytest.raises(RecordError, match="is a run of `clew sft`: it has no rewards"):
