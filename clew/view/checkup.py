@@ -35,6 +35,7 @@ def judge(run: RunDirectory, history: History, rejected: Rejected, warned: Seque
         health.contradiction(history),
         health.mismatch(history),
         health.lag(history, _max_lag(run, config)),
+        health.rejected_tokens(history),
         health.clipping(history, str(config.get("algorithm.ratio", "token"))),
         health.reward(history),
         health.evaluations(history, run.read_evals()),

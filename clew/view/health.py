@@ -36,6 +36,8 @@ K3 = 0.015
 """Mismatch with lag; prime-rl expects `mismatch_kl` to stay below."""
 CLIPPED = {"token": 0.2, "sequence": 0.5}
 """Share of clipped tokens, by algorithm.ratio. GSPO's narrow bounds clip many tokens (2507.18071, section 5.3)."""
+REJECTED_TOKENS, ALMOST_ALL = 0.5, 0.9
+"""Share of rejected tokens that counts if it is a habit of the run, and the share that counts in a single step."""
 SPIKE = 10.0
 """Multiple of the usual gradient norm, if training.spike_factor is not set."""
 RECENT_NORMS, ENOUGH_NORMS = 32, 8
@@ -67,6 +69,7 @@ WATCHED = {
     "lag_max": "lag",
     "behaviour_k3": "mismatch",
     "clip_share": "clipping",
+    "rejected_share": "",
     "grad_norm": "gradients",
     "updates_skipped": "",
     "advantage_reward_correlation": "",
@@ -223,6 +226,21 @@ def clipping(history: History, ratio: str) -> Concern | None:
     clipped = history.metrics["clip_share"] > limit
     what = f"the clip holds more than {_percent(limit)} of the tokens, which then have no gradient"
     return _above(history, "clipping", "clip_share", clipped, what, "blame RUN --step {}", percent=True)
+
+
+def rejected_tokens(history: History) -> Concern | None:
+    """Return the concern that steps rejected most of their tokens. Without rejection, no step has the metric."""
+    share = history.metrics["rejected_share"]
+    by = "of the tokens were rejected by algorithm.reject, veto or off_policy_delta, and taught nothing"
+    what = f"more than {_percent(REJECTED_TOKENS)} {by}"
+    habit = _above(
+        history, "rejected tokens", "rejected_share", share > REJECTED_TOKENS, what, "show RUN {}", percent=True
+    )
+    what = f"at least {_percent(ALMOST_ALL)} {by}"
+    single = share >= ALMOST_ALL
+    return habit or _above(
+        history, "rejected tokens", "rejected_share", single, what, "show RUN {}", percent=True, one_is_enough=True
+    )
 
 
 def gradients(history: History, factor: float | None) -> Concern | None:
@@ -400,7 +418,15 @@ def command(then: str, path: Path) -> str:
 
 
 def _above(
-    history: History, cause: str, name: str, mask: np.ndarray, what: str, then: str, *, percent: bool = False
+    history: History,
+    cause: str,
+    name: str,
+    mask: np.ndarray,
+    what: str,
+    then: str,
+    *,
+    percent: bool = False,
+    one_is_enough: bool = False,
 ) -> Concern | None:
     """Return a concern about the steps in `mask`, if they are a habit of the run; it names the worst of them.
 
@@ -412,8 +438,9 @@ def _above(
         what: What was found there.
         then: Arguments of the command to type next, with {} for the worst step.
         percent: Write the metric as a percentage.
+        one_is_enough: One step counts, too.
     """
-    if not _is_habit(mask):
+    if not (mask.any() if one_is_enough else _is_habit(mask)):
         return None
     worst = int(np.argmax(np.where(mask, history.metrics[name], -np.inf)))
     value, step = float(history.metrics[name][worst]), int(history.steps[worst])

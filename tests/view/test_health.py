@@ -100,6 +100,11 @@ CAUSES = {
         "in 4 of 40 steps, from 36 to 39, the clip holds more than 20 % of the tokens, which then have no gradient; "
         "most: 25 % at step 36. → clew blame {run} --step 36",
     ),
+    "rejected tokens": (
+        of_steps(range(40), rejected_share=0.002) | of_steps(range(10, 15), rejected_share=0.6),
+        "in 5 of 40 steps, from 10 to 14, more than 50 % of the tokens were rejected by algorithm.reject, veto or "
+        "off_policy_delta, and taught nothing; most: 60 % at step 10. → clew show {run} 10",
+    ),
     "lag": (
         of_steps(range(30, 40), lag_max=3.0),
         "in 10 of 40 steps, from 30 to 39, tokens lag behind by more than rollout.max_lag=1; most: 3 at step 30. "
@@ -128,6 +133,17 @@ def test_a_planted_cause_is_found_alone(cause: str, tmp_path: Path) -> None:
         "health": "1 thing deserves a look. All 40 steps on record were looked at.",
         cause: expected.format(run=run.path, usual=usual),
     }
+
+
+def test_one_step_that_rejects_almost_all_of_its_tokens(tmp_path: Path) -> None:
+    planted = of_steps(range(40), rejected_share=0.002)
+    run = make_run(tmp_path / "planted", planted | {23: {"rejected_share": 0.9}})
+    assert health(run)["rejected tokens"] == (
+        "in step 23 of 40 steps, at least 90 % of the tokens were rejected by algorithm.reject, veto or "
+        f"off_policy_delta, and taught nothing; most: 90 % at step 23. → clew show {run.path} 23"
+    )
+    for name, sound_runs in {"few": planted, "once": planted | {23: {"rejected_share": 0.7}}}.items():
+        assert "sound" in health(make_run(tmp_path / name, sound_runs))["health"]
 
 
 def test_groups_that_are_all_0_and_all_1_are_told_apart(tmp_path: Path) -> None:
