@@ -11,7 +11,13 @@ from clew.printing import print
 
 
 def hang(
-    run: Annotated[Path | None, typer.Argument(metavar="[RUN]", help="Run directory of a Clew run.")] = None,
+    run: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[RUN]",
+            help="Run directory of a Clew run; without any argument, the jobs of this machine are listed.",
+        ),
+    ] = None,
     pid: Annotated[
         list[int] | None,
         typer.Option(
@@ -31,10 +37,6 @@ def hang(
     stacks: Annotated[bool, typer.Option("--stacks", help="Only print the stacks, equal ones together.")] = False,
 ) -> None:
     """Say why a distributed job has stopped: who waits for whom, and whose fault it is.
-
-    It works on any torch.distributed job on this machine. Without arguments, it lists the jobs.
-
-    Exit codes: 0 nothing is wrong, 1 a hang was diagnosed, 2 could not run, 3 undetermined.
 
     Example: clew hang --torchrun 4711
     """

@@ -78,7 +78,7 @@ class RemoteCore:
         length, self._context_field = context_in(model)
         self.context: int = length or 2**40
         try:
-            generation = GenerationConfig.from_pretrained(path)
+            generation = GenerationConfig.from_pretrained(path, trust_remote_code=False)
         except OSError:
             generation = GenerationConfig.from_model_config(model)
         self.default_stop_ids = default_stop_ids(generation, self.tokenizer, self.vocab)

@@ -39,7 +39,7 @@ class ServerProcess:
         """
         self.log = log
         self._skip = log.stat().st_size if log.exists() else 0
-        shim = [sys.executable, "-I", "-S", "-c", _DIES_WITH_PARENT, str(os.getpid()), *launch.command]
+        shim = [sys.executable, "-P", "-S", "-c", _DIES_WITH_PARENT, str(os.getpid()), *launch.command]
         if not Path(launch.command[0]).is_file():
             raise EngineError(
                 f"Cannot start the inference server: {launch.command[0]} does not exist. inference.python names the "
