@@ -211,7 +211,7 @@ def load(path: Path | str, overrides: list[str] | tuple[str, ...] = ()) -> Confi
     """Read `path`, apply `key=value` overrides, resolve `${...}` and check the result. Raises ConfigError."""
     path = Path(path)
     try:
-        text = read_text(path, "name a YAML file, or restore this one from a copy")
+        text = read_text(path, "check the path: a YAML file is expected")
     except RecordError as error:
         raise ConfigError(str(error)) from None
     return parse(text, path, overrides)

@@ -68,6 +68,9 @@ def load_demonstrations(config: Config, path: str, *, limit: int | None) -> list
     names, objective = config.data, config.training.objective
     columns = [names.prompt, names.completion, *([names.rejected] if objective != "sft" else [])]
     rows = load_rows(path, split=names.split, limit=limit)
+    default = type(names).model_fields["completion"].default
+    if names.completion != default and not any(names.completion in row for row in rows):
+        raise DataError(_missing_column(path, 1, names.completion, rows[0]))
     for number, row in enumerate(rows, start=1):
         conversation = conversation_column(row, config)
         if conversation is not None and objective != "sft":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -198,16 +199,19 @@ def evaluate(
     Example: clew eval runs/addition/sft runs/addition/grpo --data runs/addition/material/held_out.jsonl
     """
     from clew.console import EscapingConsole
-    from clew.diagnose.evaluate import behind, best_of
+    from clew.diagnose.evaluate import behind, best_of, write_episodes
     from clew.diagnose.evaluate import evaluate as evaluate_models
+    from clew.errors import ConfigError
     from clew.view.evaluation import show_failed, show_missed, show_models
 
     names = [each for each in models if "=" not in each]
     if not names:
         raise typer.BadParameter("name a model, a checkpoint or a run before the fields to override")
+    if to is not None and not os.access(to.absolute().parent, os.W_OK):
+        raise ConfigError(f"Cannot write {to}: {to.absolute().parent} is no folder that can be written to.")
     console = EscapingConsole(width=None if sys.stdout.isatty() else 200)
     overrides = [each for each in models if "=" in each]
-    evaluations = evaluate_models(names, data=data, reward=reward, overrides=overrides, to=to)
+    evaluations = evaluate_models(names, data=data, reward=reward, overrides=overrides)
     best = best_of(evaluations)
     differences = [behind(each, best) for each in evaluations]
     show_models(console, names, [each.summary for each in evaluations], differences, evaluations.index(best))
@@ -223,6 +227,7 @@ def evaluate(
         show_failed(console, each.name, each.episodes)
     show_missed(console, best.name, best.episodes, best.config.data.prompt)
     if to is not None:
+        write_episodes(evaluations, to)
         console.print(f"\n{to} has a row for each episode.")
 
 

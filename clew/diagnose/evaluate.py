@@ -73,7 +73,7 @@ class Evaluation:
 
 
 def evaluate(
-    models: Sequence[str], *, data: str | None, reward: str | None, overrides: Sequence[str], to: Path | None
+    models: Sequence[str], *, data: str | None, reward: str | None, overrides: Sequence[str]
 ) -> list[Evaluation]:
     """Evaluate each model on the same prompts, with the configuration of the first run among them.
 
@@ -82,7 +82,6 @@ def evaluate(
         data: Held-out prompts, given like data.path; None: eval.path of the run.
         reward: Dotted path of the reward function; None: that of the run.
         overrides: Fields of the configuration to override, as key=value.
-        to: Parquet file to write with a row per episode; None: none.
 
     Returns:
         The evaluation of each model.
@@ -93,10 +92,12 @@ def evaluate(
     for name in models:
         check_folder(str(_checkpoint_of(name)), "config.json", "model", "Name a model, a checkpoint or a run.", "MODEL")
     config = _settings(models, data, reward, overrides)
-    evaluations = [_evaluate(name, config) for name in models]
-    if to is not None:
-        rows.write_table(to, pa.concat_tables([each.episodes for each in evaluations]))
-    return evaluations
+    return [_evaluate(name, config) for name in models]
+
+
+def write_episodes(evaluations: Sequence[Evaluation], path: Path) -> None:
+    """Write a Parquet file with a row per episode of all models; see `EPISODES`."""
+    rows.write_table(path, pa.concat_tables([each.episodes for each in evaluations]))
 
 
 def best_of(evaluations: Sequence[Evaluation]) -> Evaluation:
@@ -183,7 +184,8 @@ def _evaluate(name: str, config: Config) -> Evaluation:
     )
     if not summary["episodes"]:
         error = next(episode.error for of_row in episodes for episode in of_row)
-        raise RolloutError(f"All {summary['failed']} episodes of {name} failed, the first with {error}")
+        count = "The only episode" if summary["failed"] == 1 else f"All {summary['failed']} episodes"
+        raise RolloutError(f"{count} of {name} failed, the first with {error}")
     above = config.eval.pass_above
     found = [
         {

@@ -9,9 +9,12 @@ from clew.config import Config
 from clew.data import LOCAL, load_demonstrations, load_rows
 from clew.models.folder import check_folder
 
+ROWS = 10_000
+"""Number of rows of the data that are looked at; the processes read them all."""
+
 
 def check_named(config: Config, *, supervised: bool = False) -> None:
-    """Look for the model, the columns of the data's first row, and the user's code, without running any of it.
+    """Look for the model, the data's first rows, and the user's code, without running any of it.
 
     What lies on a hub is left to the processes that load it, and so is the rest of what can be wrong.
 
@@ -27,7 +30,7 @@ def check_named(config: Config, *, supervised: bool = False) -> None:
     if supervised:
         for path in (data.path, config.eval.path):
             if path is not None and _is_local(path):
-                load_demonstrations(config, path, limit=1)
+                load_demonstrations(config, path, limit=ROWS)
         return
     code = {"algorithm.advantages": algorithm.advantages, "algorithm.loss": algorithm.loss}
     code = {field: named for field, named in code.items() if "." in named}
@@ -43,7 +46,7 @@ def check_named(config: Config, *, supervised: bool = False) -> None:
 
 def _check_rows(path: str | None, columns: list[str]) -> None:
     if path is not None and _is_local(path):
-        load_rows(path, limit=1, columns=columns)
+        load_rows(path, limit=ROWS, columns=columns)
 
 
 def _is_local(path: str) -> bool:

@@ -55,9 +55,10 @@ class NothingToLearn:
             self._warn_zero_at *= 2
             if not warning:
                 log.warning(
-                    f"step {step}: all advantages are zero ({self._zero_steps} such steps so far), so its rewards "
-                    f"changed no weights. Either all rewards that algorithm.advantages={self._advantages} compares are "
-                    f"equal, or that function is wrong"
+                    f"step {step}: all advantages are zero ({self._zero_steps} such steps so far), so nothing was "
+                    f"learnt from its rewards; only the optimizer's momentum and weight decay move the weights. Either "
+                    f"all rewards that algorithm.advantages={self._advantages} compares are equal, or that function is "
+                    f"wrong"
                 )
         return warning
 

@@ -43,6 +43,12 @@ def check_folder(path: str, needed: str, what: str, remedy: str, field: str = "m
     if not (path.startswith((".", "/", "~")) or path.count("/") > 1 or in_a_folder or Path(path).exists()):
         return
     if not Path(path).is_dir():
+        steps = sorted(each.name for each in Path(path).parent.glob("step-*")) if field == "MODEL" else []
+        if steps:
+            raise ModelError(
+                f"Cannot load a model: there is no checkpoint {path}; there are {', '.join(steps)}. Older ones are "
+                f"removed (checkpoint.keep), the first and the best stay."
+            )
         raise ModelError(
             f"Cannot load a model: there is no folder {path}. {field} takes a folder written by save_pretrained, or a "
             f"hub name such as Qwen/Qwen3-0.6B."

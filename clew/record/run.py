@@ -105,7 +105,7 @@ class RunDirectory:
             make: Create the folders that are missing. To only read, use `open_run`, which changes nothing.
 
         Raises:
-            RecordError: The directory is of a newer format.
+            RecordError: The directory is of a newer format, or cannot be made.
         """
         self.path = path
         self.run_json = path / "run.json"
@@ -120,10 +120,15 @@ class RunDirectory:
         self.rejected = path / "rejected"
         self.evals = path / "evals"
         if make:
-            for folder in (self.status, self.logs, self.checkpoints, self.reports, self.rejected, self.evals):
-                folder.mkdir(parents=True, exist_ok=True)
-            for name in ("inbox", "steps"):
-                (path / name).mkdir(exist_ok=True)
+            try:
+                for folder in (self.status, self.logs, self.checkpoints, self.reports, self.rejected, self.evals):
+                    folder.mkdir(parents=True, exist_ok=True)
+                for name in ("inbox", "steps"):
+                    (path / name).mkdir(exist_ok=True)
+            except (FileExistsError, FileNotFoundError, NotADirectoryError, PermissionError) as error:
+                raise RecordError(
+                    f"Cannot make the run directory {path}: {error.filename}: {error.strerror}. Name another root."
+                ) from None
         self.inbox = Inbox(path / "inbox")
         self.steps = Steps(path / "steps")
         self.media = Media(path / "media")

@@ -290,8 +290,8 @@ class RolloutRunner:
     def _warn_of_failure(self, episode_id: str, error: str) -> None:
         log.warning(
             "episode %s failed: %s\nThis is shown once. The run goes on without failed episodes, keeps them in %s, "
-            "counts them at its end (`clew show RUN` does so now), and stops when more fail than "
-            "rollout.max_failed_share=%g allows.",
+            "counts them at its end (`clew show RUN` does so now), and stops once it is sure that their share is above "
+            "rollout.max_failed_share=%g: after about a batch if all fail, later the nearer it is.",
             episode_id,
             error.partition("\n")[0],
             self._run.rejected,

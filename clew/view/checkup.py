@@ -30,7 +30,7 @@ def judge(run: RunDirectory, history: History, rejected: Rejected, warned: Seque
     kinds, looked = _equal_kinds(run, equal)
     last = int(history.steps[-1]) if len(history.steps) else -1
     concerns = [
-        health.gradients(history, _positive(config.get("training.spike_factor"))),
+        health.gradients(history, _positive(config.get("training.spike_factor")), supervised=run.supervised),
         health.rejections(rejected, history),
         health.contradiction(history),
         health.mismatch(history),

@@ -78,7 +78,7 @@ def show_failed(console: Console, name: str, episodes: pa.Table) -> None:
     failed = "1 episode" if kinds.total() == 1 else f"{kinds.total()} episodes"
     console.print(f"\n{failed} of {name} failed, and count nowhere else:")
     for kind, count in kinds.most_common(ERRORS_SHOWN):
-        console.print(Text(f"  {count} times {kind}"))
+        console.print(Text(f"  {count} x {kind}"))
     if len(kinds) > ERRORS_SHOWN:
         console.print("  and other errors; --to FILE writes them all")
 

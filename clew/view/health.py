@@ -243,12 +243,13 @@ def rejected_tokens(history: History) -> Concern | None:
     )
 
 
-def gradients(history: History, factor: float | None) -> Concern | None:
+def gradients(history: History, factor: float | None, *, supervised: bool = False) -> Concern | None:
     """Return the concern that the gradient spiked, or that updates were left out.
 
     Args:
         history: The steps.
         factor: Value of training.spike_factor; None: `SPIKE`.
+        supervised: True for a run of `clew sft`, which `clew blame` does not take.
     """
     spikes = find_spikes(history, factor or SPIKE)
     skipped = np.nan_to_num(history.metrics["updates_skipped"])
@@ -267,7 +268,8 @@ def gradients(history: History, factor: float | None) -> Concern | None:
         steps = steps or of_skipped
     if not parts:
         return None
-    return Concern(cause="gradients", evidence="; ".join(parts), then=f"blame RUN --step {steps[0]}")
+    then = f"show RUN {steps[0]}" if supervised else f"blame RUN --step {steps[0]}"
+    return Concern(cause="gradients", evidence="; ".join(parts), then=then)
 
 
 def find_spikes(history: History, factor: float) -> dict[int, tuple[float, float]]:

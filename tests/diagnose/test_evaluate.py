@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from clew.cli.main import app
-from clew.errors import ConfigError, DataError, RolloutError
+from clew.errors import ConfigError, DataError, ModelError, RolloutError
 from clew.loop.learn import learn_inline
 from clew.record import rows
 from clew.record.run import RunDirectory
@@ -103,7 +103,7 @@ def test_prompts_that_do_not_pass_and_failed_episodes_are_named(
         "    return 1.0\n"
     )
     shown = evaluated(run.path, data=held_out, reward="picky_rewards.no_threes")
-    assert f"1 episode of {run.path} failed" in shown and "1 times" in shown and "ValueError: a three" in shown
+    assert f"1 episode of {run.path} failed" in shown and "1 x " in shown and "ValueError: a three" in shown
     assert "did not pass" not in shown
 
 
@@ -118,3 +118,7 @@ def test_what_cannot_be_evaluated_is_refused(run: RunDirectory, folder: Path, he
         evaluated(run.path, data=held_out, eval__samples="3")
     with pytest.raises(RolloutError, match=r"All 5 episodes of .* failed, the first with"):
         evaluated(run.path, data=held_out, reward="tests.rollout.user_code.raises")
+    with pytest.raises(ConfigError, match=r"Cannot write .*nowhere/episodes\.parquet"):
+        evaluated(run.path, data=held_out, to=str(tmp_path / "nowhere" / "episodes.parquet"))
+    with pytest.raises(ModelError, match=r"there is no checkpoint .*step-000077; there are step-000000, "):
+        evaluated(run.checkpoints / "step-000077", data=held_out)

@@ -121,6 +121,7 @@ def test_no_model_folder(project: Project) -> None:
     ("rollout.reward=mime.digits", "there is no module 'mime'"),
     ("rollout.workflow=clew.rollout.workflows.SingleTrun", "has no 'SingleTrun'. Did you mean 'SingleTurn'?"),
     ("algorithm.loss=mine.clipped", "algorithm.loss=mine.clipped"),
+    ("root=prompts.jsonl/here", "Cannot make the run directory prompts.jsonl/here/"),
 ])  # fmt: skip
 def test_what_is_named_is_looked_for_before_a_run_directory_is_made(
     project: Project, override: str, words: str
@@ -131,6 +132,7 @@ def test_what_is_named_is_looked_for_before_a_run_directory_is_made(
 
 def test_demonstrations_without_the_column_leave_no_run_directory(project: Project) -> None:
     failed(project.quick("sft"), "row 1 has no column 'completion'; it has 'prompt'")
+    failed(project.quick("sft", "data.completion=reply"), "row 1 has no column 'reply'; it has 'prompt'")
     assert not (project.folder / "runs").exists()
 
 
@@ -197,6 +199,7 @@ def test_data_that_cannot_make_a_batch(project: Project, found: list[dict], word
 def test_a_line_that_is_not_json(project: Project) -> None:
     (project.folder / "prompts.jsonl").write_text('{"prompt": "1"}\n{"prompt": "2"\n')
     failed(project.inline(), "prompts.jsonl:2: this line is not JSON", "one object on each line")
+    assert not (project.folder / "runs").exists()
 
 
 def test_held_out_data_without_the_column(project: Project) -> None:

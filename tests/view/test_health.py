@@ -16,7 +16,7 @@ from clew.record import rows
 from clew.record.bundle import write_bundle
 from clew.record.rejected import FILTERED
 from clew.record.run import RunDirectory
-from clew.view.health import WATCHED, Collector, History, find_spikes, reward
+from clew.view.health import WATCHED, Collector, History, find_spikes, gradients, reward
 from tests.training.sequences import make_config
 from tests.view.test_show import commit, failed, group, shown
 
@@ -294,3 +294,11 @@ def test_odd_content_of_a_step_is_left_out() -> None:
     assert history.steps.tolist() == [0, 3] and history.seconds == {"rollout": 9.0, "b": 3.5}
     assert math.isnan(history.metrics["reward"][0]) and history.metrics["reward"][1] == 0.5
     assert math.isnan(history.metrics["lag_max"][0])
+
+
+def test_a_spike_of_a_supervised_run_is_not_sent_to_blame() -> None:
+    metrics = {name: np.full(21, math.nan) for name in WATCHED} | {"grad_norm": np.array([1.0] * 20 + [100.0])}
+    history = History(steps=np.arange(21), metrics=metrics)
+    for supervised, then in ((True, "show RUN 20"), (False, "blame RUN --step 20")):
+        concern = gradients(history, None, supervised=supervised)
+        assert concern is not None and concern.then == then
