@@ -22,6 +22,7 @@ PARTS = {
     "bench.asynchrony": "asynchronous against synchronous training, and memory",
     "bench.gateway": "agents: the gateway's requests a second, latency, and a crowd",
     "bench.ranks": "several trainer ranks",
+    "bench.hang": "clew hang: merging 100,000 ranks, and real processes",
     "bench.replay": "the time machine: size on disk, replay, commands from the shell",
 }
 

@@ -26,6 +26,7 @@ from clew.sections import (
     Data,
     Debug,
     Eval,
+    Hang,
     Inference,
     Launch,
     Model,
@@ -67,6 +68,7 @@ class Config(Section):
     record: Record = Record()
     debug: Debug = Debug()
     launch: Launch = Launch()
+    hang: Hang = Hang()
 
     @model_validator(mode="before")
     @classmethod

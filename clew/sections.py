@@ -576,6 +576,22 @@ class Launch(Section):
         return self
 
 
+class Hang(Section):
+    """What `clew train` does when the run makes no progress."""
+
+    after_s: float | None = Field(
+        default=300.0,
+        gt=0,
+        description="Seconds without progress after which `clew hang` looks for the reason, or twice the longest pause "
+        "so far if that is more; null: never.",
+    )
+    action: Literal["warn", "abort", "restart"] = Field(
+        default="warn",
+        description="Once a hang is diagnosed: warn, end the run, or start its processes again from the last step (at "
+        "most launch.restarts times).",
+    )
+
+
 def nearest(name: str, names: Iterable[str]) -> str:
     """Return the valid name that is most like `name`.
 

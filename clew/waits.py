@@ -25,6 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from clew.tasks import arm
+
 log = logging.getLogger("clew.waits")
 
 OLD_S = 20.0
@@ -95,6 +97,11 @@ def oldest_of_each_kind() -> list[tuple[Wait, int]]:
     return [(wait, counts[kind]) for kind, wait in oldest.items()]
 
 
+def _waits_in_short() -> list[dict[str, Any]]:
+    """Return the present waits without their numbers, which may take a lock."""
+    return [{"what": wait.what, "unblocks": wait.unblocks, "since": wait.since} for wait in current_waits()]
+
+
 class Reporter:
     """Writes to the run directory, once a second, what this process does and what it waits for.
 
@@ -117,6 +124,7 @@ class Reporter:
 
     def __enter__(self) -> Reporter:
         self.write()
+        arm(self.path.with_suffix(".tasks"), _waits_in_short)
         self._thread.start()
         return self
 

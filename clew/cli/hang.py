@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from clew.printing import print
+
+if TYPE_CHECKING:
+    from clew.hang.observed import Snapshot
 
 
 def hang(
@@ -27,6 +30,14 @@ def hang(
     torchrun: Annotated[
         int | None, typer.Option("--torchrun", metavar="PID", help="The launcher, of which all workers are examined.")
     ] = None,
+    job: Annotated[
+        str | None,
+        typer.Option("--job", metavar="ADDR:PORT", help="The torch job with this MASTER_ADDR and MASTER_PORT."),
+    ] = None,
+    ssh: Annotated[
+        list[str] | None,
+        typer.Option("--ssh", metavar="HOST", help="Examine RUN or --job on this host. Repeatable."),
+    ] = None,
     dumps: Annotated[
         Path | None,
         typer.Option("--from", metavar="DIR", help="Reports of --json or JSON dumps of py-spy, taken elsewhere."),
@@ -34,6 +45,13 @@ def hang(
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Also write the report as JSON; - prints only that.")
     ] = None,
+    html_file: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Also write the report as an HTML page.")
+    ] = None,
+    native: Annotated[
+        bool,
+        typer.Option("--native", help="Also read C and C++ frames of one process per stack, which pauses it shortly."),
+    ] = False,
     stacks: Annotated[bool, typer.Option("--stacks", help="Only print the stacks, equal ones together.")] = False,
 ) -> None:
     """Say why a distributed job has stopped: who waits for whom, and whose fault it is.
@@ -41,48 +59,98 @@ def hang(
     Example: clew hang --torchrun 4711
     """
     from clew.errors import ConfigError
+    from clew.hang.collect import with_native
     from clew.hang.dumps import read_dumps
-    from clew.hang.examine import examine, processes_of_run
-    from clew.hang.jobs import listed
-    from clew.hang.judge import judge
-    from clew.hang.report import as_json, in_text, stacks_in_text
+    from clew.hang.report import Report
 
-    given = [each is not None for each in (run, pid, torchrun, dumps)]
+    given = [each is not None for each in (run, pid, torchrun, job, dumps)]
     if sum(given) > 1:
-        raise ConfigError("Cannot look at several jobs at once: give one of RUN, --pid, --torchrun and --from.")
-    if not any(given):
-        jobs = listed()
-        for name, pids in jobs.items():
-            print(f"{name}: clew hang " + " ".join(f"--pid {each}" for each in pids))
-        if not jobs:
-            print("No torch job runs on this machine. Give a run directory, or --pid.")
-        return
-    if dumps is not None:
+        raise ConfigError("Cannot look at several jobs at once: give one of RUN, --pid, --torchrun, --job and --from.")
+    if ssh and (pid or torchrun or dumps):
+        raise ConfigError("Cannot combine --ssh with --pid, --torchrun or --from: give RUN, --job, or nothing.")
+    if ssh:
+        seen = _on_hosts(ssh, run, job, native)
+    elif dumps is not None:
         seen = read_dumps(dumps)
-    elif run is not None:
-        named = processes_of_run(run)
-        from clew.hang.proc import stat_of
-
-        seen = examine([each for each in named if stat_of(each)], named)
+    elif any(given) or str(json_file) == "-":
+        seen = _here(run, pid or ([torchrun] if torchrun is not None else None), job)
+        seen = with_native(seen) if native else seen
     else:
-        seen = examine(pid or [torchrun or 0])
-    if stacks:
-        print(stacks_in_text(seen))
+        _list_jobs()
         return
-    verdict = judge(seen)
+    report = Report(seen)
+    if stacks:
+        print(report.stacks_in_text())
+        return
     if json_file is not None:
-        _write(json_file, as_json(verdict, seen))
+        _write(json_file, report)
+    if html_file is not None:
+        from clew.hang.page import as_html
+
+        _write_text(html_file, as_html(report))
     if str(json_file) != "-":
-        print(in_text(verdict, seen))
-    if verdict.exit_code:
-        raise SystemExit(verdict.exit_code)
+        print(report.in_text())
+    if report.verdict.exit_code:
+        raise SystemExit(report.verdict.exit_code)
 
 
-def _write(path: Path, report: dict) -> None:
+def _here(run: Path | None, pids: list[int] | None, job: str | None) -> Snapshot:
+    """Return what is seen of a job on this machine; of the only one if none is named."""
+    from clew.errors import ConfigError
+    from clew.hang import jobs
+    from clew.hang.asking import with_tasks
+    from clew.hang.examine import examine, processes_of_run
+    from clew.hang.machine import with_machine
+    from clew.hang.proc import stat_of
+
+    if run is not None:
+        named = processes_of_run(run)
+        return with_tasks(with_machine(examine([pid for pid in named if stat_of(pid)], named)), run / "status")
+    if pids is None and job is None:
+        names = list(jobs.listed())
+        if len(names) != 1:
+            found = f"{len(names)} jobs: {', '.join(names)}" if names else "no torch job"
+            raise ConfigError(f"Cannot choose a job: this machine has {found}. Name one with --job.")
+        job = names[0]
+    return with_machine(examine(pids if pids is not None else jobs.of_job(job or "")))
+
+
+def _on_hosts(hosts: list[str], run: Path | None, job: str | None, native: bool) -> Snapshot:
+    from clew.hang.nodes import gather, over_ssh
+
+    named = [str(run.absolute())] if run is not None else ["--job", job] if job is not None else []
+    return gather(over_ssh(hosts, [*named, *(["--native"] if native else [])]))
+
+
+def _list_jobs() -> None:
+    from clew.hang import jobs
+
+    listed, launchers = jobs.listed(), jobs.launchers()
+    for name, pids in listed.items():
+        print(f"clew hang --job {name}  # {len(pids)} ranks: pid {', '.join(map(str, pids))}")
+    for pid in launchers:
+        print(f"clew hang --torchrun {pid}")
+    if not listed and not launchers:
+        print("No torch job runs on this machine. Give a run directory, or --pid.")
+
+
+def _write(path: Path, report: object) -> None:
     import json
 
-    text = json.dumps(report, indent=1)
+    from clew.hang.report import Report
+
+    assert isinstance(report, Report)
+    text = json.dumps(report.as_json(), indent=1)
     if str(path) == "-":
         print(text)
     else:
+        _write_text(path, text)
+
+
+def _write_text(path: Path, text: str) -> None:
+    from clew.errors import RecordError
+
+    try:
         path.write_text(text)
+    except OSError as error:
+        raise RecordError(f"Cannot write {path}: {error.strerror}. Name a file in a folder that exists.") from error

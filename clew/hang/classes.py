@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import PurePath
 
 from clew.hang.observed import Process, Thread
 
@@ -15,7 +14,7 @@ Classes = dict[Stack, tuple[tuple[int, int], ...]]
 def stack_of(thread: Thread) -> Stack:
     """Return a thread's stack with the outermost frame first. Line numbers within torch drift, so they are left out."""
     return tuple(
-        f"{frame.function} ({'torch/' if '/torch/' in frame.file else ''}{PurePath(frame.file).name}"
+        f"{frame.function} ({'torch/' if '/torch/' in frame.file else ''}{frame.file.rpartition('/')[2]}"
         + (")" if "/torch/" in frame.file else f":{frame.line})")
         for frame in reversed(thread.frames)
     )
@@ -27,8 +26,9 @@ def classes_of(processes: Iterable[Process]) -> Classes:
     for process in processes:
         for thread in process.threads:
             if thread.os_id == process.pid:
-                number = process.rank if process.rank is not None else -process.pid
-                found.setdefault(stack_of(thread), []).append(number)
+                numbers = found.setdefault(stack_of(thread), [])
+                numbers.append(process.rank if process.rank is not None else -process.pid)
+                numbers += [rank for rank, _, _ in process.alike]
     return {stack: as_ranges(numbers) for stack, numbers in found.items()}
 
 

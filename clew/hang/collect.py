@@ -16,14 +16,18 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePath
+from typing import Any
 
 from clew.errors import LaunchError
 from clew.hang import proc
+from clew.hang.classes import Stack, stack_of
 from clew.hang.observed import Frame, Look, Process, Snapshot, Thread
 
 DUMP_S = 5.0
 """Time limit in seconds for reading one process."""
+NATIVE_S = 15.0
+"""Time limit in seconds for reading the native frames of one process, during which it is paused."""
 AT_ONCE = 16
 """Number of processes that are read at the same time."""
 LOCALS_SHOWN = 300
@@ -52,7 +56,11 @@ def py_spy() -> str:
 
 def parse_dump(text: str) -> tuple[Thread, ...]:
     """Return the threads of one JSON dump of py-spy. Raises ValueError if it is something else."""
-    value = json.loads(text)
+    return threads_from(json.loads(text))
+
+
+def threads_from(value: Any) -> tuple[Thread, ...]:
+    """Return the threads of a parsed JSON dump of py-spy. Raises ValueError if it is something else."""
     if not isinstance(value, list):
         raise ValueError("not a JSON dump of py-spy")
     try:
@@ -109,7 +117,8 @@ def look_at(pid: int, program: str) -> Look:
         if "ermission" in error or (stat := proc.stat_of(pid)) is None:
             break
         time.sleep(0.02)
-    return replace(look, error=error or "py-spy found no Python frame")
+    known = f"state {look.state}, {look.cpu_s:.1f} s of CPU time"
+    return replace(look, error=f"{error or 'py-spy found no Python frame'} ({known})")
 
 
 def _reason(stderr: str) -> str:
@@ -162,6 +171,7 @@ def describe(pid: int) -> Process:
         cwd=proc.link_of(proc.PROC / str(pid) / "cwd"),
         rank=_number(environment.get("RANK")),
         world=_number(environment.get("WORLD_SIZE")),
+        local_world=_number(environment.get("LOCAL_WORLD_SIZE")),
     )
 
 
@@ -175,6 +185,16 @@ def _with_waits(process: Process, machine: dict[str, tuple[str, int, int]]) -> P
     pipes = tuple(sorted({link for link in proc.descriptors_of(process.pid) if link.startswith("pipe:")}))
     locks = proc.locked_files_of(process.pid)
     return replace(process, waits_in=wchan, reads_from=target, listens=listens, peers=peers, pipes=pipes, files=locks)
+
+
+def unseen_ranks(processes: Sequence[Process]) -> tuple[int, ...]:
+    """Return the ranks on nodes of which no process was seen, as far as the launcher says how many each node has."""
+    world = max((process.world or 0 for process in processes), default=0)
+    blocks = {(p.rank // p.local_world, p.local_world) for p in processes if p.rank is not None and p.local_world}
+    if not blocks:
+        return ()
+    there = {rank for block, size in blocks for rank in range(block * size, (block + 1) * size)}
+    return tuple(rank for rank in range(world) if rank not in there)
 
 
 def sources_of(processes: Sequence[Process], limit: int = 2_000_000) -> dict[str, str]:
@@ -205,4 +225,30 @@ def snapshot(pids: Sequence[int], until: Callable[[Sequence[Process], float], bo
     """Return what can be seen of these processes from outside."""
     began = time.monotonic()
     processes = watch(pids, until)
-    return Snapshot(processes=processes, seconds=time.monotonic() - began, sources=sources_of(processes))
+    seconds = time.monotonic() - began
+    return Snapshot(processes=processes, seconds=seconds, unseen=unseen_ranks(processes), sources=sources_of(processes))
+
+
+def with_native(snapshot: Snapshot) -> Snapshot:
+    """Return a snapshot with the native frames of one process of each class. Each of them is paused meanwhile."""
+    program, chosen, notes = py_spy(), dict[Stack, Process](), list[str]()
+    for process in snapshot.processes:
+        main = next((thread for thread in process.threads if thread.os_id == process.pid), None)
+        if main is not None and process.last.state not in "ZXTtD":  # py-spy would wait for a stopped one
+            chosen.setdefault(stack_of(main), process)
+    frames: dict[int, tuple[str, ...]] = {}
+    for process in chosen.values():
+        began = time.monotonic()
+        command = [program, "dump", "--json", "--native", "--pid", str(process.pid)]
+        try:
+            ended = subprocess.run(command, capture_output=True, text=True, timeout=NATIVE_S, errors="replace")
+            threads = parse_dump(ended.stdout) if ended.returncode == 0 else ()
+        except (subprocess.TimeoutExpired, ValueError):
+            threads = ()
+        if main := next((thread for thread in threads if thread.os_id == process.pid), None):
+            frames[process.pid] = tuple(f"{each.function} ({PurePath(each.file).name})" for each in main.frames)
+            notes.append(f"{process.label} was paused for up to {time.monotonic() - began:.1f} s (--native)")
+        else:
+            notes.append(f"{process.label}: its native frames could not be read")
+    processes = tuple(replace(each, native=frames.get(each.pid, ())) for each in snapshot.processes)
+    return replace(snapshot, processes=processes, notes=(*snapshot.notes, *notes))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from clew.errors import RecordError
-from clew.hang.collect import parse_dump, sources_of
-from clew.hang.observed import Look, Process, Snapshot, snapshot_from
+from clew.hang.collect import sources_of, threads_from, unseen_ranks
+from clew.hang.observed import APART, Look, Process, Snapshot, snapshot_from
+from clew.hang.reduce import Reducer, raw_state
 
 LARGEST = 500_000_000
 """Size in bytes from which a file is not read."""
@@ -25,45 +27,124 @@ def read_dumps(folder: Path) -> Snapshot:
     """
     if not folder.is_dir():
         raise RecordError(f"Cannot read dumps from {folder}: there is no such folder.")
-    found, notes = list[Snapshot](), list[str]()
+    paths, notes = list[Path](), list[str]()
     for path in sorted(folder.iterdir()):
-        if path.suffix != ".json" or path.is_symlink() or not path.is_file():
+        if path.suffix == ".json" and not path.is_symlink() and path.is_file():
+            paths.append(path)
+        else:
             notes.append(f"{path.name} was not read: only plain .json files are")
-            continue
+    merge = Merge()
+    for path in paths:
         try:
             if path.stat().st_size > LARGEST:
                 raise ValueError("it is too large")
-            found.append(_read(path))
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            merge.add_text(path.read_text(errors="replace"), path.stem)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             notes.append(f"{path.name} was not understood: {type(error).__name__}: {error}")
-    if not found:
+    if merge.empty:
         raise RecordError(
             f"Cannot read dumps from {folder}: no file there is a report of `clew hang --json` or a JSON dump of "
             f"py-spy. {' '.join(notes[:3])}"
         )
-    return merged(found, notes)
+    return merge.snapshot(notes)
 
 
-def merged(every: list[Snapshot], notes: list[str]) -> Snapshot:
-    """Return one snapshot of several, such as those of several nodes."""
-    processes = tuple(
-        renumbered(process, place * APART) for place, each in enumerate(every) for process in each.processes
-    )
-    if len({process.pid % APART for process in processes}) == len(processes):
-        processes = tuple(process for each in every for process in each.processes)
-    sources = {file: text for each in every for file, text in each.sources.items()}
-    worlds = [each.world for each in every if each.world]
-    return Snapshot(
-        processes=processes,
-        seconds=max(each.seconds for each in every),
-        world=worlds[0] if worlds else None,
-        notes=tuple([note for each in every for note in each.notes] + notes),
-        sources={**sources_of(processes), **sources},
-    )
+class Merge:
+    """One snapshot of several, such as those of several nodes. Only representatives of each state stay in memory."""
+
+    def __init__(self) -> None:
+        self._sources: dict[str, str] = {}
+        self._reducer = Reducer(self._sources)
+        self._pids = set[int]()
+        self._offset = 0
+        self._nodes = 0
+        self._alone: Snapshot | None = None
+        """The only snapshot so far; None if there are more, or dumps of py-spy."""
+        self._seconds = 0.0
+        self._world: int | None = None
+        self._notes: list[str] = []
+        self._machine: list[str] = []
+
+    @property
+    def empty(self) -> bool:
+        """Return whether nothing was added."""
+        return self._nodes == 0
+
+    def add_text(self, text: str, name: str = "") -> None:
+        """Add a report of `clew hang --json`, or a JSON dump of py-spy.
+
+        Args:
+            name: Name of the file, in which a dump may carry its rank.
+
+        Raises:
+            ValueError, KeyError, TypeError, AttributeError: It is something else.
+        """
+        value = json.loads(text)
+        if isinstance(value, dict):
+            self.add(snapshot_from(value["snapshot"]))
+            return
+        number = re.search(r"rank[-_]?(\d{1,7})", name)
+        rank = int(number[1]) if number else None
+        pid = next((each["pid"] for each in value if isinstance(each.get("pid"), int)), 0)
+        state = raw_state(value)
+        if rank is not None and self._reducer.stands_for(state):
+            (process,) = self._apart((Process(pid=pid),))
+            self._reducer.add_alike(state, rank, process.pid, "")
+        else:
+            look = Look(at=0.0, state="S", threads=threads_from(value))
+            (process,) = self._apart((Process(pid=pid, rank=rank, looks=(look,)),))
+            self._reducer.keep(state if rank is not None else process.pid, process)
+        self._alone = None
+        self._nodes += 1
+
+    def add(self, snapshot: Snapshot) -> None:
+        """Add what one node saw."""
+        self._sources.update(snapshot.sources)
+        for process in self._apart(snapshot.processes):
+            self._reducer.add(process)
+        self._alone = snapshot if self._nodes == 0 else None
+        self._nodes += 1
+        self._seconds = max(self._seconds, snapshot.seconds)
+        self._world = self._world or snapshot.world
+        self._notes += snapshot.notes
+        self._machine += snapshot.machine
+
+    def _apart(self, processes: tuple[Process, ...]) -> tuple[Process, ...]:
+        """Return a node's processes, with other pids if an earlier node has a process with the same pid."""
+        pids = _pids(processes)
+        if pids & self._pids:
+            self._offset += APART
+            processes = tuple(renumbered(process, self._offset) for process in processes)
+            pids = _pids(processes)
+        self._offset = max(self._offset, max(pids, default=0) // APART * APART)
+        self._pids |= pids
+        return processes
+
+    def snapshot(self, notes: Sequence[str] = ()) -> Snapshot:
+        """Return what was added so far."""
+        processes = self._reducer.processes
+        every = [each for each in processes if each.rank is not None]
+        ranks = {each.rank for each in every} | {rank for each in every for rank, _, _ in each.alike}
+        # A node whose report is missing may have the ranks that are missing.
+        known = [replace(each, rank=rank) for each in every for rank in (each.rank, *(r for r, _, _ in each.alike))]
+        unseen = set(unseen_ranks(known)) - ranks
+        if self._alone is not None:
+            unseen = set(self._alone.unseen)
+        elif not any(each.local_world for each in every):
+            unseen = set(range(max((each.world or 0 for each in every), default=0))) - ranks
+        return Snapshot(
+            processes=processes,
+            unseen=tuple(sorted(unseen)),
+            machine=tuple(self._machine),
+            seconds=self._seconds,
+            world=self._world,
+            notes=(*self._notes, *notes),
+            sources={**sources_of(processes), **self._sources},
+        )
 
 
-APART = 10_000_000
-"""Distance between the pids of two nodes, of which each may have a process with the same pid."""
+def _pids(processes: tuple[Process, ...]) -> set[int]:
+    return {pid for process in processes for pid in (process.pid, *(pid for _, pid, _ in process.alike))}
 
 
 def renumbered(process: Process, offset: int) -> Process:
@@ -72,16 +153,5 @@ def renumbered(process: Process, offset: int) -> Process:
         replace(look, threads=tuple(replace(each, os_id=each.os_id + offset) for each in look.threads))
         for look in process.looks
     )
-    return replace(process, pid=process.pid + offset, parent=process.parent + offset, looks=looks)
-
-
-def _read(path: Path) -> Snapshot:
-    text = path.read_text(errors="replace")
-    value = json.loads(text)
-    if isinstance(value, dict):
-        return snapshot_from(value["snapshot"])
-    threads = parse_dump(text)
-    pid = next((each["pid"] for each in value if isinstance(each.get("pid"), int)), 0)
-    rank = re.search(r"rank[-_]?(\d{1,7})", path.stem)
-    look = Look(at=0.0, state="S", threads=threads)
-    return Snapshot(processes=(Process(pid=pid, rank=int(rank[1]) if rank else None, looks=(look,)),))
+    alike = tuple((rank, pid + offset, host) for rank, pid, host in process.alike)
+    return replace(process, pid=process.pid + offset, parent=process.parent + offset, looks=looks, alike=alike)

@@ -49,12 +49,33 @@ def with_peers(pids: Sequence[int]) -> list[int]:
     return found
 
 
+def of_job(name: str) -> list[int]:
+    """Return the processes on this machine of the torch job that meets at an address and port.
+
+    Raises:
+        LaunchError: There is none.
+    """
+    address, _, port = name.rpartition(":")
+    if found := [pid for pid in proc.all_pids() if job_key(pid) == (address, port) and python(pid)]:
+        return found
+    raise LaunchError(f"Cannot look at the job {name}: no process here has that MASTER_ADDR and MASTER_PORT.")
+
+
 def listed() -> dict[str, list[int]]:
-    """Return the torch jobs of this machine: a description, and the pids of their ranks or of their launcher."""
+    """Return the torch jobs of this machine: the address at which the ranks meet, and the pids of the ranks."""
     jobs: dict[str, list[int]] = defaultdict(list)
     for pid in proc.all_pids():
         if (key := job_key(pid)) is not None and python(pid):
-            jobs[f"torch job at {key[0]}:{key[1]}"].append(pid)
-        elif any(name in " ".join(proc.command_of(pid)[:4]) for name in LAUNCHERS) and python(pid):
-            jobs[f"torchrun {pid}"].append(pid)
+            jobs[":".join(key)].append(pid)
     return dict(jobs)
+
+
+def launchers() -> list[int]:
+    """Return the launchers of torch jobs on this machine, which may have started no rank yet."""
+    return [
+        pid
+        for pid in proc.all_pids()
+        if any(name in " ".join(proc.command_of(pid)[:4]) for name in LAUNCHERS)
+        and python(pid)
+        and job_key(pid) is None
+    ]

@@ -254,7 +254,8 @@ def judge(snapshot: Snapshot) -> Verdict:
     live = [actor for actor in actors if actor.role not in ("launcher", "idle")]
     ranks = [actor for actor in live if actor.rank is not None]
     world = world_of(snapshot)
-    missing = sorted(set(range(world)) - {a.rank for a in ranks if not a.dead}) if world and ranks else []
+    there = {a.rank for a in ranks if not a.dead} | snapshot.alike | set(snapshot.unseen)
+    missing = sorted(set(range(world)) - there) if world and ranks else []
     if not [actor for actor in live if actor.threads or actor.dead or actor.stopped]:
         why = "No stack could be read, so nothing can be said about this job."
         return _hedged(Verdict(pattern="undetermined", confidence="none", explanation=why), snapshot, live)

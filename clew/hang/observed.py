@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+APART = 10_000_000
+"""Distance between the pids of two nodes, of which each may have a process with the same pid."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Frame:
@@ -65,6 +68,8 @@ class Process:
     cwd: str = ""
     rank: int | None = None
     world: int | None = None
+    local_world: int | None = None
+    """Number of ranks that the launcher started on this node."""
     looks: tuple[Look, ...] = ()
     waits_in: str = ""
     """Kernel function in which the main thread sleeps (wchan)."""
@@ -85,6 +90,14 @@ class Process:
     """Clew's own named waits."""
     name: str = ""
     """Name that the process has in a Clew run."""
+    tasks: tuple[str, ...] = ()
+    """Stacks of its asyncio tasks, as text."""
+    flight: tuple[dict[str, Any], ...] = ()
+    """Operations of torch's flight recorder that have not ended, the newest of each process group."""
+    native: tuple[str, ...] = ()
+    """Frames of the main thread with those of C and C++, the innermost first."""
+    alike: tuple[tuple[int, int, str], ...] = ()
+    """Rank, pid and host of further ranks that were seen in the same state; see `clew.hang.reduce`."""
 
     @property
     def last(self) -> Look:
@@ -99,9 +112,10 @@ class Process:
     @property
     def label(self) -> str:
         """Return how a report names the process."""
+        pid = f"pid {self.pid % APART}" + (f" on {self.host}" if self.pid > APART and self.host else "")
         if self.rank is not None:
-            return f"rank {self.rank} (pid {self.pid})"
-        return f"{self.name} (pid {self.pid})" if self.name else f"pid {self.pid}"
+            return f"rank {self.rank} ({pid})"
+        return f"{self.name} ({pid})" if self.name else pid
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,8 +129,19 @@ class Snapshot:
     """Number of ranks that the job should have; None if nothing says it."""
     notes: tuple[str, ...] = ()
     """Limits of this snapshot: processes that could not be read, files that were not understood."""
+    unseen: tuple[int, ...] = ()
+    """Ranks that may live on nodes of which nothing was seen, so that their absence means nothing."""
+    absent: tuple[str, ...] = ()
+    """Nodes that gave no report."""
+    machine: tuple[str, ...] = ()
+    """What GPUs and NCCL report about themselves."""
     sources: dict[str, str] = field(default_factory=dict)
     """Text of the users' source files in the stacks, by path."""
+
+    @property
+    def alike(self) -> set[int]:
+        """Return the ranks that other ranks stand for."""
+        return {rank for process in self.processes for rank, _, _ in process.alike}
 
     def as_dict(self) -> dict[str, Any]:
         """Return the snapshot as values that JSON knows."""
@@ -126,7 +151,8 @@ class Snapshot:
 def snapshot_from(value: dict[str, Any]) -> Snapshot:
     """Return the snapshot that `Snapshot.as_dict` wrote. Raises KeyError, TypeError or ValueError if it is another."""
     processes = tuple(_process_from(each) for each in value["processes"])
-    return Snapshot(**{**value, "processes": processes, "notes": tuple(value.get("notes", ()))})
+    lists = {name: tuple(value.get(name, ())) for name in ("notes", "unseen", "absent", "machine")}
+    return Snapshot(**{**value, **lists, "processes": processes})
 
 
 def _process_from(value: dict[str, Any]) -> Process:
@@ -134,7 +160,9 @@ def _process_from(value: dict[str, Any]) -> Process:
         Look(**{**look, "threads": tuple(_thread_from(each) for each in look["threads"])}) for look in value["looks"]
     )
     lists = {name: tuple(value[name]) for name in ("command", "listens", "peers", "pipes", "files", "waits")}
-    return Process(**{**value, **lists, "looks": looks})
+    more = {name: tuple(value.get(name, ())) for name in ("tasks", "flight", "native")}
+    alike = tuple((int(rank), int(pid), str(host)) for rank, pid, host in value.get("alike", ()))
+    return Process(**{**value, **lists, **more, "looks": looks, "alike": alike})
 
 
 def _thread_from(value: dict[str, Any]) -> Thread:

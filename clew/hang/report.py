@@ -1,72 +1,174 @@
-"""Shows a verdict: in the terminal and as JSON."""
+"""Shows a verdict: in the terminal and as JSON. `page` shows it as HTML."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any
 
-from clew.hang.classes import classes_of, in_words
-from clew.hang.judge import Verdict, actors_of
-from clew.hang.observed import Snapshot
+from clew.hang.advice import next_command, runner_up
+from clew.hang.classes import Classes, classes_of, in_words, ranges
+from clew.hang.judge import Actor, Verdict, actors_of, judge
+from clew.hang.observed import APART, Snapshot
+from clew.hang.reduce import reduced, to_judge
+
+CONTEXT = 2
+"""Number of source lines that are shown before and after the one in question."""
+TASKS_SHOWN = 8
 
 
-def as_json(verdict: Verdict, snapshot: Snapshot) -> dict[str, Any]:
-    """Return the report as values that JSON knows. `snapshot` lets `clew hang --from` judge it again elsewhere."""
-    processes = [
-        {
-            "pid": actor.pid,
-            "rank": actor.rank,
-            "host": actor.process.host,
-            "role": actor.role,
-            "moving": actor.moving,
-            "doing": actor.activity.kind,
-            "op": actor.activity.op,
-            "group": actor.activity.group,
-            "site": actor.activity.site,
-            "line": actor.activity.text,
+@dataclass(frozen=True)
+class Report:
+    """A snapshot, and everything that is said about it."""
+
+    seen: Snapshot
+
+    @cached_property
+    def judged(self) -> Snapshot:
+        """Return the snapshot with the processes that are judged one by one."""
+        return to_judge(self.seen)
+
+    @cached_property
+    def verdict(self) -> Verdict:
+        """Return the verdict, less sure if nodes were not seen."""
+        verdict, unseen = judge(self.judged), self.seen.unseen
+        if not (unseen or self.seen.absent) or not verdict.exit_code:
+            return verdict
+        where = f" (no report from {', '.join(self.seen.absent)})" if self.seen.absent else ""
+        who = f"ranks {ranges(unseen)}" if unseen else "some processes"
+        note = f"{who} were not seen{where}"
+        if verdict.pattern == "same collective everywhere":
+            why = f"All ranks that were seen wait in the same collective, and {note}: the cause may be there."
+            return replace(
+                verdict, pattern="undetermined", explanation=why, confidence="low", notes=(*verdict.notes, note)
+            )
+        lower = {"high": "medium"}.get(verdict.confidence, verdict.confidence)
+        return replace(verdict, confidence=lower, notes=(*verdict.notes, note))
+
+    @cached_property
+    def actors(self) -> list[Actor]:
+        return actors_of(self.judged)
+
+    @cached_property
+    def classes(self) -> Classes:
+        """Return the stacks of the main threads with their ranks, those of the lowest ranks first."""
+        found = classes_of([actor.process for actor in self.actors])
+        return dict(sorted(found.items(), key=lambda item: item[1]))
+
+    @property
+    def runner_up(self) -> str:
+        return self.verdict.runner_up or runner_up(self.verdict, self.actors)
+
+    @property
+    def next(self) -> str:
+        return re.sub(r"\b\d{8,12}\b", lambda pid: str(int(pid[0]) % APART), next_command(self.verdict, self.actors))
+
+    @property
+    def pids(self) -> list[int]:
+        """Return the processes at fault, as their nodes number them."""
+        return [pid % APART for pid in self.verdict.pids]
+
+    @property
+    def hosts(self) -> list[str]:
+        """Return the hosts of the processes at fault."""
+        return sorted({actor.process.host for actor in self.actors if actor.pid in self.verdict.pids} - {""})
+
+    @property
+    def count(self) -> int:
+        """Return how many processes were seen."""
+        return len(self.seen.processes) + sum(len(process.alike) for process in self.seen.processes)
+
+    def source(self) -> list[tuple[str, list[tuple[int, str, bool]]]]:
+        """Return each call site at fault with the lines around it: number, text, and whether it is the one."""
+        found: dict[str, list[tuple[int, str, bool]]] = {}
+        for actor in self.actors:
+            one = actor.activity
+            if one.site in self.verdict.sites and one.site not in found and one.file in self.seen.sources:
+                lines = self.seen.sources[one.file].splitlines()
+                first = max(1, one.line - CONTEXT)
+                around = lines[first - 1 : one.line + CONTEXT]
+                found[one.site] = [(first + n, text, first + n == one.line) for n, text in enumerate(around)]
+        return list(found.items())
+
+    def tasks(self) -> list[tuple[str, str]]:
+        """Return the asyncio tasks of Clew's processes: the label of the process, and the stack of the task."""
+        return [(each.label, task) for each in self.seen.processes for task in each.tasks]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the report as values that JSON knows. `snapshot` lets `clew hang --from` judge it again elsewhere."""
+        return {
+            **asdict(self.verdict),
+            "pids": self.pids,
+            "runner_up": self.runner_up,
+            "next": self.next,
+            "exit_code": self.verdict.exit_code,
+            "hosts": self.hosts,
+            "processes": [_described(actor) for actor in self.actors],
+            "classes": [{"ranks": in_words(pairs), "stack": list(stack)} for stack, pairs in self.classes.items()],
+            "seconds": self.seen.seconds,
+            "snapshot": reduced(self.seen).as_dict(),
         }
-        for actor in actors_of(snapshot)
-    ]
+
+    def in_text(self) -> str:
+        """Return the report for a terminal."""
+        verdict = self.verdict
+        lines = [f"{verdict.pattern}" + (f" (confidence: {verdict.confidence})" if verdict.exit_code else "")]
+        if verdict.ranks:
+            lines.append(f"ranks at fault: {', '.join(map(str, verdict.ranks))}")
+        if verdict.pids and verdict.pattern != "healthy":
+            where = f" on {', '.join(self.hosts)}" if self.hosts else ""
+            lines.append(f"processes at fault: {', '.join(map(str, self.pids))}{where}")
+        if verdict.sites:
+            lines.append(f"call site: {', '.join(verdict.sites)}")
+        lines += ["", verdict.explanation, ""]
+        lines += [f"  {each}" for each in verdict.evidence]
+        if verdict.exit_code:
+            for _, around in self.source()[:2]:
+                lines += ["", *(f"  {'>' if one else ' '} {number:5} {text}" for number, text, one in around)]
+            for label, task in self.tasks()[:TASKS_SHOWN]:
+                lines += ["", f"  a task of {label}:", *(f"    {line}" for line in task.splitlines())]
+            for process in self.seen.processes:
+                if process.native:
+                    lines += ["", f"  {process.label}, native frames:", *(f"    {frame}" for frame in process.native)]
+        if self.seen.machine:
+            lines += ["", *(f"  {each}" for each in self.seen.machine)]
+        if verdict.notes:
+            lines += ["", "What limits this verdict:", *(f"  {note}" for note in verdict.notes)]
+        if verdict.exit_code and self.runner_up:
+            lines += ["", f"Not {self.runner_up}."]
+        if self.next:
+            lines += ["", f"Next: {self.next}"]
+        if verdict.exit_code and len(self.classes) > 1:
+            lines += ["", "Stacks (all of them with --stacks):", *self._in_short()]
+        lines += ["", f"{self.count} processes, watched for {self.seen.seconds:.1f} s"]
+        return "\n".join(lines)
+
+    def _in_short(self) -> Iterator[str]:
+        for stack, pairs in list(self.classes.items())[:12]:
+            yield f"  {in_words(pairs)}: {stack[-1] if stack else 'no Python frame'}"
+
+    def stacks_in_text(self) -> str:
+        """Return the classes of stacks with their ranks, the innermost frame last."""
+        parts = []
+        for stack, pairs in self.classes.items():
+            count = sum(last - first + 1 for first, last in pairs)
+            parts += [f"{count} x {in_words(pairs)}", *(f"    {frame}" for frame in stack), ""]
+        return "\n".join(parts)
+
+
+def _described(actor: Actor) -> dict[str, Any]:
+    one = actor.activity
     return {
-        **asdict(verdict),
-        "exit_code": verdict.exit_code,
-        "processes": processes,
-        "classes": [
-            {"ranks": in_words(pairs), "stack": list(stack)}
-            for stack, pairs in sorted(classes_of(_ranked(snapshot)).items(), key=lambda item: item[1])
-        ],
-        "seconds": snapshot.seconds,
-        "snapshot": snapshot.as_dict(),
+        "pid": actor.pid % APART,
+        "rank": actor.rank,
+        "host": actor.process.host,
+        "role": actor.role,
+        "moving": actor.moving,
+        "doing": one.kind,
+        "op": one.op,
+        "group": one.group,
+        "site": one.site,
+        "line": one.text,
     }
-
-
-def _ranked(snapshot: Snapshot) -> list[Any]:
-    return [actor.process for actor in actors_of(snapshot)]
-
-
-def in_text(verdict: Verdict, snapshot: Snapshot) -> str:
-    """Return the report for a terminal."""
-    lines = [f"{verdict.pattern}" + (f" (confidence: {verdict.confidence})" if verdict.exit_code else "")]
-    if verdict.ranks:
-        lines.append(f"ranks at fault: {', '.join(map(str, verdict.ranks))}")
-    if verdict.pids and verdict.pattern != "healthy":
-        lines.append(f"processes at fault: {', '.join(map(str, verdict.pids))}")
-    if verdict.sites:
-        lines.append(f"call site: {', '.join(verdict.sites)}")
-    lines += ["", verdict.explanation, ""]
-    lines += [f"  {each}" for each in verdict.evidence]
-    if verdict.notes:
-        lines += ["", "What limits this verdict:", *(f"  {note}" for note in verdict.notes)]
-    if verdict.next:
-        lines += ["", f"Next: {verdict.next}"]
-    lines += ["", f"{len(snapshot.processes)} processes, watched for {snapshot.seconds:.1f} s"]
-    return "\n".join(lines)
-
-
-def stacks_in_text(snapshot: Snapshot) -> str:
-    """Return the classes of stacks with their ranks, the innermost frame last."""
-    parts = []
-    for stack, pairs in sorted(classes_of(_ranked(snapshot)).items(), key=lambda item: item[1]):
-        count = sum(last - first + 1 for first, last in pairs)
-        parts += [f"{count} x {in_words(pairs)}", *(f"    {frame}" for frame in stack), ""]
-    return "\n".join(parts)

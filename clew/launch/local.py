@@ -2,7 +2,7 @@
 
 The run ends when the trainer dies. A server or rollout process that is killed is restarted, up to `launch.restarts`
 times. One that exits with an error of its own would only fail again: it ends the run, and its error is reported. All of
-these processes die with this one, however it dies.
+these processes die with this one, however it dies. When there is no progress, `clew hang` says why (`hang.after_s`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 
 from clew.config import SERVERS_VARIABLE, TOKEN_VARIABLE, Config
 from clew.errors import Interrupted, LaunchError, RecordError
+from clew.launch.watch import Hang, Watch
 from clew.processes import PARENT_VARIABLE
 from clew.reading import read_json
 from clew.record.run import RunDirectory
@@ -91,6 +92,7 @@ def supervise(config: Config, arguments: list[str], refresh: Callable[[], None])
     stop: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: stop.append(number))
+    watch, hung_at = Watch(run, config.hang.after_s), list[int]()
     try:
         for child in children.values():
             child.start()
@@ -98,8 +100,15 @@ def supervise(config: Config, arguments: list[str], refresh: Callable[[], None])
             refresh()
             if _check(config, run, children):
                 break
+            if (hang := watch.look()) is not None and hang.started and config.hang.action != "warn":
+                _end_if_hopeless(config, run, hang, hung_at)
+                _end(list(children.values()))
+                for child in children.values():
+                    child.start()
+                watch.begin()
             time.sleep(0.1)
     finally:
+        watch.stop()
         _end(list(children.values()))
         refresh()
     done = run.steps.count()
@@ -134,6 +143,28 @@ def _check(config: Config, run: RunDirectory, children: dict[str, Child]) -> boo
             f"(all that it wrote: {run.logs / f'{role}.log'})"
         )
     return False
+
+
+def _end_if_hopeless(config: Config, run: RunDirectory, hang: Hang, hung_at: list[int]) -> None:
+    """Note the step of a hang, if the run is to be started again from there.
+
+    Args:
+        hung_at: Steps at which the run hung before.
+
+    Raises:
+        LaunchError: It is to end instead, or starting it again has not helped.
+    """
+    done = run.steps.count()
+    often = ""
+    if hung_at:
+        often = f" Starting the processes again {len(hung_at)} times (hang.action=restart) has not helped."
+    again = done in hung_at or len(hung_at) == config.launch.restarts
+    if config.hang.action == "abort" or again:
+        raise LaunchError(
+            f"no progress for {hang.quiet_s:.0f} s at step {done} of {config.training.steps}: {hang.pattern}. "
+            f"{hang.explanation}{often}\n(report: {hang.report.with_suffix('.html')})"
+        )
+    hung_at.append(done)
 
 
 def _end(children: list[Child]) -> None:

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,20 +41,21 @@ class _Appending(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if record.name == "clew.waits":  # status/ shows waits while they last
             return
-        entry = {
-            "time": record.created,
-            "process": self._reporter.process,
-            "step": self._reporter.facts.get("version"),
-            "text": record.getMessage(),
-        }
+        step = self._reporter.facts.get("version")
+        append_warning(self._path, process=self._reporter.process, step=step, text=record.getMessage())
+
+
+def append_warning(path: Path, *, process: str, step: int | None, text: str) -> None:
+    """Append a warning to warnings.jsonl."""
+    entry = {"time": time.time(), "process": process, "step": step, "text": text}
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         try:
-            file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-            try:
-                os.write(file, json.dumps(entry).encode() + b"\n")
-            finally:
-                os.close(file)
-        except OSError:  # a full disk: the record itself reports it
-            pass
+            os.write(file, json.dumps(entry).encode() + b"\n")
+        finally:
+            os.close(file)
+    except OSError:  # a full disk: the record itself reports it
+        pass
 
 
 @contextmanager

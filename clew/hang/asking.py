@@ -1,0 +1,57 @@
+"""Asks Clew's processes for their asyncio tasks, which no stack shows."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from clew.hang import proc
+from clew.hang.observed import Snapshot
+from clew.tasks import ASKING
+
+PATIENCE_S = 1.0
+"""Seconds in which a process has to answer. One that is blocked in C code cannot."""
+
+
+def with_tasks(snapshot: Snapshot, status: Path) -> Snapshot:
+    """Return a snapshot of a run with the asyncio tasks of its processes on this machine.
+
+    Ask after a process was watched: the signal wakes it up.
+
+    Args:
+        status: The run's folder of status files, to which the processes answer.
+    """
+    asked: dict[int, Path] = {}
+    began = time.time()
+    for process in snapshot.processes:
+        if process.name and process.last.state not in "ZXTt" and catches(process.pid):
+            with suppress(OSError):
+                os.kill(process.pid, ASKING or 0)
+                asked[process.pid] = status / f"{process.name}.tasks"
+    found: dict[int, tuple[str, ...]] = {}
+    while len(found) < len(asked) and time.time() < began + PATIENCE_S:
+        time.sleep(0.02)
+        for pid in asked.keys() - found.keys():
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                value = json.loads(asked[pid].read_text())
+                if value["pid"] == pid and value["at"] >= began:
+                    found[pid] = tuple(map(str, value["tasks"]))
+    labels = [process.label for process in snapshot.processes if process.pid in asked.keys() - found.keys()]
+    notes = [f"{label} did not write its asyncio tasks: its main thread is blocked" for label in labels]
+    processes = tuple(replace(each, tasks=found.get(each.pid, ())) for each in snapshot.processes)
+    return replace(snapshot, processes=processes, notes=(*snapshot.notes, *notes))
+
+
+def catches(pid: int) -> bool:
+    """Return whether a process handles the signal, which would end it otherwise."""
+    if ASKING is None:
+        return False
+    with suppress(OSError):
+        caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", (proc.PROC / str(pid) / "status").read_text(), re.M)
+        return caught is not None and bool(int(caught[1], 16) >> (ASKING - 1) & 1)
+    return False

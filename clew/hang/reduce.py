@@ -1,0 +1,144 @@
+"""Reduces a job to a few representatives of each state, so that nodes send little and a merge stays small.
+
+Ranks in the same state (equal stacks, equal counters, both moving or both not) are represented by the first of them,
+which lists the others as `alike`. Reducing what was reduced and merged before gives the same as reducing all at once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from clew.hang.activity import activity_of
+from clew.hang.observed import Process, Snapshot
+from clew.hang.progress import main_thread
+
+KEPT = 2
+"""Number of ranks of one state that are kept as they were seen."""
+JUDGED = 256
+"""Number of ranks up to which every one is judged. Of more, each state has its share."""
+COUNTERS = re.compile(r"(\w*step\w*|it|iter\w*|n|epoch|batch\w*|micro\w*|idx|index|(group_)?(src|dst))$")
+"""Local integers in which ranks of one state must be equal: they show its call, and for whom it waits."""
+
+
+class Reducer:
+    """Takes processes one by one, and keeps the representatives."""
+
+    def __init__(self, sources: Mapping[str, str] | None = None) -> None:
+        """Begin with none. sources: text of the source files in the stacks, which say who belongs to a group."""
+        self._sources = sources or {}
+        self._kept: dict[Hashable, list[Process]] = {}
+        self._alike: dict[Hashable, list[tuple[int, int, str]]] = {}
+
+    def add(self, process: Process) -> None:
+        """Add a process."""
+        key: Hashable = state_of(process, self._sources) if process.rank is not None else (len(self._kept), process.pid)
+        kept = self._kept.setdefault(key, [])
+        if len(kept) < KEPT:
+            kept.append(replace(process, alike=()) if process.alike else process)
+            more = list(process.alike)
+        else:
+            assert process.rank is not None
+            more = [(process.rank, process.pid, process.host), *process.alike]
+        if more:
+            self._alike.setdefault(key, []).extend(more)
+
+    def stands_for(self, key: Hashable) -> bool:
+        """Return whether there are enough representatives of a state that `raw_state` gave."""
+        return len(self._kept.get(key, ())) >= KEPT
+
+    def add_alike(self, key: Hashable, rank: int, pid: int, host: str) -> None:
+        """Add a rank whose state has its representatives."""
+        self._alike.setdefault(key, []).append((rank, pid, host))
+
+    def keep(self, key: Hashable, process: Process) -> None:
+        """Keep a process as a representative of a state that `raw_state` gave."""
+        self._kept.setdefault(key, []).append(process)
+
+    @property
+    def processes(self) -> tuple[Process, ...]:
+        """Return the representatives; the first of each state lists the ranks that it stands for."""
+        found = []
+        for key, kept in self._kept.items():
+            alike = tuple(sorted(self._alike.get(key, ())))
+            found += [replace(kept[0], alike=alike) if alike else kept[0], *kept[1:]]
+        return tuple(found)
+
+
+def reduced(snapshot: Snapshot) -> Snapshot:
+    """Return a snapshot with the representatives only."""
+    reducer = Reducer(snapshot.sources)
+    for process in snapshot.processes:
+        reducer.add(process)
+    return replace(snapshot, processes=reducer.processes)
+
+
+def state_of(process: Process, sources: Mapping[str, str]) -> Hashable:
+    """Return what ranks share that one of them can stand for."""
+    looks = process.looks
+    woken = len(looks) > 1 and looks[-1].switches - looks[0].switches > 1
+    alone = len({tuple(_frames(look.threads)) for look in looks[:-1]}) > 1  # it moved: nobody else moves like that
+    threads = tuple(_frames(looks[-1].threads)) if looks else ()
+    last, main = process.last, main_thread(process.last, process.pid)
+    one = activity_of(process, main, sources, process.world) if main is not None else None
+    operation = (one.op, one.group, one.members, one.peers, one.branch) if one is not None else ()
+    seen = (last.state, last.error, woken, process.exit, process.waits_in, process.world)
+    return threads, *operation, *seen, alone and process.pid
+
+
+def _frames(threads: Sequence[Any]) -> Iterator[Hashable]:
+    for thread in threads:
+        yield tuple((f.function, f.file, f.line, *_counters(f.locals)) for f in thread.frames)
+
+
+def _counters(values: Mapping[str, str]) -> list[str]:
+    return [f"{name}={value}" for name, value in values.items() if value.isdigit() and COUNTERS.match(name)]
+
+
+def raw_state(threads: list[dict[str, Any]]) -> Hashable:
+    """Return the state of a JSON dump of py-spy, without making objects of it. May raise KeyError or TypeError."""
+    return tuple(
+        tuple(
+            (
+                each["name"],
+                each["filename"],
+                each["line"],
+                *(
+                    local["repr"]
+                    for local in each.get("locals") or ()
+                    if COUNTERS.match(local["name"]) and str(local["repr"]).isdigit()
+                ),
+            )
+            for each in thread["frames"]
+        )
+        for thread in threads
+    )
+
+
+def to_judge(snapshot: Snapshot) -> Snapshot:
+    """Return a snapshot in which ranks that others stand for are processes again: all, or a share of each state."""
+    total = len(snapshot.processes) + sum(len(each.alike) for each in snapshot.processes)
+    if total == len(snapshot.processes) <= JUDGED:
+        return snapshot
+    share = total if total <= JUDGED else max(4, JUDGED // max(1, len(snapshot.processes)))
+    found = list[Process]()
+    for process in snapshot.processes:
+        found.append(replace(process, alike=process.alike[share:]))
+        found += [_as(process, *alike) for alike in process.alike[:share]]
+    notes = snapshot.notes
+    if total > JUDGED:
+        notes = (*notes, f"judged by {len(found)} of {total} processes: some of each state, and all of rare states")
+    return replace(snapshot, processes=tuple(found), notes=notes)
+
+
+def _as(process: Process, rank: int, pid: int, host: str) -> Process:
+    looks = tuple(
+        replace(
+            look,
+            threads=tuple(replace(each, os_id=pid) if each.os_id == process.pid else each for each in look.threads),
+        )
+        for look in process.looks
+    )
+    return replace(process, rank=rank, pid=pid, host=host, looks=looks, alike=())

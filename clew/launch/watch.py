@@ -1,0 +1,169 @@
+"""Watches the progress of a run's processes, and has `clew hang` say why when there has been none for long."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clew.processes import PARENT_VARIABLE
+from clew.record.run import RunDirectory
+from clew.record.warned import append_warning
+
+LOOK_S = 1.0
+"""Seconds between two looks at the status files."""
+
+USUAL = 2.0
+"""A pause counts as unusual from this multiple of the longest pause that the run has had."""
+
+STARTING_S = 60.0
+"""Least time in seconds without progress before the first step, while modules are imported and models loaded."""
+
+ANSWER_S = 120.0
+"""Time limit of `clew hang`."""
+
+NO_PROGRESS = ("process", "pid", "host", "started", "updated", "waits", "warning", "tokens_per_s", "cache_bytes")
+"""Fields of a status file that change, or stay, whether or not the process makes progress."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hang:
+    """A hang that `clew hang` diagnosed."""
+
+    pattern: str
+    explanation: str
+    quiet_s: float
+    """Seconds without progress."""
+    report: Path
+    started: bool
+    """Whether a step was committed since the processes were started. Before that, slow imports can look like a hang."""
+
+
+class Watch:
+    """Progress of the processes of one run, and the question why there is none."""
+
+    def __init__(self, run: RunDirectory, after_s: float | None) -> None:
+        """Prepare to watch. after_s: seconds without progress after which `clew hang` runs; None: never."""
+        self._run = run
+        self._after_s = after_s
+        self._asking: subprocess.Popen[str] | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        """Start from anew: the processes were just started."""
+        self.stop()
+        self._marks: dict[str, Any] = {}
+        self._moved: dict[str, float] = {}
+        self._last = self._patient_from = time.monotonic()
+        self._longest_s = 0.0
+        self._first = self._run.steps.count()
+        self._started = False
+        self._next = self._asked_at = 0.0
+        self._patience = 1
+
+    def look(self) -> Hang | None:
+        """Look at the status files, at most once a second. Return a hang when `clew hang` has just diagnosed one."""
+        now = time.monotonic()
+        if self._after_s is None or now < self._next:
+            return None
+        self._next = now + LOOK_S
+        self._started = started = self._run.steps.json_path(self._first).exists()
+        if (moved := self._moved_at(now)) > self._last:
+            self._longest_s = max(self._longest_s, moved - self._last) if started else 0.0
+            self._last = self._patient_from = moved
+            self._patience = 1
+        if self._asking is not None:
+            return self._answer(now)
+        least_s = USUAL * self._longest_s if started else STARTING_S
+        if now - self._patient_from >= self._patience * max(self._after_s, least_s):
+            self._ask(now)
+        return None
+
+    def stop(self) -> None:
+        """End `clew hang` if it runs."""
+        if self._asking is not None:
+            self._asking.kill()
+            self._asking.communicate()
+            self._asking = None
+
+    def _moved_at(self, now: float) -> float:
+        """Return when the run last made progress: the trainer's, or anybody's while the trainer waits for rollout."""
+        rollout_counts = False
+        for path in self._run.status.glob("[!.]*.json"):
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                status = json.loads(path.read_text())
+                if (mark := progress_mark(status)) != self._marks.get(path.stem) or serves(path.stem, status):
+                    self._marks[path.stem], self._moved[path.stem] = mark, now
+                if path.stem.startswith("trainer"):
+                    rollout_counts |= any(wait["unblocks"] == "rollout" for wait in status["waits"])
+        counted = [at for name, at in self._moved.items() if rollout_counts or name.startswith("trainer")]
+        return max(counted, default=self._last)
+
+    def _ask(self, now: float) -> None:
+        self._asked_at = now
+        self._report = self._run.reports / f"hang-{time.strftime('%Y%m%d-%H%M%S')}.json"
+        command = [sys.executable, "-P", "-m", "clew", "hang", str(self._run.path), "--json", str(self._report)]
+        self._asking = subprocess.Popen(
+            [*command, "--html", str(self._report.with_suffix(".html"))],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
+        )
+
+    def _answer(self, now: float) -> Hang | None:
+        asking = self._asking
+        assert asking is not None
+        if asking.poll() is None and now - self._asked_at < ANSWER_S:
+            return None
+        late = asking.poll() is None
+        asking.kill()
+        error = asking.communicate()[1].strip().removeprefix("clew: ")
+        self._asking = None
+        quiet_s = now - self._last
+        if self._last > self._asked_at:  # the run has gone on meanwhile
+            return None
+        self._patient_from, self._patience = now, 2 * self._patience
+        if late or asking.returncode not in (0, 1, 3):
+            why = f"gave no answer within {ANSWER_S:.0f} s" if late else f"could not say why: {error}"
+            self._warn(f"no progress for {quiet_s:.0f} s, and `clew hang` {why}")
+            return None
+        verdict = json.loads(self._report.read_text())
+        found = Hang(
+            pattern=verdict["pattern"],
+            explanation=verdict["explanation"],
+            quiet_s=quiet_s,
+            report=self._report,
+            started=self._started,
+        )
+        if not asking.returncode:  # it moves
+            for path in (self._report, self._report.with_suffix(".html")):
+                path.unlink(missing_ok=True)
+        else:
+            self._warn(
+                f"no progress for {quiet_s:.0f} s: {found.pattern}. {found.explanation} "
+                f"Report: {found.report.with_suffix('.html')}"
+            )
+        return found if asking.returncode == 1 else None
+
+    def _warn(self, text: str) -> None:
+        append_warning(self._run.warnings_path, process="supervisor", step=self._run.steps.count(), text=text)
+
+
+def progress_mark(status: dict[str, Any]) -> dict[str, Any]:
+    """Return what changes in a status file when its process makes progress."""
+    mark = {name: value for name, value in status.items() if name not in NO_PROGRESS}
+    return {**mark, "doing": re.sub(r"\d+", "#", status["doing"])}
+
+
+def serves(process: str, status: dict[str, Any]) -> bool:
+    """Return whether a server generated tokens in the last second."""
+    return process.startswith("server") and bool(status.get("tokens_per_s"))

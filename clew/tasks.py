@@ -1,0 +1,98 @@
+"""Writes the stacks of all asyncio tasks of this process when `clew hang` asks with a signal.
+
+A coroutine that waits is on no stack, so it cannot be seen from outside. The handler runs on the main thread between
+two of Python's instructions: as long as that thread is blocked in C code, the signal has no effect. Until somebody
+asks, it costs nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+ASKING = signal.SIGRTMIN + 11 if hasattr(signal, "SIGRTMIN") else None
+"""Signal with which `clew hang` asks. Nothing else is known to use it; None where there are no such signals."""
+
+LONGEST = 32
+"""Number of frames of one task that are written."""
+
+MOST = 200
+"""Number of different stacks that are written."""
+
+
+def arm(path: Path, waits: Callable[[], list[dict[str, Any]]]) -> None:
+    """Have the tasks written to `path` whenever somebody asks. Does nothing outside the main thread.
+
+    Args:
+        waits: Returns this process's waits. It runs in the signal handler, so it must not take a lock.
+    """
+    if ASKING is None or threading.current_thread() is not threading.main_thread():
+        return
+    pid = os.getpid()
+
+    def write(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != pid:  # a fork, which has the handler too
+            return
+        try:
+            said = {"pid": pid, "at": time.time(), "tasks": tasks_here(), "waits": waits()}
+            beside = path.with_name(f".{path.name}.{pid}")
+            beside.write_text(json.dumps(said))
+            beside.replace(path)
+        except Exception as error:  # otherwise it would be raised in whatever the main thread is doing
+            sys.stderr.write(f"cannot write {path}: {error}\n")
+
+    signal.signal(ASKING, write)
+    signal.siginterrupt(ASKING, False)  # system calls in C code go on afterwards
+
+
+def tasks_here() -> list[str]:
+    """Return the stacks of the asyncio tasks of all event loops of this process, equal ones together."""
+    loops = {id(loop): loop for loop in _loops()}
+    stacks = Counter(_stack(task) for loop in loops.values() for task in asyncio.all_tasks(loop))
+    return [f"{count} x {stack}" if count > 1 else stack for stack, count in stacks.most_common(MOST)]
+
+
+def _loops() -> list[asyncio.AbstractEventLoop]:
+    """Return the event loops that run, in whatever thread."""
+    found = list[asyncio.AbstractEventLoop]()
+    with suppress(RuntimeError):
+        found.append(asyncio.get_running_loop())
+    for frame in sys._current_frames().values():
+        outer: FrameType | None = frame
+        while outer is not None:
+            if outer.f_code.co_name == "run_forever":
+                loop = outer.f_locals.get("self")
+                if isinstance(loop, asyncio.AbstractEventLoop):
+                    found.append(loop)
+            outer = outer.f_back
+    return found
+
+
+def _stack(task: asyncio.Task[Any]) -> str:
+    """Return where a task waits, the outermost frame first, and the type of what it waits for."""
+    lines, awaited = list[str](), task.get_coro()
+    while awaited is not None and len(lines) < LONGEST:
+        frame = _part(awaited, "frame")
+        if frame is None:
+            break
+        lines.append(f"{awaited.__qualname__} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})")  # type: ignore
+        awaited = _part(awaited, "await") or _part(awaited, "yieldfrom")
+    if awaited is not None and type(awaited).__name__ != "FutureIter":  # the iterator of a plain future
+        lines.append(f"waits for {type(awaited).__qualname__}")
+    return "\n".join(lines)
+
+
+def _part(awaited: Any, name: str) -> Any:
+    """Return a part of a coroutine, generator or asynchronous generator, such as cr_frame, gi_frame or ag_frame."""
+    return next((part for kind in ("cr_", "gi_", "ag_") if (part := getattr(awaited, kind + name, None))), None)

@@ -1,0 +1,68 @@
+"""A run of `clew train` that makes no progress: it is diagnosed by itself, and then as hang.action says."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+
+import pytest
+
+from tests.end_to_end.project import USER_CODE, Project
+
+BLOCKED = """
+import threading
+
+def blocked(completion, data):
+    if Path("block").exists():
+        Path("block").unlink()
+        threading.Event().wait()
+    return digits(completion, data)
+"""
+
+
+def hang_in_a_reward(project: Project, action: str) -> subprocess.Popen[bytes]:
+    """Start a run in which a reward waits for ever after the first step, with its own time limit far away."""
+    project.code(USER_CODE + BLOCKED)
+    rollout = {"reward": "mine.blocked", "reward_timeout_s": 900}
+    project.set(rollout=rollout, training={"steps": 30}, hang={"after_s": 4, "action": action})
+    process = project.start("train")
+    project.until(lambda: project.run.steps.count() >= 1, process)
+    (project.folder / "block").touch()
+    return process
+
+
+@pytest.mark.slow
+def test_a_run_without_progress_is_diagnosed_and_aborted(project: Project) -> None:
+    ended = project.end(hang_in_a_reward(project, "abort"))
+    assert ended.code == 2 and "no progress for " in ended.error and "(report: " in ended.error, ended.output
+    report = max(project.run.reports.glob("hang-*.json"))
+    verdict = json.loads(report.read_text())
+    assert verdict["exit_code"] == 1 and verdict["pattern"] in ended.error
+    assert "reward mine.blocked" in report.read_text()
+    assert report.with_suffix(".html").read_text().startswith("<!doctype html>")
+    assert "warning (supervisor, step " in ended.output
+
+
+@pytest.mark.slow
+def test_a_run_without_progress_is_started_again_and_completes(project: Project) -> None:
+    ended = project.end(hang_in_a_reward(project, "restart"))
+    assert ended.code == 0 and "no progress for" in ended.output, ended.output
+    assert project.run.steps.count() == 30
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_is_named_and_the_run_goes_on_after_a_warning(project: Project) -> None:
+    project.set(launch={"ranks": 2}, training={"steps": 6}, hang={"after_s": 4})
+    process = project.start("train")
+    project.until(lambda: project.run.steps.count() >= 2, process)
+    pid = project.status("trainer-1")["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        project.until(project.run.warnings_path.exists)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    warned = project.run.warnings_path.read_text()
+    assert "stopped" in warned and f"pid {pid}" in warned
+    assert project.end(process).code == 0

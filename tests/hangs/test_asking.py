@@ -1,0 +1,105 @@
+"""Asyncio tasks of Clew's processes, which they write when `clew hang` asks with a signal."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from clew.hang.asking import catches, with_tasks
+from clew.hang.observed import Process, Snapshot
+from clew.tasks import ASKING
+from clew.waits import Reporter, waiting
+
+SCRIPT = """
+import asyncio, sys, time
+from pathlib import Path
+from clew.waits import Reporter, waiting
+
+async def episode():
+    with waiting("episode 3", unblocks="the tool", numbers=lambda: 1 / 0):
+        await tool()
+
+async def tool():
+    await asyncio.Event().wait()
+
+async def main():
+    tasks = [asyncio.create_task(episode()) for _ in range(3)]
+    await asyncio.sleep(0)  # now all of them have begun
+    print("ready", flush=True)
+    if sys.argv[2] == "blocked":
+        sum(range(2 * 10**8))
+        print("went on", flush=True)
+    await asyncio.wait(tasks)
+
+with Reporter(Path(sys.argv[1]), "rollout") as reporter:
+    asyncio.run(main())
+"""
+
+
+def start(status: Path, how: str) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen([sys.executable, "-c", SCRIPT, str(status), how], stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline()
+    return process
+
+
+def seen(process: subprocess.Popen[bytes]) -> Snapshot:
+    return Snapshot(processes=(Process(pid=process.pid, name="rollout"),))
+
+
+def test_the_tasks_of_an_event_loop_are_shown_with_where_each_waits(tmp_path: Path) -> None:
+    with start(tmp_path, "idle") as process:
+        (one,) = with_tasks(seen(process), tmp_path).processes
+        alive = process.poll() is None
+        process.kill()
+    assert alive
+    task = next(task for task in one.tasks if "episode" in task)
+    assert task.startswith("3 x episode (<string>:") and "tool (<string>:" in task and "Event.wait (locks.py:" in task
+
+
+def test_a_process_that_is_blocked_is_not_disturbed_and_is_named(tmp_path: Path) -> None:
+    with start(tmp_path, "blocked") as process:
+        found = with_tasks(seen(process), tmp_path)
+        assert process.stdout is not None and process.stdout.readline() == b"went on\n"
+        process.kill()
+    assert not found.processes[0].tasks
+    assert "rollout" in found.notes[0] and "its main thread is blocked" in found.notes[0]
+
+
+def test_a_process_that_does_not_listen_is_never_sent_the_signal(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"], stdout=-1)
+    with process:
+        assert process.stdout is not None and process.stdout.readline()
+        assert not catches(process.pid)
+        found = with_tasks(seen(process), tmp_path)
+        time.sleep(0.1)
+        alive = process.poll() is None
+        process.kill()
+    assert alive and not found.notes
+
+
+def test_a_task_of_a_loop_in_another_thread_is_written_too(tmp_path: Path) -> None:
+    import asyncio
+
+    async def of_the_gateway() -> None:
+        await asyncio.sleep(60)
+
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    waits = asyncio.run_coroutine_threadsafe(of_the_gateway(), loop)
+    if ASKING is None:
+        pytest.skip("no such signals here")
+    with Reporter(tmp_path, "server"), waiting("a thing", unblocks="nobody"):
+        os.kill(os.getpid(), ASKING)
+        text = (tmp_path / "server.tasks").read_text()
+    waits.cancel()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+    assert "of_the_gateway (test_asking.py:" in text and '"what": "a thing"' in text
