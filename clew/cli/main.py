@@ -67,6 +67,23 @@ INTERRUPTED = 130
 
 
 def main() -> None:
+    """Run the command line, and end this process. A trainer rank that failed ends at once.
+
+    Python's own end would destroy torch's process group. With gloo that waits for operations that have begun, and so
+    for ranks that still train and do not know yet.
+    """
+    try:
+        _main()
+    except SystemExit as ended:
+        if isinstance(ended.code, int) and ended.code and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            logging.shutdown()
+            os._exit(ended.code)
+        raise
+
+
+def _main() -> None:
     """Run the command line. A ClewError exits with 2 and its message; anything else is a defect: 70 and a traceback.
 
     A command that found something (a difference, an unfit agent) raises SystemExit(1) itself, one that could not judge

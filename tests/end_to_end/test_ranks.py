@@ -86,6 +86,26 @@ def test_the_rank_that_failed_first_is_named(project):
     assert ended.code == 2 and "trainer rank 1 of 2: " in ended.error and "this is the cause" in ended.error
 
 
+def test_a_rank_that_fails_while_a_collective_is_pending_ends_the_run_at_once(project):
+    """Destroying the process group would wait for the other rank, which trains on, or waits for this one."""
+    project.code(
+        USER_CODE
+        + "import os, torch\n"
+        + "from torch import distributed as dist\n"
+        + "def loss(*, logprobs_N, advantages_N):\n"
+        + "    if os.environ['RANK'] == '1':\n"
+        + "        dist.all_reduce(torch.ones(1000), async_op=True)\n"
+        + "        Path('raised').touch()\n"
+        + "        raise ValueError('this is the cause')\n"
+        + "    time.sleep(60)\n"
+    )
+    project.set(launch={"ranks": 2}, algorithm={"loss": "mine.loss"})
+    process = project.start("train")
+    project.until(lambda: (project.folder / "raised").exists(), process)
+    ended = project.end(process, seconds=ENDS_IN_S)
+    assert ended.code == 2 and "trainer rank 1 of 2: " in ended.error and "this is the cause" in ended.error
+
+
 def test_ctrl_c_ends_all_ranks_where_they_can_go_on(project):
     project.set(launch={"ranks": 2}, training={"steps": 500})
     interrupt(project, start(project, until_step=1))
