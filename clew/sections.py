@@ -577,7 +577,7 @@ class Launch(Section):
 
 
 class Hang(Section):
-    """What `clew train` does when the run makes no progress."""
+    """Reaction of `clew train` to a run that makes no progress."""
 
     after_s: float | None = Field(
         default=300.0,

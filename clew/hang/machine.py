@@ -1,4 +1,4 @@
-"""What the GPUs of this machine and NCCL report about themselves, where they exist. Nothing is installed for it."""
+"""Asks the GPUs of this machine and NCCL about themselves, where they exist. Nothing is installed for it."""
 
 from __future__ import annotations
 

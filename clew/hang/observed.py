@@ -134,7 +134,7 @@ class Snapshot:
     absent: tuple[str, ...] = ()
     """Nodes that gave no report."""
     machine: tuple[str, ...] = ()
-    """What GPUs and NCCL report about themselves."""
+    """Lines in which GPUs and NCCL report about themselves."""
     sources: dict[str, str] = field(default_factory=dict)
     """Text of the users' source files in the stacks, by path."""
 

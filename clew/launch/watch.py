@@ -43,7 +43,7 @@ class Hang:
     """Seconds without progress."""
     report: Path
     started: bool
-    """Whether a step was committed since the processes were started. Before that, slow imports can look like a hang."""
+    """True if a step was committed since the processes were started. Before that, slow imports can look like a hang."""
 
 
 class Watch:

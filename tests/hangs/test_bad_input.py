@@ -1,4 +1,4 @@
-"""What `clew hang` says about processes that it cannot read, that end meanwhile, or that never let go."""
+"""Processes that `clew hang` cannot read, that end meanwhile, or that never let go."""
 
 from __future__ import annotations
 
