@@ -92,8 +92,6 @@ class Process:
     """Name that the process has in a Clew run."""
     tasks: tuple[str, ...] = ()
     """Stacks of its asyncio tasks, as text."""
-    flight: tuple[dict[str, Any], ...] = ()
-    """Operations of torch's flight recorder that have not ended, the newest of each process group."""
     native: tuple[str, ...] = ()
     """Frames of the main thread with those of C and C++, the innermost first."""
     alike: tuple[tuple[int, int, str], ...] = ()
@@ -160,7 +158,7 @@ def _process_from(value: dict[str, Any]) -> Process:
         Look(**{**look, "threads": tuple(_thread_from(each) for each in look["threads"])}) for look in value["looks"]
     )
     lists = {name: tuple(value[name]) for name in ("command", "listens", "peers", "pipes", "files", "waits")}
-    more = {name: tuple(value.get(name, ())) for name in ("tasks", "flight", "native")}
+    more = {name: tuple(value.get(name, ())) for name in ("tasks", "native")}
     alike = tuple((int(rank), int(pid), str(host)) for rank, pid, host in value.get("alike", ()))
     return Process(**{**value, **lists, **more, "looks": looks, "alike": alike})
 
