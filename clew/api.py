@@ -278,7 +278,7 @@ class Run:
 
     def frame(self, step: int) -> pandas.DataFrame:
         """Return a DataFrame with one row for each sequence of a step, and the columns of the record."""
-        return _frame([{name: getattr(row, name) for name in rows.SCHEMA.names} for row in self.sequences(step)])
+        return _frame([{name: getattr(row, name) for name in rows.COLUMNS} for row in self.sequences(step)])
 
     def tokens(self, step: int) -> pandas.DataFrame:
         """Return a DataFrame with one row for each trained token of a step.

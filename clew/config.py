@@ -161,12 +161,19 @@ class Config(Section):
                 f"inference.backend=embedded"
             )
         cut = {"vllm": {"top_p", "top_k", "min_p", "min_new_tokens"}, "sglang": {"min_new_tokens"}}
+        if {"return-sampling-mask", "return_sampling_mask"} & self.inference.args.keys():
+            cut["vllm"] = {"min_new_tokens"}
+            if self.sampling.top_k == 0 or self.sampling.temperature == 0:
+                raise ValueError(
+                    "inference.args.return-sampling-mask needs sampling.top_k and sampling.temperature above 0: vLLM "
+                    "refuses other requests then. Set both"
+                )
         wrong = self.sampling.model_dump(include=cut.get(self.inference.backend, set()), exclude_defaults=True)
         if wrong:
             raise ValueError(
                 f"sampling.{next(iter(wrong))} cuts the distribution, and inference.backend={self.inference.backend} "
                 f"reports the logprobs after the cut: nothing could be trained on. Unset it, or set "
-                f"inference.backend=embedded"
+                f"inference.backend=embedded (for vLLM also inference.args.return-sampling-mask=true, on GPUs)"
             )
         if self.inference.backend == "embedded" and self.inference.args:
             raise ValueError(

@@ -30,7 +30,7 @@ from clew.printing import common_length, print
 from clew.reading import read_json, read_yaml
 from clew.record.bundle import opened
 from clew.record.digest import digest_rows
-from clew.record.rows import ALIGNED, RESTORE, SCHEMA, TIMES, Sequence, timeless
+from clew.record.rows import ALIGNED, COLUMNS, RESTORE, TIMES, Sequence, timeless
 from clew.record.run import RunDirectory
 from clew.record.summary import rounding_doubt
 
@@ -367,9 +367,10 @@ def _fields(row: Sequence) -> Iterator[tuple[str, Any]]:
 
     The interactions come last, key by key.
     """
-    for name in SCHEMA.names:
-        if name not in (*ALIGNED, *TIMES, "data", "interactions"):
-            yield name, getattr(row, name)
+    for name in COLUMNS:
+        if name not in (*ALIGNED, *TIMES, "data", "interactions", "sampled_by"):
+            value = getattr(row, name)
+            yield name, value.tolist() if isinstance(value, np.ndarray) else value
     yield "the number of interactions", len(row.interactions)
     for number, said in enumerate(map(timeless, row.interactions)):
         if not isinstance(said, dict):

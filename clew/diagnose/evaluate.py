@@ -97,7 +97,7 @@ def evaluate(
 
 def write_episodes(evaluations: Sequence[Evaluation], path: Path) -> None:
     """Write a Parquet file with a row per episode of all models; see `EPISODES`."""
-    rows.write_table(path, pa.concat_tables([each.episodes for each in evaluations]))
+    rows.write_table(path, rows.concatenated([each.episodes for each in evaluations]))
 
 
 def best_of(evaluations: Sequence[Evaluation]) -> Evaluation:

@@ -157,7 +157,7 @@ class EpisodeEngine:
         started_at = time.time()
         media = self.resources.media
         names = tuple((media_name if media is None else media.put)(image) for image in images)
-        request = GenerateRequest(list(input_ids), params, tuple(images), request_id, on_token)
+        request = GenerateRequest(list(input_ids), params, tuple(images), request_id, on_token, sampling_mask=True)
         completion = await generate_through_aborts(self.resources.engine, request)
         interaction = Interaction.of(
             completion,

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from clew.inference.protocol import Completion, SamplingParams
+import numpy as np
+
+from clew.inference.protocol import Completion, SamplingParams, Span
 
 TOKENS = ("input_ids", "output_ids", "logprobs", "versions")
 """The fields of an interaction that a sequence's columns hold."""
@@ -23,7 +25,8 @@ class Interaction:
     input_ids: list[int]
     output_ids: list[int]
     logprobs: list[float]
-    """Log-probability of each output token, under the distribution after temperature and before truncation."""
+    """Log-probability of each output token, under the distribution after temperature and before truncation, or
+    relative to `sampling_mask`."""
     versions: list[int]
     """Version of the weights that made each output token."""
     finish_reason: str
@@ -33,6 +36,10 @@ class Interaction:
     params: SamplingParams
     images: tuple[str, ...] = ()
     """Names in media/ of the images that `input_ids` show, in order."""
+    sampling_mask: list[list[int]] | None = None
+    """IDs that each output token was drawn from; see `Completion`, as for the next two."""
+    sampled_by: list[Span] = field(default_factory=list)
+    routed_experts: np.ndarray | None = None
     prompt: str | list[dict[str, Any]] | None
     """Text or messages that `input_ids` render, if the workflow gave them: for people."""
     started_at: float
@@ -51,6 +58,9 @@ class Interaction:
             versions=completion.versions,
             finish_reason=completion.finish_reason,
             matched=completion.matched,
+            sampling_mask=completion.sampling_mask,
+            sampled_by=completion.sampled_by,
+            routed_experts=completion.routed_experts,
             **known,
         )
 

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceABC
@@ -18,6 +19,7 @@ import numpy as np
 
 from clew.gateway.episode_engine import EpisodeEngine
 from clew.gateway.interactions import Interaction
+from clew.inference.protocol import moved
 from clew.record.rows import Sequence
 
 
@@ -67,6 +69,27 @@ def aligned(sequence: SequenceABC[Interaction]) -> dict[str, np.ndarray]:
         columns["turn_ids"][generated] = interaction.index
         columns["temperatures"][generated] = interaction.params.temperature or 1.0
     return columns
+
+
+def reported(sequence: SequenceABC[Interaction]) -> dict[str, Any]:
+    """Return the optional columns of a sequence's row: what the engine says about how the tokens were drawn."""
+    columns: dict[str, Any] = {}
+    if any(interaction.sampling_mask is not None for interaction in sequence):
+        counts = np.zeros(len(sequence[-1].all_ids), np.int32)
+        ids: list[int] = []
+        for interaction in sequence:
+            masks = interaction.sampling_mask or [[] for _ in interaction.output_ids]
+            counts[len(interaction.input_ids) : len(interaction.all_ids)] = list(map(len, masks))
+            ids += itertools.chain.from_iterable(masks)
+        columns |= {"sampling_mask_counts": counts, "sampling_mask_ids": np.array(ids, np.int32)}
+    spans = [span for each in sequence for span in moved(each.sampled_by, len(each.input_ids))]
+    experts: np.ndarray | None = None
+    for interaction in sequence:  # each token's are those with which the engine went on from it
+        new = interaction.routed_experts
+        experts = new if experts is None or new is None else np.concatenate([experts, new[len(experts) :]])
+        if experts is None:
+            break
+    return columns | {"sampled_by": spans or None, "routed_experts": experts}
 
 
 def turn_returns(
@@ -134,6 +157,7 @@ def sequences_of(engine: EpisodeEngine, rewards: dict[str, float], known: dict[s
             interactions=[interaction.as_dict() for interaction in chain],
             images=list(chain[-1].images),
             **aligned(chain),
+            **reported(chain),
             **known,
         )
         for number, chain in enumerate(chains)

@@ -98,7 +98,10 @@ class Application:
             content, stop_ids = orjson.loads(body), self.engine.core.default_stop_ids
             large = len(body) > LARGE_BODY
             call = await asyncio.to_thread(parse_call, content, stop_ids) if large else parse_call(content, stop_ids)
-            requests = [GenerateRequest(await self._ids(ask), ask.params, ask.images, ask.rid) for ask in call.asks]
+            requests = [
+                GenerateRequest(await self._ids(ask), ask.params, ask.images, ask.rid, sampling_mask=call.sampling_mask)
+                for ask in call.asks
+            ]
             if call.stream:
                 await self._stream(call, requests, receive, send)
                 return

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import io
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any, NoReturn
 
 import aiohttp
+import numpy as np
 import orjson
 
 from clew.errors import EngineError, ImageError
@@ -16,10 +18,11 @@ from clew.inference.protocol import (
     Completion,
     EngineUnreachable,
     GenerateRequest,
-    OnToken,
     RequestTooLong,
     SamplingParams,
     SchemaUnsupported,
+    Span,
+    spans_of,
 )
 from clew.record.weights import WeightRef
 
@@ -29,6 +32,9 @@ LONGEST_MESSAGE = 2000
 
 class HTTPEngine:
     """Client of one inference server. Use it from one event loop, and `close` it."""
+
+    kind = ""
+    """Name of the engine, for messages and for the record; "" for a `clew serve`."""
 
     def __init__(self, address: str, token: str = "", context: int | None = None) -> None:
         """Create the client; it connects with the first request.
@@ -57,15 +63,21 @@ class HTTPEngine:
             "input_ids": request.input_ids,
             "sampling_params": sampling_fields(self._fitting(request)),
             "return_logprob": True,
-            "clew": {"continues": request.params.continues, "exact_stop": True, "text": False, "deltas": True},
+            "clew": {
+                "continues": request.params.continues,
+                "exact_stop": True,
+                "text": False,
+                "deltas": True,
+                "sampling_mask": request.sampling_mask,
+            },
         }
         if request.images:
             body["image_data"] = [base64.b64encode(image).decode() for image in request.images]
         if request.id:
             body["rid"] = request.id
         if request.on_token is None:
-            return completion_of(await self._post("/generate", body))
-        return await self._streamed("/generate", body, request.on_token)
+            return completion_of(await self._post("/generate", body), self.name)
+        return await self._streamed("/generate", body, request)
 
     def _fitting(self, request: GenerateRequest) -> SamplingParams:
         """Return the request's parameters with no more tokens than there is room for.
@@ -85,28 +97,41 @@ class HTTPEngine:
             params, max_new_tokens=min(params.max_new_tokens, room), min_new_tokens=min(params.min_new_tokens, room)
         )
 
-    async def _streamed(self, path: str, body: dict[str, Any], on_token: OnToken) -> Completion:
+    @property
+    def name(self) -> str:
+        """Name of the server on record."""
+        return f"{self.kind} {self.address}".strip()
+
+    async def _streamed(self, path: str, body: dict[str, Any], request: GenerateRequest) -> Completion:
         """Return a completion whose tokens are passed on as they come.
 
         If the server goes away in the middle, the tokens so far are returned as an aborted completion.
         """
         whole = Completion(output_ids=[], logprobs=[], versions=[], finish_reason="abort")
+        assert request.on_token is not None
+        masks: list[list[int]] = []
         try:
             async for event in self._events(path, {**body, "stream": True}):
                 if (new := self._new_of(event, len(whole.output_ids))) is None:
                     continue
-                whole = Completion(
+                masks += new.sampling_mask or []  # `clew serve` sends all with the last event, vLLM with each its own
+                whole = replace(
+                    new,
                     output_ids=whole.output_ids + new.output_ids,
                     logprobs=whole.logprobs + new.logprobs,
                     versions=whole.versions + new.versions,
-                    finish_reason=new.finish_reason,
-                    matched=new.matched,
+                    sampling_mask=masks or None,
                 )
                 for token, logprob in zip(new.output_ids, new.logprobs, strict=True):
-                    on_token(token, logprob)
+                    request.on_token(token, logprob)
         except EngineUnreachable:
             if not whole.output_ids:
                 raise
+            span = Span(start=0, end=len(whole.output_ids), server=self.name, version=None)
+            whole = replace(whole, sampled_by=[span])
+            if request.sampling_mask and request.params.cuts and len(masks) != len(whole.output_ids):
+                wrong = f"{self.name} went away before it said which tokens top_p, top_k or min_p had left"
+                return replace(whole, sampling_mask=None, wrong_logprobs=wrong)
         return whole
 
     def _new_of(self, event: dict[str, Any], before: int) -> Completion | None:
@@ -117,7 +142,7 @@ class HTTPEngine:
         meta = event["meta_info"]
         if status := (meta["finish_reason"] or {}).get("status_code"):  # SGLang's refusal, once a stream has begun
             self._refuse("/generate", status, orjson.dumps(meta["finish_reason"]))
-        part = completion_of(event)
+        part = completion_of(event, self.name)
         start = len(part.output_ids) - (meta["completion_tokens"] - before)
         return replace(
             part, output_ids=part.output_ids[start:], logprobs=part.logprobs[start:], versions=part.versions[start:]
@@ -253,8 +278,12 @@ def sampling_fields(params: SamplingParams) -> dict[str, Any]:
     return fields
 
 
-def completion_of(answer: dict[str, Any]) -> Completion:
+def completion_of(answer: dict[str, Any], server: str) -> Completion:
     """Return the completion in a response of `/generate`; an event in the middle of a stream counts as aborted.
+
+    Args:
+        answer: The response.
+        server: Name of the server on record, unless it is a `clew serve` that names the one behind it.
 
     Raises:
         EngineError: The response lacks logprobs.
@@ -264,6 +293,7 @@ def completion_of(answer: dict[str, Any]) -> Completion:
         raise EngineError("the inference server returned no logprobs, so its tokens cannot be trained on.")
     pairs = meta["output_token_logprobs"]
     versions: list[int] = []
+    more = meta.get("clew") or {}
     spans = meta.get("weight_versions") or [{"version": meta.get("weight_version"), "start": 0, "end": len(pairs)}]
     for span in spans:
         version = str(span["version"])
@@ -275,7 +305,15 @@ def completion_of(answer: dict[str, Any]) -> Completion:
         versions=versions,
         finish_reason=ended["type"],
         matched=ended.get("matched"),
+        sampling_mask=more.get("sampling_mask"),
+        sampled_by=more.get("sampled_by") or spans_of(spans, server),
+        routed_experts=experts_of(more.get("routed_experts")),
     )
+
+
+def experts_of(encoded: str | None) -> np.ndarray | None:
+    """Return an array from the base64 of a .npy file, in which vLLM and `clew serve` send routed experts."""
+    return None if encoded is None else np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
 
 
 def _message(content: bytes) -> str:

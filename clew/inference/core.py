@@ -220,7 +220,12 @@ class Core:
         return next((stop for stop in params.stop if text.count(stop) > before.count(stop)), None)
 
     def completion(
-        self, output_ids: list[int], logprobs: list[float], reason: FinishReason, matched: int | str | None = None
+        self,
+        output_ids: list[int],
+        logprobs: list[float],
+        reason: FinishReason,
+        matched: int | str | None = None,
+        masks: list[Tensor] | None = None,
     ) -> Completion:
         """Return a completion by the present weights, and count it.
 
@@ -234,4 +239,5 @@ class Core:
             versions=[self.version] * len(output_ids),
             finish_reason=reason,
             matched=matched,
+            sampling_mask=None if masks is None else [mask.tolist() for mask in masks],
         )

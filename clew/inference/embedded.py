@@ -71,12 +71,15 @@ class Row:
     """Tick from which on it may draw a stop ID."""
     watched: bool = field(init=False)
     """True if its tokens are examined one by one, for stop strings or streaming."""
+    masks: list[Tensor] | None = field(init=False)
+    """IDs that each of its tokens was drawn from; None if nobody asked."""
 
     def __post_init__(self) -> None:
         request = self.request
         self.end = self.joined + self.limit - len(request.input_ids) - 1
         self.free = self.joined + (request.params.min_new_tokens if self.stop_ids else 0)
         self.watched = bool(request.params.stop) or request.on_token is not None
+        self.masks = [] if request.sampling_mask and request.params.cuts else None
 
 
 class EmbeddedEngine(Core):
@@ -272,6 +275,7 @@ class EmbeddedEngine(Core):
         self._longest = max((row.limit for row in rows), default=0)
         self._next_end = min((row.end for row in rows), default=0)
         self._watched = [index for index, row in enumerate(rows) if row.watched]
+        self._masked = [index for index, row in enumerate(rows) if row.masks is not None]
         self._all_free = max((row.free for row in rows), default=0)
         self._uniforms_from = -_AHEAD
         self._stops = self._bans = None
@@ -292,7 +296,11 @@ class EmbeddedEngine(Core):
         n, column = cache.rows, cache.column
         params = self._params if first == 0 else self._stack(self._rows[first:])
         banned = self._banned(first) if self._tick < self._all_free else self.never_drawn
-        ids, logprobs = choose(logits, params, self._next_uniforms()[first:], banned)
+        drawn = choose(logits, params, self._next_uniforms()[first:], banned)
+        if masked := [index for index in self._masked if index >= first]:
+            for index, mask in zip(masked, drawn.masks([index - first for index in masked]), strict=True):
+                self._rows[index].masks.append(mask)  # pyright: ignore[reportOptionalMemberAccess]
+        ids, logprobs, _ = drawn
         cache.tokens[first:n, column] = ids
         cache.logprobs[first:n, column] = logprobs
 
@@ -346,10 +354,10 @@ class EmbeddedEngine(Core):
         """Return the completions of these rows, and move the last rows into their places."""
         finished: list[Finished] = []
         for index, (reason, matched) in ended.items():
-            request = self._rows[index].request
+            request, masks = self._rows[index].request, self._rows[index].masks
             begin = self.cache.starts[index] + len(request.input_ids)
             logprobs = self.cache.logprobs[index, begin : self.cache.column + 1].tolist()
-            finished.append((request, self.completion(self._output_ids(index), logprobs, reason, matched)))
+            finished.append((request, self.completion(self._output_ids(index), logprobs, reason, matched, masks)))
         leaving = list(ended)
         for source, target in zip(*moves(len(self._rows), leaving), strict=True):
             self._rows[target] = self._rows[source]

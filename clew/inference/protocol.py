@@ -6,9 +6,12 @@ HTTP shapes).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from typing_extensions import TypedDict
 
 from clew.errors import EngineError
 
@@ -83,6 +86,11 @@ class SamplingParams:
     Their logprobs are then relative to the tokens that the schema allows.
     """
 
+    @property
+    def cuts(self) -> bool:
+        """True if tokens are drawn from a part of the vocabulary. Greedy decoding is scored as if nothing was cut."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+
 
 @dataclass(frozen=True, eq=False)
 class GenerateRequest:
@@ -101,6 +109,18 @@ class GenerateRequest:
     It is called in order with all tokens that are returned, on the caller's event loop; or never, if the engine does
     not stream.
     """
+    sampling_mask: bool = False
+    """True asks for `Completion.sampling_mask` where `params` cut the distribution, with logprobs relative to it."""
+
+
+class Span(TypedDict):
+    """Tokens from `start` to `end` (excluded) that one server sampled."""
+
+    start: int
+    end: int
+    server: str
+    version: str | None
+    """The server's own label of the weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +129,10 @@ class Completion:
 
     output_ids: list[int]
     logprobs: list[float]
-    """Logprobs under the distribution after temperature and before truncation (top_p, top_k, min_p), in nats."""
+    """Logprobs under the distribution after temperature and before truncation (top_p, top_k, min_p), in nats.
+
+    If there is a `sampling_mask`, they are renormalised over it, which is after truncation.
+    """
     versions: list[int]
     """Version of the weights that made each token."""
     finish_reason: FinishReason
@@ -117,6 +140,51 @@ class Completion:
     """Stop ID or stop string that ended it."""
     wrong_logprobs: str = ""
     """Reason why the logprobs are not of that distribution, and what to do; "" if they are."""
+    sampling_mask: list[list[int]] | None = None
+    """IDs that each token was drawn from; None if nothing was cut off, or if the engine does not say what."""
+    sampled_by: list[Span] = field(default_factory=list)
+    """Servers that sampled the tokens, with their own labels of their weights; empty if they have none."""
+    routed_experts: np.ndarray | None = None
+    """Experts of each token of prompt and output except the last, [tokens - 1, layers, experts], if reported."""
+
+    def followed_by(self, more: Completion) -> Completion:
+        """Return this completion with what an engine added to it after an abort, when it had prompt and tokens."""
+        masks, wrong = self.sampling_mask, more.wrong_logprobs or self.wrong_logprobs
+        if not self.output_ids:
+            masks = more.sampling_mask
+        elif more.output_ids and (masks is None) != (more.sampling_mask is None):
+            masks, wrong = None, "only one of two servers said which tokens top_p, top_k or min_p had left"
+        elif masks is not None:
+            masks = masks + (more.sampling_mask or [])
+        done, experts = len(self.output_ids), more.routed_experts
+        if self.routed_experts is not None and experts is not None:
+            experts = np.concatenate([self.routed_experts, experts[len(self.routed_experts) :]])
+        elif done:
+            experts = self.routed_experts if not more.output_ids else None
+        return replace(
+            more,
+            output_ids=self.output_ids + more.output_ids,
+            logprobs=self.logprobs + more.logprobs,
+            versions=self.versions + more.versions,
+            wrong_logprobs=wrong,
+            sampling_mask=masks,
+            sampled_by=self.sampled_by + moved(more.sampled_by, done),
+            routed_experts=experts,
+        )
+
+
+def spans_of(reported: Iterable[Mapping[str, Any]], server: str) -> list[Span]:
+    """Return the spans of versions that a server reports, with its name."""
+    return [
+        Span(start=each["start"], end=each["end"], server=server, version=each["version"])
+        for each in reported
+        if each["end"] > each["start"]
+    ]
+
+
+def moved(spans: Iterable[Span], offset: int) -> list[Span]:
+    """Return spans as they are counted from `offset` tokens earlier."""
+    return [{**span, "start": span["start"] + offset, "end": span["end"] + offset} for span in spans]
 
 
 class Engine(Protocol):

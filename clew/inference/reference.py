@@ -24,6 +24,7 @@ class ReferenceEngine(Core):
         self._request: GenerateRequest | None = None
         self._output: list[int] = []
         self._logprobs: list[float] = []
+        self._masks: list[torch.Tensor] | None = None
 
     def running(self) -> int:
         return 0 if self._request is None else 1
@@ -36,6 +37,7 @@ class ReferenceEngine(Core):
                 return []
             request = self._request = self.waiting.popleft()
             self._output, self._logprobs = [], []
+            self._masks = [] if request.sampling_mask and request.params.cuts else None
             self.prefilled_tokens += len(request.input_ids)
         params, stop_ids, ids = request.params, self.stop_ids(request), request.input_ids + self._output
         rows = RowParams.stack([params], self.vocab, self.device)
@@ -45,7 +47,10 @@ class ReferenceEngine(Core):
             stops[0, list(stop_ids)] = True
             banned = stops if banned is None else stops | banned
         uniforms = uniform(rows.seeds, torch.tensor([len(ids)], device=self.device))
-        token, logprob = (x.item() for x in choose(self._logits(ids, request.images), rows, uniforms, banned))
+        drawn = choose(self._logits(ids, request.images), rows, uniforms, banned)
+        if self._masks is not None:
+            self._masks += drawn.masks([0])
+        token, logprob = drawn.ids_R.item(), drawn.logprobs_R.item()
         self._output.append(int(token))
         self._logprobs.append(logprob)
         if request.on_token:
@@ -72,7 +77,7 @@ class ReferenceEngine(Core):
     def _finish(self, reason: FinishReason, matched: int | str | None = None) -> Finished:
         request, self._request = self._request, None
         assert request is not None
-        return request, self.completion(self._output, self._logprobs, reason, matched)
+        return request, self.completion(self._output, self._logprobs, reason, matched, self._masks)
 
     def _abort_running(self, which: Aborted) -> list[Finished]:
         if self._request is None or not is_meant(self._request, which):

@@ -27,11 +27,9 @@ async def generate_through_aborts(engine: Engine, request: GenerateRequest) -> C
             that it draws, so it cannot continue there.
     """
     params = request.params
-    output_ids: list[int] = []
-    logprobs: list[float] = []
-    versions: list[int] = []
+    whole = Completion(output_ids=[], logprobs=[], versions=[], finish_reason="abort")
     while True:
-        done = len(output_ids)
+        done = len(whole.output_ids)
         rest = replace(
             params,
             max_new_tokens=params.max_new_tokens - done,
@@ -40,17 +38,18 @@ async def generate_through_aborts(engine: Engine, request: GenerateRequest) -> C
         )
         try:
             with waiting(f"completion {request.id}".strip(), unblocks="the inference engine"):
-                part = await engine.generate(replace(request, input_ids=request.input_ids + output_ids, params=rest))
+                part = await engine.generate(
+                    replace(request, input_ids=request.input_ids + whole.output_ids, params=rest)
+                )
         except EngineUnreachable as error:
             await _until_reachable(engine, error)
             continue
-        output_ids += part.output_ids
-        logprobs += part.logprobs
-        versions += part.versions
-        if part.finish_reason != "abort" or len(output_ids) >= params.max_new_tokens:
-            reason = "length" if part.finish_reason == "abort" else part.finish_reason
-            return replace(part, output_ids=output_ids, logprobs=logprobs, versions=versions, finish_reason=reason)
-        if params.json_schema is not None and output_ids:
+        whole = whole.followed_by(part)
+        if part.finish_reason != "abort":
+            return whole
+        if len(whole.output_ids) >= params.max_new_tokens:
+            return replace(whole, finish_reason="length")
+        if params.json_schema is not None and whole.output_ids:
             raise EngineUnreachable(
                 "of this request",
                 "it cut short what it held to a JSON schema, and cannot go on there; ask again",

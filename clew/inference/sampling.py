@@ -5,13 +5,15 @@ alone. So a token does not depend on who shares the batch, and an interrupted se
 happened.
 
 The recorded logprob is that of the distribution after temperature and before anything that only narrows the choice:
-top_k, top_p, min_p, and the ban on stop ids before `min_new_tokens`.
+top_k, top_p, min_p, and the ban on stop ids before `min_new_tokens`. For a request that asks for its sampling mask it
+is renormalised over the tokens that are left.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -131,10 +133,25 @@ def rising(cdf_RV: Tensor, drawable_RV: Tensor) -> Tensor:
     return cdf_RV.masked_fill(drawable_RV <= 0, 0.0).cummax(-1).values
 
 
-def choose(
-    logits_RV: Tensor, params: RowParams, uniforms_R: Tensor, banned_RV: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return the next token of each row, and its logprob (float32).
+class Drawn(NamedTuple):
+    """The next token of each row."""
+
+    ids_R: Tensor
+    logprobs_R: Tensor
+    """Logprobs before truncation, float32."""
+    drawable_RV: Tensor | None
+    """Probabilities before truncation, 0 for tokens that it cut off; None if no row truncates."""
+
+    def masks(self, rows: list[int]) -> list[Tensor]:
+        """Renormalise the logprobs of some rows over the tokens that they were drawn from; return these, row by row."""
+        assert self.drawable_RV is not None, "a row that truncates"
+        drawable_KV = self.drawable_RV[rows]
+        self.logprobs_R[rows] -= drawable_KV.sum(-1).log()
+        return [each.nonzero()[:, 0] for each in drawable_KV]
+
+
+def choose(logits_RV: Tensor, params: RowParams, uniforms_R: Tensor, banned_RV: Tensor | None = None) -> Drawn:
+    """Draw the next token of each row.
 
     Args:
         logits_RV: The model's logits.
@@ -149,7 +166,7 @@ def choose(
     if params.all_greedy:
         allowed_RV = logprobs_RV if banned_RV is None else logprobs_RV.masked_fill(banned_RV, -torch.inf)
         ids_R1 = allowed_RV.argmax(-1, keepdim=True)
-        return ids_R1.squeeze(1), logprobs_RV.gather(1, ids_R1).squeeze(1)
+        return Drawn(ids_R1.squeeze(1), logprobs_RV.gather(1, ids_R1).squeeze(1), None)
     probs_RV = logprobs_RV.exp()
     if banned_RV is not None:
         probs_RV = probs_RV.masked_fill(banned_RV, 0.0)
@@ -161,4 +178,5 @@ def choose(
     if params.greedy is not None:
         ids_R1 = torch.where(params.greedy.unsqueeze(1), probs_RV.argmax(-1, keepdim=True), ids_R1)
     ids_R1 = ids_R1.clamp_(max=logprobs_RV.shape[1] - 1)  # NaN logits
-    return ids_R1.squeeze(1), logprobs_RV.gather(1, ids_R1).squeeze(1)
+    logprobs_R = logprobs_RV.gather(1, ids_R1).squeeze(1)
+    return Drawn(ids_R1.squeeze(1), logprobs_R, None if params.truncation is None else drawable_RV)

@@ -2,17 +2,22 @@
 
 Clew's additions are in one field, `clew`, which SGLang ignores: ``continues`` (see SamplingParams), ``exact_stop``
 (stop_token_ids replace the model's end tokens instead of adding to them), ``text: false`` (leave out the text) and
-``deltas`` (each event of a stream has only the new tokens; otherwise, as with SGLang, it has all tokens so far).
+``deltas`` (each event of a stream has only the new tokens; otherwise, as with SGLang, it has all tokens so far),
+``sampling_mask`` (where top_p, top_k or min_p cut: the logprobs are renormalised over the tokens that were left, whose
+IDs come in meta_info.clew.sampling_mask). What vLLM or SGLang say about who sampled the tokens comes there, too.
 """
 
 from __future__ import annotations
 
 import base64
 import difflib
+import io
 import itertools
 import random
 from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from clew.errors import EngineError, ImageError
 from clew.inference.protocol import Completion, GenerateRequest, SamplingParams
@@ -66,6 +71,7 @@ class Call:
     deltas: bool
     return_logprob: bool
     with_text: bool
+    sampling_mask: bool
 
 
 def parse_call(body: Any, default_stop_ids: tuple[int, ...]) -> Call:
@@ -118,6 +124,7 @@ def parse_call(body: Any, default_stop_ids: tuple[int, ...]) -> Call:
         deltas=_flag(clew, "deltas"),
         return_logprob=_flag(body, "return_logprob"),
         with_text=_flag(clew, "text", default=True),
+        sampling_mask=_flag(clew, "sampling_mask"),
     )
 
 
@@ -272,6 +279,13 @@ def answer(rid: str, request: GenerateRequest, completion: Completion, *, text: 
         meta["output_token_logprobs"] = [
             (logprob, token, None) for logprob, token in zip(completion.logprobs, completion.output_ids, strict=True)
         ]
+    more: dict[str, Any] = {"sampling_mask": completion.sampling_mask, "sampled_by": completion.sampled_by or None}
+    if completion.routed_experts is not None:
+        file = io.BytesIO()
+        np.save(file, completion.routed_experts, allow_pickle=False)
+        more["routed_experts"] = base64.b64encode(file.getvalue()).decode()
+    if any(value is not None for value in more.values()):
+        meta["clew"] = more
     return {"text": text, "output_ids": completion.output_ids, "meta_info": meta}
 
 

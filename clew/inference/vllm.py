@@ -1,4 +1,7 @@
-"""vLLM: how its server is started, and a client of it. Token IDs go in and out through /v1/completions.
+"""vLLM: how its server is started, and a client of it.
+
+Token IDs go in and out through /inference/v1/generate, which also says which weights made each token, or else through
+/v1/completions.
 
 vLLM does not say which logprobs it reports, so `VLLMEngine.probe` finds out:
 
@@ -23,8 +26,8 @@ import clew
 from clew.config import Config
 from clew.errors import ConfigError, EngineError, ImageError
 from clew.inference.backend import Launch, options
-from clew.inference.client import HTTPEngine
-from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, SamplingParams
+from clew.inference.client import HTTPEngine, experts_of
+from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, SamplingParams, spans_of
 from clew.record.weights import WeightRef, read_digests
 from clew.seeds import derive_seed
 
@@ -32,6 +35,8 @@ LogprobsMode = Literal["raw", "processed", "unknown"]
 
 PROBE_IDS = [0, 1, 2, 3]
 PROBE_TEMPERATURE = 0.5
+TOP_K = 1000
+"""Value of top_k in probes, for a vLLM that returns sampling masks: it refuses requests without."""
 SMALLEST_GAP = 1e-2
 """Smallest difference, in nats, between two tokens at which the modes can be told apart."""
 
@@ -42,6 +47,9 @@ OWN = (
     *("logprobs-mode", "worker-extension-cls", "api-key"),
 )
 """Options that Clew sets itself."""
+
+GENERATE = "/inference/v1/generate"
+"""Route of tokens in, tokens out (--enable-scale-out)."""
 
 NEEDED = ("/pause", "/resume", "/abort_requests", "/collective_rpc", "/v1/completions")
 """Routes without which a server cannot be trained with."""
@@ -65,6 +73,8 @@ class VLLMEngine(HTTPEngine):
         super().__init__(address, api_key, context)
         self.model = model
         self._labels = False
+        self._generates = False
+        self._masks = False
         self.logprobs_mode: LogprobsMode = "unknown"
 
     # The server ------------------------------------------------------------------------------------------------------
@@ -72,7 +82,9 @@ class VLLMEngine(HTTPEngine):
     @classmethod
     def client(cls, config: Config, address: str) -> VLLMEngine:
         """Return a client of a server that `launch` has started."""
-        return cls(address, config.model.path, 2**40)
+        client = cls(address, config.model.path, 2**40)
+        client._masks = returns_masks(config)
+        return client
 
     @staticmethod
     def launch(config: Config, port: int, scratch: Path) -> Launch:
@@ -93,6 +105,7 @@ class VLLMEngine(HTTPEngine):
             "max-logprobs": 5,
             "worker-extension-cls": "clew.inference.vllm_worker.Extension",
             "disable-uvicorn-access-log": True,
+            "enable-scale-out": True,  # opens /inference/v1/generate
         }
         scratch.mkdir(parents=True, exist_ok=True)
         package = scratch / "clew"
@@ -128,8 +141,14 @@ class VLLMEngine(HTTPEngine):
         served = (await self._request("GET", "/v1/models", None))["data"][0]
         self.model, self.context = served["id"], int(served["max_model_len"])
         self._labels = "/update_weight_version" in routes
+        self._generates = GENERATE in routes
         await self.probe()
         lacks: list[str] = []
+        if not self._generates:
+            lacks.append(
+                f"vLLM at {self.address} has no {GENERATE}: which weights made a token is not on record in vLLM's "
+                f"words, and sampling masks and routed experts are not recorded"
+            )
         if not self._labels:
             lacks.append(
                 f"vLLM at {self.address} keeps no version of its weights (/update_weight_version): which weights made "
@@ -139,7 +158,7 @@ class VLLMEngine(HTTPEngine):
 
     async def abort(self, request_id: str | None = None) -> None:
         """Abort one request, or all (None); their tokens so far are returned."""
-        named = {} if request_id is None else {"request_ids": [f"cmpl-{request_id}", f"cmpl-{request_id}-0"]}
+        named = {} if request_id is None else {"request_ids": [f"cmpl-{request_id}-0", f"generate-tokens-{request_id}"]}
         await self._post("/abort_requests", named)
 
     async def pause(self, lease_s: float = 0.0) -> None:
@@ -171,6 +190,8 @@ class VLLMEngine(HTTPEngine):
     async def score(self, input_ids: list[int]) -> float:
         """Return the logprob of the last token given those before it, at temperature 1."""
         body = {"model": self.model, "prompt": input_ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        if self._masks:
+            body["top_k"] = TOP_K
         answer = await self._post("/v1/completions", body)
         return float(answer["choices"][0]["prompt_logprobs"][-1][str(input_ids[-1])]["logprob"])
 
@@ -197,6 +218,7 @@ class VLLMEngine(HTTPEngine):
             "max_tokens": 1,
             "temperature": temperature,
             "logprobs": 5,
+            "top_k": TOP_K if self._masks else -1,
             "return_tokens_as_token_ids": True,
         }
         try:
@@ -221,15 +243,20 @@ class VLLMEngine(HTTPEngine):
             f"{RESTART}"
         )
 
-    def wrong_logprobs(self, params: SamplingParams) -> str:
-        """Return why the logprobs of a request with these parameters are not what training needs; "" if they are."""
+    def wrong_logprobs(self, params: SamplingParams, masked: bool = False) -> str:
+        """Return why the logprobs of a request with these parameters are not what training needs; "" if they are.
+
+        Args:
+            params: The parameters.
+            masked: Whether the server said which tokens were left.
+        """
         reports = f"vLLM at {self.address} reports logprobs"
         if self.logprobs_mode == "processed":
             named = {"top_p": params.top_p < 1, "top_k": params.top_k > 0, "min_p": params.min_p > 0}
             set_ = ", ".join(
                 name for name, is_set in (named | {"min_tokens": params.min_new_tokens > 0}).items() if is_set
             )
-            if not set_ or params.temperature == 0:
+            if not set_ or params.temperature == 0 or masked:
                 return ""
             return (
                 f"{reports} after {set_}, which are too high by -ln of the probability that was kept, and training "
@@ -249,9 +276,7 @@ class VLLMEngine(HTTPEngine):
         if request.images:
             raise ImageError(f"{self.address} is a vLLM, which takes no images beside token ids.")
         params = self._fitting(request)
-        body = {
-            "model": self.model,
-            "prompt": request.input_ids,
+        sampling: dict[str, Any] = {
             "max_tokens": params.max_new_tokens,
             "min_tokens": params.min_new_tokens,
             "temperature": params.temperature,
@@ -264,19 +289,26 @@ class VLLMEngine(HTTPEngine):
             "include_stop_str_in_output": True,
             "stop_token_ids": list(params.stop_token_ids or ()),
             "ignore_eos": params.stop_token_ids is not None,
-            "return_token_ids": True,
+            "repetition_penalty": 1.0,  # otherwise the one in the model's generation_config.json
             "logprobs": 0,
         }
+        if params.json_schema is not None:
+            sampling["structured_outputs"] = {"json": params.json_schema}
+        body: dict[str, Any] = {"model": self.model, "prompt": request.input_ids, "return_token_ids": True, **sampling}
+        if self._generates:
+            body = {"model": self.model, "token_ids": request.input_ids, "sampling_params": sampling}
+        route = GENERATE if self._generates else "/v1/completions"
         if request.id:
             body["request_id"] = request.id
-        if params.json_schema is not None:
-            body["structured_outputs"] = {"json": params.json_schema}
         if request.on_token is None:
-            completion = self._new_of(await self._post("/v1/completions", body), 0)
+            completion = self._new_of(await self._post(route, body), 0)
             assert completion is not None
         else:
-            completion = await self._streamed("/v1/completions", body, request.on_token)
-        completion = replace(completion, wrong_logprobs=self.wrong_logprobs(params))
+            completion = await self._streamed(route, body, request)
+        masked = completion.sampling_mask is not None
+        completion = replace(
+            completion, wrong_logprobs=completion.wrong_logprobs or self.wrong_logprobs(params, masked)
+        )
         if completion.finish_reason == "stop" and completion.matched is None and completion.output_ids:
             return replace(completion, matched=completion.output_ids[-1])  # an end token goes unnamed
         return completion
@@ -295,18 +327,29 @@ class VLLMEngine(HTTPEngine):
         reason = choice["finish_reason"] or "abort"
         if reason not in ("stop", "length", "abort"):
             raise EngineError(f"{self.address} ended a completion with finish_reason {reason!r}.")
+        said = choice["logprobs"] if ids else {"token_logprobs": []}
+        logprobs = [each["logprob"] for each in said["content"]] if "content" in said else said["token_logprobs"]
+        mask = choice.get("sampling_mask")
         return Completion(
             output_ids=ids,
-            logprobs=choice["logprobs"]["token_logprobs"] if ids else [],
+            logprobs=logprobs,
             versions=[0] * len(ids),
             finish_reason=reason,
             matched=choice.get("stop_reason"),
+            sampling_mask=mask and mask[: len(ids)],
+            sampled_by=spans_of(choice.get("weight_versions") or [], self.name),
+            routed_experts=experts_of(choice.get("routed_experts")),
         )
 
     async def version(self) -> int:
         """See the protocol."""
         await self._request("GET", "/v1/models", None)
         return 0
+
+
+def returns_masks(config: Config) -> bool:
+    """Return whether the server is started so that it returns sampling masks."""
+    return bool({"return-sampling-mask", "return_sampling_mask"} & config.inference.args.keys())
 
 
 def mode_of(at_one: Mapping[str, float], at_other: Mapping[str, float], temperature: float) -> LogprobsMode:

@@ -12,6 +12,7 @@ import pyarrow as pa
 from clew.config import Config
 from clew.loop.clock import Clock
 from clew.loop.dumps import check_origin
+from clew.record.rows import concatenated
 from clew.record.run import RunDirectory
 from clew.waits import waiting
 
@@ -41,7 +42,7 @@ class LiveBatches:
             return
         tables = self._choose(step)
         with self._clock("record"):
-            table = pa.concat_tables(tables).combine_chunks()  # Parquet takes one piece a third quicker than many
+            table = concatenated(tables).combine_chunks()  # Parquet takes one piece a third quicker than many
             consumed_at = pa.array([time.time()] * table.num_rows)
             place = table.schema.get_field_index("consumed_at")
             self._run.steps.write_data(step, table.set_column(place, "consumed_at", consumed_at))

@@ -10,14 +10,15 @@ from typing import NamedTuple
 import numpy as np
 
 from clew.record.array_digest import MASK, digest_arrays, mix, salt
-from clew.record.rows import ENCODER, Sequence, timeless
+from clew.record.rows import ENCODER, MASKS, Sequence, timeless
 
 
 class RowDigest(NamedTuple):
     """Two digests of one row of training tokens."""
 
     data: int
-    """Digest of what the model is trained on: tokens, mask, logprobs, versions, temperatures, reward, images."""
+    """Digest of what the model is trained on: tokens, mask, logprobs, versions, temperatures, sampling masks, reward,
+    images."""
     origin: int
     """Digest of where the row comes from: group, episode, turns, finish reason, rewards by name, the prompt's row,
     interactions."""
@@ -54,7 +55,11 @@ def _digests_of_data(batch: SequenceABC[Sequence]) -> list[int]:
         bits_S = flat_S.view(f"u{flat_S.dtype.itemsize}").astype(np.uint64)
         sums = np.concatenate([[np.uint64(0)], np.cumsum((bits_S + np.uint64(1)) * mixed_S, dtype=np.uint64)])
         digests += (sums[starts[1:]] - sums[starts[:-1]]) * np.uint64(salt(name, flat_S.dtype.str))
-    return digests.tolist()
+    masks = [
+        0 if row.sampling_mask_ids is None else int(digest_arrays((name, getattr(row, name)) for name in MASKS), 16)
+        for row in batch
+    ]  # 0: rows without a mask have the digests that they had before there were masks
+    return (digests + np.array(masks, np.uint64)).tolist()
 
 
 def digest_images(names: SequenceABC[str]) -> int:

@@ -56,8 +56,9 @@ class Inbox:
     def put(self, group_id: str, sequences: Sequence[rows.Sequence]) -> None:
         """Write a finished group. From here on it survives whatever happens to its process."""
         sink = pa.BufferOutputStream()
-        with pa.ipc.new_stream(sink, rows.SCHEMA) as stream:
-            stream.write_table(rows.to_table(sequences))
+        rows_of_group = rows.to_table(sequences)
+        with pa.ipc.new_stream(sink, rows_of_group.schema) as stream:
+            stream.write_table(rows_of_group)
         table = sink.getvalue()
         write_bytes(self.path(group_id), b"".join((table, zlib.crc32(table).to_bytes(CHECK_BYTES, "little"))))
 
@@ -100,7 +101,7 @@ class Inbox:
         new = {name: self._read(name) for name in sorted(names - self._seen.keys())}
         if new:
             try:  # all rows at once: group by group takes four times as long
-                rows.checked(self.folder, pa.concat_tables(new.values()), REMAKE)
+                rows.checked(self.folder, rows.concatenated(new.values()), REMAKE)
             except (RecordError, pa.ArrowInvalid):
                 new = {name: self.read(name) for name in new}  # raises an error that names the file
         self._seen.update(new)

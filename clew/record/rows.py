@@ -7,10 +7,11 @@ faster format (`clew.record.inbox`), in the inbox.
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -57,6 +58,17 @@ SCHEMA = pa.schema(
     metadata={"clew_format": str(FORMAT)},
 )
 
+OPTIONAL = pa.schema(
+    [
+        pa.field("sampling_mask_counts", pa.list_(pa.int32())),
+        pa.field("sampling_mask_ids", pa.list_(pa.int32())),
+        pa.field("sampled_by", pa.string()),
+        pa.field("routed_experts", pa.binary()),
+    ]
+)
+"""Columns of what only some engines report. A table in which no row has one leaves it out."""
+COLUMNS = (*SCHEMA.names, *OPTIONAL.names)
+
 ALIGNED = {
     "input_ids": np.int32,
     "loss_mask": np.bool_,
@@ -66,6 +78,8 @@ ALIGNED = {
     "temperatures": np.float32,
 }
 """Aligned columns and their types."""
+MASKS = ("sampling_mask_counts", "sampling_mask_ids")
+"""Columns of the tokens that could be drawn, by top_p, top_k and min_p."""
 TIMES = ("admitted_version", "admitted_at", "started_at", "finished_at", "consumed_at")
 """Fields of a sequence and its interactions that differ each time the same sequence is computed."""
 _ALIGNED = attrgetter(*ALIGNED)
@@ -105,6 +119,17 @@ class Sequence:
     """Interactions of this sequence, each with messages or text, sampling parameters, seed and times."""
     images: list[str] = field(default_factory=list)
     """Names of the image files in media/ that the model was shown, in the order of their tokens."""
+    sampling_mask_counts: np.ndarray | None = None
+    """[T] int32: number of tokens that this one was drawn from; 0: all. `logprobs` are then renormalised over them.
+
+    None if nothing was cut, or if the engine does not say what it cut.
+    """
+    sampling_mask_ids: np.ndarray | None = None
+    """[sum of sampling_mask_counts] int32: IDs of these tokens, token by token."""
+    sampled_by: list[dict[str, Any]] | None = None
+    """Spans of generated tokens as the engine reports them: start, end, the server's name, its label of the weights."""
+    routed_experts: np.ndarray | None = None
+    """[T - 1, layers, experts of a token]: experts that the engine sent each token to, except the last."""
     error: str | None = None
     admitted_version: int = 0
     """Published version when the group was admitted."""
@@ -119,6 +144,9 @@ class Sequence:
         assert len(set(lengths)) == 1, (
             f"{self.id}: columns of different length: {dict(zip(ALIGNED, lengths, strict=True))}"
         )
+        if self.sampling_mask_counts is not None and self.sampling_mask_ids is not None:
+            counts, ids = self.sampling_mask_counts, self.sampling_mask_ids
+            assert (len(counts), counts.sum()) == (lengths[0], len(ids)), f"{self.id}: sampling mask of another length"
 
 
 _FIELDS = attrgetter(*SCHEMA.names)
@@ -148,7 +176,40 @@ def to_table(sequences: SequenceABC[Sequence]) -> pa.Table:
             columns.append(pa.array(clean, pa.string()))
         else:
             columns.append(pa.array(values, column.type))
-    return pa.Table.from_arrays(columns, schema=SCHEMA)
+    table = pa.Table.from_arrays(columns, schema=SCHEMA)
+    for column in OPTIONAL:
+        if any(getattr(sequence, column.name) is not None for sequence in sequences):
+            encode = _ENCODED.get(column.name, _as_it_is)
+            values = [None if value is None else encode(value) for value in map(attrgetter(column.name), sequences)]
+            table = table.append_column(column, pa.array(values, column.type))
+    return table
+
+
+def concatenated(tables: Iterable[pa.Table]) -> pa.Table:
+    """Return the rows of several tables, of which some may have optional columns that others leave out."""
+    return pa.concat_tables(tables, promote_options="default")
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _to_npy(array: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=False)
+    return file.getvalue()
+
+
+def _from_npy(content: bytes) -> np.ndarray:
+    return np.load(io.BytesIO(content), allow_pickle=False)
+
+
+_ENCODED: dict[str, Callable[[Any], Any]] = {"sampled_by": ENCODER.encode, "routed_experts": _to_npy}
+_DECODED: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(MASKS, lambda ids: np.array(ids, np.int32)),
+    "sampled_by": DECODER.decode,
+    "routed_experts": _from_npy,
+}
 
 
 def from_table(table: pa.Table) -> list[Sequence]:
@@ -161,6 +222,9 @@ def from_table(table: pa.Table) -> list[Sequence]:
     plain = {name: table.column(name).to_pylist() for name in named}
     nested = {name: DECODER.decode(f"[{','.join(plain[name])}]") for name in _NESTED if name in plain}  # at once
     columns = {**plain, **nested, **aligned, "images": images_of(table)}
+    for name in (name for name in OPTIONAL.names if name in table.column_names):
+        decode = _DECODED[name]
+        columns[name] = [None if value is None else decode(value) for value in table.column(name).to_pylist()]
     return [Sequence(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
 
 
@@ -194,7 +258,22 @@ def _wrong_rows(sequences: SequenceABC[Sequence]) -> str:
         named = row.rewards.values() if isinstance(row.rewards, dict) else [None]
         if any(not isinstance(each, (int, float)) for each in named):
             return f"rewards of {row.id} are no numbers by name: {row.rewards!r:.60}"
+        if wrong := wrong_mask(row):
+            return f"{row.id} has {wrong}"
     return ""
+
+
+def wrong_mask(row: Sequence) -> str:
+    """Return what is wrong with the sampling mask of a row, for an error; empty if nothing is."""
+    counts, ids = row.sampling_mask_counts, row.sampling_mask_ids
+    if counts is None or ids is None:
+        return "" if counts is ids else f"only one of {' and '.join(MASKS)}"
+    if (counts < 0).any():
+        return "a negative number in sampling_mask_counts"
+    token = np.repeat(np.arange(len(counts)), counts)
+    itself = np.bincount(token[ids == row.input_ids[token]], minlength=len(counts))
+    wrong = np.flatnonzero(itself != (counts > 0))
+    return f"a sampling mask of token {wrong[0]} in which the token itself is not just once" if len(wrong) else ""
 
 
 def _too_deep(table: pa.Table) -> str:
@@ -305,10 +384,10 @@ def _strange_column(table: pa.Table) -> str:
         return ""
     if found < OLDEST:
         return f"it states format {found}; expected {OLDEST} to {FORMAT}"
-    for column in SCHEMA:
-        if column.name not in there:
-            return f"there is no column {column.name!r}"
-        if table.schema.field(column.name).type != column.type:
+    if missing := [name for name in SCHEMA.names if name not in there]:
+        return f"there is no column {missing[0]!r}"
+    for column in (*SCHEMA, *OPTIONAL):
+        if column.name in there and table.schema.field(column.name).type != column.type:
             return f"the column {column.name!r} is {table.schema.field(column.name).type}, not {column.type}"
     return ""
 

@@ -32,7 +32,14 @@ NEEDED = ("group_id", "input_ids", "loss_mask", "logprobs", "reward")
 """Columns that must be given, because there is no sensible default."""
 UNTRAINED = {"loss_mask": False, "logprobs": 0, "versions": -1, "turn_ids": -1, "temperatures": 1}
 """Value of an aligned column for a token that was not generated, and for padding."""
-KINDS: dict[str, type] = {"data": dict, "rewards": dict, "interactions": list, "images": list, "finish_reason": str}
+KINDS: dict[str, type] = {
+    "data": dict,
+    "rewards": dict,
+    "interactions": list,
+    "images": list,
+    "finish_reason": str,
+    "sampled_by": list,
+}
 """Types that readers expect of optional columns."""
 
 
@@ -185,10 +192,10 @@ def complete(sequences: Iterable[Mapping[str, Any] | rows.Sequence], *, version:
         missing = [name for name in NEEDED if given.get(name) is None]
         if missing:
             raise RecordError(f"{where} has no {', '.join(missing)}; expected at least {', '.join(NEEDED)}.")
-        unknown = [name for name in given if name not in rows.SCHEMA.names]
+        unknown = [name for name in given if name not in rows.COLUMNS]
         if unknown:
             raise RecordError(
-                f"{where} has {', '.join(map(repr, unknown))}; the columns are {', '.join(rows.SCHEMA.names)}. Put "
+                f"{where} has {', '.join(map(repr, unknown))}; the columns are {', '.join(rows.COLUMNS)}. Put "
                 f"anything else into data or an interaction."
             )
         values = {name: value for name, value in given.items() if value is not None}
@@ -226,11 +233,13 @@ def _complete(values: dict[str, Any], where: str, version: int) -> rows.Sequence
     reward = _number(f"{where}: reward", values["reward"])
     rewards = values.get("rewards", {} if np.isnan(reward) else {"reward": reward})
     versions = aligned["versions"][mask]
-    return rows.Sequence(
+    masks = {name: _array(values[name], np.int32) for name in rows.MASKS if name in values}
+    row = rows.Sequence(
         **{
             "admitted_version": int(versions.min()) if versions.size else version,
             **values,
             **aligned,
+            **masks,
             **{name: str(values[name]) for name in ("id", "group_id", "episode_id")},
             "input_ids": input_ids,
             "loss_mask": mask,
@@ -238,6 +247,9 @@ def _complete(values: dict[str, Any], where: str, version: int) -> rows.Sequence
             "rewards": _numbers(f"{where}: reward", rewards),
         }
     )
+    if wrong := rows.wrong_mask(row):
+        raise RecordError(f"{where} has {wrong}.")
+    return row
 
 
 def _aligned(name: str, value: Any, where: str, mask: np.ndarray) -> np.ndarray:

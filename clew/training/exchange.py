@@ -100,7 +100,7 @@ def _write_jsonl(path: Path, batch: list[rows.Sequence], stages: Stages) -> None
     """Write one line per sequence. NaN and infinity become null, as JSON has neither."""
     lines = []
     for place, row in enumerate(batch):
-        values = {name: getattr(row, name) for name in rows.SCHEMA.names}
+        values = {name: getattr(row, name) for name in rows.COLUMNS}
         values["stages"] = {name: arrays[place] for name, arrays in stages.items()}
         lines.append(json.dumps(_plain(values), default=str) + "\n")
     write_bytes(path, "".join(lines).encode())

@@ -32,6 +32,8 @@ TEXTS = ("id", "group_id", "episode_id", "finish_reason", "error")
 """Fields that are lists of B strings (error: strings or None)."""
 JSON = {"rewards_by_name": "rewards", "data": "data", "interactions": "interactions", "images": "images"}
 """Fields that are lists of B JSON texts, and the record's column for each."""
+REPORTED = (*rows.MASKS, "sampled_by")
+"""Fields that are lists of B JSON texts, and columns of the same name; missing if no row has one."""
 NUMBERS = ("admitted_version", "admitted_at", "started_at", "finished_at", "consumed_at")
 """Fields that are tensors [B]. A consumed_at of NaN means: not consumed."""
 ALWAYS_ELEMENTS = 2**24
@@ -56,6 +58,9 @@ def save_padded(
         content[name] = [getattr(row, name) for row in sequences]
     for name, column in JSON.items():
         content[name] = [rows.ENCODER.encode(getattr(row, column)) for row in sequences]
+    for name in REPORTED:
+        if any(getattr(row, name) is not None for row in sequences):
+            content[name] = [json.dumps(getattr(row, name), default=np.ndarray.tolist) for row in sequences]
     content["stages"] = {name: _pad(real_BT, values, np.float32) for name, values in (stages or {}).items()}
     file = io.BytesIO()
     torch.save(content, file)
@@ -111,9 +116,10 @@ def load_padded(path: Path, *, group_size: int | None = None, first_group: int =
         if name in content:
             columns[name] = [None if value != value else value for value in content[name].tolist()]
     try:
-        columns |= {column: list(map(json.loads, content[name])) for name, column in JSON.items() if name in content}
+        texts = {**JSON, **{name: name for name in REPORTED}}
+        columns |= {column: list(map(json.loads, content[name])) for name, column in texts.items() if name in content}
     except ValueError as error:
-        raise RecordError(f"{path}: one of {', '.join(JSON)} is not JSON ({error}).") from None
+        raise RecordError(f"{path}: one of {', '.join((*JSON, *REPORTED))} is not JSON ({error}).") from None
     try:
         return complete(({name: values[row] for name, values in columns.items()} for row in range(count)), version=0)
     except RecordError as error:
@@ -234,7 +240,7 @@ def _check_shapes(path: Path, content: dict[str, Any]) -> None:
     for name, expected in wanted.items():
         if not isinstance(found[name], Tensor) or list(found[name].shape) != expected:
             raise RecordError(f"{path}: {name} is {_describe(found[name])}; expected a tensor {expected}.")
-    for name in (*TEXTS, *JSON):
+    for name in (*TEXTS, *JSON, *REPORTED):
         if name in content and (not isinstance(content[name], list) or len(content[name]) != shape[0]):
             raise RecordError(f"{path}: {name} is {_describe(content[name])}; expected a list of {shape[0]} texts.")
 

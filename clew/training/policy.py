@@ -204,6 +204,7 @@ class Policy:
             micro.columns_N,
             micro.temperatures_N,
             micro.packed,
+            masks=micro.masks,
             seen=micro.seen,
             entropy_gradient=entropy_gradient,
         )
@@ -298,6 +299,12 @@ def check_tokens(tokens: Tokens, model: Any, name: str) -> None:
             f"{tokens.ids[tokens.lengths.argmax()]} has {longest} tokens; {name} takes {context} ({field})."
         )
     vocabulary = model.get_input_embeddings().weight.shape[0]
+    ids = tokens.mask_ids
+    if ids is not None and len(ids) and not 0 <= ids.min() <= ids.max() < vocabulary:
+        raise TrainingError(
+            f"sampling_mask_ids of this batch go from {ids.min()} to {ids.max()}; {name} has embeddings for the ids 0 "
+            f"to {vocabulary - 1}."
+        )
     unknown = np.flatnonzero((tokens.input_ids_S < 0) | (tokens.input_ids_S >= vocabulary))
     if len(unknown):
         at = int(unknown[0])

@@ -26,6 +26,29 @@ If there are more, they are computed in chunks of at most this size, and once mo
 
 
 @dataclass(frozen=True, kw_only=True)
+class Masks:
+    """Tokens that each scored token was drawn from, where top_p, top_k or min_p cut the others off."""
+
+    counts_N: Tensor
+    """Number of these tokens, int64; 0: all."""
+    ids_M: Tensor
+    """Their IDs, int64, scored token by scored token; M is the sum of the counts."""
+
+    def cut(self, logits_NV: Tensor) -> Tensor:
+        """Return the logits, with -inf for the tokens that could not be drawn."""
+        drawable_NV = (self.counts_N == 0)[:, None].repeat(1, logits_NV.shape[1])
+        tokens_M = torch.arange(len(self.counts_N), device=logits_NV.device).repeat_interleave(self.counts_N)
+        drawable_NV[tokens_M, self.ids_M] = True
+        return logits_NV.masked_fill(~drawable_NV, -torch.inf)
+
+    def chunk(self, chunks: int) -> list[Masks]:
+        """Split the masks as torch.chunk splits the scored tokens."""
+        parts_C = self.counts_N.chunk(chunks)
+        ids = self.ids_M.split([int(part.sum()) for part in parts_C])
+        return [Masks(counts_N=counts, ids_M=each) for counts, each in zip(parts_C, ids, strict=True)]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Scores:
     """One entry per scored token: float32, or float64 for a model in float64."""
 
@@ -43,6 +66,7 @@ def score(
     temperatures_N: Tensor,
     packed: Packed | None = None,
     *,
+    masks: Masks | None = None,
     seen: Mapping[str, Tensor] | None = None,
     logits: int | None = None,
     entropy_gradient: bool = False,
@@ -62,6 +86,7 @@ def score(
         columns_N: At least 1, as nothing predicts the first token of a row.
         temperatures_N: Divisors of the logits, float32.
         packed: Positions of the rows in input_ids_BT [1, P]; None: padded rows, one below the other.
+        masks: Tokens that each was drawn from; None: all. Logprobs are relative to these.
         seen: Further inputs of the model for padded rows that show images.
         logits: Maximum number of logits that are held; None: LOGITS.
         entropy_gradient: Whether a gradient of the entropies is needed, which holds one more [N, V] until then.
@@ -77,9 +102,9 @@ def score(
         logits_NV = model(**inputs).logits
     if chunks == 1:
         assert logits_NV.shape[:-1] == predictors_N.shape, f"{type(model).__name__} changes the shape of its logits"
-        scores = _score(logits_NV, targets_N, temperatures_N, entropy_gradient)
+        scores = _score(logits_NV, targets_N, temperatures_N, masks, entropy_gradient)
     else:
-        scores = projection.score_in_chunks(chunks, logits_NV, targets_N, temperatures_N, entropy_gradient)
+        scores = projection.score_in_chunks(chunks, logits_NV, targets_N, temperatures_N, masks, entropy_gradient)
     if isinstance(model, FSDPModule) and not torch.is_grad_enabled():
         model.reshard()  # the outermost parameters, as a backward pass would
     return scores
@@ -110,12 +135,16 @@ def _tokens(input_ids_BT: Tensor, rows_N: Tensor, columns_N: Tensor, packed: Pac
     return columns_N + (rows_N * input_ids_BT.shape[1] if packed is None else packed.starts_R[rows_N])
 
 
-def _score(logits_NV: Tensor, targets_N: Tensor, temperatures_N: Tensor, entropy_gradient: bool) -> Scores:
-    logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
-    logprobs_NV = torch.log_softmax(logits_NV / temperatures_N[:, None], dim=-1)
+def _score(
+    logits_NV: Tensor, targets_N: Tensor, temperatures_N: Tensor, masks: Masks | None, entropy_gradient: bool
+) -> Scores:
+    logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)) / temperatures_N[:, None]
+    logprobs_NV = torch.log_softmax(logits_NV if masks is None else masks.cut(logits_NV), dim=-1)
     logprobs_N = logprobs_NV.gather(1, targets_N[:, None])[:, 0]
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):  # last: see `checkpoint`'s early stop
-        entropies_N = -(logprobs_NV.exp() * logprobs_NV).sum(-1)
+        lowest = torch.finfo(logprobs_NV.dtype).min  # 0 times -inf is no number
+        finite_NV = logprobs_NV if masks is None else logprobs_NV.clamp(min=lowest)
+        entropies_N = -(logprobs_NV.exp() * finite_NV).sum(-1)
     return Scores(logprobs_N=logprobs_N, entropies_N=entropies_N)
 
 
@@ -143,7 +172,13 @@ class _Projection(ExitStack):
         self.enter_context(head.register_forward_hook(after))
 
     def score_in_chunks(
-        self, chunks: int, logits_1V: Tensor, targets_N: Tensor, temperatures_N: Tensor, entropy_gradient: bool
+        self,
+        chunks: int,
+        logits_1V: Tensor,
+        targets_N: Tensor,
+        temperatures_N: Tensor,
+        masks: Masks | None,
+        entropy_gradient: bool,
     ) -> Scores:
         """Return the scores, computed in chunks.
 
@@ -151,11 +186,12 @@ class _Projection(ExitStack):
             logits_1V: The model's logits for the first hidden state.
         """
 
-        def score_chunk(hidden_CH: Tensor, targets_C: Tensor, temperatures_C: Tensor) -> Scores:
+        def score_chunk(hidden_CH: Tensor, targets_C: Tensor, temperatures_C: Tensor, masks: Masks | None) -> Scores:
             logits_CV = self.afterwards.repeat(self.head(hidden_CH), result=logits_1V)
-            return _score(logits_CV, targets_C, temperatures_C, entropy_gradient)
+            return _score(logits_CV, targets_C, temperatures_C, masks, entropy_gradient)
 
-        inputs = (each.chunk(chunks) for each in (self.hidden_NH, targets_N, temperatures_N))
+        tensors = [each.chunk(chunks) for each in (self.hidden_NH, targets_N, temperatures_N)]
+        inputs = (*tensors, [None] * len(tensors[0]) if masks is None else masks.chunk(chunks))
         parts = [
             checkpoint(score_chunk, *chunk, use_reentrant=False, preserve_rng_state=False)
             for chunk in zip(*inputs, strict=True)

@@ -13,6 +13,14 @@ from torch import Tensor
 
 from clew.record.rows import Sequence
 from clew.training.packing import Packed
+from clew.training.scoring import Masks
+
+
+def _mask_of(sequence: Sequence) -> tuple[np.ndarray, np.ndarray]:
+    """Return the counts and IDs of a sequence's sampling mask."""
+    if sequence.sampling_mask_counts is None or sequence.sampling_mask_ids is None:
+        return np.zeros(len(sequence.input_ids), np.int32), np.empty(0, np.int32)
+    return sequence.sampling_mask_counts, sequence.sampling_mask_ids
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,18 +37,26 @@ class Tokens:
     """Mask of the tokens that are trained on, bool."""
     temperatures_S: np.ndarray
     """Temperature of each token, float32."""
+    mask_counts_S: np.ndarray | None = None
+    """Number of tokens that each was drawn from, int32; 0: all. None if nothing was cut off."""
+    mask_ids: np.ndarray | None = None
+    """IDs of these tokens, int32, token by token."""
     images: SequenceABC[SequenceABC[str]] | None = None
     """Names of each row's images; None if there are no images."""
 
     @classmethod
     def of(cls, sequences: SequenceABC[Sequence]) -> Tokens:
         """Lay out the tokens of recorded sequences."""
+        masked = any(sequence.sampling_mask_ids is not None for sequence in sequences)
+        counts, ids = zip(*map(_mask_of, sequences), strict=True) if masked else ((), ())
         return cls(
             ids=[sequence.id for sequence in sequences],
             starts=np.cumsum([0, *(len(sequence.input_ids) for sequence in sequences)]),
             input_ids_S=np.concatenate([sequence.input_ids for sequence in sequences]),
             loss_mask_S=np.concatenate([sequence.loss_mask for sequence in sequences]),
             temperatures_S=np.concatenate([sequence.temperatures for sequence in sequences]),
+            mask_counts_S=np.concatenate(counts) if masked else None,
+            mask_ids=np.concatenate(ids) if masked else None,
             images=[each.images for each in sequences] if any(each.images for each in sequences) else None,
         )
 
@@ -53,6 +69,19 @@ class Tokens:
     def row_of_S(self) -> np.ndarray:
         """Row of each token, int64."""
         return np.repeat(np.arange(len(self.ids)), self.lengths)
+
+    def masks(self, where_N: np.ndarray, device: torch.device) -> Masks | None:
+        """Return the tokens that those at these positions of the batch were drawn from; None if nothing was cut off."""
+        if self.mask_counts_S is None or self.mask_ids is None:
+            return None
+        counts_N = self.mask_counts_S[where_N].astype(np.int64)
+        begins_N = (np.cumsum(self.mask_counts_S, dtype=np.int64) - self.mask_counts_S)[where_N]
+        offsets = np.arange(counts_N.sum()) - np.repeat(np.cumsum(counts_N) - counts_N, counts_N)
+        ids_M = self.mask_ids[np.repeat(begins_N, counts_N) + offsets].astype(np.int64)
+        return Masks(
+            counts_N=torch.from_numpy(counts_N).to(device),
+            ids_M=torch.from_numpy(ids_M).to(device),
+        )
 
     def split(self, values_S: np.ndarray) -> list[np.ndarray]:
         """Split an array that is aligned with the tokens into rows."""
@@ -79,6 +108,8 @@ class MicroBatch:
     """Temperature of each trained token, float32."""
     where_N: np.ndarray
     """Position of each trained token in the batch's [S] arrays, int64."""
+    masks: Masks | None = None
+    """Tokens that each trained token was drawn from; None: all."""
     seen: Mapping[str, Tensor] = field(default_factory=dict)
     """Further inputs of the model for rows that show images: see `clew.models.vision.Vision.inputs`."""
 
@@ -108,4 +139,5 @@ class MicroBatch:
             columns_N=torch.from_numpy(column[trained]).to(device),
             temperatures_N=torch.from_numpy(tokens.temperatures_S[where[trained]]).to(device),
             where_N=where[trained],
+            masks=tokens.masks(where[trained], device),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -45,6 +46,7 @@ def show_episode(console: Console, run: RunDirectory, found: Found, name: Name, 
                 ("finish", last.finish_reason),
                 *((f"sequence {each.id}", _lengths(each)) for each in shown if len(each.input_ids)),
                 ("versions", f"{versions(sequences)}, admitted at {last.admitted_version}"),
+                *itertools.chain.from_iterable(map(_reported, shown)),
                 ("lag", lag(sequences, found.step)),
                 ("admitted", moment(last.admitted_at)),
                 ("started", _after(last.started_at, last.admitted_at)),
@@ -162,6 +164,43 @@ def rejected_of(sequences: Iterable[Sequence], rejected: dict[str, np.ndarray]) 
 
 def rewards_by_name(rewards: dict[str, float]) -> str:
     return "  ".join(f"{name} {value:.4g}" for name, value in rewards.items())
+
+
+def _reported(sequence: Sequence) -> list[tuple[str, str]]:
+    """Return the lines about what the engine said of a sequence."""
+    lines: list[tuple[str, str]] = []
+    if sequence.sampled_by:
+        lines.append((f"sampled by, {sequence.id}", sampled_by(sequence)))
+    if sequence.sampling_mask_counts is not None:
+        lines.append((f"sampling mask, {sequence.id}", mask_in_words(sequence.sampling_mask_counts)))
+    if sequence.routed_experts is not None:
+        tokens, layers, experts = sequence.routed_experts.shape
+        lines.append((f"routed experts, {sequence.id}", f"{experts} in each of {layers} layers, for {tokens} tokens"))
+    return lines
+
+
+def sampled_by(sequence: Sequence) -> str:
+    """Return which servers generated the tokens, and where the label of their weights is not Clew's version."""
+    spans = sequence.sampled_by or []
+    tokens = Counter[str]()
+    for span in spans:
+        tokens[str(span.get("server"))] += span["end"] - span["start"]
+    others = [
+        f"tokens {span['start']} to {span['end'] - 1} were made by its version {span['version']}"
+        for span in spans
+        if str(span.get("version")).isdigit()
+        and (sequence.versions[span["start"] : span["end"]] != int(span["version"])).any()
+    ]
+    names = ", ".join(f"{visible(name)} ({count} tokens)" for name, count in tokens.items())
+    return "; ".join([names, *(f"NOT AS LABELLED: {visible(each)}" for each in others)])
+
+
+def mask_in_words(counts: np.ndarray) -> str:
+    """Return how many tokens those of a sequence were drawn from, given `Sequence.sampling_mask_counts`."""
+    cut = counts[counts > 0]
+    if not len(cut):
+        return MISSING
+    return f"{len(cut)} tokens, each drawn from {cut.min()} to {cut.max()} (median {np.median(cut):.0f})"
 
 
 def versions(sequences: Iterable[Sequence]) -> str:

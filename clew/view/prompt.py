@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 from rich.console import Console
 
 from clew import data
@@ -169,7 +168,7 @@ def _in_table(path: Path, step: int | None, is_meant: Callable[[str], bool]) -> 
         if content in meant:
             groups.setdefault(group, []).append(place)
     for group, places in groups.items():
-        sequences = rows.checked(path, pa.concat_tables([batch.slice(place, 1) for place in places]))
+        sequences = rows.checked(path, rows.concatenated([batch.slice(place, 1) for place in places]))
         episodes = {sequence.episode_id: sequence.reward for sequence in sequences}
         versions = np.concatenate([sequence.versions[sequence.loss_mask] for sequence in sequences])
         error = next((sequence.error for sequence in sequences if sequence.error), None) if step is None else None

@@ -111,6 +111,8 @@ def show_tokens(
     columns = {"position": 8, "id": 8, "logprob": 9, "current": 9, "version": 8, "advantage": 10, "loss": 10}
     if "rejected" in stages:
         columns["rejected"] = 13
+    if sequence.sampling_mask_counts is not None:
+        columns["drawn from"] = 12
     header = "".join(f"{name:>{width}}" for name, width in columns.items())
     console.print(Text(header + "  text", style="bold"))
     for place, count in shown:
@@ -126,6 +128,8 @@ def show_tokens(
             ]
             if "rejected" in stages:
                 cells.append("+".join(reasons_of(stages["rejected"][place : place + 1])))
+            if sequence.sampling_mask_counts is not None:
+                cells.append(str(sequence.sampling_mask_counts[place] or "all"))
         else:
             cells += [""] * (len(columns) - 2)
         line = Text("".join(f"{cell:>{width}}" for cell, width in zip(cells, columns.values(), strict=True)) + "  ")

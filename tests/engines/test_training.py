@@ -66,7 +66,15 @@ def test_ten_steps_of_training_and_their_replay(tmp_path: Path, backend: str) ->
     versions: set[int] = set()
     for step in range(10):
         metrics = run.steps.read(step)["metrics"]
-        versions |= {int(version) for row in run.steps.read_data(step) for version in row.versions if version >= 0}
+        for row in run.steps.read_data(step):
+            versions |= {int(version) for version in row.versions if version >= 0}
+            spans = row.sampled_by or []
+            assert sum(span["end"] - span["start"] for span in spans) == row.loss_mask.sum(), "each token once"
+            for span in spans:
+                assert span["server"].lower().startswith(backend)
+                if span["version"] != "default":  # what the server began with, before the first update
+                    made = row.versions[span["start"] : span["end"]]
+                    assert (made == int(span["version"])).all(), "the engine's label of the weights is Clew's version"
         if metrics["lag_max"] == 0:
             assert metrics["behaviour_k3"] < 1e-8, "the trainer and the engine agree about fresh tokens"
     assert len(versions) > 5

@@ -34,7 +34,7 @@ def test_uniform_numbers_are_uniform_and_depend_on_seed_and_position_alone() -> 
 def test_draws_by_inverting_the_cumulative_distribution() -> None:
     logits = torch.log(torch.tensor([[0.1, 0.2, 0.3, 0.4]])).repeat(5, 1)
     numbers = torch.tensor([0.0, 0.0999, 0.2, 0.5999, 0.99])
-    ids, logprobs = choose(logits, params(*[SamplingParams()] * 5), numbers)
+    ids, logprobs, _ = choose(logits, params(*[SamplingParams()] * 5), numbers)
     assert ids.tolist() == [0, 0, 1, 2, 3]
     assert logprobs.tolist() == pytest.approx([math.log(p) for p in (0.1, 0.1, 0.2, 0.3, 0.4)])
 
@@ -42,10 +42,10 @@ def test_draws_by_inverting_the_cumulative_distribution() -> None:
 def test_logprob_is_after_temperature_and_before_truncation() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]])
     row = SamplingParams(temperature=2.0, top_k=1)
-    ids, logprobs = choose(logits, params(row), torch.tensor([0.0]))
+    ids, logprobs, _ = choose(logits, params(row), torch.tensor([0.0]))
     assert ids.tolist() == [3]
     assert logprobs.item() == pytest.approx(torch.log_softmax(logits / 2, -1)[0, 3].item())
-    ids, logprobs = choose(logits, params(SamplingParams(temperature=0), row), torch.tensor([0.0, 0.0]))
+    ids, logprobs, _ = choose(logits, params(SamplingParams(temperature=0), row), torch.tensor([0.0, 0.0]))
     assert ids.tolist() == [3, 3] and logprobs[0] == pytest.approx(torch.log_softmax(logits, -1)[0, 3].item())
 
 
@@ -75,10 +75,10 @@ def test_truncation() -> None:
 def test_banned_tokens_are_not_drawn_and_do_not_change_the_logprob() -> None:
     logits = torch.tensor([[3.0, 0.0, 0.0, 0.0]] * 2)
     banned = torch.tensor([[True, False, False, False]] * 2)
-    ids, logprobs = choose(logits, params(SamplingParams(), SamplingParams(temperature=0)), torch.zeros(2), banned)
+    ids, logprobs, _ = choose(logits, params(SamplingParams(), SamplingParams(temperature=0)), torch.zeros(2), banned)
     assert ids.tolist() == [1, 1]
     assert logprobs.tolist() == pytest.approx([torch.log_softmax(logits, -1)[0, 1].item()] * 2)
-    ids, _ = choose(logits, params(*[SamplingParams(temperature=0)] * 2), torch.zeros(2), banned)
+    ids, *_ = choose(logits, params(*[SamplingParams(temperature=0)] * 2), torch.zeros(2), banned)
     assert ids.tolist() == [1, 1]
 
 
@@ -96,7 +96,7 @@ def test_a_token_of_probability_0_is_never_drawn() -> None:
     logits = torch.full((4096, 50), -torch.inf)
     logits[:, :3] = torch.randn(4096, 3, generator=torch.Generator().manual_seed(0))
     numbers = torch.full((4096,), 1 - 2.0**-23)
-    ids, logprobs = choose(logits, params(*[SamplingParams()] * 4096, vocab=50), numbers)
+    ids, logprobs, _ = choose(logits, params(*[SamplingParams()] * 4096, vocab=50), numbers)
     assert ids.max() <= 2 and logprobs.isfinite().all()
 
 

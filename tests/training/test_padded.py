@@ -172,7 +172,7 @@ def test_a_pickled_object_is_refused_and_not_executed(tmp_path: Path) -> None:
         ({"stages": {"loss": torch.ones(4)}}, r"stages\.loss is a tensor \[4\]; expected a tensor \[4, 5\]"),
         ({"id": ["a"]}, r"id is a list of 1; expected a list of 4 texts"),
         ({"id": list("abca")}, r"batch\.pt: the id 'a' names 2 sequences"),
-        ({"data": ["{"] * 4}, r"one of rewards_by_name, data, interactions, images is not JSON"),
+        ({"data": ["{"] * 4}, r"is not JSON"),
         ({"clew_format": 5}, r"is of format 5; this Clew reads formats up to 4"),
         ({"loss_mask": torch.ones(4, 5)}, r"batch\.pt: sequence 0 .* its first token is in loss_mask"),
     ],
