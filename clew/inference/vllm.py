@@ -158,7 +158,8 @@ class VLLMEngine(HTTPEngine):
 
     async def abort(self, request_id: str | None = None) -> None:
         """Abort one request, or all (None); their tokens so far are returned."""
-        named = {} if request_id is None else {"request_ids": [f"cmpl-{request_id}-0", f"generate-tokens-{request_id}"]}
+        ids = [f"cmpl-{request_id}", f"cmpl-{request_id}-0", f"generate-tokens-{request_id}"]
+        named = {} if request_id is None else {"request_ids": ids}
         await self._post("/abort_requests", named)
 
     async def pause(self, lease_s: float = 0.0) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from clew.errors import TrainingError
 from clew.models.tensor_digest import digest_tensor
 from clew.record.weights import DIGEST_KEY, DIGESTS_KEY, WeightRef
 from clew.training.engine import TrainEngine
@@ -33,6 +34,7 @@ def write_weights(engine: TrainEngine, folder: Path, version: int, probe_ids: Se
 
     Raises:
         RecordError: The disk is full.
+        TrainingError: The tensors to send are not those that the model computes with.
     """
     probe = list(default_probe(engine) if probe_ids is None else probe_ids)
     tensors, digest = _each_once(engine.policy.published_state()), engine.weights_digest()
@@ -40,7 +42,9 @@ def write_weights(engine: TrainEngine, folder: Path, version: int, probe_ids: Se
         with written_aside(folder) as aside:
             metadata = {"format": "pt", DIGEST_KEY: digest}
             if engine.config.inference.backend != "embedded":
-                metadata[DIGESTS_KEY] = json.dumps(_digests(tensors))
+                digests = _digests(tensors)
+                _check_sent(engine, digests, version)
+                metadata[DIGESTS_KEY] = json.dumps(digests)
             save_file(tensors, aside / "model.safetensors", metadata=metadata)
             engine.policy.model.config.save_pretrained(aside)
     return WeightRef(
@@ -60,6 +64,21 @@ def _each_once(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def _digests(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
     return {name: f"{digest_tensor(tensor, name=name):016x}" for name, tensor in tensors.items()}
+
+
+def _check_sent(engine: TrainEngine, digests: dict[str, str], version: int) -> None:
+    """Raise TrainingError if tensors that are sent are not those that the model computes with.
+
+    Engines compare what they hold with what was sent. If that is an old copy, only this finds it: the engines would
+    serve old weights, and it would look like lag. A step that changed no weight at all (after rounding) passes.
+    """
+    own = engine.weights_digests()
+    other = [name for name, digest in digests.items() if name in own and int(digest, 16) != own[name]]
+    if other:
+        raise TrainingError(
+            f"Cannot publish version {version}: {len(other)} of {len(digests)} tensors to send are not those that the "
+            f"model computes with, such as {other[0]}. An older version would be served. This is a defect of Clew."
+        )
 
 
 def default_probe(engine: TrainEngine) -> list[int]:

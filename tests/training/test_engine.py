@@ -358,6 +358,19 @@ def test_published_weights_load_in_the_inference_engine(tmp_path, family, tie):
     assert core.version == 1 and core.score(row.input_ids.tolist()) == pytest.approx(last, abs=1e-5)
 
 
+def test_an_old_copy_is_not_published_for_new_weights(tmp_path, monkeypatch):
+    tiny_tokenizer(tmp_path / "model")
+    tiny_model(tmp_path / "model")
+    engine = TrainEngine(make_config(tmp_path / "model", inference={"backend": "vllm"}))
+    old = {name: tensor.clone() for name, tensor in engine.policy.published_state().items()}
+    write_weights(engine, tmp_path / "version-000000", 0)
+    monkeypatch.setattr(engine.policy, "published_state", lambda: old)
+    write_weights(engine, tmp_path / "version-000000", 0)  # the same weights again: nothing has changed
+    engine.train_step(make_batch())
+    with pytest.raises(TrainingError, match=r"version 1: \d+ of \d+ tensors to send are not those"):
+        write_weights(engine, tmp_path / "version-000001", 1)
+
+
 @pytest.mark.parametrize("family", ["qwen2", "gpt2"])
 @pytest.mark.parametrize("tie", [True, False])
 def test_published_weights_load_in_transformers_and_answer_the_probe(tmp_path, family, tie):
