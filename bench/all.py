@@ -14,6 +14,7 @@ from pathlib import Path
 
 PARTS = {
     "bench.engine": "inference: the embedded engine, and HTTP",
+    "bench.client": "inference: CPU time of the client",
     "bench.step": "a synchronous step, and what recording takes of it",
     "bench.lengths": "widely varying lengths: synchronous and asynchronous against TRL",
     "bench.areal": "a train step against AReaL's",

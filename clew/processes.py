@@ -61,19 +61,20 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def hold_lock(path: Path, what: str) -> IO[str]:
+def hold_lock(path: Path, what: str, patience_s: float = PATIENCE_S) -> IO[str]:
     """Take an exclusive lock on `path`, held until the returned file is closed or this process ends.
 
     Args:
         path: The lock file.
         what: The role that is locked, such as "trainer", for the message.
+        patience_s: Seconds to wait for a process that is ending.
 
     Raises:
         RecordError: Another process has the lock. The message has its pid.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("a+")
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + patience_s
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

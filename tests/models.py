@@ -142,8 +142,12 @@ SEEING_TEMPLATE = (
 )
 
 
-def seeing_model(folder: Path | str, family: str = "llava", *, scale: float = 0.3, context: int = 256) -> Any:
+def seeing_model(
+    folder: Path | str, family: str = "llava", *, scale: float = 0.3, context: int = 256, head: int = 8
+) -> Any:
     """A random model that takes images, with its tokenizer and processor; returns its processor.
+
+    head: size of the attention's heads, of which there are four; vLLM's CPU attention takes 32 and more.
 
     family: llava (4 tokens an image of any size), paddleocr_vl (a token for each 8 x 8 pixels, with positions in two
     dimensions, as Qwen's have), gemma3 (whose tokens of an image see one another).
@@ -167,12 +171,12 @@ def seeing_model(folder: Path | str, family: str = "llava", *, scale: float = 0.
         "pad_token_id": 0,
         "bos_token_id": None,
         "eos_token_id": 1,
-        "hidden_size": 32,
+        "hidden_size": 4 * head,
         "intermediate_size": 64,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 8,
+        "head_dim": head,
         "max_position_embeddings": context,
     }
     vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}

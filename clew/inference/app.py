@@ -25,6 +25,7 @@ from clew.inference.protocol import Completion, EngineUnreachable, GenerateReque
 from clew.inference.remote import RemoteEngine
 from clew.inference.shapes import Ask, Call, answer, parse_call
 from clew.listening import ASGI, LARGE_BODY, LARGE_TEXT, Message, Receive, Send, max_text, respond
+from clew.models.vision import Vision
 from clew.record.weights import WeightRef
 
 PAUSE_LEASE_S = 60.0
@@ -140,20 +141,38 @@ class Application:
         return answer(rid, request, completion, text=text, logprobs=call.return_logprob)
 
     async def _ids(self, ask: Ask) -> list[int]:
-        """Return the prompt's tokens. Long texts are tokenized in a thread, so that other requests are not delayed."""
+        """Return the prompt's tokens, with those that stand for its images where it has only placeholders.
+
+        Long texts are tokenized in a thread, so that other requests are not delayed.
+        """
+        vision = self.engine.core.vision
+        if ask.images and vision is not None:
+            return await asyncio.to_thread(self._ids_with_images, ask, vision)
         if ask.input_ids is not None:
             return ask.input_ids
         assert ask.text is not None
+        return (
+            self._tokenized(ask.text)
+            if len(ask.text) < LARGE_TEXT
+            else await asyncio.to_thread(self._tokenized, ask.text)
+        )
+
+    def _tokenized(self, text: str) -> list[int]:
         tokenizer = self.engine.core.tokenizer
         if tokenizer is None:
             raise EngineError("text needs a tokenizer, and this server has none. Send input_ids.")
-        if len(ask.text) > (limit := max_text(self.engine.core.context)):
+        if len(text) > (limit := max_text(self.engine.core.context)):
             raise RequestTooLong(
-                f"the prompt has {len(ask.text)} characters; for this model's context at most {limit} are read."
+                f"the prompt has {len(text)} characters; for this model's context at most {limit} are read."
             )
-        if len(ask.text) < LARGE_TEXT:
-            return tokenizer(ask.text)["input_ids"]
-        return (await asyncio.to_thread(tokenizer, ask.text))["input_ids"]
+        return tokenizer(text)["input_ids"]
+
+    def _ids_with_images(self, ask: Ask, vision: Vision) -> list[int]:
+        if ask.input_ids is not None:
+            return vision.expanded_ids(ask.input_ids, ask.images)
+        text = ask.text or ""
+        expands = text.count(vision.placeholder) == len(ask.images)
+        return self._tokenized(vision.expanded(text, ask.images) if expands else text)
 
     async def _stream(self, call: Call, requests: list[GenerateRequest], receive: Receive, send: Send) -> None:
         """Answer with server-sent events.
@@ -358,7 +377,11 @@ class _Administration:
         try:
             self._application.refuse_foreign_weights(ref.path)
             await self._engine.load_weights(ref)
+        except EngineUnreachable:  # the engine died or froze meanwhile; it loads the newest weights before it serves
+            raise
         except EngineError as error:
+            if self._engine.failure is not None:
+                raise
             return _json({"success": False, "message": str(error), "num_paused_requests": 0}, 400)
         return _json({"success": True, "message": f"version {ref.version} is loaded", "num_paused_requests": 0})
 

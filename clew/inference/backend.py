@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from clew.config import Config
+from clew.errors import EngineError
 from clew.inference.protocol import Completion, GenerateRequest
+from clew.models.vision import Vision
 from clew.record.weights import WeightRef
 
 
@@ -35,8 +37,8 @@ class Backend(Protocol):
     """True if it takes images beside token IDs; known after `prepare`."""
 
     @classmethod
-    def client(cls, config: Config, address: str) -> Backend:
-        """Return a client of a server that `launch` has started."""
+    def client(cls, config: Config, address: str, vision: Vision | None = None) -> Backend:
+        """Return a client of a server that `launch` has started; vision: the model's image input, if it has one."""
         ...
 
     @staticmethod
@@ -97,6 +99,28 @@ class Backend(Protocol):
     async def close(self) -> None:
         """Close the connections."""
         ...
+
+
+def check_model(kind: str, address: str, served: str, wanted: str) -> None:
+    """Raise EngineError if a server's model has another architecture, size or vocabulary than the run's.
+
+    Folders of other machines and hub names are not looked at.
+    """
+    for field in ("architectures", "vocab_size", "hidden_size", "num_hidden_layers"):
+        own, other = config_field(wanted, field), config_field(served, field)
+        if own is not None and other is not None and own != other:
+            raise EngineError(
+                f"Cannot train with {kind} at {address}: its model {served} has {field} {other}, and {wanted} "
+                f"(model.path) has {own}. Start it with {wanted}."
+            )
+
+
+def config_field(folder: str, field: str) -> Any:
+    """Return a field of a model's config.json, or None where there is none to be read."""
+    try:
+        return json.loads((Path(folder) / "config.json").read_bytes()).get(field)
+    except OSError:
+        return None
 
 
 def options(args: Iterable[tuple[str, Any]]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import io
@@ -28,6 +29,12 @@ from clew.record.weights import WeightRef
 
 LONGEST_MESSAGE = 2000
 """Number of characters of a server's own message that are shown."""
+
+HEALTH_S = 2.0
+"""Seconds between two looks whether a server answers."""
+
+FROZEN_S = 30.0
+"""Seconds without an answer after which a server counts as frozen."""
 
 
 class HTTPEngine:
@@ -195,6 +202,44 @@ class HTTPEngine:
         await self._post("/resume_memory_occupation", {"tags": ["kv_cache"]})
         await self.resume()
 
+    async def frozen(self, after_s: float) -> None:
+        """Return when the server has not answered anything for `after_s` seconds.
+
+        The HTTP side of a server answers while its engine computes, loads weights or is paused.
+        """
+        loop = asyncio.get_running_loop()
+        pause = min(HEALTH_S, after_s / 4)
+        answered = loop.time()
+        while loop.time() - answered < after_s:
+            await asyncio.sleep(pause)
+            if await self.answers(pause):
+                answered = loop.time()
+
+    async def answers(self, within_s: float = HEALTH_S) -> bool:
+        """Return whether the server answers at all, be it that it is starting."""
+        timeout = aiohttp.ClientTimeout(total=within_s)
+        try:
+            async with self._connected().get(self._url + "/health", timeout=timeout):
+                return True
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+
+    async def _routes(self) -> dict[str, Any]:
+        """Return the server's endpoints, by path.
+
+        Raises:
+            EngineError: It does not say which, so it is no inference server.
+        """
+        try:
+            return dict((await self._request("GET", "/openapi.json", None))["paths"])
+        except EngineUnreachable:
+            raise
+        except (EngineError, LookupError, TypeError, ValueError) as error:
+            raise EngineError(
+                f"Cannot use {self.address}: it is no vLLM or SGLang server, as GET /openapi.json lists no endpoints "
+                f"({type(error).__name__}: {error}). Give the host:port that the inference server printed."
+            ) from None
+
     async def close(self) -> None:
         """Close the connections."""
         if self._session is not None:
@@ -234,19 +279,22 @@ class HTTPEngine:
             EngineUnreachable: The server is away or not ready.
             EngineError: The server refused the request; the message has the server's own words.
         """
+        try:
+            async with self._connected().request(method, self._url + path, data=body) as response:
+                if response.status != 200:
+                    self._refuse(path, response.status, await response.read())
+                yield response
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
+            raise EngineUnreachable(self.address, str(error) or type(error).__name__) from error
+
+    def _connected(self) -> aiohttp.ClientSession:
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=600),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
                 headers=self._headers,
             )
-        try:
-            async with self._session.request(method, self._url + path, data=body) as response:
-                if response.status != 200:
-                    self._refuse(path, response.status, await response.read())
-                yield response
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
-            raise EngineUnreachable(self.address, str(error) or type(error).__name__) from error
+        return self._session
 
     def _refuse(self, path: str, status: int, content: bytes) -> NoReturn:
         if status == 503:
@@ -292,6 +340,11 @@ def completion_of(answer: dict[str, Any], server: str) -> Completion:
     if "output_token_logprobs" not in meta:
         raise EngineError("the inference server returned no logprobs, so its tokens cannot be trained on.")
     pairs = meta["output_token_logprobs"]
+    tokens = len(answer.get("output_ids", pairs))
+    if len(pairs) not in (tokens, meta.get("completion_tokens")):  # a stream's events count differently
+        raise EngineError(
+            f"the inference server returned {tokens} tokens and {len(pairs)} logprobs, so they cannot be trained on."
+        )
     versions: list[int] = []
     more = meta.get("clew") or {}
     spans = meta.get("weight_versions") or [{"version": meta.get("weight_version"), "start": 0, "end": len(pairs)}]

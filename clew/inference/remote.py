@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from clew.errors import EngineError, ModelError, described
 from clew.inference.backend import Backend, Launch
 from clew.inference.checks import check_request, default_stop_ids
 from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest
-from clew.inference.server_process import ServerProcess
+from clew.inference.server_process import AttachedServer, ServerProcess
 from clew.inference.sglang import SGLangEngine
 from clew.inference.vllm import VLLMEngine
 from clew.models.architecture import context_in
@@ -114,8 +113,17 @@ class RemoteCore:
 class RemoteEngine:
     """Engine in a server process; it has the interface of `clew.inference.local.LocalEngine`."""
 
-    def __init__(self, config: Config, core: RemoteCore, backend: Backend, launch: Launch, log_file: Path) -> None:
+    def __init__(
+        self, config: Config, core: RemoteCore, backend: Backend, launch: Launch | None = None, log_file: Path = Path()
+    ) -> None:
         """Start the server; `start` waits for it.
+
+        Args:
+            config: The configuration.
+            core: The part that answers for the model.
+            backend: Client of the server.
+            launch: How to start it; None: it runs already.
+            log_file: File for its output.
 
         Raises:
             EngineError: There is no such program.
@@ -124,7 +132,7 @@ class RemoteEngine:
         self.failure: str | None = None
         """Reason why nothing is served until `restart`: the server is gone. Every call raises EngineError then."""
         self.released = False
-        self.process = ServerProcess(launch, log_file)
+        self.process = AttachedServer() if launch is None else ServerProcess(launch, log_file)
         self._launch = launch
         self._backend = backend
         self._tolerance = PROBE_TOLERANCE[config.model.dtype]
@@ -272,7 +280,7 @@ class RemoteEngine:
         loop = asyncio.get_running_loop()
         began = loop.time()
         with waiting(f"{kind} to start", unblocks=kind, numbers=lambda: f"its log: {self.process.log}"):
-            while not await self._is_ready():
+            while not await self._is_ready(refuse=isinstance(self.process, AttachedServer)):
                 if ended := self.process.ended():
                     raise EngineError(f"{kind} did not start: it {ended}")
                 reporter.set(doing=f"waiting for {kind} to start ({loop.time() - began:.0f} s)")
@@ -284,10 +292,19 @@ class RemoteEngine:
         log.info("%s started in %.1f s at %s", kind, loop.time() - began, backend.address)
         self._watch = loop.create_task(self._keep_watch())
 
-    async def _is_ready(self) -> bool:
-        with suppress(EngineError, TimeoutError):
+    async def _is_ready(self, *, refuse: bool = False) -> bool:
+        """Return whether the server answers. refuse: raise EngineError if it is no inference server."""
+        try:
             return await asyncio.wait_for(self._backend.ready(), 2.0)
-        return False
+        except (EngineUnreachable, TimeoutError):
+            return False
+        except EngineError as error:
+            if not refuse:
+                return False
+            raise EngineError(
+                f"Cannot attach to {self._backend.address}: it is no {self._backend.kind} server. {error} Give the "
+                f"host:port of the inference server."
+            ) from None
 
     async def _keep_watch(self) -> None:
         """Set `failure` when the server has ended, or has not answered for FROZEN_S."""
@@ -302,8 +319,8 @@ class RemoteEngine:
                     answered = loop.time()
                 elif loop.time() - answered > FROZEN_S:
                     self.failure = (
-                        f"{self._backend.kind} at {self._backend.address} has not answered for {FROZEN_S:.0f} s, and "
-                        f"was ended (its log: {self.process.log})"
+                        f"{self._backend.kind} at {self._backend.address} has not answered for {FROZEN_S:.0f} s and "
+                        f"is given up (its log: {self.process.log})"
                     )
                     await asyncio.to_thread(self.process.end)
 
@@ -314,7 +331,9 @@ class RemoteEngine:
             EngineError: It did not start.
         """
         await asyncio.to_thread(self.process.end)
-        self.process = ServerProcess(self._launch, self.process.log)
+        if isinstance(self.process, ServerProcess):
+            assert self._launch is not None
+            self.process = ServerProcess(self._launch, self.process.log)
         self.failure, self.core.broken, self.core.version = None, None, 0
         await self.start(reporter)
         self._open()
@@ -327,8 +346,14 @@ class RemoteEngine:
         await asyncio.to_thread(self.process.end)
 
 
-def start_remote(config: Config, run: RunDirectory) -> RemoteEngine:
-    """Start the server that inference.backend names; `RemoteEngine.start` waits for it.
+def start_remote(config: Config, run: RunDirectory, name: str = "server", attach: str = "") -> RemoteEngine:
+    """Start the server that inference.backend names, or attach to one; `RemoteEngine.start` waits for it.
+
+    Args:
+        config: The configuration.
+        run: The run directory.
+        name: Name of this `clew serve`, such as server-1; its server then writes logs/vllm-1.log.
+        attach: host:port of a server that runs already; "": start one.
 
     Raises:
         ConfigError: inference.args has an option that Clew sets itself.
@@ -337,11 +362,15 @@ def start_remote(config: Config, run: RunDirectory) -> RemoteEngine:
     """
     core = RemoteCore(config)
     kind = BACKENDS[config.inference.backend]
+    if attach:
+        return RemoteEngine(config, core, kind.client(config, attach, core.vision))
     port = free_port()
-    launch = kind.launch(config, port, run.path / "engine")
+    launch = kind.launch(config, port, run.path / "engine" / name)
     log.info("starting %s: %s", kind.kind, " ".join(launch.command))
-    client = kind.client(config, f"127.0.0.1:{port}")
-    return RemoteEngine(config, core, client, launch, run.logs / f"{config.inference.backend}.log")
+    client = kind.client(config, f"127.0.0.1:{port}", core.vision)
+    return RemoteEngine(
+        config, core, client, launch, run.logs / f"{config.inference.backend}{name.removeprefix('server')}.log"
+    )
 
 
 def free_port() -> int:

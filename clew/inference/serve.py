@@ -11,6 +11,7 @@ import secrets
 import signal
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -18,7 +19,7 @@ from typing import Protocol
 import uvloop
 
 from clew.config import SERVERS_VARIABLE, Config, server_token
-from clew.errors import EngineError
+from clew.errors import EngineError, RecordError
 from clew.inference.app import Application, ServedEngine
 from clew.inference.local import load_engine
 from clew.inference.remote import RemoteEngine, start_remote
@@ -30,8 +31,8 @@ from clew.waits import Reporter, waiting
 
 log = logging.getLogger("clew.inference")
 
-NAME = "server"
-"""Name of the process in status/ and servers.json."""
+MAX_SERVERS = 1024
+"""Maximum number of servers of one run."""
 
 GATHER_S = 0.001
 """Seconds that an idle engine waits for more requests of a burst; an arrival takes a fifth of that."""
@@ -65,6 +66,8 @@ def serve(
     *,
     api_key: str = "",
     allow_weights: Sequence[Path] = (),
+    name: str = "",
+    attach: str = "",
 ) -> None:
     """Serve until SIGTERM or SIGINT.
 
@@ -73,22 +76,42 @@ def serve(
             do.
         api_key: Key that clients must send. If empty, any key will do on loopback, and elsewhere one is generated.
         allow_weights: Folders to load weights from, besides the run's own.
+        name: Name in status/, logs/ and servers.json; "": the first free one of server, server-1, server-2, ...
+        attach: host:port of a vLLM or SGLang server that runs already, as inference.backend says; "": start one.
 
     Raises:
         EngineError: The server cannot start, for example because the port is taken.
         ModelError: The model cannot be read.
         RecordError: The run directory cannot be read.
     """
+    if attach and config.inference.backend == "embedded":
+        raise EngineError(f"Cannot attach to {attach}: inference.backend is embedded. Set it to vllm or sglang.")
     run = RunDirectory(config.run_path)
-    with run.hold("server"), run.report(NAME) as reporter, _bind(config.inference.listen) as listener:
-        try:
-            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(_serve(config, run, listener, reporter, beside, api_key, allow_weights))
-        finally:
-            run.remove_server(NAME)
+    with ExitStack() as stack:
+        name = _hold(run, name, stack)
+        reporter = stack.enter_context(run.report(name))
+        listener = stack.enter_context(_bind(config.inference.listen))
+        stack.callback(run.remove_server, name)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve(name, attach, config, run, listener, reporter, beside, api_key, allow_weights))
+
+
+def _hold(run: RunDirectory, name: str, stack: ExitStack) -> str:
+    """Take the lock of a server's name, see `serve`, until the stack is closed. Return the name."""
+    if name:
+        stack.enter_context(run.hold(name))
+        return name
+    names = ["server", *(f"server-{number}" for number in range(1, MAX_SERVERS))]
+    for free in names:
+        with suppress(RecordError):
+            stack.enter_context(run.hold(free, patience_s=0))
+            return free
+    raise EngineError(f"Cannot start a server: {run.path} has {MAX_SERVERS} already. End one of them.")
 
 
 async def _serve(
+    name: str,
+    attach: str,
     config: Config,
     run: RunDirectory,
     listener: socket.socket,
@@ -101,11 +124,11 @@ async def _serve(
     address = f"{socket.gethostname() if host == '0.0.0.0' else host}:{port}"
     loopback, token = ipaddress.ip_address(host).is_loopback, server_token() or secrets.token_urlsafe(32)
     key = api_key or ("" if loopback else secrets.token_urlsafe(16))
-    entry = Server(name=NAME, address=address, pid=os.getpid(), ready=False, token=token)
+    entry = Server(name=name, address=address, pid=os.getpid(), ready=False, token=token)
 
     reporter.set(doing=f"loading {config.model.path}", address=address)
     run.register_server(entry)
-    engine = await _open_engine(config, run, reporter)
+    engine = await _open_engine(name, attach, config, run, reporter)
     beside = make_beside(engine, key) if make_beside is not None else None
     published = [] if config.inference.weights is None else [outside_folder(config.inference.weights, run.path)]
     application = Application(
@@ -135,11 +158,11 @@ async def _serve(
         await engine.close()
 
 
-async def _open_engine(config: Config, run: RunDirectory, reporter: Reporter) -> ServedEngine:
+async def _open_engine(name: str, attach: str, config: Config, run: RunDirectory, reporter: Reporter) -> ServedEngine:
     """Load the embedded engine, or start the server that inference.backend names and wait for it."""
     if config.inference.backend == "embedded":
         return load_engine(config, gather_s=GATHER_S)
-    engine = start_remote(config, run)
+    engine = start_remote(config, run, name, attach)
     try:
         await engine.start(reporter)
     except BaseException:
@@ -232,7 +255,7 @@ async def _end_on_signal(server: Listener, engine: ServedEngine) -> None:
 
 
 async def _describe(application: Application, reporter: Reporter) -> None:
-    """Keep the facts in status/server.json up to date."""
+    """Keep the facts in the status file up to date."""
     core = application.engine.core
     before = core.generated_tokens
     while True:

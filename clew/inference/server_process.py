@@ -85,3 +85,17 @@ class ServerProcess:
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
+
+
+class AttachedServer:
+    """A server that somebody else started and ends; it has the interface of `ServerProcess`."""
+
+    log = "where it was started"
+    """Place of its log, for messages."""
+
+    def ended(self) -> str | None:
+        """Return None: only its answers tell whether it lives."""
+        return None
+
+    def end(self) -> None:
+        """Leave it running."""

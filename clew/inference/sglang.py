@@ -19,10 +19,11 @@ import orjson
 
 from clew.config import Config
 from clew.errors import ConfigError, EngineError, ImageError
-from clew.inference.backend import Launch, options
+from clew.inference.backend import Launch, check_model, config_field, options
 from clew.inference.checksums import Tensors, compare, read_folder
 from clew.inference.client import HTTPEngine
 from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, SamplingParams
+from clew.models.vision import Vision
 from clew.record.weights import WeightRef
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16"}
@@ -78,7 +79,7 @@ class SGLangEngine(HTTPEngine):
         self._held: dict[str, str] = {}
 
     @classmethod
-    def client(cls, config: Config, address: str) -> SGLangEngine:
+    def client(cls, config: Config, address: str, vision: Vision | None = None) -> SGLangEngine:
         """Return a client of a server that `launch` has started."""
         return cls(address, model=config.model.path)
 
@@ -104,15 +105,12 @@ class SGLangEngine(HTTPEngine):
 
     async def ready(self) -> bool:
         """Return whether the server answers and serves its model."""
-        try:
-            await self._request("GET", "/health", None)
-        except EngineError:
-            return False
+        await self._request("GET", "/health", None)
         return True
 
     async def prepare(self) -> list[str]:
         """Find out what the server can do; see the protocol."""
-        routes = (await self._request("GET", "/openapi.json", None)).get("paths", {})
+        routes = await self._routes()
         if missing := [path for path in NEEDED if path not in routes]:
             raise EngineError(
                 f"Cannot train with {self.address}: it does not offer {', '.join(missing)}. Is it SGLang 0.5 or newer?"
@@ -123,7 +121,7 @@ class SGLangEngine(HTTPEngine):
         self.context = models["data"][0]["max_model_len"]
         self.takes_images = bool(info.get("has_image_understanding"))
         if self._model:
-            self._check_model(info["model_path"])
+            check_model("SGLang", self.address, info["model_path"], self._model)
         self._before_temperature = await self._reports_before_temperature()
         self._dtype = DTYPES.get(server.get("dtype", ""), "")
         self._checks_weights = (
@@ -137,16 +135,6 @@ class SGLangEngine(HTTPEngine):
         if self._checks_weights:
             self._held = await self._checksums()
         return self._lacks(info, bool(server.get("enable_deterministic_inference")))
-
-    def _check_model(self, served: str) -> None:
-        """Raise EngineError if the server's model has another architecture or vocabulary than `self._model`."""
-        for field in ("architectures", "vocab_size", "hidden_size", "num_hidden_layers"):
-            wanted, actual = (_config_field(folder, field) for folder in (self._model, served))
-            if wanted is not None and actual is not None and wanted != actual:
-                raise EngineError(
-                    f"Cannot train with SGLang at {self.address}: its model {served} has {field} {actual}, and "
-                    f"{self._model} has {wanted}. Start it with --model-path {self._model}."
-                )
 
     def _lacks(self, info: Mapping[str, Any], uses_seeds: bool) -> list[str]:
         lacks = []
@@ -166,7 +154,7 @@ class SGLangEngine(HTTPEngine):
                 "it reports logprobs before temperature: only at temperature 1 can its tokens be trained on. Start it "
                 "without SGLANG_RETURN_ORIGINAL_LOGPROB"
             )
-        if not self.takes_images and _config_field(info["model_path"], "vision_config") is not None:
+        if not self.takes_images and config_field(info["model_path"], "vision_config") is not None:
             lacks.append("it takes no images, although its model does: set inference.args.enable-multimodal to true")
         return lacks
 
@@ -343,11 +331,3 @@ def few(names: list[str]) -> str:
     """Return the first names of a list, and how many more there are."""
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return ", ".join(names[:5]) + more
-
-
-def _config_field(folder: str, field: str) -> Any:
-    """Return a field of a model's config.json, or None where there is none to be read."""
-    try:
-        return orjson.loads((Path(folder) / "config.json").read_bytes()).get(field)
-    except OSError:
-        return None

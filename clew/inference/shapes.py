@@ -41,6 +41,9 @@ SAMPLING_FIELDS = (
 )
 """Fields of sampling_params. The last three are accepted but change nothing, because the text is only for people."""
 
+NEUTRAL = {"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1}
+"""Fields of sampling_params that clients send with the value that changes nothing; no other value is accepted."""
+
 MAX_SEQUENCES = 4096
 """Maximum number of sequences that one call may ask for: its prompts, times their n."""
 
@@ -189,17 +192,21 @@ def _images(given: Any, count: int, batch: bool) -> list[tuple[bytes, ...]]:
     """Return the images of each prompt.
 
     Args:
-        given: image_data: a file in base64 (also as a data URL), or a list of such; for several prompts, a list of
-            these.
+        given: image_data: a file in base64 (also as a data URL), or a list of such, which may be lists again. For
+            several prompts: one image for all, or a list with an image or a list of images for each.
         count: Number of prompts.
         batch: Whether the request has a list of prompts.
     """
-    if given is None:
+    if not given:
         return [()] * count
-    each = given if batch else [given]
-    if not isinstance(each, list) or len(each) != count:
-        raise EngineError(f"image_data is for {len(each) if isinstance(each, list) else 1} prompts, of {count}.")
-    return [tuple(map(_image, one if isinstance(one, list) else [] if one is None else [one])) for one in each]
+    each = given if batch and isinstance(given, list) else [given] * count
+    if len(each) != count:
+        raise EngineError(f"image_data is a list of {len(each)}, and there are {count} prompts.")
+    return [tuple(map(_image, _flat([] if one is None else one))) for one in each]
+
+
+def _flat(given: Any) -> list[Any]:
+    return [image for one in given for image in _flat(one)] if isinstance(given, list) else [given]
 
 
 def _image(given: Any) -> bytes:
@@ -214,8 +221,8 @@ def _image(given: Any) -> bytes:
 def _params(given: Any, clew: dict[str, Any], default_stop_ids: tuple[int, ...]) -> tuple[SamplingParams, int]:
     if not isinstance(given, dict):
         raise EngineError(f"sampling_params is {type(given).__name__}, expected an object.")
-    for name in given:
-        if name not in SAMPLING_FIELDS:
+    for name, value in given.items():
+        if name not in SAMPLING_FIELDS and (name not in NEUTRAL or value not in (None, NEUTRAL[name])):
             near = difflib.get_close_matches(name, SAMPLING_FIELDS, 1)
             hint = f" Did you mean {near[0]}?" if near else ""
             raise EngineError(f"sampling_params has no field {name!r}.{hint} Known: {', '.join(SAMPLING_FIELDS[:-3])}.")

@@ -15,6 +15,7 @@ processed_logprobs          after temperature and truncation             with to
 
 from __future__ import annotations
 
+import base64
 import math
 import sys
 from collections.abc import Mapping
@@ -25,9 +26,10 @@ from typing import Any, Literal
 import clew
 from clew.config import Config
 from clew.errors import ConfigError, EngineError, ImageError
-from clew.inference.backend import Launch, options
+from clew.inference.backend import Launch, check_model, options
 from clew.inference.client import HTTPEngine, experts_of
 from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, SamplingParams, spans_of
+from clew.models.vision import Vision
 from clew.record.weights import WeightRef, read_digests
 from clew.seeds import derive_seed
 
@@ -40,6 +42,9 @@ TOP_K = 1000
 SMALLEST_GAP = 1e-2
 """Smallest difference, in nats, between two tokens at which the modes can be told apart."""
 
+EXTENSION = "clew.inference.vllm_worker.Extension"
+"""Class whose methods vLLM's workers have, too."""
+
 RESTART = "Start vLLM with --logprobs-mode processed_logprobs"
 
 OWN = (
@@ -49,7 +54,7 @@ OWN = (
 """Options that Clew sets itself."""
 
 GENERATE = "/inference/v1/generate"
-"""Route of tokens in, tokens out (--enable-scale-out)."""
+"""Route of tokens in, tokens out (--enable-scale-out). It expands images itself, and says to which tokens."""
 
 NEEDED = ("/pause", "/resume", "/abort_requests", "/collective_rpc", "/v1/completions")
 """Routes without which a server cannot be trained with."""
@@ -61,7 +66,7 @@ class VLLMEngine(HTTPEngine):
     kind = "vLLM"
     takes_images = False
 
-    def __init__(self, address: str, model: str, context: int, api_key: str = "") -> None:
+    def __init__(self, address: str, model: str, context: int, api_key: str = "", vision: Vision | None = None) -> None:
         """Create the client.
 
         Args:
@@ -69,8 +74,12 @@ class VLLMEngine(HTTPEngine):
             model: Name under which the server serves the model.
             context: The server's max_model_len.
             api_key: The server's --api-key.
+            vision: The model's image input; None if it takes no images.
         """
         super().__init__(address, api_key, context)
+        self._vision = vision
+        self._model_path: str | None = None
+        """Folder of the model that the server must serve; None: any."""
         self.model = model
         self._labels = False
         self._generates = False
@@ -80,11 +89,12 @@ class VLLMEngine(HTTPEngine):
     # The server ------------------------------------------------------------------------------------------------------
 
     @classmethod
-    def client(cls, config: Config, address: str) -> VLLMEngine:
+    def client(cls, config: Config, address: str, vision: Vision | None = None) -> VLLMEngine:
         """Return a client of a server that `launch` has started."""
-        client = cls(address, config.model.path, 2**40)
-        client._masks = returns_masks(config)
-        return client
+        engine = cls(address, config.model.path, 2**40, vision=vision)
+        engine._model_path = config.model.path
+        engine._masks = returns_masks(config)
+        return engine
 
     @staticmethod
     def launch(config: Config, port: int, scratch: Path) -> Launch:
@@ -103,7 +113,7 @@ class VLLMEngine(HTTPEngine):
             "kv-cache-memory-bytes": cache,
             "logprobs-mode": "processed_logprobs",  # otherwise before temperature
             "max-logprobs": 5,
-            "worker-extension-cls": "clew.inference.vllm_worker.Extension",
+            "worker-extension-cls": EXTENSION,
             "disable-uvicorn-access-log": True,
             "enable-scale-out": True,  # opens /inference/v1/generate
         }
@@ -132,7 +142,7 @@ class VLLMEngine(HTTPEngine):
 
     async def prepare(self) -> list[str]:
         """Find out what the server can do; see the protocol."""
-        routes = (await self._request("GET", "/openapi.json", None))["paths"]
+        routes = await self._routes()
         if missing := [route for route in NEEDED if route not in routes]:
             raise EngineError(
                 f"Cannot train with vLLM at {self.address}: it has no {', '.join(missing)}. Its version is too old, or "
@@ -140,8 +150,11 @@ class VLLMEngine(HTTPEngine):
             )
         served = (await self._request("GET", "/v1/models", None))["data"][0]
         self.model, self.context = served["id"], int(served["max_model_len"])
+        check_model("vLLM", self.address, str(served.get("root") or served["id"]), self._model_path or "")
+        await self._check_extension()
         self._labels = "/update_weight_version" in routes
         self._generates = GENERATE in routes
+        self.takes_images = self._vision is not None and self._generates
         await self.probe()
         lacks: list[str] = []
         if not self._generates:
@@ -154,13 +167,29 @@ class VLLMEngine(HTTPEngine):
                 f"vLLM at {self.address} keeps no version of its weights (/update_weight_version): which weights made "
                 f"a token is Clew's word alone."
             )
+        if self._vision is not None and not self.takes_images:
+            lacks.append(
+                f"vLLM at {self.address} takes no images, although its model does: it has no {GENERATE} (vLLM 0.32 "
+                f"has it)."
+            )
         return [*lacks, *([self.advice] if self.advice else [])]
+
+    async def _check_extension(self) -> None:
+        """Raise EngineError if the workers have not Clew's extension, which an attached server may lack."""
+        try:
+            await self._post("/collective_rpc", {"method": "clew_load", "args": ["/nonexistent"]})
+        except EngineUnreachable:
+            raise
+        except EngineError as error:
+            raise EngineError(
+                f"Cannot train with vLLM at {self.address}: its workers cannot load weights as Clew does ({error}). "
+                f"Start it with --worker-extension-cls {EXTENSION}, and Clew on its PYTHONPATH."
+            ) from None
 
     async def abort(self, request_id: str | None = None) -> None:
         """Abort one request, or all (None); their tokens so far are returned."""
-        ids = [f"cmpl-{request_id}", f"cmpl-{request_id}-0", f"generate-tokens-{request_id}"]
-        named = {} if request_id is None else {"request_ids": ids}
-        await self._post("/abort_requests", named)
+        names = [f"cmpl-{request_id}", f"cmpl-{request_id}-0", f"generate-tokens-{request_id}"]
+        await self._post("/abort_requests", {} if request_id is None else {"request_ids": names})
 
     async def pause(self, lease_s: float = 0.0) -> None:
         """Abort all requests, forget their keys and values, and start none."""
@@ -274,44 +303,59 @@ class VLLMEngine(HTTPEngine):
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """See the protocol."""
-        if request.images:
-            raise ImageError(f"{self.address} is a vLLM, which takes no images beside token ids.")
         params = self._fitting(request)
-        sampling: dict[str, Any] = {
-            "max_tokens": params.max_new_tokens,
-            "min_tokens": params.min_new_tokens,
-            "temperature": params.temperature,
-            "top_p": params.top_p,
-            "top_k": params.top_k or -1,
-            "min_p": params.min_p,
-            # A request that goes on after an abort must not draw the same random numbers again.
-            "seed": params.seed if not params.continues else derive_seed(params.seed, str(params.continues)),
-            "stop": list(params.stop),
-            "include_stop_str_in_output": True,
-            "stop_token_ids": list(params.stop_token_ids or ()),
-            "ignore_eos": params.stop_token_ids is not None,
-            "repetition_penalty": 1.0,  # otherwise the one in the model's generation_config.json
-            "logprobs": 0,
-        }
-        if params.json_schema is not None:
-            sampling["structured_outputs"] = {"json": params.json_schema}
-        body: dict[str, Any] = {"model": self.model, "prompt": request.input_ids, "return_token_ids": True, **sampling}
-        if self._generates:
-            body = {"model": self.model, "token_ids": request.input_ids, "sampling_params": sampling}
-        route = GENERATE if self._generates else "/v1/completions"
-        if request.id:
-            body["request_id"] = request.id
-        if request.on_token is None:
-            completion = self._new_of(await self._post(route, body), 0)
-            assert completion is not None
+        if request.images:
+            completion = await self._generate_with_images(request, params)
         else:
-            completion = await self._streamed(route, body, request)
+            completion = await self._generate_from_tokens(request, params)
         masked = completion.sampling_mask is not None
         completion = replace(
             completion, wrong_logprobs=completion.wrong_logprobs or self.wrong_logprobs(params, masked)
         )
         if completion.finish_reason == "stop" and completion.matched is None and completion.output_ids:
             return replace(completion, matched=completion.output_ids[-1])  # an end token goes unnamed
+        return completion
+
+    async def _generate_from_tokens(self, request: GenerateRequest, params: SamplingParams) -> Completion:
+        sampling = _sampling_fields(params)
+        body: dict[str, Any] = {"model": self.model, "prompt": request.input_ids, "return_token_ids": True, **sampling}
+        if self._generates:
+            body = {"model": self.model, "token_ids": request.input_ids, "sampling_params": sampling}
+        route = GENERATE if self._generates else "/v1/completions"
+        if request.id:
+            body["request_id"] = request.id
+        if request.on_token is not None:
+            return await self._streamed(route, body, request)
+        completion = self._new_of(await self._post(route, body), 0)
+        assert completion is not None
+        return completion
+
+    async def _generate_with_images(self, request: GenerateRequest, params: SamplingParams) -> Completion:
+        """Complete a prompt with images; tokens are not passed on as they come.
+
+        vLLM expands each placeholder as its own processor says. If those are other tokens than the request has, the
+        completion is of another prompt than the one that is recorded.
+        """
+        if not self.takes_images or self._vision is None:
+            raise ImageError(f"vLLM at {self.address} takes no images beside token IDs.")
+        urls = [f"data:image/png;base64,{base64.b64encode(image).decode()}" for image in request.images]
+        body = {
+            "token_ids": self._vision.collapsed_ids(request.input_ids, request.images),
+            "content_parts": [{"type": "image_url", "url": url} for url in urls],
+            "sampling_params": _sampling_fields(params),
+            "model": self.model,
+            "return_token_ids": True,
+        }
+        if request.id:
+            body["request_id"] = request.id
+        answer = await self._post(GENERATE, body)
+        if (seen := answer.get("prompt_token_ids")) != request.input_ids:
+            raise ImageError(
+                f"vLLM at {self.address} expanded the images to other tokens than the model's processor here: "
+                f"{len(seen or [])} in the prompt, not {len(request.input_ids)}. Is its transformers another version?"
+            )
+        completion = self._new_of(answer, 0)
+        assert completion is not None
         return completion
 
     def _new_of(self, answer: dict[str, Any], before: int) -> Completion | None:
@@ -330,6 +374,10 @@ class VLLMEngine(HTTPEngine):
             raise EngineError(f"{self.address} ended a completion with finish_reason {reason!r}.")
         said = choice["logprobs"] if ids else {"token_logprobs": []}
         logprobs = [each["logprob"] for each in said["content"]] if "content" in said else said["token_logprobs"]
+        if len(logprobs) != len(ids):
+            raise EngineError(
+                f"{self.address} returned {len(ids)} tokens and {len(logprobs)} logprobs, so they cannot be trained on."
+            )
         mask = choice.get("sampling_mask")
         return Completion(
             output_ids=ids,
@@ -351,6 +399,29 @@ class VLLMEngine(HTTPEngine):
 def returns_masks(config: Config) -> bool:
     """Return whether the server is started so that it returns sampling masks."""
     return bool({"return-sampling-mask", "return_sampling_mask"} & config.inference.args.keys())
+
+
+def _sampling_fields(params: SamplingParams) -> dict[str, Any]:
+    """Return the parameters as vLLM names them."""
+    fields: dict[str, Any] = {
+        "max_tokens": params.max_new_tokens,
+        "min_tokens": params.min_new_tokens,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k or -1,
+        "min_p": params.min_p,
+        # A request that goes on after an abort must not draw the same random numbers again.
+        "seed": params.seed if not params.continues else derive_seed(params.seed, str(params.continues)),
+        "stop": list(params.stop),
+        "include_stop_str_in_output": True,
+        "stop_token_ids": list(params.stop_token_ids or ()),
+        "ignore_eos": params.stop_token_ids is not None,
+        "repetition_penalty": 1.0,  # otherwise the one in the model's generation_config.json
+        "logprobs": 0,
+    }
+    if params.json_schema is not None:
+        fields["structured_outputs"] = {"json": params.json_schema}
+    return fields
 
 
 def mode_of(at_one: Mapping[str, float], at_other: Mapping[str, float], temperature: float) -> LogprobsMode:

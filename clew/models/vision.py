@@ -80,6 +80,48 @@ class Vision:
         shown = [decode(self.tokens_of(image), clean_up_tokenization_spaces=False) for image in images]
         return "".join(itertools.chain.from_iterable(zip(parts, [*shown, ""], strict=True)))
 
+    def expanded_ids(self, ids: list[int], images: Sequence[bytes]) -> list[int]:
+        """Return tokens in which each placeholder is replaced by all tokens that stand for its image.
+
+        Tokens without one placeholder for each image, or that hold what stands for the images already, are returned
+        as they are: `check` judges them.
+        """
+        if not images or ids.count(self.placeholder_id) != len(images) or self._fits(ids, images):
+            return ids
+        shown = iter(images)
+        return [
+            token for one in ids for token in (self.tokens_of(next(shown)) if one == self.placeholder_id else (one,))
+        ]
+
+    def collapsed_ids(self, ids: list[int], images: Sequence[bytes]) -> list[int]:
+        """Return tokens with one placeholder for each image, for engines that expand images themselves.
+
+        Raises:
+            ImageError: The tokens that stand for an image are not there in one piece.
+        """
+        collapsed: list[int] = []
+        start = 0
+        for number, image in enumerate(images, 1):
+            shown = list(self.tokens_of(image))
+            places = range(start, len(ids) - len(shown) + 1)
+            place = next((at for at in places if ids[at : at + len(shown)] == shown), None)
+            if place is None:
+                raise ImageError(
+                    f"Cannot show image {number} of {len(images)}: input_ids does not hold its {len(shown)} tokens in "
+                    f"one piece."
+                )
+            collapsed += [*ids[start:place], self.placeholder_id]
+            start = place + len(shown)
+        return collapsed + ids[start:]
+
+    @cached_property
+    def placeholder_id(self) -> int:
+        """Token ID of `placeholder`."""
+        return self._processor.tokenizer.convert_tokens_to_ids(self.placeholder)
+
+    def _fits(self, ids: Sequence[int], images: Sequence[bytes]) -> bool:
+        return ids.count(self.image_id) == sum(self.tokens_of(image).count(self.image_id) for image in images)
+
     def check(self, ids: Sequence[int], images: Sequence[bytes]) -> None:
         """Raise ImageError if the tokens do not hold what stands for these images."""
         found = ids.count(self.image_id)

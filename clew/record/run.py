@@ -23,7 +23,7 @@ from typing_extensions import TypedDict
 from clew import config as configuration
 from clew.config import Config, server_addresses, server_token
 from clew.errors import RecordError
-from clew.processes import hold_lock
+from clew.processes import PATIENCE_S, hold_lock
 from clew.reading import STRICT, Count, Flag, Moment, Number, check, read_json
 from clew.record import chain, rows
 from clew.record.files import remove_strays, write_bytes, write_json
@@ -133,13 +133,17 @@ class RunDirectory:
         self.steps = Steps(path / "steps")
         self.media = Media(path / "media")
 
-    def hold(self, role: str) -> IO[str]:
-        """Take the lock of `role` ("trainer", "rollout" or "server") of this run until the process ends.
+    def hold(self, role: str, patience_s: float = PATIENCE_S) -> IO[str]:
+        """Take the lock of `role` ("trainer", "rollout", "server", "server-1") of this run until the process ends.
+
+        Args:
+            role: The role.
+            patience_s: Seconds to wait for a process that is ending.
 
         Raises:
             RecordError: Another process has this role.
         """
-        return hold_lock(self.status / f"{role}.lock", role)
+        return hold_lock(self.status / f"{role}.lock", role, patience_s)
 
     @contextmanager
     def report(self, process: str) -> Iterator[Reporter]:

