@@ -16,6 +16,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from clew.algorithms import PRESETS, WITH_CRITIC, WITHIN_GROUP, preset_options
+from clew.devices import TRAINING, Devices, Part, parse_devices
 from clew.errors import ConfigError, RecordError
 from clew.printing import visible
 from clew.processes import cores
@@ -42,7 +43,12 @@ from clew.sections import (
 DPO_BETA = 0.1
 """Default of algorithm.kl_coef for training.objective=dpo: the paper's beta."""
 
+SHARED_BY = {"vllm": "tensor-parallel-size", "sglang": "tp-size"}
+"""Option of each server that says on how many devices it computes."""
+
 SERVERS_VARIABLE = "CLEW_LLM_SERVER_ADDRS"
+SERVERS_ALIAS = "AREAL_LLM_SERVER_ADDRS"
+"""AReaL's name of the same variable, which is read where the first is not set."""
 TOKEN_VARIABLE = "CLEW_LLM_SERVER_TOKEN"
 
 
@@ -86,6 +92,46 @@ class Config(Section):
         if _section(values, "training").get("objective") == "dpo" and "kl_coef" not in algorithm:
             values = {**values, "algorithm": {**algorithm, "kl_coef": DPO_BETA}}
         return values
+
+    @model_validator(mode="before")
+    @classmethod
+    def _resolve_devices(cls, values: Any) -> Any:
+        """Fill in what launch.devices says: engine, ranks and tensor parallelism."""
+        text = _section(values, "launch").get("devices")
+        if not isinstance(text, str):
+            return values
+        devices = parse_devices(text)
+        says: dict[str, Any] = {}
+        if devices.inference is not None:
+            says["inference.backend"] = devices.inference.name
+            if devices.inference.t > 1 and (option := SHARED_BY.get(devices.inference.name)):
+                inference = _section(values, "inference")
+                args = {option: devices.inference.t} | _section(inference, "args")
+                values = {**values, "inference": {**inference, "args": args}}
+        if devices.training is not None:
+            says |= {"launch.ranks": devices.training.size, "training.tp": devices.training.t}
+        for name, value in says.items():
+            section, field = name.split(".")
+            given = _section(values, section).get(field, value)
+            if given != value:
+                raise ValueError(f"launch.devices={text} says {name}={value}, and {name} is {given}. Unset one of them")
+            values = {**values, section: {**_section(values, section), field: value}}
+        return values
+
+    @model_validator(mode="after")
+    def _devices_agree(self) -> Config:
+        devices = self.devices
+        if self.launch.devices is None:
+            return self
+        if self.launch.mode == "inline" or self.launch.colocate:
+            field = "launch.mode=inline" if self.launch.mode == "inline" else "launch.colocate"
+            raise ValueError(f"launch.devices gives processes their own devices, and {field} shares one. Unset one")
+        if devices.inference is not None and devices.inference.name == "embedded" and devices.inference.t > 1:
+            raise ValueError(
+                f"launch.devices={self.launch.devices}: the embedded engine computes on one device. Use t1, or vllm or "
+                f"sglang"
+            )
+        return self
 
     @model_validator(mode="after")
     def _rollout_agrees(self) -> Config:
@@ -193,14 +239,27 @@ class Config(Section):
         return Path(self.root) / self.experiment / self.trial
 
     @property
+    def devices(self) -> Devices:
+        """Return launch.devices; without it, one server and the ranks."""
+        if self.launch.devices is not None:
+            return parse_devices(self.launch.devices)
+        ranks, tp = self.launch.ranks, self.training.tp
+        return Devices(
+            inference=Part(name=self.inference.backend, d=1, t=1), training=Part(name=TRAINING, d=ranks // tp, t=tp)
+        )
+
+    @property
     def threads(self) -> int:
         """Return the number of torch's threads in each process.
 
         This is launch.threads, if it is set. Otherwise it is one per core if trainer and server take turns, and half as
         many if they compute side by side (launch.mode=local with rollout.max_lag above 0, without launch.colocate).
+        With launch.devices it is the share of each server and group of ranks.
         """
         if self.launch.threads is not None:
             return self.launch.threads
+        if self.launch.devices is not None:
+            return max(1, cores() // sum(part.d for part in (self.devices.inference, self.devices.training) if part))
         side_by_side = self.launch.mode == "local" and self.rollout.max_lag > 0 and not self.launch.colocate
         return max(1, cores() // 2) if side_by_side else cores()
 
@@ -331,8 +390,17 @@ def server_addresses() -> list[str]:
     """Return the host:port of each inference server in CLEW_LLM_SERVER_ADDRS, which separates them by commas.
 
     If it is empty, the servers of the run directory are used.
+
+    Raises:
+        ConfigError: An address is not of that form.
     """
-    return [address.strip() for address in os.environ.get(SERVERS_VARIABLE, "").split(",") if address.strip()]
+    name = SERVERS_VARIABLE if os.environ.get(SERVERS_VARIABLE, "").strip() else SERVERS_ALIAS
+    addresses = [address.strip() for address in os.environ.get(name, "").split(",") if address.strip()]
+    for address in addresses:
+        host, _, port = address.rpartition(":")
+        if not host or "/" in host or not port.isdigit():
+            raise ConfigError(f"{name} holds {address!r}, expected host:port, such as 127.0.0.1:20082.")
+    return addresses
 
 
 def server_token() -> str:

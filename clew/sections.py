@@ -548,6 +548,11 @@ class Launch(Section):
         description="local: one process per role; inline: one process in all, with user code on its main thread and no "
         "time limits.",
     )
+    devices: str | None = Field(
+        default=None,
+        description="Devices for inference and training in AReaL's notation (its allocation_mode): sglang.d4t1 starts "
+        "4 servers alone, d4t1 trains on 4 devices, sglang.d4t1+d4t1 does both; null: one server, and launch.ranks.",
+    )
     ranks: int = Field(
         default=1, ge=1, description="Number of processes that train together, each with a slice of the model (FSDP2)."
     )

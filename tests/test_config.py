@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from clew import config
 from clew.algorithms import PRESETS, preset_options
+from clew.devices import gpus, parse_devices, shared_out
 from clew.dotted import only_trusted
 from clew.errors import ConfigError
 
@@ -86,6 +87,12 @@ def test_a_section_that_may_be_null_is_set_and_unset_like_a_field(good: Path) ->
         ),
         ("", ["algorithm.minibatches=32"], "algorithm.minibatches (32) is above rollout.batch_groups (16)"),
         ("", ["inference.backend=vllm", "launch.mode=inline"], "launch.mode=inline needs the engine inside Clew's own"),
+        ("", ["launch.devices=d2p2"], "launch.devices asks for p2 in 'd2p2': Clew has no pipeline parallelism"),
+        ("", ["launch.devices=trt.d2"], "launch.devices names 'trt'"),
+        ("", ["launch.devices=sglang.d1+vllm.d1"], "has two parts of one kind"),
+        ("", ["launch.devices=embedded.t2"], "the embedded engine computes on one device"),
+        ("", ["launch.devices=d4t2", "launch.ranks=4"], "says launch.ranks=8, and launch.ranks is 4"),
+        ("", ["launch.devices=d1", "launch.colocate=true"], "launch.colocate shares one"),
         ("", ["inference.backend=vllm", "launch.colocate=true"], "launch.colocate needs the engine inside Clew's own"),
         ("", ["inference.args={max-num-seqs: 3}"], "inference.args (max-num-seqs) are options of vLLM or SGLang"),
         ("", ["inference.backend=vllm", "sampling.top_k=3"], "sampling.top_k cuts the distribution"),
@@ -298,8 +305,8 @@ def test_a_missing_file_and_a_missing_field(tmp_path: Path) -> None:
 
 def test_few_knobs_each_with_a_sentence() -> None:
     # 100, eval.pass_above, checkpoint.keep_best, eight of the corrections that most other systems have,
-    # algorithm.bootstrap_truncated, hang.after_s and hang.action
-    assert len(config.field_names()) <= 116
+    # algorithm.bootstrap_truncated, launch.devices, hang.after_s and hang.action
+    assert len(config.field_names()) <= 117
     schema = config.Config.model_json_schema()
     for section in schema["$defs"].values():
         for name, field in section["properties"].items():
@@ -323,3 +330,27 @@ def test_a_misspelt_field_finds_its_neighbour(name: str, data: st.DataObject) ->
     if misspelt in config.field_names() or len(name.rsplit(".", 1)[-1]) < 7:
         return
     assert config.nearest(misspelt, config.field_names()) == name
+
+
+def test_devices_in_areals_notation_set_engine_ranks_and_tensor_parallelism(good: Path) -> None:
+    def resolved(devices: str) -> tuple[str, int, int, dict[str, object]]:
+        loaded = config.load(good, [f"launch.devices={devices}"])
+        assert loaded == config.parse(config.dump(loaded), good)
+        return loaded.inference.backend, loaded.launch.ranks, loaded.training.tp, loaded.inference.args
+
+    assert resolved("sglang.d4p1t1") == ("sglang", 1, 1, {})
+    assert resolved("sglang:d4t2") == ("sglang", 1, 1, {"tp-size": 2})
+    assert resolved("d4p1t1") == ("embedded", 4, 1, {})
+    assert resolved("vllm.d4p1t1+fsdp:d2p1t2") == ("vllm", 4, 2, {})
+
+
+def test_devices_are_dealt_out_and_more_than_there_are_is_refused_with_the_numbers(tmp_path: Path) -> None:
+    dealt = shared_out(parse_devices("sglang.d2t2+d2"), list("01234567"))
+    assert dealt == {"server": "0,1", "server-1": "2,3", "trainer": "4,5"}
+    assert shared_out(parse_devices("sglang.d2t2+d2"), []) == {}, "on a machine without GPUs they are processes"
+    with pytest.raises(ValueError, match=r"needs 12 devices \(8 for sglang and 4 for training\), and there are 3"):
+        shared_out(parse_devices("sglang.d4t2+d4"), list("012"))
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia10"):
+        (tmp_path / name).touch()
+    assert gpus({}, tmp_path) == ["0", "1", "10"]
+    assert gpus({"CUDA_VISIBLE_DEVICES": "1"}, tmp_path) == ["1"] and gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == []

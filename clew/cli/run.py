@@ -42,7 +42,8 @@ def _train(config: Config, run: RunDirectory, arguments: Sequence[str]) -> None:
         set_up_log()
         print("launch.mode=inline: one process; time limits are off; breakpoint() works everywhere.", flush=True)
     train_as_configured(config, arguments, live=True)
-    _say_trained(config, run)
+    if config.devices.training is not None:
+        _say_trained(config, run)
 
 
 def _learn(config: Config, run: RunDirectory) -> None:
@@ -114,6 +115,18 @@ def serve(
             metavar="DIR", help="Also load weights from this folder, not only from the run's. May be repeated."
         ),
     ] = None,
+    name: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help="Name in status/ and logs/. Default: the first free of server, server-1, server-2."
+        ),
+    ] = "",
+    attach: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT", help="Start no vLLM or SGLang server, but serve the run with the one at this address."
+        ),
+    ] = "",
 ) -> None:
     """Serve a model, for the run that CONFIG names and for agents: SGLang's, OpenAI's and Anthropic's interfaces.
 
@@ -129,7 +142,8 @@ def serve(
         from clew.gateway.standalone import gateway_beside
         from clew.inference.serve import serve as run_server
 
-        run_server(loaded, gateway_beside(loaded, record), api_key=api_key, allow_weights=allow_weights or [])
+        beside = gateway_beside(loaded, record)
+        run_server(loaded, beside, api_key=api_key, allow_weights=allow_weights or [], name=name, attach=attach)
 
 
 def rollout(

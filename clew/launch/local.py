@@ -1,12 +1,14 @@
-"""`clew train` on one machine: starts the server, rollout and trainer processes, and supervises them.
+"""`clew train` on one machine: starts the servers, rollout and trainer processes, and supervises them.
 
 The run ends when the trainer dies. A server or rollout process that is killed is restarted, up to `launch.restarts`
-times. One that exits with an error of its own would only fail again: it ends the run, and its error is reported. All of
-these processes die with this one, however it dies. When there is no progress, `clew hang` says why (`hang.after_s`).
+times. One that exits with an error of its own would only fail again: it ends the run, and its error is reported, unless
+it is one of several servers. All of these processes die with this one, however it dies. When there is no progress,
+`clew hang` says why (`hang.after_s`).
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import signal
@@ -18,15 +20,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from clew.config import SERVERS_VARIABLE, TOKEN_VARIABLE, Config
-from clew.errors import Interrupted, LaunchError, RecordError
+from clew.config import SERVERS_ALIAS, SERVERS_VARIABLE, TOKEN_VARIABLE, Config, server_addresses
+from clew.devices import gpus, server_names, shared_out
+from clew.errors import ConfigError, Interrupted, LaunchError, RecordError
 from clew.launch.watch import Hang, Watch
+from clew.printing import print
 from clew.processes import PARENT_VARIABLE
 from clew.reading import read_json
 from clew.record.run import RunDirectory
 
-ROLES = {"server": "serve", "rollout": "rollout", "trainer": "learn"}
-"""Name of each process in status/ and logs/, and the `clew` command that it runs."""
+log = logging.getLogger("clew.launch")
 
 GRACE_S = 8.0
 """Seconds between asking a process to end and killing it."""
@@ -39,14 +42,16 @@ class Child:
     role: str
     command: list[str]
     run: RunDirectory
+    environment: dict[str, str] = field(default_factory=dict)
+    """Variables that it gets instead of this process's."""
     restarts: int = 0
+    given_up: bool = False
+    """True for a server that ended by an error of its own, while others serve."""
     process: subprocess.Popen[bytes] = field(init=False)
 
     def start(self) -> None:
         """Start the process in its own session, so that Ctrl-C reaches only the supervisor. Output goes to
         logs/<role>.log."""
-        others = (SERVERS_VARIABLE, TOKEN_VARIABLE)  # this run has servers of its own
-        environment = {name: value for name, value in os.environ.items() if name not in others}
         with (self.run.logs / f"{self.role}.log").open("ab") as log:
             self.process = subprocess.Popen(
                 self.command,
@@ -54,7 +59,7 @@ class Child:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={**environment, PARENT_VARIABLE: str(os.getpid())},
+                env={**self.environment, PARENT_VARIABLE: str(os.getpid())},
             )
 
     def last_words(self) -> str:
@@ -83,12 +88,12 @@ def supervise(config: Config, arguments: list[str], refresh: Callable[[], None])
         Interrupted: Somebody asked this process to end.
     """
     run = RunDirectory(config.run_path)
-    for role in reversed(ROLES):
+    children = _children(config, arguments, run)
+    for role in reversed(children):
         run.hold(role).close()  # another run in this directory is an error here, not in a log file
-    for server in run.servers():  # left by a run that was killed: nobody listens there any more
-        run.remove_server(server.name)
-    python = [sys.executable, "-P", "-m", "clew"]
-    children = {role: Child(role, [*python, command, *arguments], run) for role, command in ROLES.items()}
+    if "server" in children:
+        for server in run.servers():  # left by a run that was killed: nobody listens there any more
+            run.remove_server(server.name)
     stop: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: stop.append(number))
@@ -96,8 +101,10 @@ def supervise(config: Config, arguments: list[str], refresh: Callable[[], None])
     try:
         for child in children.values():
             child.start()
+        told = "trainer" in children
         while not stop:
             refresh()
+            told = told or _tell_addresses(run, children)
             if _check(config, run, children):
                 break
             if (hang := watch.look()) is not None and hang.started and config.hang.action != "warn":
@@ -112,11 +119,71 @@ def supervise(config: Config, arguments: list[str], refresh: Callable[[], None])
         _end(list(children.values()))
         refresh()
     done = run.steps.count()
-    if done < config.training.steps:
+    if "trainer" in children and done < config.training.steps:
         raise Interrupted(
             f"interrupted at step {done} of {config.training.steps}; nothing recorded is lost. "
             f"Start the same command again to go on."
         )
+
+
+def _children(config: Config, arguments: list[str], run: RunDirectory) -> dict[str, Child]:
+    """Return the processes by their names in status/ and logs/, in the order in which they start.
+
+    Raises:
+        ConfigError: launch.devices needs more devices than there are.
+    """
+    devices = config.devices
+    available = [] if config.launch.devices is None or config.model.device == "cpu" else gpus()
+    try:
+        given = shared_out(devices, available)
+    except ValueError as error:
+        raise ConfigError(f"{error}. Use fewer, or set model.device=cpu: each device is a process then.") from None
+    commands = {
+        name: ["serve", *arguments, *_of_server(name, number, config)]
+        for number, name in enumerate(server_names(devices))
+    }
+    fronts = [] if devices.inference is not None or config.inference.backend == "embedded" else server_addresses()
+    for number, address in enumerate(fronts):  # vLLM and SGLang know neither leases nor versions nor checks
+        name = f"server-{number}" if number else "server"
+        commands[name] = ["serve", *arguments, *_of_server(name, number, config), "--attach", address]
+    if devices.training is not None:
+        commands |= {"rollout": ["rollout", *arguments], "trainer": ["learn", *arguments]}
+    inherited = dict(os.environ)
+    if devices.inference is not None or fronts:
+        if server_addresses() and not fronts:
+            log.warning(
+                "%s is set, and not used: this run starts its own servers. To train with those that run already, say "
+                "which devices train, such as launch.devices=d1.",
+                SERVERS_VARIABLE,
+            )
+        for name in (SERVERS_VARIABLE, SERVERS_ALIAS, TOKEN_VARIABLE):
+            inherited.pop(name, None)
+    return {
+        role: Child(
+            role,
+            [sys.executable, "-P", "-m", "clew", *command],
+            run,
+            inherited | ({"CUDA_VISIBLE_DEVICES": given[role]} if role in given else {}),
+        )
+        for role, command in commands.items()
+    }
+
+
+def _of_server(name: str, number: int, config: Config) -> list[str]:
+    """Return what is said to one server alone: its name and, if the run names a port, a port of its own."""
+    host, _, port = config.inference.listen.rpartition(":")
+    apart = [f"inference.listen={host}:{int(port) + number}"] if number and port.isdigit() and int(port) else []
+    return [*apart, "--name", name]
+
+
+def _tell_addresses(run: RunDirectory, children: dict[str, Child]) -> bool:
+    """Print the addresses of the servers once all are ready; return whether they are."""
+    ready = {server.name: server.address for server in run.servers() if server.ready}
+    if ready.keys() != children.keys():
+        return False
+    addresses = ",".join(ready[name] for name in children)
+    print(f"LLM inference servers launched at: {SERVERS_VARIABLE}={addresses}", flush=True)
+    return True
 
 
 def _check(config: Config, run: RunDirectory, children: dict[str, Child]) -> bool:
@@ -131,10 +198,18 @@ def _check(config: Config, run: RunDirectory, children: dict[str, Child]) -> boo
             continue
         if code == 0 and role == "trainer":
             return True
+        if child.given_up:
+            continue
         ended_from_outside = code <= 0 or code > 128  # a signal, or the answer to one
         if ended_from_outside and role != "trainer" and child.restarts < config.launch.restarts:
             child.restarts += 1
             child.start()
+            continue
+        serving = [name for name, other in children.items() if name.startswith("server") and not other.given_up]
+        if role in serving and len(serving) > 1:
+            child.given_up = True
+            run.remove_server(role)
+            log.error("%s ended with code %d, and the run goes on without it: %s", role, code, child.last_words())
             continue
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         often = f", after {child.restarts} restarts (launch.restarts)" if child.restarts else ""

@@ -10,7 +10,8 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from clew.inference.client import EngineUnreachable, HTTPEngine
+from clew.errors import EngineError
+from clew.inference.client import FROZEN_S, EngineUnreachable, HTTPEngine
 from clew.record.run import RunDirectory, Server, attached_servers
 from clew.record.weights import WeightRef
 
@@ -32,12 +33,15 @@ LEASE_S = 60.0
 class ServerControl:
     """The servers of a run, which are all asked at once."""
 
-    def __init__(self, run: RunDirectory, lease_s: float = LEASE_S) -> None:
+    def __init__(self, run: RunDirectory, lease_s: float = LEASE_S, frozen_s: float = FROZEN_S) -> None:
         """Prepare to ask the servers of `run`.
 
         Args:
+            run: The run directory.
             lease_s: Seconds for which the servers release their memory; renewed after each third of it.
+            frozen_s: Seconds without an answer after which a server counts as frozen.
         """
+        self._frozen_s = frozen_s
         self._run = run
         self._lease_s = lease_s
         self._loop = asyncio.new_event_loop()
@@ -89,19 +93,44 @@ class ServerControl:
         it serves it registers as ready and then looks for the newest weights, which are announced by now.
         """
         servers = attached_servers() or [server for server in self._run.servers() if server.ready]
-        await asyncio.gather(*(self._ask_one(server, what, ask) for server in servers))
+        outcomes = await asyncio.gather(*(self._ask_one(server, ask) for server in servers), return_exceptions=True)
+        refused = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        for server, outcome in zip(servers, outcomes, strict=True):
+            named = f"server {server.name} ({server.address})"
+            if isinstance(outcome, EngineError) and len(refused) < len(servers):
+                log.error("%s did not %s, and is taken out: %s", named, what, outcome)
+                self._run.remove_server(server.name)
+            elif isinstance(outcome, BaseException):
+                raise outcome
+            elif outcome:
+                log.warning(
+                    "%s did not %s, and is taken out until it has loaded the newest weights: %s", named, what, outcome
+                )
 
-    async def _ask_one(self, server: Server, what: str, ask: Ask) -> None:
+    async def _ask_one(self, server: Server, ask: Ask) -> str:
+        """Ask a server. Return why it did not do it, and was taken out; "" if it did.
+
+        Raises:
+            EngineError: It refused.
+        """
         engine = self._engines.get((server.address, server.token))
         if engine is None:
             engine = self._engines[server.address, server.token] = HTTPEngine(server.address, server.token)
-        named = f"server {server.name} ({server.address})"
+        asking = asyncio.ensure_future(ask(engine))
+        freezing = asyncio.ensure_future(engine.frozen(self._frozen_s))
         try:
-            await asyncio.wait_for(ask(engine), ANSWER_TIMEOUT_S)
-        except EngineUnreachable:
-            log.warning("%s is gone and did not %s; it loads the newest weights when it is back", named, what)
-            self._run.remove_server(server.name)
-        except TimeoutError:
-            late = "%s did not %s within %.0f s and is taken out until it has loaded the newest weights"
-            log.warning(late, named, what, ANSWER_TIMEOUT_S)
+            await asyncio.wait({asking, freezing}, timeout=ANSWER_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+            if asking.done():
+                asking.result()
+                return ""
+            late = self._frozen_s if freezing.done() else ANSWER_TIMEOUT_S
+            how = "it does not answer" if freezing.done() else "it has not done so"
             self._run.register_server(replace(server, ready=False))
+            return f"{how} for {late:.0f} s"
+        except EngineUnreachable as error:
+            self._run.remove_server(server.name)
+            return str(error)
+        finally:
+            asking.cancel()
+            freezing.cancel()
+            await asyncio.gather(asking, freezing, return_exceptions=True)

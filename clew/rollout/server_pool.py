@@ -1,17 +1,24 @@
-"""One engine made of all inference servers of a run: each request goes to the least loaded server that is ready."""
+"""One engine made of all inference servers of a run.
+
+An episode begins at the least loaded server that is ready, and stays there, where its prefix is cached. If the server
+dies, freezes or is taken out, its requests raise EngineUnreachable, and go elsewhere when they are sent again.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
+from collections import OrderedDict, defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
+from typing import Any
 
 import aiohttp
 
-from clew.inference.client import HTTPEngine
-from clew.inference.protocol import EngineUnreachable, GenerateRequest, SamplingParams, SchemaUnsupported
+from clew.inference.client import FROZEN_S, HTTPEngine
+from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, SamplingParams, SchemaUnsupported
 from clew.record.run import RunDirectory, Server, attached_servers
 from clew.waits import waiting
 
@@ -21,18 +28,25 @@ LOOK_S = 0.2
 """Maximum age of the list of servers, in seconds."""
 
 AVOID_S = 0.25
-"""Seconds for which a server is avoided after it could not be reached."""
+"""Seconds for which a server is avoided after it could not be reached; doubled up to 8 s while that goes on."""
+
+PLACES = 65536
+"""Maximum number of episodes whose server is remembered."""
+
+_episode: ContextVar[str] = ContextVar("_episode", default="")
+"""ID of the episode that the request under way belongs to; "" if it has none."""
 
 
 class ServerPool(HTTPEngine):
-    """The `Engine` of a rollout process: one client for all servers of a run.
+    """The `Engine` of a rollout process: one client for all servers of a run. While none is ready, requests wait."""
 
-    Each request goes to the least loaded server that is ready; while there is none, requests wait. If a server dies,
-    its requests raise EngineUnreachable, and go to another one when they are sent again.
-    """
+    def __init__(self, run: RunDirectory, frozen_s: float = FROZEN_S) -> None:
+        """Take the servers that the environment names, or else those registered in the run directory.
 
-    def __init__(self, run: RunDirectory) -> None:
-        """Take the servers that the environment names, or else those registered in the run directory."""
+        Args:
+            run: The run directory.
+            frozen_s: Seconds without an answer after which a server counts as frozen.
+        """
         super().__init__("of this run")
         self._run = run
         self._fixed = attached_servers()
@@ -40,10 +54,21 @@ class ServerPool(HTTPEngine):
         self._looked_at = 0.0
         self._clients: dict[tuple[str, str], HTTPEngine] = {}
         """Clients by address and token: a server that is restarted at its address has another token."""
-        self._load: dict[str, int] = {}
-        """Number of requests under way, by address."""
-        self._avoided: dict[tuple[str, int], float] = {}
-        """Monotonic time until which an unreachable server is avoided, by address and pid."""
+        self._places: OrderedDict[str, str] = OrderedDict()
+        """Address of the server that each episode is at; the episode that was asked for last is at the end."""
+        self._busy: defaultdict[str, set[asyncio.Task[Any]]] = defaultdict(set)
+        """Tasks whose request is under way, by the address of their server."""
+        self._frozen: set[tuple[str, int]] = set()
+        """Servers that do not answer, by address and pid."""
+        self._frozen_s = frozen_s
+        self._watches: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._avoided: dict[tuple[str, int], tuple[float, float]] = {}
+        """Unreachable servers, by address and pid: the monotonic time until which each is avoided, and for how long."""
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Complete one sequence at the server of its episode; see the protocol."""
+        _episode.set(request.id.rpartition(".")[0])
+        return await super().generate(request)
 
     def _fitting(self, request: GenerateRequest) -> SamplingParams:
         """Return the request's parameters.
@@ -61,22 +86,53 @@ class ServerPool(HTTPEngine):
     @asynccontextmanager
     async def _answered(self, method: str, path: str, body: bytes | None) -> AsyncIterator[aiohttp.ClientResponse]:
         server = await self._ready_server()
-        place = server.address, server.token
+        place, key = (server.address, server.token), (server.address, server.pid)
         if place not in self._clients:
             self._clients[place] = HTTPEngine(*place)
-        self._load[server.address] = self._load.get(server.address, 0) + 1
+        task = asyncio.current_task()
+        assert task is not None
+        self._busy[server.address].add(task)
+        if key not in self._watches:
+            self._watches[key] = asyncio.create_task(self._keep_watch(server))
         try:
             async with self._clients[place]._answered(method, path, body) as response:
+                self._avoided.pop(key, None)
                 yield response
+        except asyncio.CancelledError:
+            if key not in self._frozen or task.uncancel():  # the episode itself is cancelled
+                raise
+            log.warning("a request goes to another server: %s has not answered for %.0f s", server.name, self._frozen_s)
+            raise EngineUnreachable(server.address, f"it has not answered for {self._frozen_s:.0f} s") from None
         except EngineUnreachable as error:
             log.warning("a request goes to another server: %s", error)
-            self._avoided[server.address, server.pid] = time.monotonic() + AVOID_S
+            until, before = self._avoided.get(key, (0.0, AVOID_S / 2))
+            if time.monotonic() >= until:  # otherwise another request has just found out the same
+                self._avoided[key] = time.monotonic() + 2 * before, min(2 * before, 4.0)
             raise
         finally:
-            self._load[server.address] -= 1
+            self._busy[server.address].discard(task)
+
+    async def _keep_watch(self, server: Server) -> None:
+        """End the requests at a server when it is frozen, and leave it out until it answers again."""
+        key = (server.address, server.pid)
+        client = HTTPEngine(server.address)
+        try:
+            await client.frozen(self._frozen_s)
+            self._frozen.add(key)
+            for task in self._busy[server.address]:
+                task.cancel()
+            while not await client.answers() and self._lists(key):  # noqa: ASYNC110 - other processes end this
+                await asyncio.sleep(LOOK_S)
+        finally:
+            self._frozen.discard(key)
+            del self._watches[key]
+            await client.close()
 
     async def close(self) -> None:
         """Close the connections."""
+        for watch in list(self._watches.values()):
+            watch.cancel()
+        await asyncio.gather(*self._watches.values(), return_exceptions=True)
         for client in self._clients.values():
             await client.close()
 
@@ -87,15 +143,36 @@ class ServerPool(HTTPEngine):
                 while not ready:
                     await asyncio.sleep(LOOK_S)
                     ready = self._ready()
-        return min(ready, key=lambda server: self._load.get(server.address, 0))
+        episode = _episode.get()
+        placed = next((server for server in ready if server.address == self._places.get(episode)), None)
+        server = placed or min(ready, key=lambda server: len(self._busy[server.address]))
+        if episode:
+            self._places[episode] = server.address
+            self._places.move_to_end(episode)
+            if len(self._places) > PLACES:
+                self._places.popitem(last=False)
+        return server
 
-    def _ready(self) -> list[Server]:
+    def _known(self) -> list[Server]:
         now = time.monotonic()
         if now - self._looked_at > LOOK_S:
             self._servers = self._fixed or self._run.servers()
             self._looked_at = now
-        return [s for s in self._servers if s.ready and self._avoided.get((s.address, s.pid), 0.0) < now]
+        return self._servers
+
+    def _lists(self, key: tuple[str, int]) -> bool:
+        return key in {(server.address, server.pid) for server in self._known()}
+
+    def _ready(self) -> list[Server]:
+        now = time.monotonic()
+        known = [(server, (server.address, server.pid)) for server in self._known() if server.ready]
+        return [server for server, key in known if key not in self._frozen and self._avoided.get(key, (0.0,))[0] < now]
 
     def _numbers(self) -> str:
-        known = ", ".join(f"{s.address} {'unreachable' if s.ready else 'loading'}" for s in self._servers)
+        known = ", ".join(f"{s.address} {self._state(s)}" for s in self._servers)
         return f"known: {known or 'none'}"
+
+    def _state(self, server: Server) -> str:
+        if (server.address, server.pid) in self._frozen:
+            return "frozen"
+        return "unreachable" if server.ready else "loading"

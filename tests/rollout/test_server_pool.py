@@ -1,0 +1,164 @@
+"""Several real servers of one run: which one an episode is at, and what happens when one dies, freezes or refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import closing
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clew.inference.protocol import Completion, GenerateRequest, SamplingParams
+from clew.inference.resubmit import generate_through_aborts
+from clew.loop.server_control import ServerControl
+from clew.record.run import RunDirectory, Server
+from clew.record.weights import WeightRef
+from clew.rollout.server_pool import ServerPool
+from tests.inference.test_server import ServerProcess
+from tests.models import tiny_model, tiny_tokenizer
+
+PROMPT = [7, 8, 9]
+FROZEN_S = 1.0
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[tuple[RunDirectory, list[ServerProcess]]]:
+    tiny_tokenizer(tmp_path / "model")
+    tiny_model(tmp_path / "model")
+    servers = [ServerProcess(tmp_path), ServerProcess(tmp_path)]
+    yield RunDirectory(tmp_path / "runs" / "test" / "0"), servers
+    for server in servers:
+        server.process.send_signal(signal.SIGCONT)
+        server.process.kill()
+        server.process.communicate(timeout=60)
+
+
+def ask(run: RunDirectory, scenario: Callable[[ServerPool], Awaitable[Any]]) -> Any:
+    async def use() -> Any:
+        pool = ServerPool(run, frozen_s=FROZEN_S)
+        try:
+            return await asyncio.wait_for(scenario(pool), 60)
+        finally:
+            await pool.close()
+
+    return asyncio.run(use())
+
+
+def request(number: int, turn: int = 0, tokens: int = 240) -> GenerateRequest:
+    params = SamplingParams(max_new_tokens=tokens, seed=number, stop_token_ids=())
+    return GenerateRequest(PROMPT, params, id=f"g{number:06d}.e0.i{turn}")
+
+
+def until(condition: Callable[[], Any], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_each_has_a_name_and_an_episode_stays_where_it_began(two: Any) -> None:
+    run, _ = two
+    assert {server.name for server in run.servers() if server.ready} == {"server", "server-1"}
+    assert (run.status / "server.json").exists() and (run.status / "server-1.json").exists()
+
+    async def scenario(pool: ServerPool) -> None:
+        before: dict[str, str] = {}
+        for turn in range(3):
+            await asyncio.gather(*(pool.generate(request(number, turn, 20)) for number in range(4)))
+            places = dict(pool._places)
+            assert sorted(map(list(places.values()).count, set(places.values()))) == [2, 2], "half of them at each"
+            assert places == (before or places)
+            before = places
+
+    ask(run, scenario)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_server_that_dies_or_freezes_in_mid_generation_loses_no_request(two: Any, number: signal.Signals) -> None:
+    run, servers = two
+
+    async def all_of(pool: ServerPool) -> list[Completion]:
+        return await asyncio.gather(*(generate_through_aborts(pool, request(each)) for each in range(6)))
+
+    async def scenario(pool: ServerPool) -> list[Completion]:
+        asking = asyncio.ensure_future(all_of(pool))
+        while not all(pool._busy[server.address] for server in servers):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        servers[1].process.send_signal(number)
+        return await asking
+
+    plain = ask(run, all_of)
+    disturbed = ask(run, scenario)
+    assert [each.output_ids for each in disturbed] == [each.output_ids for each in plain]
+    assert all(len(each.output_ids) == len(each.versions) == 240 for each in disturbed)
+
+
+def test_a_server_that_froze_in_mid_update_is_taken_out_and_returns_with_the_newest_weights(
+    two: Any, tmp_path: Path
+) -> None:
+    run, servers = two
+    tiny_model(run.path / "weights" / "version-000005", seed=1)
+    ref = WeightRef(version=5, path=str(run.path / "weights" / "version-000005"), digest="")
+    servers[1].process.send_signal(signal.SIGSTOP)
+    run.announce_weights(ref)
+    with closing(ServerControl(run, frozen_s=FROZEN_S)) as control:
+        control.load(ref)
+    assert [server.name for server in run.servers() if server.ready] == ["server"]
+    completions = ask(run, lambda pool: asyncio.gather(*(pool.generate(request(each, 0, 5)) for each in range(4))))
+    assert {version for each in completions for version in each.versions} == {5}
+    servers[1].process.send_signal(signal.SIGCONT)
+    until(lambda: [server.ready for server in run.servers()] == [True, True])
+
+    async def scenario(pool: ServerPool) -> None:
+        completions = await asyncio.gather(*(pool.generate(request(each, 0, 5)) for each in range(4)))
+        assert len(set(pool._places.values())) == 2
+        assert {version for each in completions for version in each.versions} == {5}
+
+    until(lambda: run.servers()[1].ready)
+    ask(run, scenario)
+
+
+class Refuses(BaseHTTPRequestHandler):
+    """A server whose updates fail."""
+
+    def do_GET(self) -> None:
+        self.answer(200, b"{}")
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.answer(400, b'{"success": false, "message": "1 tensors differ: lm_head.weight"}')
+
+    def answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+def test_an_update_that_fails_on_one_of_several_takes_that_one_out_and_says_which(
+    two: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, _ = two
+    ref = WeightRef(version=5, path=str(run.path.parent.parent.parent / "model"), digest="")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refuses) as refusing, caplog.at_level(logging.ERROR):
+        threading.Thread(target=refusing.serve_forever, daemon=True).start()
+        address = f"127.0.0.1:{refusing.server_port}"
+        run.register_server(Server(name="server-2", address=address, pid=1, ready=True))
+        with closing(ServerControl(run)) as control:
+            control.load(ref)
+        refusing.shutdown()
+    assert {server.name for server in run.servers()} == {"server", "server-1"}
+    assert f"server server-2 ({address}) did not load version 5, and is taken out" in caplog.text
+    assert "1 tensors differ: lm_head.weight" in caplog.text
+    completion = ask(run, lambda pool: pool.generate(request(0, 0, 5)))
+    assert completion.versions == [5] * 5
