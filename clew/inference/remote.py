@@ -277,6 +277,7 @@ class RemoteEngine:
             EngineError: It ended, or cannot be trained with.
         """
         backend, kind = self._backend, self._backend.kind
+        reporter.set(engine=kind, engine_command=[] if self._launch is None else self._launch.command)
         loop = asyncio.get_running_loop()
         began = loop.time()
         with waiting(f"{kind} to start", unblocks=kind, numbers=lambda: f"its log: {self.process.log}"):

@@ -22,6 +22,7 @@ from clew.config import SERVERS_VARIABLE, Config, server_token
 from clew.errors import EngineError, RecordError
 from clew.inference.app import Application, ServedEngine
 from clew.inference.local import load_engine
+from clew.inference.protocol import EngineUnreachable
 from clew.inference.remote import RemoteEngine, start_remote
 from clew.listening import ASGI, Access, Listener
 from clew.printing import print
@@ -202,7 +203,13 @@ async def _keep_listed(
         if not any(server.ready and server.pid == entry.pid for server in run.servers()):
             application.ready = False
             run.register_server(replace(entry, ready=True))
-            await _load_newest(engine, run, reporter)
+            try:
+                await _load_newest(engine, run, reporter)
+            except EngineUnreachable as error:  # what is behind it died or froze: its watch says so soon
+                log.warning("the newest weights are not loaded yet: %s", error)
+                run.register_server(replace(entry, ready=False))
+                await asyncio.sleep(LOOK_S)
+                continue
             application.ready = True
             reporter.set(doing="serving", version=engine.core.version)
             reporter.write()

