@@ -1,4 +1,4 @@
-"""The field's debugging script before `clew serve`, with each engine behind it: `/generate` in SGLang's native shape.
+"""The field's debugging script before `clew serve`, with Clew's engine or vLLM: `/generate` in SGLang's native shape.
 
 It posts input_ids (as the processor makes them), sampling_params and image_data (PNG in base64), without a token, and
 compares the completions with transformers' own.
@@ -29,14 +29,13 @@ from tests.models import picture, seeing_model
 ENGINES: dict[str, dict[str, Any]] = {
     "embedded": {},
     "vllm": {"enforce-eager": True, "gpu-memory-utilization": 0.2},
-    "sglang": {"enable-multimodal": True},
 }
 START_S = 400.0
 PROMPTS = [("1 + 1 is", []), ("a <image> is", ["red"]), ("<image> and <image>, which", ["red", "blue"])]
 
 
 def as_hubs_name_it(file: Path) -> None:
-    """Rename the tensors of llava's vision tower as in the hub's checkpoints, which vLLM and SGLang read."""
+    """Rename the tensors of llava's vision tower as in the hub's checkpoints, which vLLM reads."""
     tensors = load_file(file)
     renamed = {name.replace("vision_tower.", "vision_tower.vision_model."): tensors[name] for name in tensors}
     save_file(renamed, file, metadata={"format": "pt"})
@@ -77,7 +76,6 @@ def encoded(colors: list[str]) -> list[str]:
     params=[
         pytest.param("embedded", marks=pytest.mark.slow),
         pytest.param("vllm", marks=pytest.mark.engines),
-        pytest.param("sglang", marks=pytest.mark.engines),
     ],
 )
 def script(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Script]:
