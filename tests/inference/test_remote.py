@@ -225,7 +225,7 @@ def test_a_server_that_dies_at_start_is_reported_within_two_seconds(tmp_path: Pa
     )
 
     async def start() -> None:
-        client = VLLMEngine.client(named, "127.0.0.1:1")
+        client: Any = VLLMEngine.client(named, "127.0.0.1:1")
         engine = RemoteEngine(named, RemoteCore(named), client, launch, tmp_path / "log")
         try:
             with run.report("server") as reporter:
