@@ -257,9 +257,9 @@ class Reject(Section):
         description="Value to bound: proximal over behaviour probability w, or the k3 estimate of their divergence, "
         "w - log w - 1."
     )
-    over: Literal["token", "sequence_mean", "sequence_max"] = Field(
-        description="token: reject single tokens; sequence_mean, sequence_max: reject whole sequences by the mean (of "
-        "ratios the geometric one) or the maximum over their trained tokens."
+    over: Literal["token", "sequence_mean", "sequence_product", "sequence_max"] = Field(
+        description="token: reject single tokens; sequence_mean, sequence_product, sequence_max: whole sequences, "
+        "by the mean (of ratios the geometric one), the product or the maximum over their trained tokens."
     )
     low: float | None = Field(default=None, gt=0, description="Reject below this value; null: no lower bound.")
     high: float | None = Field(default=None, gt=0, description="Reject above this value; null: no upper bound.")
@@ -275,6 +275,11 @@ class Reject(Section):
             raise ValueError(
                 f"algorithm.reject.low ({self.low:g}) with algorithm.reject.by=k3 would reject what agrees best: k3 is "
                 f"0 where the probabilities are equal, and never negative. Unset it, and use high"
+            )
+        if self.by == "k3" and self.over == "sequence_product":
+            raise ValueError(
+                "algorithm.reject.over=sequence_product with algorithm.reject.by=k3 would multiply divergences, which "
+                "says nothing. Use algorithm.reject.by=ratio, or over=sequence_mean"
             )
         if self.low is not None and self.over == "sequence_max":
             raise ValueError(

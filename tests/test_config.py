@@ -138,6 +138,11 @@ def test_a_section_that_may_be_null_is_set_and_unset_like_a_field(good: Path) ->
         ),
         (
             "",
+            ["algorithm.reject={by: k3, over: sequence_product, high: 2}"],
+            "would multiply divergences, which says nothing. Use algorithm.reject.by=ratio, or over=sequence_mean",
+        ),
+        (
+            "",
             ["algorithm.kl_times_ratio=true", "algorithm.kl_in=reward"],
             "algorithm.kl_times_ratio is for a KL term in the loss, but algorithm.kl_in is reward. Unset one.",
         ),

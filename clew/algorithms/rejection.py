@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from clew.algorithms.kl import k3
-from clew.algorithms.losses import TrainedTokens, exp_limited, sequence_maxima, sequence_means
+from clew.algorithms.losses import TrainedTokens, exp_limited, sequence_maxima, sequence_means, sequence_sums
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -71,6 +71,8 @@ def measured(tokens: TrainedTokens, reject: Reject) -> Tensor:
     values_N = tokens.proximal_N - tokens.behaviour_N if by_ratio else k3(tokens.behaviour_N, tokens.proximal_N)
     if reject.over == "sequence_mean":
         values_N = sequence_means(values_N, tokens.rows_N)
+    elif reject.over == "sequence_product":
+        values_N = sequence_sums(values_N, tokens.rows_N)
     elif reject.over == "sequence_max":
         values_N = sequence_maxima(values_N, tokens.rows_N)
     return exp_limited(values_N) if by_ratio else values_N

@@ -1,7 +1,11 @@
 """Rejection of tokens and sequences: numbers worked out by hand, and the published masks that it stands for."""
 
+import ast
+import inspect
 import math
+import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -43,7 +47,7 @@ def reasons(inputs: dict[str, Any], **options: Any) -> list[float]:
 
 #                    w    0.4  1.5 | 3    1
 #   w - log w - 1        0.316 0.095 | 0.901 0
-#   of the sequence: geometric mean 0.775 | 1.732, mean of k3 0.205 | 0.451
+#   of the sequence: product 0.6 | 3, geometric mean 0.775 | 1.732, mean of k3 0.205 | 0.451
 @pytest.mark.parametrize(
     ("reject", "expected"),
     [
@@ -52,6 +56,8 @@ def reasons(inputs: dict[str, Any], **options: Any) -> list[float]:
         ({"by": "ratio", "over": "token", "high": 2}, [0, 0, 1, 0]),
         ({"by": "ratio", "over": "sequence_mean", "low": 0.77, "high": 1.73}, [0, 0, 1, 1]),
         ({"by": "ratio", "over": "sequence_mean", "low": 0.78, "high": 1.74}, [1, 1, 0, 0]),
+        ({"by": "ratio", "over": "sequence_product", "low": 0.59, "high": 2.9}, [0, 0, 1, 1]),
+        ({"by": "ratio", "over": "sequence_product", "low": 0.61, "high": 3.1}, [1, 1, 0, 0]),
         ({"by": "ratio", "over": "sequence_max", "high": 2.9}, [0, 0, 1, 1]),
         ({"by": "ratio", "over": "sequence_max", "high": 3.1}, [0, 0, 0, 0]),
         ({"by": "k3", "over": "token", "high": 0.31}, [1, 0, 1, 0]),
@@ -285,6 +291,57 @@ def test_equals_published_masks_in_trl_s_loss(tmp_path: Path, published: Any, op
         case.ours(options, behaviour), case.theirs(trainer, importance_sampling_ratio=weight), strict=True
     ):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        ("token_mask", {"reject": {"by": "ratio", "over": "token", "high": 1.3}}),
+        (
+            "sequence_mask",
+            {"importance": "sequence_truncate", "reject": {"by": "ratio", "over": "sequence_product", "high": 1.3}},
+        ),
+    ],
+)
+def test_one_sided_masks_equal_those_that_trl_computes(tmp_path: Path, mode: str, options: dict[str, Any]):
+    """The weights come from the lines of TRL's trainer, its loss from the trainer. sequence_mask is TRL's default."""
+    case = Case(tmp_path)
+    behaviour = case.old + 0.2 * torch.randn(4, 7) + torch.tensor([[0.0], [-0.3], [0.2], [0.0]])
+    trainer = trl_trainer(tmp_path, "GRPO", loss_type="dapo", beta=0.0)
+    trainer.use_vllm = trainer.vllm_importance_sampling_correction = True
+    weight = weights_of_trl(type(trainer), mode, case, behaviour)
+    assert (weight == 0).any() and (weight != 0).any()
+    ours = case.ours({"importance_cap": 1.3, **options}, behaviour)
+    theirs = case.theirs(trainer, importance_sampling_ratio=weight)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+def weights_of_trl(trainer: type, mode: str, case: Case, behaviour: Tensor) -> Tensor:
+    """Run the statement of TRL's trainer that computes its importance weights."""
+    source = ast.parse(textwrap.dedent(inspect.getsource(trainer._generate_and_score_completions)))  # type: ignore[attr-defined]
+    (statement,) = (
+        node
+        for node in ast.walk(source)
+        if isinstance(node, ast.If)
+        and ast.unparse(node.test) == "self.use_vllm and self.vllm_importance_sampling_correction"
+        and "invalid_mis_mask" in ast.unparse(node)
+    )
+    options = {"vllm_importance_sampling_" + name: value for name, value in {"clip_min": None, "clip_max": 1.3}.items()}
+    names = {
+        "self": SimpleNamespace(
+            use_vllm=True, vllm_importance_sampling_correction=True, vllm_importance_sampling_mode=mode, **options
+        ),
+        "completion_mask": case.mask,
+        "tool_mask": None,
+        "old_per_token_logps": case.old,
+        "sampling_per_token_logps": behaviour,
+        "torch": torch,
+        "math": math,
+    }
+    exec(compile(ast.Module([statement], []), "trl", "exec"), names)
+    return names["vllm_importance_sampling_ratio"]  # type: ignore[return-value]
 
 
 @pytest.mark.filterwarnings("ignore")
