@@ -15,7 +15,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from clew.algorithms import PRESETS, WITH_CRITIC, WITHIN_GROUP, preset_options
+from clew.algorithms import ADVANTAGES, PRESETS, WITH_CRITIC, WITHIN_GROUP, preset_options
 from clew.devices import TRAINING, Devices, Part, parse_devices
 from clew.errors import ConfigError, RecordError
 from clew.printing import visible
@@ -273,6 +273,34 @@ class Config(Section):
     def rank_threads(self) -> int:
         """Return the number of torch's threads in each trainer rank: launch.threads, or else its share of `threads`."""
         return self.launch.threads or max(1, self.threads // self.launch.ranks)
+
+
+def check_critic_fields(config: Config, *, with_critic: bool) -> None:
+    """Check the fields of the critic against a user's own advantages; the configuration checks those of built-in ones.
+
+    Args:
+        config: The configuration.
+        with_critic: Whether the advantages take a critic's values.
+
+    Raises:
+        ConfigError: A field does not fit.
+    """
+    algorithm = config.algorithm
+    if algorithm.advantages in ADVANTAGES:
+        return
+    if with_critic:
+        if config.reward.turn_discount != 1:
+            raise ConfigError(
+                f"reward.turn_discount ({config.reward.turn_discount:g}) discounts whole turns, and algorithm."
+                f"advantages={algorithm.advantages} gets the rewards of tokens. Discount there, by options.gamma"
+            )
+        return
+    for field in ("critic", "critic_lr", "bootstrap_truncated"):
+        if getattr(algorithm, field) not in (None, False):
+            raise ConfigError(
+                f"algorithm.{field} is for the critic, and algorithm.advantages={algorithm.advantages} takes no values "
+                f"of one. Unset it, or give that function the parameters (rewards, values, options)"
+            )
 
 
 def load(path: Path | str, overrides: list[str] | tuple[str, ...] = ()) -> Config:

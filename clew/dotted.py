@@ -139,20 +139,49 @@ def check_defined(path: str, field: str) -> None:
         field: The field with this path, for the message.
     """
     module, _, name = path.rpartition(".")
-    file = _find(module)
-    if file is None:
-        load(path, field)  # raises, with what there is; or the module comes from an import hook
+    tree = _parse(path, field)
+    if tree is None:
+        if _find(module) is None:
+            load(path, field)  # raises, with what there is; or the module comes from an import hook
         return
-    if file.suffix != ".py":
-        return
-    try:
-        tree = ast.parse(file.read_bytes(), filename=str(file))
-    except SyntaxError as error:
-        raise _raised(error, path, field) from None
     bound = set(_bound(tree))
     if name not in bound and not bound & {"*", "__getattr__"}:  # those may bind any name
         public = [each for each in bound if not each.startswith("_")]
-        raise ConfigError(f"{field}={path}: {file} has no {name!r}.{_nearest(name, public)}")
+        raise ConfigError(f"{field}={path}: {_find(module)} has no {name!r}.{_nearest(name, public)}")
+
+
+def required_parameters(path: str, field: str) -> int | None:
+    """Return how many arguments the function that `path` names needs; None if its source alone does not say.
+
+    Nothing is run. Decorators, imports and a second definition may change what a name stands for, so they give None.
+
+    Args:
+        path: The dotted path.
+        field: The field with this path, for the message.
+
+    Raises:
+        ConfigError: The module is not valid Python.
+    """
+    tree, name = _parse(path, field), path.rpartition(".")[2]
+    if tree is None or list(_bound(tree)).count(name) != 1:
+        return None
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name == name and not node.decorator_list:
+            given = node.args
+            positional = len(given.posonlyargs) + len(given.args) - len(given.defaults)
+            return positional + given.kw_defaults.count(None) + (given.vararg is not None)
+    return None
+
+
+def _parse(path: str, field: str) -> ast.Module | None:
+    """Return the source of the module in `path` (module.name); None if it is no Python file that can be found."""
+    file = _find(path.rpartition(".")[0])
+    if file is None or file.suffix != ".py":
+        return None
+    try:
+        return ast.parse(file.read_bytes(), filename=str(file))
+    except SyntaxError as error:
+        raise _raised(error, path, field) from None
 
 
 def _bound(node: ast.AST) -> Iterator[str]:

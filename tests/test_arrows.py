@@ -64,7 +64,7 @@ MAY_IMPORT = {
     },
 }
 LINES = {
-    "top": 3000,  # devices.py: launch.devices; tasks.py: asyncio tasks on request
+    "top": 3050,  # devices.py: launch.devices; tasks.py: asyncio tasks on request
     "algorithms": 780,  # rejection.py: the corrections that other systems have for lag and mismatch
     "cli": 1000,  # clew hang, on several nodes
     "diagnose": 2750,

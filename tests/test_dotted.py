@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from clew.dotted import check_defined
+from clew.dotted import check_defined, required_parameters
 from clew.errors import ConfigError
 
 SOURCE = """
@@ -53,6 +53,18 @@ def test_names_that_cannot_be_known_are_left_to_the_import(here: Path) -> None:
     (here / "lazy.py").write_text("def __getattr__(name): return name\n")
     for path in ("stars.join", "lazy.anything", "math.sqrt", "clew.rollout.workflows.SingleTurn"):
         check_defined(path, "rollout.reward")
+
+
+def test_a_function_s_parameters_are_counted_without_running_it(here: Path) -> None:
+    (here / "counted.py").write_text(
+        "raise SystemExit\nimport functools\nfrom os import getcwd\n"
+        "def one(a, b=1, **c): ...\ndef three(a, /, b, *, c, d=2): ...\ndef some(*a): ...\ndef nothing(): ...\n"
+        "@functools.cache\ndef wrapped(a): ...\ndef twice(a): ...\ndef twice(a, b): ...\nlater = one\n"
+    )
+    names = ["one", "three", "some", "nothing", "wrapped", "twice", "later", "getcwd"]
+    found = [required_parameters(f"counted.{name}", "algorithm.advantages") for name in names]
+    assert found == [1, 3, 1, 0, None, None, None, None]
+    assert required_parameters("math.sqrt", "algorithm.advantages") is None
 
 
 def test_a_module_that_is_not_python_or_not_there(here: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from clew import dotted
-from clew.config import Config
+from clew.config import Config, check_critic_fields
 from clew.data import LOCAL, load_demonstrations, load_rows
 from clew.models.folder import check_folder
 
@@ -42,6 +42,10 @@ def check_named(config: Config, *, supervised: bool = False) -> None:
         code |= {} if rollout.reward is None else {"rollout.reward": rollout.reward}
     for field, named in code.items():
         dotted.check_defined(named, field)
+    if "algorithm.advantages" in code:
+        required = dotted.required_parameters(algorithm.advantages, "algorithm.advantages")
+        if required in (1, 3):  # any other number: the trainer loads the function, and says what it takes
+            check_critic_fields(config, with_critic=required == 3)
 
 
 def _check_rows(path: str | None, columns: list[str]) -> None:

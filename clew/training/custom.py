@@ -56,30 +56,6 @@ def needs_critic(algorithm: Algorithm) -> bool:
     return name in WITH_CRITIC if name in ADVANTAGES else CustomAdvantages(name).takes_values
 
 
-def check_critic_fields(config: Config) -> None:
-    """Check the fields of the critic against a user's own advantages; the configuration checks those of built-in ones.
-
-    Raises:
-        ConfigError: A field does not fit, or the function cannot be loaded.
-    """
-    algorithm = config.algorithm
-    if algorithm.advantages in ADVANTAGES:
-        return
-    if needs_critic(algorithm):
-        if config.reward.turn_discount != 1:
-            raise ConfigError(
-                f"reward.turn_discount ({config.reward.turn_discount:g}) discounts whole turns, and algorithm."
-                f"advantages={algorithm.advantages} gets the rewards of tokens. Discount there, by options.gamma"
-            )
-        return
-    for field in ("critic", "critic_lr", "bootstrap_truncated"):
-        if getattr(algorithm, field) not in (None, False):
-            raise ConfigError(
-                f"algorithm.{field} is for the critic, and algorithm.advantages={algorithm.advantages} takes no values "
-                f"of one. Unset it, or give that function the parameters (rewards, values, options)"
-            )
-
-
 class UserFunction:
     """A function that the configuration names."""
 
@@ -103,7 +79,7 @@ class UserFunction:
             self.parameters = inspect.signature(self._function).parameters
         except ValueError:  # it is written in C
             raise ConfigError(
-                f"{self.name} does not say which arguments it takes; write a function around it."
+                f"Cannot call {self.name}: Python cannot tell which arguments it takes. Wrap it in a function of yours."
             ) from None
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
@@ -189,7 +165,7 @@ class CustomAdvantages:
         except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor that has a gradient
             raise TrainingError(f"{name} returned {_kind(returned)}; {expected}.") from None
         if len(advantages) != len(sequences):
-            raise TrainingError(f"{name} returned {len(advantages)} of them; {expected}.")
+            raise TrainingError(f"{name} returned {len(advantages)} numbers; {expected}.")
         bad = []
         for of_row, row in zip(advantages, sequences, strict=True):
             if of_row.shape not in ((), row.loss_mask.shape):
@@ -201,7 +177,8 @@ class CustomAdvantages:
                 number = f"{of_row} for" if of_row.ndim == 0 else f"{of_row[tokens[0]]} for token {tokens[0]} of"
                 bad.append(f"{number} {row.id} (its reward is {row.reward:g})")
         if bad:
-            raise TrainingError(f"{name} returned {bad[0]}, and for {len(bad) - 1} others no finite number either.")
+            others = f", and for {len(bad) - 1} more sequences" if bad[1:] else ""
+            raise TrainingError(f"{name} returned {bad[0]}{others}; expected finite numbers.")
         return advantages
 
     def of_values(

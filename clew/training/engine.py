@@ -27,7 +27,7 @@ from torch import Tensor
 
 from clew.algorithms.losses import PolicyLoss
 from clew.algorithms.rejection import rejects
-from clew.config import Algorithm, Config, Training
+from clew.config import Algorithm, Config, Training, check_critic_fields
 from clew.errors import ModelError, TrainingError, first_line
 from clew.models.loading import is_out_of_memory
 from clew.record.array_digest import total
@@ -38,7 +38,7 @@ from clew.seeds import derive_seed
 from clew.training.advantages import advantages_function, truncated
 from clew.training.batching import Plan, deal, loss_weights, padding_share, plan_step
 from clew.training.critic import Critic, value_metrics
-from clew.training.custom import check_critic_fields, needs_critic
+from clew.training.custom import needs_critic
 from clew.training.digests import Digests, digest_tensors
 from clew.training.gradient_checks import RECENT_NORMS, hint_of, loss_problem, norm_problem, not_finite
 from clew.training.losses import loss_function
@@ -117,7 +117,7 @@ class TrainEngine:
             ModelError: A model cannot be loaded or trained.
             ConfigError: The loss or the advantages cannot be loaded.
         """
-        check_critic_fields(config)
+        check_critic_fields(config, with_critic=needs_critic(config.algorithm))
         self.config = config
         self._advantages, self._loss = advantages_function(config.algorithm), loss_function(config.algorithm)
         self.policy = Policy(config, model_path=model_path, device=device, ranks=ranks, media=media)

@@ -295,7 +295,7 @@ def test_advantages_of_the_users_own_may_differ_from_token_to_token():
 @pytest.mark.parametrize(
     ("name", "error", "said"),
     [
-        ("too_few", TrainingError, "returned 1 of them; expected 2 numbers, one for each sequence, or for each an"),
+        ("too_few", TrainingError, "returned 1 numbers; expected 2 numbers, one for each sequence, or for each an"),
         ("words", TrainingError, "returned str; expected 2 numbers"),
         ("of_words", TrainingError, "returned list of str; expected 2 numbers"),
         ("with_a_gradient", TrainingError, "returned Tensor; expected 2 numbers"),

@@ -1,6 +1,7 @@
 """Generalized advantage estimation on numbers worked out by hand, and against the sum that defines it."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,11 @@ from hypothesis import strategies as st
 
 from clew.algorithms.gae import gae, whitened
 from clew.errors import ConfigError, TrainingError
+from clew.launch.preflight import check_named
 from clew.record.rows import Sequence
 from clew.training.advantages import advantages_function, token_rewards, truncated
-from clew.training.custom import check_critic_fields, needs_critic
+from clew.training.custom import needs_critic
+from tests.models import tiny_model
 from tests.training.sequences import make_config, make_sequence
 
 
@@ -235,16 +238,23 @@ def test_what_cannot_be_advantages_and_returns_is_told(name: str, error: type[Ex
     assert [each[3:].tolist() for each in values] == [[0.5] * 4] * 2
 
 
-def test_the_critic_s_fields_are_for_functions_that_take_values():
-    without = "tests.training.test_advantages.ranks"
+def test_the_critic_s_fields_are_for_functions_that_take_values(tmp_path: Path):
+    """They are checked before a process starts, by the source of the function."""
+    tiny_model(tmp_path)
+
+    def check(function: str, reward: Any = None, **options: Any) -> None:
+        algorithm = {"advantages": function, **options}
+        debug = {"replay_rollout_data": True, "path": "batches"}
+        check_named(make_config(tmp_path, algorithm=algorithm, reward=reward or {}, debug=debug))
+
+    with_values, without = f"{__name__}.one_step", "tests.training.test_advantages.ranks"
     for field, value in (("critic", "models/rm"), ("critic_lr", 1e-4), ("bootstrap_truncated", True)):
-        check_critic_fields(make_config("unused", algorithm={"advantages": f"{__name__}.one_step", field: value}))
+        check(with_values, **{field: value})
         with pytest.raises(ConfigError, match=f"algorithm.{field} is for the critic, and .*ranks takes no values of"):
-            check_critic_fields(make_config("unused", algorithm={"advantages": without, field: value}))
-    discounted: Any = {"reward": {"turn_discount": 0.5}}
-    check_critic_fields(make_config("unused", algorithm={"advantages": without}, **discounted))
+            check(without, **{field: value})
+    check(without, reward={"turn_discount": 0.5})
     with pytest.raises(ConfigError, match=r"reward.turn_discount \(0.5\) discounts whole turns, and .*one_step gets"):
-        check_critic_fields(make_config("unused", algorithm={"advantages": f"{__name__}.one_step"}, **discounted))
+        check(with_values, reward={"turn_discount": 0.5})
 
 
 def test_an_overlong_response_loses_its_penalty_at_the_end():
