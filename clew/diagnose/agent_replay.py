@@ -75,13 +75,16 @@ def replay_agent(
     path = agent or config.rollout.agent
     if path is None:
         raise ConfigError(
-            f"{run.path} was made by the workflow {config.rollout.workflow}, not by an agent; name one with --agent, "
-            f"or run the workflow again with `clew replay {run.path} --reward`."
+            f"Cannot replay an agent: {run.path} was made by the workflow {config.rollout.workflow}. Name an agent "
+            f"with --agent, or compute the rewards again with `clew replay {run.path} --reward`."
         )
     loaded = load_agent(path, config.rollout.workflow_kwargs)
     answers = interactions_of(list(rows))
     if any(not answer.output_ids for answer in answers):
-        raise RecordError(f"{rows[0].episode_id} has responses without their tokens: it was recorded by another Clew.")
+        raise RecordError(
+            f"Cannot replay {rows[0].episode_id}: its responses are on record without their tokens, because another "
+            f"version of Clew recorded it."
+        )
     return asyncio.run(_replay(config, run, rows, answers, loaded, base_url))
 
 
@@ -92,7 +95,10 @@ async def _replay(
     tokenizer = load_tokenizer(str(folders[0]) if folders else config.model.path)
     found = await find_engine(base_url, configuration.provider()[1]) if base_url is not None else None
     if base_url is not None and found is None:
-        raise EngineError(f"{base_url} takes no token ids, so the gateway cannot go on with it. Use `clew serve`.")
+        raise EngineError(
+            f"Cannot continue the conversation with {base_url}: it takes no token IDs. Name a server that `clew serve` "
+            f"started."
+        )
     engine: Any = found.engine if found is not None else None
     shared = resources(config, engine, tokenizer, None, vision=load_vision(tokenizer.name_or_path))
     if rows[0].group_id.startswith("v"):

@@ -129,6 +129,7 @@ def base_url_of(named: str | None) -> str:
     found = named or provider()[0]
     if not found:
         raise ConfigError(
-            "where is the model? Start `clew serve CONFIG`, and set OPENAI_BASE_URL as it prints, or name --base-url."
+            "Cannot run the agent: no server is named. Start `clew serve CONFIG`, and set OPENAI_BASE_URL as it "
+            "prints, or add --base-url URL."
         )
     return found

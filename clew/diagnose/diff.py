@@ -198,10 +198,13 @@ def _common(left: RunDirectory, right: RunDirectory, *bundles: dict[str, Any] | 
     counts = [run.steps.count() for run in (left, right)]
     for run, count in zip((left, right), counts, strict=True):
         if not count:
-            raise RecordError(f"{run.path} has no committed step to compare.")
+            raise RecordError(f"Cannot compare {run.path}: it has no committed step.")
     first = max((bundle["first"] for bundle in bundles if bundle is not None), default=0)
     if first >= min(counts):
-        raise RecordError(f"the two have no step in common: {first} is the first of one, {min(counts) - 1} the last.")
+        raise RecordError(
+            f"Cannot compare {left.path} with {right.path}: they have no step in common. One begins with step {first}, "
+            f"the other ends with step {min(counts) - 1}."
+        )
     return range(first, min(counts))
 
 

@@ -63,22 +63,22 @@ def rerun(
     if device not in (None, "cpu", "cuda"):
         raise ConfigError(f"--device {device}: expected cpu or cuda.")
     if only is not None and stages is None and not reward:
-        raise ConfigError(f"--only {only} goes with --stage or --reward: a step is trained as a whole.")
+        raise ConfigError(f"--only {only} needs --stage or --reward, because a step is always trained as a whole.")
     ways = {"--stage": stages, "--reward": reward, "--break": stop, "key=value": overrides}
     asked = [name for name, value in ways.items() if value]
     if not verify and (stages is not None or reward or overrides):
-        raise ConfigError(f"--no-verify trains again without comparing; {asked[0]} does something else.")
+        raise ConfigError(f"--no-verify trains again without comparing, and {asked[0]} does not. Leave one out.")
     if ranks > 1 and asked:
-        raise ConfigError(f"--ranks {ranks} trains again and compares; {asked[0]} is done by one process.")
+        raise ConfigError(f"--ranks {ranks} trains with several processes, {asked[0]} with one. Leave one out.")
     with opened(target, trust) as (run, bundle):
         says_how = asked == ["--stage", "key=value"] and not run.steps.by_clew  # another trainer's record does not
         if len(asked) > 1 and not says_how:
-            raise ConfigError(f"{' and '.join(asked)} are different ways to replay: ask for one of them.")
+            raise ConfigError(f"{' and '.join(asked)} are different ways to replay. Use one of them.")
         first, last = _range(run, steps, bundle)
         if not run.steps.json_path(first).exists() and (stages is not None or ranks > 1):
             raise RecordError(
-                f"step {first} of {run.path} was begun and not committed: there is nothing to compare with. Without "
-                f"--stage and --ranks it is trained here; --break stops in it, and `clew blame` says what caused it."
+                f"Cannot compare step {first} of {run.path}: it was begun and never committed. Leave out --stage and "
+                f"--ranks to train it here, add --break to stop in it, or ask `clew blame` for the cause."
             )
         if (stages is not None or reward) and run.supervised and stages != "data":
             raise RecordError(
@@ -93,8 +93,8 @@ def rerun(
         if bundle is not None and bundle["stages_only"]:
             if asked or device is not None:
                 raise RecordError(
-                    f"{target} was written with --stages-only: {', '.join(asked) or '--device'} needs the weights, or "
-                    f"more of the run, which are not in it."
+                    f"Cannot use {', '.join(asked) or '--device'} on {target}: it was written with --stages-only, so "
+                    f"it lacks the weights and the rest of the run."
                 )
             print("this bundle has no weights: the stages that need none are compared")
             return _stages(run, first, last, ALONE if run.steps.by_clew and not run.supervised else ("data",), only)
@@ -102,8 +102,8 @@ def rerun(
             return _rewards(run, first, last, only)
         if overrides and not run.steps.by_clew:
             raise RecordError(
-                f"another trainer wrote {run.path}: there is nothing that Clew could train from. `--stage advantages` "
-                f"with key=value computes that again."
+                f"Cannot train {run.path} again: another trainer wrote it, without what Clew needs. `--stage "
+                f"advantages` with key=value computes its advantages again."
             )
         if overrides:
             from clew.diagnose.counterfactual import counterfactual
@@ -166,7 +166,7 @@ def _algorithm_of_another(overrides: list[str], stages: str) -> Algorithm:
     for name in ("loss_constant", "overlong_penalty"):
         value = getattr(algorithm, name)
         if value is not None and not {f"algorithm.{name}", LIMIT} & {*said}:
-            raise ConfigError(f"algorithm.{name} follows from {LIMIT}, which is not on record: say one of the two.")
+            raise ConfigError(f"Cannot derive algorithm.{name}: {LIMIT} is not on record. Set one of the two.")
     if algorithm.minibatches > 1 and algorithm.loss_mean != "token" and "loss" in stages.split(","):
         raise ConfigError(
             f"algorithm.minibatches={algorithm.minibatches} with algorithm.loss_mean={algorithm.loss_mean}: which "

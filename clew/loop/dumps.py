@@ -29,8 +29,8 @@ def check_origin(run: RunDirectory, *, replayed: bool) -> None:
         live = "what its own rollout makes"
         made = f"the batches in {before.path} (debug.replay_rollout_data)" if before.replay_rollout_data else live
         raise RecordError(
-            f"{run.path} is a run on {made}: it cannot go on with {'the batches in debug.path' if replayed else live}. "
-            f"Choose another trial=NAME."
+            f"Cannot continue {run.path} with {'the batches in debug.path' if replayed else live}: so far it was "
+            f"trained on {made}. Choose another trial=NAME."
         )
 
 

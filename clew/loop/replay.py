@@ -102,8 +102,8 @@ def _check_belongs(run: RunDirectory, engine: TrainEngine, folder: Path) -> None
     if names != ours:  # a critic it may have had for a while
         strange = sorted(set(names) ^ set(ours)) or ["their order"]
         raise ModelError(
-            f"{folder} belongs to another model than {run.path}: {strange[0]} is in one of them alone. Put the run's "
-            f"own checkpoint there, or remove it, and replay begins at the one before."
+            f"Checkpoint {folder} does not match {run.path}: {strange[0]} exists in only one of them. Restore the "
+            f"run's own checkpoint, or remove this one, and replay begins at the one before."
         )
     step = engine.version - 1
     tensors = run.steps.read(step)["tensors"] if run.steps.json_path(step).exists() else {}

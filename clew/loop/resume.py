@@ -49,9 +49,7 @@ def restore(config: Config, run: RunDirectory, ranks: Ranks, *, supervised: bool
             f"{run.path} holds a run of `clew {'train' if supervised else 'sft'}`. Choose another trial=NAME."
         )
     if (trainer := run.facts().get("trainer")) is not None:
-        raise RecordError(
-            f"{run.path} was recorded by {trainer}: Clew cannot go on with it. Choose another trial=NAME."
-        )
+        raise RecordError(f"Cannot continue {run.path}: it was recorded by {trainer}. Choose another trial=NAME.")
     if run.newest_weights() is not None or (supervised and committed):
         _refuse_changes(config, run, version, committed)
     if committed > version and ranks.leads:
@@ -67,7 +65,7 @@ def restore(config: Config, run: RunDirectory, ranks: Ranks, *, supervised: bool
         before = run.steps.read(committed - 1).get("code", {})
         for field, digest in code_of(config).items():
             if before.get(field, digest) != digest:
-                log.warning("%s: its file is not what step %d was trained with", field, committed - 1)
+                log.warning("the file of %s has changed since step %d was trained", field, committed - 1)
     return engine
 
 

@@ -368,7 +368,7 @@ def warn_of_changes(log: logging.Logger, config: Config, run: RunDirectory, step
     if not (changed := run.changes(config)):
         return
     if step < until:
-        log.warning("from step %d on the configuration is another: %s", step, changes_in_words(changed))
+        log.warning("the configuration changes from step %d on: %s", step, changes_in_words(changed))
     else:
         log.warning(
             "no step is left to train, so these changes of the configuration have no effect, and config.yaml stays as "

@@ -167,8 +167,8 @@ class Steps:
         recorded = dict(zip(ids, digests, strict=True))
         if unknown := [row.id for row in batch if row.id not in recorded]:
             raise RecordError(
-                f"{self.data_path(step)} has {unknown[0]}, of which {self.stage_path(step, 0)} knows nothing: one of "
-                f"the two was altered."
+                f"Cannot read step {step}: {self.data_path(step)} has the sequence {unknown[0]}, and "
+                f"{self.stage_path(step, 0)} does not. One of the two was altered."
             )
         return Stages(
             digests=recorded,

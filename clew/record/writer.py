@@ -216,7 +216,7 @@ def complete(sequences: Iterable[Mapping[str, Any] | rows.Sequence], *, version:
             )
     for name, count in Counter(row.id for row in made).most_common(1):
         if count > 1:
-            raise RecordError(f"the id {name!r} names {count} sequences of one step; expected one id a sequence.")
+            raise RecordError(f"{count} sequences of one step have the ID {name!r}; expected a different ID for each.")
     return made
 
 
@@ -268,7 +268,7 @@ def _aligned(name: str, value: Any, where: str, mask: np.ndarray) -> np.ndarray:
 def _stage(name: str, values: SequenceABC[Any], batch: list[rows.Sequence]) -> list[np.ndarray]:
     """Return the values of a stage for each sequence, 0 where a token is not trained on."""
     if name in OF_ROWS:
-        raise RecordError(f"a stage cannot be called {name!r}: beside the stages stand {', '.join(OF_ROWS)}.")
+        raise RecordError(f"Cannot name a stage {name!r}: {', '.join(OF_ROWS)} are columns of every stage file.")
     if len(values) != len(batch):
         raise RecordError(f"stage {name!r} has {len(values)} entries; expected one for each of {len(batch)} sequences.")
     aligned = (

@@ -146,7 +146,7 @@ def load(engine: TrainEngine, folder: Path) -> None:
         ModelError: The checkpoint belongs to another model.
     """
     if not (folder / "checkpoint.json").exists():
-        raise RecordError(f"{folder} is no checkpoint: it holds no checkpoint.json.")
+        raise RecordError(f"Cannot load {folder}: it is not a checkpoint, because it has no checkpoint.json.")
     manifest = read_manifest(folder)
     for field, then, now in (
         ("model.dtype", manifest.get("dtype"), engine.config.model.dtype),

@@ -39,12 +39,12 @@ def export_steps(run: RunDirectory, form: str, steps: str, folder: Path) -> list
         RecordError: The steps are not there, or the folder belongs to the record.
     """
     if form not in FORMS:
-        raise ConfigError(f"there is no form {form!r} to export; there are {', '.join(FORMS)}.")
+        raise ConfigError(f"Cannot export as {form!r}: expected {', '.join(FORMS)}.")
     chosen = choose_steps(run, steps)
     with explain_disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     if folder.resolve().is_relative_to(run.steps.folder.resolve()):
-        raise RecordError(f"{folder} is where the record itself lies. Choose another folder.")
+        raise RecordError(f"Cannot export to {folder}: it lies inside the record. Choose another folder.")
     files = []
     for step in tracked(chosen, "exporting", total=len(chosen), unit="steps"):
         batch = run.steps.read_data(step)

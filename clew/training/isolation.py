@@ -67,7 +67,7 @@ def prepare_for_packing(model: Any) -> None:
     alone = torch.cat([_predictions(model, row, [len(row)]) for row in rows])
     before = model.config._attn_implementation
     if not use_attention(model):
-        log.warning("%s computes its attention in a way of its own: its rows are padded, not packed.", name)
+        log.warning("%s has attention code of its own, so its rows are padded, not packed.", name)
         return
     try:
         packed = _predictions(model, torch.cat(rows), lengths)

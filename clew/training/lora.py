@@ -67,8 +67,8 @@ class Adapters:
             linear = [name for name in linear if name not in taken]
             if taken:
                 log.warning(
-                    "training.lora_rank: no adapters on %d linear layers of %s whose names peft takes for those of its "
-                    "experts, such as %s.",
+                    "training.lora_rank: %d linear layers of %s get no adapters, because peft takes their names for "
+                    "those of experts, such as %s.",
                     len(taken),
                     type(model).__name__,
                     min(taken),

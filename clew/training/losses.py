@@ -87,7 +87,10 @@ class CustomLoss:
         if strange := [name for name in missing if name not in offered]:
             near = difflib.get_close_matches(strange[0], offered, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"{self._function.name} wants {strange[0]!r}; there are {', '.join(offered)}.{hint}")
+            raise ConfigError(
+                f"Cannot call {self._function.name}: it has a parameter {strange[0]!r}, and a loss is given "
+                f"{', '.join(offered)}.{hint}"
+            )
         takes_any = any(p.kind is p.VAR_KEYWORD for p in wanted)
         self._takes = set(offered) if takes_any else set(offered) & {p.name for p in wanted}
 

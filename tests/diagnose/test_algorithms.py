@@ -163,7 +163,7 @@ def test_code_that_was_changed_is_named(folder: Path, tmp_path: Path, capsys: py
     assert not replays(run, "0", "advantages")
     edit("def renamed(", "def loss(")
     train(example(folder, tmp_path, *options, "training.steps=2", "training.schedule=constant"))
-    assert "algorithm.loss: its file is not what step 0 was trained with" in caplog.text
+    assert "the file of algorithm.loss has changed since step 0 was trained" in caplog.text
     sys.modules.pop("edited")
 
 

@@ -186,9 +186,9 @@ def test_what_it_computed_is_computed_again_where_the_user_says_how(
         ("advantages", ["algorithm.kl=1"], "override algorithm.kl=1: there is no field 'algorithm.kl'"),
         ("advantages", ["algorithm.kl_coef=1", "algorithm.kl_in=reward"], "has no stage 'reference_logprobs'"),
         ("loss", ["algorithm.loss_mean=sequence", "algorithm.minibatches=2"], "which sequences shared a mini-batch is"),
-        ("loss", ["algorithm.preset=dr_grpo"], "algorithm.loss_constant follows from sampling.max_new_tokens"),
+        ("loss", ["algorithm.preset=dr_grpo"], "Cannot derive algorithm.loss_constant: sampling.max_new_tokens"),
         ("advantages", ["algorithm.overlong_penalty=4096"], "is above sampling.max_new_tokens (256)"),
-        (None, ["algorithm.kl_coef=1"], "there is nothing that Clew could train from"),
+        (None, ["algorithm.kl_coef=1"], "another trainer wrote it, without what Clew needs"),
     ):
         with pytest.raises(ClewError) as told:
             replayed(without, stages, *overrides)

@@ -278,9 +278,7 @@ def test_changes_of_the_configuration_are_announced_and_kept_with_their_step(
 ) -> None:
     copy(first, folder, "changing")
     learn(configure(folder, "changing", **{"training.lr": 0.01, "training.steps": 6}))
-    assert (
-        "from step 5 on the configuration is another: training.steps 5 -> 6, training.lr 0.001 -> 0.01" in caplog.text
-    )
+    assert "the configuration changes from step 5 on: training.steps 5 -> 6, training.lr 0.001 -> 0.01" in caplog.text
     run = learn(configure(folder, "changing", **{"training.lr": 0.002, "training.steps": 7}))
     learn(configure(folder, "changing", **{"training.lr": 0.002, "training.steps": 7}))
     assert configuration.load(run.config_path).training.lr == 0.002

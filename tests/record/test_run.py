@@ -148,7 +148,7 @@ def test_stages_that_nobody_writes_are_told(run: RunDirectory) -> None:
     for rank, row in enumerate([a_sequence("a"), a_sequence("b")]):
         run.steps.write_stages(0, rank, digest_rows([row]), {"loss": [np.ones(2, np.float32)]})
     assert set(run.steps.read_stages(0, [a_sequence("a"), a_sequence("b")]).arrays["loss"]) == {"a", "b"}
-    with pytest.raises(RecordError, match=r"step-000000\.parquet has c, of which .*rank-0\.parquet knows nothing"):
+    with pytest.raises(RecordError, match=r"step-000000\.parquet has the sequence c, and .*rank-0\.parquet does not"):
         run.steps.read_stages(0, [a_sequence("a"), a_sequence("c")])
     path = run.steps.stage_path(0, 1)
     table = rows.read_table(path)

@@ -151,7 +151,7 @@ def test_readers_of_a_run_read_it(path: Path, capsys: pytest.CaptureFixture[str]
         ({"loss_mask": [1, 1, 0, 0]}, r"its first token is in loss_mask, .* was it shifted by one\?"),
         ({"reward": "high"}, r"reward is 'high'; expected a number"),
         ({"rewards": {"exact": [1]}}, r"reward 'exact' is \[1\]; expected a number"),
-        ({"id": "g000000.e0.s0"}, r"the id 'g000000\.e0\.s0' names 2 sequences of one step"),
+        ({"id": "g000000.e0.s0"}, r"2 sequences of one step have the ID 'g000000\.e0\.s0'"),
     ],
 )
 def test_a_sequence_that_cannot_be_meant_is_refused(path: Path, changes: dict[str, Any], message: str) -> None:
@@ -208,7 +208,7 @@ def test_what_no_reader_could_make_sense_of_is_refused(path: Path) -> None:
             with pytest.raises(RecordError, match=f"sequence 0: {name} is {said}"):
                 writer.step([given(**{name: value})])
         for name in ("id", "digest", "origin"):
-            with pytest.raises(RecordError, match=f"a stage cannot be called '{name}'"):
+            with pytest.raises(RecordError, match=f"Cannot name a stage '{name}'"):
                 writer.step([given()], stages={name: [0.0]})
         assert writer.step([given(interactions=["hello"])], stages={"advantages": [[5, 5, 1, -1]]}) == 0
     assert writer.run.steps.read_stages(0).arrays["advantages"]["g000000.e0.s0"].tolist() == [0, 0, 1, -1]

@@ -142,7 +142,7 @@ def test_another_model_is_named_by_its_first_parameter(tmp_path):
 
 def test_a_newer_format_and_no_checkpoint(tmp_path):
     engine = make_engine(tmp_path / "model")
-    with pytest.raises(RecordError, match="is no checkpoint"):
+    with pytest.raises(RecordError, match="it is not a checkpoint"):
         checkpoint.load(engine, tmp_path / "step-000009")
     folder = tmp_path / "step-000000"
     checkpoint.save(engine, folder)

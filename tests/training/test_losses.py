@@ -494,7 +494,11 @@ def test_a_loss_of_the_users_own():
         ("leaving", TrainingError, r"raised SystemExit in .*test_losses.py:\d+: 4"),
         ("distance", TrainingError, "raised TypeError in .*reference_N is None without algorithm.kl_coef$"),
         ("odd_metric", TrainingError, r"metric 'odd' as Tensor \[7\]; expected a number, or \[3\] numbers"),
-        ("misnamed", ConfigError, r"wants 'logprob_N'; there are logprobs_N, .* Did you mean 'logprobs_N'"),
+        (
+            "misnamed",
+            ConfigError,
+            r"'logprob_N', and a loss is given logprobs_N, .* Did you mean 'logprobs_N'",
+        ),
         ("nothing", ConfigError, "has no 'nothing'"),
         ("LN.x", ConfigError, "there is no module|is a module, not a package"),
         ("OPTIONS", ConfigError, "expected a function"),

@@ -171,7 +171,7 @@ def test_a_pickled_object_is_refused_and_not_executed(tmp_path: Path) -> None:
         ({"turn_ids": torch.ones(4, 6)}, r"turn_ids is a tensor \[4, 6\]; expected a tensor \[4, 5\]"),
         ({"stages": {"loss": torch.ones(4)}}, r"stages\.loss is a tensor \[4\]; expected a tensor \[4, 5\]"),
         ({"id": ["a"]}, r"id is a list of 1; expected a list of 4 texts"),
-        ({"id": list("abca")}, r"batch\.pt: the id 'a' names 2 sequences"),
+        ({"id": list("abca")}, r"batch\.pt: 2 sequences of one step have the ID 'a'"),
         ({"data": ["{"] * 4}, r"is not JSON"),
         ({"clew_format": 5}, r"is of format 5; this Clew reads formats up to 4"),
         ({"loss_mask": torch.ones(4, 5)}, r"batch\.pt: sequence 0 .* its first token is in loss_mask"),
@@ -326,7 +326,7 @@ def test_a_parquet_file_is_a_steps_with_its_stages_beside(run: RunDirectory, tmp
     assert all(same(a, b) for a, b in zip(rows.from_table(rows.read_table(file)), batch, strict=True))
     stage = pq.read_table(file).column("stage_advantages").to_pylist()
     assert stage == [(2 * row.logprobs).tolist() for row in batch]
-    with pytest.raises(RecordError, match="where the record itself lies"):
+    with pytest.raises(RecordError, match="it lies inside the record"):
         export_steps(run, "parquet", "1", run.steps.folder)
 
 
@@ -360,5 +360,5 @@ def test_which_steps_are_meant(run: RunDirectory, tmp_path: Path) -> None:
     assert choose_steps(run, "") == [2]
     with pytest.raises(RecordError, match=r"sequences of step 1 are gone: .* the next that has its own is step 2\. "):
         choose_steps(run, "1:")
-    with pytest.raises(ConfigError, match=r"there is no form 'csv' to export; there are parquet, jsonl, pt"):
+    with pytest.raises(ConfigError, match=r"Cannot export as 'csv': expected parquet, jsonl, pt"):
         export_steps(run, "csv", "", tmp_path / "out")
