@@ -177,7 +177,7 @@ class CustomAdvantages:
                 number = f"{of_row} for" if of_row.ndim == 0 else f"{of_row[tokens[0]]} for token {tokens[0]} of"
                 bad.append(f"{number} {row.id} (its reward is {row.reward:g})")
         if bad:
-            others = f", and for {len(bad) - 1} more sequences" if bad[1:] else ""
+            others = f", and for {len(bad) - 1} more" if bad[1:] else ""
             raise TrainingError(f"{name} returned {bad[0]}{others}; expected finite numbers.")
         return advantages
 

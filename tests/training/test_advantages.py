@@ -301,7 +301,7 @@ def test_advantages_of_the_users_own_may_differ_from_token_to_token():
         ("with_a_gradient", TrainingError, "returned Tensor; expected 2 numbers"),
         ("too_short", TrainingError, r"an array of shape \[4\] for g0\.e0\.s0; expected a number, or one for each of"),
         ("last_is_none", TrainingError, r"returned inf for token \d+ of g0\.e0\.s0 \(its reward is 1\), and for 1"),
-        ("not_a_number", TrainingError, r"returned nan for g0\.e0\.s0 \(its reward is 1\), and for 1 others"),
+        ("not_a_number", TrainingError, r"returned nan for g0\.e0\.s0 \(its reward is 1\), and for 1 more; expected"),
         ("meddling", TrainingError, "changed its input"),
         ("sorting", TrainingError, "changed its input: .* or their order"),
         ("raising", TrainingError, r"raised IndexError in [^ ]*test_advantages.py:\d+: list index out of range"),
