@@ -67,7 +67,7 @@ LINES = {
     "cli": 920,  # clew hang
     "diagnose": 2750,
     "gateway": 5500,
-    "hang": 2300,
+    "hang": 3800,  # 2300 before reading memory: coroutines, process groups, shapes; and asking HTTP engines
     "inference": 5050,  # 3700 before vLLM and SGLang in training: their clients, and checks of updates
     "launch": 400,
     "loop": 2350,

@@ -33,6 +33,17 @@ def stat_of(pid: int) -> tuple[str, int, float] | None:
     return fields[0], int(fields[1]), (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def exit_of(pid: int) -> str:
+    """Return how a process that its parent has not waited for has ended; empty if it lives or is gone."""
+    with suppress(OSError, ValueError):
+        fields = (PROC / str(pid) / "stat").read_text().rpartition(") ")[2].split()
+        status = int(fields[49])
+        if fields[0] in "ZX":
+            killed = status & 0x7F
+            return f"by signal {killed}" if killed else f"with exit code {status >> 8}"
+    return ""
+
+
 def switches_of(pid: int) -> int:
     """Return the voluntary context switches of a process's main thread; 0 if they cannot be read."""
     with suppress(OSError):

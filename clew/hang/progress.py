@@ -19,14 +19,18 @@ WAITING_NAMES = re.compile(
 """Names of counters that a loop advances while it waits."""
 REFUSING_NAMES = re.compile(r"reject|drop|skip|filter|discard|stale|refus|invalid|bad", re.I)
 POLLS = re.compile(
-    r"(^|\.)(sleep|time|monotonic|perf_counter|get|get_nowait|exists|is_file|empty|qsize|is_set|wait|print|info|"
-    r"warning|debug|urlopen|read|json|loads|poll|is_alive|len|acquire|glob|stat|getsize|listdir|flush|check|test)$"
+    r"(^|\.)(sleep|time|monotonic|perf_counter|get|get_nowait|exists|is_file|isfile|isdir|is_dir|empty|qsize|is_set|"
+    r"wait|print|info|warning|debug|error|urlopen|read|read_text|open|json|load|loads|poll|is_alive|len|acquire|glob|stat|"
+    r"getsize|getmtime|listdir|scandir|iterdir|flush|check|test|join|int|str|float|max|min|any|all|list|sorted|append|"
+    r"done|locked|strip|split|endswith|startswith|format|round|getpid)$"
 )
 """Calls of a loop that only asks again and again."""
 
 
 UNLIMITED = re.compile(r"\.(get|wait|acquire|read)$")
 """Calls that do not poll unless they have an argument, such as a timeout."""
+SPINNING = 0.3
+"""Share of one core from which a `while` without counters that advance is taken for endless."""
 RECENT_S = 1.5
 """Seconds, or half of the watched time if that is longer, in which a process has to move: earlier it may have begun."""
 
@@ -51,7 +55,9 @@ def moved_counters(process: Process, sources: Mapping[str, str]) -> dict[str, tu
     found: dict[str, tuple[int, int]] = {}
     for name in first.keys() & last.keys():
         values = [each[name] for each in [first, *middle, last] if name in each]
-        if len(set(values)) > 1 and (values == sorted(values) or not name.partition(":")[0].endswith("~")):
+        in_while = name.partition(":")[0].endswith("~")
+        enough = 3 if in_while and busy(process) else 2
+        if len(set(values)) >= enough and (values == sorted(values) or not in_while):
             found[name] = (values[0], values[-1])
     return found
 
@@ -63,15 +69,21 @@ def _counters(look: Look, process: Process, sources: Mapping[str, str]) -> dict[
             if installed(frame.file):
                 continue
             text = sources.get(frame.file, "")
-            loop = source.loop_at(text, frame.line)
+            loop = source.outermost_loop(text, frame.line)
             skipped = polling_counters(text, frame.line) if text else set()
             for name, value in frame.locals.items():
-                if re.fullmatch(r"-?\d{1,15}", value) and not WAITING_NAMES.search(name) and name not in skipped:
-                    where = "main" if thread.os_id == process.pid else str(thread.os_id)
-                    # A counter that goes back and forth within one `while` shows no progress: marked with ~.
-                    where += "~" if frame is thread.frames[0] and isinstance(loop, ast.While) else ""
+                if re.fullmatch(r"-?\d{1,15}", value) and not WAITING_NAMES.search(name) and not hidden(name, skipped):
+                    where = "main" if thread.os_id == process.pid else f"main{thread.at}" if thread.task else ""
+                    where = where or str(thread.os_id)
+                    # A counter that goes back and forth within a `while` shows no progress: marked with ~.
+                    where += "~" if isinstance(loop, ast.While) else ""
                     found[f"{where}:{depth}:{frame.name}.{name}"] = int(value)
     return found
+
+
+def hidden(name: str, skipped: set[str]) -> bool:
+    """Return whether a counter belongs to a polling loop, also as an attribute or as the length of a list."""
+    return name in skipped or name.removeprefix("self.") in skipped
 
 
 def polling_counters(text: str, line: int) -> set[str]:
@@ -84,6 +96,11 @@ def polling_counters(text: str, line: int) -> set[str]:
         node.target.id
         for node in ast.walk(loop)
         if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name)
+    }
+    changed |= {
+        node.target.attr
+        for node in ast.walk(loop)
+        if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Attribute)
     }
     return changed - tested
 
@@ -174,9 +191,25 @@ def moves(process: Process, sources: Mapping[str, str], world: int | None) -> bo
     if every and not every[-1].idle_loop and all(each.kind not in ("compute", "unknown") for each in every):
         # Woken up again and again in one call, and it is not a loop that polls: it passes through something.
         woken = looks[-1].switches - looks[0].switches
-        if woken >= 2 and not in_polling_loop(process, sources) and in_loop(process, sources):
+        if (
+            woken >= 2
+            and not has_limit(process)
+            and not in_polling_loop(process, sources)
+            and in_loop(process, sources)
+        ):
             return True
     return _passes_lines(process, sources)
+
+
+def has_limit(process: Process) -> bool:
+    """Return whether the main thread waits with a timeout: being woken up may only mean that it passed."""
+    thread = main_thread(process.last, process.pid)
+    for frame in thread.frames if thread else ():
+        if not installed(frame.file):
+            return False
+        if re.fullmatch(r"\d+(\.\d*)?", frame.locals.get("timeout", "")):
+            return True
+    return False
 
 
 def in_loop(process: Process, sources: Mapping[str, str]) -> bool:
@@ -206,14 +239,24 @@ def _passes_lines(process: Process, sources: Mapping[str, str]) -> bool:
         if at == 0:
             return True
         differing = [place[-at] for place in found]
+    outer = [source.outermost_loop(sources.get(file, ""), line) for file, _, line in differing]
+    if isinstance(outer[0], ast.While) and all(loop is outer[0] for loop in outer) and busy(process):
+        return False  # Lines of one `while` that is busy, and nothing in it advances: it goes round.
     loops = [source.loop_at(sources.get(file, ""), line) for file, _, line in differing]
     one = loops[0]
     if one is not None and all(loop is one for loop in loops):
         if polls(one, sources.get(differing[0][0], "")):
             return False
         # Without calls, or with one core busy in a `while`, it is a loop that spins.
-        return bool(_calls(one)) and not (isinstance(one, ast.While) and cpu_share(process) > 0.5)
+        return bool(_calls(one)) and not (isinstance(one, ast.While) and busy(process))
     return cpu_share(process) < 0.5 or any(loop is not one for loop in loops)
+
+
+def busy(process: Process) -> bool:
+    """Return whether a process only computes: it never waited, however little of a busy machine's cores it got."""
+    looks = process.looks
+    idle = looks[-1].switches == looks[0].switches and looks[-1].cpu_s > looks[0].cpu_s if looks else False
+    return cpu_share(process) > SPINNING or idle
 
 
 def cpu_share(process: Process) -> float:
@@ -222,13 +265,32 @@ def cpu_share(process: Process) -> float:
     return (process.last.cpu_s - process.looks[0].cpu_s) / seconds if seconds > 0 else 0.0
 
 
+def pace(process: Process, sources: Mapping[str, str]) -> str:
+    """Return words about a counter that advances; "" if none is seen."""
+    seconds = process.last.at - process.looks[0].at if process.looks else 0.0
+    for name, (first, last) in sorted(moved_counters(process, sources).items()):
+        if seconds > 0 and last > first:
+            return f": {name.rpartition(':')[2].rpartition('.')[2]} went from {first} to {last} in {seconds:.1f} s"
+    return ""
+
+
+ACCEPTED = re.compile(
+    r"accept|kept|keep|good|ready|done|put|sent|emitted|passed|step|version|update|epoch|iter|batch|len\("
+)
+"""Names of counters that grow if not everything is rejected."""
+
+
 def refusing(process: Process, sources: Mapping[str, str]) -> str:
     """Return the counter that shows that everything is rejected: it grows while no accepted one does; or ""."""
-    moved = moved_counters(process, sources)
-    names = {name.rpartition(".")[2]: name for name in moved}
-    grown = [short for short in names if REFUSING_NAMES.search(short)]
-    good = [short for short in names if re.search(r"accept|kept|keep|good|ready|done|put|sent|emitted|passed", short)]
-    return grown[0] if grown and not good else ""
+    names = {name.partition(":")[2].rpartition(":")[2]: name for name in moved_counters(process, sources)}
+    grown = [short for short in names if REFUSING_NAMES.search(short.rpartition(".")[2])]
+    return grown[0] if grown and not accepts(process, sources) else ""
+
+
+def accepts(process: Process, sources: Mapping[str, str]) -> bool:
+    """Return whether a counter of finished work grows."""
+    moved = [name.rpartition(":")[2] for name in moved_counters(process, sources)]
+    return any(ACCEPTED.search(re.split(r"\.(?=[^.]*$)", name)[-1]) for name in moved)
 
 
 __all__ = ["activities", "cpu_share", "moves", "refusing", "seen"]

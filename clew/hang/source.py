@@ -138,6 +138,17 @@ def loop_at(text: str, line: int) -> ast.While | ast.For | ast.AsyncFor | None:
     return inner
 
 
+def outermost_loop(text: str, line: int) -> ast.While | ast.For | ast.AsyncFor | None:
+    """Return the outermost loop around a line, within its function."""
+    outer: ast.While | ast.For | ast.AsyncFor | None = None
+    for node in enclosing(text, line):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            outer = None
+        elif isinstance(node, (ast.While, ast.For, ast.AsyncFor)) and outer is None:
+            outer = node
+    return outer
+
+
 @lru_cache(maxsize=4096)
 def function_named(text: str, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
     """Return the first function of a file with this name."""
