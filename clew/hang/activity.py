@@ -103,6 +103,8 @@ class Activity:
     thread: str = ""
     task: bool = False
     """True for a coroutine of asyncio that waits."""
+    heartbeat: bool = False
+    """True in a loop that only sleeps and reports, for which nobody waits."""
 
     @property
     def site(self) -> str:
@@ -149,6 +151,7 @@ def activity_of(process: Process, thread: Thread, sources: Mapping[str, str], wo
         counters=counters_of(frames),
         thread=thread.name,
         task=thread.task,
+        heartbeat=source.heartbeat(text, user.line),
     )
     if thread.task:
         return _coroutine(base, thread, user, text)

@@ -6,7 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from clew.hang.advice import with_advice
-from clew.hang.between_ranks import cycle, initialisation, missing_ranks, same_everywhere
+from clew.hang.between_ranks import (
+    cycle,
+    initialisation,
+    missing_ranks,
+    same_everywhere,
+)
 from clew.hang.graph import reachable, sinks
 from clew.hang.local_cause import Sink, ended_inside, local_cause, refuses
 from clew.hang.observed import Snapshot
@@ -26,7 +31,11 @@ def judge(snapshot: Snapshot) -> Verdict:
     ranks = [actor for actor in live if actor.rank is not None]
     if not [actor for actor in live if actor.threads or actor.dead or actor.stopped]:
         why = "No stack could be read, so nothing can be said about this job."
-        return _hedged(Verdict(pattern="undetermined", confidence="none", explanation=why), snapshot, live)
+        return _hedged(
+            Verdict(pattern="undetermined", confidence="none", explanation=why),
+            snapshot,
+            live,
+        )
     world = world_of(snapshot)
     missing = sorted(set(range(world)) - {a.rank for a in ranks if not a.dead}) if world and ranks else []
     gone = "".join(f"{said} has ended. " for a in actors if (said := ended_inside(a)))
@@ -43,9 +52,16 @@ def judge(snapshot: Snapshot) -> Verdict:
 def _hedged(verdict: Verdict, snapshot: Snapshot, live: list[Actor]) -> Verdict:
     """Lower the confidence if a process could not be read, and say which."""
     unread = [a for a in live if not a.threads and not a.dead and not a.stopped]
-    notes = [*snapshot.notes, *(f"{a.process.label} could not be read: {a.process.last.error}" for a in unread)]
+    notes = [
+        *snapshot.notes,
+        *(f"{a.process.label} could not be read: {a.process.last.error}" for a in unread),
+    ]
     lower = unread and verdict.confidence == "high" and verdict.pattern not in SOUND
-    return replace(verdict, notes=tuple(notes), confidence="medium" if lower else verdict.confidence)
+    return replace(
+        verdict,
+        notes=tuple(notes),
+        confidence="medium" if lower else verdict.confidence,
+    )
 
 
 def _stopped(live: list[Actor]) -> Verdict | None:
@@ -77,7 +93,11 @@ def _supervises(actor: Actor, workers: list[Actor]) -> bool:
 
 
 def _is_server(actor: Actor) -> bool:
-    return bool(actor.process.listens) and actor.activity.kind in ("select", "network", "http")
+    return bool(actor.process.listens) and actor.activity.kind in (
+        "select",
+        "network",
+        "http",
+    )
 
 
 def _progress(live: list[Actor], ranks: list[Actor], snapshot: Snapshot) -> Verdict | None:
@@ -101,7 +121,12 @@ def _progress(live: list[Actor], ranks: list[Actor], snapshot: Snapshot) -> Verd
         return verdict_about("slow", slow, why, mains, cause="slow")
     if not ranks and len(moving) < len(mains):
         return None
-    return verdict_about("healthy", [], f"The job moves{pace(moving[0].process, snapshot.sources)}.", mains)
+    return verdict_about(
+        "healthy",
+        [],
+        f"The job moves{pace(moving[0].process, snapshot.sources)}.",
+        mains,
+    )
 
 
 def _blind_loops(mains: list[Actor]) -> Verdict | None:
@@ -110,7 +135,13 @@ def _blind_loops(mains: list[Actor]) -> Verdict | None:
     if not loops or len(loops) < len(mains):
         return None
     if any(cpu_share(a.process) > 0.02 or a.process.last.written > a.process.looks[0].written for a in loops):
-        return verdict_about("healthy", [], "The event loop runs: it works or writes.", mains, confidence="medium")
+        return verdict_about(
+            "healthy",
+            [],
+            "The event loop runs: it works or writes.",
+            mains,
+            confidence="medium",
+        )
     why = "The event loop is woken up, but its coroutines could not be read: it may only poll."
     return verdict_about("undetermined", [], why, mains, confidence="low")
 
@@ -135,7 +166,10 @@ def _by_graph(live: list[Actor], ranks: list[Actor], snapshot: Snapshot) -> Verd
     culprits = [by_pid[pid] for pid in sorted(component)]
     waiters = [a for a in live if a not in culprits]
     if len(culprits) > 1 and all(a.rank is not None for a in culprits):
-        return cycle(culprits, waiters)
+        found = cycle(culprits, waiters)
+        # A rank that could run, but got no core, may be just about to leave the collective.
+        ready = any(a.process.last.state == "R" for a in culprits)
+        return replace(found, structural=found.structural and not ready)
     return local_cause(Sink(culprits=culprits, waiters=waiters, live=live, snapshot=snapshot))
 
 

@@ -18,17 +18,6 @@ WAITING_NAMES = re.compile(
 )
 """Names of counters that a loop advances while it waits."""
 REFUSING_NAMES = re.compile(r"reject|drop|skip|filter|discard|stale|refus|invalid|bad", re.I)
-POLLS = re.compile(
-    r"(^|\.)(sleep|time|monotonic|perf_counter|get|get_nowait|exists|is_file|isfile|isdir|is_dir|empty|qsize|is_set|"
-    r"wait|print|info|warning|debug|error|urlopen|read|read_text|open|json|load|loads|poll|is_alive|len|acquire|glob|stat|"
-    r"getsize|getmtime|listdir|scandir|iterdir|flush|check|test|join|int|str|float|max|min|any|all|list|sorted|append|"
-    r"done|locked|strip|split|endswith|startswith|format|round|getpid)$"
-)
-"""Calls of a loop that only asks again and again."""
-
-
-UNLIMITED = re.compile(r"\.(get|wait|acquire|read)$")
-"""Calls that do not poll unless they have an argument, such as a timeout."""
 SPINNING = 0.3
 """Share of one core from which a `while` without counters that advance is taken for endless."""
 RECENT_S = 1.5
@@ -89,7 +78,7 @@ def hidden(name: str, skipped: set[str]) -> bool:
 def polling_counters(text: str, line: int) -> set[str]:
     """Return the names that a polling or spinning `while` around this line changes: they do not show progress."""
     loop = source.loop_at(text, line)
-    if not isinstance(loop, ast.While) or not (polls(loop, text) or not _calls(loop)):
+    if not isinstance(loop, ast.While) or not (source.polls(loop, text) or not source.calls_of(loop)):
         return set()
     tested = {node.id for node in ast.walk(loop.test) if isinstance(node, ast.Name)}
     changed = {
@@ -105,47 +94,22 @@ def polling_counters(text: str, line: int) -> set[str]:
     return changed - tested
 
 
-def _calls(loop: ast.AST) -> list[str]:
-    """Return the names of the calls in a loop; a call that waits without a limit has () after its name."""
-    calls = [call for call in ast.walk(loop) if isinstance(call, ast.Call)]
-    return [
-        source.dotted(call.func)
-        + ("()" if UNLIMITED.search(source.dotted(call.func)) and not call.args and not call.keywords else "")
-        for call in calls
-    ]
-
-
-def polls(loop: ast.AST, text: str, depth: int = 2) -> bool:
-    """Return whether a loop, or a function that it calls, only waits and asks again."""
-    names = _calls(loop)
-    if isinstance(loop, ast.For):
-        names = [name for name in names if name != "range"]
-        if all(name.endswith("sleep") for name in names):
-            return False
-    if not names:
-        return False
-    for name in names:
-        if POLLS.search(name):
-            continue
-        function = source.function_named(text, name.rpartition(".")[2])
-        if function is None or not depth or not polls(function, text, depth - 1):
-            return False
-    return True
-
-
 def in_polling_loop(process: Process, sources: Mapping[str, str]) -> bool:
     """Return whether the innermost loop around the main thread's place only waits and asks again."""
     thread = main_thread(process.last, process.pid)
     for frame in thread.frames if thread else ():
         text = sources.get(frame.file, "")
         if not installed(frame.file) and (loop := source.loop_at(text, frame.line)) is not None:
-            return polls(loop, text)
+            return source.polls(loop, text)
     return False
 
 
 def main_thread(look: Look, pid: int) -> Thread | None:
     """Return the main thread of a look."""
-    return next((thread for thread in look.threads if thread.os_id == pid), look.threads[0] if look.threads else None)
+    return next(
+        (thread for thread in look.threads if thread.os_id == pid),
+        look.threads[0] if look.threads else None,
+    )
 
 
 def seen(process: Process, sources: Mapping[str, str], world: int | None) -> list[Activity]:
@@ -174,7 +138,8 @@ def moves(process: Process, sources: Mapping[str, str], world: int | None) -> bo
     A main thread that is blocked in a collective makes progress if it was woken up. Any other one does if a counter
     advances, or if it passes lines that are not those of one polling loop.
     """
-    advanced = any(name.startswith("main") for name in moved_counters(process, sources))
+    moved = moved_counters(process, sources)
+    advanced = any(name.startswith("main") for name in moved)
     process = recent(process)
     looks = process.looks
     if len(looks) < 2 or looks[-1].state in "TtZX":
@@ -182,6 +147,10 @@ def moves(process: Process, sources: Mapping[str, str], world: int | None) -> bo
     if advanced:
         return True
     every = seen(process, sources, world)
+    # Its threads work for it: all that one does counts if it only joins them, else what they finish.
+    kind = every[-1].kind if every else ""
+    if moved and (kind == "thread" or (kind in ("pool", "future", "queue", "condition") and accepts(process, sources))):
+        return True
     waits = ("collective", "send", "recv", "destroy", "init", "new_group", "store")
     if every and all(each.kind in waits for each in every):
         if len({(each.op, each.group, each.line) for each in every}) > 1:
@@ -221,7 +190,14 @@ def in_loop(process: Process, sources: Mapping[str, str]) -> bool:
 
 def _work_address(look: Look, pid: int) -> int:
     thread = main_thread(look, pid)
-    return next((frame.addresses["work"] for frame in thread.frames if "work" in frame.addresses), 0) if thread else 0
+    return (
+        next(
+            (frame.addresses["work"] for frame in thread.frames if "work" in frame.addresses),
+            0,
+        )
+        if thread
+        else 0
+    )
 
 
 def _passes_lines(process: Process, sources: Mapping[str, str]) -> bool:
@@ -245,10 +221,10 @@ def _passes_lines(process: Process, sources: Mapping[str, str]) -> bool:
     loops = [source.loop_at(sources.get(file, ""), line) for file, _, line in differing]
     one = loops[0]
     if one is not None and all(loop is one for loop in loops):
-        if polls(one, sources.get(differing[0][0], "")):
+        if source.polls(one, sources.get(differing[0][0], "")):
             return False
         # Without calls, or with one core busy in a `while`, it is a loop that spins.
-        return bool(_calls(one)) and not (isinstance(one, ast.While) and busy(process))
+        return bool(source.calls_of(one)) and not (isinstance(one, ast.While) and busy(process))
     return cpu_share(process) < 0.5 or any(loop is not one for loop in loops)
 
 

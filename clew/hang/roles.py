@@ -13,16 +13,52 @@ from clew.hang.observed import Group, Process, Snapshot
 from clew.hang.progress import moves
 from clew.hang.verdict import Actor
 
-RANK_NAMES = ("rank", "global_rank", "world_rank", "my_rank", "local_rank", "rank_id", "RANK", "self.rank")
-WORLD_NAMES = ("world_size", "world", "nprocs", "num_ranks", "n_ranks", "WORLD_SIZE", "WORLD", "self.world_size")
-HELPERS = ("resource_tracker", "forkserver import main", "torch/_inductor/compile_worker")
+RANK_NAMES = (
+    "rank",
+    "global_rank",
+    "world_rank",
+    "my_rank",
+    "local_rank",
+    "rank_id",
+    "RANK",
+    "self.rank",
+)
+WORLD_NAMES = (
+    "world_size",
+    "world",
+    "nprocs",
+    "num_ranks",
+    "n_ranks",
+    "WORLD_SIZE",
+    "WORLD",
+    "self.world_size",
+)
+WORKERS = re.compile(
+    r"multiprocessing/(pool|managers)\.py$|concurrent/futures/process\.py$|torch/utils/data/_utils/worker\.py$"
+)
+"""Files whose loops run a user's function, or wait for one to run."""
+WORKER_LOOPS = ("worker", "_process_worker", "_worker_loop", "serve_forever")
+HELPERS = (
+    "resource_tracker",
+    "forkserver import main",
+    "torch/_inductor/compile_worker",
+)
 LAUNCHER = re.compile(r"torch\.distributed\.(run|launch)|torchrun|accelerate.*launch")
 WORKER_PRIORITY = (
     "stdin", "lock", "http", "network", "file", "process", "queue_full", "sleep", "pipe", "compute", "collective",
     "condition", "future", "select", "queue",
 )  # fmt: skip
 """Kinds of waits of threads and tasks, in the order in which they explain why the main thread waits for them."""
-WAITS_INSIDE = ("queue", "condition", "thread", "future", "pool", "queue_full", "select", "tasks")
+WAITS_INSIDE = (
+    "queue",
+    "condition",
+    "thread",
+    "future",
+    "pool",
+    "queue_full",
+    "select",
+    "tasks",
+)
 """Kinds of waits that another thread or task of the same process may end."""
 
 
@@ -44,11 +80,21 @@ def world_group(process: Process) -> Group | None:
     return next((group for group in process.inside.groups if group.name == "world"), None)
 
 
+def waits_for_work(process: Process) -> bool:
+    """Return whether a worker of a pool or data loader has nothing to do: then it is at no fault."""
+    main = next((thread for thread in process.threads if thread.os_id == process.pid), None)
+    frames = main.frames if main else ()
+    for place, frame in enumerate(frames):
+        if frame.name in WORKER_LOOPS and WORKERS.search(frame.file):
+            return place > 0 and all(installed(inner.file) for inner in frames[:place]) and not (main and main.active)
+    return False
+
+
 def role_of(process: Process, parent: Process | None, *, distributed: bool) -> tuple[str, int | None]:
     """Return the role and rank of one process."""
     command = " ".join(process.command)
     files = [frame.file for thread in process.threads for frame in thread.frames]
-    if any(word in command for word in HELPERS):
+    if any(word in command for word in HELPERS) or waits_for_work(process):
         return "idle", None
     if LAUNCHER.search(command) and process.rank is None:
         return "launcher", None
@@ -127,7 +173,15 @@ def actors_of(snapshot: Snapshot) -> list[Actor]:
         every = activities(process, snapshot.sources, world)
         activity = effective(every)
         moving = moves(process, snapshot.sources, world)
-        found.append(Actor(process=process, activity=activity, threads=tuple(every), moving=moving, role=role))
+        found.append(
+            Actor(
+                process=process,
+                activity=activity,
+                threads=tuple(every),
+                moving=moving,
+                role=role,
+            )
+        )
     return found
 
 
@@ -141,7 +195,8 @@ def effective(every: Sequence[Activity]) -> Activity:
     others = [each for each in every[1:] if each.file and not installed(each.file)]
     blocked = [each for each in others if each.in_loop and not each.idle_loop]
     for kind in WORKER_PRIORITY:
-        blocked += [each for each in others if each.kind == kind and each not in blocked]
+        blocked += [each for each in others if each.kind == kind and each not in blocked and not each.heartbeat]
+    blocked += [each for each in others if each.heartbeat and main.kind in ("select", "tasks")]
     if not blocked:
         return main
     # A main thread that waits for an item is not explained by another one that also does.

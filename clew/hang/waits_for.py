@@ -57,19 +57,31 @@ def _members(one: Activity, ranks: Sequence[Actor]) -> set[int]:
 
 def application_edges(live: Sequence[Actor]) -> Edges:
     """Return which processes could end each process's application wait, as pids."""
-    listening = {port: a.pid for a in live for port in a.process.listens}
+    listening = {port: a for a in live for port in a.process.listens}
+    ranks = {a.pid for a in live if a.rank is not None}
     edges: Edges = defaultdict(set)
     for actor in live:
         kind = actor.activity.kind
         if kind not in (*TO_OTHERS, "sleep"):
             continue
         children = {a.pid for a in live if a.process.parent == actor.pid and a.rank is None}
-        servers = {listening[port] for port in actor.process.peers if port in listening} - {actor.pid}
+        asked = [listening[port] for port in actor.process.peers if port in listening]
+        # Ranks, and what they fork, hold connections to other ranks for their collectives.
+        kin = actor.pid in ranks or actor.process.parent in ranks
+        servers = {a.pid for a in asked if not (kin and a.rank is not None)} - {actor.pid}
         if kind in ("http", "network", "select", "tasks") and servers:
             edges[actor.pid] |= servers
         elif kind == "data_loader":
             edges[actor.pid] |= {a.pid for a in live if a.role == "loader" and a.process.parent == actor.pid}
-        elif kind in ("queue", "queue_full", "pipe", "process", "condition", "pool", "future"):
+        elif kind in (
+            "queue",
+            "queue_full",
+            "pipe",
+            "process",
+            "condition",
+            "pool",
+            "future",
+        ):
             edges[actor.pid] |= children or (set() if kind == "condition" else _piped(actor, live))
         elif kind == "sleep" and actor.rank is None:
             edges[actor.pid] |= children
