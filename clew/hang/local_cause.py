@@ -218,4 +218,4 @@ RULES: tuple[Callable[[Sink], Verdict | None], ...] = (
     _paused, _blocked_loop, _refusing, _dead, _own_waits, _slow, _store, _unexplained, _loader, _computing, _polling,
     _blocked,
 )  # fmt: skip
-"""In the order in which they are asked: the first that answers is right. `_blocked` always answers."""
+"""Rules in the order in which they are asked: the first that answers is right. `_blocked` always answers."""

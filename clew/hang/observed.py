@@ -37,7 +37,7 @@ class Thread:
     task: bool = False
     """True for a task of asyncio, whose frames are those of its coroutine."""
     ended: str = ""
-    """For a task that has ended: done, or the class of its exception."""
+    """Outcome of a task that has ended: done, or the class of its exception."""
     waiter: str = ""
     """Class of what a task awaits, such as Future, Task or _GatheringFuture."""
     at: int = 0

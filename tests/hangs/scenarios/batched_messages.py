@@ -1,4 +1,4 @@
-"""Both ranks post three receives and two sends."""
+"""The two ranks post three receives and two sends."""
 
 import torch
 import torch.distributed as dist
