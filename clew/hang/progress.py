@@ -167,7 +167,7 @@ def moves(process: Process, sources: Mapping[str, str], world: int | None) -> bo
             and in_loop(process, sources)
         ):
             return True
-    return _passes_lines(process, sources)
+    return _passes_lines(process, sources) or _works_in_library(process, sources)
 
 
 def has_limit(process: Process) -> bool:
@@ -198,6 +198,26 @@ def _work_address(look: Look, pid: int) -> int:
         if thread
         else 0
     )
+
+
+def _works_in_library(process: Process, sources: Mapping[str, str]) -> bool:
+    """Return whether one of the user's lines, outside a `while`, keeps a library busy at changing places.
+
+    An import, for example, can take longer than one watches.
+    """
+    threads = [main_thread(look, process.pid) for look in process.looks]
+    stacks = {tuple(frame.function for frame in thread.frames) for thread in threads if thread and thread.frames}
+    running = sum(look.state == "R" for look in process.looks) > len(process.looks) / 2
+    if len(stacks) < 2 or not (running or busy(process)):
+        return False
+    for thread in threads:
+        for frame in thread.frames if thread else ():
+            if not installed(frame.file):
+                loop = source.outermost_loop(sources.get(frame.file, ""), frame.line)
+                if isinstance(loop, ast.While):
+                    return False
+                break
+    return True
 
 
 def _passes_lines(process: Process, sources: Mapping[str, str]) -> bool:
