@@ -249,10 +249,13 @@ def _passes_lines(process: Process, sources: Mapping[str, str]) -> bool:
 
 
 def busy(process: Process) -> bool:
-    """Return whether a process only computes: it never waited, however little of a busy machine's cores it got."""
+    """Return whether a process only computes: it was always ready to run, however little of the cores it got."""
     looks = process.looks
-    idle = looks[-1].switches == looks[0].switches and looks[-1].cpu_s > looks[0].cpu_s if looks else False
-    return cpu_share(process) > SPINNING or idle
+    if not looks:
+        return False
+    never_waited = looks[-1].switches == looks[0].switches and looks[-1].cpu_s > looks[0].cpu_s
+    ready = sum(look.state == "R" for look in looks)
+    return cpu_share(process) > SPINNING or never_waited or (len(looks) > 2 and ready >= 0.8 * len(looks))
 
 
 def cpu_share(process: Process) -> float:
