@@ -37,7 +37,9 @@ def with_advice(verdict: Verdict, live: Sequence[Actor]) -> Verdict:
         pids = " ".join(f"--pid {a.pid}" for a in live[:1])
         again = "" if verdict.pattern in SOUND else f"clew hang {pids} again in a minute, and compare the lines."
         return replace(verdict, next=verdict.next or again)
-    return replace(verdict, next=verdict.next or _next(verdict), restart=RESTART.get(verdict.pattern, ""))
+    restart = RESTART.get(verdict.pattern, "")
+    told = f"{verdict.explanation} {restart}".strip()
+    return replace(verdict, explanation=told, next=verdict.next or _next(verdict), restart=restart)
 
 
 def _next(verdict: Verdict) -> str:
