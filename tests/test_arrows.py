@@ -69,9 +69,9 @@ LINES = {
     "cli": 1000,  # clew hang, on several nodes
     "diagnose": 2750,
     "gateway": 5500,
-    "hang": 3050,  # the report as a page, several nodes, merging 100,000 ranks, asyncio tasks, native frames
+    "hang": 4500,  # reading memory: coroutines, groups, shapes; HTTP engines; the page, several nodes, 100,000 ranks
     "inference": 5050,  # 3700 before vLLM and SGLang in training: their clients, and checks of updates
-    "launch": 610,  # watch.py: a run that makes no progress; several servers of one run, and the devices of each
+    "launch": 660,  # watch.py: a run that makes no progress; several servers of one run, and the devices of each
     "loop": 2400,  # servers that froze or refused are taken out
     "models": 650,  # prompts with placeholders of images, for engines that expand them
     "record": 3000,

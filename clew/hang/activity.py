@@ -10,7 +10,7 @@ from pathlib import PurePath
 from typing import Any
 
 from clew.hang import source
-from clew.hang.collect import installed
+from clew.hang.inside import installed
 from clew.hang.observed import Frame, Process, Thread
 
 C10D = "torch/distributed/distributed_c10d.py"
@@ -81,6 +81,10 @@ class Activity:
     """Ranks of the group; None if the source does not say."""
     peers: tuple[int, ...] = ()
     """Ranks that a send or recv waits for."""
+    shape: tuple[int, ...] = ()
+    """Sizes of the tensor that a collective or message was called with."""
+    root: str = ""
+    """Source or destination that a collective was called with."""
     file: str = ""
     line: int = 0
     function: str = ""
@@ -97,6 +101,10 @@ class Activity:
     """Receiver of the blocked call, such as `results` of results.get()."""
     counters: dict[str, int] = field(default_factory=dict)
     thread: str = ""
+    task: bool = False
+    """True for a coroutine of asyncio that waits."""
+    heartbeat: bool = False
+    """True in a loop that only sleeps and reports, for which nobody waits."""
 
     @property
     def site(self) -> str:
@@ -127,7 +135,7 @@ def activity_of(process: Process, thread: Thread, sources: Mapping[str, str], wo
         return Activity(kind="unknown", thread=thread.name)
     user = next((frame for frame in frames if not installed(frame.file)), frames[-1])
     text = sources.get(user.file, "")
-    main = thread.os_id == process.pid
+    main = thread.os_id == process.pid and not thread.task
     base = Activity(
         kind="unknown",
         file=user.file,
@@ -142,13 +150,49 @@ def activity_of(process: Process, thread: Thread, sources: Mapping[str, str], wo
         and any(f.file.endswith("asyncio/base_events.py") for f in frames),
         counters=counters_of(frames),
         thread=thread.name,
+        task=thread.task,
+        heartbeat=source.heartbeat(text, user.line),
     )
+    if thread.task:
+        return _coroutine(base, thread, user, text)
     names = names_for(process, frames, text, world)
     return (
-        _distributed(base, frames, user, sources, names)
+        _distributed(base, frames, user, sources, names, process)
         or _library(base, frames, user, text)
         or _native(base, frames, user, text, process, thread, sources, names, main=main)
     )
+
+
+COROUTINES = (
+    (r"asyncio/tasks\.py$", "sleep", "sleep"),
+    (r"asyncio/(tasks|taskgroups|timeouts)\.py$|anyio/.*", "_wait|wait_for|gather|__aexit__|_wait_for_one", "tasks"),
+    (r"asyncio/queues\.py$", "get", "queue"),
+    (r"asyncio/queues\.py$", "put|join", "queue_full"),
+    (r"asyncio/(locks|mixins)\.py$", "", "condition"),
+    (r"asyncio/subprocess\.py$|asyncio/base_subprocess\.py$", "", "process"),
+    (r"asyncio/threads\.py$", "", "future"),
+    (r"asyncio/(streams|base_events|selector_events|sslproto)\.py$|/(aiohttp|httpx\w*|httpcore\w*|grpc|websockets)/",
+     "", "http"),
+)  # fmt: skip
+"""Patterns of library frames of coroutines: file, function, kind of wait. The first that any frame fits wins."""
+SERVING = re.compile(r"/(aiohttp/web\w*|uvicorn/.*|starlette/.*|hypercorn/.*)\.py$|asyncio/runners\.py$")
+"""Files of coroutines that wait for requests, which is no fault."""
+
+
+def _coroutine(base: Activity, thread: Thread, user: Frame, text: str) -> Activity:
+    """Return what a coroutine waits for."""
+    if thread.ended:
+        return replace(base, kind="unknown")
+    inside = thread.frames[: thread.frames.index(user)]
+    if all(installed(frame.file) for frame in thread.frames) and any(SERVING.search(f.file) for f in thread.frames):
+        return replace(base, kind="unknown")
+    if thread.waiter in ("Task", "_GatheringFuture"):
+        return replace(base, kind="tasks")
+    for file, function, kind in COROUTINES:
+        for frame in inside:
+            if re.search(file, frame.file) and (not function or re.fullmatch(function, frame.name)):
+                return replace(base, kind=kind, target=receiver(text, user.line), op=frame.name)
+    return replace(base, kind="future")
 
 
 def line_of(text: str, line: int) -> str:
@@ -171,8 +215,9 @@ def names_for(process: Process, frames: tuple[Frame, ...], text: str, world: int
 
 
 def _distributed(
-    base: Activity, frames: tuple[Frame, ...], user: Frame, sources: Mapping[str, str], names: dict[str, Any]
-) -> Activity | None:
+    base: Activity, frames: tuple[Frame, ...], user: Frame, sources: Mapping[str, str], names: dict[str, Any],
+    process: Process,
+) -> Activity | None:  # fmt: skip
     inside = frames[: frames.index(user)] if user in frames else frames
     c10d = [frame for frame in inside if frame.file.endswith(C10D)]
     every = {frame.name for frame in inside}
@@ -185,20 +230,44 @@ def _distributed(
     named = [frame for frame in c10d if frame.name in COLLECTIVES | POINT_TO_POINT]
     if named:
         outer = named[-1]
-        group, members = group_of(outer, frames, sources, names)
-        found = replace(base, op=outer.name, group=group, members=members)
+        group, members = group_in_memory(outer, process) or group_of(outer, frames, sources, names)
+        found = replace(base, op=outer.name, group=group, members=members, shape=shape_in(outer))
         if outer.name in POINT_TO_POINT:
             way = "send" if "send" in outer.name else "recv"
             peer = outer.locals.get("src" if way == "recv" else "dst", "")
             if not peer.isdigit():
                 peer = outer.locals.get("group_src" if way == "recv" else "group_dst", "")
             return replace(found, kind=way, peers=(int(peer),) if peer.isdigit() else ())
-        return replace(found, kind="collective")
+        roots = (outer.locals.get(name, "") for name in ("src", "dst", "group_src", "group_dst"))
+        return replace(found, kind="collective", root=next((each for each in roots if each.isdigit()), ""))
     if "_engine_run_backward" in every and any("torch/nn/parallel" in f.file or "fsdp" in f.file for f in frames):
         return replace(base, kind="collective", op="backward", group="world")
     for frame in inside:
         if PARALLEL.search(frame.file) and SYNCHRONISES.search(frame.name):
             return replace(base, kind="collective", op=frame.name.strip("_"), group="world")
+    return None
+
+
+def shape_in(frame: Frame) -> tuple[int, ...]:
+    """Return the sizes of the tensor that a call of torch got; () if they were not read."""
+    for name in ("tensor", "input_tensor", "input", "output_tensor", "output"):
+        if sizes := re.findall(r"\d+", frame.locals.get(f"shape({name})", "")):
+            return tuple(int(size) for size in sizes)
+    return ()
+
+
+def group_in_memory(frame: Frame, process: Process) -> tuple[str, tuple[int, ...] | None] | None:
+    """Return the name and ranks of the group that a call of torch got, as the process's memory has them."""
+    address = frame.addresses.get("group", 0)
+    group = next((group for group in process.inside.groups if group.at == address), None)
+    if group is not None:
+        return (
+            ("world", None)
+            if group.name == "world"
+            else (f"{group.name} of ranks {list(group.members)}", group.members)
+        )
+    if process.inside.groups and frame.locals.get("group") == "None":
+        return "world", None
     return None
 
 
@@ -225,6 +294,8 @@ def group_of(
     if call is not None and passed is None:
         return "world", None
     address = frame.addresses.get("group", 0)
+    if call is None and frame.locals.get("group") == "None":
+        return "world", None
     aliases = [source.dotted(passed)] if passed is not None else []
     for each in callers:
         aliases += [name for name, at in each.addresses.items() if at == address and name not in aliases]
@@ -291,7 +362,7 @@ def _native(
         for name, call in called:
             last, owner = name.rpartition(".")[2], name.rpartition(".")[0]
             if last == "wait" and not thread.active:
-                found = _work(base, call, text, user, sources, names, frames)
+                found = _work(base, call, text, user, sources, names, frames, process)
                 if found is not None:
                     return found
             if last in ("get", "wait") and "store" in owner.lower():
@@ -322,6 +393,7 @@ def _work(
     sources: Mapping[str, str],
     names: dict[str, Any],
     frames: tuple[Frame, ...],
+    process: Process,
 ) -> Activity | None:
     """Return the operation behind `work.wait()`: the call that made the work, by its name in the source."""
     name = source.dotted(call.func).removesuffix(".wait")

@@ -1,14 +1,37 @@
-"""Says what else a verdict could have been and why it is not, and what to do next."""
+"""Adds to a verdict what else it could have been, what to do next, and whether a restart would hang again."""
 
 from __future__ import annotations
 
 import shlex
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
 from clew.hang.classes import ranges
-from clew.hang.judge import Actor, Verdict
+from clew.hang.verdict import SOUND, Actor, Verdict
 
+AGAIN = "A restart will hang again at the same place: the code decides it."
+MAYBE = "A restart may hang again: what it waits for has to come back first."
+ONCE = "A restart would go on: nothing in the code asks for this wait."
+RESTART = {
+    "missing rank": AGAIN,
+    "collective mismatch": AGAIN,
+    "crossed groups": AGAIN,
+    "send/receive cycle": AGAIN,
+    "pipeline micro-batch mismatch": AGAIN,
+    "shape mismatch": AGAIN,
+    "cleanup deadlock": "A restart will hang again if the hidden exception is raised again.",
+    "initialisation": AGAIN,
+    "same collective everywhere": MAYBE,
+    "dead": "A restart will end in the same way if the process that ended does so again: read its last lines first.",
+    "stopped": ONCE,
+    "data loading": "A restart will hang again if the same sample is drawn.",
+    "lock or I/O": MAYBE,
+    "cpu": "A restart will hang again if the same input is drawn.",
+    "rollout blocked": "A restart will hang again if the same limit, filter or pause is reached.",
+    "external wait": MAYBE,
+    "event loop blocked": AGAIN,
+}
 STANDS = (
     "missing rank", "lock or I/O", "data loading", "cpu", "external wait", "rollout blocked", "event loop blocked",
 )  # fmt: skip
@@ -17,9 +40,32 @@ APART = (
     "collective mismatch", "crossed groups", "pipeline micro-batch mismatch", "send/receive cycle", "cleanup deadlock",
 )  # fmt: skip
 """Patterns in which ranks are in different operations."""
+AGAINST = {
+    "same collective everywhere": "missing rank: all ranks are in the operation",
+    "dead": "same collective everywhere (network or device): a process that should take part is gone",
+    "stopped": "lock or I/O: the kernel reports the process as stopped (state T or t), so it does not run at all",
+    "initialisation": "same collective everywhere (network or device): not every rank has called it",
+}
+"""The next likely pattern, and what speaks against it."""
 
 
-def runner_up(verdict: Verdict, actors: Sequence[Actor]) -> str:
+def with_advice(verdict: Verdict, actors: Sequence[Actor]) -> Verdict:
+    """Return a verdict with its runner-up, its next command, and a sentence about restarting."""
+    if verdict.pattern in SOUND or verdict.pattern == "undetermined":
+        pids = " ".join(f"--pid {actor.pid}" for actor in actors[:1])
+        again = "" if verdict.pattern in SOUND else f"clew hang {pids} again in a minute, and compare the lines."
+        return replace(verdict, next=verdict.next or again)
+    restart = RESTART.get(verdict.pattern, "")
+    return replace(
+        verdict,
+        explanation=f"{verdict.explanation} {restart}".strip(),
+        restart=restart,
+        next=verdict.next or _next(verdict, actors),
+        runner_up=verdict.runner_up or _runner_up(verdict, actors),
+    )
+
+
+def _runner_up(verdict: Verdict, actors: Sequence[Actor]) -> str:
     """Return the next likely pattern, and the observation that speaks against it; "" if there is none."""
     culprits = [actor for actor in actors if actor.pid in verdict.pids]
     if verdict.pattern in STANDS and culprits:
@@ -40,29 +86,32 @@ def runner_up(verdict: Verdict, actors: Sequence[Actor]) -> str:
         if len(operations) > 1:
             return f"same collective everywhere (network or device): the ranks are in different operations: {said}"
         return f"same collective everywhere (network or device): the ranks are in different calls of {said}"
-    ranks = [actor for actor in actors if actor.rank is not None]
-    against = {
-        "same collective everywhere": f"missing rank: all {len(ranks)} ranks are in the operation",
-        "dead": "same collective everywhere (network or device): a process that should take part is gone",
-        "stopped": "lock or I/O: the kernel reports the process as stopped (state T or t), so it does not run at all",
-        "initialisation": "same collective everywhere (network or device): not every rank has called it",
-        "slow": "a hang: the process that the others wait for moved while it was watched",
-    }
-    return against.get(verdict.pattern, "")
+    return AGAINST.get(verdict.pattern, "")
 
 
-def next_command(verdict: Verdict, actors: Sequence[Actor]) -> str:
-    """Return a command that leads on from a verdict; "" if none is known."""
-    if verdict.next or not verdict.exit_code:
-        return verdict.next
+def _next(verdict: Verdict, actors: Sequence[Actor]) -> str:
+    """Return a command, or what else leads on from a verdict."""
+    pids = " ".join(map(str, verdict.pids))
+    first = verdict.pids[0] if verdict.pids else 0
     if verdict.pattern in APART and (script := _script(actors)):
         count = max(2, len(verdict.ranks))
         how = f"TORCH_DISTRIBUTED_DEBUG=DETAIL torchrun --nproc-per-node {count} {script}"
         return f"{how}  # fewer ranks; a mismatch raises"
-    if verdict.pattern == "same collective everywhere":
-        return "NCCL_DEBUG=INFO and TORCH_FR_BUFFER_SIZE=20000 in the job's environment show the network and the shapes"
-    pids = [actor.pid for actor in actors if actor.pid in verdict.pids and not actor.dead]
-    return f"py-spy dump --locals --pid {pids[0]}" if pids else ""
+    match verdict.pattern:
+        case "stopped" if verdict.cause == "stopped":
+            return f"kill -CONT {pids}"
+        case "dead":
+            return "Read the end of its log: it says why it ended."
+        case "external wait" | "rollout blocked" if verdict.cause in ("http", "network", "paused"):
+            return f"ss -tnp | grep 'pid={first},' shows the server; ask it: curl -s localhost:PORT/health"
+        case "cpu" | "lock or I/O" | "data loading" | "event loop blocked" if first:
+            return f"py-spy dump --native --pid {first}"
+        case "same collective everywhere" | "shape mismatch":
+            return (
+                "Run it again with TORCH_DISTRIBUTED_DEBUG=DETAIL, which names both sides of a mismatch; on GPUs with "
+                "NCCL_DEBUG=INFO, too, which shows the network."
+            )
+    return f"py-spy dump --locals --pid {first}" if first else "clew hang --stacks --pid PID"
 
 
 def _script(actors: Sequence[Actor]) -> str:

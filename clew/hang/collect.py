@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -22,6 +21,8 @@ from typing import Any
 from clew.errors import LaunchError
 from clew.hang import proc
 from clew.hang.classes import Stack, stack_of
+from clew.hang.engines import answers
+from clew.hang.inside import inside, installed, tasks_of, with_numbers
 from clew.hang.observed import Frame, Look, Process, Snapshot, Thread
 
 DUMP_S = 5.0
@@ -111,7 +112,10 @@ def look_at(pid: int, program: str) -> Look:
                 error = str(reason)
                 continue
             if any(thread.frames for thread in threads) or attempt == TRIES - 1:
-                return replace(look, threads=threads)
+                inner = proc.pid_within(pid)
+                threads = tuple(replace(each, os_id=pid) if each.os_id == inner else each for each in threads)
+                loops = any("asyncio" in frame.file for thread in threads for frame in thread.frames)
+                return replace(look, threads=with_numbers(pid, threads + (tasks_of(pid) if loops else ())))
         else:
             error = _reason(ended.stderr)
         if "ermission" in error or (stat := proc.stat_of(pid)) is None:
@@ -157,7 +161,8 @@ def watch(
             pause = period_s * (0.6 + 0.8 * (7 * len(processes[0].looks) % 11) / 11) if processes else period_s
             time.sleep(max(0.0, pause - (time.monotonic() - began)))
     machine = proc.sockets_of_machine()
-    return tuple(_with_waits(process, machine) for process in processes)
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return tuple(pool.map(lambda process: _with_waits(process, machine), processes))
 
 
 def describe(pid: int) -> Process:
@@ -184,7 +189,18 @@ def _with_waits(process: Process, machine: dict[str, tuple[str, int, int]]) -> P
     listens, peers = proc.sockets_of(process.pid, machine)
     pipes = tuple(sorted({link for link in proc.descriptors_of(process.pid) if link.startswith("pipe:")}))
     locks = proc.locked_files_of(process.pid)
-    return replace(process, waits_in=wchan, reads_from=target, listens=listens, peers=peers, pipes=pipes, files=locks)
+    return replace(
+        process,
+        exit=process.exit or proc.exit_of(process.pid),
+        waits_in=wchan,
+        reads_from=target,
+        listens=listens,
+        peers=peers,
+        pipes=pipes,
+        files=locks,
+        inside=inside(process.pid, process.threads) if process.threads else process.inside,
+        answers=answers(process, listens),
+    )
 
 
 def unseen_ranks(processes: Sequence[Process]) -> tuple[int, ...]:
@@ -209,16 +225,6 @@ def sources_of(processes: Sequence[Process], limit: int = 2_000_000) -> dict[str
                         if path.is_file() and path.stat().st_size < limit:
                             found[frame.file] = path.read_text(errors="replace")
     return found
-
-
-INSTALLED = re.compile(
-    r"^<|/(site|dist)-packages/|/lib/python3|/torch/(_\w+|autograd|distributed|multiprocessing|nn|utils)/"
-)
-
-
-def installed(file: str) -> bool:
-    """Return whether a file belongs to Python, to torch or to another installed package."""
-    return INSTALLED.search(file) is not None
 
 
 def snapshot(pids: Sequence[int], until: Callable[[Sequence[Process], float], bool]) -> Snapshot:

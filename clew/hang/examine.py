@@ -26,8 +26,11 @@ def enough(processes: Sequence[Process], seconds: float) -> bool:
     if seconds < SHORTEST_S:
         return False
     verdict = judge(Snapshot(processes=tuple(processes), seconds=seconds, sources=sources_of(processes)))
-    # A loop that spins can look like one that advances, if it is seen only three or four times.
-    return verdict.structural or (verdict.pattern in SOUND and (verdict.pattern != "slow" or seconds > WATCH_S / 2))
+    # What moved two seconds ago may stand still now, and a loop that spins can look like one that advances.
+    if verdict.pattern not in SOUND or seconds <= WATCH_S / 2:
+        return verdict.structural
+    newest = tuple(replace(process, looks=process.looks[-4:]) for process in processes)
+    return judge(Snapshot(processes=newest, seconds=seconds, sources=sources_of(newest))).pattern in SOUND
 
 
 def examine(pids: Sequence[int], named: dict[int, Process] | None = None) -> Snapshot:

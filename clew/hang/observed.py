@@ -37,6 +37,37 @@ class Thread:
     active: bool = False
     holds_gil: bool = False
     frames: tuple[Frame, ...] = ()
+    task: bool = False
+    """True for a task of asyncio, whose frames are those of its coroutine."""
+    ended: str = ""
+    """Outcome of a task that has ended: done, or the class of its exception."""
+    waiter: str = ""
+    """Class of what a task awaits, such as Future, Task or _GatheringFuture."""
+    at: int = 0
+    """Address of the task."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """One process group of torch."""
+
+    at: int
+    """Address of the object."""
+    name: str
+    """"world" for the default group."""
+    members: tuple[int, ...]
+    rank: int | None = None
+    """Rank of this process among all, as this group says it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inside:
+    """Facts that were read in a process's memory. Empty if it could not be read."""
+
+    groups: tuple[Group, ...] = ()
+    ended_threads: tuple[str, ...] = ()
+    children: tuple[tuple[int, str, int], ...] = ()
+    """Pid, name and exit code of children that have been reaped."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +127,9 @@ class Process:
     """Frames of the main thread with those of C and C++, the innermost first."""
     alike: tuple[tuple[int, int, str], ...] = ()
     """Rank, pid and host of further ranks that were seen in the same state; see `clew.hang.reduce`."""
+    inside: Inside = Inside()
+    answers: dict[str, str] = field(default_factory=dict)
+    """Answers of a local HTTP server: is_paused, health, and metrics (moving or still)."""
 
     @property
     def last(self) -> Look:
@@ -160,7 +194,14 @@ def _process_from(value: dict[str, Any]) -> Process:
     lists = {name: tuple(value[name]) for name in ("command", "listens", "peers", "pipes", "files", "waits")}
     more = {name: tuple(value.get(name, ())) for name in ("tasks", "native")}
     alike = tuple((int(rank), int(pid), str(host)) for rank, pid, host in value.get("alike", ()))
-    return Process(**{**value, **lists, **more, "looks": looks, "alike": alike})
+    inside = dict(value.get("inside") or {})
+    groups = tuple(Group(**{**each, "members": tuple(each["members"])}) for each in inside.get("groups", ()))
+    read = Inside(
+        groups=groups,
+        ended_threads=tuple(inside.get("ended_threads", ())),
+        children=tuple((pid, name, code) for pid, name, code in inside.get("children", ())),
+    )
+    return Process(**{**value, **lists, **more, "looks": looks, "alike": alike, "inside": read})
 
 
 def _thread_from(value: dict[str, Any]) -> Thread:

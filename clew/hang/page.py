@@ -47,8 +47,8 @@ def as_html(report: Report) -> str:
             f"<span class='{'at' if one else ''}'>{number:5} {in_html(text)}</span>" for number, text, one in lines
         )
         parts.append(f"<h2>{in_html(site)}</h2><pre>{body}</pre>")
-    if verdict.exit_code and report.runner_up:
-        parts.append(f"<h2>What it is not</h2><p>{in_html(report.runner_up)}</p>")
+    if verdict.exit_code and verdict.runner_up:
+        parts.append(f"<h2>What it is not</h2><p>{in_html(verdict.runner_up)}</p>")
     parts.append(_list("What limits this verdict", verdict.notes))
     if report.next:
         parts.append(f"<h2>Next</h2><pre>{in_html(report.next)}</pre>")

@@ -24,6 +24,16 @@ READING_CALLS = {
 LISTENING, ESTABLISHED = "0A", "01"
 
 
+def pid_within(pid: int) -> int:
+    """Return the number that a process has in its own pid namespace, as in a container."""
+    try:
+        text = (PROC / str(pid) / "status").read_text(errors="replace")
+    except OSError:
+        return pid
+    line = next((line for line in text.splitlines() if line.startswith("NSpid:")), "")
+    return int(line.split()[-1]) if line else pid
+
+
 def stat_of(pid: int) -> tuple[str, int, float] | None:
     """Return state, parent and CPU seconds of a process; None if it is gone."""
     try:
@@ -31,6 +41,17 @@ def stat_of(pid: int) -> tuple[str, int, float] | None:
     except OSError:
         return None
     return fields[0], int(fields[1]), (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def exit_of(pid: int) -> str:
+    """Return how a process that its parent has not waited for has ended; empty if it lives or is gone."""
+    with suppress(OSError, ValueError):
+        fields = (PROC / str(pid) / "stat").read_text().rpartition(") ")[2].split()
+        status = int(fields[49])
+        if fields[0] in "ZX":
+            killed = status & 0x7F
+            return f"by signal {killed}" if killed else f"with exit code {status >> 8}"
+    return ""
 
 
 def switches_of(pid: int) -> int:

@@ -18,15 +18,8 @@ WAITING_NAMES = re.compile(
 )
 """Names of counters that a loop advances while it waits."""
 REFUSING_NAMES = re.compile(r"reject|drop|skip|filter|discard|stale|refus|invalid|bad", re.I)
-POLLS = re.compile(
-    r"(^|\.)(sleep|time|monotonic|perf_counter|get|get_nowait|exists|is_file|empty|qsize|is_set|wait|print|info|"
-    r"warning|debug|urlopen|read|json|loads|poll|is_alive|len|acquire|glob|stat|getsize|listdir|flush|check|test)$"
-)
-"""Calls of a loop that only asks again and again."""
-
-
-UNLIMITED = re.compile(r"\.(get|wait|acquire|read)$")
-"""Calls that do not poll unless they have an argument, such as a timeout."""
+SPINNING = 0.3
+"""Share of one core from which a `while` without counters that advance is taken for endless."""
 RECENT_S = 1.5
 """Seconds, or half of the watched time if that is longer, in which a process has to move: earlier it may have begun."""
 
@@ -51,7 +44,9 @@ def moved_counters(process: Process, sources: Mapping[str, str]) -> dict[str, tu
     found: dict[str, tuple[int, int]] = {}
     for name in first.keys() & last.keys():
         values = [each[name] for each in [first, *middle, last] if name in each]
-        if len(set(values)) > 1 and (values == sorted(values) or not name.partition(":")[0].endswith("~")):
+        in_while = name.partition(":")[0].endswith("~")
+        enough = 3 if in_while and busy(process) else 2
+        if len(set(values)) >= enough and (values == sorted(values) or not in_while):
             found[name] = (values[0], values[-1])
     return found
 
@@ -63,21 +58,27 @@ def _counters(look: Look, process: Process, sources: Mapping[str, str]) -> dict[
             if installed(frame.file):
                 continue
             text = sources.get(frame.file, "")
-            loop = source.loop_at(text, frame.line)
+            loop = source.outermost_loop(text, frame.line)
             skipped = polling_counters(text, frame.line) if text else set()
             for name, value in frame.locals.items():
-                if re.fullmatch(r"-?\d{1,15}", value) and not WAITING_NAMES.search(name) and name not in skipped:
-                    where = "main" if thread.os_id == process.pid else str(thread.os_id)
-                    # A counter that goes back and forth within one `while` shows no progress: marked with ~.
-                    where += "~" if frame is thread.frames[0] and isinstance(loop, ast.While) else ""
+                if re.fullmatch(r"-?\d{1,15}", value) and not WAITING_NAMES.search(name) and not hidden(name, skipped):
+                    where = "main" if thread.os_id == process.pid else f"main{thread.at}" if thread.task else ""
+                    where = where or str(thread.os_id)
+                    # A counter that goes back and forth within a `while` shows no progress: marked with ~.
+                    where += "~" if isinstance(loop, ast.While) else ""
                     found[f"{where}:{depth}:{frame.name}.{name}"] = int(value)
     return found
+
+
+def hidden(name: str, skipped: set[str]) -> bool:
+    """Return whether a counter belongs to a polling loop, also as an attribute or as the length of a list."""
+    return name in skipped or name.removeprefix("self.") in skipped
 
 
 def polling_counters(text: str, line: int) -> set[str]:
     """Return the names that a polling or spinning `while` around this line changes: they do not show progress."""
     loop = source.loop_at(text, line)
-    if not isinstance(loop, ast.While) or not (polls(loop, text) or not _calls(loop)):
+    if not isinstance(loop, ast.While) or not (source.polls(loop, text) or not source.calls_of(loop)):
         return set()
     tested = {node.id for node in ast.walk(loop.test) if isinstance(node, ast.Name)}
     changed = {
@@ -85,35 +86,12 @@ def polling_counters(text: str, line: int) -> set[str]:
         for node in ast.walk(loop)
         if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name)
     }
+    changed |= {
+        node.target.attr
+        for node in ast.walk(loop)
+        if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Attribute)
+    }
     return changed - tested
-
-
-def _calls(loop: ast.AST) -> list[str]:
-    """Return the names of the calls in a loop; a call that waits without a limit has () after its name."""
-    calls = [call for call in ast.walk(loop) if isinstance(call, ast.Call)]
-    return [
-        source.dotted(call.func)
-        + ("()" if UNLIMITED.search(source.dotted(call.func)) and not call.args and not call.keywords else "")
-        for call in calls
-    ]
-
-
-def polls(loop: ast.AST, text: str, depth: int = 2) -> bool:
-    """Return whether a loop, or a function that it calls, only waits and asks again."""
-    names = _calls(loop)
-    if isinstance(loop, ast.For):
-        names = [name for name in names if name != "range"]
-        if all(name.endswith("sleep") for name in names):
-            return False
-    if not names:
-        return False
-    for name in names:
-        if POLLS.search(name):
-            continue
-        function = source.function_named(text, name.rpartition(".")[2])
-        if function is None or not depth or not polls(function, text, depth - 1):
-            return False
-    return True
 
 
 def in_polling_loop(process: Process, sources: Mapping[str, str]) -> bool:
@@ -122,13 +100,16 @@ def in_polling_loop(process: Process, sources: Mapping[str, str]) -> bool:
     for frame in thread.frames if thread else ():
         text = sources.get(frame.file, "")
         if not installed(frame.file) and (loop := source.loop_at(text, frame.line)) is not None:
-            return polls(loop, text)
+            return source.polls(loop, text)
     return False
 
 
 def main_thread(look: Look, pid: int) -> Thread | None:
     """Return the main thread of a look."""
-    return next((thread for thread in look.threads if thread.os_id == pid), look.threads[0] if look.threads else None)
+    return next(
+        (thread for thread in look.threads if thread.os_id == pid),
+        look.threads[0] if look.threads else None,
+    )
 
 
 def seen(process: Process, sources: Mapping[str, str], world: int | None) -> list[Activity]:
@@ -157,7 +138,8 @@ def moves(process: Process, sources: Mapping[str, str], world: int | None) -> bo
     A main thread that is blocked in a collective makes progress if it was woken up. Any other one does if a counter
     advances, or if it passes lines that are not those of one polling loop.
     """
-    advanced = any(name.startswith("main") for name in moved_counters(process, sources))
+    moved = moved_counters(process, sources)
+    advanced = any(name.startswith("main") for name in moved)
     process = recent(process)
     looks = process.looks
     if len(looks) < 2 or looks[-1].state in "TtZX":
@@ -165,6 +147,10 @@ def moves(process: Process, sources: Mapping[str, str], world: int | None) -> bo
     if advanced:
         return True
     every = seen(process, sources, world)
+    # Its threads work for it: all that one does counts if it only joins them, else what they finish.
+    kind = every[-1].kind if every else ""
+    if moved and (kind == "thread" or (kind in ("pool", "future", "queue", "condition") and accepts(process, sources))):
+        return True
     waits = ("collective", "send", "recv", "destroy", "init", "new_group", "store")
     if every and all(each.kind in waits for each in every):
         if len({(each.op, each.group, each.line) for each in every}) > 1:
@@ -174,9 +160,25 @@ def moves(process: Process, sources: Mapping[str, str], world: int | None) -> bo
     if every and not every[-1].idle_loop and all(each.kind not in ("compute", "unknown") for each in every):
         # Woken up again and again in one call, and it is not a loop that polls: it passes through something.
         woken = looks[-1].switches - looks[0].switches
-        if woken >= 2 and not in_polling_loop(process, sources) and in_loop(process, sources):
+        if (
+            woken >= 2
+            and not has_limit(process)
+            and not in_polling_loop(process, sources)
+            and in_loop(process, sources)
+        ):
             return True
-    return _passes_lines(process, sources)
+    return _passes_lines(process, sources) or _works_in_library(process, sources)
+
+
+def has_limit(process: Process) -> bool:
+    """Return whether the main thread waits with a timeout: being woken up may only mean that it passed."""
+    thread = main_thread(process.last, process.pid)
+    for frame in thread.frames if thread else ():
+        if not installed(frame.file):
+            return False
+        if re.fullmatch(r"\d+(\.\d*)?", frame.locals.get("timeout", "")):
+            return True
+    return False
 
 
 def in_loop(process: Process, sources: Mapping[str, str]) -> bool:
@@ -188,7 +190,34 @@ def in_loop(process: Process, sources: Mapping[str, str]) -> bool:
 
 def _work_address(look: Look, pid: int) -> int:
     thread = main_thread(look, pid)
-    return next((frame.addresses["work"] for frame in thread.frames if "work" in frame.addresses), 0) if thread else 0
+    return (
+        next(
+            (frame.addresses["work"] for frame in thread.frames if "work" in frame.addresses),
+            0,
+        )
+        if thread
+        else 0
+    )
+
+
+def _works_in_library(process: Process, sources: Mapping[str, str]) -> bool:
+    """Return whether one of the user's lines, outside a `while`, keeps a library busy at changing places.
+
+    An import, for example, can take longer than one watches.
+    """
+    threads = [main_thread(look, process.pid) for look in process.looks]
+    stacks = {tuple(frame.function for frame in thread.frames) for thread in threads if thread and thread.frames}
+    running = sum(look.state == "R" for look in process.looks) > len(process.looks) / 2
+    if len(stacks) < 2 or not (running or busy(process)):
+        return False
+    for thread in threads:
+        for frame in thread.frames if thread else ():
+            if not installed(frame.file):
+                loop = source.outermost_loop(sources.get(frame.file, ""), frame.line)
+                if isinstance(loop, ast.While):
+                    return False
+                break
+    return True
 
 
 def _passes_lines(process: Process, sources: Mapping[str, str]) -> bool:
@@ -206,14 +235,27 @@ def _passes_lines(process: Process, sources: Mapping[str, str]) -> bool:
         if at == 0:
             return True
         differing = [place[-at] for place in found]
+    outer = [source.outermost_loop(sources.get(file, ""), line) for file, _, line in differing]
+    if isinstance(outer[0], ast.While) and all(loop is outer[0] for loop in outer) and busy(process):
+        return False  # Lines of one `while` that is busy, and nothing in it advances: it goes round.
     loops = [source.loop_at(sources.get(file, ""), line) for file, _, line in differing]
     one = loops[0]
     if one is not None and all(loop is one for loop in loops):
-        if polls(one, sources.get(differing[0][0], "")):
+        if source.polls(one, sources.get(differing[0][0], "")):
             return False
         # Without calls, or with one core busy in a `while`, it is a loop that spins.
-        return bool(_calls(one)) and not (isinstance(one, ast.While) and cpu_share(process) > 0.5)
+        return bool(source.calls_of(one)) and not (isinstance(one, ast.While) and busy(process))
     return cpu_share(process) < 0.5 or any(loop is not one for loop in loops)
+
+
+def busy(process: Process) -> bool:
+    """Return whether a process only computes: it was always ready to run, however little of the cores it got."""
+    looks = process.looks
+    if not looks:
+        return False
+    never_waited = looks[-1].switches == looks[0].switches and looks[-1].cpu_s > looks[0].cpu_s
+    ready = sum(look.state == "R" for look in looks)
+    return cpu_share(process) > SPINNING or never_waited or (len(looks) > 2 and ready >= 0.8 * len(looks))
 
 
 def cpu_share(process: Process) -> float:
@@ -222,13 +264,32 @@ def cpu_share(process: Process) -> float:
     return (process.last.cpu_s - process.looks[0].cpu_s) / seconds if seconds > 0 else 0.0
 
 
+def pace(process: Process, sources: Mapping[str, str]) -> str:
+    """Return words about a counter that advances; "" if none is seen."""
+    seconds = process.last.at - process.looks[0].at if process.looks else 0.0
+    for name, (first, last) in sorted(moved_counters(process, sources).items()):
+        if seconds > 0 and last > first:
+            return f": {name.rpartition(':')[2].rpartition('.')[2]} went from {first} to {last} in {seconds:.1f} s"
+    return ""
+
+
+ACCEPTED = re.compile(
+    r"accept|kept|keep|good|ready|done|put|sent|emitted|passed|step|version|update|epoch|iter|batch|len\("
+)
+"""Names of counters that grow if not everything is rejected."""
+
+
 def refusing(process: Process, sources: Mapping[str, str]) -> str:
     """Return the counter that shows that everything is rejected: it grows while no accepted one does; or ""."""
-    moved = moved_counters(process, sources)
-    names = {name.rpartition(".")[2]: name for name in moved}
-    grown = [short for short in names if REFUSING_NAMES.search(short)]
-    good = [short for short in names if re.search(r"accept|kept|keep|good|ready|done|put|sent|emitted|passed", short)]
-    return grown[0] if grown and not good else ""
+    names = {name.partition(":")[2].rpartition(":")[2]: name for name in moved_counters(process, sources)}
+    grown = [short for short in names if REFUSING_NAMES.search(short.rpartition(".")[2])]
+    return grown[0] if grown and not accepts(process, sources) else ""
+
+
+def accepts(process: Process, sources: Mapping[str, str]) -> bool:
+    """Return whether a counter of finished work grows."""
+    moved = [name.rpartition(":")[2] for name in moved_counters(process, sources)]
+    return any(ACCEPTED.search(re.split(r"\.(?=[^.]*$)", name)[-1]) for name in moved)
 
 
 __all__ = ["activities", "cpu_share", "moves", "refusing", "seen"]

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from clew.hang.advice import next_command, runner_up
 from clew.hang.classes import Classes, classes_of, in_words, ranges
 from clew.hang.judge import Actor, Verdict, actors_of, judge
 from clew.hang.observed import APART, Snapshot
@@ -58,12 +57,8 @@ class Report:
         return dict(sorted(found.items(), key=lambda item: item[1]))
 
     @property
-    def runner_up(self) -> str:
-        return self.verdict.runner_up or runner_up(self.verdict, self.actors)
-
-    @property
     def next(self) -> str:
-        return re.sub(r"\b\d{8,12}\b", lambda pid: str(int(pid[0]) % APART), next_command(self.verdict, self.actors))
+        return re.sub(r"\b\d{8,12}\b", lambda pid: str(int(pid[0]) % APART), self.verdict.next)
 
     @property
     def pids(self) -> list[int]:
@@ -101,7 +96,6 @@ class Report:
         return {
             **asdict(self.verdict),
             "pids": self.pids,
-            "runner_up": self.runner_up,
             "next": self.next,
             "exit_code": self.verdict.exit_code,
             "hosts": self.hosts,
@@ -136,8 +130,8 @@ class Report:
             lines += ["", *(f"  {each}" for each in self.seen.machine)]
         if verdict.notes:
             lines += ["", "What limits this verdict:", *(f"  {note}" for note in verdict.notes)]
-        if verdict.exit_code and self.runner_up:
-            lines += ["", f"Not {self.runner_up}."]
+        if verdict.exit_code and verdict.runner_up:
+            lines += ["", f"Not {verdict.runner_up}."]
         if self.next:
             lines += ["", f"Next: {self.next}"]
         if verdict.exit_code and len(self.classes) > 1:

@@ -17,6 +17,17 @@ from typing import Any
 CLEANUP_NAMES = re.compile(
     r"clean|teardown|tear_down|shutdown|shut_down|finali[sz]e|close|__exit__|__del__|destroy|atexit", re.I
 )
+POLLS = re.compile(
+    r"(^|\.)(sleep|time|monotonic|perf_counter|get|get_nowait|exists|is_file|isfile|isdir|is_dir|empty|qsize|is_set|"
+    r"wait|print|info|warning|debug|error|urlopen|read|read_text|open|json|load|loads|poll|is_alive|len|acquire|glob|stat|"
+    r"getsize|getmtime|listdir|scandir|iterdir|flush|check|test|join|int|str|float|max|min|any|all|list|sorted|append|"
+    r"done|locked|strip|split|endswith|startswith|format|round|getpid)$"
+)
+"""Calls of a loop that only asks again and again."""
+
+
+UNLIMITED = re.compile(r"\.(get|wait|acquire|read)$")
+"""Calls that do not poll unless they have an argument, such as a timeout."""
 MOST_MEMBERS = 100_000
 """Size from which a range is not evaluated: it would only cost memory."""
 
@@ -138,6 +149,17 @@ def loop_at(text: str, line: int) -> ast.While | ast.For | ast.AsyncFor | None:
     return inner
 
 
+def outermost_loop(text: str, line: int) -> ast.While | ast.For | ast.AsyncFor | None:
+    """Return the outermost loop around a line, within its function."""
+    outer: ast.While | ast.For | ast.AsyncFor | None = None
+    for node in enclosing(text, line):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            outer = None
+        elif isinstance(node, (ast.While, ast.For, ast.AsyncFor)) and outer is None:
+            outer = node
+    return outer
+
+
 @lru_cache(maxsize=4096)
 def function_named(text: str, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
     """Return the first function of a file with this name."""
@@ -146,6 +168,43 @@ def function_named(text: str, name: str) -> ast.FunctionDef | ast.AsyncFunctionD
         (node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))) if tree else ()
     )
     return next((node for node in functions if node.name == name), None)
+
+
+def calls_of(loop: ast.AST) -> list[str]:
+    """Return the names of the calls in a loop; a call that waits without a limit has () after its name."""
+    calls = [call for call in ast.walk(loop) if isinstance(call, ast.Call)]
+    return [
+        dotted(call.func)
+        + ("()" if UNLIMITED.search(dotted(call.func)) and not call.args and not call.keywords else "")
+        for call in calls
+    ]
+
+
+def polls(loop: ast.AST, text: str, depth: int = 2) -> bool:
+    """Return whether a loop, or a function that it calls, only waits and asks again."""
+    names = calls_of(loop)
+    if isinstance(loop, ast.For):
+        names = [name for name in names if name != "range"]
+        if all(name.endswith("sleep") for name in names):
+            return False
+    if not names:
+        return False
+    for name in names:
+        if POLLS.search(name):
+            continue
+        function = function_named(text, name.rpartition(".")[2])
+        if function is None or not depth or not polls(function, text, depth - 1):
+            return False
+    return True
+
+
+def heartbeat(text: str, line: int) -> bool:
+    """Return whether a line is in a `while True` that never ends and only sleeps and reports."""
+    loop = loop_at(text, line)
+    if not isinstance(loop, ast.While) or not isinstance(loop.test, ast.Constant):
+        return False
+    leaves = any(isinstance(node, (ast.Break, ast.Return, ast.Raise)) for node in ast.walk(loop))
+    return not leaves and polls(loop, text)
 
 
 def keyword(call: ast.Call, name: str, place: int | None = None) -> ast.expr | None:

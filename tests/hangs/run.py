@@ -4,6 +4,7 @@
 
     python -m tests.hangs.run                      # all scenarios, diagnosed by `clew hang`
     python -m tests.hangs.run crossed_groups …     # some of them
+    python -m tests.hangs.run -j 4                 # four at a time
     python -m tests.hangs.run --tool 'my-tool {pid}'
 
 The tool prints JSON with "pattern", "ranks" and "sites" (file:line). {pid} is the launcher or the only process.
@@ -22,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,7 @@ from typing import Any
 HERE = Path(__file__).parent
 MANIFEST: dict[str, dict[str, Any]] = json.loads((HERE / "manifest.json").read_text())
 CLEW = f"{shlex.quote(sys.executable)} -m clew hang --pid {{pid}} --json -"
-START_S = 90.0
+START_S = 180.0
 SETTLE_S = 2.5
 """Seconds between the last rank's "ready" and the diagnosis."""
 
@@ -64,7 +66,7 @@ def start(name: str, output: Path) -> subprocess.Popen[bytes]:
             command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True, env=environment
         )
     deadline = time.monotonic() + START_S
-    while output.read_text(errors="replace").count("ready") < int(ranks or (2 if name == "spawned_ranks" else 1)):
+    while output.read_text(errors="replace").count("ready") < int(ranks or 1):
         if time.monotonic() > deadline or process.poll() is not None:
             end(process)
             raise RuntimeError(f"{name} did not start: {output.read_text(errors='replace')[-2000:]}")
@@ -141,14 +143,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", default=list(MANIFEST))
     parser.add_argument("--tool", default=CLEW)
+    parser.add_argument("-j", "--jobs", type=int, default=1, help="scenarios that run at the same time")
     options = parser.parse_args()
-    outcomes = []
-    for name in options.names or list(MANIFEST):
+
+    def one(name: str) -> Outcome:
         outcome = run(name, options.tool)
-        outcomes.append(outcome)
-        print(
-            f"{'ok   ' if not outcome.wrong else 'WRONG'} {outcome.seconds:5.1f} s  {name}  {outcome.wrong}", flush=True
-        )
+        state = "WRONG" if outcome.wrong else "ok   "
+        print(f"{state} {outcome.seconds:5.1f} s  {name}  {outcome.wrong}", flush=True)
+        return outcome
+
+    with ThreadPoolExecutor(options.jobs) as pool:
+        outcomes = list(pool.map(one, options.names or list(MANIFEST)))
     print(table(outcomes))
     raise SystemExit(any(each.wrong for each in outcomes))
 

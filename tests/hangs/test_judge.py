@@ -12,7 +12,7 @@ from clew.hang import classes, source
 from clew.hang.activity import C10D, new_group_members
 from clew.hang.graph import sinks
 from clew.hang.judge import Verdict, judge
-from clew.hang.observed import Frame, Look, Process, Snapshot, Thread, snapshot_from
+from clew.hang.observed import Frame, Group, Inside, Look, Process, Snapshot, Thread, snapshot_from
 
 SCRIPT = """import torch.distributed as dist
 tp = dist.new_group([0, 1])
@@ -75,6 +75,38 @@ def test_ranks_in_different_steps_of_one_collective_have_drifted_apart() -> None
     looks = tuple(replace(look, threads=(replace(look.threads[0], frames=frames),)) for look in other.looks)
     verdict = judged(rank(0, 5, "all_reduce"), replace(other, looks=looks))
     assert verdict.pattern == "collective mismatch"
+
+
+def test_one_collective_with_other_sizes_is_a_shape_mismatch() -> None:
+    sizes = ("[4]", "[4]", "[5]")
+    ranks = [rank(n, 5, "all_reduce", world=3, **{"shape(tensor)": size}) for n, size in enumerate(sizes)]
+    verdict = judged(*ranks)
+    assert (verdict.pattern, verdict.ranks) == ("shape mismatch", (2,))
+
+
+def test_one_broadcast_from_other_sources_is_a_mismatch() -> None:
+    verdict = judged(rank(0, 5, "broadcast", src="0"), rank(1, 5, "broadcast", src="1"))
+    assert (verdict.pattern, verdict.ranks) == ("collective mismatch", (0, 1))
+    assert verdict.restart in verdict.explanation and "again" in verdict.restart
+
+
+def test_a_group_in_memory_decides_who_belongs_to_it() -> None:
+    pair = Group(at=64, name="5", members=(1, 2), rank=1)
+    waiting = rank(1, 6, "all_reduce", world=3)
+    looks = [
+        replace(
+            look,
+            threads=(
+                replace(
+                    look.threads[0],
+                    frames=(replace(look.threads[0].frames[0], addresses={"group": 64}), look.threads[0].frames[1]),
+                ),
+            ),
+        )
+        for look in waiting.looks
+    ]
+    inside = replace(waiting, looks=tuple(looks), inside=Inside(groups=(pair,)))
+    assert judged(rank(0, 9, "barrier", world=3), inside, rank(2, 8, world=3)).ranks == (2,)
 
 
 def test_a_stopped_rank_is_at_fault_before_everything_else() -> None:

@@ -30,7 +30,7 @@ CUTS = [{"top_p": 0.7}, {"top_k": 3}, {"min_p": 0.1}, {"top_k": 5, "top_p": 0.8,
 
 
 def test_by_hand() -> None:
-    """Of 0.5, 0.3, 0.2 top_k=2 leaves two: 0.5 / 0.8 and 0.3 / 0.8."""
+    """top_k=2 leaves two of 0.5, 0.3, 0.2: 0.5 / 0.8 and 0.3 / 0.8."""
     logits = torch.tensor([[0.5, 0.3, 0.2]]).log()
     row = RowParams.stack([SamplingParams(top_k=2)], 3, torch.device("cpu"))
     drawn = choose(logits, row, torch.tensor([0.9]))

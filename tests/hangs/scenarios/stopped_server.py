@@ -9,8 +9,9 @@ import socket
 def serve(ports):
     listener = socket.create_server(("127.0.0.1", 0))
     ports.put(listener.getsockname()[1])
-    listener.accept()
+    connection, _ = listener.accept()
     os.kill(os.getpid(), signal.SIGSTOP)
+    connection.close()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,165 @@
+"""Judges ranks that wait for one another: absent ranks, initialisation, and cycles of collectives and messages."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+
+from clew.hang.verdict import DISTRIBUTED, MESSAGES, Actor, Verdict, names, verdict_about
+from clew.hang.waits_for import key_of
+
+LOOP_COUNTER = re.compile(r"\.(self\.)?(\w*step\w*|it|iter\w*|i|n|epoch|batch\w*|micro\w*|idx|index)$")
+
+
+def missing_ranks(ranks: list[Actor], missing: list[int], gone: str) -> Verdict | None:
+    """Judge a rank that has no process: it never started (initialisation), or it has ended (dead).
+
+    Args:
+        ranks: The ranks that were found.
+        missing: Numbers that nobody has.
+        gone: Words about processes of the job that have ended.
+    """
+    dead = [a for a in ranks if a.dead]
+    blocked = [a for a in ranks if not a.dead and a.activity.kind in DISTRIBUTED]
+    if not missing or not blocked:
+        return None
+    numbers = ", ".join(map(str, missing))
+    first = blocked[0].activity
+    starting = all(a.activity.kind == "init" for a in blocked) and not dead and not gone
+    what = "never joined" if starting else "has ended"
+    why = (
+        f"Rank {numbers} {what}: there is no such process. {gone}The other ranks wait for it in {first.op} at "
+        f"{first.site}, and will wait until their timeout."
+    )
+    pattern = "initialisation" if starting else "dead"
+    return replace(
+        verdict_about(pattern, dead, why, blocked, cause="absent" if starting else "dead", structural=True),
+        ranks=tuple(missing),
+    )
+
+
+def initialisation(ranks: list[Actor]) -> Verdict | None:
+    """Judge init_process_group and new_group, which every rank has to call."""
+    for kind, words in (("init", "init_process_group"), ("new_group", "new_group")):
+        inside = [a for a in ranks if a.activity.kind == kind]
+        outside = [a for a in ranks if a.activity.kind != kind and not a.dead]
+        if inside and outside and not any(a.moving for a in outside):
+            why = (
+                f"Ranks {names(inside)} are in {words}, which every rank has to call. Rank {names(outside)} is "
+                f"elsewhere: {outside[0].says}."
+            )
+            return verdict_about(
+                "initialisation", outside, why, inside, structural=outside[0].activity.kind in DISTRIBUTED
+            )
+        if inside and len(inside) == len(ranks) and len(ranks) > 1:
+            why = f"All ranks are in {words} and none proceeds: they may use different addresses, ports or world sizes."
+            return verdict_about("initialisation", [], why, inside, confidence="low")
+    return None
+
+
+def same_everywhere(ranks: list[Actor]) -> Verdict:
+    """Judge ranks that are all in one collective: calls of different steps, or a cause below Python."""
+    first = ranks[0].activity
+    # A broadcast with other sources: nobody sends, or several do.
+    if len({a.activity.root for a in ranks}) > 1:
+        roots = Counter(a.activity.root for a in ranks)
+        common, count = roots.most_common(1)[0]
+        odd = [a for a in ranks if a.activity.root != common] if count > len(ranks) / 2 else ranks
+        said = ", ".join(f"{a.activity.root} on rank {a.rank}" for a in ranks[:6])
+        why = f"All ranks are in {first.op} of group {first.group}, but they name different roots: {said}."
+        return verdict_about("collective mismatch", odd, why, ranks, structural=True)
+    if found := _other_shapes(ranks):
+        return found
+    drift = _drifted(ranks)
+    if drift is not None:
+        name, odd, values = drift
+        why = (
+            f"All ranks are in {first.op} of group {first.group}, but not in the same call of it: {name} is {values}. "
+            f"Rank {names(odd)} made a different number of calls."
+        )
+        return verdict_about("collective mismatch", odd, why, ranks, structural=True, confidence="medium")
+    why = (
+        f"All {len(ranks)} ranks are in {first.op} of group {first.group} and it does not end. The cause is below "
+        "Python: the network, a device that stands still, or shapes that differ."
+    )
+    return verdict_about("same collective everywhere", [], why, ranks, confidence="medium")
+
+
+def _other_shapes(ranks: list[Actor]) -> Verdict | None:
+    """Judge ranks that meet in one operation with tensors of different sizes."""
+    sizes = {a.pid: prod(a.activity.shape) for a in ranks}
+    if not all(a.activity.shape for a in ranks) or len(set(sizes.values())) == 1:
+        return None
+    common, count = Counter(sizes.values()).most_common(1)[0]
+    odd = [a for a in ranks if sizes[a.pid] != common] if count > len(ranks) / 2 else ranks
+    first = ranks[0].activity
+    said = ", ".join(f"{list(a.activity.shape)} on rank {a.rank}" for a in ranks[:6])
+    why = f"All ranks are in {first.op} of group {first.group}, but with tensors of different sizes: {said}."
+    return verdict_about("shape mismatch", odd, why, ranks, structural=True)
+
+
+def _drifted(ranks: list[Actor]) -> tuple[str, list[Actor], str] | None:
+    """Return the loop counter whose values differ between ranks, and the ranks of the rarer value."""
+    shared = set.intersection(*(set(a.activity.counters) for a in ranks)) if ranks else set()
+    for name in sorted(shared):
+        values = Counter(a.activity.counters[name] for a in ranks)
+        if LOOP_COUNTER.search(name) and len(values) > 1:
+            value, count = values.most_common(1)[0]
+            odd = [a for a in ranks if a.activity.counters[name] != value] if count > 1 else ranks
+            said = ", ".join(f"{a.activity.counters[name]} on rank {a.rank}" for a in ranks[:6])
+            return name.rpartition(".")[2], odd, said
+    return None
+
+
+def cycle(culprits: list[Actor], waiters: list[Actor]) -> Verdict:
+    """Judge ranks that wait for one another: cleanup, messages, crossed groups, or different collectives."""
+    kinds = {a.activity.kind for a in culprits}
+    told = " ".join(f"{a.says}." for a in culprits[:4])
+    cleaning = [a for a in culprits if a.activity.cleanup or a.activity.kind == "destroy"]
+    # An exception is hidden in `finally` or `__exit__`, whose collective waits for ranks that train.
+    if cleaning and len(cleaning) < len(culprits):
+        why = (
+            f"Rank {names(cleaning)} is cleaning up (in {cleaning[0].activity.cleanup}) while the others still train. "
+            f"An exception may be hidden there: it is shown only after the cleanup ends, and that waits. {told}"
+        )
+        return verdict_about("cleanup deadlock", cleaning, why, waiters + culprits, structural=True)
+    # Sender and receiver have met, but expect other sizes.
+    if len(kinds) == 2 and kinds == set(MESSAGES) and len(culprits) == 2 and (found := _other_shapes(culprits)):
+        return found
+    # Every rank receives before it sends, or the reverse.
+    if kinds <= set(MESSAGES):
+        why = f"Ranks {names(culprits)} wait for one another in send and recv, so none of them proceeds. {told}"
+        return verdict_about("send/receive cycle", culprits, why, waiters, structural=True)
+    # A stage of a pipeline has gone on to a collective while its neighbour still exchanges micro-batches.
+    if kinds & set(MESSAGES):
+        why = (
+            "One side expects a message that the other does not send (or the reverse): the other side has gone on to "
+            f"another operation. The numbers of micro-batches may differ. {told}"
+        )
+        return verdict_about("pipeline micro-batch mismatch", culprits, why, waiters, structural=True)
+    # Two groups are used in opposite order.
+    if len({key_of(a.activity) for a in culprits}) > 1 and not _one_deviates(culprits):
+        why = f"The ranks call collectives of different groups in different order, and wait for one another. {told}"
+        return verdict_about("crossed groups", culprits, why, waiters, structural=True)
+    why = f"The ranks are in different collectives, which can never meet. {told}"
+    return verdict_about("collective mismatch", _deviating(culprits), why, culprits + waiters, structural=True)
+
+
+def _one_deviates(culprits: Sequence[Actor]) -> bool:
+    counts = Counter((key_of(a.activity), a.activity.op) for a in culprits)
+    return len(culprits) > 3 and len(counts) == 2 and min(counts.values()) == 1
+
+
+def _deviating(culprits: list[Actor]) -> list[Actor]:
+    """Return the ranks that left the common path: those on a branch of their own, or the rarer operation."""
+    alone = [a for a in culprits if a.activity.branch == "alone"]
+    if alone and len(alone) <= len(culprits) / 2:
+        return alone
+    counts = Counter((a.activity.op, a.activity.group) for a in culprits).most_common()
+    if counts[0][1] > (counts[1][1] if len(counts) > 1 else 0):
+        return [a for a in culprits if (a.activity.op, a.activity.group) != counts[0][0]]
+    side = [a for a in culprits if a.activity.branch == "side"]
+    return side if len(side) == 1 and len(culprits) > 2 else culprits

@@ -1,0 +1,62 @@
+"""Asks local HTTP servers of a job how they are: paused, healthy, and whether their counters move."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import urllib.request
+from contextlib import suppress
+
+from clew.hang.observed import Process
+
+ANSWER_S = 1.0
+"""Time limit in seconds for each answer: a server whose event loop is blocked gives none."""
+BETWEEN_S = 0.5
+SERVERS = re.compile(r"http/server\.py$|socketserver\.py$|/(uvicorn|aiohttp|hypercorn|starlette|fastapi|vllm|sglang)/")
+COUNTERS = re.compile(r"^(\w*tokens?_total\S*|\w*requests?\w*_total\S*|\w*_success_total\S*)\s+([\d.eE+]+)", re.M)
+
+
+def answers(process: Process, ports: tuple[int, ...]) -> dict[str, str]:
+    """Return what an HTTP server answers; empty for any other process, which is not asked."""
+    files = [frame.file for thread in process.threads for frame in thread.frames]
+    if not ports or process.rank is not None or not any(SERVERS.search(file) for file in files):
+        return {}
+    found: dict[str, str] = {}
+    for port in ports[:2]:
+        health = _get(port, "health")
+        found["health"] = "no answer" if health is None else str(health[0])
+        if health is None:
+            continue
+        paused = _get(port, "is_paused")
+        if paused is not None and (said := _paused(paused[1])):
+            found["is_paused"] = said
+        before = _get(port, "metrics")
+        if before is not None and COUNTERS.search(before[1]):
+            time.sleep(BETWEEN_S)
+            after = _get(port, "metrics")
+            moved = after is not None and COUNTERS.findall(before[1]) != COUNTERS.findall(after[1])
+            found["metrics"] = "moving" if moved else "still"
+    return found
+
+
+def _get(port: int, path: str) -> tuple[int, str] | None:
+    """Return status and text of an answer; None if there was none in time."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(f"http://127.0.0.1:{port}/{path}", timeout=ANSWER_S) as reply:
+            return reply.status, reply.read(200_000).decode(errors="replace")
+    except urllib.request.HTTPError as error:
+        return error.code, ""
+    except (OSError, ValueError):
+        return None
+
+
+def _paused(text: str) -> str:
+    """Return "true" or "false" as an engine says it; "" if it says neither."""
+    with suppress(ValueError):
+        value = json.loads(text)
+        value = value.get("is_paused", value.get("paused")) if isinstance(value, dict) else value
+        if isinstance(value, bool):
+            return str(value).lower()
+    return ""

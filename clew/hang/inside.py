@@ -1,0 +1,304 @@
+"""Reads in a process's memory what no stack shows: asyncio's tasks, process groups, ended threads and children."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from math import prod
+
+from clew.hang.memory import Memory, Unreadable
+from clew.hang.observed import Frame, Group, Inside, Thread
+
+MOST_TASKS = 1_000
+DEEPEST = 40
+INSTALLED = re.compile(
+    r"^<|/(site|dist)-packages/|/lib/python3|/torch/(_\w+|autograd|distributed|multiprocessing|nn|utils)/"
+)
+C10D = "torch.distributed.distributed_c10d"
+
+
+def installed(file: str) -> bool:
+    """Return whether a file belongs to Python, to torch or to another installed package."""
+    return INSTALLED.search(file) is not None
+
+
+def tasks_of(pid: int) -> tuple[Thread, ...]:
+    """Return the tasks of asyncio in a process; none if its memory cannot be read."""
+    try:
+        with Memory(pid) as memory:
+            return tuple(tasks(memory))
+    except (Unreadable, OSError, KeyError, ValueError):
+        return ()
+
+
+def inside(pid: int, threads: tuple[Thread, ...] = ()) -> Inside:
+    """Return what the memory of a process says about groups, threads and children; nothing if it cannot be read."""
+    try:
+        with Memory(pid) as memory:
+            modules = memory.modules()
+            return Inside(
+                groups=groups(memory) if C10D in modules else (),
+                ended_threads=tuple(ended_threads(memory)),
+                children=tuple(
+                    {child[0]: child for child in [*children(memory), *_programs(memory, threads)]}.values()
+                ),
+            )
+    except (Unreadable, OSError, KeyError, ValueError):
+        return Inside()
+
+
+def _programs(memory: Memory, threads: tuple[Thread, ...]) -> Iterator[tuple[int, str, int]]:
+    """Yield pid, name and exit code of subprocesses that have ended and that the user's frames hold."""
+    held: list[int] = []
+    for frame in (frame for thread in threads for frame in thread.frames if not installed(frame.file)):
+        held += frame.addresses.values()
+        with suppress(Unreadable, KeyError, ValueError):
+            held += memory.module("__main__").values() if frame.name == "<module>" else ()
+            held += memory.attributes(frame.addresses["self"]).values()
+    for address in list(held):
+        with suppress(Unreadable):
+            held += memory.items(address)[:100]
+    for address in set(held):
+        with suppress(Unreadable, KeyError, ValueError):
+            if memory.type_name(address) == "Popen":
+                values = memory.attributes(address)
+                if memory.show(values["returncode"]) != "None":
+                    yield memory.integer(values["pid"]), "program", memory.integer(values["returncode"])
+
+
+def _referents(memory: Memory, weak_set: int) -> Iterator[int]:
+    """Yield what a WeakSet holds."""
+    for reference in memory.members(memory.attributes(weak_set)["data"]):
+        with suppress(Unreadable):
+            target = memory.word(reference + 16)
+            if memory.type_name(target) != "NoneType":
+                yield target
+
+
+def tasks(memory: Memory) -> Iterator[Thread]:
+    """Yield asyncio's tasks as threads: their frames from the innermost await outwards."""
+    place = memory.layout["task"]
+    module = memory.module("asyncio.tasks")
+    every = module.get("_all_tasks") or module.get("_scheduled_tasks")
+    if not every:
+        return
+    for number, task in enumerate(_referents(memory, every)):
+        if number >= MOST_TASKS:
+            return
+        with suppress(Unreadable, KeyError, ValueError):
+            state, error = memory.small(task + place["state"]), memory.word(task + place["exception"])
+            name = memory.show(memory.word(task + place["task_name"])).strip("'")
+            waiter = memory.word(task + place["waiter"])
+            frames = tuple(coroutine_frames(memory, memory.word(task + place["coroutine"])))
+            kind = memory.type_name(waiter) if waiter else ""
+            ended = "" if state == 0 else memory.type_name(error) if error else "done"
+            if ended in ("", "done") and (state or not frames):
+                continue
+            yield Thread(name=f"task {name}", os_id=0, task=True, ended=ended, waiter=kind, frames=frames, at=task)
+
+
+def coroutine_frames(memory: Memory, address: int) -> list[Frame]:
+    """Return the frames of a suspended coroutine, the innermost first."""
+    place, found = memory.layout["frame"], list[Frame]()
+    while len(found) < DEEPEST:
+        kind = memory.type_name(address)
+        if kind == "async_generator_asend":
+            address = memory.word(address + 16)
+        elif kind == "coroutine_wrapper":
+            address = memory.word(address + 16)
+            continue
+        elif kind not in ("coroutine", "generator", "async_generator"):
+            break
+        top = memory.small(address + place["top"])
+        if top <= 0:  # it runs now, or has ended: then its frames are those of a thread, or gone
+            return []
+        found.append(_frame(memory, address))
+        address = memory.word(address + place["locals"] + 8 * (top - 1))
+        if not address:
+            break
+    return found[::-1]
+
+
+def _frame(memory: Memory, coroutine: int) -> Frame:
+    place = memory.layout["frame"]
+    code = memory.word(coroutine + place["code"])
+    values, addresses = dict[str, str](), dict[str, int]()
+    for n, name in enumerate(memory.items(memory.word(code + place["names"]))):
+        with suppress(Unreadable):
+            value = memory.word(coroutine + place["locals"] + 8 * n)
+            if value:
+                key = memory.text(name)
+                addresses[key] = value
+                values[key] = memory.show(value)[:300]
+    instruction = memory.word(coroutine + place["place"]) - code - place["instructions"]
+    table = memory.word(code + place["table"])
+    lines = memory.bytes_at(table + 32, memory.count(table + 16))
+    return Frame(
+        function=memory.text(memory.word(code + place["name"])),
+        file=memory.text(memory.word(code + place["file"])),
+        line=line_of(lines, memory.small(code + place["line"]), instruction),
+        locals=values,
+        addresses=addresses,
+    )
+
+
+def line_of(table: bytes, first: int, instruction: int) -> int:
+    """Return the line of an instruction from a code object's table of locations (PEP 626, as of CPython 3.11)."""
+    line, offset, at = first, 0, 0
+    while at < len(table):
+        head = table[at]
+        code, size = head >> 3 & 15, ((head & 7) + 1) * 2
+        at += 1
+        if code in (10, 11, 12):
+            line += code - 10
+        elif code in (13, 14):
+            number, shift, place = 0, 0, at
+            while True:
+                number |= (table[place] & 63) << shift
+                shift += 6
+                if not table[place] & 64:
+                    break
+                place += 1
+            line += -(number >> 1) if number & 1 else number >> 1
+        while at < len(table) and not table[at] & 128:
+            at += 1
+        if offset <= instruction < offset + size:
+            return line
+        offset += size
+    return line
+
+
+def groups(memory: Memory) -> tuple[Group, ...]:
+    """Return the process groups of torch, with this process's rank in each."""
+    module = memory.module(C10D)
+    if not {"_pg_names", "_pg_group_ranks", "_world"} <= module.keys():
+        return ()
+    default = memory.attributes(module["_world"]).get("_default_pg", 0)
+    names = {group: memory.text(name) for group, name in memory.entries(module["_pg_names"])}
+    found = []
+    for group, ranks in memory.entries(module["_pg_group_ranks"]):
+        order = {memory.integer(value): memory.integer(key) for key, value in memory.entries(ranks)}
+        members = tuple(order[n] for n in sorted(order))
+        own = _own_rank(memory, group, len(members))
+        found.append(
+            Group(
+                at=group,
+                name="world" if group == default else names.get(group, "?"),
+                members=members,
+                rank=members[own] if own is not None else None,
+            )
+        )
+    return tuple(found)
+
+
+def _own_rank(memory: Memory, group: int, size: int) -> int | None:
+    """Return this process's number in a group: two numbers beside each other in torch's C++ object."""
+    with suppress(Unreadable):
+        pointer = memory.word(group + 16)
+        for offset in range(16, 64, 4):
+            own, world = memory.small(pointer + offset), memory.small(pointer + offset + 4)
+            if world == size and 0 <= own < size and memory.word(pointer + offset - 8) > 1 << 20:
+                return own
+    return None
+
+
+def ended_threads(memory: Memory) -> Iterator[str]:
+    """Yield the names of Python threads that have ended while somebody still holds them."""
+    module = memory.module("threading")
+    if not {"_dangling", "_active"} <= module.keys():
+        return
+    active = {memory.integer(key) for key, _ in memory.entries(module["_active"])}
+    for thread in _referents(memory, module["_dangling"]):
+        with suppress(Unreadable, KeyError):
+            values = memory.attributes(thread)
+            if memory.show(values["_ident"]) not in ("None", *map(str, active)):
+                yield memory.text(values["_name"])
+
+
+def children(memory: Memory) -> Iterator[tuple[int, str, int]]:
+    """Yield pid, name and exit code of the children of `multiprocessing` that have been reaped."""
+    module = memory.module("multiprocessing.process")
+    for process in _referents(memory, module["_dangling"]) if "_dangling" in module else ():
+        with suppress(Unreadable, KeyError):
+            values = memory.attributes(process)
+            popen = memory.attributes(values["_popen"])
+            if memory.show(popen["returncode"]) != "None":
+                name = memory.text(values["_name"])
+                yield memory.integer(popen["pid"]), name, memory.integer(popen["returncode"])
+
+
+def shape_of(memory: Memory, tensor: int) -> list[int]:
+    """Return the sizes of a contiguous tensor: in torch's C++ object they stand before strides that fit them."""
+    for holder in (16, 24):
+        with suppress(Unreadable):
+            data = memory.bytes_at(memory.word(tensor + holder), 256)
+            found = [int.from_bytes(data[n : n + 8], "little", signed=True) for n in range(0, 256, 8)]
+            for n, count in enumerate(found[:20]):
+                sizes, strides = found[n + 1 : n + 1 + count], found[n + 6 : n + 6 + count]
+                fits = [prod(sizes[k + 1 :]) for k in range(len(sizes))]
+                if 1 <= count <= 5 and min(sizes) >= 1 and strides == fits and prod(sizes) in found[n + 11 :]:
+                    return sizes
+    raise Unreadable("no contiguous tensor")
+
+
+CONTAINERS = ("list", "dict", "set", "deque", "tuple", "Counter", "defaultdict", "OrderedDict")
+MOST_NUMBERS = 120
+
+
+def with_numbers(pid: int, threads: tuple[Thread, ...]) -> tuple[Thread, ...]:
+    """Return threads whose user frames also show numbers behind their locals: they tell whether work goes on.
+
+    Added are the integer attributes of `self` (self.step), integers in small dicts (self.stats.rejected), lengths of
+    containers (len(groups)), and a script's own variables.
+    """
+    try:
+        with Memory(pid) as memory:
+            return tuple(
+                replace(thread, frames=tuple(_with_numbers(memory, frame) for frame in thread.frames))
+                for thread in threads
+            )
+    except (Unreadable, OSError):
+        return threads
+
+
+def _with_numbers(memory: Memory, frame: Frame) -> Frame:
+    numbers: dict[str, str] = {}
+    if frame.file.endswith("torch/distributed/distributed_c10d.py"):
+        for name in ("tensor", "input", "input_tensor", "output", "output_tensor"):
+            with suppress(Unreadable, KeyError):
+                numbers[f"shape({name})"] = str(shape_of(memory, frame.addresses[name]))
+        return replace(frame, locals={**numbers, **frame.locals})
+    if installed(frame.file):
+        return frame
+    with suppress(Unreadable, KeyError, ValueError):
+        roots = dict(frame.addresses)
+        if frame.name == "<module>":
+            roots |= memory.module("__main__")
+        for name, address in roots.items():
+            if len(numbers) < MOST_NUMBERS and not name.startswith("__"):
+                numbers |= _numbers(memory, name, address, 2 if name == "self" else 1)
+    return replace(frame, locals={**numbers, **frame.locals})
+
+
+def _numbers(memory: Memory, name: str, address: int, depth: int) -> dict[str, str]:
+    with suppress(Unreadable, KeyError, ValueError):
+        kind = memory.type_name(address)
+        if kind in ("int", "float"):
+            return {name: memory.show(address)}
+        if kind in CONTAINERS:
+            place = 24 if kind == "set" else 16
+            found = {f"len({name})": str(memory.count(address + place))}
+            if kind in ("dict", "Counter", "defaultdict") and memory.count(address + 16) <= 20:
+                for key, value in memory.named(address).items():
+                    if memory.type_name(value) == "int":
+                        found[f"{name}.{key}"] = memory.show(value)
+            return found
+        if depth and kind not in ("module", "type", "function"):
+            found = {}
+            for key, value in memory.attributes(address).items():
+                if len(found) < MOST_NUMBERS:
+                    found |= _numbers(memory, f"{name}.{key}", value, depth - 1)
+            return found
+    return {}

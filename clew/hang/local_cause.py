@@ -1,0 +1,221 @@
+"""Judges a process that others wait for and that waits for no process that was seen: what is it doing?"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from clew.hang.activity import Activity
+from clew.hang.observed import Snapshot
+from clew.hang.progress import accepts, cpu_share, pace, refusing
+from clew.hang.source import loop_at
+from clew.hang.verdict import DISTRIBUTED, LOCAL, MESSAGES, Actor, Verdict, names, verdict_about
+from clew.hang.waits_for import TO_OTHERS
+
+FILE_CALLS = re.compile(r"exists|is_file|isfile|is_dir|isdir|glob|stat\(|listdir|scandir|iterdir|getmtime")
+LEAST_CPU = 0.05
+"""Share of a core below which a process that seems to compute may be blocked in native code."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sink:
+    """Processes where the waiting ends, and everything around them."""
+
+    culprits: list[Actor]
+    waiters: list[Actor]
+    live: list[Actor]
+    snapshot: Snapshot
+
+    @property
+    def one(self) -> Actor:
+        return self.culprits[0]
+
+    @property
+    def act(self) -> Activity:
+        return self.one.activity
+
+    @property
+    def blocked_ranks(self) -> list[Actor]:
+        """Return the ranks that wait for the culprit in a collective or message."""
+        return [a for a in self.waiters if a.rank is not None and a.activity.kind in DISTRIBUTED]
+
+    @property
+    def loop_text(self) -> str:
+        """Return the source of the loop around the culprit's place."""
+        loop = loop_at(self.snapshot.sources.get(self.act.file, ""), self.act.line)
+        return ast.unparse(loop) if loop is not None else ""
+
+
+def local_cause(sink: Sink) -> Verdict:
+    """Return the verdict of the first rule that knows what the culprit does."""
+    return next(verdict for rule in RULES if (verdict := rule(sink)) is not None)
+
+
+def _own_waits(sink: Sink) -> Verdict | None:
+    """Name what a process of Clew itself reports that it waits for."""
+    if not sink.one.process.waits or sink.one.dead:
+        return None
+    wait = sink.one.process.waits[0]
+    numbers = f" ({wait['numbers']})" if wait["numbers"] else ""
+    why = f"{sink.one.process.label} waits for {wait['what']}{numbers}; {wait['unblocks']} unblocks it."
+    pattern = "rollout blocked" if "rollout" in wait["unblocks"] else "external wait"
+    return verdict_about(pattern, [sink.one], why, sink.waiters, confidence="medium")
+
+
+def _blocked_loop(sink: Sink) -> Verdict | None:
+    """Find a coroutine that calls something that blocks: nothing else on that event loop can run."""
+    if not sink.act.in_loop or sink.act.idle_loop or sink.act.kind == "unknown" or sink.one.moving:
+        return None
+    where = f"{sink.act.site} ({sink.act.text})"
+    why = f"The event loop of {sink.one.process.label} is blocked at {where}: no coroutine on it can run."
+    return verdict_about("event loop blocked", sink.culprits, why, sink.waiters, cause="event loop blocked")
+
+
+def refuses(live: list[Actor], snapshot: Snapshot) -> tuple[Actor, str] | None:
+    """Return the process that rejects everything, and its counter; None if any work of the job is finished."""
+    if any(accepts(a.process, snapshot.sources) for a in live):
+        return None
+    return next(((a, name) for a in live if (name := refusing(a.process, snapshot.sources))), None)
+
+
+def _refusing(sink: Sink) -> Verdict | None:
+    """Find a filter that rejects everything, so that a batch never fills."""
+    found = refuses(sink.live, sink.snapshot)
+    if found is None:
+        return None
+    by, name = found
+    why = f"{by.process.label} rejects everything: {name} grows and nothing is accepted, so no wait can end."
+    return verdict_about("rollout blocked", [by], why, sink.waiters, cause="refusing", confidence="medium")
+
+
+def _dead(sink: Sink) -> Verdict | None:
+    """Find a process, thread or coroutine that has ended, so that nobody can end the wait."""
+    if sink.one.dead:
+        why = f"{sink.one.says}, and others still wait for it."
+        return verdict_about("dead", sink.culprits, why, sink.waiters, cause="dead", structural=True)
+    if sink.act.kind not in (*TO_OTHERS, "sleep") or sink.one.moving:
+        return None
+    dead = [a for a in sink.live if a.dead and a.role != "idle"]
+    others = [*sink.culprits, *sink.waiters]
+    if dead and sink.act.kind not in ("http", "network"):
+        why = f"{'. '.join(a.says for a in dead[:4])}. So nothing can end the wait of {sink.one.says}."
+        return verdict_about("dead", dead, why, others, cause="dead", structural=True)
+    said = ended_inside(sink.one) or next((text for a in sink.live if (text := ended_children(a))), "")
+    if said and not sink.one.process.waits and sink.act.kind not in ("http", "network", "process"):
+        why = f"{said} has ended, so nothing can end the wait of {sink.one.says}."
+        return verdict_about("dead", sink.culprits, why, others, cause="dead", structural=True)
+    return None
+
+
+def ended_children(actor: Actor) -> str:
+    """Return words about children of a process that have ended and were waited for; "" if none has."""
+    every = [f"its child {name} (pid {pid}, exit code {code})" for pid, name, code in actor.process.inside.children]
+    return f"{actor.process.label}: {', '.join(every[:4])}" if every else ""
+
+
+def ended_inside(actor: Actor) -> str:
+    """Return words about children, tasks and threads of a process that have ended; "" if none has."""
+    children = ended_children(actor)
+    failed = [f"{thread.name} (with {thread.ended})" for thread in actor.process.threads if thread.ended]
+    failed = [text for text in failed if "CancelledError" not in text]
+    threads = [f"its thread {name}" for name in actor.process.inside.ended_threads]
+    return children or ", ".join((failed or threads)[:4])
+
+
+def _paused(sink: Sink) -> Verdict | None:
+    """Find an engine that says that it is paused."""
+    paused = [a for a in sink.live if a.process.answers.get("is_paused") == "true"]
+    if not paused or sink.one.moving:
+        return None
+    one = paused[0]
+    why = f"The engine of {one.process.label} answers that it is paused, so no request ends: nobody has resumed it."
+    return verdict_about("rollout blocked", [one], why, sink.waiters, cause="paused")
+
+
+def _slow(sink: Sink) -> Verdict | None:
+    """Do not call a process hung that makes progress."""
+    if not sink.one.moving:
+        return None
+    how = pace(sink.one.process, sink.snapshot.sources)
+    why = f"{sink.one.process.label} moves, but slowly{how}; others wait for it."
+    return verdict_about("slow", sink.culprits, why, sink.waiters, cause="slow", confidence="medium")
+
+
+def _unexplained(sink: Sink) -> Verdict | None:
+    """Abstain if the culprit is in a collective whose peers were not seen, or if its stack says nothing."""
+    if sink.act.kind in ("collective", *MESSAGES, "init", "new_group", "destroy"):
+        why = f"Nothing that was seen explains the wait: {sink.one.says}."
+        return verdict_about("undetermined", [], why, sink.waiters, confidence="low")
+    if sink.act.kind == "unknown" or sink.act.kind not in LOCAL:
+        why = f"The stack of {sink.one.process.label} does not say what it waits for."
+        return verdict_about("undetermined", [], why, sink.live, confidence="low")
+    return None
+
+
+def _store(sink: Sink) -> Verdict | None:
+    """Judge a key of torch's store that no other rank sets."""
+    if sink.act.kind != "store":
+        return None
+    others = [a for a in sink.live if a.rank is not None and a not in sink.culprits]
+    why = f"{sink.one.says}: no other rank sets this key."
+    return verdict_about("missing rank", others or sink.culprits, why, sink.culprits, confidence="low")
+
+
+def _loader(sink: Sink) -> Verdict | None:
+    """Judge a worker of a data loader that does not bring its batch."""
+    if sink.one.role != "loader":
+        return None
+    rank = next((a for a in sink.live if a.pid == sink.one.process.parent), sink.one)
+    words = LOCAL[sink.act.kind][1]
+    why = f"A worker of the data loader of {rank.process.label} {words} at {sink.act.site}: {sink.act.text}"
+    found = verdict_about("data loading", [rank], why, [*sink.culprits, *sink.waiters])
+    sites = tuple(sorted({sink.act.site, *found.sites} - {""}))
+    return replace(found, sites=sites, pids=(rank.pid, *(c.pid for c in sink.culprits)))
+
+
+def _computing(sink: Sink) -> Verdict | None:
+    """Judge a process that computes at one place for the whole time of watching."""
+    if sink.act.kind != "compute":
+        return None
+    share = cpu_share(sink.one.process)
+    alone = not sink.blocked_ranks and len(sink.live) == 1
+    if share < LEAST_CPU or alone:
+        return verdict_about(
+            "undetermined", [], f"{sink.one.says} ({share:.0%} of a core).", sink.live, confidence="low"
+        )
+    seconds = sink.snapshot.seconds
+    why = f"{sink.one.says}. It has computed there for the {seconds:.0f} s of watching ({share:.0%} of a core)."
+    return verdict_about("cpu", sink.culprits, why + _waiting(sink), sink.waiters, confidence="medium", cause="compute")
+
+
+def _polling(sink: Sink) -> Verdict | None:
+    """Judge a loop that sleeps until a file appears."""
+    if sink.act.kind != "sleep" or not FILE_CALLS.search(sink.loop_text):
+        return None
+    why = f"{sink.one.process.label} polls for a file that does not appear, at {sink.act.site}: {sink.act.text}."
+    return verdict_about("external wait", sink.culprits, why + _waiting(sink), sink.waiters, cause="file")
+
+
+def _waiting(sink: Sink) -> str:
+    ranked = sink.blocked_ranks
+    return f" Ranks {names(ranked)} wait for it in {ranked[0].activity.op}." if ranked else ""
+
+
+def _blocked(sink: Sink) -> Verdict | None:
+    """Name the call in which the culprit is blocked."""
+    pattern, words = LOCAL[sink.act.kind]
+    if sink.act.kind == "sleep" and not sink.blocked_ranks:
+        pattern = "external wait"
+    more = f" It and {len(sink.culprits) - 1} more wait for one another." if len(sink.culprits) > 1 else ""
+    why = f"{sink.one.process.label} {words} at {sink.act.site}: {sink.act.text}.{more}{_waiting(sink)}"
+    confidence = "high" if sink.blocked_ranks else "medium"
+    return verdict_about(pattern, sink.culprits, why, sink.waiters, confidence=confidence, cause=sink.act.kind)
+
+
+RULES: tuple[Callable[[Sink], Verdict | None], ...] = (
+    _paused, _blocked_loop, _refusing, _dead, _own_waits, _slow, _store, _unexplained, _loader, _computing, _polling,
+    _blocked,
+)  # fmt: skip
+"""Rules in the order in which they are asked: the first that answers is right. `_blocked` always answers."""

@@ -1,0 +1,210 @@
+"""Reads Python objects in the memory of another process, which runs on meanwhile. Nothing is written or called there.
+
+Only CPython 3.11 and 3.12 are known. A value that changes meanwhile can be torn: readers must expect `Unreadable`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from clew.hang import proc
+
+PAGE = 4096
+MOST = 100_000
+"""Entries from which a container is not believed: it is torn."""
+MANAGED = 1 << 4
+"""Flag of classes whose instances have attributes (Py_TPFLAGS_MANAGED_DICT)."""
+CALIBRATE_S = 20.0
+VERSIONS = ((3, 11), (3, 12))
+
+
+class Unreadable(Exception):
+    """Raised when memory cannot be read, or does not hold what was expected."""
+
+
+@lru_cache(maxsize=64)
+def layout_of(program: str) -> dict[str, Any] | None:
+    """Return the offsets that a Python program finds in itself; None if it is of an unknown version."""
+    script = Path(__file__).with_name("layout.py")
+    try:
+        # It is started with the rights of who asks, so it must not be a program that another user could change.
+        if "python" not in Path(program).name or Path(program).stat().st_uid not in (0, os.getuid()):
+            return None
+        ended = subprocess.run(
+            [program, "-I", "-S", str(script)], capture_output=True, text=True, timeout=CALIBRATE_S, check=True
+        )
+        found = json.loads(ended.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+    return found if tuple(found["version"][:2]) in VERSIONS else None
+
+
+class Memory:
+    """Memory of one process at one moment: each page is read once."""
+
+    def __init__(self, pid: int) -> None:
+        layout = layout_of(proc.link_of(proc.PROC / str(pid) / "exe"))
+        if layout is None:
+            raise Unreadable("unknown version of Python")
+        self.pid, self.layout = pid, layout
+        self.pages: dict[int, bytes] = {}
+        self._modules: dict[str, int] = {}
+        self.new = tuple(layout["version"][:2]) >= (3, 12)
+        try:
+            self.file = os.open(proc.PROC / str(pid) / "mem", os.O_RDONLY)
+        except OSError as error:
+            raise Unreadable(str(error)) from error
+
+    def __enter__(self) -> Memory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self.file)
+
+    def bytes_at(self, address: int, size: int) -> bytes:
+        """Return bytes. Raises Unreadable if they are not mapped."""
+        if not 0 < address < 1 << 47 or not 0 <= size <= 8 * MOST:
+            raise Unreadable(hex(address))
+        data = b""
+        for number in range(address // PAGE, (address + size - 1) // PAGE + 1):
+            if number not in self.pages:
+                try:
+                    self.pages[number] = os.pread(self.file, PAGE, number * PAGE)
+                except OSError as error:
+                    raise Unreadable(hex(address)) from error
+            data += self.pages[number]
+        start = address % PAGE
+        if len(data) < start + size:
+            raise Unreadable(hex(address))
+        return data[start : start + size]
+
+    def word(self, address: int) -> int:
+        """Return an unsigned word of 64 bits."""
+        return int.from_bytes(self.bytes_at(address, 8), "little")
+
+    def small(self, address: int) -> int:
+        """Return a signed number of 32 bits."""
+        return int.from_bytes(self.bytes_at(address, 4), "little", signed=True)
+
+    def count(self, address: int) -> int:
+        """Return the size of a container. Raises Unreadable if it cannot be one."""
+        size = self.word(address)
+        if size > MOST:
+            raise Unreadable("too many entries")
+        return size
+
+    def type_name(self, address: int) -> str:
+        """Return the name of an object's class, without its module."""
+        name = self.bytes_at(self.word(self.word(address + 8) + 24), 80)
+        return name.partition(b"\0")[0].decode(errors="replace").rpartition(".")[2]
+
+    def text(self, address: int) -> str:
+        """Return an ASCII string; of another one its kind only."""
+        if self.type_name(address) != "str":
+            raise Unreadable("no string")
+        if not self.bytes_at(address + 32, 1)[0] & 0x40:
+            return "<text>"
+        return self.bytes_at(address + self.layout["text"], min(self.count(address + 16), 1000)).decode(
+            "ascii", "replace"
+        )
+
+    def integer(self, address: int) -> int:
+        """Return an int of up to 60 bits."""
+        tag = int.from_bytes(self.bytes_at(address + 16, 8), "little", signed=True)
+        digits = tag >> 3 if self.new else abs(tag)
+        negative = (tag & 3) == 2 if self.new else tag < 0
+        if digits > 2:
+            raise Unreadable("large number")
+        value = sum(self.small(address + 24 + 4 * n) << (30 * n) for n in range(digits))
+        return -value if negative else value
+
+    def items(self, address: int) -> list[int]:
+        """Return the addresses in a tuple or list."""
+        kind = self.type_name(address)
+        if kind not in ("tuple", "list"):
+            raise Unreadable(f"{kind} is no list")
+        start = address + 24 if kind == "tuple" else self.word(address + 24)
+        return [self.word(start + 8 * n) for n in range(self.count(address + 16))]
+
+    def members(self, address: int) -> list[int]:
+        """Return the addresses in a set."""
+        table, size = self.word(address + 40), self.count(address + 32) + 1
+        entries = ((self.word(table + 16 * n), self.word(table + 16 * n + 8)) for n in range(size))
+        return [key for key, digest in entries if key and digest != (1 << 64) - 1]
+
+    def entries(self, address: int) -> Iterator[tuple[int, int]]:
+        """Yield the addresses of keys and values of a dict."""
+        keys, values = self.word(address + 32), self.word(address + 40)
+        yield from self._entries(keys, values)
+
+    def _entries(self, keys: int, values: int) -> Iterator[tuple[int, int]]:
+        _, index_bytes, kind = self.bytes_at(keys + 8, 3)
+        used = self.count(keys + 24)
+        start = keys + 32 + (1 << min(index_bytes, 24))
+        for n in range(used):
+            if kind:
+                key, value = self.word(start + 16 * n), self.word(start + 16 * n + 8)
+            else:
+                key, value = self.word(start + 24 * n + 8), self.word(start + 24 * n + 16)
+            if values:
+                value = self.word(values + 8 * n)
+            if key and value:
+                yield key, value
+
+    def named(self, address: int) -> dict[str, int]:
+        """Return the addresses of a dict's values by its keys, of those that are strings."""
+        return {self.text(key): value for key, value in self.entries(address) if self.type_name(key) == "str"}
+
+    def attributes(self, address: int) -> dict[str, int]:
+        """Return the addresses of an instance's attributes by name; of a class without them, none."""
+        if not self.word(self.word(address + 8) + 168) & MANAGED:
+            return {}
+        if self.new:
+            tagged = self.word(address - 24)
+            values, own = (tagged + 1, 0) if tagged & 1 else (0, tagged)
+        else:
+            values, own = self.word(address - 32), self.word(address - 24)
+        if values:
+            keys = self.word(self.word(address + 8) + self.layout["shared_keys"])
+            return {self.text(key): value for key, value in self._entries(keys, values)}
+        return self.named(own) if own else {}
+
+    def module(self, name: str) -> dict[str, int]:
+        """Return the addresses of a module's variables by name; empty if the process has not imported it."""
+        found = self.modules().get(name)
+        return self.named(self.word(found + 16)) if found else {}
+
+    def modules(self) -> dict[str, int]:
+        """Return the addresses of the modules by name."""
+        if self._modules:
+            return self._modules
+        place = self.layout["runtime"]
+        with (proc.PROC / str(self.pid) / "maps").open() as maps:
+            starts = [int(line.partition("-")[0], 16) for line in maps if line.rstrip().endswith(" " + place["file"])]
+        if not starts:
+            raise Unreadable("no Python")
+        interpreter = self.word(min(starts) + place["distance"] + place["interpreter"])
+        self._modules = self.named(self.word(interpreter + place["modules"]))
+        return self._modules
+
+    def show(self, address: int) -> str:
+        """Return an object as text, in the way of py-spy."""
+        kind = self.type_name(address)
+        if kind == "NoneType":
+            return "None"
+        if kind == "bool":
+            return str(bool(self.integer(address)))
+        if kind == "int":
+            return str(self.integer(address))
+        if kind == "float":
+            return repr(struct.unpack("<d", self.bytes_at(address + 16, 8))[0])
+        if kind == "str":
+            return repr(self.text(address))
+        return f"<{kind} at 0x{address:x}>"

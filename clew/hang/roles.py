@@ -1,0 +1,203 @@
+"""Says which process is which: ranks and their numbers, launchers, workers of data loaders, and helpers."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from clew.hang.activity import Activity, activities
+from clew.hang.collect import installed
+from clew.hang.observed import Group, Process, Snapshot
+from clew.hang.progress import moves
+from clew.hang.verdict import Actor
+
+RANK_NAMES = (
+    "rank",
+    "global_rank",
+    "world_rank",
+    "my_rank",
+    "local_rank",
+    "rank_id",
+    "RANK",
+    "self.rank",
+)
+WORLD_NAMES = (
+    "world_size",
+    "world",
+    "nprocs",
+    "num_ranks",
+    "n_ranks",
+    "WORLD_SIZE",
+    "WORLD",
+    "self.world_size",
+)
+WORKERS = re.compile(
+    r"multiprocessing/(pool|managers)\.py$|concurrent/futures/process\.py$|torch/utils/data/_utils/worker\.py$"
+)
+"""Files whose loops run a user's function, or wait for one to run."""
+WORKER_LOOPS = ("worker", "_process_worker", "_worker_loop", "serve_forever")
+HELPERS = (
+    "resource_tracker",
+    "forkserver import main",
+    "torch/_inductor/compile_worker",
+)
+LAUNCHER = re.compile(r"torch\.distributed\.(run|launch)|torchrun|accelerate.*launch")
+WORKER_PRIORITY = (
+    "stdin", "lock", "http", "network", "file", "process", "queue_full", "sleep", "pipe", "compute", "collective",
+    "condition", "future", "select", "queue",
+)  # fmt: skip
+"""Kinds of waits of threads and tasks, in the order in which they explain why the main thread waits for them."""
+WAITS_INSIDE = (
+    "queue",
+    "condition",
+    "thread",
+    "future",
+    "pool",
+    "queue_full",
+    "select",
+    "tasks",
+)
+"""Kinds of waits that another thread or task of the same process may end."""
+
+
+def local_integer(process: Process, wanted: Sequence[str]) -> int | None:
+    """Return the first of these local variables that the main thread's frames have, the outermost frame first."""
+    for thread in sorted(process.threads, key=lambda each: each.os_id != process.pid)[:1]:
+        for name in wanted:
+            for frame in reversed(thread.frames):
+                if frame.locals.get(name, "").isdigit():
+                    return int(frame.locals[name])
+        for frame in thread.frames:
+            if frame.name == "_wrap" and "multiprocessing/spawn" in frame.file and frame.locals.get("i", "").isdigit():
+                return int(frame.locals["i"])
+    return None
+
+
+def world_group(process: Process) -> Group | None:
+    """Return the default process group of a process, as its memory has it."""
+    return next((group for group in process.inside.groups if group.name == "world"), None)
+
+
+def waits_for_work(process: Process) -> bool:
+    """Return whether a worker of a pool or data loader has nothing to do: then it is at no fault."""
+    main = next((thread for thread in process.threads if thread.os_id == process.pid), None)
+    frames = main.frames if main else ()
+    for place, frame in enumerate(frames):
+        if frame.name in WORKER_LOOPS and WORKERS.search(frame.file):
+            return place > 0 and all(installed(inner.file) for inner in frames[:place]) and not (main and main.active)
+    return False
+
+
+def role_of(process: Process, parent: Process | None, *, distributed: bool) -> tuple[str, int | None]:
+    """Return the role and rank of one process."""
+    command = " ".join(process.command)
+    files = [frame.file for thread in process.threads for frame in thread.frames]
+    if any(word in command for word in HELPERS) or waits_for_work(process):
+        return "idle", None
+    if LAUNCHER.search(command) and process.rank is None:
+        return "launcher", None
+    if any(file.endswith("torch/utils/data/_utils/worker.py") for file in files):
+        return "loader", None
+    if (rank := _rank_of(process, distributed=distributed)) is not None:
+        # What a rank starts inherits its environment and, after a fork, its memory.
+        inherited = parent is not None and parent.threads and _rank_of(parent, distributed=distributed) == rank
+        return ("other", None) if inherited else ("rank", rank)
+    dead_or_stopped = process.exit or process.last.state in "ZXTtD"
+    if not process.threads and not dead_or_stopped and "python" not in command:
+        return "idle", None
+    return "other", None
+
+
+def _rank_of(process: Process, *, distributed: bool) -> int | None:
+    group = world_group(process)
+    if group is not None and group.rank is not None:
+        return group.rank
+    if process.rank is not None:
+        return process.rank
+    return local_integer(process, RANK_NAMES) if distributed else None
+
+
+def with_ranks(processes: Sequence[Process], sources: Mapping[str, str]) -> list[tuple[Process, str]]:
+    """Return the processes with their ranks and roles: from memory, the environment, or a local variable."""
+    by_pid = {process.pid: process for process in processes}
+    distributed = any("distributed" in text for text in sources.values())
+    found = []
+    for process in processes:
+        role, rank = role_of(process, by_pid.get(process.parent), distributed=distributed)
+        found.append((replace(process, rank=rank), role))
+    taken = Counter(process.rank for process, role in found if role == "rank")
+    if any(count > 1 for count in taken.values()):  # local_rank of several nodes, or not a rank at all
+        sure = {process.pid for process in processes if process.rank is not None or world_group(process)}
+        found = [
+            (p, r) if r != "rank" or p.pid in sure or taken[p.rank] == 1 else (replace(p, rank=None), "other")
+            for p, r in found
+        ]
+    return _by_order(found)
+
+
+def _by_order(found: list[tuple[Process, str]]) -> list[tuple[Process, str]]:
+    """Give ranks to processes that were started beside the others and say no number: by the order of their pids."""
+    known = {p.pid: p.rank for p, role in found if role == "rank"}
+    parents = {p.parent for p, role in found if role == "rank"}
+    beside = [p for p, role in found if role == "other" and p.parent in parents and p.pid not in parents and p.threads]
+    worlds = {len(group.members) for p, _ in found if (group := world_group(p))} | {
+        p.world for p, _ in found if p.world
+    }
+    order = sorted([*known, *(p.pid for p in beside)])
+    if not beside or worlds != {len(order)} or any(known.get(pid, n) != n for n, pid in enumerate(order)):
+        return found
+    number = {pid: n for n, pid in enumerate(order)}
+    return [(replace(p, rank=number[p.pid]), "rank") if p.pid in number else (p, role) for p, role in found]
+
+
+def world_of(snapshot: Snapshot) -> int | None:
+    """Return how many ranks the job should have, as far as groups, the launcher, environment or locals say."""
+    if snapshot.world:
+        return snapshot.world
+    for said in (
+        [len(group.members) for each in snapshot.processes if (group := world_group(each))],
+        [each.world for each in snapshot.processes if each.world],
+        [n for each in snapshot.processes if (n := local_integer(each, WORLD_NAMES)) is not None],
+    ):
+        if said:
+            return Counter(said).most_common(1)[0][0]
+    return None
+
+
+def actors_of(snapshot: Snapshot) -> list[Actor]:
+    """Return the processes of a snapshot with role, activity and progress."""
+    found, world = [], world_of(snapshot)
+    for process, role in with_ranks(snapshot.processes, snapshot.sources):
+        every = activities(process, snapshot.sources, world)
+        activity = effective(every)
+        moving = moves(process, snapshot.sources, world)
+        found.append(
+            Actor(
+                process=process,
+                activity=activity,
+                threads=tuple(every),
+                moving=moving,
+                role=role,
+            )
+        )
+    return found
+
+
+def effective(every: Sequence[Activity]) -> Activity:
+    """Return the activity that decides: that of a thread or task of the user's if the main thread only waits for it."""
+    if not every:
+        return Activity(kind="unknown")
+    main = every[0]
+    if main.kind not in WAITS_INSIDE or main.cleanup == "destroy":
+        return main
+    others = [each for each in every[1:] if each.file and not installed(each.file)]
+    blocked = [each for each in others if each.in_loop and not each.idle_loop]
+    for kind in WORKER_PRIORITY:
+        blocked += [each for each in others if each.kind == kind and each not in blocked and not each.heartbeat]
+    blocked += [each for each in others if each.heartbeat and main.kind in ("select", "tasks")]
+    if not blocked:
+        return main
+    # A main thread that waits for an item is not explained by another one that also does.
+    return main if blocked[0].kind == main.kind and not blocked[0].task else blocked[0]

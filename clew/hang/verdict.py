@@ -1,0 +1,134 @@
+"""A verdict, and the processes about which it speaks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from clew.hang.activity import Activity
+from clew.hang.observed import Process
+
+DISTRIBUTED = ("collective", "send", "recv", "init", "new_group", "destroy", "store")
+MESSAGES = ("send", "recv")
+SOUND = ("healthy", "slow")
+LOCAL = {
+    "sleep": ("missing rank", "sleeps"),
+    "lock": ("lock or I/O", "waits for a lock"),
+    "file": ("lock or I/O", "waits for a file"),
+    "network": ("external wait", "waits for the network"),
+    "http": ("external wait", "waits for an HTTP server"),
+    "pipe": ("external wait", "reads from a pipe"),
+    "stdin": ("lock or I/O", "waits at a breakpoint or for input"),
+    "process": ("external wait", "waits for another process"),
+    "queue": ("rollout blocked", "waits for an item in a queue"),
+    "queue_full": ("rollout blocked", "waits for room in a full queue"),
+    "condition": ("rollout blocked", "waits for a condition that nobody signals"),
+    "future": ("rollout blocked", "waits for a result"),
+    "pool": ("rollout blocked", "waits for a worker pool"),
+    "thread": ("rollout blocked", "waits for a thread"),
+    "tasks": ("rollout blocked", "waits for other coroutines"),
+    "select": ("rollout blocked", "has an event loop with nothing to do"),
+    "data_loader": ("data loading", "waits for its data loader"),
+    "compute": ("cpu", "computes"),
+    "store": ("missing rank", "waits for a key of the store"),
+    "unknown": ("undetermined", "does something that its stack does not show"),
+}
+"""Pattern and words for each kind of activity of a process that others wait for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Result of judging one job."""
+
+    pattern: str
+    ranks: tuple[int, ...] = ()
+    """Ranks at fault."""
+    pids: tuple[int, ...] = ()
+    """Processes at fault."""
+    sites: tuple[str, ...] = ()
+    """Call sites, as file:line, of the processes at fault."""
+    cause: str = ""
+    explanation: str = ""
+    evidence: tuple[str, ...] = ()
+    runner_up: str = ""
+    confidence: str = "high"
+    structural: bool = False
+    """True if nothing outside could end the wait, so that longer watching cannot change the verdict."""
+    next: str = ""
+    restart: str = ""
+    """Sentence that says whether a restart would hang again."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def exit_code(self) -> int:
+        """Return 0 if nothing is wrong, 1 after a diagnosed hang, 3 if nothing could be decided."""
+        return 0 if self.pattern in SOUND else 3 if self.pattern == "undetermined" else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Actor:
+    """One process, with what it is doing."""
+
+    process: Process
+    activity: Activity
+    threads: tuple[Activity, ...] = ()
+    moving: bool = False
+    role: str = "other"
+    """rank, launcher, loader (a DataLoader's worker), idle (Python's own helpers) or other."""
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def rank(self) -> int | None:
+        return self.process.rank if self.role == "rank" else None
+
+    @property
+    def dead(self) -> bool:
+        return self.process.last.state in "ZX" or bool(self.process.exit)
+
+    @property
+    def stopped(self) -> bool:
+        return self.process.last.state in "Tt"
+
+    @property
+    def says(self) -> str:
+        """Return what the process does, in words."""
+        one = self.activity
+        if self.dead:
+            return f"{self.process.label} has ended {self.process.exit}".rstrip()
+        if self.stopped:
+            return f"{self.process.label} is stopped"
+        what = (
+            f"is in {one.op} of group {one.group}"
+            if one.kind in ("collective", *MESSAGES)
+            else (f"is in {one.op}" if one.kind in DISTRIBUTED else LOCAL[one.kind][1])
+        )
+        return f"{self.process.label} {what}" + (f" at {one.site}: {one.text}" if one.site else "")
+
+
+def verdict_about(pattern: str, culprits: Sequence[Actor], why: str, others: Sequence[Actor] = (), **more) -> Verdict:
+    """Return a verdict that blames some processes, with what they and the others do as evidence.
+
+    The call site is that of the culprits; if they have none, because they have ended, that of who waits for them.
+    """
+    sites = {a.activity.site for a in culprits if a.activity.site}
+    if culprits and not sites:
+        sites = {next((a.activity.site for a in others if a.activity.site and not a.dead), "")} - {""}
+    return Verdict(
+        pattern=pattern,
+        ranks=tuple(sorted({a.rank for a in culprits if a.rank is not None})),
+        pids=tuple(sorted(a.pid for a in culprits)),
+        sites=tuple(sorted(sites)),
+        explanation=why,
+        evidence=tuple(a.says for a in [*culprits, *(o for o in others if o not in culprits)])[:12],
+        **more,
+    )
+
+
+def names(actors: Sequence[Actor]) -> str:
+    """Return the ranks of some processes as ranges, such as 0-3, 7."""
+    from clew.hang.classes import ranges
+
+    return ranges([a.rank for a in actors if a.rank is not None])

@@ -1,0 +1,90 @@
+"""Reading what no stack shows in the memory of a real process: coroutines, counters, ended children and threads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from clew.hang import inside
+from clew.hang.collect import look_at, py_spy
+from clew.hang.memory import VERSIONS, Memory, Unreadable
+
+pytestmark = pytest.mark.skipif(sys.version_info[:2] not in VERSIONS, reason="layout of this Python is unknown")
+
+PROGRAM = """
+import asyncio, multiprocessing, sys, threading
+
+class Buffer:
+    def __init__(self):
+        self.groups, self.stats, self.step = [1, 2, 3], {"rejected": 7}, 41
+
+    async def fill(self):
+        await asyncio.Event().wait()
+
+async def fail():
+    raise ValueError("lost")
+
+async def main(buffer):
+    failed = asyncio.create_task(fail())
+    filling = asyncio.create_task(buffer.fill(), name="filler")
+    asyncio.get_running_loop().call_later(0.2, print, "ready")
+    await filling
+
+def quit():
+    sys.exit(3)
+
+if __name__ == "__main__":
+    sys.stdout.reconfigure(line_buffering=True)
+    ended = threading.Thread(target=print, name="collector")
+    ended.start()
+    child = multiprocessing.get_context("fork").Process(target=quit, name="actor")
+    child.start()
+    child.join()
+    asyncio.run(main(Buffer()))
+"""
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    script = tmp_path_factory.mktemp("memory") / "program.py"
+    script.write_text(PROGRAM)
+    process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert process.stdout is not None
+    while process.stdout.readline().strip() != b"ready":
+        assert process.poll() is None
+    yield process.pid
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def test_a_waiting_coroutine_is_seen_with_its_line_and_its_counters(program: int) -> None:
+    tasks = {thread.name: thread for thread in look_at(program, py_spy()).threads if thread.task}
+    frames = tasks["task filler"].frames
+    assert [frame.name for frame in frames] == ["wait", "fill"]
+    assert PROGRAM.splitlines()[frames[1].line - 1].strip() == "await asyncio.Event().wait()"
+    numbers = frames[1].locals
+    assert (numbers["self.step"], numbers["len(self.groups)"], numbers["self.stats.rejected"]) == ("41", "3", "7")
+    assert [thread.ended for thread in tasks.values() if thread.ended] == ["ValueError"]
+
+
+def test_ended_children_and_threads_are_known(program: int) -> None:
+    facts = inside.inside(program)
+    assert [(name, code) for _, name, code in facts.children] == [("actor", 3)]
+    assert facts.ended_threads == ("collector",)
+
+
+def test_memory_that_is_not_there_cannot_be_read(program: int) -> None:
+    with Memory(program) as memory, pytest.raises(Unreadable):
+        memory.word(8)
+    assert inside.inside(1 << 22) == inside.Inside()
+
+
+def test_lines_of_instructions_are_those_of_python() -> None:
+    code = look_at.__code__
+    for start, _, line in code.co_lines():
+        if line is not None:
+            assert inside.line_of(code.co_linetable, code.co_firstlineno, start) == line
