@@ -21,6 +21,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from clew.printing import print
+
 ASKING = signal.SIGRTMIN + 11 if hasattr(signal, "SIGRTMIN") else None
 """Signal with which `clew hang` asks. Nothing else is known to use it; None where there are no such signals."""
 
@@ -50,7 +52,7 @@ def arm(path: Path, waits: Callable[[], list[dict[str, Any]]]) -> None:
             beside.write_text(json.dumps(said))
             beside.replace(path)
         except Exception as error:  # otherwise it would be raised in whatever the main thread is doing
-            sys.stderr.write(f"cannot write {path}: {error}\n")
+            print(f"cannot write {path}: {error}", file=sys.stderr)
 
     signal.signal(ASKING, write)
     signal.siginterrupt(ASKING, False)  # system calls in C code go on afterwards

@@ -54,7 +54,11 @@ class Backend(Protocol):
         ...
 
     async def ready(self) -> bool:
-        """Return whether the server answers and serves its model."""
+        """Return True if the server answers and serves its model.
+
+        Raises:
+            EngineError: It does not, and why.
+        """
         ...
 
     async def prepare(self) -> list[str]:

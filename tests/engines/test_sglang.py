@@ -105,6 +105,8 @@ def wait_until_ready(process: subprocess.Popen[bytes], address: str, log: Path) 
         engine = SGLangEngine(address)
         try:
             return await engine.ready()
+        except EngineError:
+            return False
         finally:
             await engine.close()
 

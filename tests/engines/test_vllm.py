@@ -196,7 +196,7 @@ def test_an_update_interrupts_and_the_rest_is_made_by_the_new_weights(serving: S
             )
             for number, prompt in enumerate(prompts)
         ]
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.2)  # on an idle machine, 200 tokens take half a second
         await engine.load_weights(ref)
         assert await engine.version() == 7
         return await asyncio.gather(*running)
@@ -206,8 +206,8 @@ def test_an_update_interrupts_and_the_rest_is_made_by_the_new_weights(serving: S
     for prompt, completion in zip(prompts, completions, strict=True):
         versions = completion.versions
         assert len(completion.output_ids) == 200 and versions == sorted(versions) and set(versions) <= {0, 7}
-        change = versions.index(7)
-        mixed += change > 0
+        change = versions.count(0)
+        mixed += 0 < change < 200
         ids = prompt + completion.output_ids
         for model, part in ((old, slice(0, change)), (new, slice(change, 200))):
             expected = logprobs_of(model, ids, 1.0)[len(prompt) - 1 :]

@@ -35,7 +35,7 @@ ACTS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-
 def test_nothing_prints_past_the_one_place() -> None:
     """A new command is safe without thinking of it: only printing.py and console.py have the real ones."""
     for path in CLEW.rglob("*.py"):
-        if path.name in ("printing.py", "console.py"):
+        if path.name in ("printing.py", "console.py", "layout.py"):  # layout.py runs without Clew, and prints numbers
             continue
         tree = ast.parse(path.read_text())
         imported = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
