@@ -187,16 +187,27 @@ def test_an_update_interrupts_and_the_rest_is_made_by_the_new_weights(serving: S
     prompts = [[*PROMPT, 12 + number] for number in range(8)]
 
     async def scenario(engine: HTTPEngine) -> list[Completion]:
+        begun, tokens = asyncio.Event(), list[int]()
+
+        def streamed(token: int, logprob: float) -> None:
+            tokens.append(token)
+            if len(tokens) == 20:
+                begun.set()
+
         running = [
             asyncio.ensure_future(
                 generate_through_aborts(
                     engine,
-                    GenerateRequest(prompt, SamplingParams(max_new_tokens=200, stop_token_ids=(), seed=number)),
+                    GenerateRequest(
+                        prompt,
+                        SamplingParams(max_new_tokens=200, stop_token_ids=(), seed=number),
+                        on_token=streamed if number == 0 else None,
+                    ),
                 )
             )
             for number, prompt in enumerate(prompts)
         ]
-        await asyncio.sleep(0.2)  # on an idle machine, 200 tokens take half a second
+        await asyncio.wait_for(begun.wait(), 60)
         await engine.load_weights(ref)
         assert await engine.version() == 7
         return await asyncio.gather(*running)
