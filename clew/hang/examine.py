@@ -79,7 +79,8 @@ def processes_of_run(folder: Path) -> dict[int, Process]:
         try:
             value = json.loads(path.read_text())
             pid, doing = int(value["pid"]), str(value["doing"])
-            waits = tuple(value["waits"]) if time.time() - value["updated"] < WATCH_S else ()
+            fresh = time.time() - value["updated"] < WATCH_S
+            waits = tuple({**each, "for_s": value["updated"] - each["since"]} for each in value["waits"] if fresh)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise RecordError(f"Cannot read {path}: {type(error).__name__}: {error}") from error
         if doing != "ended" and value.get("host", proc.host()) == proc.host():

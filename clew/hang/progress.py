@@ -132,6 +132,10 @@ def places(process: Process) -> list[tuple[tuple[str, str, int], ...]]:
     ]
 
 
+LONG_WAIT_S = 10.0
+"""Seconds from which a wait that a process of Clew reports counts as no progress."""
+
+
 def moves(process: Process, sources: Mapping[str, str], world: int | None) -> bool:
     """Return whether the main thread makes progress.
 
@@ -144,6 +148,8 @@ def moves(process: Process, sources: Mapping[str, str], world: int | None) -> bo
     looks = process.looks
     if len(looks) < 2 or looks[-1].state in "TtZX":
         return False
+    if any(wait.get("for_s", 0.0) > LONG_WAIT_S for wait in process.waits):
+        return False  # a process of Clew says itself that it only looks again and again
     if advanced:
         return True
     every = seen(process, sources, world)

@@ -61,6 +61,8 @@ def application_edges(live: Sequence[Actor]) -> Edges:
     ranks = {a.pid for a in live if a.rank is not None}
     edges: Edges = defaultdict(set)
     for actor in live:
+        named = {wait["unblocks"].partition(" ")[0] for wait in actor.process.waits}  # of Clew's own processes
+        edges[actor.pid] |= {a.pid for a in live if a.process.name.partition("-")[0] in named} - {actor.pid}
         kind = actor.activity.kind
         if kind not in (*TO_OTHERS, "sleep"):
             continue
