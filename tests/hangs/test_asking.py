@@ -33,7 +33,7 @@ async def main():
     await asyncio.sleep(0)  # now all of them have begun
     print("ready", flush=True)
     if sys.argv[2] == "blocked":
-        sum(range(2 * 10**8))
+        sum(range(5 * 10**8))  # seconds, longer than `clew hang` waits
         print("went on", flush=True)
     await asyncio.wait(tasks)
 
