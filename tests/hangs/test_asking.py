@@ -64,6 +64,7 @@ def test_the_tasks_of_an_event_loop_are_shown_with_where_each_waits(tmp_path: Pa
 
 def test_a_process_that_is_blocked_is_not_disturbed_and_is_named(tmp_path: Path) -> None:
     with start(tmp_path, "blocked") as process:
+        time.sleep(0.3)  # it says so just before it blocks
         found = with_tasks(seen(process), tmp_path)
         assert process.stdout is not None and process.stdout.readline() == b"went on\n"
         process.kill()
