@@ -55,6 +55,7 @@ LIBRARY = (
     (r"concurrent/futures/\w+\.py$", "result|wait|exception", "future"),
     (r"(urllib|http/client|http|requests|urllib3|httpx\w*|httpcore\w*|aiohttp|socket|ssl)(/\w+)*\.py$",
      "readinto|_read_status|begin|getresponse|urlopen|request|create_connection|read|connect|send", "http"),
+    (r"multiprocessing/connection\.py$", r"_?send\w*", "queue_full"),
     (r"multiprocessing/connection\.py$", "", "pipe"),
     (r"/selectors\.py$", "select", "select"),
     (r"/threading\.py$", "_wait_for_tstate_lock|join|_shutdown", "thread"),

@@ -41,6 +41,28 @@ def missing_ranks(ranks: list[Actor], missing: list[int], gone: str) -> Verdict 
     )
 
 
+def _other_address(ranks: list[Actor]) -> Verdict | None:
+    """Judge ranks that look elsewhere for the store than where rank 0 holds it. Some may have found it already."""
+    looking = [actor for actor in ranks if _meeting_point(actor)]
+    at = next((_meeting_point(actor) for actor in looking if actor.rank == 0), "")
+    odd = [actor for actor in looking if _meeting_point(actor) != at]
+    if not at or not odd:
+        return None
+    said = ", ".join(f"{_meeting_point(actor)} on rank {actor.rank}" for actor in looking[:6])
+    why = f"All ranks are in init_process_group, but they look for one another at different addresses: {said}."
+    return verdict_about("initialisation", odd, why, ranks, structural=True)
+
+
+def _meeting_point(actor: Actor) -> str:
+    """Return host:port of the store that a rank wants to reach; "" if its frames do not say."""
+    for thread in actor.process.threads:
+        for frame in thread.frames:
+            host = frame.locals.get("hostname", "").strip("'\"")
+            if frame.file.endswith("torch/distributed/rendezvous.py") and host and frame.locals.get("port"):
+                return f"{host}:{frame.locals['port']}"
+    return ""
+
+
 def initialisation(ranks: list[Actor]) -> Verdict | None:
     """Judge init_process_group and new_group, which every rank has to call."""
     for kind, words in (("init", "init_process_group"), ("new_group", "new_group")):
@@ -55,6 +77,8 @@ def initialisation(ranks: list[Actor]) -> Verdict | None:
                 "initialisation", outside, why, inside, structural=outside[0].activity.kind in DISTRIBUTED
             )
         if inside and len(inside) == len(ranks) and len(ranks) > 1:
+            if found := _other_address(inside):
+                return found
             why = f"All ranks are in {words} and none proceeds: they may use different addresses, ports or world sizes."
             return verdict_about("initialisation", [], why, inside, confidence="low")
     return None

@@ -190,7 +190,8 @@ def effective(every: Sequence[Activity]) -> Activity:
     if not every:
         return Activity(kind="unknown")
     main = every[0]
-    if main.kind not in WAITS_INSIDE or main.cleanup == "destroy":
+    blocks_its_loop = main.in_loop and not main.idle_loop
+    if main.kind not in WAITS_INSIDE or main.cleanup == "destroy" or blocks_its_loop:
         return main
     others = [each for each in every[1:] if each.file and not installed(each.file)]
     blocked = [each for each in others if each.in_loop and not each.idle_loop]
