@@ -3,7 +3,7 @@
 import os
 import time
 
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import spawn
 
 
 def worker(rank: int, ports: list[int]) -> None:
@@ -22,4 +22,4 @@ if __name__ == "__main__":
         one.bind(("127.0.0.1", 0))
         other.bind(("127.0.0.1", 0))
         new, old = one.getsockname()[1], other.getsockname()[1]
-    mp.spawn(worker, args=([new, old, new],), nprocs=3)
+    spawn(worker, args=([new, old, new],), nprocs=3)
