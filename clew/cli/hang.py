@@ -99,20 +99,23 @@ def _here(run: Path | None, pids: list[int] | None, job: str | None) -> Snapshot
     from clew.errors import ConfigError
     from clew.hang import jobs
     from clew.hang.asking import with_tasks
-    from clew.hang.examine import examine, processes_of_run
+    from clew.hang.examine import examine, processes_of_run, run_of
+    from clew.hang.files import with_files
     from clew.hang.machine import with_machine
     from clew.hang.proc import stat_of
 
+    run = run or run_of(pids or ())
     if run is not None:
         named = processes_of_run(run)
-        return with_tasks(with_machine(examine([pid for pid in named if stat_of(pid)], named)), run / "status")
+        seen = with_machine(examine([*(pids or ()), *(pid for pid in named if stat_of(pid))], named))
+        return with_tasks(with_files(seen, run), run / "status")
     if pids is None and job is None:
         names = list(jobs.listed())
         if len(names) != 1:
             found = f"{len(names)} jobs: {', '.join(names)}" if names else "no torch job"
             raise ConfigError(f"Cannot choose a job: this machine has {found}. Name one with --job.")
         job = names[0]
-    return with_machine(examine(pids if pids is not None else jobs.of_job(job or "")))
+    return with_files(with_machine(examine(pids if pids is not None else jobs.of_job(job or ""))))
 
 
 def _on_hosts(hosts: list[str], run: Path | None, job: str | None, native: bool) -> Snapshot:

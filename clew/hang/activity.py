@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -51,6 +52,7 @@ LIBRARY = (
     (r"multiprocessing/managers\.py$", "", "queue"),
     (r"multiprocessing/queues\.py$|^queue\.py$|/queue\.py$", "get", "queue"),
     (r"multiprocessing/queues\.py$|/queue\.py$", "put", "queue_full"),
+    (r"/queue\.py$|^queue\.py$", "join", "condition"),
     (r"multiprocessing/pool\.py$", "get|wait|next", "pool"),
     (r"concurrent/futures/\w+\.py$", "result|wait|exception", "future"),
     (r"(urllib|http/client|http|requests|urllib3|httpx\w*|httpcore\w*|aiohttp|socket|ssl)(/\w+)*\.py$",
@@ -104,6 +106,8 @@ class Activity:
     thread: str = ""
     task: bool = False
     """True for a coroutine of asyncio that waits."""
+    is_job: bool = False
+    """True for a function that a pool of threads runs."""
     heartbeat: bool = False
     """True in a loop that only sleeps and reports, for which nobody waits."""
 
@@ -152,16 +156,25 @@ def activity_of(process: Process, thread: Thread, sources: Mapping[str, str], wo
         counters=counters_of(frames),
         thread=thread.name,
         task=thread.task,
+        is_job=any(f.file.endswith("concurrent/futures/thread.py") and f.name == "_worker" for f in frames),
         heartbeat=source.heartbeat(text, user.line),
     )
     if thread.task:
         return _coroutine(base, thread, user, text)
     names = names_for(process, frames, text, world)
+    if importing(thread):  # a library that loads a module on first use, as DDP does, is in no call of its own yet
+        return _native(base, frames, user, text, process, thread, sources, names, main=main)
     return (
         _distributed(base, frames, user, sources, names, process)
         or _library(base, frames, user, text)
         or _native(base, frames, user, text, process, thread, sources, names, main=main)
     )
+
+
+def importing(thread: Thread) -> bool:
+    """Return whether a thread imports a module: it loads files and runs code, and waits for nobody."""
+    inner = itertools.takewhile(lambda frame: installed(frame.file), thread.frames)
+    return any(frame.file.startswith("<frozen importlib") for frame in inner)
 
 
 COROUTINES = (
@@ -370,15 +383,16 @@ def _native(
                 return replace(base, kind="store", target=owner, op=last)
             if last == "destroy_process_group":
                 return replace(base, kind="destroy", op=last, cleanup=base.cleanup or "destroy")
-    kernel = KERNEL.get(process.waits_in, "") if main else ""
+    # Where it sleeps was read after the last look. A thread that ran in this look was not there yet.
+    kernel = KERNEL.get(process.waits_in, "") if main and process.last.state != "R" else ""
     if kernel == "sleep" or not thread.active:
         for name, _ in called:
             kind = BLOCKED_CALLS.get(name.rpartition(".")[2])
             if kind and (kernel in ("", kind) or kind in ("network", "pipe", "file")):
                 return replace(base, kind=kind, op=name, target=name.rpartition(".")[0])
-    node = source.statement(text, user.line)
-    if isinstance(node, (ast.With, ast.AsyncWith)) and not thread.active and process.waits_in.startswith("futex"):
-        return replace(base, kind="lock", op="with", target=ast.unparse(node.items[0].context_expr))
+    around = [n for n in source.enclosing(text, user.line) if isinstance(n, ast.With) and n.lineno == user.line]
+    if around and not thread.active and process.waits_in.startswith("futex"):
+        return replace(base, kind="lock", op="with", target=ast.unparse(around[-1].items[0].context_expr))
     if kernel:
         return replace(base, kind=kernel, op=process.waits_in)
     if any("_engine_run_backward" in frame.name for frame in frames) and not thread.active:

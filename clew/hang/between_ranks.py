@@ -163,7 +163,11 @@ def cycle(culprits: list[Actor], waiters: list[Actor]) -> Verdict:
             "One side expects a message that the other does not send (or the reverse): the other side has gone on to "
             f"another operation. The numbers of micro-batches may differ. {told}"
         )
-        return verdict_about("pipeline micro-batch mismatch", culprits, why, waiters, structural=True)
+        # Those whose message is awaited by a rank, or that await it from one, which is in another operation.
+        gone = {a.rank for a in culprits if a.activity.kind not in MESSAGES}
+        sides = [a for a in culprits if a.rank in gone or not a.activity.peers or gone & set(a.activity.peers)]
+        waiters = [*waiters, *(a for a in culprits if a not in sides)]
+        return verdict_about("pipeline micro-batch mismatch", sides, why, waiters, structural=True)
     # Two groups are used in opposite order.
     if len({key_of(a.activity) for a in culprits}) > 1 and not _one_deviates(culprits):
         why = f"The ranks call collectives of different groups in different order, and wait for one another. {told}"
@@ -173,8 +177,16 @@ def cycle(culprits: list[Actor], waiters: list[Actor]) -> Verdict:
 
 
 def _one_deviates(culprits: Sequence[Actor]) -> bool:
+    """Return whether most ranks are in one collective, and only the others left the common path.
+
+    One of four or more deviates in any case. Else every rank has to belong to both groups, so that all could have met.
+    """
     counts = Counter((key_of(a.activity), a.activity.op) for a in culprits)
-    return len(culprits) > 3 and len(counts) == 2 and min(counts.values()) == 1
+    if len(counts) != 2 or len(set(counts.values())) == 1:
+        return False
+    ranks = {a.rank for a in culprits}
+    shared = all(a.activity.members is None or ranks <= set(a.activity.members) for a in culprits)
+    return shared or (len(culprits) > 3 and min(counts.values()) == 1)
 
 
 def _deviating(culprits: list[Actor]) -> list[Actor]:

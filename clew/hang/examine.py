@@ -25,6 +25,8 @@ def enough(processes: Sequence[Process], seconds: float) -> bool:
         return True
     if seconds < SHORTEST_S:
         return False
+    # The kernel's word decides later too: without it, a process could be judged otherwise than it is in the end.
+    processes = [replace(each, waits_in=proc.blocked_in(each.pid)[0]) for each in processes]
     verdict = judge(Snapshot(processes=tuple(processes), seconds=seconds, sources=sources_of(processes)))
     # What moved two seconds ago may stand still now, and a loop that spins can look like one that advances.
     if verdict.pattern not in SOUND or seconds <= WATCH_S / 2:
@@ -62,6 +64,13 @@ def _own(pid: int) -> bool:
     import os
 
     return pid == os.getpid()
+
+
+def run_of(pids: Sequence[int]) -> Path | None:
+    """Return the run directory of Clew to which one of these processes, or of their descendants, belongs."""
+    opened = (Path(link) for pid in proc.below(list(pids)) for link in proc.descriptors_of(pid))
+    locks = (path for path in opened if path.suffix == ".lock" and path.parent.name == "status")
+    return next((path.parent.parent for path in locks if path.with_suffix(".json").exists()), None)
 
 
 def processes_of_run(folder: Path) -> dict[int, Process]:

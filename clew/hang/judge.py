@@ -6,18 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from clew.hang.advice import with_advice
-from clew.hang.between_ranks import (
-    cycle,
-    initialisation,
-    missing_ranks,
-    same_everywhere,
-)
+from clew.hang.between_ranks import cycle, initialisation, missing_ranks, same_everywhere
 from clew.hang.graph import reachable, sinks
 from clew.hang.local_cause import Sink, ended_inside, local_cause, refuses
 from clew.hang.observed import Snapshot
 from clew.hang.progress import cpu_share, pace, recent
 from clew.hang.roles import actors_of, world_of
-from clew.hang.verdict import SOUND, Actor, Verdict, names, verdict_about
+from clew.hang.verdict import DISTRIBUTED, SOUND, Actor, Verdict, names, verdict_about
 from clew.hang.waits_for import application_edges, collective_edges
 
 SUPERVISING = ("process", "thread", "pool", "future", "tasks")
@@ -27,21 +22,18 @@ SUPERVISING = ("process", "thread", "pool", "future", "tasks")
 def judge(snapshot: Snapshot) -> Verdict:
     """Return the verdict about a snapshot, in the order: coverage, progress, initialisation, cleanup, graph, cause."""
     actors = actors_of(snapshot)
-    live = [actor for actor in actors if actor.role not in ("launcher", "idle")]
+    live = [actor for actor in actors if actor.role not in ("launcher", "idle") and not _waited_for(actor, actors)]
     ranks = [actor for actor in live if actor.rank is not None]
     if not [actor for actor in live if actor.threads or actor.dead or actor.stopped]:
         why = "No stack could be read, so nothing can be said about this job."
-        return _hedged(
-            Verdict(pattern="undetermined", confidence="none", explanation=why),
-            snapshot,
-            live,
-        )
+        return _hedged(Verdict(pattern="undetermined", confidence="none", explanation=why), snapshot, live)
     world = world_of(snapshot)
     there = {a.rank for a in ranks if not a.dead} | snapshot.alike | set(snapshot.unseen)
     missing = sorted(set(range(world)) - there) if world and ranks else []
     gone = "".join(f"{said} has ended. " for a in actors if (said := ended_inside(a)))
     verdict = (
         _stopped(live)
+        or _unasked(live)
         or _progress(live, ranks, snapshot)
         or missing_ranks(ranks, missing, gone)
         or initialisation(ranks)
@@ -50,19 +42,18 @@ def judge(snapshot: Snapshot) -> Verdict:
     return with_advice(_hedged(verdict, snapshot, live), live)
 
 
+def _waited_for(actor: Actor, actors: list[Actor]) -> bool:
+    """Return whether a program has ended and its parent has gone on: it waits for the next one, which was not seen."""
+    parent = next((each for each in actors if each.pid == actor.process.parent), None)
+    return actor.process.last.state == "X" and parent is not None and parent.activity.kind == "process"
+
+
 def _hedged(verdict: Verdict, snapshot: Snapshot, live: list[Actor]) -> Verdict:
     """Lower the confidence if a process could not be read, and say which."""
     unread = [a for a in live if not a.threads and not a.dead and not a.stopped]
-    notes = [
-        *snapshot.notes,
-        *(f"{a.process.label} could not be read: {a.process.last.error}" for a in unread),
-    ]
+    notes = [*snapshot.notes, *(f"{a.process.label} could not be read: {a.process.last.error}" for a in unread)]
     lower = unread and verdict.confidence == "high" and verdict.pattern not in SOUND
-    return replace(
-        verdict,
-        notes=tuple(notes),
-        confidence="medium" if lower else verdict.confidence,
-    )
+    return replace(verdict, notes=tuple(notes), confidence="medium" if lower else verdict.confidence)
 
 
 def _stopped(live: list[Actor]) -> Verdict | None:
@@ -94,11 +85,16 @@ def _supervises(actor: Actor, workers: list[Actor]) -> bool:
 
 
 def _is_server(actor: Actor) -> bool:
-    return bool(actor.process.listens) and actor.activity.kind in (
-        "select",
-        "network",
-        "http",
-    )
+    return bool(actor.process.listens) and actor.activity.kind in ("select", "network", "http")
+
+
+def _unasked(live: list[Actor]) -> Verdict | None:
+    """Judge servers that nobody is connected to: that their threads wait for work is no fault."""
+    if not all(a.process.listens and not a.process.peers and a.threads and a.threads[0].idle_loop for a in live):
+        return None
+    ports = ", ".join(str(port) for a in live for port in a.process.listens)
+    why = f"{', '.join(a.process.label for a in live)} listens on port {ports}, and nobody is connected to it."
+    return verdict_about("healthy", [], why, live, confidence="medium")
 
 
 def _progress(live: list[Actor], ranks: list[Actor], snapshot: Snapshot) -> Verdict | None:
@@ -122,12 +118,7 @@ def _progress(live: list[Actor], ranks: list[Actor], snapshot: Snapshot) -> Verd
         return verdict_about("slow", slow, why, mains, cause="slow")
     if not ranks and len(moving) < len(mains):
         return None
-    return verdict_about(
-        "healthy",
-        [],
-        f"The job moves{pace(moving[0].process, snapshot.sources)}.",
-        mains,
-    )
+    return verdict_about("healthy", [], f"The job moves{pace(moving[0].process, snapshot.sources)}.", mains)
 
 
 def _blind_loops(mains: list[Actor]) -> Verdict | None:
@@ -136,13 +127,7 @@ def _blind_loops(mains: list[Actor]) -> Verdict | None:
     if not loops or len(loops) < len(mains):
         return None
     if any(cpu_share(a.process) > 0.02 or a.process.last.written > a.process.looks[0].written for a in loops):
-        return verdict_about(
-            "healthy",
-            [],
-            "The event loop runs: it works or writes.",
-            mains,
-            confidence="medium",
-        )
+        return verdict_about("healthy", [], "The event loop runs: it works or writes.", mains, confidence="medium")
     why = "The event loop is woken up, but its coroutines could not be read: it may only poll."
     return verdict_about("undetermined", [], why, mains, confidence="low")
 
@@ -171,7 +156,25 @@ def _by_graph(live: list[Actor], ranks: list[Actor], snapshot: Snapshot) -> Verd
         # A rank that could run, but got no core, may be just about to leave the collective.
         ready = any(a.process.last.state == "R" for a in culprits)
         return replace(found, structural=found.structural and not ready)
-    return local_cause(Sink(culprits=culprits, waiters=waiters, live=live, snapshot=snapshot))
+    found = local_cause(Sink(culprits=culprits, waiters=waiters, live=live, snapshot=snapshot))
+    return _with_those_alike(found, culprits[0], ranks)
+
+
+def _with_those_alike(verdict: Verdict, culprit: Actor, ranks: list[Actor]) -> Verdict:
+    """Blame the ranks that wait for the same thing at the same place too: none of them is more at fault."""
+    one = culprit.activity
+    if verdict.ranks != (culprit.rank,) or culprit.dead or one.kind in (*DISTRIBUTED, "compute", "unknown"):
+        return verdict
+    place = (one.kind, one.file, one.line)
+    alike = [a for a in ranks if (a.activity.kind, a.activity.file, a.activity.line) == place and not a.moving]
+    if len(alike) < 2:
+        return verdict
+    return replace(
+        verdict,
+        ranks=tuple(sorted({a.rank for a in alike if a.rank is not None})),
+        pids=tuple(sorted({*verdict.pids, *(a.pid for a in alike)})),
+        explanation=f"{verdict.explanation} Ranks {names(alike)} are all there.",
+    )
 
 
 def _candidates(edges: Mapping[int, set[int]], by_pid: Mapping[int, Actor]) -> list[set[int]]:

@@ -9,7 +9,17 @@ from dataclasses import dataclass, replace
 
 from clew.hang.activity import Activity
 from clew.hang.observed import Snapshot
-from clew.hang.progress import accepts, cpu_share, pace, refusing
+from clew.hang.progress import (
+    accepts,
+    busy,
+    cpu_share,
+    fails_in_loop,
+    main_thread,
+    moved_counters,
+    own_code_only,
+    pace,
+    refusing,
+)
 from clew.hang.source import loop_at
 from clew.hang.verdict import DISTRIBUTED, LOCAL, MESSAGES, Actor, Verdict, names, verdict_about
 from clew.hang.waits_for import TO_OTHERS
@@ -75,7 +85,8 @@ def _blocked_loop(sink: Sink) -> Verdict | None:
 
 def refuses(live: list[Actor], snapshot: Snapshot) -> tuple[Actor, str] | None:
     """Return the process that rejects everything, and its counter; None if any work of the job is finished."""
-    if any(accepts(a.process, snapshot.sources) for a in live):
+    asks = any(not a.moving and a.activity.kind in (*TO_OTHERS, "sleep") for a in live)
+    if not asks or any(accepts(a.process, snapshot.sources) for a in live):
         return None
     return next(((a, name) for a in live if (name := refusing(a.process, snapshot.sources))), None)
 
@@ -159,8 +170,61 @@ def _store(sink: Sink) -> Verdict | None:
     if sink.act.kind != "store":
         return None
     others = [a for a in sink.live if a.rank is not None and a not in sink.culprits]
-    why = f"{sink.one.says}: no other rank sets this key."
-    return verdict_about("missing rank", others or sink.culprits, why, sink.culprits, confidence="low")
+    # Ranks that wait for this one themselves cannot set the key: it asks for one that does not exist.
+    waiting = [a for a in others if a in sink.blocked_ranks and a.activity.kind != "store"]
+    blamed = sink.culprits if len(waiting) == len(others) else others
+    why = f"{sink.one.says}: no other rank sets this key.{_waiting(sink)}"
+    return verdict_about("missing rank", blamed, why, sink.waiters, confidence="low")
+
+
+def _retrying(sink: Sink) -> Verdict | None:
+    """Judge a client that asks an idle server again and again and sleeps where it handles the failure."""
+    clients = [
+        a
+        for a in [*sink.culprits, *sink.waiters]
+        if a.activity.kind in ("sleep", "http", "network") and not a.moving and _failing(sink, a)
+    ]
+    if not clients or (clients[0] is not sink.one and not sink.one.process.listens):
+        return None
+    said = {
+        f"{a.process.label} answers {a.process.answers['health']}" for a in sink.live if "health" in a.process.answers
+    }
+    why = (
+        f"{clients[0].process.label} asks again and again, and each attempt fails: it is at "
+        f"{clients[0].activity.site}. {'. '.join(sorted(said))}"
+    )
+    return verdict_about("external wait", clients, why, sink.live, cause="http", confidence="medium")
+
+
+def _failing(sink: Sink, actor: Actor) -> bool:
+    """Return whether any look found the main thread where it handles a failed attempt."""
+    threads = (main_thread(look, actor.pid) for look in actor.process.looks)
+    return any(fails_in_loop(thread, sink.snapshot.sources) for thread in threads if thread is not None)
+
+
+def _outside(sink: Sink) -> Verdict | None:
+    """Judge a program that a rank started and that ends the rank's wait, and so that of the others, not."""
+    rank = next((a for a in sink.live if a.pid == sink.one.process.parent and a.rank is not None), None)
+    if sink.one.rank is not None or rank is None or sink.act.kind == "data_loader" or sink.one.moving:
+        return None
+    words = LOCAL.get(sink.act.kind, ("", "does not answer"))[1]
+    why = f"{rank.says}: its program {sink.one.process.label} {words} at {sink.act.site or 'an unknown place'}."
+    found = verdict_about("external wait", [rank], why, [*sink.culprits, *sink.waiters])
+    sites = tuple(sorted({sink.act.site, *found.sites} - {""}))
+    return replace(found, sites=sites, pids=(rank.pid, *(c.pid for c in sink.culprits)))
+
+
+def _cleaned_up(sink: Sink) -> Verdict | None:
+    """Judge ranks in `destroy_process_group` while another one waits for something that they would have made."""
+    cleaning = [a for a in sink.blocked_ranks if a.activity.kind == "destroy"]
+    outside = sink.act.kind in ("sleep", "store", "http", "network", "pipe", "queue", "condition", "collective")
+    if not cleaning or sink.one.rank is None or sink.one.moving or not outside:
+        return None
+    why = (
+        f"Rank {names(cleaning)} is in destroy_process_group, which waits for operations that have not ended, while "
+        f"{sink.one.says}."
+    )
+    return verdict_about("cleanup deadlock", cleaning, why, [*sink.culprits, *sink.waiters], confidence="medium")
 
 
 def _loader(sink: Sink) -> Verdict | None:
@@ -179,15 +243,29 @@ def _computing(sink: Sink) -> Verdict | None:
     """Judge a process that computes at one place for the whole time of watching."""
     if sink.act.kind != "compute":
         return None
+    # Counters of threads other than the main one begin with the thread's number; those with a ~ show no progress.
+    places = (name.partition(":")[0] for name in moved_counters(sink.one.process, sink.snapshot.sources))
+    if sink.act.thread != "MainThread" and any(place[0].isdigit() and "~" not in place for place in places):
+        how = pace(sink.one.process, sink.snapshot.sources)
+        why = f"A thread of {sink.one.process.label} computes and moves{how}; others wait for it."
+        return verdict_about("slow", sink.culprits, why, sink.waiters, cause="slow", confidence="medium")
     share = cpu_share(sink.one.process)
     alone = not sink.blocked_ranks and len(sink.live) == 1
-    if share < LEAST_CPU or alone:
+    endless = own_code_only(sink.one.process) and busy(sink.one.process)
+    if share < LEAST_CPU or (alone and not endless):
         return verdict_about(
             "undetermined", [], f"{sink.one.says} ({share:.0%} of a core).", sink.live, confidence="low"
         )
     seconds = sink.snapshot.seconds
     why = f"{sink.one.says}. It has computed there for the {seconds:.0f} s of watching ({share:.0%} of a core)."
-    return verdict_about("cpu", sink.culprits, why + _waiting(sink), sink.waiters, confidence="medium", cause="compute")
+    return verdict_about(
+        "cpu",
+        sink.culprits,
+        why + _waiting(sink),
+        sink.waiters,
+        confidence="low" if alone else "medium",
+        cause="compute",
+    )
 
 
 def _polling(sink: Sink) -> Verdict | None:
@@ -215,7 +293,7 @@ def _blocked(sink: Sink) -> Verdict | None:
 
 
 RULES: tuple[Callable[[Sink], Verdict | None], ...] = (
-    _paused, _blocked_loop, _refusing, _dead, _own_waits, _slow, _store, _unexplained, _loader, _computing, _polling,
-    _blocked,
+    _paused, _blocked_loop, _refusing, _dead, _own_waits, _slow, _cleaned_up, _store, _unexplained, _loader, _outside,
+    _retrying, _computing, _polling, _blocked,
 )  # fmt: skip
 """Rules in the order in which they are asked: the first that answers is right. `_blocked` always answers."""

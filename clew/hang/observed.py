@@ -166,7 +166,7 @@ class Snapshot:
     absent: tuple[str, ...] = ()
     """Nodes that gave no report."""
     machine: tuple[str, ...] = ()
-    """Lines in which GPUs and NCCL report about themselves."""
+    """Lines in which GPUs and NCCL report about themselves, and lines about the newest files and logs of the job."""
     sources: dict[str, str] = field(default_factory=dict)
     """Text of the users' source files in the stacks, by path."""
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
+from itertools import pairwise
 
 from clew.hang import source
-from clew.hang.activity import Activity, activities, activity_of
+from clew.hang.activity import Activity, activities, activity_of, importing
 from clew.hang.collect import installed
 from clew.hang.observed import Look, Process, Thread
 
@@ -20,6 +23,10 @@ WAITING_NAMES = re.compile(
 REFUSING_NAMES = re.compile(r"reject|drop|skip|filter|discard|stale|refus|invalid|bad", re.I)
 SPINNING = 0.3
 """Share of one core from which a `while` without counters that advance is taken for endless."""
+BACKWARD_HZ = 3.0
+"""Wake-ups a second from which a rank in the backward pass of DDP makes progress: 200 in training, 0 in a hang."""
+STEADY_LOOKS = 5
+"""Least number of looks in which a number that only rises, or only falls, shows progress: chance gives 2 of 120."""
 RECENT_S = 1.5
 """Seconds, or half of the watched time if that is longer, in which a process has to move: earlier it may have begun."""
 
@@ -32,6 +39,23 @@ def recent(process: Process) -> Process:
     since = last - max(RECENT_S, (last - process.looks[0].at) / 2)
     kept = tuple(look for look in process.looks if look.at >= since)
     return replace(process, looks=kept if len(kept) > 1 else process.looks[-2:])
+
+
+def without_torn(process: Process) -> Process:
+    """Return the process without stacks that were read while it ran and that lack their outer frames."""
+    bottoms = [(t.frames[-1].file, t.frames[-1].function) for t in _mains_of(process)]
+    if len(set(bottoms)) < 2:
+        return process
+    common = Counter(bottoms).most_common(1)[0][0]
+    torn = {id(t) for t, bottom in zip(_mains_of(process), bottoms, strict=True) if bottom != common}
+    looks = (replace(x, threads=()) if id(main_thread(x, process.pid)) in torn else x for x in process.looks)
+    return replace(process, looks=tuple(looks))
+
+
+def _mains_of(process: Process) -> list[Thread]:
+    """Return the stacks of the main thread that were read, one for each look."""
+    threads = (main_thread(look, process.pid) for look in process.looks)
+    return [thread for thread in threads if thread is not None and thread.frames]
 
 
 def moved_counters(process: Process, sources: Mapping[str, str]) -> dict[str, tuple[int, int]]:
@@ -53,20 +77,27 @@ def moved_counters(process: Process, sources: Mapping[str, str]) -> dict[str, tu
 
 def _counters(look: Look, process: Process, sources: Mapping[str, str]) -> dict[str, int]:
     found: dict[str, int] = {}
+    own = busy(process) and own_code_only(process)
     for thread in look.threads:
+        around = ""
         for depth, frame in enumerate(reversed(thread.frames)):
             if installed(frame.file):
                 continue
             text = sources.get(frame.file, "")
             loop = source.outermost_loop(text, frame.line)
             skipped = polling_counters(text, frame.line) if text else set()
+            # A counter that goes back and forth in a `while`, or in a `for` that calls nothing, shows no progress: it
+            # is marked with ~. So is one in a function that such a loop calls, if there is nothing but Python to run.
+            spins = isinstance(loop, ast.For) and not source.calls_of(loop)
+            mark = around or ("~" if isinstance(loop, ast.While) or spins else "")
+            around = mark if own else ""
             for name, value in frame.locals.items():
                 if re.fullmatch(r"-?\d{1,15}", value) and not WAITING_NAMES.search(name) and not hidden(name, skipped):
                     where = "main" if thread.os_id == process.pid else f"main{thread.at}" if thread.task else ""
                     where = where or str(thread.os_id)
-                    # A counter that goes back and forth within a `while` shows no progress: marked with ~.
-                    where += "~" if isinstance(loop, ast.While) else ""
-                    found[f"{where}:{depth}:{frame.name}.{name}"] = int(value)
+                    if name.startswith("len("):  # a new list in each round does not grow
+                        where += f"@{frame.addresses.get(name[4:-1], 0):x}"
+                    found[f"{where}{mark}:{depth}:{frame.name}.{name}"] = int(value)
     return found
 
 
@@ -76,11 +107,16 @@ def hidden(name: str, skipped: set[str]) -> bool:
 
 
 def polling_counters(text: str, line: int) -> set[str]:
-    """Return the names that a polling or spinning `while` around this line changes: they do not show progress."""
+    """Return the names that a polling, spinning or retrying loop around this line changes: they show no progress."""
     loop = source.loop_at(text, line)
-    if not isinstance(loop, ast.While) or not (source.polls(loop, text) or not source.calls_of(loop)):
+    if loop is None:
         return set()
-    tested = {node.id for node in ast.walk(loop.test) if isinstance(node, ast.Name)}
+    if source.retries(loop):
+        tested = set()
+    elif isinstance(loop, ast.While) and (source.polls(loop, text) or not source.calls_of(loop)):
+        tested = {node.id for node in ast.walk(loop.test) if isinstance(node, ast.Name)}
+    else:
+        return set()
     changed = {
         node.target.id
         for node in ast.walk(loop)
@@ -91,6 +127,8 @@ def polling_counters(text: str, line: int) -> set[str]:
         for node in ast.walk(loop)
         if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Attribute)
     }
+    if isinstance(loop, ast.For):
+        changed |= {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
     return changed - tested
 
 
@@ -106,10 +144,7 @@ def in_polling_loop(process: Process, sources: Mapping[str, str]) -> bool:
 
 def main_thread(look: Look, pid: int) -> Thread | None:
     """Return the main thread of a look."""
-    return next(
-        (thread for thread in look.threads if thread.os_id == pid),
-        look.threads[0] if look.threads else None,
-    )
+    return next((thread for thread in look.threads if thread.os_id == pid), look.threads[0] if look.threads else None)
 
 
 def seen(process: Process, sources: Mapping[str, str], world: int | None) -> list[Activity]:
@@ -124,11 +159,9 @@ def seen(process: Process, sources: Mapping[str, str], world: int | None) -> lis
 
 def places(process: Process) -> list[tuple[tuple[str, str, int], ...]]:
     """Return where the user's frames of the main thread were in each look."""
-    threads = [main_thread(look, process.pid) for look in process.looks]
     return [
         tuple((f.file, f.function, f.line) for f in thread.frames if not installed(f.file))
-        for thread in threads
-        if thread is not None and thread.frames
+        for thread in _mains_of(process)
     ]
 
 
@@ -143,37 +176,109 @@ def moves(process: Process, sources: Mapping[str, str], world: int | None) -> bo
     advances, or if it passes lines that are not those of one polling loop.
     """
     moved = moved_counters(process, sources)
-    advanced = any(name.startswith("main") for name in moved)
+    advanced, steady = any(name.startswith("main") for name in moved), busy(process) and _goes_steadily(process)
     process = recent(process)
     looks = process.looks
     if len(looks) < 2 or looks[-1].state in "TtZX":
         return False
     if any(wait.get("for_s", 0.0) > LONG_WAIT_S for wait in process.waits):
         return False  # a process of Clew says itself that it only looks again and again
-    if advanced:
+    if advanced or steady:
         return True
     every = seen(process, sources, world)
     # Its threads work for it: all that one does counts if it only joins them, else what they finish.
     kind = every[-1].kind if every else ""
     if moved and (kind == "thread" or (kind in ("pool", "future", "queue", "condition") and accepts(process, sources))):
         return True
+    if kind in ("thread", "pool", "future") and _passes_lock(process, sources, world):
+        return True
+    woken = looks[-1].switches - looks[0].switches
+    if any(each.op == "backward" for each in every) and woken >= BACKWARD_HZ * (looks[-1].at - looks[0].at):
+        return True  # its works are within torch, and a rank that waits for one is not woken up
     waits = ("collective", "send", "recv", "destroy", "init", "new_group", "store")
     if every and all(each.kind in waits for each in every):
         if len({(each.op, each.group, each.line) for each in every}) > 1:
             return True
-        works = [_work_address(look, process.pid) for look in looks]
-        return len({each for each in works if each}) > 1 and looks[-1].switches > looks[0].switches
-    if every and not every[-1].idle_loop and all(each.kind not in ("compute", "unknown") for each in every):
-        # Woken up again and again in one call, and it is not a loop that polls: it passes through something.
-        woken = looks[-1].switches - looks[0].switches
-        if (
-            woken >= 2
-            and not has_limit(process)
-            and not in_polling_loop(process, sources)
-            and in_loop(process, sources)
-        ):
-            return True
+        works = {_work_address(look, process.pid) for look in looks} - {0}
+        # A new work can lie where the last one lay. Only a message wakes up who waits for one.
+        messages = all(each.kind in ("send", "recv") for each in every)
+        return (woken > 0 and len(works) > 1) or (messages and woken >= 2)
+    if goes_round(process, every, sources):
+        return False
+    waiting = every and not every[-1].idle_loop and all(each.kind not in ("compute", "unknown") for each in every)
+    asks = has_limit(process) or in_polling_loop(process, sources)
+    if waiting and woken >= 2 and not asks and in_loop(process, sources):
+        return (
+            True  # woken up again and again in one call, and it is not a loop that polls: it passes through something
+        )
     return _passes_lines(process, sources) or _works_in_library(process, sources)
+
+
+def _passes_lock(process: Process, sources: Mapping[str, str], world: int | None) -> bool:
+    """Return whether a thread that waited for a lock in one look was elsewhere in a later one: it got the lock."""
+    waited: dict[int, int] = {}
+    for look in process.looks:
+        for thread in look.threads:
+            one = activity_of(replace(process, looks=(look,)), thread, sources, world)
+            if one.kind == "lock" and one.op == "with":
+                waited[thread.os_id] = one.line
+            elif thread.frames and waited.get(thread.os_id, one.line) != one.line and one.kind != "thread":
+                return True
+    return False
+
+
+def goes_round(process: Process, every: list[Activity], sources: Mapping[str, str]) -> bool:
+    """Return whether a loop sleeps, asks again, and no variable of the user's frames changes.
+
+    It sleeps at one line in each look, or mostly in `except`: then each attempt has failed, however many were counted
+    and logged.
+    """
+    threads = _mains_of(process)
+    sleeping = [each for each in every if each.kind == "sleep"]
+    if not threads or len({each.line for each in sleeping}) != 1:
+        return False
+    failed = [fails_in_loop(thread, sources) for thread in threads]
+    failing = 2 * len(sleeping) > len(every) and 2 * sum(failed) > len(failed)
+    silent = len(sleeping) == len(every) and process.last.written == process.looks[0].written
+    if not failing and not silent:
+        return False
+    values = [
+        {
+            (frame.function, name): value
+            for frame in thread.frames
+            if not installed(frame.file)
+            for skipped in [polling_counters(sources.get(frame.file, ""), frame.line)]
+            for name, value in frame.locals.items()
+            if not WAITING_NAMES.search(name) and name not in skipped and not value.startswith("<") and value != "?"
+        }
+        for thread in threads
+    ]
+    shared = set.intersection(*map(set, values))
+    return all(each[key] == values[0][key] for each in values for key in shared)
+
+
+def _goes_steadily(process: Process) -> bool:
+    """Return whether a number in a user's frame only rises, or only falls, from each look to the next."""
+    values: dict[tuple[str, str], list[float]] = {}
+    threads = _mains_of(process)
+    for frame in (frame for thread in threads for frame in thread.frames if not installed(frame.file)):
+        for name, text in frame.locals.items():
+            with suppress(ValueError):
+                values.setdefault((frame.function, name), []).append(float(text))
+    for series in (each for each in values.values() if len(each) >= max(STEADY_LOOKS, 0.8 * len(threads))):
+        steps = [after - before for before, after in pairwise(series)]
+        if all(step > 0 for step in steps) or all(step < 0 for step in steps):
+            return True
+    return False
+
+
+def fails_in_loop(thread: Thread, sources: Mapping[str, str]) -> bool:
+    """Return whether a thread is in an `except` within a loop: it handles a failure, and will try again."""
+    for frame in thread.frames:
+        text = "" if installed(frame.file) else sources.get(frame.file, "")
+        if source.in_cleanup(text, frame.line) == "except" and source.loop_at(text, frame.line) is not None:
+            return True
+    return False
 
 
 def has_limit(process: Process) -> bool:
@@ -196,14 +301,7 @@ def in_loop(process: Process, sources: Mapping[str, str]) -> bool:
 
 def _work_address(look: Look, pid: int) -> int:
     thread = main_thread(look, pid)
-    return (
-        next(
-            (frame.addresses["work"] for frame in thread.frames if "work" in frame.addresses),
-            0,
-        )
-        if thread
-        else 0
-    )
+    return next((frame.addresses["work"] for frame in thread.frames if "work" in frame.addresses), 0) if thread else 0
 
 
 def _works_in_library(process: Process, sources: Mapping[str, str]) -> bool:
@@ -211,13 +309,15 @@ def _works_in_library(process: Process, sources: Mapping[str, str]) -> bool:
 
     An import, for example, can take longer than one watches.
     """
-    threads = [main_thread(look, process.pid) for look in process.looks]
-    stacks = {tuple(frame.function for frame in thread.frames) for thread in threads if thread and thread.frames}
+    threads = _mains_of(process)
+    stacks = {tuple(f.function for f in thread.frames if installed(f.file)) for thread in threads}
     running = sum(look.state == "R" for look in process.looks) > len(process.looks) / 2
     if len(stacks) < 2 or not (running or busy(process)):
         return False
+    if all(importing(thread) for thread in threads):
+        return True
     for thread in threads:
-        for frame in thread.frames if thread else ():
+        for frame in thread.frames:
             if not installed(frame.file):
                 loop = source.outermost_loop(sources.get(frame.file, ""), frame.line)
                 if isinstance(loop, ast.While):
@@ -234,6 +334,10 @@ def _passes_lines(process: Process, sources: Mapping[str, str]) -> bool:
     depth, shortest = 0, min(len(place) for place in found)
     while depth < shortest and len({place[-1 - depth] for place in found}) == 1:
         depth += 1
+    if busy(process) and own_code_only(process):  # functions that an endless `while` calls pass lines for ever
+        common = (next(iter(found))[-1 - n] for n in range(depth))
+        if any(isinstance(source.outermost_loop(sources.get(f, ""), line), ast.While) for f, _, line in common):
+            return False
     # The first frame, from the outside, in which the stacks differ. If one of them ends before, its caller decides.
     at = depth if depth < shortest else depth - 1
     differing = [place[-1 - at] for place in found]
@@ -264,6 +368,12 @@ def busy(process: Process) -> bool:
     return cpu_share(process) > SPINNING or never_waited or (len(looks) > 2 and ready >= 0.8 * len(looks))
 
 
+def own_code_only(process: Process) -> bool:
+    """Return whether no look found the main thread in an installed package: it computes in the user's own Python."""
+    threads = _mains_of(process)
+    return len(threads) > 2 and not any(installed(frame.file) for thread in threads for frame in thread.frames)
+
+
 def cpu_share(process: Process) -> float:
     """Return the share of one core that a process used while it was watched."""
     seconds = process.last.at - process.looks[0].at if process.looks else 0.0
@@ -285,11 +395,32 @@ ACCEPTED = re.compile(
 """Names of counters that grow if not everything is rejected."""
 
 
+KEPT = re.compile(r"(^|_)(accept(ed)?|kept|emitted|passed)(_|$)")
+"""Names of counters that stand still if everything is rejected."""
+MANY = 20
+"""Number of rounds without anything kept from which a filter is taken to reject everything."""
+
+
 def refusing(process: Process, sources: Mapping[str, str]) -> str:
     """Return the counter that shows that everything is rejected: it grows while no accepted one does; or ""."""
-    names = {name.partition(":")[2].rpartition(":")[2]: name for name in moved_counters(process, sources)}
+    moved = moved_counters(process, sources)
+    if accepts(process, sources):
+        return ""
+    names = [name.partition(":")[2].rpartition(":")[2] for name in moved]
     grown = [short for short in names if REFUSING_NAMES.search(short.rpartition(".")[2])]
-    return grown[0] if grown and not accepts(process, sources) else ""
+    return grown[0] if grown else _keeps_none(process, sources, moved)
+
+
+def _keeps_none(process: Process, sources: Mapping[str, str], moved: Mapping[str, tuple[int, int]]) -> str:
+    """Return the counter of a function that grew by many while one of what was kept, beside it, stood still; or ""."""
+    every = [_counters(look, process, sources) for look in process.looks if look.threads]
+    for name in every[-1] if every else ():
+        frame, _, short = name.rpartition(".")
+        if KEPT.search(short) and {each.get(name) for each in every} == {every[0].get(name)}:
+            for other in (each for each in moved if each.rpartition(".")[0] == frame):
+                if every[-1].get(other, 0) - every[0].get(other, 0) >= MANY:
+                    return f"{frame.rpartition(':')[2]}.{other.rpartition('.')[2]} (beside {short})"
+    return ""
 
 
 def accepts(process: Process, sources: Mapping[str, str]) -> bool:

@@ -6,59 +6,29 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from clew.hang.activity import Activity, activities
 from clew.hang.collect import installed
 from clew.hang.observed import Group, Process, Snapshot
-from clew.hang.progress import moves
+from clew.hang.progress import moves, without_torn
 from clew.hang.verdict import Actor
 
-RANK_NAMES = (
-    "rank",
-    "global_rank",
-    "world_rank",
-    "my_rank",
-    "local_rank",
-    "rank_id",
-    "RANK",
-    "self.rank",
-)
-WORLD_NAMES = (
-    "world_size",
-    "world",
-    "nprocs",
-    "num_ranks",
-    "n_ranks",
-    "WORLD_SIZE",
-    "WORLD",
-    "self.world_size",
-)
+RANK_NAMES = ("rank", "global_rank", "world_rank", "my_rank", "local_rank", "rank_id", "RANK", "self.rank")
+WORLD_NAMES = ("world_size", "world", "nprocs", "num_ranks", "n_ranks", "WORLD_SIZE", "WORLD", "self.world_size")
 WORKERS = re.compile(
     r"multiprocessing/(pool|managers)\.py$|concurrent/futures/process\.py$|torch/utils/data/_utils/worker\.py$"
 )
 """Files whose loops run a user's function, or wait for one to run."""
 WORKER_LOOPS = ("worker", "_process_worker", "_worker_loop", "serve_forever")
-HELPERS = (
-    "resource_tracker",
-    "forkserver import main",
-    "torch/_inductor/compile_worker",
-)
+HELPERS = ("resource_tracker", "forkserver import main", "torch/_inductor/compile_worker")
 LAUNCHER = re.compile(r"torch\.distributed\.(run|launch)|torchrun|accelerate.*launch")
 WORKER_PRIORITY = (
     "stdin", "lock", "http", "network", "file", "process", "queue_full", "sleep", "pipe", "compute", "collective",
     "condition", "future", "select", "queue",
 )  # fmt: skip
 """Kinds of waits of threads and tasks, in the order in which they explain why the main thread waits for them."""
-WAITS_INSIDE = (
-    "queue",
-    "condition",
-    "thread",
-    "future",
-    "pool",
-    "queue_full",
-    "select",
-    "tasks",
-)
+WAITS_INSIDE = ("queue", "condition", "thread", "future", "pool", "queue_full", "select", "tasks")
 """Kinds of waits that another thread or task of the same process may end."""
 
 
@@ -105,8 +75,9 @@ def role_of(process: Process, parent: Process | None, *, distributed: bool) -> t
         inherited = parent is not None and parent.threads and _rank_of(parent, distributed=distributed) == rank
         return ("other", None) if inherited else ("rank", rank)
     dead_or_stopped = process.exit or process.last.state in "ZXTtD"
-    if not process.threads and not dead_or_stopped and "python" not in command:
-        return "idle", None
+    program = Path(process.command[0]).name if process.command else ""
+    if not process.threads and not dead_or_stopped and "python" not in program:
+        return "idle", None  # a shell, say, also one with Python among its arguments
     return "other", None
 
 
@@ -141,7 +112,8 @@ def _by_order(found: list[tuple[Process, str]]) -> list[tuple[Process, str]]:
     """Give ranks to processes that were started beside the others and say no number: by the order of their pids."""
     known = {p.pid: p.rank for p, role in found if role == "rank"}
     parents = {p.parent for p, role in found if role == "rank"}
-    beside = [p for p, role in found if role == "other" and p.parent in parents and p.pid not in parents and p.threads]
+    kin = [p for p, role in found if role == "other" and p.parent in parents and p.pid not in parents]
+    beside = [p for p in kin if p.threads or p.last.state in "ZX"]
     worlds = {len(group.members) for p, _ in found if (group := world_group(p))} | {
         p.world for p, _ in found if p.world
     }
@@ -170,18 +142,11 @@ def actors_of(snapshot: Snapshot) -> list[Actor]:
     """Return the processes of a snapshot with role, activity and progress."""
     found, world = [], world_of(snapshot)
     for process, role in with_ranks(snapshot.processes, snapshot.sources):
+        process = without_torn(process)
         every = activities(process, snapshot.sources, world)
         activity = effective(every)
         moving = moves(process, snapshot.sources, world)
-        found.append(
-            Actor(
-                process=process,
-                activity=activity,
-                threads=tuple(every),
-                moving=moving,
-                role=role,
-            )
-        )
+        found.append(Actor(process=process, activity=activity, threads=tuple(every), moving=moving, role=role))
     return found
 
 
@@ -200,5 +165,10 @@ def effective(every: Sequence[Activity]) -> Activity:
     blocked += [each for each in others if each.heartbeat and main.kind in ("select", "tasks")]
     if not blocked:
         return main
-    # A main thread that waits for an item is not explained by another one that also does.
+    # A main thread that waits for an item is not explained by another one that also does, unless that one is a job
+    # whose result it waits for. Workers that wait for a job do not explain a main thread that waits for the jobs' end.
+    if main.op == "join" and main.kind == "condition":
+        return main if blocked[0].kind == "queue" else blocked[0]
+    if blocked[0].kind == main.kind in ("future", "pool"):
+        return next((each for each in blocked if each.kind == main.kind and each.is_job), main)
     return main if blocked[0].kind == main.kind and not blocked[0].task else blocked[0]

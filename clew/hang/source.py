@@ -198,6 +198,18 @@ def polls(loop: ast.AST, text: str, depth: int = 2) -> bool:
     return True
 
 
+def retries(loop: ast.AST) -> bool:
+    """Return whether a loop only makes attempts: it is left when one succeeds, and goes on when one fails."""
+    for node in ast.walk(loop):
+        if isinstance(node, ast.Try) and any(not isinstance(each.body[-1], ast.Raise) for each in node.handlers):
+            last = (node.orelse or node.body)[-1]
+            while isinstance(last, (ast.With, ast.AsyncWith)):
+                last = last.body[-1]
+            if isinstance(last, (ast.Return, ast.Break)):
+                return True
+    return False
+
+
 def heartbeat(text: str, line: int) -> bool:
     """Return whether a line is in a `while True` that never ends and only sleeps and reports."""
     loop = loop_at(text, line)

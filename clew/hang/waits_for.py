@@ -64,6 +64,11 @@ def application_edges(live: Sequence[Actor]) -> Edges:
         named = {wait["unblocks"].partition(" ")[0] for wait in actor.process.waits}  # of Clew's own processes
         edges[actor.pid] |= {a.pid for a in live if a.process.name.partition("-")[0] in named} - {actor.pid}
         kind = actor.activity.kind
+        if kind == "pipe" and actor.process.waits_in.endswith("pipe_write") and actor.rank is None:
+            # What a program writes is read by its parent. One that only waits for the program's end never does.
+            edges[actor.pid] |= {
+                a.pid for a in live if a.pid == actor.process.parent and a.activity.kind in ("process", "tasks")
+            }
         if kind not in (*TO_OTHERS, "sleep"):
             continue
         children = {a.pid for a in live if a.process.parent == actor.pid and a.rank is None}
@@ -75,15 +80,7 @@ def application_edges(live: Sequence[Actor]) -> Edges:
             edges[actor.pid] |= servers
         elif kind == "data_loader":
             edges[actor.pid] |= {a.pid for a in live if a.role == "loader" and a.process.parent == actor.pid}
-        elif kind in (
-            "queue",
-            "queue_full",
-            "pipe",
-            "process",
-            "condition",
-            "pool",
-            "future",
-        ):
+        elif kind in ("queue", "queue_full", "pipe", "process", "condition", "pool", "future"):
             edges[actor.pid] |= children or (set() if kind == "condition" else _piped(actor, live))
         elif kind == "sleep" and actor.rank is None:
             edges[actor.pid] |= children

@@ -7,15 +7,24 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from clew.config import Config
+from clew.errors import LaunchError
+from clew.launch.ranks import tell
+from clew.printing import print
 from clew.processes import PARENT_VARIABLE
 from clew.record.run import RunDirectory
 from clew.record.warned import append_warning
+
+SUPERVISED_VARIABLE = "CLEW_SUPERVISED"
+"""Variable that is set for processes of `clew train`, which watches them itself."""
 
 LOOK_S = 1.0
 """Seconds between two looks at the status files."""
@@ -156,6 +165,44 @@ class Watch:
 
     def _warn(self, text: str) -> None:
         append_warning(self._run.warnings_path, process="supervisor", step=self._run.steps.count(), text=text)
+
+
+@contextmanager
+def watching_itself(config: Config) -> Iterator[None]:
+    """Watch a run from a thread of its first rank, unless `clew train` does: for `clew sft` and `clew learn`.
+
+    After a diagnosed hang, hang.action=abort and restart end this process with the verdict as its error. Its launcher
+    then ends the other ranks, and may start all of them again.
+    """
+    if os.environ.get("RANK", "0") != "0" or SUPERVISED_VARIABLE in os.environ or config.hang.after_s is None:
+        yield
+        return
+    end = threading.Event()
+    thread = threading.Thread(target=_watch_until, args=(config, end), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        end.set()
+        thread.join()
+
+
+def _watch_until(config: Config, end: threading.Event) -> None:
+    while not (config.run_path / "status").is_dir():  # made once the data has been read
+        if end.wait(LOOK_S):
+            return
+    watch = Watch(RunDirectory(config.run_path), config.hang.after_s)
+    while not end.wait(LOOK_S):
+        hang = watch.look()
+        if hang is None:
+            continue
+        text = f"no progress for {hang.quiet_s:.0f} s: {hang.pattern}. {hang.explanation} (report: {hang.report})"
+        ends = hang.started and config.hang.action != "warn" and not end.is_set()
+        if not ends or not tell(LaunchError(text)):
+            print(f"clew: {text}" if ends else f"warning: {text}", file=sys.stderr, flush=True)
+        if ends:
+            os._exit(2)  # the main thread waits, and cannot be told
+    watch.stop()
 
 
 def progress_mark(status: dict[str, Any]) -> dict[str, Any]:

@@ -6,9 +6,12 @@ import json
 import os
 import signal
 import subprocess
+import sys
 
+import psutil
 import pytest
 
+from clew.launch.ranks import free_port
 from tests.end_to_end.project import USER_CODE, Project
 
 BLOCKED = """
@@ -66,3 +69,38 @@ def test_a_stopped_rank_is_named_and_the_run_goes_on_after_a_warning(project: Pr
     warned = project.run.warnings_path.read_text()
     assert "stopped" in warned and f"pid {pid}" in warned
     assert project.end(process).code == 0
+
+
+@pytest.mark.slow
+def test_supervised_training_under_torchrun_watches_itself(project: Project) -> None:
+    project.prompts([{"prompt": f"{n}+1=", "completion": str(n + 1)} for n in range(16)])
+    project.set(launch={"ranks": 2}, training={"steps": 100_000, "batch_size": 4})
+    project.set(hang={"after_s": 4, "action": "abort"})
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        str(free_port()),
+    ]
+    with (project.folder / "terminal").open("wb") as terminal:
+        process = subprocess.Popen(
+            [*command, "-m", "clew", "sft", "run.yaml"], cwd=project.folder, stdout=terminal, stderr=terminal
+        )
+    try:
+        project.until(lambda: project.run.steps.count() >= 2, process)
+        pid = project.status("trainer-1")["pid"]
+        os.kill(pid, signal.SIGSTOP)
+        first = project.status("trainer")["pid"]
+        project.until(lambda: not psutil.pid_exists(first) or psutil.Process(first).status() == psutil.STATUS_ZOMBIE)
+    finally:
+        for each in psutil.Process(process.pid).children(recursive=True):
+            each.kill()
+        process.kill()
+        process.wait()
+    said = (project.folder / "terminal").read_text()
+    assert f"stopped. rank 1 (pid {pid}) is stopped" in said, said
+    verdict = json.loads(max(project.run.reports.glob("hang-*.json")).read_text())
+    assert (verdict["pattern"], verdict["ranks"]) == ("stopped", [1])

@@ -93,8 +93,10 @@ def test_a_stopped_process_is_named_and_its_report_can_be_judged_again(tmp_path:
 WAITING = """
 import sys, time
 from pathlib import Path
+from clew.processes import hold_lock
 from clew.waits import Reporter, waiting
 
+held = hold_lock(Path(sys.argv[1]) / "trainer.lock", "trainer")
 with Reporter(Path(sys.argv[1]), "trainer") as reporter, waiting(
     "batch for step 7", unblocks="rollout", numbers=lambda: "8 groups wanted, 5 ready"
 ):
@@ -115,12 +117,14 @@ def test_a_run_of_clew_is_judged_by_its_own_waits(tmp_path: Path, rollout_was_ki
             killed = {"pid": 4194305, "doing": "rollout", "waits": [], "updated": 0.0, "host": os.uname().nodename}
             (status / "rollout.json").write_text(json.dumps(killed))
         ended = clew_hang(str(tmp_path))
+        of_pid = clew_hang("--pid", str(process.pid))
     finally:
         process.kill()
         process.wait()
         if process.stdout is not None:
             process.stdout.close()
-    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert ended.returncode == of_pid.returncode == 1, ended.stdout + ended.stderr + of_pid.stderr
+    assert of_pid.stdout.splitlines()[0] == ended.stdout.splitlines()[0]  # its lock says to which run it belongs
     if rollout_was_killed:
         assert ended.stdout.startswith("dead") and "rollout (pid 4194305) has ended" in ended.stdout
     else:

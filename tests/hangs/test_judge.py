@@ -198,3 +198,24 @@ def test_ten_thousand_ranks_are_merged_in_two_seconds() -> None:
     merged = classes.merge(nodes)
     assert list(merged.values()) == [((0, 9_999),)]
     assert time.perf_counter() - began < 2
+
+
+def test_a_rank_that_imports_a_module_within_torch_is_in_no_collective() -> None:
+    """DDP imports for seconds when it is made first, and with a cold disk for longer than one watches."""
+
+    def importing(number: int) -> Process:
+        one = rank(number, 5)
+        torch = Frame(
+            function="DistributedDataParallel.__init__",
+            file="/x/site-packages/torch/nn/parallel/distributed.py",
+            line=1,
+        )
+        load = Frame(function="_call_with_frames_removed", file="<frozen importlib._bootstrap>", line=241)
+        looks = []
+        for n, look in enumerate(one.looks):
+            module = Frame(function=f"define_{n}", file="/x/site-packages/torch/_dynamo/config.py", line=n)
+            thread = replace(look.threads[0], active=True, frames=(module, load, torch, *look.threads[0].frames))
+            looks.append(replace(look, state="R", cpu_s=0.2 * n, threads=(thread,)))
+        return replace(one, looks=tuple(looks), waits_in="")
+
+    assert judged(importing(0), importing(1)).pattern == "healthy"

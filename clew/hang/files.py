@@ -1,0 +1,107 @@
+"""Says how old the newest files of a job are, and how its logs end: what it did last, and why a process has ended."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from clew.hang import proc
+from clew.hang.inside import installed
+from clew.hang.observed import Process, Snapshot
+
+LIMIT_S = 2.0
+"""Time limit in seconds for all files: a network file system that stands still gives no answer."""
+MOST_FILES = 2_000
+TAIL_BYTES = 4_096
+SHOWN = 200
+"""Characters of a log's last line that are shown."""
+FOLDERS = re.compile(r"check_?point|ckpt|rollout|heartbeat|weight|save|out|root|folder|path|dir|spool", re.I)
+"""Names of local variables that may hold a folder of the job."""
+
+
+def with_files(snapshot: Snapshot, run: Path | None = None) -> Snapshot:
+    """Return a snapshot with lines about the newest files of its job and the ends of its logs.
+
+    Args:
+        snapshot: Processes of this machine.
+        run: Run directory of Clew, if the job is a run of Clew.
+    """
+    lines = list[str]()
+    worker = threading.Thread(target=_collect, args=(lines, snapshot.processes, run), daemon=True)
+    worker.start()
+    worker.join(LIMIT_S)
+    return replace(snapshot, machine=(*snapshot.machine, *lines))
+
+
+def _collect(lines: list[str], processes: Sequence[Process], run: Path | None) -> None:
+    for line in (*(in_run(run) if run else ()), *folders(processes), *logs(processes, run)):
+        lines.append(line)
+
+
+def in_run(run: Path) -> Iterator[str]:
+    """Yield the age of the newest checkpoint, finished group, step and status file of a run of Clew."""
+    for name, pattern in (
+        ("checkpoint", "checkpoints/step-*"),
+        ("finished group", "inbox/*.arrows"),
+        ("step", "steps/step-*.json"),
+        ("status file", "status/[!.]*.json"),
+    ):
+        yield _newest(f"newest {name}", run.glob(pattern)) or f"newest {name}: none"
+
+
+def folders(processes: Sequence[Process]) -> Iterator[str]:
+    """Yield the newest file of each folder that a local variable of the users' frames names."""
+    seen = set[Path]()
+    for process in processes:
+        for frame in (frame for thread in process.threads for frame in thread.frames if not installed(frame.file)):
+            for name, value in frame.locals.items():
+                if not FOLDERS.search(name) or not re.fullmatch(r"([\"'])/.{1,250}\1", value):
+                    continue
+                path = Path(value[1:-1])
+                folder = path if path.is_dir() else path.parent
+                if folder in seen or len(folder.parts) < 3 or not folder.is_dir() or len(seen) > 8:
+                    continue
+                seen.add(folder)
+                if found := _newest(f"newest file in {str(folder)!r} ({name} of {frame.name})", folder.iterdir()):
+                    yield found
+
+
+def _newest(words: str, paths: Iterator[Path]) -> str:
+    """Return words about the newest of some files; "" if there is none."""
+    newest, name = 0.0, ""
+    for number, path in enumerate(paths):
+        if number >= MOST_FILES:
+            break
+        with suppress(OSError):
+            if (at := path.stat().st_mtime) > newest:
+                newest, name = at, path.name
+    return f"{words}: {name[:100]!r}, {max(0.0, time.time() - newest):.0f} s old" if name else ""
+
+
+def logs(processes: Sequence[Process], run: Path | None) -> Iterator[str]:
+    """Yield how the files end to which the processes print, and the logs of a run's processes that have ended."""
+    found = dict[Path, str]()
+    for process in processes:
+        if run is not None and process.name and (process.exit or process.last.state in "ZX"):
+            found[run / "logs" / f"{process.name}.log"] = f"{process.label}, which has ended {process.exit}".rstrip()
+        for number in (1, 2):
+            path = Path(proc.link_of(proc.PROC / str(process.pid) / "fd" / str(number)))
+            if path.is_absolute() and not path.is_relative_to("/dev"):
+                found.setdefault(path, process.label)
+    for path, who in list(found.items())[:8]:
+        with suppress(OSError):
+            if path.is_file():
+                age = max(0.0, time.time() - path.stat().st_mtime)
+                yield f"log of {who}, written {age:.0f} s ago ({str(path)!r}): {_last_line(path)!r}"
+
+
+def _last_line(path: Path) -> str:
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        lines = [line.strip() for line in file.read(TAIL_BYTES).decode(errors="replace").splitlines()]
+    return next((line[:SHOWN] for line in reversed(lines) if line), "")

@@ -1,0 +1,79 @@
+"""The newest files of a job and the ends of its logs, read beside real processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from clew.hang.collect import snapshot
+from clew.hang.files import LIMIT_S, with_files
+from clew.hang.observed import Process, Snapshot
+from clew.record.run import RunDirectory
+
+POLLS = """
+import os, sys, time
+
+def wait(checkpoint_dir):
+    print("waits for version 4", flush=True)
+    while not os.path.exists(checkpoint_dir + "/version-4"):
+        time.sleep(0.1)
+
+wait(sys.argv[1])
+"""
+
+
+def make_old(path: Path, seconds: float) -> None:
+    at = time.time() - seconds
+    os.utime(path, (at, at))
+
+
+def test_the_newest_file_of_a_polled_folder_and_the_end_of_the_log_are_told(tmp_path: Path) -> None:
+    spool, log = tmp_path / "spool", tmp_path / "job.log"
+    spool.mkdir()
+    (spool / "version-2").touch()
+    make_old(spool / "version-2", 900)
+    (spool / "version-3").touch()
+    make_old(spool / "version-3", 70)
+    (tmp_path / "job.py").write_text(POLLS)
+    with log.open("w") as output:
+        process = subprocess.Popen([sys.executable, "job.py", str(spool)], cwd=tmp_path, stdout=output, stderr=output)
+    try:
+        while "waits" not in log.read_text():
+            time.sleep(0.05)
+        time.sleep(0.3)
+        lines = with_files(snapshot([process.pid], lambda *_: True)).machine
+    finally:
+        process.kill()
+        process.wait()
+    (newest,) = [line for line in lines if line.startswith("newest file")]
+    assert "checkpoint_dir of wait" in newest and "'version-3', 7" in newest
+    (end,) = [line for line in lines if line.startswith("log of")]
+    assert str(log) in end and end.endswith("'waits for version 4'")
+
+
+def test_the_log_of_a_process_that_has_ended_and_the_age_of_a_run_are_told(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "runs" / "digits" / "try")
+    (run.logs / "rollout.log").write_text("loading\nRuntimeError: no GPU \x1b[2Jleft\n\n")
+    (run.checkpoints / "step-000003").mkdir()
+    make_old(run.checkpoints / "step-000003", 3600)
+    dead = Process(pid=4194305, name="rollout", exit="with exit code 3")
+    lines = with_files(Snapshot(processes=(dead,)), run.path).machine
+    assert "newest checkpoint: 'step-000003', 3600 s old" in lines
+    assert "newest finished group: none" in lines
+    (end,) = [line for line in lines if line.startswith("log of")]
+    assert "rollout (pid 4194305), which has ended with exit code 3" in end
+    assert end.endswith(r"'RuntimeError: no GPU \x1b[2Jleft'")
+
+
+def test_a_log_that_is_no_regular_file_is_not_opened(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "runs" / "digits" / "try")
+    log = run.logs / "rollout.log"
+    os.mkfifo(log)  # not opened: it is no regular file
+    began = time.monotonic()
+    lines = with_files(
+        Snapshot(processes=(Process(pid=4194305, name="rollout", exit="by signal 9"),)), run.path
+    ).machine
+    assert time.monotonic() - began < LIMIT_S + 1 and not [line for line in lines if line.startswith("log of")]
