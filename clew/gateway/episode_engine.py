@@ -53,6 +53,8 @@ class Resources:
     """Folder that keeps images for the record; None: nothing is recorded."""
     individual: bool = False
     """True makes each interaction a sequence of its own, instead of joining those that extend one another."""
+    restart: bool = False
+    """True begins a generation again from its prompt when new weights interrupt it, instead of continuing it."""
     on_warning: Callable[[str, str, str], None] | None = None
     """Called at once with each warning: the episode's ID, the warning, its kind."""
 
@@ -158,7 +160,7 @@ class EpisodeEngine:
         media = self.resources.media
         names = tuple((media_name if media is None else media.put)(image) for image in images)
         request = GenerateRequest(list(input_ids), params, tuple(images), request_id, on_token, sampling_mask=True)
-        completion = await generate_through_aborts(self.resources.engine, request)
+        completion = await generate_through_aborts(self.resources.engine, request, restart=self.resources.restart)
         interaction = Interaction.of(
             completion,
             id=request_id,
@@ -255,4 +257,5 @@ def resources(
         vision=vision,
         media=media,
         individual=config.rollout.sequences == "individual",
+        restart=config.inference.on_update == "restart",
     )

@@ -21,7 +21,7 @@ from starlette.routing import Route
 
 from clew.errors import EngineError
 from clew.inference.local import LocalEngine
-from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, RequestTooLong
+from clew.inference.protocol import Completion, EngineUnreachable, FaultyAnswer, GenerateRequest, RequestTooLong
 from clew.inference.remote import RemoteEngine
 from clew.inference.shapes import Ask, Call, answer, parse_call
 from clew.listening import ASGI, LARGE_BODY, LARGE_TEXT, Message, Receive, Send, max_text, respond
@@ -122,9 +122,17 @@ class Application:
         except EngineUnreachable as error:
             await respond(send, 503, {"error": {"message": error.reason}})
         except EngineError as error:
-            # a failed step is not the request's fault: the client submits it again, to the server that comes next
-            status = 400 if self.engine.failure is None else 503
-            await respond(send, status, {"error": {"message": str(error), "type": type(error).__name__}})
+            content = {"error": {"message": str(error), "type": type(error).__name__}}
+            await respond(send, self._status_of(error), content)
+
+    def _status_of(self, error: BaseException) -> int:
+        """Return the status that says whether the client should submit the request again, to this server or another.
+
+        A failed step is not the request's fault.
+        """
+        if isinstance(error, EngineUnreachable) or self.engine.failure is not None:
+            return 503
+        return 500 if isinstance(error, FaultyAnswer) else 400
 
     async def _one(self, call: Call, request: GenerateRequest) -> dict[str, Any]:
         return self._answer(call, request, await self.engine.generate(request))
@@ -185,7 +193,7 @@ class Application:
         async def one(index: int, request: GenerateRequest) -> None:
             output: list[int] = []
             logprobs: list[float] = []
-            version = self.engine.core.version
+            version = 0
 
             def put(completion: Completion, ended: bool) -> None:
                 shown = self._answer(call, request, completion)
@@ -196,6 +204,9 @@ class Application:
                 events.put_nowait(b"data: " + orjson.dumps(shown) + b"\n\n")
 
             def on_token(token: int, logprob: float) -> None:
+                nonlocal version
+                if not output:  # not before: the request may have waited for an update to end
+                    version = self.engine.core.version
                 output.append(token)
                 logprobs.append(logprob)
                 shown = slice(-1 if call.deltas else 0, None)
@@ -228,8 +239,7 @@ class Application:
             while (event := await events.get()) is not None:
                 await send({"type": "http.response.body", "body": event, "more_body": True})
             if not work.cancelled() and (error := work.exception()):
-                status = 400 if self.engine.failure is None else 503
-                message = orjson.dumps({"error": {"message": str(error), "code": status}})
+                message = orjson.dumps({"error": {"message": str(error), "code": self._status_of(error)}})
                 await send({"type": "http.response.body", "body": b"data: " + message + b"\n\n", "more_body": True})
             await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
         finally:
@@ -376,14 +386,17 @@ class _Administration:
         ref = weight_ref(await _read(request), self._engine.core.version + 1)
         try:
             self._application.refuse_foreign_weights(ref.path)
-            await self._engine.load_weights(ref)
+            seconds = await self._engine.load_weights(ref)
+        except asyncio.CancelledError:
+            raise EngineUnreachable("here", "the server is ending, and did not load the weights") from None
         except EngineUnreachable:  # the engine died or froze meanwhile; it loads the newest weights before it serves
             raise
         except EngineError as error:
             if self._engine.failure is not None:
                 raise
             return _json({"success": False, "message": str(error), "num_paused_requests": 0}, 400)
-        return _json({"success": True, "message": f"version {ref.version} is loaded", "num_paused_requests": 0})
+        message = f"version {ref.version} is loaded"
+        return _json({"success": True, "message": message, "num_paused_requests": 0, "clew": seconds})
 
     async def flush_cache(self, request: Request) -> Response:
         """Do nothing: equal prompts share a prefill only while they run, so nothing is kept that could be flushed."""

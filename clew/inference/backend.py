@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,6 +33,8 @@ class Backend(Protocol):
     """host:port of the server."""
     context: int | None
     """Maximum tokens of a prompt with its completion; known after `prepare`."""
+    vocab: int | None
+    """Number of token IDs of the trainer's model; tokens beyond it are refused."""
     takes_images: bool
     """True if it takes images beside token IDs; known after `prepare`."""
 
@@ -61,6 +63,18 @@ class Backend(Protocol):
         """
         ...
 
+    async def alive(self) -> None:
+        """Return when the engine itself has answered, and not only its HTTP side; after `prepare`.
+
+        Raises:
+            EngineError: It does not answer.
+        """
+        ...
+
+    async def answers(self) -> bool:
+        """Return whether the server's HTTP side answers."""
+        ...
+
     async def prepare(self) -> list[str]:
         """Find out what the server can do.
 
@@ -70,6 +84,10 @@ class Backend(Protocol):
         Raises:
             EngineError: It cannot be trained with: another model or vocabulary, no token IDs, wrong logprobs.
         """
+        ...
+
+    async def resolved(self) -> dict[str, Any]:
+        """Return the options that the server runs with, its defaults and its version included, as it reports them."""
         ...
 
     async def generate(self, request: GenerateRequest) -> Completion:
@@ -89,10 +107,18 @@ class Backend(Protocol):
         ...
 
     async def load(self, ref: WeightRef) -> None:
-        """Load weights into the paused server, and compare what it then holds with the trainer's digests.
+        """Load weights into the paused server.
 
         Raises:
-            EngineError: The weights were refused, or the server holds others; the message names the tensors.
+            EngineError: The weights were refused.
+        """
+        ...
+
+    async def verify(self, ref: WeightRef) -> None:
+        """Compare what the paused server holds after `load` with the trainer's digests.
+
+        Raises:
+            EngineError: It holds other weights; the message names the tensors.
         """
         ...
 
@@ -125,6 +151,15 @@ def config_field(folder: str, field: str) -> Any:
         return json.loads((Path(folder) / "config.json").read_bytes()).get(field)
     except OSError:
         return None
+
+
+def leaves(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of nested options by their own names, with "-" for "_"; of equal names the first one."""
+    found: dict[str, Any] = {}
+    for name, value in options.items():
+        for leaf, content in (leaves(value) if isinstance(value, dict) else {name.replace("_", "-"): value}).items():
+            found.setdefault(leaf, content)
+    return found
 
 
 def options(args: Iterable[tuple[str, Any]]) -> list[str]:

@@ -6,7 +6,8 @@ import asyncio
 import base64
 import contextlib
 import io
-from collections.abc import AsyncIterator
+import math
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -18,23 +19,44 @@ from clew.errors import EngineError, ImageError
 from clew.inference.protocol import (
     Completion,
     EngineUnreachable,
+    FaultyAnswer,
     GenerateRequest,
     RequestTooLong,
     SamplingParams,
     SchemaUnsupported,
     Span,
+    Timings,
     spans_of,
 )
 from clew.record.weights import WeightRef
 
+Take = Callable[[Any, str], Any]
+"""Function that reads an answer, or an event of one, of the server at an address."""
+
 LONGEST_MESSAGE = 2000
 """Number of characters of a server's own message that are shown."""
+
+LONGEST_PAGE = 200
+"""Number of characters that are shown of an answer that is no JSON."""
+
+AWAY = (429, 502, 503, 504)
+"""Statuses of a server that is busy, starting or draining, and of a proxy whose server is away."""
+
+LARGEST_LOGPROB = 1e-3
+"""Largest logprob that rounding explains, in nats."""
+
+ADDRESS_HINT = "Is this the host:port that the inference server printed?"
 
 HEALTH_S = 2.0
 """Seconds between two looks whether a server answers."""
 
 FROZEN_S = 30.0
 """Seconds without an answer after which a server counts as frozen."""
+
+
+def as_it_is(answer: Any, address: str) -> Any:
+    """Return the answer."""
+    return answer
 
 
 class HTTPEngine:
@@ -54,6 +76,8 @@ class HTTPEngine:
         """
         self.address = address
         self.context = context
+        self.vocab: int | None = None
+        """Number of token IDs of the model; None: not known."""
         self._headers = {"Content-Type": "application/json"}
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
@@ -83,7 +107,7 @@ class HTTPEngine:
         if request.id:
             body["rid"] = request.id
         if request.on_token is None:
-            return completion_of(await self._post("/generate", body), self.name)
+            return await self._whole("/generate", body, request)
         return await self._streamed("/generate", body, request)
 
     def _fitting(self, request: GenerateRequest) -> SamplingParams:
@@ -104,22 +128,50 @@ class HTTPEngine:
             params, max_new_tokens=min(params.max_new_tokens, room), min_new_tokens=min(params.min_new_tokens, room)
         )
 
-    @property
-    def name(self) -> str:
-        """Name of the server on record."""
-        return f"{self.kind} {self.address}".strip()
+    def name_of(self, address: str) -> str:
+        """Return the name on record of the server at an address."""
+        return f"{self.kind} {address}".strip()
+
+    async def _whole(
+        self,
+        path: str,
+        body: dict[str, Any],
+        request: GenerateRequest,
+        look: Callable[[dict[str, Any]], None] = lambda answer: None,
+    ) -> Completion:
+        """Return a completion that comes in one answer, which `look` may refuse."""
+
+        def take(answer: dict[str, Any], address: str) -> Completion:
+            look(answer)
+            completion = self._new_of(answer, 0, address)
+            assert completion is not None, "the answer has no completion"
+            self._check(completion, len(completion.output_ids), request, address)
+            return completion
+
+        return await self._post(path, body, take)
 
     async def _streamed(self, path: str, body: dict[str, Any], request: GenerateRequest) -> Completion:
         """Return a completion whose tokens are passed on as they come.
 
-        If the server goes away in the middle, the tokens so far are returned as an aborted completion.
+        If the server goes away in the middle, or sends what cannot be right, the tokens so far are returned as an
+        aborted completion.
         """
         whole = Completion(output_ids=[], logprobs=[], versions=[], finish_reason="abort")
         assert request.on_token is not None
         masks: list[list[int]] = []
+        server = self.address
+
+        def take(event: dict[str, Any], address: str) -> Completion | None:
+            nonlocal server
+            server, before = address, len(whole.output_ids)
+            new = self._new_of(event, before, address)
+            if new is not None:
+                self._check(new, before + len(new.output_ids), request, address)
+            return new
+
         try:
-            async for event in self._events(path, {**body, "stream": True}):
-                if (new := self._new_of(event, len(whole.output_ids))) is None:
+            async for new in self._events(path, {**body, "stream": True}, take):
+                if new is None:
                     continue
                 masks += new.sampling_mask or []  # `clew serve` sends all with the last event, vLLM with each its own
                 whole = replace(
@@ -131,32 +183,55 @@ class HTTPEngine:
                 )
                 for token, logprob in zip(new.output_ids, new.logprobs, strict=True):
                     request.on_token(token, logprob)
-        except EngineUnreachable:
+        except (EngineUnreachable, FaultyAnswer):
+            if whole.finish_reason != "abort":
+                return whole  # all but the end mark has come
             if not whole.output_ids:
                 raise
-            span = Span(start=0, end=len(whole.output_ids), server=self.name, version=None)
-            whole = replace(whole, sampled_by=[span])
+            name = self.name_of(server)
+            span = Span(start=0, end=len(whole.output_ids), server=name, version=None)
+            whole = replace(whole, sampled_by=[span], finish_reason="abort", matched=None)
             if request.sampling_mask and request.params.cuts and len(masks) != len(whole.output_ids):
-                wrong = f"{self.name} went away before it said which tokens top_p, top_k or min_p had left"
+                wrong = f"{name} went away before it said which tokens top_p, top_k or min_p had left"
                 return replace(whole, sampling_mask=None, wrong_logprobs=wrong)
         return whole
 
-    def _new_of(self, event: dict[str, Any], before: int) -> Completion | None:
-        """Return the new tokens of an event that has `before` tokens before it; aborted unless it is the last event.
+    def _check(self, new: Completion, total: int, request: GenerateRequest, address: str) -> None:
+        """Raise FaultyAnswer if the new tokens of a completion, which has `total` by now, cannot be right."""
+        wrong = wrong_numbers(new, self.vocab)
+        if total > request.params.max_new_tokens:
+            wrong = f"it returned {total} tokens, and was asked for at most {request.params.max_new_tokens}"
+        elif not total and new.finish_reason != "abort":
+            wrong = f"it returned no tokens, and finish_reason {new.finish_reason!r}"
+        if wrong:
+            raise FaultyAnswer(address, f"{wrong}, so they cannot be trained on. Look into its log, or restart it.")
 
-        An event has only the new tokens or all so far, but always says how many there are by now.
+    def _new_of(self, event: dict[str, Any], before: int, address: str) -> Completion | None:
+        """Return the new tokens of an answer, or of an event that has `before` tokens before it.
+
+        The completion counts as aborted unless this is the last event. An event has only the new tokens or all so far,
+        but always says how many there are by now.
         """
         meta = event["meta_info"]
         if status := (meta["finish_reason"] or {}).get("status_code"):  # SGLang's refusal, once a stream has begun
-            self._refuse("/generate", status, orjson.dumps(meta["finish_reason"]))
-        part = completion_of(event, self.name)
+            self._refuse(address, "/generate", status, orjson.dumps(meta["finish_reason"]))
+        part = completion_of(event, self.name_of(address))
+        if not before and meta["finish_reason"]:
+            return part
         start = len(part.output_ids) - (meta["completion_tokens"] - before)
+        if start < 0:
+            raise ValueError(
+                f"{before} tokens before, {len(part.output_ids)} now, completion_tokens {meta['completion_tokens']}"
+            )
         return replace(
             part, output_ids=part.output_ids[start:], logprobs=part.logprobs[start:], versions=part.versions[start:]
         )
 
-    async def load_weights(self, ref: WeightRef) -> None:
+    async def load_weights(self, ref: WeightRef) -> Timings:
         """Have the server abort all requests, load the weights in place, score the probe, and resume.
+
+        Returns:
+            The seconds that each part took, for which it served no request.
 
         Raises:
             EngineError: The weights are refused, or the probe differs. The server then serves the old weights or, if it
@@ -174,6 +249,7 @@ class HTTPEngine:
             raise EngineError(
                 f"inference server {self.address} did not load version {ref.version}: {loaded.get('message')}"
             )
+        return loaded.get("clew", {})
 
     async def abort(self, request_id: str | None = None) -> None:
         """Abort one request, or all (None); their tokens so far are returned."""
@@ -219,7 +295,7 @@ class HTTPEngine:
         """Return whether the server answers at all, be it that it is starting."""
         timeout = aiohttp.ClientTimeout(total=within_s)
         try:
-            async with self._connected().get(self._url + "/health", timeout=timeout):
+            async with self._connected().get(self._url + "/model_info", timeout=timeout):
                 return True
         except (aiohttp.ClientError, TimeoutError):
             return False
@@ -231,13 +307,13 @@ class HTTPEngine:
             EngineError: It does not say which, so it is no inference server.
         """
         try:
-            return dict((await self._request("GET", "/openapi.json", None))["paths"])
+            return await self._request("GET", "/openapi.json", None, lambda answer, _: dict(answer["paths"]))
         except EngineUnreachable:
             raise
-        except (EngineError, LookupError, TypeError, ValueError) as error:
+        except EngineError as error:
             raise EngineError(
                 f"Cannot use {self.address}: it is no vLLM or SGLang server, as GET /openapi.json lists no endpoints "
-                f"({type(error).__name__}: {error}). Give the host:port that the inference server printed."
+                f"({error}). Give the host:port that the inference server printed."
             ) from None
 
     async def close(self) -> None:
@@ -246,30 +322,45 @@ class HTTPEngine:
             await self._session.close()
             self._session = None
 
-    async def _post(self, path: str, body: dict[str, Any]) -> Any:
-        return await self._request("POST", path, orjson.dumps(body))
+    async def _post(self, path: str, body: dict[str, Any], take: Take = as_it_is) -> Any:
+        return await self._request("POST", path, orjson.dumps(body), take)
 
-    async def _request(self, method: str, path: str, body: bytes | None) -> Any:
+    async def _request(self, method: str, path: str, body: bytes | None, take: Take = as_it_is) -> Any:
+        """Return what `take` makes of the answer and the server's address; the answer is {} if it is empty or text.
+
+        Raises:
+            FaultyAnswer: The answer is no JSON, or not what `take` can read.
+        """
         async with self._answered(method, path, body) as response:
-            content = await response.read()
-        return orjson.loads(content) if content[:1] in (b"{", b"[") else {}
+            content, address = await response.read(), response.url.authority
+            with _readable(address, path, content):
+                return take(orjson.loads(content) if content[:1] in (b"{", b"[", b"<") else {}, address)
 
-    async def _events(self, path: str, body: dict[str, Any]) -> AsyncIterator[Any]:
-        """Yield the data of server-sent events.
+    async def _events(self, path: str, body: dict[str, Any], take: Take) -> AsyncIterator[Any]:
+        """Yield what `take` makes of the data of each server-sent event, and of the server's address.
 
         It raises as any request does, and also for an error that is sent as an event.
         """
-        line = b""
+        line, ended, content = b"", False, b""
         async with self._answered("POST", path, orjson.dumps(body)) as response:
+            address = response.url.authority
             async for part in response.content.iter_any():
+                content = content or part
                 *lines, line = (line + part).split(b"\n")
                 for data in (text[6:].strip() for text in lines if text.startswith(b"data: ")):
-                    if data == b"[DONE]":
+                    if ended := data == b"[DONE]":
                         continue
-                    event = orjson.loads(data)
-                    if error := event.get("error"):
-                        self._refuse(path, int(error.get("code") or 400), data)
-                    yield event
+                    with _readable(address, path, data):
+                        event = orjson.loads(data)
+                        if error := event.get("error"):
+                            self._refuse(address, path, int(error.get("code") or 400), data)
+                        taken = take(event, address)
+                    yield taken
+            if content and not content.startswith(b"data:"):
+                with _readable(address, path, content):
+                    raise ValueError("it has no events")
+            if not ended:
+                raise EngineUnreachable(address, f"its answer to {path} ended in the middle")
 
     @contextlib.asynccontextmanager
     async def _answered(self, method: str, path: str, body: bytes | None) -> AsyncIterator[aiohttp.ClientResponse]:
@@ -277,13 +368,22 @@ class HTTPEngine:
 
         Raises:
             EngineUnreachable: The server is away or not ready.
+            FaultyAnswer: What answers is no inference server, or one that fails.
             EngineError: The server refused the request; the message has the server's own words.
         """
         try:
-            async with self._connected().request(method, self._url + path, data=body) as response:
+            request = self._connected().request(method, self._url + path, data=body, allow_redirects=False)
+            async with request as response:
                 if response.status != 200:
-                    self._refuse(path, response.status, await response.read())
+                    self._refuse(self.address, path, response.status, await response.read())
                 yield response
+        except aiohttp.ClientResponseError as error:
+            raise FaultyAnswer(
+                self.address, f"it does not answer as HTTP does ({error.message}). {ADDRESS_HINT}"
+            ) from error
+        except aiohttp.ServerDisconnectedError as error:
+            reason = "it closed the connection without an answer, as a server that dies does, or a TLS port"
+            raise EngineUnreachable(self.address, reason) from error
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
             raise EngineUnreachable(self.address, str(error) or type(error).__name__) from error
 
@@ -296,12 +396,56 @@ class HTTPEngine:
             )
         return self._session
 
-    def _refuse(self, path: str, status: int, content: bytes) -> NoReturn:
-        if status == 503:
-            raise EngineUnreachable(self.address, _message(content))
+    def _refuse(self, address: str, path: str, status: int, content: bytes) -> NoReturn:
+        message = _message(content)
+        if status in AWAY:
+            raise EngineUnreachable(address, message)
+        if status >= 500:
+            raise FaultyAnswer(address, f"it failed at {path} ({status}): {message}")
+        if status < 400 or status in (404, 405) or content.lstrip()[:1] == b"<":
+            raise FaultyAnswer(address, f"it does not serve {path} ({status}): {message} {ADDRESS_HINT}")
         kinds = (RequestTooLong, SchemaUnsupported, ImageError)
         refusal = next((kind for kind in kinds if b'"%s"' % kind.__name__.encode() in content), EngineError)
-        raise refusal(f"inference server {self.address} refused {path} ({status}): {_message(content)}")
+        raise refusal(f"inference server {address} refused {path} ({status}): {message}")
+
+
+@contextlib.contextmanager
+def _readable(address: str, path: str, content: bytes) -> Iterator[None]:
+    """Raise FaultyAnswer where the block cannot read what a server has answered."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, AssertionError) as error:
+        shown = content[:LONGEST_PAGE].decode(errors="replace")
+        raise FaultyAnswer(
+            address, f"its answer to {path} cannot be read ({type(error).__name__}: {error}): {shown!r}. {ADDRESS_HINT}"
+        ) from error
+
+
+def wrong_numbers(completion: Completion, vocab: int | None) -> str:
+    """Return why the tokens and logprobs of a completion cannot be right; "" if they can.
+
+    Args:
+        completion: The completion.
+        vocab: Number of token IDs; None: not known.
+    """
+    ids, logprobs = completion.output_ids, completion.logprobs
+    if not len(ids) == len(logprobs) == len(completion.versions):
+        return f"it returned {len(ids)} tokens, {len(logprobs)} logprobs and {len(completion.versions)} versions"
+    if not ids:
+        return ""
+    if (
+        not set(map(type, logprobs)) <= {float, int}
+        or not math.isfinite(sum(logprobs))
+        or max(logprobs) > LARGEST_LOGPROB
+    ):
+        bad = next(
+            each for each in logprobs if not (isinstance(each, float | int) and -math.inf < each <= LARGEST_LOGPROB)
+        )
+        return f"it returned the logprob {bad}"
+    if set(map(type, ids)) != {int} or min(ids) < 0 or (vocab is not None and max(ids) >= vocab):
+        bad = next(each for each in ids if type(each) is not int or not 0 <= each < (vocab or math.inf))
+        return f"it returned the token ID {bad!r}" + ("" if vocab is None else f", and the model has 0 to {vocab - 1}")
+    return ""
 
 
 def sampling_fields(params: SamplingParams) -> dict[str, Any]:
@@ -332,19 +476,15 @@ def completion_of(answer: dict[str, Any], server: str) -> Completion:
     Args:
         answer: The response.
         server: Name of the server on record, unless it is a `clew serve` that names the one behind it.
-
-    Raises:
-        EngineError: The response lacks logprobs.
     """
     meta = answer["meta_info"]
-    if "output_token_logprobs" not in meta:
-        raise EngineError("the inference server returned no logprobs, so its tokens cannot be trained on.")
     pairs = meta["output_token_logprobs"]
     tokens = len(answer.get("output_ids", pairs))
     if len(pairs) not in (tokens, meta.get("completion_tokens")):  # a stream's events count differently
-        raise EngineError(
-            f"the inference server returned {tokens} tokens and {len(pairs)} logprobs, so they cannot be trained on."
-        )
+        raise ValueError(f"{tokens} tokens and {len(pairs)} logprobs")
+    ids = [pair[1] for pair in pairs]
+    if len(pairs) == tokens and answer.get("output_ids", ids) != ids:
+        raise ValueError("output_ids has other tokens than output_token_logprobs")
     versions: list[int] = []
     more = meta.get("clew") or {}
     spans = meta.get("weight_versions") or [{"version": meta.get("weight_version"), "start": 0, "end": len(pairs)}]
@@ -353,7 +493,7 @@ def completion_of(answer: dict[str, Any], server: str) -> Completion:
         versions += [int(version) if version.isdigit() else 0] * (span["end"] - span["start"])
     ended: dict[str, Any] = meta["finish_reason"] or {"type": "abort"}
     return Completion(
-        output_ids=[pair[1] for pair in pairs],
+        output_ids=ids,
         logprobs=[pair[0] for pair in pairs],
         versions=versions,
         finish_reason=ended["type"],
@@ -374,7 +514,7 @@ def _message(content: bytes) -> str:
     try:
         parsed = orjson.loads(content)
     except orjson.JSONDecodeError:
-        return content.decode(errors="replace")[:LONGEST_MESSAGE]
+        return content.decode(errors="replace")[: LONGEST_PAGE if content.lstrip()[:1] == b"<" else LONGEST_MESSAGE]
     if isinstance(parsed, dict):
         error = parsed.get("error")
         if isinstance(error, dict) and "message" in error:

@@ -20,6 +20,7 @@ from clew.inference.protocol import (
     Completion,
     FinishReason,
     GenerateRequest,
+    Parts,
     SchemaUnsupported,
 )
 from clew.models.architecture import context_in
@@ -146,12 +147,16 @@ class Core:
     @torch.inference_mode()
     def abort(self, which: Aborted = None) -> list[Finished]:
         """Abort one request, those with this ID, or all (None); return them with their tokens so far."""
+        never_ran = self.abort_waiting(which)
+        return self._abort_running(which) + never_ran
+
+    def abort_waiting(self, which: Aborted = None) -> list[Finished]:
+        """Abort what `abort` does, but only in the queue."""
         waiting = [request for request in self.waiting if is_meant(request, which)]
         self.waiting = deque(request for request in self.waiting if not is_meant(request, which))
-        never_ran = [
+        return [
             (request, Completion(output_ids=[], logprobs=[], versions=[], finish_reason="abort")) for request in waiting
         ]
-        return self._abort_running(which) + never_ran
 
     @torch.inference_mode()
     def release_memory(self) -> list[Finished]:
@@ -164,8 +169,8 @@ class Core:
         torch.cuda.empty_cache()
         return aborted
 
-    def load_weights(self, ref: WeightRef) -> None:
-        """Load weights in place and score the probe. The caller has aborted what was in flight.
+    def load_weights(self, ref: WeightRef, clock: Parts | None = None) -> None:
+        """Load weights in place and score the probe, as `clock` measures. The caller has aborted what was in flight.
 
         The files are checked before a live weight is touched. If a file breaks or the probe differs, the old weights
         are put back, so that a failed load changes nothing. During the load, a copy of the model's weights is kept in
@@ -175,13 +180,17 @@ class Core:
             EngineError: The weights are refused, and the old ones are still served. If the old ones could not be put
                 back, `broken` says so, and nothing is served until a load succeeds.
         """
+        clock = clock or Parts()
         files = check_weights(self.model, ref.path, ref.digest)
         self.abort()  # what a failed step may have left; what was in flight has been aborted by the caller
-        before, backup = self.broken, backed_up(self.model)
+        with clock("load"):
+            before, backup = self.broken, backed_up(self.model)
         self.broken = f"loading version {ref.version} from {ref.path} did not finish"
         try:
-            copy_weights(self.model, ref.path, files)
-            self._check_probe(ref)
+            with clock("load"):
+                copy_weights(self.model, ref.path, files)
+            with clock("verify"):
+                self._check_probe(ref)
         except Exception as error:  # the device may be out of memory, for example
             restore(self.model, backup)
             self.broken = before

@@ -22,7 +22,7 @@ from clew.errors import EngineError
 from clew.inference.core import Core, Finished
 from clew.inference.embedded import build_engine
 from clew.inference.loading import check_weights
-from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest
+from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, Parts, Timings
 from clew.models.loading import check_vocabulary, load_model, load_tokenizer, pick_device
 from clew.models.vision import load_vision
 from clew.record.weights import WeightRef
@@ -34,17 +34,21 @@ log = logging.getLogger("clew.inference")
 class LocalEngine:
     """Engine in this process. Use it from one event loop; `close` ends its thread, if there is one."""
 
-    def __init__(self, core: Core, *, threaded: bool = False, gather_s: float = 0.0) -> None:
+    def __init__(self, core: Core, *, threaded: bool = False, gather_s: float = 0.0, waits: bool = False) -> None:
         """Create it.
 
         Args:
             threaded: Whether the engine runs in a thread of its own.
+            waits: Whether new weights are loaded only once what is being generated has ended.
             gather_s: Seconds without a further request after which an idle engine begins. A burst of requests is then
                 computed side by side from its first token on.
         """
         self.core = core
         self.threaded = threaded
         self.gather_s = gather_s
+        self._waits = waits
+        self._held: asyncio.Event | None = None
+        """Set when the update ends that new requests wait for; None: there is none."""
         self.failure: str | None = None
         """Reason why this process will serve nothing any more (a step failed). Every call raises EngineError then."""
         self._futures: dict[GenerateRequest, asyncio.Future[Completion]] = {}
@@ -65,6 +69,8 @@ class LocalEngine:
         """See the protocol."""
         self._refuse_when_broken()
         self.core.check(request)  # on this thread: a refusal is raised at once
+        while self._held is not None:
+            await self._held.wait()
         loop = asyncio.get_running_loop()
         if (listener := request.on_token) is not None:
             # By way of the loop: what the listener raises is no failure of the engine.
@@ -82,21 +88,50 @@ class LocalEngine:
         finally:
             del self._futures[request]
 
-    async def load_weights(self, ref: WeightRef) -> None:
+    async def load_weights(self, ref: WeightRef) -> Timings:
         """Abort all requests, load the weights in place, score the probe, and resume.
 
         A load that is refused leaves everything as it was, including requests in flight. A load that fails later, or
         whose probe differs, has aborted the requests in flight; the old weights are still served.
+
+        If the engine `waits`, requests in flight end first, and those in the queue or new start under the new weights.
+
+        Returns:
+            The seconds that each part took, for which no request was served.
         """
+        clock = Parts()
 
         def load() -> None:
             check_weights(self.core.model, ref.path, ref.digest)
-            self._deliver(self.core.abort())
-            self.core.load_weights(ref)
+            with clock("abort"):
+                self._deliver(self.core.abort())
+            self.core.load_weights(ref, clock)
 
         with waiting(f"weights of version {ref.version}", unblocks="the inference engine"):
-            await self._call(load)
+            if self._waits and self._held is None:
+                self._held = asyncio.Event()
+            try:
+                if self._waits:
+                    await self._drained()
+                await self._call(load)
+            finally:
+                if self._held is not None:
+                    self._held.set()
+                    self._held = None
         self._resume()
+        return clock.seconds
+
+    async def _drained(self) -> None:
+        """Return the requests of the queue as aborted, and wait until those that are being generated have ended."""
+        await self._call(lambda: self._deliver(self.core.abort_waiting()))
+        with waiting("generations in flight to end", unblocks="the inference engine", numbers=self._running):
+            while self.core.running() and not self.paused and self.failure is None:
+                if in_flight := list(self._futures.values()):
+                    await asyncio.wait(in_flight, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.sleep(0)  # their callers take them out of the futures
+
+    def _running(self) -> str:
+        return f"{self.core.running()} running"
 
     async def abort(self, request_id: str | None = None) -> None:
         """Abort one request, or all (None); their tokens so far are returned."""
@@ -316,4 +351,5 @@ def load_engine(config: Config, *, gather_s: float = 0.0, max_running: int | Non
         cache_gib=config.inference.cache_gib,
     )
     threaded = device.type == "cuda" and config.launch.mode != "inline"
-    return LocalEngine(core, threaded=threaded, gather_s=gather_s)
+    waits = config.inference.on_update == "wait"
+    return LocalEngine(core, threaded=threaded, gather_s=gather_s, waits=waits)

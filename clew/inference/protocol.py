@@ -6,7 +6,9 @@ HTTP shapes).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
@@ -26,16 +28,44 @@ OnToken = Callable[[int, float], None]
 """Callback that receives a token and its logprob while the tokens after it are still being generated."""
 
 
-class EngineUnreachable(EngineError):
-    """Raised when the engine is not there, not ready, or serves nothing at present.
+Timings = dict[str, float]
+"""Seconds that the parts of a weight update took in an engine: abort, load, verify. No request was served meanwhile."""
 
-    The same request may succeed later: `clew.inference.resubmit` tries again until it does.
-    """
+
+class Parts:
+    """A stopwatch for the parts of a weight update."""
+
+    def __init__(self) -> None:
+        self.seconds: Timings = {}
+
+    @contextmanager
+    def __call__(self, part: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - began
+
+
+class ServerFault(EngineError):
+    """Base class of the errors that are the server's fault and not the request's."""
 
     def __init__(self, address: str, reason: str) -> None:
         super().__init__(f"inference server {address}: {reason}")
         self.address = address
         self.reason = reason
+
+
+class EngineUnreachable(ServerFault):
+    """Raised when the engine is not there, not ready, or serves nothing at present.
+
+    The same request may succeed later: `clew.inference.resubmit` tries again until it does.
+    """
+
+
+class FaultyAnswer(ServerFault):
+    """Raised when an answer cannot be right, such as logprobs that are NaN, or a web page in the place of JSON.
+
+    Another server may do better: `clew.inference.resubmit` tries again a few times.
+    """
 
 
 class RequestTooLong(EngineError):

@@ -22,9 +22,9 @@ from typing import Any
 
 from clew.config import Config
 from clew.errors import EngineError, ModelError, described
-from clew.inference.backend import Backend, Launch
+from clew.inference.backend import Backend, Launch, leaves
 from clew.inference.checks import check_request, default_stop_ids
-from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest
+from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, Parts, Timings
 from clew.inference.server_process import AttachedServer, ServerProcess
 from clew.inference.sglang import SGLangEngine
 from clew.inference.vllm import VLLMEngine
@@ -32,6 +32,7 @@ from clew.models.architecture import context_in
 from clew.models.folder import config_of
 from clew.models.loading import load_tokenizer
 from clew.models.vision import load_vision
+from clew.record.files import write_json
 from clew.record.run import RunDirectory
 from clew.record.weights import WeightRef
 from clew.waits import Reporter, waiting
@@ -51,6 +52,10 @@ HEALTH_S = 2.0
 
 FROZEN_S = 30.0
 """Seconds without an answer after which a server counts as frozen."""
+
+UPDATE_S = 600.0
+"""Seconds in which a server must have loaded new weights. One that answers, but whose workers are frozen, is given up
+after that."""
 
 ABORT_S = 60.0
 """Seconds in which all aborted requests must have come back."""
@@ -114,7 +119,14 @@ class RemoteEngine:
     """Engine in a server process; it has the interface of `clew.inference.local.LocalEngine`."""
 
     def __init__(
-        self, config: Config, core: RemoteCore, backend: Backend, launch: Launch | None = None, log_file: Path = Path()
+        self,
+        config: Config,
+        core: RemoteCore,
+        backend: Backend,
+        launch: Launch | None = None,
+        log_file: Path = Path(),
+        frozen_s: float = FROZEN_S,
+        options_file: Path | None = None,
     ) -> None:
         """Start the server; `start` waits for it.
 
@@ -124,17 +136,24 @@ class RemoteEngine:
             backend: Client of the server.
             launch: How to start it; None: it runs already.
             log_file: File for its output.
+            frozen_s: Seconds without an answer after which the server counts as frozen.
+            options_file: File for the options that the server runs with.
 
         Raises:
             EngineError: There is no such program.
         """
         self.core = core
+        self._frozen_s = frozen_s
+        self._options_file = options_file
+        self._chosen = config.inference.args
         self.failure: str | None = None
         """Reason why nothing is served until `restart`: the server is gone. Every call raises EngineError then."""
         self.released = False
         self.process = AttachedServer() if launch is None else ServerProcess(launch, log_file)
         self._launch = launch
         self._backend = backend
+        backend.vocab = core.vocab
+        self._waits = config.inference.on_update == "wait"
         self._tolerance = PROBE_TOLERANCE[config.model.dtype]
         self._gate = asyncio.Event()
         self._gate.set()
@@ -181,28 +200,51 @@ class RemoteEngine:
 
     # Weights ---------------------------------------------------------------------------------------------------------
 
-    async def load_weights(self, ref: WeightRef) -> None:
+    async def load_weights(self, ref: WeightRef) -> Timings:
         """Abort all requests, load the weights, check that the server holds them, and serve again.
+
+        Returns:
+            The seconds that each part took, for which no request was served.
 
         Raises:
             EngineError: The weights were refused, or the server now holds or computes something else. It then serves
                 nothing until a load succeeds.
+            EngineUnreachable: The server died or froze meanwhile.
         """
         async with self._changing:
+            clock = Parts()
             try:
                 with waiting(f"weights of version {ref.version}", unblocks=self._backend.kind):
-                    await self._closed()
-                    await self._backend.pause()
-                    await self._backend.load(ref)
-                    await self._backend.resume()
-                    await self._check_probe(ref)
+                    if self._waits and not self.paused:
+                        await self._ended()
+                    async with asyncio.timeout(UPDATE_S):
+                        await self._load_and_check(ref, clock)
+            except TimeoutError:
+                await self._give_up(f"it has not loaded version {ref.version} in {UPDATE_S:.0f} s")
+                raise EngineUnreachable(self._backend.address, str(self.failure)) from None
             except BaseException as error:
                 self.core.broken = f"loading version {ref.version} from {ref.path} failed: {described(error)}"
+                # Given up meanwhile, its connections are closed; a server that has died cannot have refused.
+                dying = isinstance(error, EngineError) and await self._silence() if self.failure is None else True
+                if dying and isinstance(error, Exception):
+                    raise EngineUnreachable(self._backend.address, self.failure or str(error)) from error
                 raise
             else:
                 self.core.version, self.core.broken = ref.version, None
+                return clock.seconds
             finally:
                 self._open()
+
+    async def _load_and_check(self, ref: WeightRef, clock: Parts) -> None:
+        with clock("abort"):
+            await self._closed()
+            await self._backend.pause()
+        with clock("load"):
+            await self._backend.load(ref)
+        with clock("verify"):
+            await self._backend.verify(ref)
+            await self._backend.resume()
+            await self._check_probe(ref)
 
     async def _check_probe(self, ref: WeightRef) -> None:
         if len(ref.probe_ids) < 2:
@@ -215,6 +257,14 @@ class RemoteEngine:
                 f"gave it {ref.probe_logprob:.6f} (tolerance {self._tolerance:g}). It computes from a copy of other "
                 f"weights (a packed or tied lm_head, for example), or computes another model. It serves nothing now."
             )
+
+    async def _ended(self) -> None:
+        """Hold back new requests, and wait until those in flight have ended."""
+        self._gate.clear()
+        with waiting("generations in flight to end", unblocks=self._backend.kind, numbers=self._running):
+            while self.core.active:
+                self._refuse_when_broken()
+                await asyncio.sleep(0.02)
 
     async def _closed(self) -> None:
         """Hold back new requests, and abort until none is in flight.
@@ -232,6 +282,9 @@ class RemoteEngine:
                     await asyncio.sleep(0.005)
             if loop.time() > deadline:
                 raise EngineUnreachable("here", f"{len(self.core.active)} requests did not end when they were aborted")
+
+    def _running(self) -> str:
+        return f"{self.core.running()} running"
 
     # Pause -----------------------------------------------------------------------------------------------------------
 
@@ -280,50 +333,121 @@ class RemoteEngine:
         reporter.set(engine=kind, engine_command=[] if self._launch is None else self._launch.command)
         loop = asyncio.get_running_loop()
         began = loop.time()
-        with waiting(f"{kind} to start", unblocks=kind, numbers=lambda: f"its log: {self.process.log}"):
-            while not await self._is_ready(refuse=isinstance(self.process, AttachedServer)):
+        silence, attached = "", isinstance(self.process, AttachedServer)
+        with waiting(
+            f"{kind} at {backend.address} to start",
+            unblocks=kind,
+            numbers=lambda: f"{silence}; its log: {self.process.log}",
+        ):
+            while silence := await self._silence(refuse=attached):
                 if ended := self.process.ended():
                     raise EngineError(f"{kind} did not start: it {ended}")
-                reporter.set(doing=f"waiting for {kind} to start ({loop.time() - began:.0f} s)")
+                if attached and loop.time() - began < POLL_S:
+                    log.warning(
+                        "nothing serves at %s yet (%s): waiting. Is this the host:port of %s, and is it running?",
+                        backend.address,
+                        silence,
+                        kind,
+                    )
+                reporter.set(doing=f"waiting for {kind} at {backend.address} to start ({loop.time() - began:.0f} s)")
                 await asyncio.sleep(POLL_S)
         for lack in await backend.prepare():
             log.warning("%s", lack)
+        await self._record_options(reporter)
         if backend.context is not None:
             self.core.context = min(self.core.context, backend.context)
         log.info("%s started in %.1f s at %s", kind, loop.time() - began, backend.address)
         self._watch = loop.create_task(self._keep_watch())
 
-    async def _is_ready(self, *, refuse: bool = False) -> bool:
-        """Return whether the server answers. refuse: raise EngineError if it is no inference server."""
+    async def _record_options(self, reporter: Reporter) -> None:
+        """Write the options that the server runs with, and say those that the command line or inference.args set."""
+        kind, file, command = (
+            self._backend.kind,
+            self._options_file,
+            [] if self._launch is None else self._launch.command,
+        )
         try:
-            return await asyncio.wait_for(self._backend.ready(), 2.0)
-        except (EngineUnreachable, TimeoutError):
-            return False
+            resolved = await self._backend.resolved()
+        except (EngineError, LookupError) as error:
+            log.warning("%s does not say which options it runs with: %s", kind, error)
+            return
+        found = leaves(resolved)
+        names = [word[2:] for word in command if word.startswith("--")] or [
+            "model",
+            "model-path",
+            "dtype",
+            *self._chosen,
+        ]
+        shown = [f"{name}={found[name]}" for name in names if name in found]
+        where = ""
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_json(
+                file, {"engine": kind, "address": self._backend.address, "command": command, "options": resolved}
+            )
+            reporter.set(engine_options=str(file))
+            where = f" (all {len(found)} options: {file})"
+        log.info(
+            "%s %s at %s runs with %s%s", kind, found.get("version"), self._backend.address, ", ".join(shown), where
+        )
+
+    async def _silence(self, *, refuse: bool = False) -> str:
+        """Return why the server is not up; "" if it is. refuse: raise EngineError if it is no inference server."""
+        try:
+            await asyncio.wait_for(self._backend.ready(), 2.0)
+        except TimeoutError:
+            return "no answer in 2 s"
+        except EngineUnreachable as error:
+            return error.reason
         except EngineError as error:
             if not refuse:
-                return False
+                return str(error)
             raise EngineError(
                 f"Cannot attach to {self._backend.address}: it is no {self._backend.kind} server. {error} Give the "
                 f"host:port of the inference server."
             ) from None
+        return ""
+
+    async def _lives(self) -> bool:
+        """Return whether the engine answers; during an update, in which it has no time, whether its HTTP side does."""
+        try:
+            async with asyncio.timeout(HEALTH_S):
+                if self._changing.locked():
+                    return await self._backend.answers()
+                await self._backend.alive()
+        except (EngineError, TimeoutError):
+            return False
+        return True
 
     async def _keep_watch(self) -> None:
-        """Set `failure` when the server has ended, or has not answered for FROZEN_S."""
-        loop = asyncio.get_running_loop()
-        answered = loop.time()
+        """Set `failure` when the server has ended, stands still, or has not answered for `frozen_s`."""
+        loop, kind, address = asyncio.get_running_loop(), self._backend.kind, self._backend.address
+        answered, moved = loop.time(), loop.time()
+        period = min(HEALTH_S, self._frozen_s / 4)
+        looked = answered
         while self.failure is None:
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(min(POLL_S, period))
             if ended := self.process.ended():
-                self.failure = f"{self._backend.kind} at {self._backend.address} {ended}"
-            elif loop.time() - answered > HEALTH_S:
-                if await self._is_ready():
+                self.failure = f"{kind} at {address} {ended}"
+            elif loop.time() - looked > period:
+                stopped = self.process.stopped()
+                if not stopped:
+                    moved = loop.time()
+                if await self._lives():
                     answered = loop.time()
-                elif loop.time() - answered > FROZEN_S:
-                    self.failure = (
-                        f"{self._backend.kind} at {self._backend.address} has not answered for {FROZEN_S:.0f} s and "
-                        f"is given up (its log: {self.process.log})"
-                    )
-                    await asyncio.to_thread(self.process.end)
+                looked = loop.time()
+                if looked - moved > self._frozen_s:
+                    await self._give_up(f"its {stopped} is stopped (SIGSTOP) and has been for {self._frozen_s:.0f} s")
+                elif looked - answered > self._frozen_s:
+                    more = f"; its {stopped} is stopped" if stopped else ""
+                    await self._give_up(f"it has not answered for {self._frozen_s:.0f} s{more}")
+        await self._backend.close()  # what a server that nobody ends will not answer any more fails now
+
+    async def _give_up(self, reason: str) -> None:
+        """Set `failure`, and end the server."""
+        address, where = self._backend.address, self.process.log
+        self.failure = f"{self._backend.kind} at {address} is given up: {reason} (its log: {where})"
+        await asyncio.to_thread(self.process.end)
 
     async def restart(self, reporter: Reporter) -> None:
         """Start the server anew, with the weights in model.path.
@@ -331,6 +455,8 @@ class RemoteEngine:
         Raises:
             EngineError: It did not start.
         """
+        if self._watch is not None:
+            await self._watch  # it closes the connections to the old one
         await asyncio.to_thread(self.process.end)
         if isinstance(self.process, ServerProcess):
             assert self._launch is not None
@@ -363,15 +489,15 @@ def start_remote(config: Config, run: RunDirectory, name: str = "server", attach
     """
     core = RemoteCore(config)
     kind = BACKENDS[config.inference.backend]
+    options_file = run.path / "engine" / f"{name}.json"
     if attach:
-        return RemoteEngine(config, core, kind.client(config, attach, core.vision))
+        return RemoteEngine(config, core, kind.client(config, attach, core.vision), options_file=options_file)
     port = free_port()
     launch = kind.launch(config, port, run.path / "engine" / name)
     log.info("starting %s: %s", kind.kind, " ".join(launch.command))
     client = kind.client(config, f"127.0.0.1:{port}", core.vision)
-    return RemoteEngine(
-        config, core, client, launch, run.logs / f"{config.inference.backend}{name.removeprefix('server')}.log"
-    )
+    log_file = run.logs / f"{config.inference.backend}{name.removeprefix('server')}.log"
+    return RemoteEngine(config, core, client, launch, log_file, options_file=options_file)
 
 
 def free_port() -> int:

@@ -9,41 +9,62 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from clew.inference.protocol import Completion, Engine, EngineUnreachable, GenerateRequest
+from clew.inference.protocol import Completion, Engine, EngineUnreachable, FaultyAnswer, GenerateRequest
 from clew.waits import waiting
+
+TRIES = 5
+"""Number of faulty answers in a row after which a request fails."""
 
 RETRY_S = 0.02
 """Seconds before the first look for a server that is away, or for another one; doubled up to 2 s."""
 
 
-async def generate_through_aborts(engine: Engine, request: GenerateRequest) -> Completion:
+async def generate_through_aborts(engine: Engine, request: GenerateRequest, *, restart: bool = False) -> Completion:
     """Complete one sequence; submit it again with the tokens so far after each abort, until it ends by itself.
 
-    It waits, under a name, for a server that is away or not ready.
+    restart: Submit it without the tokens so far, so that all tokens of the completion are by one version. They are not
+    passed on as they come then, because what was passed on cannot be taken back.
+
+    It waits, under a name, for a server that is away or not ready. After a faulty answer it asks again, which reaches
+    another server if there is one.
 
     Raises:
         EngineError: The request itself is refused.
+        FaultyAnswer: No answer could be used.
         EngineUnreachable: Output held to a JSON schema was cut short. An engine starts a schema with the first token
             that it draws, so it cannot continue there.
     """
     params = request.params
+    if restart:
+        request = replace(request, on_token=None)
     whole = Completion(output_ids=[], logprobs=[], versions=[], finish_reason="abort")
+    faults = 0
     while True:
-        done = len(whole.output_ids)
-        rest = replace(
-            params,
-            max_new_tokens=params.max_new_tokens - done,
-            min_new_tokens=max(0, params.min_new_tokens - done),
-            continues=params.continues + done,
-        )
+        rest = request
+        if done := len(whole.output_ids):
+            left = replace(
+                params,
+                max_new_tokens=params.max_new_tokens - done,
+                min_new_tokens=max(0, params.min_new_tokens - done),
+                continues=params.continues + done,
+            )
+            rest = replace(request, input_ids=request.input_ids + whole.output_ids, params=left)
         try:
             with waiting(f"completion {request.id}".strip(), unblocks="the inference engine"):
-                part = await engine.generate(
-                    replace(request, input_ids=request.input_ids + whole.output_ids, params=rest)
-                )
+                part = await engine.generate(rest)
         except EngineUnreachable as error:
             await _until_reachable(engine, error)
             continue
+        except FaultyAnswer as error:
+            faults += 1
+            if faults == TRIES:
+                raise FaultyAnswer(error.address, f"{error.reason} The request was tried {TRIES} times.") from error
+            await asyncio.sleep(RETRY_S * 2**faults)
+            continue
+        faults = 0
+        if restart and part.finish_reason == "abort":
+            part = replace(part, output_ids=[], logprobs=[], versions=[], sampling_mask=None, sampled_by=[])
+            part = replace(part, routed_experts=None, wrong_logprobs="")
         whole = whole.followed_by(part)
         if part.finish_reason != "abort":
             return whole
@@ -69,3 +90,5 @@ async def _until_reachable(engine: Engine, error: EngineUnreachable) -> None:
                 return
             except EngineUnreachable as again:
                 reason = again.reason
+            except FaultyAnswer:
+                return  # it answers: the request finds out what

@@ -67,6 +67,16 @@ class ServerProcess:
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         return f"{how}: {self.cause()} (its log: {self.log})"
 
+    def stopped(self) -> str:
+        """Return the name and pid of one of the server's processes that a signal has stopped; "" if none is."""
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError, ValueError):
+                name, _, fields = (folder / "stat").read_text().rpartition(")")
+                state, _, _, session = fields.split()[:4]
+                if state == "T" and int(session) == self.pid:
+                    return f"process {name.partition('(')[2]} (pid {folder.name})"
+        return ""
+
     def cause(self) -> str:
         """Return the error in the log that the others follow from, or else the log's last line."""
         with self.log.open("rb") as file:
@@ -96,6 +106,10 @@ class AttachedServer:
     def ended(self) -> str | None:
         """Return None: only its answers tell whether it lives."""
         return None
+
+    def stopped(self) -> str:
+        """Return "": it may run on another machine."""
+        return ""
 
     def end(self) -> None:
         """Leave it running."""

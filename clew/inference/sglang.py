@@ -75,6 +75,7 @@ class SGLangEngine(HTTPEngine):
         self._before_temperature = False
         self._running = 0
         self._tensors: Tensors = {}
+        self._sent: Tensors = {}
         self._dtype = "F32"
         self._held: dict[str, str] = {}
 
@@ -108,6 +109,10 @@ class SGLangEngine(HTTPEngine):
         await self._request("GET", "/health", None)
         return True
 
+    async def alive(self) -> None:
+        """Ask for the scheduler's state. /health takes a second, and generates a token, which a pause stops."""
+        await self._request("GET", "/server_info", None)
+
     async def prepare(self) -> list[str]:
         """Find out what the server can do; see the protocol."""
         routes = await self._routes()
@@ -136,8 +141,18 @@ class SGLangEngine(HTTPEngine):
             self._held = await self._checksums()
         return self._lacks(info, bool(server.get("enable_deterministic_inference")))
 
+    async def resolved(self) -> dict[str, Any]:
+        """Return SGLang's server arguments; see the protocol."""
+        info = await self._request("GET", "/server_info", None)
+        return {name: value for name, value in info.items() if name != "internal_states" and "api_key" not in name}
+
     def _lacks(self, info: Mapping[str, Any], uses_seeds: bool) -> list[str]:
         lacks = []
+        if self._has_experts():
+            lacks.append(
+                "its model is a mixture of experts, whose weights Clew cannot update in SGLang: it serves the weights "
+                "that it began with, and a run cannot train through it. inference.backend=vllm or embedded can"
+            )
         if not uses_seeds:
             lacks.append(
                 "it ignores seeds: the same prompt gives other tokens each time, also after an interruption, unless "
@@ -157,6 +172,9 @@ class SGLangEngine(HTTPEngine):
         if not self.takes_images and config_field(info["model_path"], "vision_config") is not None:
             lacks.append("it takes no images, although its model does: set inference.args.enable-multimodal to true")
         return lacks
+
+    def _has_experts(self) -> bool:
+        return any(".experts." in name for name in self._tensors)
 
     async def _reports_before_temperature(self) -> bool:
         """Return whether the logprobs of the likeliest tokens are the same at two temperatures."""
@@ -209,11 +227,17 @@ class SGLangEngine(HTTPEngine):
         await self._post("/pause_generation", {"mode": "abort"})
 
     async def load(self, ref: WeightRef) -> None:
-        """Load weights into the paused server, and compare what it then holds with the file; see the protocol.
+        """Load weights into the paused server; see the protocol.
 
         SGLang loads whatever tensors a file has, and reads a file that does not fit until it fails, and then its
         rollback reads the same file again and fails, too. So a file of other tensors is not sent.
         """
+        if self._has_experts():
+            raise EngineError(
+                f"Cannot load version {ref.version} into SGLang at {self.address}: its model is a mixture of experts, "
+                f"whose tensors SGLang joins in a way that Clew cannot check. It was not sent. Train it with "
+                f"inference.backend=vllm or embedded."
+            )
         new = await asyncio.to_thread(read_folder, ref.path)
         if self._tensors and (others := differences(self._tensors, new)):
             raise EngineError(
@@ -235,13 +259,14 @@ class SGLangEngine(HTTPEngine):
             raise EngineError(
                 f"SGLang at {self.address} says that it loaded version {ref.version}, and then that it has {label}."
             )
-        if self._checks_weights:
-            await self._compare(ref, new)
+        self._sent = new
 
-    async def _compare(self, ref: WeightRef, sent: Tensors) -> None:
-        """Raise EngineError if the server holds other weights than the file that it was sent."""
+    async def verify(self, ref: WeightRef) -> None:
+        """Compare the server's checksums with those of the file that it was sent; see the protocol."""
+        if not self._checks_weights:
+            return
         held = await self._checksums()
-        wrong = await asyncio.to_thread(compare, held, sent, self._dtype)
+        wrong = await asyncio.to_thread(compare, held, self._sent, self._dtype)
         if wrong:
             unchanged = "They are those of before the update." if held == self._held else ""
             raise EngineError(

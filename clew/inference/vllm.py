@@ -25,10 +25,17 @@ from typing import Any, Literal
 
 import clew
 from clew.config import Config
-from clew.errors import ConfigError, EngineError, ImageError
+from clew.errors import ConfigError, EngineError, ImageError, RecordError
 from clew.inference.backend import Launch, check_model, options
 from clew.inference.client import HTTPEngine, experts_of
-from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, SamplingParams, spans_of
+from clew.inference.protocol import (
+    Completion,
+    EngineUnreachable,
+    FaultyAnswer,
+    GenerateRequest,
+    SamplingParams,
+    spans_of,
+)
 from clew.models.vision import Vision
 from clew.record.weights import WeightRef, read_digests
 from clew.seeds import derive_seed
@@ -56,6 +63,19 @@ OWN = (
 GENERATE = "/inference/v1/generate"
 """Route of tokens in, tokens out (--enable-scale-out). It expands images itself, and says to which tokens."""
 
+ADAPTER = "clew"
+"""Name under which the run's adapters are served."""
+
+ADAPTER_HINT = (
+    " These are adapters: they must be loaded, into layers for which vLLM takes adapters, on the weights that the "
+    "server began with. With inference.args.enable-lora=false, they are added to the weights before they are sent."
+)
+
+LOAD_ADAPTER = "/v1/load_lora_adapter"
+
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values that vLLM takes for --max-lora-rank."""
+
 NEEDED = ("/pause", "/resume", "/abort_requests", "/collective_rpc", "/v1/completions")
 """Routes without which a server cannot be trained with."""
 
@@ -81,9 +101,14 @@ class VLLMEngine(HTTPEngine):
         self._model_path: str | None = None
         """Folder of the model that the server must serve; None: any."""
         self.model = model
+        self._asks_engine = False
         self._labels = False
         self._generates = False
         self._masks = False
+        self._sent: dict[str, str] = {}
+        """The trainer's digests of the tensors that were sent last."""
+        self._adapts = False
+        """True if only adapters are sent."""
         self.logprobs_mode: LogprobsMode = "unknown"
 
     # The server ------------------------------------------------------------------------------------------------------
@@ -94,6 +119,7 @@ class VLLMEngine(HTTPEngine):
         engine = cls(address, config.model.path, 2**40, vision=vision)
         engine._model_path = config.model.path
         engine._masks = returns_masks(config)
+        engine._adapts = config.sends_adapters
         return engine
 
     @staticmethod
@@ -116,6 +142,7 @@ class VLLMEngine(HTTPEngine):
             "worker-extension-cls": EXTENSION,
             "disable-uvicorn-access-log": True,
             "enable-scale-out": True,  # opens /inference/v1/generate
+            **adapter_options(config),
         }
         scratch.mkdir(parents=True, exist_ok=True)
         package = scratch / "clew"
@@ -129,6 +156,7 @@ class VLLMEngine(HTTPEngine):
             ],
             environment={
                 "VLLM_SERVER_DEV_MODE": "1",  # opens /pause, /resume, /collective_rpc
+                "VLLM_ALLOW_RUNTIME_LORA_UPDATING": str(int(config.sends_adapters)),
                 "PYTHONPATH": str(scratch),  # Clew's package alone, not what is installed beside it
                 "PYTHONDONTWRITEBYTECODE": "",
                 "VLLM_CPU_KVCACHE_SPACE": str(max(1, round(inference.cache_gib))),
@@ -140,6 +168,10 @@ class VLLMEngine(HTTPEngine):
         await self._request("GET", "/health", None)
         return True
 
+    async def alive(self) -> None:
+        """Ask something that vLLM's engine process has to answer; /health is answered while that process is stopped."""
+        await self._request("GET", "/is_paused" if self._asks_engine else "/health", None)
+
     async def prepare(self) -> list[str]:
         """Find out what the server can do; see the protocol."""
         routes = await self._routes()
@@ -148,10 +180,17 @@ class VLLMEngine(HTTPEngine):
                 f"Cannot train with vLLM at {self.address}: it has no {', '.join(missing)}. Its version is too old, or "
                 f"VLLM_SERVER_DEV_MODE=1 was not set when it was started."
             )
+        if self._adapts and LOAD_ADAPTER not in routes:
+            raise EngineError(
+                f"Cannot train with vLLM at {self.address}: it takes no adapters, and training.lora_rank is set. Start "
+                f"it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, or set inference.args.enable-lora to "
+                f"false: the adapters are then added to the weights before they are sent."
+            )
         served = (await self._request("GET", "/v1/models", None))["data"][0]
         self.model, self.context = served["id"], int(served["max_model_len"])
         check_model("vLLM", self.address, str(served.get("root") or served["id"]), self._model_path or "")
         await self._check_extension()
+        self._asks_engine = "/is_paused" in routes
         self._labels = "/update_weight_version" in routes
         self._generates = GENERATE in routes
         self.takes_images = self._vision is not None and self._generates
@@ -173,6 +212,12 @@ class VLLMEngine(HTTPEngine):
                 f"has it)."
             )
         return [*lacks, *([self.advice] if self.advice else [])]
+
+    async def resolved(self) -> dict[str, Any]:
+        """Return vLLM's configuration, by its sections; see the protocol."""
+        version = await self._request("GET", "/version", None)
+        info = await self._request("GET", "/server_info?config_format=json", None)
+        return {**version, **info["vllm_config"]}
 
     async def _check_extension(self) -> None:
         """Raise EngineError if the workers have not Clew's extension, which an attached server may lack."""
@@ -200,19 +245,37 @@ class VLLMEngine(HTTPEngine):
         await self._request("POST", "/resume", None)
 
     async def load(self, ref: WeightRef) -> None:
-        """Load weights into the paused server, and compare what it holds with the trainer's digests."""
-        answer = await self._post("/collective_rpc", {"method": "clew_load", "args": [ref.path]})
-        if wrong := differences(read_digests(ref), answer["results"]):
-            shown = "; ".join(wrong[:5]) + ("; …" if len(wrong) > 5 else "")
+        """Load weights into the paused server, and have it forget what it computed with those before."""
+        try:
+            self._sent = read_digests(ref)
+        except RecordError as error:
             raise EngineError(
-                f"vLLM at {self.address} did not load version {ref.version} as the trainer wrote it: {len(wrong)} "
-                f"tensors differ: {shown}. It serves nothing now."
-            )
+                f"Cannot load version {ref.version} into vLLM at {self.address}: {error} It was not sent."
+            ) from None
+        if ref.holds_adapters():
+            adapter = {"lora_name": ADAPTER, "lora_path": ref.path, "load_inplace": True}
+            await self._post(LOAD_ADAPTER, adapter)
+            self.model = ADAPTER  # requests name it; before, they get the model without
+        else:
+            await self._post("/collective_rpc", {"method": "clew_load", "args": [ref.path]})
         forgotten = await self._request("POST", "/reset_prefix_cache", None)
         if forgotten.get("success") is False:
             raise EngineError(
                 f"vLLM at {self.address} did not forget the keys and values of the version before {ref.version} "
                 f"(/reset_prefix_cache): it would go on with them under new weights. It serves nothing now."
+            )
+
+    async def verify(self, ref: WeightRef) -> None:
+        """Compare what the paused server holds with the trainer's digests; see the protocol."""
+        adapters = ref.holds_adapters()
+        call = {"method": "clew_adapters", "args": [ref.path]} if adapters else {"method": "clew_held"}
+        answer = await self._post("/collective_rpc", call)
+        if wrong := differences(self._sent, answer["results"]):
+            hint = ADAPTER_HINT if adapters else ""
+            shown = "; ".join(wrong[:5]) + ("; …" if len(wrong) > 5 else "")
+            raise EngineError(
+                f"vLLM at {self.address} did not load version {ref.version} as the trainer wrote it: {len(wrong)} "
+                f"tensors differ: {shown}. It serves nothing now.{hint}"
             )
         if self._labels:
             await self._post("/update_weight_version", {"new_version": str(ref.version)})
@@ -326,9 +389,7 @@ class VLLMEngine(HTTPEngine):
             body["request_id"] = request.id
         if request.on_token is not None:
             return await self._streamed(route, body, request)
-        completion = self._new_of(await self._post(route, body), 0)
-        assert completion is not None
-        return completion
+        return await self._whole(route, body, request)
 
     async def _generate_with_images(self, request: GenerateRequest, params: SamplingParams) -> Completion:
         """Complete a prompt with images; tokens are not passed on as they come.
@@ -348,17 +409,18 @@ class VLLMEngine(HTTPEngine):
         }
         if request.id:
             body["request_id"] = request.id
-        answer = await self._post(GENERATE, body)
-        if (seen := answer.get("prompt_token_ids")) != request.input_ids:
-            raise ImageError(
-                f"vLLM at {self.address} expanded the images to other tokens than the model's processor here: "
-                f"{len(seen or [])} in the prompt, not {len(request.input_ids)}. Is its transformers another version?"
-            )
-        completion = self._new_of(answer, 0)
-        assert completion is not None
-        return completion
 
-    def _new_of(self, answer: dict[str, Any], before: int) -> Completion | None:
+        def look(answer: dict[str, Any]) -> None:
+            if (seen := answer.get("prompt_token_ids")) != request.input_ids:
+                raise ImageError(
+                    f"vLLM at {self.address} expanded the images to other tokens than the model's processor here: "
+                    f"{len(seen or [])} in the prompt, not {len(request.input_ids)}. Is its transformers another "
+                    f"version?"
+                )
+
+        return await self._whole(GENERATE, body, request, look)
+
+    def _new_of(self, answer: dict[str, Any], before: int, address: str) -> Completion | None:
         """Return the new tokens of a response or of an event of a stream; None if there is no choice in it.
 
         Events of vLLM have only the new tokens.
@@ -368,16 +430,12 @@ class VLLMEngine(HTTPEngine):
         choice = answer["choices"][0]
         ids = choice.get("token_ids")
         if ids is None:
-            raise EngineError(f"{self.address} returned no token_ids: this vLLM is older than return_token_ids.")
+            raise FaultyAnswer(address, "it returned no token_ids: this vLLM is older than return_token_ids.")
         reason = choice["finish_reason"] or "abort"
         if reason not in ("stop", "length", "abort"):
-            raise EngineError(f"{self.address} ended a completion with finish_reason {reason!r}.")
+            raise FaultyAnswer(address, f"it ended a completion with finish_reason {reason!r}. Its log may say why.")
         said = choice["logprobs"] if ids else {"token_logprobs": []}
         logprobs = [each["logprob"] for each in said["content"]] if "content" in said else said["token_logprobs"]
-        if len(logprobs) != len(ids):
-            raise EngineError(
-                f"{self.address} returned {len(ids)} tokens and {len(logprobs)} logprobs, so they cannot be trained on."
-            )
         mask = choice.get("sampling_mask")
         return Completion(
             output_ids=ids,
@@ -386,7 +444,7 @@ class VLLMEngine(HTTPEngine):
             finish_reason=reason,
             matched=choice.get("stop_reason"),
             sampling_mask=mask and mask[: len(ids)],
-            sampled_by=spans_of(choice.get("weight_versions") or [], self.name),
+            sampled_by=spans_of(choice.get("weight_versions") or [], self.name_of(address)),
             routed_experts=experts_of(choice.get("routed_experts")),
         )
 
@@ -394,6 +452,15 @@ class VLLMEngine(HTTPEngine):
         """See the protocol."""
         await self._request("GET", "/v1/models", None)
         return 0
+
+
+def adapter_options(config: Config) -> dict[str, Any]:
+    """Return the options for a server that adds the run's adapters itself."""
+    rank = config.training.lora_rank
+    if rank is None or not config.sends_adapters:
+        return {}
+    room = next((each for each in RANKS if each >= rank), rank)  # vLLM refuses a larger one by name
+    return {"enable-lora": True, "max-lora-rank": room, "max-loras": 1}
 
 
 def returns_masks(config: Config) -> bool:

@@ -4,8 +4,8 @@ vLLM's Python loads this file. It may have none of Clew's packages: this imports
 
 An update can answer 200 and be wrong: a fused tensor may be loaded by half, or a kernel may compute from a packed copy
 of its own. So `clew_load` notes where each element of each tensor in the file is copied while vLLM's own loaders run,
-whatever they do with it (fused projections, tensor parallelism, experts). It then reads the weights back from there and
-returns their digests, for the trainer's to be compared with.
+whatever they do with it (fused projections, tensor parallelism, experts). `clew_held` reads the weights back from there
+and returns their digests, for the trainer's to be compared with. `clew_adapters` does so for adapters.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import sys
 from bisect import bisect_right
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from clew.models.tensor_digest import digest_scattered
+from clew.models.tensor_digest import digest_scattered, digest_tensor
 
 
 def die_with_server() -> None:
@@ -107,14 +107,46 @@ class CopyTrace(TorchDispatchMode):
 class Extension:
     """Methods that `/collective_rpc` can call on each of vLLM's workers."""
 
-    def clew_load(self, folder: str) -> dict[str, list[Any]]:
-        """Load a folder's *.safetensors in place, and return what the engine then holds of each tensor.
+    holds_base = True
+    """False once `clew_load` has replaced the weights that the server began with."""
 
-        Returns:
-            By name: the digest of the elements held, in hexadecimal; how many elements are held, each counted as often
-            as it is held; how many the tensor has; and the types that hold them, if the engine has cast any. Only
-            elements that the engine still computes from count.
+    copies: ClassVar[dict[str, tuple[Tensor, list[Copied]]]] = {}
+    """Tensors of the last `clew_load` on no device, with where the engine holds them, by name."""
+
+    def clew_adapters(self, folder: str) -> dict[str, list[Any]]:
+        """Return what the engine holds of each tensor of a folder's adapters, where it computes from, as `clew_held`.
+
+        Nothing counts as held if they were not loaded, or if the weights below them are not those that the server began
+        with.
         """
+        manager: Any = self.model_runner.lora_manager._adapter_manager  # pyright: ignore[reportAttributeAccessIssue]
+        parse: Any = vars(import_module("vllm.lora.utils"))["parse_fine_tuned_lora_name"]
+        mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
+        places = {  # vLLM joins q_proj, k_proj and v_proj to one layer, which has an adapter of each
+            part: (layer, number)
+            for name, layer in manager.modules.items()
+            for number, part in enumerate(manager.packed_modules.get(name, [name]))
+        }
+        slots = [slot for slot, adapter in enumerate(manager.lora_index_to_id) if adapter is not None]
+        result: dict[str, list[Any]] = {}
+        for file in sorted(Path(folder).glob("*.safetensors")):
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118
+                    written = opened.get_tensor(name)
+                    part, is_a = parse(name, mapper and mapper.get_rename_mapper())
+                    result[name] = ["0", 0, written.numel(), []]
+                    if part not in places or len(slots) != 1 or not self.holds_base:
+                        continue
+                    layer, number = places[part]
+                    held = (layer.lora_a_stacked if is_a else layer.lora_b_stacked)[number][slots[0], 0]
+                    rows, columns = written.shape
+                    held = held[:rows, :columns].contiguous()  # the rest is room for a larger rank
+                    cast = [str(held.dtype)] if held.dtype != written.dtype else []
+                    result[name] = [f"{digest_tensor(held, name=name):016x}", held.numel(), written.numel(), cast]
+        return result
+
+    def clew_load(self, folder: str) -> None:
+        """Load a folder's *.safetensors in place."""
         model: Any = self.model_runner.model  # pyright: ignore[reportAttributeAccessIssue]
         trace, written = CopyTrace(), {}
         with torch.no_grad():
@@ -123,17 +155,29 @@ class Extension:
                     tensors = {name: opened.get_tensor(name).contiguous() for name in opened.keys()}  # noqa: SIM118
                 for name, tensor in tensors.items():
                     trace.watch(name, tensor)
-                    written[name] = tensor.numel(), tensor.dtype
+                    written[name] = tensor.to("meta")
                 with trace:
                     model.load_weights(iter(tensors.items()))
+        Extension.copies = {name: (written[name], copies) for name, copies in trace.copies.items()}
+        if written:  # otherwise this call only asked whether Clew's extension is there
+            Extension.holds_base = False
+            self.model_runner.reset_lora_state()  # pyright: ignore[reportAttributeAccessIssue]
+            self.model_runner.reset_encoder_cache()  # pyright: ignore[reportAttributeAccessIssue]
+
+    def clew_held(self) -> dict[str, list[Any]]:
+        """Return what the engine holds of each tensor that `clew_load` has loaded.
+
+        Returns:
+            By name: the digest of the elements held, in hexadecimal; how many elements are held, each counted as often
+            as it is held; how many the tensor has; and the types that hold them, if the engine has cast any. Only
+            elements that the engine still computes from count.
+        """
+        model: Any = self.model_runner.model  # pyright: ignore[reportAttributeAccessIssue]
         alive = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
         result: dict[str, list[Any]] = {}
-        for name, copies in trace.copies.items():
+        for name, (written, copies) in self.copies.items():
             live = [each for each in copies if each.held.untyped_storage().data_ptr() in alive]
             digest = sum(digest_scattered(each.held, each.offset, each.strides, name=name) for each in live) % 2**64
-            size, dtype = written[name]
-            cast = sorted({str(each.held.dtype) for each in live} - {str(dtype)})
-            result[name] = [f"{digest:016x}", sum(each.held.numel() for each in live), size, cast]
-        self.model_runner.reset_lora_state()  # pyright: ignore[reportAttributeAccessIssue]
-        self.model_runner.reset_encoder_cache()  # pyright: ignore[reportAttributeAccessIssue]
+            cast = sorted({str(each.held.dtype) for each in live} - {str(written.dtype)})
+            result[name] = [f"{digest:016x}", sum(each.held.numel() for each in live), written.numel(), cast]
         return result

@@ -23,7 +23,7 @@ from typing import Any
 from clew.config import SERVERS_ALIAS, SERVERS_VARIABLE, TOKEN_VARIABLE, Config, server_addresses
 from clew.devices import gpus, server_names, shared_out
 from clew.errors import ConfigError, Interrupted, LaunchError, RecordError
-from clew.launch.watch import Hang, Watch
+from clew.launch.watch import SUPERVISED_VARIABLE, Hang, Watch
 from clew.printing import print
 from clew.processes import PARENT_VARIABLE
 from clew.reading import read_json
@@ -148,7 +148,7 @@ def _children(config: Config, arguments: list[str], run: RunDirectory) -> dict[s
         commands[name] = ["serve", *arguments, *_of_server(name, number, config), "--attach", address]
     if devices.training is not None:
         commands |= {"rollout": ["rollout", *arguments], "trainer": ["learn", *arguments]}
-    inherited = dict(os.environ)
+    inherited = {**os.environ, SUPERVISED_VARIABLE: "1"}
     if devices.inference is not None or fronts:
         if server_addresses() and not fronts:
             log.warning(

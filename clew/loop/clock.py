@@ -25,6 +25,11 @@ class Clock:
             self.seconds[what] = self.seconds.get(what, 0.0) + whole - self._within
             self._within = before + whole
 
+    def note(self, what: str, seconds: float) -> None:
+        """Add seconds that were measured elsewhere, within the activity that goes on here."""
+        self.seconds[what] = self.seconds.get(what, 0.0) + seconds
+        self._within += seconds
+
     def take(self) -> dict[str, float]:
         """Return the seconds since the last call, by activity."""
         taken, self.seconds = self.seconds, {}

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from clew.config import Config
+from clew.inference.protocol import Timings
+from clew.loop.clock import Clock
 from clew.record.run import RunDirectory
 from clew.record.weights import WeightRef, outside_folder
 from clew.training.engine import TrainEngine
@@ -27,12 +29,14 @@ class Publisher:
     Every rank calls this, for its slice of the weights; rank 0 does everything else.
     """
 
-    def __init__(self, config: Config, run: RunDirectory, load: Callable[[WeightRef], None]) -> None:
+    def __init__(self, config: Config, run: RunDirectory, load: Callable[[WeightRef], Timings], clock: Clock) -> None:
         """Prepare to publish the weights of `run`.
 
         Args:
-            load: Returns when every engine serves the weights.
+            load: Returns when every engine serves the weights, with the seconds that each part took.
+            clock: Counts the time of each part.
         """
+        self._clock = clock
         self._run = run
         self._load = load
         self._folder = run.path / "weights"
@@ -46,18 +50,22 @@ class Publisher:
 
         def written() -> bool:
             ref = self._run.newest_weights()
-            return ref is not None and (ref.version, ref.digest) == (engine.version, digest) and ref.exists()
+            if ref is None or (ref.version, ref.digest) != (engine.version, digest) or not ref.exists():
+                return False
+            return ref.holds_adapters() == engine.config.sends_adapters
 
         ref = self._run.newest_weights()
         if not engine.ranks.agree(f"whether version {engine.version} is written already", written):
-            ref = write_weights(engine, self._folder / f"version-{engine.version:06d}", engine.version)
+            with self._clock("publish/write"):
+                ref = write_weights(engine, self._folder / f"version-{engine.version:06d}", engine.version)
             if engine.ranks.leads:
                 self._run.announce_weights(ref)
         if not engine.ranks.leads:
             return
         self._leads = True
         assert ref is not None
-        self._load(ref)
+        for part, seconds in self._load(ref).items():
+            self._clock.note(f"publish/{part}", seconds)
         self._run.inbox.publish(ref.version)
         for folder in self._folder.iterdir():
             if folder.name != Path(ref.path).name:

@@ -12,8 +12,10 @@ from dataclasses import replace
 
 from clew.errors import EngineError
 from clew.inference.client import FROZEN_S, EngineUnreachable, HTTPEngine
+from clew.inference.protocol import Timings
 from clew.record.run import RunDirectory, Server, attached_servers
 from clew.record.weights import WeightRef
+from clew.waits import waiting
 
 log = logging.getLogger("clew.trainer")
 
@@ -33,23 +35,34 @@ LEASE_S = 60.0
 class ServerControl:
     """The servers of a run, which are all asked at once."""
 
-    def __init__(self, run: RunDirectory, lease_s: float = LEASE_S, frozen_s: float = FROZEN_S) -> None:
+    def __init__(
+        self, run: RunDirectory, lease_s: float = LEASE_S, frozen_s: float = FROZEN_S, *, patient: bool = False
+    ) -> None:
         """Prepare to ask the servers of `run`.
 
         Args:
             run: The run directory.
             lease_s: Seconds for which the servers release their memory; renewed after each third of it.
             frozen_s: Seconds without an answer after which a server counts as frozen.
+            patient: Whether servers finish what they generate before they load weights (inference.on_update: wait), so
+                that there is no limit for it.
         """
+        self._limit_s = None if patient else ANSWER_TIMEOUT_S
         self._frozen_s = frozen_s
         self._run = run
         self._lease_s = lease_s
         self._loop = asyncio.new_event_loop()
         self._engines: dict[tuple[str, str], HTTPEngine] = {}
 
-    def load(self, ref: WeightRef) -> None:
-        """Return when the servers serve these weights."""
-        self._ask(f"load version {ref.version}", lambda engine: engine.load_weights(ref))
+    def load(self, ref: WeightRef) -> Timings:
+        """Return when the servers serve these weights, with the timings of the one that paused longest."""
+        taken: list[Timings] = [{}]
+
+        async def load(engine: HTTPEngine) -> None:
+            taken.append(await engine.load_weights(ref))
+
+        self._ask(f"load version {ref.version}", load)
+        return max(taken, key=lambda seconds: sum(seconds.values()))
 
     @contextmanager
     def released(self) -> Iterator[None]:
@@ -75,7 +88,8 @@ class ServerControl:
         self._loop.close()
 
     def _ask(self, what: str, ask: Ask) -> None:
-        self._loop.run_until_complete(self._ask_everywhere(what, ask))
+        with waiting(f"the servers to {what}", unblocks="clew serve"):
+            self._loop.run_until_complete(self._ask_everywhere(what, ask))
 
     async def _prolong(self, over: asyncio.Event) -> None:
         """Keep the servers paused until `over` is set."""
@@ -119,7 +133,7 @@ class ServerControl:
         asking = asyncio.ensure_future(ask(engine))
         freezing = asyncio.ensure_future(engine.frozen(self._frozen_s))
         try:
-            await asyncio.wait({asking, freezing}, timeout=ANSWER_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({asking, freezing}, timeout=self._limit_s, return_when=asyncio.FIRST_COMPLETED)
             if asking.done():
                 asking.result()
                 return ""

@@ -30,7 +30,8 @@ class WeightRef:
 
     version: Count
     path: str
-    """Folder with model.safetensors (and config.json), on disk or in shared memory, readable by every engine."""
+    """Folder with model.safetensors and config.json, or with adapters in peft's form (adapter_model.safetensors), on
+    disk or in shared memory, readable by every engine."""
     digest: str
     """Digest of all parameters, see `clew.record.array_digest`."""
     probe_ids: list[Count] = field(default_factory=list)
@@ -51,6 +52,10 @@ class WeightRef:
         """Return whether the weights still exist at `path`."""
         return Path(self.path).is_dir()
 
+    def holds_adapters(self) -> bool:
+        """Return whether only adapters were written, in peft's form, and not the whole model."""
+        return (Path(self.path) / "adapter_config.json").exists()
+
 
 def read_digests(ref: WeightRef) -> dict[str, str]:
     """Return the trainer's digest of each tensor in the files of `ref`, in hexadecimal.
@@ -69,4 +74,6 @@ def read_digests(ref: WeightRef) -> dict[str, str]:
                 f"Cannot check the weights in {file}: it has no digests of its tensors ({type(error).__name__}: "
                 f"{error}). Only what Clew's trainer publishes can be loaded into this server."
             ) from None
+    if not digests:
+        raise RecordError(f"Cannot read the weights in {ref.path}: there is no safetensors file.")
     return digests

@@ -12,9 +12,7 @@ from clew.gateway.episode_engine import resources
 from clew.inference.protocol import Engine
 from clew.models.loading import load_tokenizer
 from clew.models.vision import load_vision
-from clew.rollout.agents import AgentWorkflow, agent_workflow
 from clew.rollout.episode import Episode, run_episode
-from clew.rollout.process import gateway_for
 from clew.rollout.reward_pool import RewardPool
 from clew.rollout.setup import load_reward, load_workflow
 
@@ -54,8 +52,15 @@ async def run_rows(
     Raises:
         ClewError: The user's code, the tokenizer or the engine cannot be loaded.
     """
-    gateway = gateway_for(config)
-    workflow = load_workflow(config) if gateway is None else agent_workflow(config, gateway)
+    gateway = agent = None
+    if config.rollout.agent is not None:  # else neither the gateway nor its web server is imported
+        from clew.rollout.agents import agent_workflow
+        from clew.rollout.process import gateway_for
+
+        gateway = gateway_for(config)
+        assert gateway is not None
+        agent = agent_workflow(config, gateway)
+    workflow = agent or load_workflow(config)
     reward = load_reward(config)
     engine: OwnEngine | None = None
     try:
@@ -83,8 +88,8 @@ async def run_rows(
         episodes = await asyncio.gather(*work)
         return [episodes[first : first + n_samples] for first in range(0, len(episodes), n_samples)]
     finally:
-        if isinstance(workflow, AgentWorkflow):
-            await workflow.close()
+        if agent is not None:
+            await agent.close()
         if isinstance(reward, RewardPool):
             reward.close()
         if gateway is None:

@@ -15,6 +15,7 @@ from clew.data import load_rows
 from clew.gateway.agent_session import Limits
 from clew.gateway.thread import GatewayThread
 from clew.inference.protocol import Engine
+from clew.models.folder import config_of
 from clew.models.loading import load_tokenizer
 from clew.record.run import RunDirectory
 from clew.rollout.overlong import leave_out_overlong
@@ -62,7 +63,9 @@ async def runner_on_servers(
 
     At the end, close it, its connections to the servers and its gateway.
     """
-    pool, gateway = ServerPool(served), gateway_for(config)
+    model = config_of(config.model.path)
+    vocab = None if model is None else model.get_text_config().vocab_size
+    pool, gateway = ServerPool(served, vocab=vocab), gateway_for(config)
     runner = make_runner(config, run, pool, gateway, reporter)
     try:
         yield runner

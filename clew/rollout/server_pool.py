@@ -18,7 +18,14 @@ from typing import Any
 import aiohttp
 
 from clew.inference.client import FROZEN_S, HTTPEngine
-from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, SamplingParams, SchemaUnsupported
+from clew.inference.protocol import (
+    Completion,
+    EngineUnreachable,
+    FaultyAnswer,
+    GenerateRequest,
+    SamplingParams,
+    SchemaUnsupported,
+)
 from clew.record.run import RunDirectory, Server, attached_servers
 from clew.waits import waiting
 
@@ -40,14 +47,16 @@ _episode: ContextVar[str] = ContextVar("_episode", default="")
 class ServerPool(HTTPEngine):
     """The `Engine` of a rollout process: one client for all servers of a run. While none is ready, requests wait."""
 
-    def __init__(self, run: RunDirectory, frozen_s: float = FROZEN_S) -> None:
+    def __init__(self, run: RunDirectory, frozen_s: float = FROZEN_S, vocab: int | None = None) -> None:
         """Take the servers that the environment names, or else those registered in the run directory.
 
         Args:
             run: The run directory.
             frozen_s: Seconds without an answer after which a server counts as frozen.
+            vocab: Number of token IDs of the trainer's model; None: what servers return is not checked against it.
         """
         super().__init__("of this run")
+        self.vocab = vocab
         self._run = run
         self._fixed = attached_servers()
         self._servers: list[Server] = []
@@ -96,14 +105,15 @@ class ServerPool(HTTPEngine):
             self._watches[key] = asyncio.create_task(self._keep_watch(server))
         try:
             async with self._clients[place]._answered(method, path, body) as response:
+                with waiting(f"an answer of {server.name} ({server.address})", unblocks="the inference engine"):
+                    yield response
                 self._avoided.pop(key, None)
-                yield response
         except asyncio.CancelledError:
             if key not in self._frozen or task.uncancel():  # the episode itself is cancelled
                 raise
             log.warning("a request goes to another server: %s has not answered for %.0f s", server.name, self._frozen_s)
             raise EngineUnreachable(server.address, f"it has not answered for {self._frozen_s:.0f} s") from None
-        except EngineUnreachable as error:
+        except (EngineUnreachable, FaultyAnswer) as error:
             log.warning("a request goes to another server: %s", error)
             until, before = self._avoided.get(key, (0.0, AVOID_S / 2))
             if time.monotonic() >= until:  # otherwise another request has just found out the same

@@ -16,6 +16,7 @@ from clew.record.weights import DIGEST_KEY, DIGESTS_KEY, WeightRef
 from clew.training.engine import TrainEngine
 from clew.training.folders import written_aside
 from clew.training.scoring import score
+from clew.training.sharding import collect
 
 PROBE_TOKENS = 32
 """Length of the sequence that is scored after each load."""
@@ -28,6 +29,8 @@ def write_weights(engine: TrainEngine, folder: Path, version: int, probe_ids: Se
     model has the same class as the policy and does not know them. Of tied tensors, one is written. Every rank calls
     this at once; rank 0 writes.
 
+    With adapters that travel alone, only these are written, in peft's form.
+
     Args:
         folder: Folder to write. It appears all at once, by a rename; an existing one is replaced.
         probe_ids: Token IDs to score, at least two; None: `default_probe`.
@@ -37,7 +40,12 @@ def write_weights(engine: TrainEngine, folder: Path, version: int, probe_ids: Se
         TrainingError: The tensors to send are not those that the model computes with.
     """
     probe = list(default_probe(engine) if probe_ids is None else probe_ids)
-    tensors, digest = _each_once(engine.policy.published_state()), engine.weights_digest()
+    adapters = engine.policy.adapters if engine.config.sends_adapters else None
+    digest = engine.weights_digest()
+    if adapters is None:
+        tensors = _each_once(engine.policy.published_state())
+    else:
+        tensors = collect(dict(engine.policy.parameters(trained=True)), engine.ranks)
     if engine.ranks.leads:
         with written_aside(folder) as aside:
             metadata = {"format": "pt", DIGEST_KEY: digest}
@@ -45,8 +53,11 @@ def write_weights(engine: TrainEngine, folder: Path, version: int, probe_ids: Se
                 digests = _digests(tensors)
                 _check_sent(engine, digests, version)
                 metadata[DIGESTS_KEY] = json.dumps(digests)
-            save_file(tensors, aside / "model.safetensors", metadata=metadata)
-            engine.policy.model.config.save_pretrained(aside)
+            if adapters is not None:
+                adapters.publish(aside, tensors, metadata)
+            else:
+                save_file(tensors, aside / "model.safetensors", metadata=metadata)
+                engine.policy.model.config.save_pretrained(aside)
     return WeightRef(
         version=version,
         path=str(folder),
@@ -94,5 +105,6 @@ def probe_logprob(engine: TrainEngine, probe_ids: Sequence[int]) -> float:
     ids_BT = torch.tensor([probe_ids], device=engine.policy.device)
     row_N, column_N = torch.tensor([[0], [len(probe_ids) - 1]], device=engine.policy.device)
     ones_N = torch.ones(1, device=engine.policy.device)
-    with nullcontext() if engine.policy.adapters is None else engine.policy.adapters.rounded():
+    adapters = None if engine.config.sends_adapters else engine.policy.adapters
+    with nullcontext() if adapters is None else adapters.rounded():
         return float(score(engine.policy.model, ids_BT, row_N, column_N, ones_N).logprobs_N)

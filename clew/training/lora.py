@@ -1,17 +1,19 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685) through peft: h = W x + lora_alpha / lora_rank B A x; only A and B are
 trained.
 
-The model keeps its class, and the base its weights. Inference, and everyone who reads a checkpoint as a model, gets the
-sum of W and B A as if it had been trained in full; the checkpoint also has the adapters in peft's own form. Importing
-this module imports peft, which takes two seconds.
+The model keeps its class, and the base its weights. Whoever reads a checkpoint as a model gets the sum of W and B A as
+if it had been trained in full; the checkpoint also has the adapters in peft's own form. Inference gets the sum, too, or
+the adapters alone (`Config.sends_adapters`). Importing this module imports peft, which takes two seconds.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,8 @@ from transformers.pytorch_utils import Conv1D
 
 from clew.config import Config
 from clew.errors import ModelError
+from clew.models.tensor_digest import digest_tensor
+from clew.record.weights import DIGESTS_KEY
 
 log = logging.getLogger("clew.training")
 
@@ -139,13 +143,38 @@ class Adapters:
             state: The model's state, as for `merged`.
         """
         folder.mkdir(parents=True)
-        self._config.inference_mode = True
-        self._config.save_pretrained(str(folder))
-        tensors = {_PREFIX + name.replace(f".{NAME}.", "."): each for name, each in state.items() if ".lora_" in name}
-        save_file(tensors, folder / FILE, metadata={"format": "pt"})
+        self._write(folder, self._config, _named(state), {"format": "pt"})
+
+    @torch.no_grad()
+    def publish(self, folder: Path, state: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+        """Write files for an inference server that adds the adapters itself.
+
+        B is scaled already, and lora_alpha is lora_rank: a server multiplies B when it loads it, and what it then holds
+        would not be what was written.
+
+        Args:
+            folder: An existing folder.
+            state: The adapters' tensors by their names in the model.
+            metadata: Metadata of the safetensors file; `DIGESTS_KEY` is added.
+        """
+        config = replace(self._config, lora_alpha=self._config.r)
+        scales = {f"{_PREFIX}{name}.lora_B.weight": layer.scaling[NAME] for name, layer in self._layers()}
+        tensors = {name: (tensor * scales.get(name, 1)).contiguous() for name, tensor in _named(state).items()}
+        digests = {name: f"{digest_tensor(tensor, name=name):016x}" for name, tensor in tensors.items()}
+        self._write(folder, config, tensors, {**metadata, DIGESTS_KEY: json.dumps(digests)})
+
+    def _write(self, folder: Path, config: LoraConfig, tensors: dict[str, Tensor], metadata: Mapping[str, str]) -> None:
+        config.inference_mode = True
+        config.save_pretrained(str(folder))
+        save_file(tensors, folder / FILE, metadata=dict(metadata))
 
     def _layers(self) -> Iterator[tuple[str, Any]]:
         return ((name, each) for name, each in self._model.named_modules() if isinstance(each, LoraLayer))
+
+
+def _named(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the adapters' tensors by peft's names."""
+    return {_PREFIX + name.replace(f".{NAME}.", "."): each for name, each in state.items() if ".lora_" in name}
 
 
 def _sum(layer: Any, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from clew.errors import ConfigError, EngineError, ImageError
 from clew.inference.protocol import Completion, GenerateRequest, SamplingParams
 from clew.inference.sglang import SGLangEngine
 from clew.record.weights import WeightRef
+from tests.engines.updating import update_in_flight
 from tests.models import picture, tiny_model, tiny_tokenizer
 
 PYTHON = os.environ.get("CLEW_SGLANG_PYTHON", "")
@@ -134,6 +135,7 @@ def use(served: Served, body: Callable[[SGLangEngine], Awaitable[Any]], change: 
             await engine.prepare()
             await engine.pause()
             await engine.load(served.ref("one", 0))
+            await engine.verify(served.ref("one", 0))
             await engine.resume()
             if change is not None:
                 changes.append(change)
@@ -178,6 +180,7 @@ async def load(engine: SGLangEngine, ref: WeightRef) -> None:
     await engine.pause()
     try:
         await engine.load(ref)
+        await engine.verify(ref)
     finally:
         await engine.resume()
 
@@ -252,6 +255,17 @@ def test_an_update_aborts_and_the_tokens_so_far_keep_their_version(served: Serve
         assert (served.logprobs("two", after) - torch.tensor(after.logprobs)).abs().max() < 1e-5
 
     use(served, body)
+
+
+@pytest.mark.parametrize("mode", ["restart", "wait"])
+def test_generations_in_flight_restart_or_are_waited_for(served: Served, tmp_path: Path, mode: str) -> None:
+    refs = [served.ref("one", 0), served.ref("two", 7)]
+    first, second = update_in_flight(tmp_path, served.folder / "one", "sglang", served.address, mode, refs, 200)
+    assert first.versions == [0 if mode == "wait" else 7] * 200
+    assert second.versions == [7] * 200
+    for completion in (first, second):
+        name = "two" if completion.versions[0] else "one"
+        assert (served.logprobs(name, completion) - torch.tensor(completion.logprobs)).abs().max() < 1e-5
 
 
 def test_an_update_that_answers_200_and_changed_nothing(served: Served) -> None:

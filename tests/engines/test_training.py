@@ -24,8 +24,8 @@ PATIENCE_S = 500.0
 """Time limit for a run with the server's start, on a slow and busy machine."""
 
 
-@pytest.mark.parametrize("backend", ENGINES)
-def test_ten_steps_of_training_and_their_replay(tmp_path: Path, backend: str) -> None:
+@pytest.mark.parametrize(("backend", "lora_rank"), [("vllm", None), ("vllm", 4), ("sglang", None)])
+def test_ten_steps_of_training_and_their_replay(tmp_path: Path, backend: str, lora_rank: int | None) -> None:
     variable = f"CLEW_{backend.upper()}_PYTHON"
     if not os.environ.get(variable):
         pytest.skip(f"{variable} names no Python; see make test-engines")
@@ -42,7 +42,7 @@ def test_ten_steps_of_training_and_their_replay(tmp_path: Path, backend: str) ->
         "data": {"path": str(tmp_path / "rows.jsonl")},
         "rollout": {"reward": "mine.ones", "batch_groups": 4, "n_samples": 4, "max_lag": 1},
         "sampling": {"max_new_tokens": 24, "temperature": 1.3},
-        "training": {"steps": 10, "lr": 1e-3},
+        "training": {"steps": 10, "lr": 1e-3, "lora_rank": lora_rank},
         "inference": {
             "backend": backend,
             "python": os.environ[variable],
@@ -65,7 +65,10 @@ def test_ten_steps_of_training_and_their_replay(tmp_path: Path, backend: str) ->
     assert run.steps.count() == 10
     versions: set[int] = set()
     for step in range(10):
-        metrics = run.steps.read(step)["metrics"]
+        metrics, timings = (run.steps.read(step)[name] for name in ("metrics", "timings"))
+        print({name: round(seconds, 3) for name, seconds in timings.items() if "publish" in name})
+        if step == 9:  # the first versions are written before the server is up
+            assert all(timings[f"publish/{part}"] > 0 for part in ("write", "abort", "load", "verify"))
         for row in run.steps.read_data(step):
             versions |= {int(version) for version in row.versions if version >= 0}
             spans = row.sampled_by or []
@@ -78,4 +81,6 @@ def test_ten_steps_of_training_and_their_replay(tmp_path: Path, backend: str) ->
         if metrics["lag_max"] == 0:
             assert metrics["behaviour_k3"] < 1e-8, "the trainer and the engine agree about fresh tokens"
     assert len(versions) > 5
+    newest = run.newest_weights()
+    assert newest is not None and newest.holds_adapters() == (lora_rank is not None)
     assert "bit for bit" in clew("replay", str(run.path), "--step", "3")

@@ -17,17 +17,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from clew.config import Config
 from clew.errors import ConfigError, EngineError
+from clew.inference import remote
 from clew.inference.backend import Launch
 from clew.inference.client import HTTPEngine
-from clew.inference.protocol import GenerateRequest, SamplingParams
-from clew.inference.remote import RemoteCore, RemoteEngine, start_remote
+from clew.inference.protocol import EngineUnreachable, GenerateRequest, SamplingParams
+from clew.inference.remote import RemoteCore, RemoteEngine, free_port, start_remote
 from clew.inference.server_process import ServerProcess
 from clew.inference.sglang import SGLangEngine
 from clew.inference.vllm import VLLMEngine
+from clew.models.tensor_digest import digest_tensor
 from clew.record.run import RunDirectory
+from clew.record.weights import DIGESTS_KEY, WeightRef
 from clew.sections import Inference, Model
 from tests.models import tiny_model, tiny_tokenizer
 
@@ -210,7 +215,7 @@ def test_other_counts_of_tokens_than_of_logprobs_are_refused(engine: Any) -> Non
             await client.close()
 
     answer = {"output_ids": [7, 8, 9], "meta_info": meta, "choices": [choice]}
-    with answering(200, answer) as address, pytest.raises(EngineError, match="3 tokens and 1 logprobs"):
+    with answering(200, answer) as address, pytest.raises(EngineError, match=r"3 tokens(, | and )1 logprobs"):
         asyncio.run(ask(address))
 
 
@@ -236,3 +241,91 @@ def test_a_server_that_dies_at_start_is_reported_within_two_seconds(tmp_path: Pa
     with pytest.raises(EngineError, match=r"vLLM did not start: it ended with code 1: RuntimeError: no memory for the"):
         asyncio.run(start())
     assert time.time() - (tmp_path / "dead").stat().st_mtime < 2
+
+
+async def load_into(client: VLLMEngine, ref: WeightRef) -> None:
+    try:
+        await client.load(ref)
+        await client.verify(ref)
+    finally:
+        await client.close()
+
+
+@pytest.fixture
+def version(tmp_path: Path) -> WeightRef:
+    """Weights with the trainer's digests."""
+    tensors = {"lm_head.weight": torch.ones(2, 2), "norm.weight": torch.ones(2)}
+    digests = {name: f"{digest_tensor(tensor, name=name):016x}" for name, tensor in tensors.items()}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={DIGESTS_KEY: json.dumps(digests)})
+    return WeightRef(version=5, path=str(tmp_path), digest="")
+
+
+def test_an_update_that_answers_200_and_did_nothing(version: WeightRef) -> None:
+    with answering(200, {"results": [{}]}) as address, pytest.raises(EngineError) as raised:
+        asyncio.run(load_into(VLLMEngine(address, "model", 256), version))
+    assert f"vLLM at {address} did not load version 5" in str(raised.value)
+    assert "2 tensors differ: lm_head.weight: not loaded; norm.weight: not loaded" in str(raised.value)
+
+
+def test_a_folder_that_lacks_its_file_is_not_sent(version: WeightRef) -> None:
+    (Path(version.path) / "model.safetensors").unlink()
+    said = r"Cannot load version 5 into vLLM at 127.*: there is no safetensors file. It was not sent"
+    with answering(200, {"results": [{}]}) as address, pytest.raises(EngineError, match=said):
+        asyncio.run(load_into(VLLMEngine(address, "model", 256), version))
+
+
+def test_keys_and_values_of_the_old_weights_that_were_not_forgotten(version: WeightRef) -> None:
+    with answering(200, {"success": False}) as address, pytest.raises(EngineError, match="did not forget the keys"):
+        asyncio.run(load_into(VLLMEngine(address, "model", 256), version))
+
+
+FROZEN_WORKER = """
+import http.server, time
+class Answers(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+    def do_POST(self):
+        if "/collective_rpc" in self.path:
+            open("hangs", "w").close()
+            time.sleep(600)
+        self.do_GET()
+http.server.ThreadingHTTPServer(("127.0.0.1", PORT), Answers).serve_forever()
+"""
+
+
+@pytest.mark.parametrize("number", [None, signal.SIGKILL])
+def test_an_update_ends_when_the_server_answers_but_its_workers_are_frozen_or_it_is_killed(
+    tmp_path: Path, version: WeightRef, monkeypatch: pytest.MonkeyPatch, number: signal.Signals | None
+) -> None:
+    tiny_tokenizer(tmp_path / "model")
+    tiny_model(tmp_path / "model")
+    named = config().model_copy(update={"model": Model(path=str(tmp_path / "model"))})
+    port = free_port()
+    program = f"import os; os.chdir({str(tmp_path)!r}); " + FROZEN_WORKER.strip().replace("PORT", str(port))
+    launch = Launch(command=[sys.executable, "-c", program], environment={})
+    monkeypatch.setattr(remote, "UPDATE_S", 60.0 if number else 1.0)
+
+    async def update() -> RemoteEngine:
+        client: Any = VLLMEngine.client(named, f"127.0.0.1:{port}")
+        engine = RemoteEngine(named, RemoteCore(named), client, launch, tmp_path / "log")
+        try:
+            while await engine._silence():  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+            updating = asyncio.ensure_future(engine.load_weights(version))
+            while number and not (tmp_path / "hangs").exists():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            if number:
+                assert isinstance(engine.process, ServerProcess)
+                os.kill(engine.process.pid, number)
+            await asyncio.wait_for(updating, 30)
+        finally:
+            assert number or engine.process.ended() is not None
+            await engine.close()
+        return engine
+
+    words = "inference server 127" if number else "is given up: it has not loaded version 5 in 1 s"
+    with pytest.raises(EngineUnreachable, match=words) as raised:
+        asyncio.run(update())
+    assert f"127.0.0.1:{port}" in str(raised.value)

@@ -54,7 +54,8 @@ class Runner:
 def loaded(model: nn.Module, folder: Path) -> dict[str, list[Any]]:
     worker: Any = Extension()
     worker.model_runner = Runner(model)
-    return worker.clew_load(str(folder))
+    worker.clew_load(str(folder))
+    return worker.clew_held()
 
 
 @pytest.fixture

@@ -182,7 +182,7 @@ def test_returns_walk_the_turn_tree_from_its_leaves() -> None:
 
 
 def test_an_agent_trains_inline_and_its_record_replays(tmp_path: Path) -> None:
-    from clew.diagnose.rerun import rerun
+    from clew.diagnose.rerun import Options, rerun
     from clew.loop.learn import learn_inline
     from tests.models import tiny_model, tiny_tokenizer
 
@@ -199,4 +199,4 @@ def test_an_agent_trains_inline_and_its_record_replays(tmp_path: Path) -> None:
     learn_inline(config, lambda step, summary: None)
     run = RunDirectory(config.run_path)
     assert run.steps.count() == 2
-    assert rerun(run.path, None, stages=None, only=None, stop=None, reward=False, device=None, overrides=[])
+    assert rerun(run.path, Options())

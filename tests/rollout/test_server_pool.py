@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
+import os
 import signal
 import threading
 import time
@@ -14,14 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
+from clew.config import Config
 from clew.inference.protocol import Completion, GenerateRequest, SamplingParams
 from clew.inference.resubmit import generate_through_aborts
+from clew.inference.serve import serve
 from clew.loop.server_control import ServerControl
 from clew.record.run import RunDirectory, Server
 from clew.record.weights import WeightRef
 from clew.rollout.server_pool import ServerPool
-from tests.inference.test_server import ServerProcess
+from tests.inference.test_server import ServerProcess, with_engine
 from tests.models import tiny_model, tiny_tokenizer
 
 PROMPT = [7, 8, 9]
@@ -123,6 +128,61 @@ def test_a_server_that_froze_in_mid_update_is_taken_out_and_returns_with_the_new
 
     until(lambda: run.servers()[1].ready)
     ask(run, scenario)
+
+
+def serve_until_half_an_update(config: Config, number: signal.Signals, **options: Any) -> None:
+    """Serve, and be sent a signal when half of the tensors of version 5 are loaded."""
+    from clew.inference import core
+
+    def copy_half(model: Any, path: str, files: list[Path]) -> None:
+        if path.endswith("5"):
+            names = list(model.state_dict())
+            tensors = load_file(files[0])
+            for name in names[: len(names) // 2]:
+                model.state_dict()[name].data.copy_(tensors[name])
+            os.kill(os.getpid(), number)
+        whole(model, path, files)
+
+    whole, core.copy_weights = core.copy_weights, copy_half
+    serve(config, **options)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_server_that_dies_or_freezes_in_mid_update_is_named_and_the_run_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, number: signal.Signals
+) -> None:
+    tiny_tokenizer(tmp_path / "model")
+    tiny_model(tmp_path / "model")
+    run = RunDirectory(tmp_path / "runs" / "test" / "0")
+    good = ServerProcess(tmp_path)
+    bad = ServerProcess(tmp_path, serve=functools.partial(serve_until_half_an_update, number=number))
+    refs = []
+    for version in (5, 6):
+        tiny_model(folder := run.path / "weights" / f"version-{version}", seed=version)
+        refs.append(WeightRef(version=version, path=str(folder), digest=""))
+    try:
+        with closing(ServerControl(run, frozen_s=FROZEN_S)) as control:
+            began = time.monotonic()
+            run.announce_weights(refs[0])
+            control.load(refs[0])
+            assert time.monotonic() - began < FROZEN_S + 5
+            assert f"server server-1 ({bad.address}) did not load version 5, and is taken out" in caplog.text
+            assert [server.name for server in run.servers() if server.ready] == ["server"]
+            completion = ask(run, lambda pool: pool.generate(request(0, 0, 5)))
+            assert completion.versions == [5] * 5
+            run.announce_weights(refs[1])
+            control.load(refs[1])
+        if number == signal.SIGKILL:
+            bad.process.communicate(timeout=60)
+            bad.start()
+        bad.process.send_signal(signal.SIGCONT)
+        until(lambda: [server.ready for server in run.servers()] == [True, True])
+        until(lambda: with_engine(bad, lambda engine: engine.version()) == 6)
+    finally:
+        for server in (good, bad):
+            server.process.send_signal(signal.SIGCONT)
+            server.process.kill()
+            server.process.communicate(timeout=60)
 
 
 class Refuses(BaseHTTPRequestHandler):

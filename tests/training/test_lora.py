@@ -13,6 +13,8 @@ from safetensors import safe_open
 from clew.errors import ModelError, RecordError
 from clew.inference.embedded import build_engine
 from clew.models.loading import load_model
+from clew.models.tensor_digest import digest_tensor
+from clew.record.weights import read_digests
 from clew.training import checkpoint
 from clew.training.engine import TrainEngine
 from clew.training.export import write_weights
@@ -141,6 +143,30 @@ def test_in_bfloat16_the_probe_is_of_the_rounded_weights(tmp_path: Path, family:
 def with_ids(ids: list[int]) -> Any:
     row = make_sequence("g0.e0.s0", prompt=len(ids) - 1, response=1)
     return dataclasses.replace(row, input_ids=np.array(ids, np.int32))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_adapters_travel_alone_to_an_engine_that_adds_them_itself(tmp_path: Path):
+    engine = engine_of(tmp_path / "model", inference={"backend": "vllm"})
+    train(engine, 0, 1)
+    ref = write_weights(engine, tmp_path / "version", 2)
+    assert ref.holds_adapters() and not (tmp_path / "version" / "model.safetensors").exists()
+    base = load_model(str(tmp_path / "model"), "float32", CPU)
+    theirs = PeftModel.from_pretrained(base, ref.path)
+    torch.testing.assert_close(logits(theirs), logits(engine.policy.model), atol=1e-4, rtol=0)
+    assert ref.probe_logprob == pytest.approx(float(theirs_logprob(theirs, ref.probe_ids)), abs=1e-4)
+    with safe_open(tmp_path / "version" / "adapter_model.safetensors", "pt") as file:
+        sent = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+    assert read_digests(ref) == {name: f"{digest_tensor(tensor, name=name):016x}" for name, tensor in sent.items()}
+    assert theirs.peft_config["default"].to_dict()["lora_alpha"] == LORA["lora_rank"], "B is scaled already"
+    for backend, args in (("vllm", {"enable-lora": False}), ("vllm", {"tensor-parallel-size": 2}), ("sglang", {})):
+        merged = engine_of(tmp_path / "model", inference={"backend": backend, "args": args})
+        assert not write_weights(merged, tmp_path / "merged", 2).holds_adapters()
+
+
+@torch.no_grad()
+def theirs_logprob(model: Any, ids: list[int]) -> torch.Tensor:
+    return torch.log_softmax(model(input_ids=torch.tensor([ids])).logits[0, -2], -1)[ids[-1]]
 
 
 def test_the_reference_is_the_base(tmp_path: Path):

@@ -1,0 +1,57 @@
+"""A generation on a real engine that new weights interrupt, behind the engine of `clew serve`."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from clew.config import Config
+from clew.inference.protocol import Completion, GenerateRequest, SamplingParams
+from clew.inference.remote import BACKENDS, RemoteCore, RemoteEngine
+from clew.inference.resubmit import generate_through_aborts
+from clew.record.weights import WeightRef
+from clew.waits import Reporter
+
+PROMPT = [7, 8, 9, 10, 11]
+
+
+def update_in_flight(
+    folder: Path, model: Path, backend: str, address: str, mode: str, refs: list[WeightRef], tokens: int
+) -> list[Completion]:
+    """Return a completion that was in flight when the second weights came, and one that came during the update."""
+    config = Config.model_validate(
+        {
+            "experiment": "updates",
+            "root": str(folder / "runs"),
+            "model": {"path": str(model)},
+            "data": {"path": "none"},
+            "inference": {"backend": backend, "on_update": mode},
+        }
+    )
+
+    async def scenario() -> list[Completion]:
+        core = RemoteCore(config)
+        engine = RemoteEngine(config, core, BACKENDS[backend].client(config, address))
+
+        def ask(seed: int) -> Any:
+            params = SamplingParams(max_new_tokens=tokens, stop_token_ids=(), seed=seed)
+            asked = GenerateRequest(PROMPT, params, id=f"g{seed:06d}.e0.i0")
+            return asyncio.ensure_future(generate_through_aborts(engine, asked, restart=mode == "restart"))
+
+        try:
+            await engine.start(Reporter(folder / "status", f"server-{mode}"))
+            await engine.load_weights(refs[0])
+            first = ask(1)
+            while not core.active:  # noqa: ASYNC110 - the request makes it true
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)
+            update = asyncio.ensure_future(engine.load_weights(refs[1]))
+            await asyncio.sleep(0.05)
+            second = ask(2)
+            await update
+            return [await first, await second]
+        finally:
+            await engine.close()
+
+    return asyncio.run(asyncio.wait_for(scenario(), 300))

@@ -1,0 +1,334 @@
+"""Servers that misbehave in one way: what is said about each, and whether the requests are completed elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import ssl
+import subprocess
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from clew.inference.client import HTTPEngine
+from clew.inference.protocol import Completion, EngineUnreachable, FaultyAnswer, GenerateRequest, SamplingParams
+from clew.inference.resubmit import TRIES, generate_through_aborts
+from clew.inference.vllm import VLLMEngine
+from clew.record.run import RunDirectory, Server
+from clew.rollout.server_pool import ServerPool
+from tests.inference.test_server import ServerProcess
+from tests.models import VOCAB, tiny_model, tiny_tokenizer
+
+PROMPT = [7, 8, 9]
+TOKENS = 24
+JSON = {"Content-Type": "application/json"}
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@contextmanager
+def serving(handler: Handler, tls: ssl.SSLContext | None = None) -> Iterator[str]:
+    """Yield the address of a server that answers everything with `handler`, on an event loop of its own."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+
+    async def start() -> web.AppRunner:
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", handler)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls).start()
+        return runner
+
+    runner = asyncio.run_coroutine_threadsafe(start(), loop).result()
+    try:
+        yield f"127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+def spoilt(change: Callable[[Any], Any]) -> Callable[[bytes], web.Response]:
+    """Return the fault of a server whose answers are changed so; it returns the new answer."""
+
+    def spoil(content: bytes) -> web.Response:
+        return web.Response(text=json.dumps(change(json.loads(content))), content_type="application/json")
+
+    return spoil
+
+
+def first_pair(logprob: Any = None, token: Any = None) -> Callable[[Any], Any]:
+    def change(answer: Any) -> Any:
+        pair = answer["meta_info"]["output_token_logprobs"][0]
+        pair[0] = pair[0] if logprob is None else logprob
+        if token is not None:
+            pair[1] = answer["output_ids"][0] = token
+        return answer
+
+    return change
+
+
+def without_last_logprob(answer: Any) -> Any:
+    answer["meta_info"]["output_token_logprobs"].pop()
+    return answer
+
+
+def longer(answer: Any) -> Any:
+    answer["meta_info"]["output_token_logprobs"] *= 2
+    answer["output_ids"] *= 2
+    answer["meta_info"]["completion_tokens"] *= 2
+    answer["meta_info"]["weight_versions"][0]["end"] *= 2
+    return answer
+
+
+FAULTS: dict[str, tuple[Callable[[bytes], web.Response], str]] = {
+    "html": (
+        lambda _: web.Response(text="<html>Welcome to nginx!", content_type="text/html"),
+        "<html>Welcome to nginx",
+    ),
+    "not found": (lambda _: web.Response(status=404, text="<h1>Not Found</h1>"), "it does not serve /generate (404)"),
+    "redirect": (
+        lambda _: web.Response(status=301, headers={"Location": "https://x/"}),
+        "does not serve /generate (301)",
+    ),
+    "truncated": (lambda content: web.Response(body=content[:-20]), "cannot be read"),
+    "empty": (lambda _: web.Response(), "cannot be read"),
+    "a list": (spoilt(lambda answer: [answer]), "cannot be read"),
+    "failing": (lambda _: web.Response(status=500, text="CUDA error: device-side assert"), "device-side assert"),
+    "NaN": (spoilt(first_pair(logprob=float("nan"))), "cannot be read"),
+    "null": (spoilt(lambda a: first_pair(logprob="null")(a)), "it returned the logprob null"),
+    "positive": (spoilt(first_pair(logprob=0.5)), "it returned the logprob 0.5"),
+    "vocabulary": (spoilt(first_pair(token=VOCAB)), f"the token ID {VOCAB}, and the model has 0 to {VOCAB - 1}"),
+    "negative": (spoilt(first_pair(token=-1)), "it returned the token ID -1"),
+    "counts": (spoilt(without_last_logprob), f"{TOKENS} tokens and {TOKENS - 1} logprobs"),
+    "too many": (spoilt(longer), f"it returned {2 * TOKENS} tokens, and was asked for at most {TOKENS}"),
+}
+AWAY = {
+    "draining": lambda _: web.Response(status=503, text="shutting down"),
+    "busy": lambda _: web.Response(status=429, text="too many requests"),
+    "gateway": lambda _: web.Response(status=502, text="<h1>Bad Gateway</h1>"),
+}
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    folder = tmp_path_factory.mktemp("good")
+    tiny_tokenizer(folder / "model")
+    tiny_model(folder / "model")
+    server = ServerProcess(folder)
+    yield server
+    server.end()
+
+
+def proxy(address: str, fault: Callable[[bytes], web.Response]) -> Handler:
+    """Return the handler of a server that passes on what another answers to /generate, after `fault` has had it."""
+
+    async def forward(request: web.Request) -> web.StreamResponse:
+        async with aiohttp.ClientSession(headers=JSON) as session:
+            url = f"http://{address}{request.path}"
+            async with session.request(request.method, url, data=await request.read()) as answer:
+                content = await answer.read()
+                return fault(content) if request.path == "/generate" else web.Response(body=content)
+
+    return forward
+
+
+def request(number: int, **more: Any) -> GenerateRequest:
+    params = SamplingParams(max_new_tokens=TOKENS, seed=number, stop_token_ids=())
+    return GenerateRequest(PROMPT, params, id=f"g{number:06d}.e0.i0", **more)
+
+
+def complete(run: RunDirectory, count: int) -> list[Completion]:
+    async def use() -> list[Completion]:
+        pool = ServerPool(run, vocab=VOCAB)
+        try:
+            work = [generate_through_aborts(pool, request(number)) for number in range(count)]
+            return await asyncio.wait_for(asyncio.gather(*work), 60)
+        finally:
+            await pool.close()
+
+    return asyncio.run(use())
+
+
+@pytest.mark.parametrize("name", [*FAULTS, *AWAY])
+def test_requests_to_a_faulty_server_are_completed_by_the_other(
+    good: ServerProcess, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.register_server(Server(name="good", address=good.address, pid=1, ready=True))
+    fault, said = FAULTS[name] if name in FAULTS else (AWAY[name], "")
+    expected = complete(run, 6)
+    with serving(proxy(good.address, fault)) as address, caplog.at_level(logging.WARNING):
+        run.register_server(Server(name="bad", address=address, pid=2, ready=True))
+        completions = complete(run, 6)
+    assert [each.output_ids for each in completions] == [each.output_ids for each in expected]
+    for one, other in zip(completions, expected, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4), "they shared a batch with other requests"
+    told = [message for message in caplog.messages if address in message]
+    assert told and all(said in message for message in told), "the log names the server, and what is wrong with it"
+
+
+@pytest.mark.parametrize("name", ["html", "failing", "NaN", "vocabulary"])
+def test_a_faulty_server_that_is_alone_fails_the_request_with_its_address(
+    good: ServerProcess, tmp_path: Path, name: str
+) -> None:
+    fault, said = FAULTS[name]
+    run = RunDirectory(tmp_path / "run")
+    asked: list[bytes] = []
+
+    def count(content: bytes) -> web.Response:
+        asked.append(content)
+        return fault(content)
+
+    with serving(proxy(good.address, count)) as address:
+        run.register_server(Server(name="bad", address=address, pid=2, ready=True))
+        with pytest.raises(FaultyAnswer) as raised:
+            complete(run, 1)
+    assert address in str(raised.value) and said in str(raised.value)
+    assert len(asked) == TRIES
+
+
+@pytest.mark.parametrize("name", AWAY)
+def test_a_server_that_is_away_for_a_moment_costs_nothing(good: ServerProcess, tmp_path: Path, name: str) -> None:
+    run = RunDirectory(tmp_path / "run")
+    asked: list[bytes] = []
+
+    def at_first(content: bytes) -> web.Response:
+        asked.append(content)
+        return AWAY[name](content) if len(asked) <= TRIES + 1 else web.Response(body=content)
+
+    with serving(proxy(good.address, at_first)) as address:
+        run.register_server(Server(name="busy", address=address, pid=2, ready=True))
+        [completion] = complete(run, 1)
+    assert len(completion.output_ids) == TOKENS
+
+
+@pytest.mark.parametrize("cut", ["html", "connection", "NaN"])
+def test_a_stream_that_turns_bad_goes_on_elsewhere_with_the_tokens_so_far(
+    good: ServerProcess, tmp_path: Path, cut: str
+) -> None:
+    """The tokens that were passed on are not passed on again."""
+
+    async def break_after_some(http: web.Request) -> web.StreamResponse:
+        async with aiohttp.ClientSession(headers=JSON) as session:
+            url = f"http://{good.address}/generate"
+            async with session.post(url, data=await http.read()) as answer:
+                response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+                await response.prepare(http)
+                lines = 0
+                async for line in answer.content:
+                    if line.startswith(b"data: ") and (lines := lines + 1) > 5:
+                        break
+                    await response.write(line)
+                if cut == "connection":
+                    assert http.transport is not None
+                    http.transport.abort()
+                elif cut == "html":
+                    await response.write(b"data: <html>502\n\n")
+                else:
+                    await response.write(line.replace(b'"output_token_logprobs":[[-', b'"output_token_logprobs":[[9'))
+                return response
+
+    run = RunDirectory(tmp_path / "run")
+    streamed: list[int] = []
+    with serving(break_after_some) as address:
+        run.register_server(Server(name="a", address=address, pid=2, ready=True))
+
+        async def use() -> Completion:
+            pool = ServerPool(run, vocab=VOCAB)
+            try:
+                asked = request(3, on_token=lambda token, logprob: streamed.append(token))
+                work = asyncio.ensure_future(generate_through_aborts(pool, asked))
+                while len(streamed) < 5:  # noqa: ASYNC110 - the server makes it true
+                    await asyncio.sleep(0.01)
+                run.register_server(Server(name="good", address=good.address, pid=1, ready=True))
+                run.remove_server("a")
+                return await asyncio.wait_for(work, 60)
+            finally:
+                await pool.close()
+
+        completion = asyncio.run(use())
+    assert streamed == completion.output_ids and len(streamed) == TOKENS
+    run.register_server(Server(name="good", address=good.address, pid=1, ready=True))
+    assert completion.output_ids == complete(run, 4)[3].output_ids
+    servers = {span["server"]: span["end"] - span["start"] for span in completion.sampled_by}
+    assert servers[address] >= 5 and servers[address] + servers[good.address] == TOKENS
+
+
+VLLM_FAULTS: dict[str, tuple[dict[str, Any], str]] = {
+    "NaN": ({"logprobs": {"token_logprobs": [None, -1.0]}}, "it returned the logprob None"),
+    "positive": ({"logprobs": {"token_logprobs": [-1.0, 1.0]}}, "it returned the logprob 1.0"),
+    "vocabulary": ({"token_ids": [7, VOCAB]}, f"the token ID {VOCAB}"),
+    "counts": ({"token_ids": [7, 8, 9]}, "3 tokens, 2 logprobs"),
+    "error": ({"finish_reason": "error"}, "finish_reason 'error'"),
+    "none": ({"token_ids": [], "logprobs": None}, "it returned no tokens"),
+    "too many": ({"token_ids": [7] * 30, "logprobs": {"token_logprobs": [-1.0] * 30}}, "30 tokens, and was asked for"),
+    "no IDs": ({"token_ids": None}, "no token_ids"),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", VLLM_FAULTS)
+def test_vllms_shape_is_checked_too(name: str, stream: bool) -> None:
+    change, said = VLLM_FAULTS[name]
+    right = {"token_ids": [7, 8], "logprobs": {"token_logprobs": [-1.0, -0.5]}, "finish_reason": "length"}
+    text = json.dumps({"choices": [{**right, **change}]})
+
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(text=f"data: {text}\n\ndata: [DONE]\n\n" if stream else text)
+
+    async def ask(address: str) -> None:
+        client = VLLMEngine(address, "model", 256)
+        client.vocab = VOCAB
+        try:
+            await client.generate(request(0, on_token=(lambda *_: None) if stream else None))
+        finally:
+            await client.close()
+
+    with serving(answer) as address, pytest.raises(FaultyAnswer) as raised:
+        asyncio.run(ask(address))
+    assert address in str(raised.value) and said in str(raised.value)
+
+
+def test_a_tls_port_is_told_from_an_inference_server(tmp_path: Path) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
+    subprocess.run([*command, "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(certificate, key)
+
+    async def answer(_: web.Request) -> web.Response:
+        return web.json_response({})
+
+    async def ask(address: str) -> None:
+        client = HTTPEngine(address)
+        try:
+            await client.generate(request(0))
+        finally:
+            await client.close()
+
+    with serving(answer, tls) as address, pytest.raises(EngineUnreachable) as raised:
+        asyncio.run(asyncio.wait_for(ask(address), 30))
+    assert address in str(raised.value) and "a TLS port" in str(raised.value)
+
+
+def test_a_closed_port_is_waited_for_by_name() -> None:
+    async def ask() -> None:
+        client = HTTPEngine("127.0.0.1:1")
+        try:
+            await client.generate(request(0))
+        finally:
+            await client.close()
+
+    with pytest.raises(EngineUnreachable, match=r"inference server 127.0.0.1:1: Cannot connect"):
+        asyncio.run(ask())
