@@ -24,6 +24,7 @@ PARTS = {
     "bench.gateway": "agents: the gateway's requests a second, latency, and a crowd",
     "bench.ranks": "several trainer ranks",
     "bench.hang": "clew hang: merging 100,000 ranks, and real processes",
+    "bench.evaluate": "clew eval against its engine alone",
     "bench.replay": "the time machine: size on disk, replay, commands from the shell",
 }
 

@@ -17,7 +17,7 @@ from clew.cli import record, run
 from clew.cli.agent import agent_app
 from clew.cli.hang import hang
 from clew.errors import ClewError, Interrupted, explain_missing
-from clew.printing import VisibleRecord, print
+from clew.printing import VisibleRecord, break_silence, print
 
 app = typer.Typer(
     name="clew",
@@ -99,6 +99,7 @@ def _main() -> None:
     # Imports make a million objects that stay. Looking for garbage every 700 of them would take 5 to 15 % of the time.
     gc.set_threshold(10_000)
     logging.setLogRecordFactory(VisibleRecord)  # of every library's log, too
+    break_silence(f"clew {sys.argv[1] if sys.argv[1:] else ''}: starting; Python is still importing or reading files")
     try:
         with explain_missing():
             app()

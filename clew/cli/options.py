@@ -48,6 +48,11 @@ def load_config(config: Path, overrides: list[str] | None) -> Config:
     return configuration.load(config, overrides or ())
 
 
+def run_path_of(run: Path, overrides: list[str] | None = None) -> Path:
+    """Return the run directory that a configuration names; any other path as it is."""
+    return load_config(run, overrides).run_path if run.suffix.lower() in (".yaml", ".yml") else run
+
+
 def open_run_of(config: Path, overrides: list[str] | None) -> tuple[Config, RunDirectory]:
     """Return the configuration and its run directory, which is made if all that the configuration names is there."""
     from clew.launch.preflight import check_named

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from clew.cli.options import Trust, load_config, on_ranks
+from clew.cli.options import Trust, on_ranks, run_path_of
 from clew.printing import print
 
 
@@ -48,11 +48,10 @@ def show(
     Example: clew show runs/addition/grpo 3
     """
     from clew.console import EscapingConsole
-    from clew.record.bundle import is_bundle
     from clew.view.show import show as show_record
 
     console = EscapingConsole(width=None if sys.stdout.isatty() else 200)
-    path = run if run.is_dir() or is_bundle(run) else load_config(run, None).run_path
+    path = run_path_of(run)
     if plot is not None:
         from clew.record.bundle import opened
         from clew.record.files import explain_disk_errors
@@ -105,22 +104,23 @@ def replay(
 
     Example: clew replay runs/addition/grpo --step 3
     """
-    from clew.diagnose.rerun import rerun
+    from clew.diagnose.rerun import Options, rerun
+
+    options = Options(
+        steps=steps,
+        stages=stage,
+        only=only,
+        stop=stop,
+        reward=reward,
+        device=device,
+        ranks=ranks,
+        verify=verify,
+        overrides=overrides or (),
+        trust=trust or (),
+    )
 
     def replay_here() -> None:
-        if not rerun(
-            run,
-            steps,
-            stages=stage,
-            only=only,
-            stop=stop,
-            reward=reward,
-            device=device,
-            ranks=ranks,
-            verify=verify,
-            overrides=overrides or [],
-            trust=trust or [],
-        ):
+        if not rerun(run, options):
             raise SystemExit(1)
 
     on_ranks(ranks, replay_here)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from clew.cli.options import ConfigFile, Overrides, load_config, on_ranks, open_run_of, set_up_log
+from clew.cli.options import ConfigFile, Overrides, load_config, on_ranks, open_run_of, run_path_of, set_up_log
 from clew.printing import print
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ def sft(config: ConfigFile, overrides: Overrides = None) -> None:
     """
     from clew.launch.preflight import check_named
     from clew.launch.ranks import starts_ranks
+    from clew.launch.watch import watching_itself
     from clew.loop.sft import check_first_row
     from clew.loop.sft import sft as run_sft
     from clew.record.run import RunDirectory
@@ -86,7 +87,7 @@ def sft(config: ConfigFile, overrides: Overrides = None) -> None:
     if starts_ranks(loaded.launch.ranks):
         check_first_row(loaded)
         logs = RunDirectory(loaded.run_path).logs
-    on_ranks(loaded.launch.ranks, lambda: run_sft(loaded), logs)
+    on_ranks(loaded.launch.ranks, watching_itself(loaded)(lambda: run_sft(loaded)), logs)
 
 
 def serve(
@@ -177,6 +178,8 @@ def learn(config: ConfigFile, overrides: Overrides = None) -> None:
 
     Example: clew learn examples/addition/grpo.yaml trial=try
     """
+    from clew.launch.watch import watching_itself
+
     set_up_log()
     loaded, run = open_run_of(config, overrides)
 
@@ -184,7 +187,7 @@ def learn(config: ConfigFile, overrides: Overrides = None) -> None:
         if loaded.debug.replay_rollout_data:
             _train(loaded, run, [])
         else:
-            _learn(loaded, run)
+            watching_itself(loaded)(_learn)(loaded, run)
 
     on_ranks(loaded.launch.ranks, work, run.logs)
 
@@ -257,7 +260,7 @@ def status(
     from clew.record.run import open_run
     from clew.view.terminal import show_status
 
-    found = open_run(run if run.is_dir() else load_config(run, overrides).run_path)
+    found = open_run(run_path_of(run, overrides))
     show_status(EscapingConsole(width=None if sys.stdout.isatty() else 200), found)
 
 

@@ -152,9 +152,12 @@ def _conversation(row: Sequence) -> Text:
     shown = Text(
         f"{row.id}: {row.episode_id}, {row.finish_reason or 'not known how it ended'}, rewards {row.rewards}\n"
     )
-    for said in row.interactions or [row.data]:  # another trainer may know none, or have others
+    for place, said in enumerate(row.interactions or [row.data]):  # another trainer may know none, or have others
         if isinstance(said, dict) and {"prompt", "completion"} <= said.keys():
-            shown.append(f"  prompt      {shortened(said['prompt'], CUT)}\n")
+            if said["prompt"] is not None:
+                shown.append(f"  prompt      {shortened(said['prompt'], CUT)}\n")
+            elif place == 0:  # a workflow need not name the prompts of its tokens
+                shown.append(f"  data        {shortened(row.data, CUT)}\n")
             shown.append(f"  completion  {shortened(said['completion'], CUT)}\n")
         else:
             shown.append(f"  {'interaction' if row.interactions else 'data       '} {shortened(said, CUT)}\n")

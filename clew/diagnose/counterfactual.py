@@ -5,6 +5,7 @@ Serves `clew replay RUN --step 137 key=value` and `debug.first_step` of `clew tr
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -94,10 +95,11 @@ def counterfactual(run: RunDirectory, first: int, last: int, overrides: list[str
         raise
     table = _side_by_side(run, new, range(first, last + 1))
     if len(table.columns) == 1:
-        print(f"no metric differs: {' '.join(overrides)} is nothing that these steps depend on, on the same data.")
+        print(f"no metric differs: {' '.join(overrides)} has no effect on these steps on the same data.")
         return
     width = None if sys.stdout.isatty() else 200
     EscapingConsole(width=width).print(table)
+    print(f"→ clew show {shlex.quote(str(new.path))} {last}")
 
 
 def _left_unfinished(config: Config, run: RunDirectory, last: int) -> bool:

@@ -91,7 +91,10 @@ def diff(a: Path, b: Path, *, ignore: list[str], plot: Path | None) -> bool:
             _list("configuration", told.values(), names)
             if len(told) < len(changed):
                 print(f"left out: {', '.join(name for name in changed if name not in told)}")
-            print(f"FIRST DIFFERENCE  {found.told(*names)}")
+            if told and _is_chance(left, right, found):
+                _print_configured(left, right, found, steps, names, told)
+            else:
+                print(f"FIRST DIFFERENCE  {found.told(*names)}")
             for line in suggestions(found, {f"{names[0]}: ": left, f"{names[1]}: ": right}):
                 print(line)
             _list("changed later", _code_later(left, right, range(found.step, steps.stop)), names)
@@ -139,6 +142,40 @@ def _is_sampling_noise(found: Difference) -> bool:
     values = (found.recorded, found.found)
     of_logprobs = found.stage == "data" and found.where.endswith(", logprobs") and "absent" not in values
     return of_logprobs and abs(values[0] - values[1]) <= differences.TINY
+
+
+def _is_chance(left: RunDirectory, right: RunDirectory, found: Difference) -> bool:
+    """Return whether asynchronous runs merely took other groups: which ones finish first is a matter of timing."""
+    other_groups = found.stage == "data" and "absent" in (found.recorded, found.found)
+    lags = [_values(run, found.step).get("rollout.max_lag") for run in (left, right)]
+    return other_groups and any(isinstance(lag, int) and lag > 0 for lag in lags)
+
+
+def _print_configured(
+    left: RunDirectory,
+    right: RunDirectory,
+    found: Difference,
+    steps: range,
+    names: tuple[str, str],
+    told: Mapping[str, str],
+) -> None:
+    """Print the first difference that follows from the configuration, then that the runs took other groups.
+
+    Only a metric that is a field's own, such as `lr`, is certain to follow from it if the batches are not the same.
+    """
+    fields = {field.rpartition(".")[2]: field for field in told}
+    for step in steps:
+        sides = [run.steps.read(step).get("metrics", {}) for run in (left, right)]
+        own = [{name: side[name] for name in fields if name in side} for side in sides]
+        if (first := next(differences.in_metrics(step, *own), None)) is not None:
+            print(f"FIRST DIFFERENCE  {first.told(*names)}, which follows from {fields[first.where]}")
+            break
+    by_chance = "which asynchronous runs do by chance (rollout.max_lag)"
+    print(f"other groups, {by_chance}: {found.told(*names)}")
+    values = {field: _values(right, found.step).get(field) for field in told}
+    changes = [f"{field}={value}" for field, value in values.items() if field.startswith(("training.", "algorithm."))]
+    if changes:
+        print(f"what follows from these alone: `clew replay {left.path} {' '.join(changes)} trial=NAME`")
 
 
 def _besides(left: RunDirectory, right: RunDirectory, steps: range) -> list[str]:
@@ -495,11 +532,7 @@ def _configuration(left: RunDirectory, right: RunDirectory, step: int) -> dict[s
 
     The configuration that a step recorded takes precedence over that of its run.
     """
-    then, now = (
-        flat(read_yaml(run.config_path) if run.config_path.exists() else {})
-        | flat(run.steps.read(step).get("config", {}))
-        for run in (left, right)
-    )
+    then, now = (_values(run, step) for run in (left, right))
     return {
         name: line
         for name, line in _changes(then, now).items()
@@ -507,6 +540,12 @@ def _configuration(left: RunDirectory, right: RunDirectory, step: int) -> dict[s
         and name not in NOT_CAUSES
         and not (name == "model.path" and step > 0)  # the steps before agree: it is the same model
     }
+
+
+def _values(run: RunDirectory, step: int) -> dict[str, Any]:
+    """Return the configuration at a step by dotted names: that of the run, and what the step recorded."""
+    configured = read_yaml(run.config_path) if run.config_path.exists() else {}
+    return flat(configured) | flat(run.steps.read(step).get("config", {}))
 
 
 def _drift(left: RunDirectory, right: RunDirectory, steps: range, names: tuple[str, str]) -> None:

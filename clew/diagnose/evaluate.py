@@ -55,8 +55,8 @@ class Evaluation:
     name: str
     """The model or checkpoint, as the user gave it."""
     config: Config
-    episodes: pa.Table
-    """A row per episode; see `EPISODES`."""
+    episodes: list[dict[str, Any]]
+    """A row per episode, with the columns `EPISODES`."""
     summary: dict[str, Any]
     """The numbers of `clew.rollout.evaluation.summarize`."""
 
@@ -64,11 +64,9 @@ class Evaluation:
     def pass_rates(self) -> dict[int, float]:
         """Return the share of episodes that pass by the data's row, for rows with an episode that did not fail."""
         by_row: dict[int, list[bool]] = {}
-        for row, ok, error in zip(
-            *(self.episodes.column(c).to_pylist() for c in ("row", "passed", "error")), strict=True
-        ):
-            if error is None:
-                by_row.setdefault(row, []).append(ok)
+        for episode in self.episodes:
+            if episode["error"] is None:
+                by_row.setdefault(episode["row"], []).append(episode["passed"])
         return {row: float(np.mean(each)) for row, each in by_row.items()}
 
 
@@ -97,7 +95,8 @@ def evaluate(
 
 def write_episodes(evaluations: Sequence[Evaluation], path: Path) -> None:
     """Write a Parquet file with a row per episode of all models; see `EPISODES`."""
-    rows.write_table(path, rows.concatenated([each.episodes for each in evaluations]))
+    episodes = [episode for each in evaluations for episode in each.episodes]
+    rows.write_table(path, pa.Table.from_pylist(episodes, schema=EPISODES))
 
 
 def best_of(evaluations: Sequence[Evaluation]) -> Evaluation:
@@ -203,7 +202,7 @@ def _evaluate(name: str, config: Config) -> Evaluation:
         for row, of_row in zip(data, episodes, strict=True)
         for episode in of_row
     ]
-    return Evaluation(name=name, config=config, episodes=pa.Table.from_pylist(found, schema=EPISODES), summary=summary)
+    return Evaluation(name=name, config=config, episodes=found, summary=summary)
 
 
 def _answer(episode: Episode) -> str:

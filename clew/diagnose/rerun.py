@@ -6,6 +6,7 @@ import time
 from bdb import BdbQuit
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,34 +24,86 @@ from clew.record.steps import parse_steps
 BREAKS = ("advantages", "loss", "backward", "update")
 
 
-def rerun(
-    target: Path,
-    steps: str | None,
-    *,
-    stages: str | None,
-    only: str | None,
-    stop: str | None,
-    reward: bool,
-    device: str | None,
-    ranks: int = 1,
-    verify: bool = True,
-    overrides: list[str],
-    trust: Sequence[str] = (),
-) -> bool:
-    """Replay steps of a run in the way that the options ask for.
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of `clew replay`. At most one of `stages`, `stop`, `reward` and `overrides` chooses the way to replay."""
 
-    Args:
-        target: A run directory or a bundle.
-        steps: Steps to replay; None: all of a run, or the one of a bundle.
-        stages: Stages to compute again from recorded inputs, separated by commas.
-        only: ID of a group, an episode or a sequence to which `stages` or `reward` is limited.
-        stop: Stage before which to stop in a debugger, one of `BREAKS`.
-        reward: Whether to run the workflow and the reward function again.
-        device: Device to use in place of the run's.
-        ranks: Number of processes that train; this is one of them.
-        verify: Whether to compare with the record.
-        overrides: Other settings to train with, as key=value.
-        trust: Modules that may be imported, see `clew.dotted.only_trusted`.
+    steps: str | None = None
+    """Steps to replay; None: all of a run, or the one of a bundle."""
+    stages: str | None = None
+    """Stages to compute again from recorded inputs, separated by commas."""
+    only: str | None = None
+    """ID of a group, an episode or a sequence to which `stages` or `reward` is limited."""
+    stop: str | None = None
+    """Stage before which to stop in a debugger, one of `BREAKS`."""
+    reward: bool = False
+    """True to run the workflow and the reward function again."""
+    device: str | None = None
+    """Device to use in place of the run's."""
+    ranks: int = 1
+    """Number of processes that train; this is one of them."""
+    verify: bool = True
+    """True to compare with the record."""
+    overrides: Sequence[str] = ()
+    """Other settings to train with, as key=value."""
+    trust: Sequence[str] = ()
+    """Modules that may be imported, see `clew.dotted.only_trusted`."""
+
+    @property
+    def asked(self) -> list[str]:
+        """Names of the options that choose a way to replay."""
+        ways = {"--stage": self.stages, "--reward": self.reward, "--break": self.stop, "key=value": self.overrides}
+        return [name for name, value in ways.items() if value]
+
+    @property
+    def says_how(self) -> bool:
+        """True if overrides may say how another trainer computed the stages."""
+        return self.asked == ["--stage", "key=value"]
+
+    def check(self) -> None:
+        """Raise ConfigError if a value is unknown, or options do not go together in any run."""
+        if self.stop is not None and self.stop not in BREAKS:
+            raise ConfigError(f"--break {self.stop}: expected one of {', '.join(BREAKS)}.")
+        if self.device not in (None, "cpu", "cuda"):
+            raise ConfigError(f"--device {self.device}: expected cpu or cuda.")
+        if self.only is not None and self.stages is None and not self.reward:
+            raise ConfigError(
+                f"--only {self.only} needs --stage or --reward, because a step is always trained as a whole."
+            )
+        if not self.verify and (self.stages is not None or self.reward or self.overrides):
+            raise ConfigError(
+                f"--no-verify trains again without comparing, and {self.asked[0]} does not. Leave one out."
+            )
+        if self.ranks > 1 and self.asked:
+            raise ConfigError(
+                f"--ranks {self.ranks} trains with several processes, {self.asked[0]} with one. Leave one out."
+            )
+
+    def check_against(self, run: RunDirectory, first: int) -> None:
+        """Raise ClewError if this run cannot be replayed in this way from step `first` on."""
+        if len(self.asked) > 1 and not (self.says_how and not run.steps.by_clew):
+            raise ConfigError(f"{' and '.join(self.asked)} are different ways to replay. Use one of them.")
+        if not run.steps.json_path(first).exists() and (self.stages is not None or self.ranks > 1):
+            raise RecordError(
+                f"Cannot compare step {first} of {run.path}: it was begun and never committed. Leave out --stage and "
+                f"--ranks to train it here, add --break to stop in it, or ask `clew blame` for the cause."
+            )
+        if (self.stages is not None or self.reward) and run.supervised and self.stages != "data":
+            raise RecordError(
+                f"{run.path} is a run of `clew sft`: it has no rewards and no advantages. Without --stage and --reward "
+                f"its steps are trained again and compared."
+            )
+        if self.stop not in (None, "update") and run.supervised:
+            raise RecordError(f"{run.path} is a run of `clew sft`, whose steps stop at --break update alone.")
+        if self.overrides and self.stages is None and not run.steps.by_clew:
+            raise RecordError(
+                f"Cannot train {run.path} again: another trainer wrote it, without what Clew needs. `--stage "
+                f"advantages` with key=value computes its advantages again."
+            )
+
+
+def rerun(target: Path, options: Options) -> bool:
+    """Replay steps of a run directory or a bundle in the way that the options ask for.
 
     Returns:
         True if everything agrees with the record, or if nothing is compared.
@@ -58,59 +111,29 @@ def rerun(
     Raises:
         ClewError: The options do not go together, or the steps cannot be replayed.
     """
-    if stop is not None and stop not in BREAKS:
-        raise ConfigError(f"--break {stop}: expected one of {', '.join(BREAKS)}.")
-    if device not in (None, "cpu", "cuda"):
-        raise ConfigError(f"--device {device}: expected cpu or cuda.")
-    if only is not None and stages is None and not reward:
-        raise ConfigError(f"--only {only} needs --stage or --reward, because a step is always trained as a whole.")
-    ways = {"--stage": stages, "--reward": reward, "--break": stop, "key=value": overrides}
-    asked = [name for name, value in ways.items() if value]
-    if not verify and (stages is not None or reward or overrides):
-        raise ConfigError(f"--no-verify trains again without comparing, and {asked[0]} does not. Leave one out.")
-    if ranks > 1 and asked:
-        raise ConfigError(f"--ranks {ranks} trains with several processes, {asked[0]} with one. Leave one out.")
-    with opened(target, trust) as (run, bundle):
-        says_how = asked == ["--stage", "key=value"] and not run.steps.by_clew  # another trainer's record does not
-        if len(asked) > 1 and not says_how:
-            raise ConfigError(f"{' and '.join(asked)} are different ways to replay. Use one of them.")
-        first, last = _range(run, steps, bundle)
-        if not run.steps.json_path(first).exists() and (stages is not None or ranks > 1):
-            raise RecordError(
-                f"Cannot compare step {first} of {run.path}: it was begun and never committed. Leave out --stage and "
-                f"--ranks to train it here, add --break to stop in it, or ask `clew blame` for the cause."
-            )
-        if (stages is not None or reward) and run.supervised and stages != "data":
-            raise RecordError(
-                f"{run.path} is a run of `clew sft`: it has no rewards and no advantages. Without --stage and --reward "
-                f"its steps are trained again and compared."
-            )
-        if stop not in (None, "update") and run.supervised:
-            raise RecordError(f"{run.path} is a run of `clew sft`, whose steps stop at --break update alone.")
-        if stages is not None:
-            algorithm = _algorithm_of_another(overrides, stages) if says_how else None
-            return _stages(run, first, last, stages.split(","), only, algorithm)
+    options.check()
+    with opened(target, options.trust) as (run, bundle):
+        first, last = _range(run, options.steps, bundle)
+        options.check_against(run, first)
+        if options.stages is not None:
+            algorithm = _algorithm_of_another(options.overrides, options.stages) if options.says_how else None
+            return _stages(run, first, last, options.stages.split(","), options.only, algorithm)
         if bundle is not None and bundle["stages_only"]:
-            if asked or device is not None:
+            if options.asked or options.device is not None:
                 raise RecordError(
-                    f"Cannot use {', '.join(asked) or '--device'} on {target}: it was written with --stages-only, so "
-                    f"it lacks the weights and the rest of the run."
+                    f"Cannot use {', '.join(options.asked) or '--device'} on {target}: it was written with "
+                    f"--stages-only, so it lacks the weights and the rest of the run."
                 )
             print("this bundle has no weights: the stages that need none are compared")
-            return _stages(run, first, last, ALONE if run.steps.by_clew and not run.supervised else ("data",), only)
-        if reward:
-            return _rewards(run, first, last, only)
-        if overrides and not run.steps.by_clew:
-            raise RecordError(
-                f"Cannot train {run.path} again: another trainer wrote it, without what Clew needs. `--stage "
-                f"advantages` with key=value computes its advantages again."
-            )
-        if overrides:
+            return _stages(run, first, last, ALONE if run.steps.by_clew and not run.supervised else ("data",), None)
+        if options.reward:
+            return _rewards(run, first, last, options.only)
+        if options.overrides:
             from clew.diagnose.counterfactual import counterfactual
 
-            counterfactual(run, first, last, overrides, kept=bundle is None)
+            counterfactual(run, first, last, [*options.overrides], kept=bundle is None)
             return True
-        return _train_again(run, first, last, stop, device, verify, named=target)
+        return _train_again(run, first, last, options.stop, options.device, options.verify, named=target)
 
 
 def _range(run: RunDirectory, steps: str | None, bundle: dict[str, Any] | None) -> tuple[int, int]:
@@ -148,7 +171,7 @@ LIMIT = "sampling.max_new_tokens"
 """Field that algorithm.loss_constant and overlong_penalty are derived from if they are not set themselves."""
 
 
-def _algorithm_of_another(overrides: list[str], stages: str) -> Algorithm:
+def _algorithm_of_another(overrides: Sequence[str], stages: str) -> Algorithm:
     """Return the algorithm that overrides describe, by which another trainer computed its advantages and its loss.
 
     Raises:
@@ -162,7 +185,7 @@ def _algorithm_of_another(overrides: list[str], stages: str) -> Algorithm:
                 f"computed: expected fields of algorithm, such as algorithm.advantages=group, or {LIMIT}."
             )
     needed = "{experiment: another, model: {path: another}, data: {path: another}}"
-    algorithm = configuration.parse(needed, Path("key=value"), overrides).algorithm
+    algorithm = configuration.parse(needed, Path("key=value"), [*overrides]).algorithm
     for name in ("loss_constant", "overlong_penalty"):
         value = getattr(algorithm, name)
         if value is not None and not {f"algorithm.{name}", LIMIT} & {*said}:

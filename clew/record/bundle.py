@@ -22,7 +22,7 @@ from clew.reading import STRICT, Count, read_json
 from clew.record import rows
 from clew.record.files import explain_disk_errors, write_json
 from clew.record.foreign import NAME, why_foreign
-from clew.record.run import RunDirectory, open_run
+from clew.record.run import RunDirectory, no_run, open_run
 
 MEMBERS = 100_000
 """Maximum number of files in a bundle."""
@@ -145,11 +145,6 @@ def _shown(run: RunDirectory, step: int) -> list[str]:
     return [name for names in rows.images_of(rows.read_table(run.steps.data_path(step))) for name in names]
 
 
-def is_bundle(path: Path) -> bool:
-    """Return whether a file is a bundle, or should be one according to its name."""
-    return path.suffix == ".zip" or zipfile.is_zipfile(path)
-
-
 @contextmanager
 def opened(path: Path, trust: Iterable[str] = ()) -> Iterator[tuple[RunDirectory, dict[str, Any] | None]]:
     """Open a run directory, or unpack a bundle for as long as the block runs.
@@ -236,7 +231,7 @@ def _unpack(path: Path, folder: Path) -> dict[str, Any]:
                 if not member.is_dir():
                     _extract(archive, member, folder)
     except FileNotFoundError:
-        raise RecordError(f"Cannot open {path}: it does not exist. Name a run directory or a bundle.") from None
+        raise no_run(path) from None
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
         raise RecordError(
             f"Cannot open {path}: it is neither a run directory nor a bundle ({error}). It may be truncated."

@@ -42,6 +42,8 @@ INDEXED = ("groups", "versions", "digests")
 
 _KEPT = ("clew_format", "chain", "committed_at", "json")
 """Fields of a step's JSON that the checks need. Not all are kept, because there may be ten thousand steps."""
+_OF_LINE = ("step", "json")
+"""Fields of a line of index.jsonl that the checks need after the line was compared with its step's JSON."""
 _SEAL = re.compile(rb', "seal": "([0-9a-f]{32})"\}\Z')
 _SEALED = (b'"seal": "', b'"rows": "', b'"follows": "', b'"follows": null')
 """Keys of which every checkpoint.json or evaluation with a seal has at least one, and older files none."""
@@ -166,18 +168,24 @@ class _Chain:
         self.indexed = self.steps.index_path.is_file()
         *raw, torn = read_bytes(self.steps.index_path).split(b"\n") if self.indexed else [b""]
         self.torn = bool(torn)
-        self.lines = [_object(line) for line in raw]
+        self.lines: list[dict[str, Any] | None] = [None] * len(raw)
+        """The fields `_OF_LINE` of each line of index.jsonl; None for a line that is not a JSON object."""
+        # Each line is parsed beside its step. A million names of groups at once would take twice as long.
         for step, content in _contents(self.steps.folder):
-            commit = _object(content)
+            commit, line = _object(content), _object(raw[step]) if step < len(raw) else None
             if commit is None:
                 self.strange.append(Break(step=step, file=_name(step), why="is not a JSON object"))
                 commit = {}
-            elif step < len(self.lines) and (line := self.lines[step]) is not None:
+            elif line is not None:
                 self.differing[step] = [key for key in INDEXED if line.get(key) != commit.get(key)]
             if see is not None:
                 see(step, commit)
+            if line is not None:
+                self.lines[step] = {key: line[key] for key in _OF_LINE if key in line}
             self.commits[step] = {key: commit[key] for key in _KEPT if key in commit}
             self.own[step] = _digest_of(content, commit)
+        for step in {*range(len(raw))} - {*self.commits}:  # their JSON is gone
+            self.lines[step] = _object(raw[step])
 
     def breaks(self) -> Iterator[Break]:
         """Yield the files that do not fit, each of them once."""

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import stat
 import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 
 from clew.reading import read_json
 from clew.record import rows
@@ -34,11 +38,27 @@ def why_foreign(run: RunDirectory) -> str | None:
     if (run.path / NAME).exists():
         return f"{run.path} was unpacked from a bundle"
     us = os.geteuid()
-    for path in (run.path, run.steps.folder, run.run_json, run.config_path, *run.steps.folder.glob("*.json")):
-        for owner in {path.lstat().st_uid, path.stat().st_uid} if path.exists() else ():
+    steps = [entry.path for entry in os.scandir(run.steps.folder) if entry.name.endswith(".json")]
+    for path in (run.path, run.steps.folder, run.run_json, run.config_path, *steps):
+        for owner in _owners(path):
             if owner != us:
                 return f"{run.path} belongs to another user ({path} to user {owner}, and you are {us})"
     return None
+
+
+def _owners(path: Path | str) -> Iterator[int]:
+    """Yield the owner of a file, and of what it points to if it is a link; nothing for what is not there.
+
+    A link to itself or to what this user cannot reach points to nothing: its reader says so when it opens the file.
+    """
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return
+    yield found.st_uid
+    if stat.S_ISLNK(found.st_mode):
+        with suppress(OSError):
+            yield Path(path).stat().st_uid
 
 
 def mark_foreign(run: RunDirectory, why: str) -> None:

@@ -14,14 +14,13 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import IO, Annotated, Any, NotRequired
+from typing import IO, TYPE_CHECKING, Annotated, Any, NotRequired
 
 from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
-from clew import config as configuration
-from clew.config import Config, server_addresses, server_token
 from clew.errors import RecordError
 from clew.processes import PATIENCE_S, hold_lock
 from clew.reading import STRICT, Count, Flag, Moment, Number, check, read_json
@@ -32,7 +31,10 @@ from clew.record.media import Media
 from clew.record.steps import Steps
 from clew.record.warned import kept_warnings
 from clew.record.weights import WeightRef
-from clew.waits import Reporter
+
+if TYPE_CHECKING:  # without its fields, a reader of the record starts a tenth of a second sooner
+    from clew.config import Config
+    from clew.waits import Reporter
 
 PACKAGES = ("clew", "torch", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow")
 
@@ -53,6 +55,8 @@ class Server:
 
 def attached_servers() -> list[Server]:
     """Return the servers that CLEW_LLM_SERVER_ADDRS names; empty if the servers of the run directory are used."""
+    from clew.config import server_addresses, server_token
+
     token = server_token()
     return [Server(name=each, address=each, pid=0, ready=True, token=token) for each in server_addresses()]
 
@@ -148,6 +152,8 @@ class RunDirectory:
     @contextmanager
     def report(self, process: str) -> Iterator[Reporter]:
         """Write what this process is doing into status/, and append its warnings to warnings.jsonl."""
+        from clew.waits import Reporter
+
         with Reporter(self.status, process) as reporter, kept_warnings(self.warnings_path, reporter):
             yield reporter
 
@@ -183,9 +189,9 @@ class RunDirectory:
             return ""
         return f"  Best evaluation: {best} ({best.readlink().name})"
 
-    @property
+    @cached_property
     def supervised(self) -> bool:
-        """Return whether `clew sft` trained the newest committed step."""
+        """True if `clew sft` trained the newest committed step; no later step is of another kind."""
         count = self.steps.count()
         return count > 0 and self.steps.read(count - 1).get("supervised", False)
 
@@ -196,6 +202,8 @@ class RunDirectory:
 
         Fields that name the run directory are ignored, because it may have been moved.
         """
+        from clew import config as configuration
+
         if not self.config_path.exists():
             return {}
         before, now = (
@@ -214,11 +222,13 @@ class RunDirectory:
             step: The next step. What changed since an earlier step is added to `changes` in run.json.
             facts: More fields for run.json.
         """
+        from clew.config import dump
+
         before = self.facts() or {"created": time.time()}
         if config is not None:
             if step and (changed := self.changes(config)):
                 facts["changes"] = [*before.get("changes", []), {"step": step, "fields": changed}]
-            write_bytes(self.config_path, configuration.dump(config).encode())
+            write_bytes(self.config_path, dump(config).encode())
         described = {
             "clew_format": rows.FORMAT,
             "packages": installed(PACKAGES),
@@ -380,12 +390,22 @@ def warn_of_changes(log: logging.Logger, config: Config, run: RunDirectory, step
 def open_run(path: Path | str) -> RunDirectory:
     """Open an existing run directory to read it. No file or folder is created. Raises RecordError if there is none."""
     path = Path(path)
+    if not path.exists():
+        raise no_run(path)
     if not (path / "status").is_dir():
         raise RecordError(
             f"{path} is no run directory: it holds no status/. A run lies in ROOT/EXPERIMENT/TRIAL, "
             f"for example runs/addition/0."
         )
     return RunDirectory(path, make=False)
+
+
+def no_run(path: Path) -> RecordError:
+    """Return the error for a run directory or bundle that does not exist, which names the runs beside it."""
+    beside = sorted(status.parent.name for status in path.parent.glob("*/status/"))
+    few = ", ".join(beside[:8]) + (f" and {len(beside) - 8} more" if len(beside) > 8 else "")
+    hint = f"The runs in {path.parent} are {few}." if beside else "Name a run directory or a bundle."
+    return RecordError(f"Cannot open {path}: it does not exist. {hint}")
 
 
 def _git_revision() -> str | None:

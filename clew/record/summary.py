@@ -177,3 +177,8 @@ def rounding_doubt(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return "; ".join(
         f"{name} {before.get(name) or 'none'} recorded, {after.get(name) or 'none'} here" for name in differing
     )
+
+
+def spent(timings: dict[str, float], what: str) -> float:
+    """Return the seconds of a part of a step, such as publish, together with its own, such as publish/load."""
+    return sum(value for name, value in timings.items() if name.partition("/")[0] == what)

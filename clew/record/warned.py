@@ -11,8 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from clew.waits import Reporter
+if TYPE_CHECKING:
+    from clew.waits import Reporter
 
 _STEP = re.compile(r"step (\d{1,12}): ")
 

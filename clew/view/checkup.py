@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from rich.text import Text
 from clew.errors import RecordError
 from clew.printing import visible
 from clew.record.rejected import Rejected
-from clew.record.run import RunDirectory
+from clew.record.run import RunDirectory, changes_in_words
 from clew.record.warned import Warned
 from clew.view import health
 from clew.view.find import Settings
@@ -24,22 +25,25 @@ STEPS_LOOKED_INTO = 5
 
 
 def judge(run: RunDirectory, history: History, rejected: Rejected, warned: Sequence[Warned]) -> list[Concern]:
-    """Return what deserves a look in this run, the most urgent first."""
+    """Return what deserves a look in this run, in the order of importance.
+
+    What the run is judged by comes first, then causes that spoil what is learned, then what only wastes time.
+    """
     config = Settings(run.path)
     equal = health.equal_steps(history, str(config.get("algorithm.advantages", "group")))
     kinds, looked = _equal_kinds(run, equal)
     last = int(history.steps[-1]) if len(history.steps) else -1
     concerns = [
-        health.gradients(history, _positive(config.get("training.spike_factor")), supervised=run.supervised),
-        health.rejections(rejected, history),
+        health.reward(history, _changes(run)),
+        health.evaluations(history, run.read_evals()),
         health.contradiction(history),
+        health.gradients(history, _positive(config.get("training.spike_factor")), supervised=run.supervised),
         health.mismatch(history),
         health.lag(history, _max_lag(run, config)),
+        health.rejections(rejected, history),
         health.rejected_tokens(history),
-        health.clipping(history, str(config.get("algorithm.ratio", "token"))),
-        health.reward(history),
-        health.evaluations(history, run.read_evals()),
         health.truncation(history),
+        health.clipping(history, str(config.get("algorithm.ratio", "token"))),
         health.equal_rewards(history, equal, kinds, looked),
         health.warnings(warned, last),
     ]
@@ -89,7 +93,8 @@ def _equal_kinds(run: RunDirectory, steps: Sequence[int]) -> tuple[Counter[float
     A few of the given steps are looked into, spread over all that still have their batch. Without any, the result is
     empty.
     """
-    there = [step for step in steps if run.steps.has_data(step)]
+    names = set(os.listdir(run.steps.folder)) if steps else set()  # noqa: PTH208 (ten thousand looks take longer)
+    there = [step for step in steps if run.steps.data_path(step).name in names]
     chosen = sorted({there[round(place)] for place in _spread(len(there), STEPS_LOOKED_INTO)})
     kinds: Counter[float] = Counter()
     for step in chosen:
@@ -110,6 +115,11 @@ def _spread(count: int, limit: int) -> list[float]:
     if count <= limit:
         return list(map(float, range(count)))
     return [place * (count - 1) / (limit - 1) for place in range(limit)]
+
+
+def _changes(run: RunDirectory) -> list[tuple[int, str]]:
+    """Return the first step and the words of each change of the configuration."""
+    return [(each["step"], changes_in_words(each["fields"])) for each in run.facts().get("changes", [])]
 
 
 def _max_lag(run: RunDirectory, config: Settings) -> int | None:

@@ -100,7 +100,12 @@ def _show_interactions(console: Console, interactions: list[dict[str, Any]]) -> 
 
 def _show_prompt(console: Console, prompt: Any, before: dict[str, Any]) -> None:
     if prompt is None:
-        console.print(Text("the workflow did not say what the prompt was; --tokens shows it", style="dim"))
+        console.print(
+            Text(
+                "the workflow did not name the prompt (engine.generate(ids, prompt=...)); --tokens shows it",
+                style="dim",
+            )
+        )
         return
     if not isinstance(prompt, list):
         _say(console, "prompt", prompt, "bold cyan")

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import pyarrow as pa
 from rich.console import Console
 from rich.text import Text
 
@@ -35,14 +34,15 @@ def show_models(
         best: Place of the best model.
     """
     scores = [*(name for name in summaries[0] if name.startswith("pass@")), "reward"]
+    spare = [f"95 % CI of {name}" for name in scores[:0:-1]]
     several = len(names) > 1
     shown = table(
         "model",
-        *(column for name in scores for column in (name, f"95 % of {name}")),
+        *(column for name in scores for column in (name, f"95 % CI of {name}")),
         *(("behind the best",) if several else ()),
         *("length", "truncated", "episodes", "failed", "seconds"),
         left=("model",),
-        spare=("truncated", "length", "95 % of reward", "seconds", *(f"95 % of {name}" for name in scores[-2:0:-1])),
+        spare=("truncated", "length", spare[0], "seconds", *spare[1:]),
     )
     for place, (name, summary) in enumerate(zip(names, summaries, strict=True)):
         difference = "best" if place == best else _difference(behind[place])
@@ -70,9 +70,9 @@ def _difference(bounds: Sequence[float] | None) -> str:
     return f"{(bounds[0] + bounds[1]) / 2:.3f} ± {(bounds[1] - bounds[0]) / 2:.3f}{chance}"
 
 
-def show_failed(console: Console, name: str, episodes: pa.Table) -> None:
+def show_failed(console: Console, name: str, episodes: Sequence[dict[str, Any]]) -> None:
     """Print how many episodes of a model failed, by the kind of their error."""
-    kinds = Counter(kind_of(error) for error in episodes.column("error").to_pylist() if error is not None)
+    kinds = Counter(kind_of(each["error"]) for each in episodes if each["error"] is not None)
     if not kinds:
         return
     failed = "1 episode" if kinds.total() == 1 else f"{kinds.total()} episodes"
@@ -83,7 +83,7 @@ def show_failed(console: Console, name: str, episodes: pa.Table) -> None:
         console.print("  and other errors; --to FILE writes them all")
 
 
-def show_missed(console: Console, name: str, episodes: pa.Table, prompt: str) -> None:
+def show_missed(console: Console, name: str, episodes: Sequence[dict[str, Any]], prompt: str) -> None:
     """Print the rows that pass least often, each with the answer of an episode that did not pass.
 
     Args:
@@ -93,14 +93,14 @@ def show_missed(console: Console, name: str, episodes: pa.Table, prompt: str) ->
         prompt: Column of the data with the prompt.
     """
     by_row: dict[int, list[dict[str, Any]]] = {}
-    for episode in episodes.to_pylist():
+    for episode in episodes:
         if episode["error"] is None:
             by_row.setdefault(episode["row"], []).append(episode)
     rates = {row: sum(each["passed"] for each in of_row) / len(of_row) for row, of_row in by_row.items()}
     missed = sorted((row for row in rates if rates[row] < 1), key=lambda row: (rates[row], row))
     if not missed:
         return
-    always = "" if len(by_row) == episodes.num_rows else "always "
+    always = "" if len(by_row) == len(episodes) else "always "
     console.print(f"\n{len(missed)} of {len(rates)} prompts did not {always}pass with {name}:")
     shown = table("row", "passed", "reward", "prompt", "answer", words=("prompt", "answer"))
     for row in missed[:MISSED_SHOWN]:

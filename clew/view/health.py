@@ -216,7 +216,10 @@ def mismatch(history: History) -> Concern | None:
     then = "blame RUN --step {} --by behaviour_k3"
     what = f"behaviour_k3 is above {K3_WITHOUT_LAG:g} at a lag of 0: engine and trainer disagree about the same weights"
     found = _above(history, "mismatch", "behaviour_k3", fresh & (k3 > K3_WITHOUT_LAG), what, then)
-    what = f"behaviour_k3 is above {K3:g}: the policy that sampled is far from the one that is trained"
+    what = (
+        f"behaviour_k3 is above {K3:g}: the policy that sampled is far from the one that is trained (if tokens lag, "
+        f"lower training.lr or rollout.max_lag)"
+    )
     return found or _above(history, "mismatch", "behaviour_k3", k3 > K3, what, then)
 
 
@@ -339,10 +342,14 @@ def warnings(warned: Sequence[Warned], last: int) -> Concern | None:
     return Concern(cause="warnings", evidence=which, then=f"show RUN {steps[-1]}" if steps else "status RUN")
 
 
-def reward(history: History) -> Concern | None:
-    """Return the concern that the training reward fell, and about where.
+def reward(history: History, changes: Sequence[tuple[int, str]] = ()) -> Concern | None:
+    """Return the concern that the training reward fell, about where, and which change of the configuration was there.
 
     The noise is that from one step to the next, so that a reward that rises has little of it.
+
+    Args:
+        history: The steps.
+        changes: First step and words of each change of the configuration, in order.
     """
     there = np.isfinite(history.metrics["reward"])
     rewards, steps = history.metrics["reward"][there], history.steps[there]
@@ -356,11 +363,13 @@ def reward(history: History) -> Concern | None:
     if means[best] - means[newest] <= max(FALLEN * abs(means[best]), BY_CHANCE * noise):
         return None
     fell = int(steps[best + _split(rewards[best:])])
+    near = [f"{words} from step {step} on" for step, words in changes if abs(fell - step) <= window]
+    changed = f". The configuration changed there: {near[-1]}" if near else ""
     return Concern(
         cause="reward",
         evidence=f"the training reward fell from {means[best]:.3f} (steps {steps[best]} to "
         f"{steps[best + window - 1]}) to {means[newest]:.3f} (steps {steps[newest]} to {steps[-1]}), about at "
-        f"step {fell}",
+        f"step {fell}{changed}",
         then=f"show RUN {fell}",
     )
 
@@ -375,7 +384,10 @@ def _split(values: np.ndarray) -> int:
 
 
 def evaluations(history: History, evals: Sequence[Mapping[str, Any]]) -> Concern | None:
-    """Return the concern that evaluations fall, with how the training reward went: if it rose, the model overfits."""
+    """Return the concern that evaluations fall, with how the training reward went: if it rose, the model overfits.
+
+    If it fell between the two evaluations as well, the step at about which it did is the one to look at.
+    """
     name = "pass@1" if all("pass@1" in one for one in evals) else "reward"
     known = [one for one in evals if math.isfinite(_number(one.get(name)))]
     if len(known) < 2:
@@ -384,14 +396,12 @@ def evaluations(history: History, evals: Sequence[Mapping[str, Any]]) -> Concern
     high, low = float(best[name]), float(newest[name])
     if high - low <= _margin(name, best):
         return None
-    then, now = (_reward_before(history, int(one["version"])) for one in (best, newest))
-    went = f"{'rose' if now > then else 'fell'} from {then:.3f} to {now:.3f}" if then != now else "stayed"
-    beside = "" if math.isnan(then) or math.isnan(now) else f", while the training reward {went}"
+    versions = int(best["version"]), int(newest["version"])
+    beside, look = _reward_between(history, *versions)
     return Concern(
         cause="evaluations",
-        evidence=f"{name} fell from {high:.3f} at version {best['version']} to {low:.3f} at version "
-        f"{newest['version']}{beside}",
-        then=f"show RUN --steps {best['version']}:{newest['version']}",
+        evidence=f"{name} fell from {high:.3f} at version {versions[0]} to {low:.3f} at version {versions[1]}{beside}",
+        then=f"show RUN {look if look is not None else f'--steps {versions[0]}:{versions[1]}'}",
     )
 
 
@@ -403,12 +413,31 @@ def _margin(name: str, evaluation: Mapping[str, Any]) -> float:
     return FALLEN * abs(value)
 
 
-def _reward_before(history: History, version: int) -> float:
-    """Return the mean training reward of the steps that led to a version; for the first version, of those after it."""
-    end = max(int(np.searchsorted(history.steps, version)), min(AROUND_EVALUATION, len(history.steps)))
-    rewards = history.metrics["reward"][max(0, end - AROUND_EVALUATION) : end]
-    rewards = rewards[np.isfinite(rewards)]
-    return float(rewards.mean()) if len(rewards) else math.nan
+def _reward_between(history: History, *versions: int) -> tuple[str, int | None]:
+    """Return in words how the training reward went between two versions, and the step at about which it fell, if so.
+
+    Compared are the means of the steps that led to each version; for the first version, of those after it.
+    """
+    known = np.isfinite(history.metrics["reward"])
+    rewards, steps = history.metrics["reward"][known], history.steps[known]
+    if not len(rewards):
+        return "", None
+    ends = [max(int(np.searchsorted(steps, version)), min(AROUND_EVALUATION, len(steps))) for version in versions]
+    starts = [max(0, end - AROUND_EVALUATION) for end in ends]
+    means = [float(rewards[start:end].mean()) for start, end in zip(starts, ends, strict=True)]
+    if starts[0] == starts[1]:
+        return "", None
+    of_steps = (
+        f"{mean:.3f} (steps {steps[start]} to {steps[end - 1]})"
+        for mean, start, end in zip(means, starts, ends, strict=True)
+    )
+    words = f", while the training reward {'fell' if means[1] < means[0] else 'rose'} from {' to '.join(of_steps)}"
+    between = rewards[starts[0] : ends[1]]
+    split = _split(between)
+    if means[1] >= means[0] or between[:split].mean() <= between[split:].mean():
+        return words, None
+    fell = int(steps[starts[0] + split])
+    return f"{words}, about at step {fell}", fell
 
 
 def command(then: str, path: Path) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from clew.errors import RecordError
 from clew.record.files import only_shown
 from clew.record.run import RunDirectory
+from clew.record.summary import spent
 
 PANELS = {
     "reward": "reward (mean of the batch)",
@@ -77,7 +78,7 @@ def _draw_seconds(axis: Any, steps: list[dict[str, Any]]) -> None:
     """Draw the parts of each step's time, one above the other."""
     bottom = [0.0] * len(steps)
     for part, label in PARTS.items():
-        top = [low + step.get("timings", {}).get(part, 0.0) for low, step in zip(bottom, steps, strict=True)]
+        top = [low + spent(step.get("timings", {}), part) for low, step in zip(bottom, steps, strict=True)]
         axis.fill_between([step["step"] for step in steps], bottom, top, label=label, step="mid")
         bottom = top
     axis.legend(fontsize=8, loc="upper right")

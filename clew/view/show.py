@@ -54,7 +54,7 @@ SHARE_SHOWN = 0.005
 """Share of the run's time from which on an activity is named."""
 WAITS = {"rollout": "waiting for batches", "evaluation": "waiting for evaluations"}
 """Timings of a step during which the trainer waits, in words."""
-COLUMNS = ("step", "groups", "sequences", "reward", "length", "lag", "k3", "grad norm", "loss", "seconds")
+COLUMNS = ("step", "groups", "sequences", "reward", "length", "lag", "k3", "rejected", "grad norm", "loss", "seconds")
 SUPERVISED_COLUMNS = ("step", "groups", "tokens", "grad norm", "loss", "seconds")
 """Columns of the steps of a run; those of `clew sft` have neither rollout nor rewards."""
 EVALUATIONS_SHOWN = 10
@@ -202,7 +202,7 @@ def _show_run(
         seconds: Sums of the timings of all steps, by name.
     """
     config, facts, supervised = Settings(run.path), run.facts(), run.supervised
-    count = len(run.steps.index())
+    count = run.steps.count()
     chosen = range(count)[-STEPS_SHOWN:] if steps is None else parse_steps(steps, count)
     model = [as_text(config.get(f"model.{name}", "")) for name in ("path", "dtype", "device")]
     reasons = rejections.lines()
@@ -236,7 +236,7 @@ def _show_run(
         return
     console.print()
     columns = SUPERVISED_COLUMNS if supervised else COLUMNS
-    spare = ("sequences", "groups", "seconds", "k3", "length", "lag", "grad norm", "loss")
+    spare = ("sequences", "groups", "seconds", "k3", "length", "lag", "rejected", "grad norm", "loss")
     rows = table(*columns, spare=[name for name in spare if name in columns])
     for step in chosen:
         cells = _cells_of_step(run.steps.read(step))
@@ -257,6 +257,7 @@ def _cells_of_step(summary: dict[str, Any]) -> dict[str, str]:
         "length": number(metrics.get("response_length"), ".1f"),
         "lag": f"{lags[0]:.2f}/{lags[1]:.0f}" if min(lags) >= 0 else MISSING,
         "k3": number(metrics.get("behaviour_k3"), ".1e"),
+        "rejected": number(metrics.get("rejected_share"), ".1%"),
         "grad norm": number(metrics.get("grad_norm")),
         "loss": number(metrics.get("loss"), ".2e"),
         "seconds": number(sum(timings.values()) if timings else None, ".2f"),
@@ -337,7 +338,8 @@ def _show_evaluations(console: Console, evaluations: list[dict[str, Any]]) -> No
 def _reward_range(run: RunDirectory, count: int) -> str:
     """Return the mean reward of the first and of the last step, as text."""
     ends = [run.steps.read(step).get("metrics", {}).get("reward") for step in sorted({0, count - 1}) if count]
-    return " → ".join(number(reward) for reward in ends) or MISSING
+    known = [number(reward) for reward in ends if reward is not None]
+    return " → ".join(known) or MISSING
 
 
 # A step ---------------------------------------------------------------------------------------------------------------
@@ -451,13 +453,13 @@ def _show_group(console: Console, run: RunDirectory, found: Found) -> None:
         console.print(pairs([("group", found.id), ("fate", found.fate)]))
         return
     first = next(iter(episodes.values()))[0]
+    admitted = f"{moment(first.admitted_at)}, at version {first.admitted_version}"
     console.print(
         pairs(
             [
                 ("group", found.id),
                 ("fate", found.fate),
-                ("admitted", f"{moment(first.admitted_at)}, at version {first.admitted_version}"),
-                ("lag", lag(found.sequences, found.step)),
+                *([] if run.supervised else [("admitted", admitted), ("lag", lag(found.sequences, found.step))]),
                 *((f"data.{name}", _field(value)) for name, value in first.data.items()),
             ]
         )

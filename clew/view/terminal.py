@@ -21,8 +21,9 @@ from clew.errors import RecordError
 from clew.printing import print
 from clew.reading import STRICT, Count, Moment, read_json
 from clew.record.run import RunDirectory, read_evaluation
+from clew.record.summary import spent
 from clew.record.warned import in_words, read_warnings
-from clew.view.text import one_line, pairs
+from clew.view.text import MISSING, number, one_line, pairs
 from clew.view.text import table as rows_table
 from clew.waits import OLD_S
 
@@ -117,10 +118,8 @@ def _wait_cells(wait: dict[str, Any] | None, now: float) -> tuple[str, ...]:
     return (wait["what"] + alike, f"{now - wait['since']:.1f} s", wait["numbers"], wait["unblocks"])
 
 
-STEP_COLUMNS = ("step", "reward", "length", "lag", "k3", "grad norm", "tok/s", "tok/s trained", "seconds in")
-
-
-SPARE_COLUMNS = ("seconds in", "tok/s trained", "tok/s", "k3", "lag", "grad norm")
+COLUMNS = ("step", "reward", "length", "lag", "k3", "rejected", "grad norm", "tok/s", "tok/s trained", "seconds in")
+SPARE_COLUMNS = ("seconds in", "tok/s trained", "tok/s", "k3", "lag", "rejected", "grad norm")
 """Columns that a narrow terminal leaves out, in this order. Step, reward and length always stay."""
 
 FRAME_LINES = 6
@@ -138,7 +137,7 @@ def step_cells(summary: dict[str, Any]) -> tuple[str, ...]:
         ("publishing", "publish"),
         ("recording", "record"),
     ]
-    spent = "  ".join(f"{name} {seconds[key]:.2f}" for name, key in parts if seconds.get(key, 0.0) >= 0.005)
+    times = "  ".join(f"{name} {took:.2f}" for name, key in parts if (took := spent(seconds, key)) >= 0.005)
     whole = max(sum(seconds.values()), 1e-9)
     training = max(seconds.get("forward_backward", 0.0) + seconds.get("logprobs", 0.0), 1e-9)
     return (
@@ -147,10 +146,11 @@ def step_cells(summary: dict[str, Any]) -> tuple[str, ...]:
         f"{metrics['response_length']:.1f}",
         f"{metrics.get('lag_mean', 0.0):.2f}/{metrics.get('lag_max', 0.0):.0f}",
         f"{metrics.get('behaviour_k3', 0.0):.1e}",
+        number(metrics.get("rejected_share"), ".1%"),
         f"{metrics['grad_norm']:.2f}",
         f"{metrics['tokens_trained'] / whole:,.0f}",
         f"{metrics['tokens_trained'] / training:,.0f}",
-        spent,
+        times,
     )
 
 
@@ -200,8 +200,9 @@ class Progress:
             cells = step_cells(summary)
             self._recent = [*self._recent[1 - self.LINES :], cells]
             if self._live is None:
-                named = "  ".join(f"{name} {cell}" for name, cell in zip(STEP_COLUMNS[1:-1], cells[1:-1], strict=True))
-                self._console.print(f"step {cells[0]}/{self._total}  {named}  [{cells[-1]}]", markup=False)
+                named = zip(COLUMNS[1:-1], cells[1:-1], strict=True)
+                words = "  ".join(f"{name} {cell}" for name, cell in named if cell != MISSING)
+                self._console.print(f"step {cells[0]}/{self._total}  {words}  [{cells[-1]}]", markup=False)
         for path in self._run.evals.glob("version-*.json"):
             version = int(path.stem.removeprefix("version-"))
             if version not in self._evaluated:
@@ -254,7 +255,7 @@ class Progress:
         except RecordError:
             processes = Group(Text(""))
         taken = len(self._console.render_lines(processes)) + FRAME_LINES
-        steps = rows_table(*STEP_COLUMNS, words=("seconds in",), spare=SPARE_COLUMNS)
+        steps = rows_table(*COLUMNS, words=("seconds in",), spare=SPARE_COLUMNS)
         for cells in self._recent[-max(3, self._console.height - taken) :]:  # what does not fit is cut off at the end
             steps.add_row(*cells[:-1], one_line(cells[-1]))
         table, *advice = processes.renderables  # advice comes first, so that it is not cut off

@@ -71,7 +71,10 @@ def moment(seconds: float | None) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """A table that never cuts numbers: columns that do not fit are left out, and named below."""
+    """A table that never cuts numbers: columns that do not fit are left out, and named below.
+
+    Columns that are empty in every row, such as the rewards of `clew sft`, are left out as well.
+    """
 
     columns: tuple[str, ...]
     left: tuple[str, ...]
@@ -90,11 +93,12 @@ class Rows:
         widths = {
             name: max(cell_len(str(cell)) for cell in (name, *cells))
             for name, *cells in zip(self.columns, *self.rows, strict=True)
+            if not cells or any(str(cell) not in (MISSING, "") for cell in cells)
         }
-        for name in self.words:
+        for name in widths.keys() & self.words:
             widths[name] = min(widths[name], WORDS)
         out: list[str] = []
-        for name in self.spare:
+        for name in [name for name in self.spare if name in widths]:
             if sum(widths.values()) + GAP * (len(widths) - 1) <= options.max_width:
                 break
             del widths[name]

@@ -16,7 +16,7 @@ from clew.cli.record import bundle
 from clew.config import Config
 from clew.diagnose.blame import blame
 from clew.diagnose.parts import parts_of
-from clew.diagnose.rerun import rerun
+from clew.diagnose.rerun import Options, rerun
 from clew.loop.learn import learn_inline
 from clew.loop.replay import engine_at
 from clew.record.bundle import opened, write_bundle
@@ -50,8 +50,7 @@ def train(config: Config) -> RunDirectory:
 
 
 def replays(run: RunDirectory, steps: str | None = None, stages: str | None = None) -> bool:
-    nothing: dict[str, Any] = {"only": None, "stop": None, "reward": False, "device": None}
-    return rerun(run.path, steps, overrides=[], stages=stages, **nothing)
+    return rerun(run.path, Options(steps=steps, stages=stages))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 from clew.diagnose.blame import blame
 from clew.diagnose.diff import diff
 from clew.diagnose.parts import parts_of
-from clew.diagnose.rerun import rerun
+from clew.diagnose.rerun import Options, rerun
 from clew.errors import ClewError, ConfigError
 from clew.record import Writer, rows
 from clew.record.run import RunDirectory
@@ -149,8 +149,7 @@ def test_a_record_that_was_altered_is_told(tmp_path: Path, capsys: pytest.Captur
 
 
 def replayed(run: RunDirectory, stages: str | None, *overrides: str, **options: Any) -> bool:
-    chosen: dict[str, Any] = {"only": None, "stop": None, "reward": False, "device": None, **options}
-    return rerun(run.path, None, stages=stages, overrides=[*overrides], **chosen)
+    return rerun(run.path, Options(stages=stages, overrides=overrides, **options))
 
 
 def test_what_it_computed_is_computed_again_where_the_user_says_how(

@@ -71,6 +71,21 @@ def test_a_poisoned_sequence_comes_first(run: RunDirectory, capsys: pytest.Captu
     assert any(line.strip().startswith("prompt") for line in lines)
 
 
+def test_the_row_is_shown_where_a_workflow_named_no_prompt(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    batch = [
+        dataclasses.replace(row, interactions=[said | {"prompt": None} for said in row.interactions])
+        for row in run.steps.read_data(3)
+    ]
+    run.steps.write_data(3, rows.to_table(batch))
+    lines = [line.strip() for line in shown(run, 3, capsys)]
+    assert not any(line.startswith("prompt") for line in lines)
+    assert sum(line.startswith("data        {'prompt': ") for line in lines) == sum(
+        line.startswith("completion") for line in lines
+    )
+
+
 def test_a_nan_is_traced_to_the_record(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     batch = run.steps.read_data(3)
     row = batch[4]

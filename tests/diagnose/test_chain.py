@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from clew.diagnose.diff import diff
-from clew.diagnose.rerun import rerun
+from clew.diagnose.rerun import Options, rerun
 from clew.errors import RecordError
 from clew.loop.learn import learn_inline
 from clew.loop.resume import check_chain
@@ -25,7 +25,7 @@ from tests.diagnose.planted import as_format_3, configure, seal
 
 
 def again(path: Path, steps: str | None = None, stages: str | None = None, overrides: list[str] | None = None) -> bool:
-    return rerun(path, steps, stages=stages, only=None, stop=None, reward=False, device=None, overrides=overrides or [])
+    return rerun(path, Options(steps=steps, stages=stages, overrides=overrides or []))
 
 
 def broken(run: RunDirectory) -> list[str]:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from clew.diagnose.diff import diff
-from clew.diagnose.rerun import rerun
+from clew.diagnose.rerun import Options, rerun
 from clew.errors import ConfigError, RecordError
 from clew.loop.learn import learn_inline
 from clew.record import chain, rows
@@ -180,8 +180,7 @@ def test_what_follows_from_the_configuration_comes_before_noise_of_sampling(
 
 
 def test_another_learning_rate(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
-    options = {"stages": None, "only": None, "stop": None, "reward": False, "device": None}
-    assert rerun(run.path, "2:5", overrides=["training.lr=1e-4", "trial=slow"], **options)  # pyright: ignore
+    assert rerun(run.path, Options(steps="2:5", overrides=["training.lr=1e-4", "trial=slow"]))
     capsys.readouterr()
     shown = told(capsys, run.path, run.path.parent / "slow")
     assert "FIRST DIFFERENCE  step 2, proximal_logprobs" not in shown
@@ -193,6 +192,26 @@ def test_another_learning_rate(run: RunDirectory, capsys: pytest.CaptureFixture[
         assert "left out: training.lr\n" in shown and "0.001 → 0.0001" not in shown and "was altered" not in shown
     with pytest.raises(ConfigError, match="--ignore rl: no field of the configuration has this name"):
         diff(run.path, run.path.parent / "slow", ignore=["rl"], plot=None)
+
+
+def test_other_groups_by_chance_come_after_what_follows_from_the_configuration(
+    run: RunDirectory, other: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Asynchronous runs: the second has a tenth of the learning rate and lacks the first group of step 0."""
+    batch = other.steps.read_data(0)
+    other.steps.write_data(0, rows.to_table([row for row in batch if row.group_id != batch[0].group_id]))
+    for step in range(6):
+        path = other.steps.json_path(step)
+        said = json.loads(path.read_text())
+        said["config"]["training"]["lr"] = 1e-4
+        said["metrics"]["lr"] /= 10
+        path.write_text(json.dumps(said))
+    shown = told(capsys, run.path, other.path)
+    assert re.search(r"FIRST DIFFERENCE  step 0, metrics: lr: .* which follows from training\.lr\n", shown)
+    assert f"other groups, which asynchronous runs do by chance (rollout.max_lag): step 0, data: {batch[0].id}" in shown
+    assert f"`clew replay {run.path} training.lr=0.0001 trial=NAME`" in shown
+    shown = told(capsys, run.path, other.path, ignore="lr")
+    assert f"FIRST DIFFERENCE  step 0, data: {batch[0].id}" in shown
 
 
 def test_another_seed(run: RunDirectory, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,7 @@ from clew import config as configuration
 from clew.algorithms.kl import ESTIMATORS
 from clew.diagnose.blame import blame
 from clew.diagnose.diff import diff
-from clew.diagnose.rerun import rerun
+from clew.diagnose.rerun import Options, rerun
 from clew.errors import ClewError, ConfigError, Interrupted, ModelError, RecordError, TrainingError
 from clew.loop.learn import learn_from_record, learn_inline
 from clew.record import chain, rows
@@ -42,9 +42,8 @@ from tests.models import tiny_model, tiny_tokenizer
 def again(
     run: RunDirectory | Path, steps: str | None = None, overrides: list[str] | None = None, **options: Any
 ) -> bool:
-    chosen: dict[str, Any] = {"stages": None, "only": None, "stop": None, "reward": False, "device": None, **options}
     target = run.path if isinstance(run, RunDirectory) else run
-    return rerun(target, steps, overrides=overrides or [], **chosen)
+    return rerun(target, Options(steps=steps, overrides=overrides or [], **options))
 
 
 def told(capsys: pytest.CaptureFixture[str]) -> str:
@@ -315,7 +314,7 @@ def test_what_matches_nothing_is_no_success(run: RunDirectory, tmp_path: Path) -
 
 def test_a_counterfactual_of_nothing_says_so(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     assert again(run, "1", ["seed=7"])
-    assert "no metric differs: seed=7 is nothing that these steps depend on" in capsys.readouterr().out
+    assert "no metric differs: seed=7 has no effect on these steps" in capsys.readouterr().out
     batch = run.steps.read_data(1)
     run.steps.write_data(1, rows.to_table([dataclasses.replace(batch[0], reward=9.0), *batch[1:]]))
     assert again(run, "1", ["training.lr=1e-5"])
@@ -486,7 +485,8 @@ def test_a_counterfactual_shares_the_past_and_differs_from_there(
     assert theirs[3]["groups"] == ours[3]["groups"] and theirs[3]["digests"]["data"] == ours[3]["digests"]["data"]
     assert theirs[3]["digests"]["gradients"][0] == ours[3]["digests"]["gradients"][0]
     assert theirs[3]["digests"]["weights"] != ours[3]["digests"]["weights"]
-    assert "recorded → here" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "recorded → here" in said and said.endswith(f"\n→ clew show {new.path} 4\n")
     assert again(run, "3:5", ["training.micro_batch_tokens=64"])  # a free trial name
     assert again(RunDirectory(run.path.parent / "first-replay-1"), "4")
     with pytest.raises(RecordError, match="slow is there already, and is not what this command left unfinished"):

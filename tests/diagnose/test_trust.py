@@ -6,13 +6,14 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from clew import dotted
 from clew.diagnose.agent_replay import replay_agent
 from clew.diagnose.blame import blame
-from clew.diagnose.rerun import rerun
+from clew.diagnose.rerun import Options, rerun
 from clew.errors import ConfigError
 from clew.reading import read_json
 from clew.record.bundle import opened, write_bundle
@@ -52,9 +53,8 @@ def name(run: RunDirectory, reward: str) -> None:
     run.config_path.write_text(text.replace(before, f"  reward: {reward}"))
 
 
-def again(target: Path, *trust: str, overrides: tuple[str, ...] = (), **ways: object) -> bool:
-    asked: dict[str, object] = {"stages": None, "only": None, "stop": None, "reward": False, "device": None, **ways}
-    return rerun(target, "5", overrides=list(overrides), trust=trust, **asked)  # pyright: ignore[reportArgumentType]
+def again(target: Path, *trust: str, overrides: tuple[str, ...] = (), **ways: Any) -> bool:
+    return rerun(target, Options(steps="5", overrides=overrides, trust=trust, **ways))
 
 
 def test_the_reward_that_a_bundle_names_is_not_loaded_without_trust(planted: RunDirectory, tmp_path: Path) -> None:

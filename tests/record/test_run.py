@@ -180,8 +180,10 @@ def test_the_index_follows_from_the_steps(run: RunDirectory) -> None:
         first + third,
         first + b"[]\n",
         whole[:-5],
+        whole + third,
     ):
         run.steps.index_path.write_bytes(left)
+        assert run.steps.count() == 3
         assert [entry["groups"] for entry in run.steps.index()] == [["g000000"], ["g000001"], ["g000002"]]
         run.steps.repair()
         assert run.steps.index_path.read_bytes() == whole
