@@ -126,19 +126,16 @@ def replay(
         ClewError: The options contradict one another, or the steps cannot be replayed.
     """
     with explain_missing():
-        from clew.diagnose.rerun import rerun
+        from clew.diagnose.rerun import Options, rerun
 
-        return rerun(
-            Path(run),
-            None if step is None else str(step),
+        options = Options(
+            steps=None if step is None else str(step),
             stages=",".join(stages) or None,
-            only=None,
-            stop=None,
             reward=reward,
-            device=None,
-            overrides=list(overrides),
-            trust=list(trust),
+            overrides=overrides,
+            trust=trust,
         )
+        return rerun(Path(run), options)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -199,12 +199,27 @@ class Config(Section):
             raise ValueError(
                 "training.lora_alpha scales adapters, and there are none without training.lora_rank. Unset it"
             )
+        if self.algorithm.minibatches > self.rollout.batch_groups:
+            raise ValueError(
+                f"algorithm.minibatches ({self.algorithm.minibatches}) is above rollout.batch_groups "
+                f"({self.rollout.batch_groups}): a mini-batch needs at least one group"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _inference_agrees(self) -> Config:
         if self.inference.backend != "embedded" and (self.launch.mode == "inline" or self.launch.colocate):
             field = "launch.mode=inline" if self.launch.mode == "inline" else "launch.colocate"
             raise ValueError(
                 f"{field} needs the engine inside Clew's own processes, and inference.backend is "
                 f"{self.inference.backend}. Use launch.mode=local without launch.colocate, or "
                 f"inference.backend=embedded"
+            )
+        if self.inference.on_update == "wait" and self.launch.colocate:
+            raise ValueError(
+                "launch.colocate interrupts generation whenever the trainer takes the device, and "
+                "inference.on_update=wait asks that it is never interrupted. Use continue or restart, or unset "
+                "launch.colocate"
             )
         cut = {"vllm": {"top_p", "top_k", "min_p", "min_new_tokens"}, "sglang": {"min_new_tokens"}}
         if {"return-sampling-mask", "return_sampling_mask"} & self.inference.args.keys():
@@ -226,17 +241,19 @@ class Config(Section):
                 f"inference.args ({', '.join(self.inference.args)}) are options of vLLM or SGLang, and "
                 f"inference.backend is embedded. Unset them, or set inference.backend"
             )
-        if self.algorithm.minibatches > self.rollout.batch_groups:
-            raise ValueError(
-                f"algorithm.minibatches ({self.algorithm.minibatches}) is above rollout.batch_groups "
-                f"({self.rollout.batch_groups}): a mini-batch needs at least one group"
-            )
         return self
 
     @property
     def run_path(self) -> Path:
         """Return the run directory, ROOT/EXPERIMENT/TRIAL."""
         return Path(self.root) / self.experiment / self.trial
+
+    @property
+    def sends_adapters(self) -> bool:
+        """True if only the adapters travel to the inference servers. Otherwise they are added to the weights first."""
+        args = {name.lstrip("-").replace("_", "-"): value for name, value in self.inference.args.items()}
+        adapts = args.get("enable-lora") is not False and args.get(SHARED_BY["vllm"], 1) == 1
+        return self.training.lora_rank is not None and self.inference.backend == "vllm" and adapts
 
     @property
     def devices(self) -> Devices:

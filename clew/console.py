@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -13,12 +14,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.segment import Segment
 from rich.text import Text
 
-from clew.printing import KEPT, print, visible
+from clew.printing import KEPT, SILENT_S, print, shown, visible
 
 T = TypeVar("T")
-
-SILENT_S = 2.0
-"""Seconds after which a command that has printed nothing says what it is doing."""
 
 
 class EscapingConsole(Console):
@@ -31,6 +29,12 @@ class EscapingConsole(Console):
     def __init__(self, **options: Any) -> None:
         """Create a Console with Rich's own options; `markup`, `emoji` and `highlight` are off by default."""
         super().__init__(**{"markup": False, "emoji": False, "highlight": False, **options})
+
+    def _render_buffer(self, buffer: Iterable[Segment]) -> str:
+        """Return the text of the segments. A file or a pipe gets no blanks at the end of a line, which Rich pads."""
+        shown.set()
+        text = super()._render_buffer(buffer)
+        return text if self.is_terminal else re.sub(r" +$", "", text, flags=re.MULTILINE)
 
     def render_str(self, text: str, **options: Any) -> Text:
         """Return the text with control characters spelt out."""

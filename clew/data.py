@@ -12,12 +12,14 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from clew.config import Config
 from clew.errors import DataError
+
+if TYPE_CHECKING:
+    from clew.config import Config
 
 MESSAGES = "messages"
 """Column of conversations if data.prompt is not set and its default does not exist, as in many data sets."""

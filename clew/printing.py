@@ -11,8 +11,16 @@ from __future__ import annotations
 import builtins
 import html
 import logging
+import sys
+import threading
 from collections.abc import Sequence
 from typing import Any, TextIO
+
+shown = threading.Event()
+"""Set once this process has shown something: printed, logged, or rendered by `clew.console`."""
+
+SILENT_S = 2.0
+"""Seconds after which a command that has printed nothing says what it is doing."""
 
 KEPT = "\n\t"
 """Unprintable characters that are shown as they are: line breaks and tabs."""
@@ -43,7 +51,20 @@ def in_html(text: str) -> str:
 
 def print(*values: object, sep: str = " ", end: str = "\n", file: TextIO | None = None, flush: bool = False) -> None:
     """Print as Python's own `print` does, with unprintable characters spelt out."""
+    shown.set()
     builtins.print(visible(sep.join(map(str, values)), KEPT), end=end, file=file, flush=flush)
+
+
+def break_silence(said: str) -> None:
+    """Print a line on stderr after `SILENT_S` seconds if nothing has been shown until then."""
+
+    def say() -> None:
+        if not shown.is_set():
+            print(said, file=sys.stderr, flush=True)
+
+    later = threading.Timer(SILENT_S, say)
+    later.daemon = True
+    later.start()
 
 
 class VisibleRecord(logging.LogRecord):
@@ -59,4 +80,5 @@ class VisibleFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> Any:
         """Return the formatted line."""
+        shown.set()
         return visible(super().format(record), KEPT)

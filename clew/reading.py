@@ -59,13 +59,19 @@ def read_bytes(path: Path | str, remedy: str = RESTORE) -> bytes:
         raise FileMissing(f"Cannot read {path}: it is missing. {_sentence(remedy)}.") from None
     except OSError as error:
         raise RecordError(f"Cannot read {path}: {error.strerror}. {_remedy_of(error, remedy)}.") from None
-    kind = stat.S_IFMT(os.fstat(handle).st_mode)
-    if kind != stat.S_IFREG:
+    try:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode):
+            found = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
+            raise RecordError(f"Cannot read {path}: expected a file, found {found}. {_sentence(remedy)}.")
+        # One call reads almost every file. A file object takes twice as long, and there may be ten thousand files.
+        content = os.read(handle, status.st_size + 1)
+        if len(content) == status.st_size:
+            return content
+        with open(handle, "rb", closefd=False) as file:  # it grew meanwhile, or is too large for one call
+            return content + file.read()
+    finally:
         os.close(handle)
-        found = _KINDS.get(kind, "something else")
-        raise RecordError(f"Cannot read {path}: expected a file, found {found}. {_sentence(remedy)}.")
-    with os.fdopen(handle, "rb") as file:
-        return file.read()
 
 
 def _sentence(remedy: str) -> str:

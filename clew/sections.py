@@ -180,6 +180,11 @@ class Inference(Section):
     cache_gib: float = Field(
         default=1.0, gt=0, description="GiB of memory for keys and values; requests wait when it is full."
     )
+    on_update: Literal["continue", "restart", "wait"] = Field(
+        default="continue",
+        description="On new weights, generations in flight continue under them, restart from the prompt, or the update "
+        "waits until they have ended.",
+    )
     weights: str | None = Field(
         default=None,
         description="Folder for weights on their way to inference, such as /dev/shm/NAME; null: the run directory.",
@@ -602,12 +607,33 @@ class Hang(Section):
     )
 
 
+ELSEWHERE = {
+    "beta": "algorithm.kl_coef",
+    "delta": "algorithm.dual_clip",
+    "epsilon": "algorithm.clip_low",
+    "epsilon_high": "algorithm.clip_high",
+    "grad_clip": "training.max_grad_norm",
+    "max_completion_length": "sampling.max_new_tokens",
+    "max_staleness": "rollout.max_lag",
+    "num_generations": "rollout.n_samples",
+    "rollout_is": "algorithm.importance",
+    "rollout_is_threshold": "algorithm.importance_cap",
+    "rollout_rs": "algorithm.reject",
+    "rollout_rs_threshold": "algorithm.reject.high",
+    "tis_clip": "algorithm.importance_cap",
+}
+"""Fields by the names that TRL, verl, slime and AReaL give them, where these are not alike."""
+
+
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Return the valid name that is most like `name`.
+    """Return the valid name that is most like `name`, or that another trainer gives that name (`ELSEWHERE`).
 
     The last part counts most: `rollout.lr` means `training.lr`. So do initials: `learning_rate` means `lr`.
     """
-    last = name.rsplit(".", 1)[-1]
+    names, last = list(names), name.rsplit(".", 1)[-1]
+    foreign = difflib.get_close_matches(last, ELSEWHERE, n=1, cutoff=0.85)
+    if foreign and ELSEWHERE[foreign[0]] in names:
+        return ELSEWHERE[foreign[0]]
     initials = "".join(word[:1] for word in last.split("_"))
 
     def likeness(candidate: str) -> float:

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import ast
 import json
+import os
+import socket
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -129,3 +135,32 @@ def test_a_run_is_no_model_but_its_checkpoints_are(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "latest").mkdir(parents=True)
     with pytest.raises(ModelError, match=r"This is a run: .* such as .*/checkpoints/latest"):
         check_folder(str(tmp_path), "config.json", "model", "Save the model there with save_pretrained.")
+
+
+def test_a_name_that_no_hub_knows_is_refused_at_once_and_leaves_nothing(tmp_path: Path) -> None:
+    """Use a hub that refuses connections, and one that has no model at all."""
+
+    class NoModel(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.send_response(404)
+            self.send_header("X-Error-Code", "RepoNotFound")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None: ...
+
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1="}\n')
+    (tmp_path / "train.yaml").write_text(
+        "experiment: none\nmodel: {path: nobody/no-such-model}\ndata: {path: prompts.jsonl}\n"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    with HTTPServer(("127.0.0.1", 0), NoModel) as hub:
+        threading.Thread(target=hub.serve_forever, daemon=True).start()
+        for address, why in ((port, "the hub cannot be reached"), (hub.server_port, "the hub has no such model")):
+            environment = {**os.environ, "HF_HOME": str(tmp_path / "hub"), "HF_ENDPOINT": f"http://127.0.0.1:{address}"}
+            command = [sys.executable, "-m", "clew", "train", "train.yaml"]
+            ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+            assert ended.returncode == 2 and why in ended.stderr and "nobody/no-such-model (model.path)" in ended.stderr
+            assert not (tmp_path / "runs").exists()
+        hub.shutdown()

@@ -59,6 +59,12 @@ def test_what_is_no_file(tmp_path: Path, make: Callable[[Path], None], words: st
         read_bytes(tmp_path / "run.json")
 
 
+def test_a_file_that_is_longer_than_its_size_is_read_whole() -> None:
+    status = Path("/proc/self/status")
+    assert status.stat().st_size == 0, "as of a file that grows between the two calls"
+    assert read_bytes(status).startswith(b"Name:") and b"VmPeak:" in read_bytes(status)
+
+
 def test_a_missing_file_is_both_a_clew_error_and_a_missing_file(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("nowhere")
     for name in ("none", "link"):

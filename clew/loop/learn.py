@@ -12,6 +12,7 @@ import torch
 
 from clew.config import Config
 from clew.errors import Interrupted, RolloutError, TrainingError
+from clew.inference.protocol import Timings
 from clew.loop.branch import begin
 from clew.loop.dumps import resume_dump
 from clew.loop.interrupt import Interrupts
@@ -35,7 +36,8 @@ def learn(config: Config, on_step: OnStep = lambda step, summary: None) -> None:
     Raises:
         ClewError: The run ended before its last step.
     """
-    with rank_of(config) as (ranks, run, reporter, interrupts), closing(ServerControl(run)) as servers:
+    patient = config.inference.on_update == "wait"
+    with rank_of(config) as (ranks, run, reporter, interrupts), closing(ServerControl(run, patient=patient)) as servers:
         around = Surroundings(config, run, ranks, inference=servers, reporter=reporter, interrupts=interrupts)
         with around:
             train_here(config, run, around, on_step)
@@ -59,9 +61,9 @@ class EngineHere:
         self._runner = make_runner(config, run, self._engine, self._gateway)
         self.interrupts = Interrupts()
 
-    def load(self, ref: WeightRef) -> None:
-        """Return when the engine serves these weights."""
-        self._ask(self._engine.load_weights(ref))
+    def load(self, ref: WeightRef) -> Timings:
+        """Return when the engine serves these weights, with the seconds that each part took."""
+        return self._ask(self._engine.load_weights(ref))
 
     @contextmanager
     def released(self) -> Iterator[None]:
@@ -98,8 +100,8 @@ class EngineHere:
         if self._gateway is not None:
             self._gateway.stop()
 
-    def _ask(self, work: Coroutine[Any, Any, None]) -> None:
-        self._loop.run_until_complete(work if self._gateway is None else self._gateway.call(work))
+    def _ask(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return self._loop.run_until_complete(work if self._gateway is None else self._gateway.call(work))
 
 
 def learn_inline(config: Config, on_step: OnStep) -> None:

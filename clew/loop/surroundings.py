@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from clew.config import Config
+from clew.inference.protocol import Timings
 from clew.loop.clock import Clock
 from clew.loop.dumps import DumpedBatches, dump
 from clew.loop.interrupt import Interrupts
@@ -35,8 +36,8 @@ OnStep = Callable[[int, dict[str, Any]], None]
 class Inference(Protocol):
     """The engines that a run samples from: servers in other processes, or one engine in this process."""
 
-    def load(self, ref: WeightRef) -> None:
-        """Return when every engine serves these weights."""
+    def load(self, ref: WeightRef) -> Timings:
+        """Return when every engine serves these weights, with the seconds that each part took."""
         ...
 
     def released(self) -> AbstractContextManager[None]:
@@ -93,7 +94,7 @@ class Surroundings:
         self._publisher: Publisher | None = None
         if inference is not None:
             self._batches: Batches = LiveBatches(config, run, self._pause, self.clock)
-            self._publisher = self._open.enter_context(closing(Publisher(config, run, inference.load)))
+            self._publisher = self._open.enter_context(closing(Publisher(config, run, inference.load, self.clock)))
         else:
             self._batches = batches or DumpedBatches(config, run)
         self._tensorboard: Tensorboard | None = None

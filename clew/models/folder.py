@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from clew.errors import ModelError
+from clew.errors import ModelError, first_line
 
 
 def config_of(path: str) -> Any:
@@ -38,9 +38,10 @@ def is_named(path: str, token: str | None) -> bool:
 
 
 def check_folder(path: str, needed: str, what: str, remedy: str, field: str = "model.path") -> None:
-    """Raise ModelError if a folder lacks a needed file. A hub name passes: transformers looks it up."""
+    """Raise ModelError if a folder lacks a needed file, or if the hub has no model of this name."""
     in_a_folder = "/" in path and Path(path).parent.is_dir()
     if not (path.startswith((".", "/", "~")) or path.count("/") > 1 or in_a_folder or Path(path).exists()):
+        _check_on_hub(path, field)
         return
     if not Path(path).is_dir():
         steps = sorted(each.name for each in Path(path).parent.glob("step-*")) if field == "MODEL" else []
@@ -61,6 +62,31 @@ def check_folder(path: str, needed: str, what: str, remedy: str, field: str = "m
             f"Cannot load a {what} from {path} ({field}): it holds no {needed}; found {listing(path)}. {remedy}"
         )
     refuse_own_code(path, field)
+
+
+HUB_S = 5.0
+"""Seconds that the hub has to answer whether it has a model. transformers itself would try for a minute."""
+
+
+def _check_on_hub(name: str, field: str) -> None:
+    """Raise ModelError if a model is neither in the hub's cache on this machine nor on the hub."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError
+
+    needed = "config.json"
+    try:
+        if isinstance(try_to_load_from_cache(name, needed), str):
+            return
+        get_hf_file_metadata(hf_hub_url(name, needed), timeout=HUB_S)
+    except Exception as error:  # of many types: of the name, of the hub, of the HTTP library
+        import torch  # noqa: F401  # without it nothing can be done with any model: that is said first
+
+        answered = isinstance(error, (HfHubHTTPError, ValueError))
+        why = "the hub has no such model that you may read" if answered else "the hub cannot be reached"
+        raise ModelError(
+            f"Cannot load a model: there is no folder {name} ({field}) here, it is not in the hub's cache on this "
+            f"machine, and {why} ({first_line(error)[:-1]}). Check the name, or name a folder."
+        ) from None
 
 
 _CONFIGURATIONS = ("config.json", "*_config.json", "preprocessor*.json", "processor*.json")

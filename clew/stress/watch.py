@@ -170,7 +170,8 @@ class LoopWatch(Watcher):
                     holds.append(Hold(task, Counter()))
                 hold = holds[-1]
                 hold.places[place] += 1
-                if sleeps_in_a_call(self._native_id, stack):
+                # This thread may have lost the interpreter in between, and the loop's may have gone on to idle.
+                if sleeps_in_a_call(self._native_id, stack) and stack_of_thread(self._thread_id)[:1] == stack[:1]:
                     hold.slept_s += max(0.0, now - sent - (wanted - ran))
                 else:
                     hold.waited_s += max(0.0, min(now - seen, 2 * BEAT_S) + waits - (by_others - others))

@@ -10,7 +10,7 @@ import pytest
 
 from clew.algorithms import grpo
 from clew.diagnose.blame import blame
-from clew.diagnose.rerun import rerun
+from clew.diagnose.rerun import Options, rerun
 from clew.record import Writer
 from clew.record.run import open_run
 from tests.models import tiny_model, tiny_tokenizer
@@ -95,5 +95,4 @@ def test_trl_leaves_a_run_of_clew(tmp_path: Path, capsys: pytest.CaptureFixture[
         row.id: np.sum(np.abs(stages["advantages"][row.id]) * (1 - np.exp(row.logprobs))) for row in batch
     }
     assert [line.split()[0] for line in lines[3:6]] == sorted(pulls, key=lambda name: -pulls[name])[:3]
-    options: dict[str, Any] = {"only": None, "stop": None, "reward": False, "device": None}
-    assert rerun(run.path, None, stages="advantages", overrides=["algorithm.advantages=group"], **options)
+    assert rerun(run.path, Options(stages="advantages", overrides=["algorithm.advantages=group"]))

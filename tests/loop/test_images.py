@@ -10,7 +10,7 @@ import pytest
 
 from clew import config as configuration
 from clew.config import Config
-from clew.diagnose.rerun import rerun
+from clew.diagnose.rerun import Options, rerun
 from clew.errors import RecordError, TrainingError
 from clew.loop.learn import learn_inline
 from clew.loop.replay import engine_at
@@ -46,7 +46,7 @@ def learn(config: Config) -> RunDirectory:
 
 
 def replays(run: Path, steps: str | None) -> bool:
-    return rerun(run, steps, overrides=[], stages=None, only=None, stop=None, reward=False, device=None)
+    return rerun(run, Options(steps=steps))
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -249,6 +249,11 @@ def test_an_error_of_rollout_ends_the_run_with_its_words(folder: Path) -> None:
         learn(configure(folder, "wrong-reward", **{"rollout.reward": "bench.rewards.nothing"}))
 
 
+def test_the_parts_of_an_update_are_on_record(first: RunDirectory) -> None:
+    timings = first.steps.read(1)["timings"]
+    assert all(timings[f"publish/{part}"] > 0 for part in ("write", "abort", "load", "verify"))
+
+
 def test_the_clock_counts_nothing_twice() -> None:
     clock = Clock()
     with clock("outer"):

@@ -4,7 +4,6 @@ import json
 import math
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from clew import config as configuration
 from clew.config import Config
 from clew.diagnose.blame import blame
-from clew.diagnose.rerun import rerun
+from clew.diagnose.rerun import Options, rerun
 from clew.loop.learn import learn_inline
 from clew.record.bundle import write_bundle
 from clew.record.run import RunDirectory
@@ -54,8 +53,7 @@ def first(folder: Path) -> RunDirectory:
 
 
 def replays(target: Path, steps: str | None, stages: str | None = None) -> bool:
-    nothing: dict[str, Any] = {"only": None, "stop": None, "reward": False, "device": None}
-    return rerun(target, steps, overrides=[], stages=stages, **nothing)
+    return rerun(target, Options(steps=steps, stages=stages))
 
 
 def test_policy_and_critic_learn(first: RunDirectory) -> None:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from clew import config as configuration
 from clew.diagnose.blame import blame
 from clew.diagnose.diff import diff
-from clew.diagnose.rerun import rerun
+from clew.diagnose.rerun import Options, rerun
 from clew.errors import ConfigError, DataError, RecordError
 from clew.loop.differences import DifferenceFound
 from clew.loop.learn import learn
@@ -265,10 +264,9 @@ def test_the_commands_know_it(short, capsys):
     other = make_config(**short | {"trial": "other", "training": short["training"] | {"lr": 2e-2}})
     sft(other)
     capsys.readouterr()
-    plain: Any = dict.fromkeys(("stages", "only", "stop", "device")) | {"reward": False, "overrides": []}
-    assert rerun(path, "3", **plain)
+    assert rerun(path, Options(steps="3"))
     assert "step 3: every stage agrees with the record" in capsys.readouterr().out
-    rerun(path, "3", **plain | {"overrides": ["training.lr=0.5"]})
+    rerun(path, Options(steps="3", overrides=["training.lr=0.5"]))
     again = RunDirectory(path.with_name("0-replay-1"))
     assert again.supervised and again.steps.read(3)["config"]["training"]["lr"] == 0.5
     capsys.readouterr()
@@ -284,9 +282,9 @@ def test_the_commands_know_it(short, capsys):
     with pytest.raises(RecordError, match="is a run of `clew sft`, and blame compares"):
         blame(path, 3, top=1, tokens=1, by=None)
     with pytest.raises(RecordError, match="is a run of `clew sft`: it has no rewards"):
-        rerun(path, "3", **plain | {"stages": "advantages"})
+        rerun(path, Options(steps="3", stages="advantages"))
     with pytest.raises(RecordError, match="stop at --break update alone"):
-        rerun(path, "3", **plain | {"stop": "loss"})
+        rerun(path, Options(steps="3", stop="loss"))
 
 
 def test_old_batches_are_removed_as_configured(short):

@@ -69,10 +69,18 @@ def test_leave_one_out_of_several_sequences_is_more_than_a_multiple_of_mean():
     assert found[0] != pytest.approx(1.5 * centred(rewards)[0])
 
 
-def test_leave_one_out_divided_by_the_deviation_is_a_multiple_of_group():
-    rows = [make_sequence(f"g0.e{place}.s0", reward=reward) for place, reward in enumerate((1.0, 0.0, 0.0, 4.0))]
+def test_leave_one_out_divided_by_the_deviation_is_a_multiple_of_group_and_equals_ms_swift_s():
+    """ms-swift, advantage_estimator="rloo" with scale_rewards="group", restated from its formula.
+
+    K / (K - 1) r - K / (K - 1) mean, over torch's standard deviation of the K rewards plus 1e-4.
+    """
+    rewards = [1.0, 0.0, 0.0, 4.0]
+    rows = [make_sequence(f"g0.e{place}.s0", reward=reward) for place, reward in enumerate(rewards)]
     found = group_advantages(rows, "leave_one_out_std")
     assert found == pytest.approx(4 / 3 * group_advantages(rows), rel=1e-6)
+    of_swift = torch.tensor(rewards)
+    of_swift = (4 / 3 * of_swift - 4 / 3 * of_swift.mean()) / (of_swift.std() + 1e-4)
+    assert found == pytest.approx(of_swift.numpy(), rel=1e-4)
 
 
 def test_areal_s_leave_one_out_with_a_deviation_is_group():

@@ -1,16 +1,20 @@
 """The engine: what a step computes, that it repeats, and what it refuses."""
 
 import dataclasses
+import os
+import shutil
+import subprocess
 
 import numpy as np
 import pytest
 import torch
 
-from clew.errors import TrainingError
+from clew.errors import RecordError, TrainingError
 from clew.inference.embedded import build_engine
 from clew.inference.protocol import GenerateRequest, RequestTooLong, SamplingParams
 from clew.models.loading import load_model
 from clew.record.rows import ALIGNED
+from clew.record.weights import read_digests
 from clew.training.engine import TrainEngine
 from clew.training.export import write_weights
 from clew.training.gradient_checks import ENOUGH_NORMS
@@ -369,6 +373,30 @@ def test_an_old_copy_is_not_published_for_new_weights(tmp_path, monkeypatch):
     engine.train_step(make_batch())
     with pytest.raises(TrainingError, match=r"version 1: \d+ of \d+ tensors to send are not those"):
         write_weights(engine, tmp_path / "version-000001", 1)
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("mount") is None, reason="a small tmpfs needs root")
+@pytest.mark.parametrize("lora_rank", [None, 32])
+def test_a_disk_that_is_full_in_mid_update(model, tmp_path, lora_rank):
+    """inference.weights is often a small tmpfs: the version before stays whole, and the next one is whole or absent."""
+    engine = TrainEngine(make_config(model, inference={"backend": "vllm"}, training={"lora_rank": lora_rank}))
+    write_weights(engine, tmp_path / "sized", 0)
+    size = sum(path.stat().st_size for path in (tmp_path / "sized").iterdir())
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size * 3 // 2}", "tmpfs", disk]).returncode != 0:
+        pytest.skip("this machine does not let root mount a tmpfs")
+    try:
+        first = write_weights(engine, disk / "version-000000", 0)
+        engine.train_step(make_batch())
+        with pytest.raises(RecordError, match=r"Cannot write .*version-000001: no space left .*lost: free"):
+            write_weights(engine, disk / "version-000001", 1)
+        assert [path.name for path in disk.iterdir()] == ["version-000000"]
+        assert read_digests(first), "it can still be read"
+        subprocess.run(["mount", "-o", f"remount,size={size * 3}", disk], check=True)
+        assert write_weights(engine, disk / "version-000001", 1).exists()
+    finally:
+        subprocess.run(["umount", disk], check=True)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gpt2"])

@@ -256,6 +256,23 @@ def k3_mean(log_weight: Tensor, mask: Tensor) -> Tensor:
     return log_weight.exp().clamp(max=2.0) * (mean <= 0.3)
 
 
+def k3_token(log_weight: Tensor, mask: Tensor) -> Tensor:
+    """verl's rollout_rs="token_k3" beside token weights."""
+    return log_weight.exp().clamp(max=2.0) * (log_weight.exp() - log_weight - 1 <= 0.1)
+
+
+def k3_max(log_weight: Tensor, mask: Tensor) -> Tensor:
+    """verl's rollout_rs="seq_max_k3" beside token weights."""
+    k3 = (log_weight.exp() - log_weight - 1).masked_fill(~mask, -torch.inf)
+    return log_weight.exp().clamp(max=2.0) * (k3.amax(1, keepdim=True) <= 0.3)
+
+
+def k1_mean(log_weight: Tensor, mask: Tensor) -> Tensor:
+    """verl's rollout_rs="seq_mean_k1" with rollout_rs_threshold="0.8_2.0": its bounds are those of -log w."""
+    mean = (-log_weight * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)
+    return log_weight.exp().clamp(max=2.0) * ((mean >= LN(0.8)) & (mean <= LN(2.0)))
+
+
 def outliers(log_weight: Tensor, mask: Tensor) -> Tensor:
     """SkyRL's outlier_token_is_threshold_low and _high: sequences with any token outside are masked."""
     weight = log_weight.exp().where(mask, 1.0)
@@ -275,6 +292,9 @@ def outliers(log_weight: Tensor, mask: Tensor) -> Tensor:
             {"importance_cap": 1e9, "reject": {"by": "ratio", "over": "sequence_mean", "low": 0.8, "high": 1.25}},
         ),
         (k3_mean, {"reject": {"by": "k3", "over": "sequence_mean", "high": 0.3}}),
+        (k3_token, {"reject": {"by": "k3", "over": "token", "high": 0.1}}),
+        (k3_max, {"reject": {"by": "k3", "over": "sequence_max", "high": 0.3}}),
+        (k1_mean, {"reject": {"by": "ratio", "over": "sequence_mean", "low": 1 / 2.0, "high": 1 / 0.8}}),
         (outliers, {"veto": 0.35, "reject": {"by": "ratio", "over": "sequence_max", "high": 1.6}}),
     ],
 )

@@ -93,7 +93,8 @@ CAUSES = {
     "mismatch": (
         of_steps(range(5, 20), behaviour_k3=0.02) | {20: {"behaviour_k3": 0.07}},
         "in 16 of 40 steps, from 5 to 20, behaviour_k3 is above 0.015: the policy that sampled is far from the one "
-        "that is trained; most: 0.07 at step 20. → clew blame {run} --step 20 --by behaviour_k3",
+        "that is trained (if tokens lag, lower training.lr or rollout.max_lag); most: 0.07 at step 20. "
+        "→ clew blame {run} --step 20 --by behaviour_k3",
     ),
     "clipping": (
         of_steps(range(36, 40), clip_share=0.25),
@@ -242,6 +243,18 @@ def test_evaluations_that_fall_while_the_training_reward_rises(tmp_path: Path) -
     assert "to 0.400 at version 40, while the training reward fell from" in found["evaluations"]
 
 
+def test_the_step_at_which_evaluations_and_the_training_reward_fell(tmp_path: Path) -> None:
+    """The reward falls at step 4 and comes back in part, so its own means over 10 steps do not tell."""
+    fallen = {step: {"reward": 0.9 if step < 4 else 0.1 + step / 100} for step in range(STEPS)}
+    run = make_run(tmp_path, fallen)
+    for version, value in ((0, 0.9), (40, 0.3)):
+        run.write_eval(version, [], {"pass@1": value, "reward": value, "episodes": 500})
+    assert health(run)["evaluations"] == (
+        "pass@1 fell from 0.900 at version 0 to 0.300 at version 40, while the training reward fell from 0.459 (steps "
+        f"0 to 9) to 0.445 (steps 30 to 39), about at step 4. → clew show {run.path} 4"
+    )
+
+
 def test_a_training_reward_that_falls(tmp_path: Path) -> None:
     """Plant half of the reward from step 25 on. Noise around one level is sound, also in long runs."""
     fallen = {step: {"reward": sound(step)["reward"] / 2} for step in range(25, STEPS)}
@@ -250,6 +263,12 @@ def test_a_training_reward_that_falls(tmp_path: Path) -> None:
         "the training reward fell from 0.456 (steps 15 to 24) to 0.320 (steps 30 to 39), about at step 25. "
         f"→ clew show {run.path} 25"
     )
+    facts = json.loads(run.run_json.read_text())
+    changes = [{"step": step, "fields": {"training.lr": [1e-5, lr]}} for step, lr in ((5, 2e-5), (25, 1e-3))]
+    run.run_json.write_text(json.dumps(facts | {"changes": changes}))
+    found = health(run)
+    changed = "about at step 25. The configuration changed there: training.lr 1e-05 -> 0.001 from step 25 on. →"
+    assert changed in found["reward"] and list(found)[1] == "reward"  # what a run is judged by comes first
     for seed in range(20):
         chance = random.Random(seed)
         level, collector = chance.choice((0.02, 0.5, 0.9)), Collector()

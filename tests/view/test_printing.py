@@ -140,3 +140,22 @@ def test_commands_on_a_strangers_record(runs: list[Path], command: list[str], co
     shown = (ended.stdout + ended.stderr).decode()
     assert ended.returncode in codes, shown
     assert word in shown and not ACTS.search(shown), shown
+
+
+@pytest.mark.parametrize("says", ["pass", "print('here', flush=True)"])
+def test_a_command_that_is_silent_for_two_seconds_says_so(says: str) -> None:
+    program = (
+        f"import time; from clew.console import *; from clew.printing import *; break_silence('starting'); {says}; "
+        f"time.sleep(SILENT_S + 1)"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ended.stderr == ("starting\n" if says == "pass" else "")
+
+
+def test_a_file_gets_no_blanks_at_the_end_of_a_line() -> None:
+    table = Table(box=None)
+    for cells in (("group", "prompt"), ("g000001", "1+2="), ("", "")):
+        table.add_row(*cells)
+    out = io.StringIO()
+    EscapingConsole(file=out, width=80).print(table)
+    assert "g000001" in out.getvalue() and not re.search(r" $", out.getvalue(), re.MULTILINE)

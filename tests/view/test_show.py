@@ -128,7 +128,8 @@ def test_a_run(run: RunDirectory) -> None:
     assert line(text, "checkpoints")[1:] == ["step-000002"]
     assert "torch" in line(text, "packages") and line(text, "git")
     assert line(text, "version")[1:] == ["0", "0.125", "0.500", "3.0", "0.000", "8", "1"]
-    assert line(text, "2") == ["2", "2", "4", "0.750", "4.5", "1.00/2", "-", "0.750", "1.25e-01", "2.00"]
+    assert line(text, "2") == ["2", "2", "4", "0.750", "4.5", "1.00/2", "0.750", "1.25e-01", "2.00"]
+    assert "k3" not in text  # no step has it
 
 
 def test_the_last_steps_or_those_asked_for(run: RunDirectory) -> None:
@@ -216,7 +217,7 @@ def test_steps_without_a_record_are_counted_by_checkpoints(run: RunDirectory) ->
 
 def test_lag_is_unknown_where_versions_are_another_trainers(run: RunDirectory) -> None:
     commit(run, 3, [dataclasses.replace(row, versions=row.versions + 135) for row in group("g000006")])
-    assert line(shown(run, "3"), "g000006")[2] == "-" and line(shown(run, "g000006"), "lag")[1] == "-"
+    assert "lag" not in line(shown(run, "3"), "group") and line(shown(run, "g000006"), "lag")[1] == "-"
     commit(run, 4, group("g000007"), metrics=METRICS | {"lag_mean": -135.0, "lag_max": -135.0})
     assert line(shown(run), "4")[5] == "-"
 
@@ -413,6 +414,8 @@ def test_what_was_rejected(run: RunDirectory) -> None:
     for row, value, reasons in zip(batch, values, why, strict=True):
         value[row.loss_mask] = reasons
     run.steps.write_stages(3, 0, digest_rows(batch), {"rejected": values})
+    of_run = shown(run)
+    assert line(of_run, "3")[6] == "43.8%" and line(of_run, "2")[6] == "-"
     text = shown(run, "3")
     assert line(text, "g000030")[3:8] == ["5", "of", "8", "(reject,", "veto)"]
     assert line(text, "g000031")[3:7] == ["2", "of", "8", "(reject)"]
@@ -469,7 +472,7 @@ def test_groups_of_another_trainer(tmp_path: Path) -> None:
     told = dataclasses.replace(bare[0], interactions=[{"completion": "well", "judge": {"score": 1}}])
     commit(run, 0, [told, bare[1]], metrics={}, plan=[], environment={}, digests={"data": "0"}, timings={})
     assert "prompt-7" in shown(run, "0") and "prompt-7.e1" in shown(run, "prompt-7")
-    assert line(shown(run), "0")[1:4] == ["1", "-", "-"]
+    assert line(shown(run), "step") == ["step", "groups"] and line(shown(run), "0") == ["0", "1"]
     text = shown(run, "prompt-7.e0")
     assert "well" in text and 'judge={"score": 1}' in text
     assert "no interaction is recorded" in shown(run, "prompt-7.e1")

@@ -14,9 +14,11 @@ from rich.console import Console
 from clew import console
 from clew.record.run import RunDirectory
 from clew.view.terminal import Progress, show_status
+from tests.view.test_show import METRICS, commit, group
 
 ADVICE = "nothing to learn for 8 steps: " + " ".join(f"word{number}" for number in range(40)) + " the end of it"
-CELLS = ("0.125", "12.5", "0.50/1", "1.2e-07", "0.31", "1,234", "12,345", "waiting 0.21  training 0.52  recording 0.03")
+SECONDS = "waiting 0.21  training 0.52  recording 0.03"
+CELLS = ("0.125", "12.5", "0.50/1", "1.2e-07", "-", "0.31", "1,234", "12,345", SECONDS)
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 30)])
@@ -35,6 +37,19 @@ def test_step_reward_and_length_are_always_there_and_advice_is_whole(tmp_path: P
     assert re.search(r"step +reward +length", shown) and re.search(r"11 +0\.125 +12\.5", shown)
     assert " ".join(ADVICE.split()) in " ".join(shown.split())
     assert ("recording 0.03" in shown) == (width == 120)
+
+
+def test_a_line_of_a_step_has_what_was_rejected_only_if_anything_can_be(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    output = Console(file=io.StringIO(), soft_wrap=True, width=200, record=True)
+    progress = Progress(run, 2, console=output)
+    more = {"tokens_trained": 16.0, "tokens": 28.0}
+    commit(run, 0, group("g000000"), metrics=METRICS | more)
+    commit(run, 1, group("g000001"), metrics=METRICS | more | {"rejected_share": 0.4375})
+    progress.refresh(final=True)
+    without, with_it = output.export_text().splitlines()
+    assert without.startswith("step 0/2  reward 0.250") and "rejected" not in without
+    assert "  k3 0.0e+00  rejected 43.8%  grad norm 0.75  " in with_it
 
 
 def test_status_lists_the_warnings(tmp_path: Path) -> None:
