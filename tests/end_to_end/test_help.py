@@ -145,7 +145,7 @@ def test_each_example_of_agents_works_when_pasted(checkout: Path) -> None:
     assert "trained 1 steps" in trained.stdout, trained.stdout + trained.stderr
     assert "recorded responses were asked for again" in paste(checkout, "agent replay")
 
-    crowd = paste(checkout, "agent stress", "--batch", "4", "--dp", "1", "--latency", "0.2")
+    crowd = paste(checkout, "agent stress", "--batch", "4", "--dp", "1")
     assert crowd.rstrip().endswith("fit for training")
 
     serve = command_of(f"clew serve examples/agents/grpo.yaml trial=served {untrained}")
