@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 
+from clew.hang.calls import parting
 from clew.hang.verdict import DISTRIBUTED, MESSAGES, Actor, Verdict, names, verdict_about
 from clew.hang.waits_for import key_of
 
@@ -97,6 +98,10 @@ def same_everywhere(ranks: list[Actor]) -> Verdict:
         return verdict_about("collective mismatch", odd, why, ranks, structural=True)
     if found := _other_shapes(ranks):
         return found
+    if parted := parting(ranks):
+        odd, told = parted
+        why = f"All ranks are in {first.op} of group {first.group}, but they came there by different calls. {told}"
+        return verdict_about("collective mismatch", odd, why, ranks, structural=True)
     drift = _drifted(ranks)
     if drift is not None:
         name, odd, values = drift
@@ -173,7 +178,11 @@ def cycle(culprits: list[Actor], waiters: list[Actor]) -> Verdict:
         why = f"The ranks call collectives of different groups in different order, and wait for one another. {told}"
         return verdict_about("crossed groups", culprits, why, waiters, structural=True)
     why = f"The ranks are in different collectives, which can never meet. {told}"
-    return verdict_about("collective mismatch", _deviating(culprits), why, culprits + waiters, structural=True)
+    odd = _deviating(culprits)
+    if parted := parting(culprits):
+        odd = parted[0] if len(parted[0]) < len(culprits) else odd
+        why = f"{why} {parted[1]}"
+    return verdict_about("collective mismatch", odd, why, culprits + waiters, structural=True)
 
 
 def _one_deviates(culprits: Sequence[Actor]) -> bool:

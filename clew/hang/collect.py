@@ -22,6 +22,7 @@ from clew.errors import LaunchError
 from clew.hang import proc
 from clew.hang.classes import Stack, stack_of
 from clew.hang.engines import answers
+from clew.hang.flight import SOCKET_VARIABLE, calls_of
 from clew.hang.inside import inside, installed, tasks_of, with_numbers
 from clew.hang.observed import Frame, Look, Process, Snapshot, Thread
 
@@ -199,6 +200,7 @@ def _with_waits(process: Process, machine: dict[str, tuple[str, int, int]]) -> P
         pipes=pipes,
         files=locks,
         inside=inside(process.pid, process.threads) if process.threads else process.inside,
+        calls=calls_of(proc.environment_of(process.pid).get(SOCKET_VARIABLE, "")),
         answers=answers(process, listens),
     )
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from clew.hang.advice import with_advice
 from clew.hang.between_ranks import cycle, initialisation, missing_ranks, same_everywhere
+from clew.hang.calls import where
 from clew.hang.graph import reachable, sinks
 from clew.hang.local_cause import Sink, ended_inside, local_cause, refuses
 from clew.hang.observed import Snapshot
@@ -39,6 +40,8 @@ def judge(snapshot: Snapshot) -> Verdict:
         or initialisation(ranks)
         or _by_graph(live, ranks, snapshot)
     )
+    if verdict.pattern not in SOUND:
+        verdict = replace(verdict, evidence=(*verdict.evidence, *where(ranks)))
     return with_advice(_hedged(verdict, snapshot, live), live)
 
 

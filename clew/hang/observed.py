@@ -61,6 +61,20 @@ class Group:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Call:
+    """One call of a collective, as torch's flight recorder has it."""
+
+    group: str
+    """Name of the group; "world" for the default one."""
+    number: int
+    """Number of the call within its group, from 1."""
+    op: str
+    sizes: str
+    """Sizes of the tensors that it was called with."""
+    ended: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class Inside:
     """Facts that were read in a process's memory. Empty if it could not be read."""
 
@@ -128,6 +142,8 @@ class Process:
     alike: tuple[tuple[int, int, str], ...] = ()
     """Rank, pid and host of further ranks that were seen in the same state; see `clew.hang.reduce`."""
     inside: Inside = Inside()
+    calls: tuple[Call, ...] = ()
+    """Collectives on record in torch's flight recorder, oldest first; none where it cannot be read."""
     answers: dict[str, str] = field(default_factory=dict)
     """Answers of a local HTTP server: is_paused, health, and metrics (moving or still)."""
 
@@ -201,7 +217,8 @@ def _process_from(value: dict[str, Any]) -> Process:
         ended_threads=tuple(inside.get("ended_threads", ())),
         children=tuple((pid, name, code) for pid, name, code in inside.get("children", ())),
     )
-    return Process(**{**value, **lists, **more, "looks": looks, "alike": alike, "inside": read})
+    calls = tuple(Call(**each) for each in value.get("calls", ()))
+    return Process(**{**value, **lists, **more, "looks": looks, "alike": alike, "inside": read, "calls": calls})
 
 
 def _thread_from(value: dict[str, Any]) -> Thread:

@@ -28,6 +28,13 @@ show its content."""
 PLACED_VARIABLE = "CLEW_PLACED"
 """Variable that is set for ranks that `place` started: `place` then reports why they failed."""
 
+SERVER_VARIABLE = "TORCH_WORKER_SERVER_SOCKET"
+"""Variable that names the socket on which a rank serves torch's flight recorder, as in torch.distributed.elastic.
+`clew hang` asks there."""
+
+LONGEST_SOCKET = 108
+"""Number of bytes that the path of a socket must stay below (unix(7)): torch waits for ever where it is longer."""
+
 POLL_S = 0.05
 
 TOGETHER_S = 0.5
@@ -125,6 +132,8 @@ def _start(
         PLACED_VARIABLE: "1",
         ERROR_VARIABLE: str(error),
     }
+    if len(os.fsencode(served := error.with_suffix(".sock"))) < LONGEST_SOCKET:
+        environment[SERVER_VARIABLE] = str(served)
     output: IO[bytes] | int | None = None
     if rank:
         output = (logs / f"trainer-{rank}.log").open("ab") if logs is not None else subprocess.DEVNULL

@@ -17,6 +17,7 @@ from typing import TypeVar, cast
 import numpy as np
 import torch
 from torch import distributed as dist
+from torch.distributed.elastic.control_plane import worker_main
 
 from clew.errors import Interrupted
 from clew.waits import waiting
@@ -76,13 +77,14 @@ class Ranks:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         rank = rank_here()
-        with waiting(f"{size} trainer ranks to meet", unblocks="those that are not there yet"):
-            dist.init_process_group(backend, rank=rank, world_size=size, timeout=PATIENCE)
-            dist.barrier()
-        yield cls(rank, size)
-        # After an error the others are not there to take part in these.
-        dist.barrier()  # a rank that closes its connections while another still reads from them fails that one
-        dist.destroy_process_group()
+        with worker_main():  # `clew hang` asks it for torch's flight recorder, if the launcher has named a socket
+            with waiting(f"{size} trainer ranks to meet", unblocks="those that are not there yet"):
+                dist.init_process_group(backend, rank=rank, world_size=size, timeout=PATIENCE)
+                dist.barrier()
+            yield cls(rank, size)
+            # After an error the others are not there to take part in these.
+            dist.barrier()  # a rank that closes its connections while another still reads from them fails that one
+            dist.destroy_process_group()
 
     @property
     def leads(self) -> bool:

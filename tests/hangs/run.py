@@ -60,7 +60,7 @@ def start(name: str, output: Path) -> subprocess.Popen[bytes]:
     if launch == "torchrun":
         options = ["--nproc-per-node", ranks, "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
         command = [sys.executable, "-m", "torch.distributed.run", *options, script]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(output.parent)}
     with output.open("wb") as log:
         process = subprocess.Popen(
             command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True, env=environment

@@ -1,0 +1,66 @@
+"""Compares the calls of collectives that ranks have on record.
+
+A stack shows a line, but not which call of it a rank is in, nor by which calls it came there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+
+from clew.hang.classes import ranges
+from clew.hang.observed import Call
+from clew.hang.verdict import Actor
+
+
+def parting(ranks: Sequence[Actor]) -> tuple[list[Actor], str] | None:
+    """Return the ranks that left the common path of calls, and a sentence that says at which call.
+
+    Ranks may go on for long after that: gloo takes calls together that only have the same number and as many bytes.
+
+    Returns:
+        None if the calls on record are the same. All ranks if no call is that of the majority.
+    """
+    for group in _pending_groups(ranks):
+        calls = {a.pid: {c.number: c for c in a.process.calls if c.group == group} for a in ranks}
+        for number in sorted(set.intersection(*(set(each) for each in calls.values()))):
+            said = {pid: _said(each[number]) for pid, each in calls.items()}
+            common, count = Counter(said.values()).most_common(1)[0]
+            if count < len(ranks):
+                odd = [a for a in ranks if said[a.pid] != common] if count > len(ranks) / 2 else list(ranks)
+                return odd, f"They parted at call {number} of group {group}: {_by_value(ranks, said)}."
+    return None
+
+
+def where(ranks: Sequence[Actor]) -> tuple[str, ...]:
+    """Return a line for each group in which a call is pending: in which call each rank is."""
+    lines = []
+    for group in _pending_groups(ranks):
+        newest = {a.pid: next((c for c in reversed(a.process.calls) if c.group == group), None) for a in ranks}
+        said = {pid: _where(call) for pid, call in newest.items()}
+        told = _by_value([a for a in ranks if a.process.calls], said)
+        lines.append(f"torch's flight record of group {group}: {told}")
+    return tuple(lines)
+
+
+def _pending_groups(ranks: Sequence[Actor]) -> list[str]:
+    return sorted({call.group for a in ranks for call in a.process.calls if not call.ended})
+
+
+def _where(call: Call | None) -> str:
+    if call is None:
+        return "no call"
+    return f"{'past' if call.ended else 'in'} call {call.number}, {_said(call)}"
+
+
+def _said(call: Call) -> str:
+    return f"{call.op} of {sizes}" if (sizes := call.sizes[1:-1]) else call.op
+
+
+def _by_value(ranks: Sequence[Actor], said: Mapping[int, str]) -> str:
+    """Return texts, each after the ranks that share it."""
+    shared: dict[str, list[int]] = defaultdict(list)
+    for actor in ranks:
+        if actor.rank is not None:
+            shared[said[actor.pid]].append(actor.rank)
+    return "; ".join(f"rank {ranges(numbers)}: {text}" for text, numbers in shared.items())
