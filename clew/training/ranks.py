@@ -77,7 +77,8 @@ class Ranks:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         rank = rank_here()
-        with worker_main():  # `clew hang` asks it for torch's flight recorder, if the launcher has named a socket
+        # `clew hang` asks it for torch's flight recorder, if the launcher has named a socket.
+        with worker_main():  # type: ignore[reportOptionalContextManager]
             with waiting(f"{size} trainer ranks to meet", unblocks="those that are not there yet"):
                 dist.init_process_group(backend, rank=rank, world_size=size, timeout=PATIENCE)
                 dist.barrier()

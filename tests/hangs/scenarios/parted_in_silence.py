@@ -28,5 +28,5 @@ def train() -> None:
     dist.barrier()
 
 
-with worker_main():
+with worker_main():  # type: ignore[reportOptionalContextManager]
     train()
