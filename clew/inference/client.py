@@ -159,14 +159,16 @@ class HTTPEngine:
         whole = Completion(output_ids=[], logprobs=[], versions=[], finish_reason="abort")
         assert request.on_token is not None
         masks: list[list[int]] = []
+        versions: list[int] = []
         server = self.address
 
         def take(event: dict[str, Any], address: str) -> Completion | None:
-            nonlocal server
+            nonlocal server, versions
             server, before = address, len(whole.output_ids)
             new = self._new_of(event, before, address)
             if new is not None:
                 self._check(new, before + len(new.output_ids), request, address)
+                versions = final_versions(event) or versions + new.versions
             return new
 
         try:
@@ -178,7 +180,7 @@ class HTTPEngine:
                     new,
                     output_ids=whole.output_ids + new.output_ids,
                     logprobs=whole.logprobs + new.logprobs,
-                    versions=whole.versions + new.versions,
+                    versions=versions,
                     sampling_mask=masks or None,
                 )
                 for token, logprob in zip(new.output_ids, new.logprobs, strict=True):
@@ -224,7 +226,10 @@ class HTTPEngine:
                 f"{before} tokens before, {len(part.output_ids)} now, completion_tokens {meta['completion_tokens']}"
             )
         return replace(
-            part, output_ids=part.output_ids[start:], logprobs=part.logprobs[start:], versions=part.versions[start:]
+            part,
+            output_ids=part.output_ids[start:],
+            logprobs=part.logprobs[start:],
+            versions=part.versions[start:],
         )
 
     async def load_weights(self, ref: WeightRef) -> Timings:
@@ -502,6 +507,18 @@ def completion_of(answer: dict[str, Any], server: str) -> Completion:
         sampled_by=more.get("sampled_by") or spans_of(spans, server),
         routed_experts=experts_of(more.get("routed_experts")),
     )
+
+
+def final_versions(event: dict[str, Any]) -> list[int]:
+    """Return the version of each token as the last event of a stream says it; empty if the event says less.
+
+    Only once the answer is complete does a server know for sure which weights made which token.
+    """
+    meta = event.get("meta_info") or {}
+    if not meta.get("finish_reason") or "weight_versions" not in meta:
+        return []
+    versions = completion_of(event, "").versions
+    return versions if len(versions) == meta["completion_tokens"] else []
 
 
 def experts_of(encoded: str | None) -> np.ndarray | None:

@@ -112,6 +112,23 @@ def test_sglangs_stream_with_all_tokens_so_far_or_with_the_new_ones(new: int | N
     assert (completion.versions, completion.finish_reason, completion.matched) == ([7, 7, 7], "stop", 3)
 
 
+def test_the_last_event_of_a_stream_decides_which_weights_made_its_tokens() -> None:
+    last = cumulative([1, 2, 3], end={"type": "length"})
+    last["meta_info"]["weight_versions"] = [
+        {"version": "6", "start": 0, "end": 1},
+        {"version": "8", "start": 1, "end": 3},
+    ]
+    completion, told = heard_of(cumulative([1]), cumulative([1, 2]), last)
+    assert (completion.versions, told) == ([6, 8, 8], [1, 2, 3])
+    last["output_ids"] = [3]
+    last["meta_info"] |= {
+        "output_token_logprobs": [(-1.5, 3, None)],
+        "weight_versions": [{"version": "8", "start": 0, "end": 1}],
+    }
+    completion, _ = heard_of(cumulative([1], new=1), cumulative([1, 2], new=1), last)
+    assert completion.versions == [7, 7, 8]
+
+
 @pytest.mark.parametrize(
     "last, reason, matched",
     [
