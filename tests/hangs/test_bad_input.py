@@ -68,6 +68,7 @@ def test_a_process_that_ends_meanwhile_is_a_finding() -> None:
     assert one.last.state in "ZX" and one.last.error and one.threads, "what was seen before stays"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("unshare") is None or os.getuid() != 0, reason="needs root and unshare")
 def test_a_process_in_a_pid_namespace_of_its_own_is_read_from_outside() -> None:
     """Its main thread has another number inside than outside."""

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -116,8 +117,8 @@ def test_a_run_of_clew_is_judged_by_its_own_waits(tmp_path: Path, rollout_was_ki
         if rollout_was_killed:
             killed = {"pid": 4194305, "doing": "rollout", "waits": [], "updated": 0.0, "host": os.uname().nodename}
             (status / "rollout.json").write_text(json.dumps(killed))
-        ended = clew_hang(str(tmp_path))
-        of_pid = clew_hang("--pid", str(process.pid))
+        with ThreadPoolExecutor() as pool:
+            ended, of_pid = pool.map(lambda asked: clew_hang(*asked), [[str(tmp_path)], ["--pid", str(process.pid)]])
     finally:
         process.kill()
         process.wait()
