@@ -46,6 +46,7 @@ LIBRARY = (
     (r"/pdb\.py$|/bdb\.py$", "", "stdin"),
     (r"torch/utils/data/dataloader\.py$", "_try_get_data|_get_data|_next_data|_shutdown_workers", "data_loader"),
     (r"torch/distributed/rendezvous\.py$", "", "init"),
+    (r"torch/distributed/rpc/", "", "rpc"),
     (r"/subprocess\.py$", "_wait|wait|communicate|_try_wait", "process"),
     (r"multiprocessing/popen_\w+\.py$", "wait|poll", "process"),
     (r"torch/multiprocessing/spawn\.py$", "join", "process"),
@@ -66,6 +67,8 @@ LIBRARY = (
     (r"filelock/", "", "file"),
 )  # fmt: skip
 """Patterns of library frames: file, function, kind of wait. The first that any frame fits wins."""
+JOBS = {"_worker": "concurrent/futures/thread.py", "_run_function": "torch/distributed/rpc/internal.py"}
+"""Functions that run what another thread or rank has asked for, and their files."""
 UNBLOCKED = ("compute", "unknown")
 IDLE = ("thread", "condition", "queue", "select", "process", "future", "sleep", "pool")
 """Kinds in which a main thread may only be waiting for another thread, which does the work."""
@@ -107,7 +110,7 @@ class Activity:
     task: bool = False
     """True for a coroutine of asyncio that waits."""
     is_job: bool = False
-    """True for a function that a pool of threads runs."""
+    """True for a function that a pool of threads runs, or a rank for another (RPC)."""
     heartbeat: bool = False
     """True in a loop that only sleeps and reports, for which nobody waits."""
 
@@ -156,7 +159,7 @@ def activity_of(process: Process, thread: Thread, sources: Mapping[str, str], wo
         counters=counters_of(frames),
         thread=thread.name,
         task=thread.task,
-        is_job=any(f.file.endswith("concurrent/futures/thread.py") and f.name == "_worker" for f in frames),
+        is_job=any(f.file.endswith(JOBS.get(f.name, "-")) for f in frames),
         heartbeat=source.heartbeat(text, user.line),
     )
     if thread.task:
@@ -379,6 +382,8 @@ def _native(
                 found = _work(base, call, text, user, sources, names, frames, process)
                 if found is not None:
                     return found
+            if last == "to_here" or (last == "wait" and "rpc_async" in text):
+                return replace(base, kind="rpc", op=last)
             if last in ("get", "wait") and "store" in owner.lower():
                 return replace(base, kind="store", target=owner, op=last)
             if last == "destroy_process_group":

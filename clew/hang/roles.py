@@ -28,7 +28,7 @@ WORKER_PRIORITY = (
     "condition", "future", "select", "queue",
 )  # fmt: skip
 """Kinds of waits of threads and tasks, in the order in which they explain why the main thread waits for them."""
-WAITS_INSIDE = ("queue", "condition", "thread", "future", "pool", "queue_full", "select", "tasks")
+WAITS_INSIDE = ("queue", "condition", "thread", "future", "pool", "queue_full", "select", "tasks", "rpc")
 """Kinds of waits that another thread or task of the same process may end."""
 
 

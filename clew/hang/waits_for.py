@@ -11,7 +11,7 @@ from clew.hang.verdict import DISTRIBUTED, MESSAGES, Actor
 Edges = dict[int, set[int]]
 TO_OTHERS = (
     "queue", "queue_full", "pipe", "http", "network", "condition", "future", "pool", "process", "thread", "data_loader",
-    "select", "tasks",
+    "select", "tasks", "rpc",
 )  # fmt: skip
 """Kinds of waits that another process may end."""
 
@@ -70,6 +70,10 @@ def application_edges(live: Sequence[Actor]) -> Edges:
                 a.pid for a in live if a.pid == actor.process.parent and a.activity.kind in ("process", "tasks")
             }
         if kind not in (*TO_OTHERS, "sleep"):
+            continue
+        if kind == "rpc":  # for those that run a remote call; at the end, for those that still do something else
+            serving = {a.pid for a in live if a.activity.is_job} or {a.pid for a in live if a.activity.kind != "rpc"}
+            edges[actor.pid] |= serving & ranks - {actor.pid}
             continue
         children = {a.pid for a in live if a.process.parent == actor.pid and a.rank is None}
         asked = [listening[port] for port in actor.process.peers if port in listening]
