@@ -20,11 +20,13 @@ from clew.hang.progress import (
     pace,
     refusing,
 )
-from clew.hang.source import loop_at
+from clew.hang.source import calls_at, dotted, loop_at, origin
 from clew.hang.verdict import DISTRIBUTED, LOCAL, MESSAGES, Actor, Verdict, names, verdict_about
 from clew.hang.waits_for import TO_OTHERS
 
 FILE_CALLS = re.compile(r"exists|is_file|isfile|is_dir|isdir|glob|stat\(|listdir|scandir|iterdir|getmtime")
+NUMERIC = {"numpy", "torch", "scipy", "sklearn", "pandas"}
+"""Libraries whose calls compute, and end by themselves."""
 LEAST_CPU = 0.05
 """Share of a core below which a process that seems to compute may be blocked in native code."""
 
@@ -252,6 +254,12 @@ def _computing(sink: Sink) -> Verdict | None:
     share = cpu_share(sink.one.process)
     alone = not sink.blocked_ranks and len(sink.live) == 1
     endless = own_code_only(sink.one.process) and busy(sink.one.process)
+    text = sink.snapshot.sources.get(sink.act.file, "")
+    numeric = [call for call in calls_at(text, sink.act.line) if origin(text, call) in NUMERIC]
+    if alone and endless and numeric:
+        name = dotted(numeric[0].func)
+        why = f"{sink.one.says}. It is slow, not hung: {name} ends by itself, but does not show how far it has come."
+        return verdict_about("slow", sink.culprits, why, sink.waiters, cause="slow", confidence="low")
     if share < LEAST_CPU or (alone and not endless):
         return verdict_about(
             "undetermined", [], f"{sink.one.says} ({share:.0%} of a core).", sink.live, confidence="low"

@@ -247,6 +247,17 @@ def assignments(text: str, name: str) -> Iterator[ast.expr]:
             yield node.iter
 
 
+def origin(text: str, call: ast.Call) -> str:
+    """Return the top-level module that a called name comes from by an import of the file; "" for any other call."""
+    root = dotted(call.func).partition(".")[0]
+    for node in ast.walk(parse(text) or ast.Module([], [])):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            for name in node.names:
+                if root == (name.asname or name.name.partition(".")[0]):
+                    return (getattr(node, "module", None) or name.name).partition(".")[0]
+    return ""
+
+
 def constants(text: str) -> dict[str, int]:
     """Return the integers that a module assigns once, at its top, such as WORLD = 4."""
     tree, found = parse(text), dict[str, int]()
