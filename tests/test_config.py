@@ -361,3 +361,11 @@ def test_devices_are_dealt_out_and_more_than_there_are_is_refused_with_the_numbe
         (tmp_path / name).touch()
     assert gpus({}, tmp_path) == ["0", "1", "10"]
     assert gpus({"CUDA_VISIBLE_DEVICES": "1"}, tmp_path) == ["1"] and gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == []
+
+
+def test_the_readmes_configuration_is_one(tmp_path: Path) -> None:
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    block = readme.partition("```yaml\n")[2].partition("```")[0]
+    (tmp_path / "mine.yaml").write_text(block)
+    loaded = config.load(tmp_path / "mine.yaml")
+    assert (loaded.experiment, loaded.rollout.reward) == ("mine", "my_rewards.exact_match")

@@ -10,7 +10,7 @@ import filecmp
 import json
 import math
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,7 @@ def diff(a: Path, b: Path, *, ignore: list[str], plot: Path | None) -> bool:
             _list("configuration", told.values(), names)
             if len(told) < len(changed):
                 print(f"left out: {', '.join(name for name in changed if name not in told)}")
-            if told and _is_chance(left, right, found):
+            if told and _is_chance(left, right, found, told):
                 _print_configured(left, right, found, steps, names, told)
             else:
                 print(f"FIRST DIFFERENCE  {found.told(*names)}")
@@ -144,8 +144,21 @@ def _is_sampling_noise(found: Difference) -> bool:
     return of_logprobs and abs(values[0] - values[1]) <= differences.TINY
 
 
-def _is_chance(left: RunDirectory, right: RunDirectory, found: Difference) -> bool:
-    """Return whether asynchronous runs merely took other groups: which ones finish first is a matter of timing."""
+CHOOSING = ("data.", "rollout.batch_groups", "rollout.n_samples", "rollout.drop_equal_rewards", "seed")
+"""Beginnings of the fields that say which groups there are, and how many make a batch."""
+
+
+def _is_chance(left: RunDirectory, right: RunDirectory, found: Difference, told: Iterable[str]) -> bool:
+    """Return whether asynchronous runs merely took other groups: which ones finish first is a matter of timing.
+
+    Args:
+        left: One run.
+        right: The other.
+        found: Their first difference.
+        told: Fields of the configuration that differ.
+    """
+    if any(field.startswith(CHOOSING) for field in told):
+        return False
     other_groups = found.stage == "data" and "absent" in (found.recorded, found.found)
     lags = [_values(run, found.step).get("rollout.max_lag") for run in (left, right)]
     return other_groups and any(isinstance(lag, int) and lag > 0 for lag in lags)

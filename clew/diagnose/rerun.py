@@ -23,6 +23,9 @@ from clew.record.steps import parse_steps
 
 BREAKS = ("advantages", "loss", "backward", "update")
 
+REWARDS_SHOWN = 20
+"""Number of episodes with another reward that are shown."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -227,8 +230,10 @@ def _rewards(run: RunDirectory, first: int, last: int, only: str | None) -> bool
 
     config = configuration.load(run.config_path, ["launch.mode=local"])
     found = rewards_again(run, config, range(first, last + 1), only)
-    for each in found:
+    for each in found[:REWARDS_SHOWN]:
         print(each)
+    if more := found[REWARDS_SHOWN:]:
+        print(f"… and {len(more)} more")
     if traces := [each.traceback.rstrip() for each in found if each.traceback]:
         print(f"the first that was raised:\n{traces[0]}")
     count = "1 episode is" if len(found) == 1 else f"{len(found)} episodes are"

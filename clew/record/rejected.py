@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from clew.record import rows
 from clew.record.run import RunDirectory
-from clew.record.warned import kind_of
+from clew.record.warned import named_kinds
 
 FILTERED = "filtered: "
 """Prefix of the reason in `error` when a filter left a group out."""
@@ -45,7 +45,7 @@ class Rejected:
 
 def count_rejected(run: RunDirectory) -> Rejected:
     """Read rejected/ and count its episodes and groups. Raises RecordError for a file that Clew did not write."""
-    episodes, filtered, groups = Counter[str](), Counter[str](), 0
+    every, filtered, groups = list[tuple[str, str]](), Counter[str](), 0
     examples: dict[str, str] = {}
     for path in sorted(run.rejected.glob("g*.parquet")):
         table = rows.read_table(path)
@@ -57,9 +57,7 @@ def count_rejected(run: RunDirectory) -> Rejected:
             for error, reason in zip(errors, table.column("finish_reason").to_pylist(), strict=True)
             if reason == "error"
         ]
-        episodes.update(map(kind_of, failed))
-        for error in failed:
-            examples.setdefault(kind_of(error), path.stem)
+        every += [(error.partition("\n")[0], path.stem) for error in failed]
         if "." not in path.stem:
             reason = next((error for error in errors if error.startswith(FILTERED)), None)
             groups += reason is None
@@ -67,4 +65,7 @@ def count_rejected(run: RunDirectory) -> Rejected:
                 reason = reason.removeprefix(FILTERED).partition("\n")[0]
                 filtered[reason] += 1
                 examples.setdefault(reason, path.stem)
-    return Rejected(episodes=episodes, failed_groups=groups, filtered_groups=filtered, examples=examples)
+    kinds = named_kinds([error for error, _ in every])
+    for kind, (_, group) in zip(kinds, every, strict=True):
+        examples.setdefault(kind, group)
+    return Rejected(episodes=Counter(kinds), failed_groups=groups, filtered_groups=filtered, examples=examples)

@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,6 +106,18 @@ def read_warnings(path: Path, offset: int = 0) -> tuple[list[Warned], int]:
 def kind_of(error: str) -> str:
     """Return the first line of an error with its numbers masked. Errors with the same result are of one kind."""
     return re.sub(r"\d+", "#", error.partition("\n")[0])
+
+
+def named_kinds(errors: Sequence[str]) -> list[str]:
+    """Return a name for the kind of each error: the first line of the kind's first one."""
+    lines: dict[str, list[str]] = {}
+    for error in errors:
+        lines.setdefault(kind_of(error), []).append(error.partition("\n")[0])
+    names = {
+        kind: alike[0] if len(set(alike)) == 1 else f"{alike[0]}, or with other numbers"
+        for kind, alike in lines.items()
+    }
+    return [names[kind_of(error)] for error in errors]
 
 
 def in_words(warnings: list[Warned]) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from clew.record.warned import kind_of
+from clew.record.warned import named_kinds
 from clew.view.text import MISSING, number, one_line, prompt_text, table
 
 MISSED_SHOWN = 10
@@ -72,7 +72,7 @@ def _difference(bounds: Sequence[float] | None) -> str:
 
 def show_failed(console: Console, name: str, episodes: Sequence[dict[str, Any]]) -> None:
     """Print how many episodes of a model failed, by the kind of their error."""
-    kinds = Counter(kind_of(each["error"]) for each in episodes if each["error"] is not None)
+    kinds = Counter(named_kinds([each["error"] for each in episodes if each["error"] is not None]))
     if not kinds:
         return
     failed = "1 episode" if kinds.total() == 1 else f"{kinds.total()} episodes"

@@ -56,6 +56,8 @@ class Status(TypedDict):
     warning: NotRequired[str | None]
 
 
+SOON_S = 5.0
+"""Age of a wait at which it is told before the first step, when a reader does not yet know that anything moves."""
 STALE_S = 5.0
 """Age in seconds from which a status file belongs to a process that is stopped, hung in C code, or gone."""
 
@@ -166,7 +168,7 @@ class Progress:
         self._run = run
         self._total = total_steps
         self._console = console or EscapingConsole(soft_wrap=True)
-        self._next = run.steps.count()
+        self._next = self._first = run.steps.count()
         self._recent: list[tuple[str, ...]] = []
         self._evaluated: set[int] = {entry["version"] for entry in run.read_evals()}
         self._live = Live(console=self._console, refresh_per_second=4) if live and self._console.is_terminal else None
@@ -228,7 +230,7 @@ class Progress:
                 print(line, file=sys.__stderr__ if self._live else sys.stderr, flush=True)
 
     def _tell_old_waits(self) -> None:
-        """Print a line when a process's oldest wait is 20 s old, and whenever its age has doubled.
+        """Print a line when a process's oldest wait is 20 s old (5 s before the first step), and when its age doubles.
 
         This is for output without the live picture, which shows waits itself.
         """
@@ -236,11 +238,12 @@ class Progress:
             statuses = read_statuses(self._run)
         except RecordError:  # a training run does not end because of what only people read
             return
+        patience = OLD_S if self._next > self._first else SOON_S
         for status in statuses:
             for wait in status["waits"][:1]:
                 age = time.time() - wait["since"]
                 key = (status["process"], wait["since"])
-                if status["doing"] not in ENDED and age >= self._told.get(key, OLD_S):
+                if status["doing"] not in ENDED and age >= self._told.get(key, patience):
                     self._told[key] = 2 * age
                     numbers = f" ({wait['numbers']})" if wait["numbers"] else ""
                     self._console.print(

@@ -28,10 +28,14 @@ STEP = 3
 def clew(*arguments: str) -> str:
     """Run a command of Clew as one would type it; show and return what it printed."""
     console.print(f"$ clew {' '.join(arguments)}", style="bold", soft_wrap=True, markup=False)
-    ended = subprocess.run([sys.executable, "-m", "clew", *arguments], capture_output=True, text=True)
-    shown = (ended.stdout + ended.stderr).rstrip()
-    console.print("\n".join(f"  {line}" for line in shown.splitlines()), markup=False, soft_wrap=True)
-    console.print(f"  (exit code {ended.returncode})\n", style="dim")
+    shown = ""
+    command = [sys.executable, "-m", "clew", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            shown += line
+            console.print(f"  {line.rstrip()}", markup=False, soft_wrap=True)
+    console.print(f"  (exit code {process.returncode})\n", style="dim")
     return shown
 
 

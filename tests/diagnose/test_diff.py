@@ -214,6 +214,18 @@ def test_other_groups_by_chance_come_after_what_follows_from_the_configuration(
     assert f"FIRST DIFFERENCE  step 0, data: {batch[0].id}" in shown
 
 
+def test_other_groups_are_no_chance_if_the_batches_are_configured_to_be_smaller(
+    run: RunDirectory, other: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    batch = other.steps.read_data(0)
+    other.steps.write_data(0, rows.to_table([row for row in batch if row.group_id != batch[0].group_id]))
+    text = other.config_path.read_text()
+    other.config_path.write_text(re.sub(r"batch_groups: \d+", "batch_groups: 1", text))
+    shown = told(capsys, run.path, other.path)
+    assert "rollout.batch_groups: " in shown
+    assert f"FIRST DIFFERENCE  step 0, data: {batch[0].id}" in shown and "by chance" not in shown
+
+
 def test_another_seed(run: RunDirectory, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = configure(folder, f"root={tmp_path}", "trial=seeded", "seed=2", "training.steps=2")
     learn_inline(config, lambda step, summary: None)

@@ -194,7 +194,8 @@ def test_rejected_groups_and_episodes_with_reasons(tmp_path: Path) -> None:
     for number in range(50, 53):
         run.reject(f"g{number:06d}", [failed(f"g{number:06d}.e0.s0", "ValueError: no tool 8")])
     assert health(run)["rejected"] == (
-        "4 of 84 episodes (4.76 %) failed, and 3 whole groups with them: 4 times ValueError: no tool #. "
+        "4 of 84 episodes (4.76 %) failed, and 3 whole groups with them: 4 times ValueError: no tool 7, or with other "
+        "numbers. "
         f"→ clew show {run.path} g000001.e2"
     )
     run = make_run(tmp_path / "filtered", of_steps(range(STEPS), groups=1.0, episodes=2.0))
