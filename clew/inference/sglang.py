@@ -59,6 +59,7 @@ class SGLangEngine(HTTPEngine):
     """Client of one SGLang server."""
 
     kind = "SGLang"
+    idle_s = 2.0  # SGLang keeps it for 5
 
     def __init__(self, address: str, token: str = "", *, model: str = "") -> None:
         """Create the client; it connects with the first request.
