@@ -402,7 +402,7 @@ class HTTPEngine:
     def _refuse(self, address: str, path: str, status: int, content: bytes) -> NoReturn:
         message = _message(content)
         if status in AWAY:
-            raise EngineUnreachable(address, message)
+            raise EngineUnreachable(address, message or f"it answers with the status {status}")
         if status >= 500:
             raise FaultyAnswer(address, f"it failed at {path} ({status}): {message}")
         if status < 400 or status in (404, 405) or content.lstrip()[:1] == b"<":

@@ -243,6 +243,24 @@ def test_a_server_that_dies_at_start_is_reported_within_two_seconds(tmp_path: Pa
     assert time.time() - (tmp_path / "dead").stat().st_mtime < 2
 
 
+@pytest.mark.parametrize("kind", [VLLMEngine, SGLangEngine])
+def test_a_server_that_answers_503_without_a_word_is_still_starting(tmp_path: Path, kind: Any) -> None:
+    """SGLang does so until its own first request has been answered, and cannot take others before."""
+    tiny_tokenizer(tmp_path / "model")
+    tiny_model(tmp_path / "model")
+    named = config().model_copy(update={"model": Model(path=str(tmp_path / "model"))})
+
+    async def silence(address: str) -> str:
+        engine = RemoteEngine(named, RemoteCore(named), kind.client(named, address), None, tmp_path / "log")
+        try:
+            return await engine._silence()
+        finally:
+            await engine.close()
+
+    with answering(503, "") as address:
+        assert "503" in asyncio.run(silence(address))
+
+
 async def load_into(client: VLLMEngine, ref: WeightRef) -> None:
     try:
         await client.load(ref)
