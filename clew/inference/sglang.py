@@ -39,6 +39,7 @@ CPU_OPTIONS = {
     "mem-fraction-static": 0.2,
     "max-total-tokens": 65536,
     "sleep-on-idle": True,  # otherwise an idle server takes a whole core
+    "skip-server-warmup": True,  # it is an English sentence, and ends the server if the tokenizer has no token for it
 }
 """Options for a machine without GPU, unless inference.args says otherwise."""
 
