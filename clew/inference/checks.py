@@ -119,3 +119,18 @@ def default_stop_ids(generation_config: Any, tokenizer: Any, vocab: int) -> tupl
     named = generation_config.eos_token_id
     ids |= set(named if isinstance(named, list) else [] if named is None else [named])
     return tuple(sorted(token for token in ids if 0 <= token < vocab))
+
+
+def matched_stop(request: GenerateRequest, output_ids: list[int], tokenizer: Any) -> str | None:
+    """Return the stop string that the last of output_ids completes; None if there is none."""
+    params = request.params
+    if not params.stop or len(output_ids) < params.min_new_tokens:
+        return None
+    # One token is at least one character, but for multi-byte characters: 8 tokens of room for these.
+    window = max(map(len, params.stop)) + 8
+    recent = output_ids[-window:]
+    if len(recent) < window and params.continues:
+        earlier = request.input_ids[len(request.input_ids) - params.continues :]
+        recent = (earlier + recent)[-window:]
+    text, before = tokenizer.decode(recent), tokenizer.decode(recent[:-1])
+    return next((stop for stop in params.stop if text.count(stop) > before.count(stop)), None)

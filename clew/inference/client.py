@@ -64,6 +64,9 @@ class HTTPEngine:
 
     kind = ""
     """Name of the engine, for messages and for the record; "" for a `clew serve`."""
+    idle_s = 600.0
+    """Seconds for which an idle connection is kept. It must be fewer than the server's own: the server may otherwise
+    close it just as the next request is sent."""
 
     def __init__(self, address: str, token: str = "", context: int | None = None) -> None:
         """Create the client; it connects with the first request.
@@ -395,7 +398,7 @@ class HTTPEngine:
     def _connected(self) -> aiohttp.ClientSession:
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=600),
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=self.idle_s),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
                 headers=self._headers,
             )
@@ -404,7 +407,7 @@ class HTTPEngine:
     def _refuse(self, address: str, path: str, status: int, content: bytes) -> NoReturn:
         message = _message(content)
         if status in AWAY:
-            raise EngineUnreachable(address, message)
+            raise EngineUnreachable(address, message or f"it answers with the status {status}")
         if status >= 500:
             raise FaultyAnswer(address, f"it failed at {path} ({status}): {message}")
         if status < 400 or status in (404, 405) or content.lstrip()[:1] == b"<":

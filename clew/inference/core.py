@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from clew.errors import EngineError, described
-from clew.inference.checks import check_request, default_stop_ids
+from clew.inference.checks import check_request, default_stop_ids, matched_stop
 from clew.inference.loading import backed_up, check_weights, copy_weights, restore
 from clew.inference.protocol import (
     Completion,
@@ -216,17 +216,7 @@ class Core:
 
     def matched_stop(self, request: GenerateRequest, output_ids: list[int]) -> str | None:
         """Return the stop string that the last of output_ids completes; None if there is none."""
-        params = request.params
-        if not params.stop or len(output_ids) < params.min_new_tokens:
-            return None
-        # One token is at least one character, but for multi-byte characters: 8 tokens of room for these.
-        window = max(map(len, params.stop)) + 8
-        recent = output_ids[-window:]
-        if len(recent) < window and params.continues:
-            earlier = request.input_ids[len(request.input_ids) - params.continues :]
-            recent = (earlier + recent)[-window:]
-        text, before = self.tokenizer.decode(recent), self.tokenizer.decode(recent[:-1])
-        return next((stop for stop in params.stop if text.count(stop) > before.count(stop)), None)
+        return matched_stop(request, output_ids, self.tokenizer)
 
     def completion(
         self,

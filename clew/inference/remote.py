@@ -23,7 +23,7 @@ from typing import Any
 from clew.config import Config
 from clew.errors import EngineError, ModelError, described
 from clew.inference.backend import Backend, Launch, leaves
-from clew.inference.checks import check_request, default_stop_ids
+from clew.inference.checks import check_request, default_stop_ids, matched_stop
 from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, Parts, Timings
 from clew.inference.server_process import AttachedServer, ServerProcess
 from clew.inference.sglang import SGLangEngine
@@ -181,7 +181,22 @@ class RemoteEngine:
         finally:
             self.core.active.discard(request)
         self.core.generated_tokens += len(completion.output_ids)
-        return replace(completion, versions=[version] * len(completion.output_ids))
+        completion = replace(completion, versions=[version] * len(completion.output_ids))
+        return self._unless_over(request, completion) if completion.finish_reason == "abort" else completion
+
+    def _unless_over(self, request: GenerateRequest, completion: Completion) -> Completion:
+        """Return an aborted completion as one that has ended, if its last token ends it.
+
+        SGLang says "abort" of a request that comes to its end in the step in which it is aborted. It would otherwise
+        go on behind its end.
+        """
+        output_ids, own = completion.output_ids, request.params.stop_token_ids
+        if len(output_ids) <= request.params.min_new_tokens:
+            return completion
+        stop_ids = self.core.default_stop_ids if own is None else own
+        matched = output_ids[-1] if output_ids[-1] in stop_ids else None
+        matched = matched_stop(request, output_ids, self.core.tokenizer) if matched is None else matched
+        return completion if matched is None else replace(completion, finish_reason="stop", matched=matched)
 
     async def version(self) -> int:
         """See the protocol."""

@@ -39,6 +39,7 @@ CPU_OPTIONS = {
     "mem-fraction-static": 0.2,
     "max-total-tokens": 65536,
     "sleep-on-idle": True,  # otherwise an idle server takes a whole core
+    "skip-server-warmup": True,  # it is an English sentence, and ends the server if the tokenizer has no token for it
 }
 """Options for a machine without GPU, unless inference.args says otherwise."""
 
@@ -59,6 +60,7 @@ class SGLangEngine(HTTPEngine):
     """Client of one SGLang server."""
 
     kind = "SGLang"
+    idle_s = 2.0  # SGLang keeps it for 5
 
     def __init__(self, address: str, token: str = "", *, model: str = "") -> None:
         """Create the client; it connects with the first request.

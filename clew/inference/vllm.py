@@ -84,6 +84,7 @@ class VLLMEngine(HTTPEngine):
     """Client of one vLLM server. Its completions have the version 0; `clew.inference.remote` knows the true one."""
 
     kind = "vLLM"
+    idle_s = 2.0  # vLLM keeps it for 5
     takes_images = False
 
     def __init__(self, address: str, model: str, context: int, api_key: str = "", vision: Vision | None = None) -> None:

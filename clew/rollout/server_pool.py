@@ -114,10 +114,12 @@ class ServerPool(HTTPEngine):
             log.warning("a request goes to another server: %s has not answered for %.0f s", server.name, self._frozen_s)
             raise EngineUnreachable(server.address, f"it has not answered for {self._frozen_s:.0f} s") from None
         except (EngineUnreachable, FaultyAnswer) as error:
-            log.warning("a request goes to another server: %s", error)
             until, before = self._avoided.get(key, (0.0, AVOID_S / 2))
-            if time.monotonic() >= until:  # otherwise another request has just found out the same
+            is_news = time.monotonic() >= until  # otherwise another request has just found out the same
+            if is_news:
                 self._avoided[key] = time.monotonic() + 2 * before, min(2 * before, 4.0)
+            if is_news or isinstance(error, FaultyAnswer):
+                log.warning("a request goes to another server: %s", error)
             raise
         finally:
             self._busy[server.address].discard(task)

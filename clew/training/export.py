@@ -20,6 +20,8 @@ from clew.training.sharding import collect
 
 PROBE_TOKENS = 32
 """Length of the sequence that is scored after each load."""
+PROBE_ROOM = 8
+"""Number of tokens that the probe leaves free in the model's context."""
 
 
 def write_weights(engine: TrainEngine, folder: Path, version: int, probe_ids: Sequence[int] | None = None) -> WeightRef:
@@ -94,7 +96,9 @@ def _check_sent(engine: TrainEngine, digests: dict[str, str], version: int) -> N
 
 def default_probe(engine: TrainEngine) -> list[int]:
     """Return token IDs spread over the vocabulary, the same for every version of a model; fewer for a short context."""
-    length = min(PROBE_TOKENS, engine.policy.context or PROBE_TOKENS)
+    length = PROBE_TOKENS
+    if engine.policy.context:  # vLLM 0.32 wants room for one more token, SGLang 0.5.23 for six; otherwise they refuse
+        length = max(2, min(length, engine.policy.context - PROBE_ROOM))
     return [7919 * (i + 1) % engine.policy.model.config.get_text_config().vocab_size for i in range(length)]
 
 

@@ -31,7 +31,7 @@ def test_ten_steps_of_training_and_their_replay(tmp_path: Path, backend: str, lo
         pytest.skip(f"{variable} names no Python; see make test-engines")
     tiny_tokenizer(tmp_path / "model")
     more = {"num_attention_heads": 2, "num_key_value_heads": 1}  # vLLM's CPU attention takes heads of 32 and more
-    tiny_model(tmp_path / "model", hidden=64, scale=0.1, more=more)
+    tiny_model(tmp_path / "model", hidden=64, scale=0.1, context=32, more=more)  # as short as the probe of an update
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+{i}="}) + "\n" for i in range(40)))
     (tmp_path / "mine.py").write_text("def ones(completion, data):\n    return completion.count('1') / 8\n")
     sections = {

@@ -20,6 +20,7 @@ from aiohttp import web
 from clew.inference.client import HTTPEngine
 from clew.inference.protocol import Completion, EngineUnreachable, FaultyAnswer, GenerateRequest, SamplingParams
 from clew.inference.resubmit import TRIES, generate_through_aborts
+from clew.inference.sglang import SGLangEngine
 from clew.inference.vllm import VLLMEngine
 from clew.record.run import RunDirectory, Server
 from clew.rollout.server_pool import ServerPool
@@ -332,3 +333,29 @@ def test_a_closed_port_is_waited_for_by_name() -> None:
 
     with pytest.raises(EngineUnreachable, match=r"inference server 127.0.0.1:1: Cannot connect"):
         asyncio.run(ask())
+
+
+def test_no_request_is_sent_over_a_connection_that_the_server_is_about_to_close(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    used: list[Any] = []
+
+    async def close_reused(request: web.Request) -> web.Response:
+        assert request.transport is not None
+        if request.transport in used:
+            request.transport.abort()
+        used.append(request.transport)
+        return web.json_response({"choices": [{"prompt_logprobs": [None, {"8": {"logprob": -1.5}}]}]})
+
+    async def score_twice(engine: VLLMEngine) -> None:
+        try:
+            assert await engine.score([7, 8]) == -1.5
+            await asyncio.sleep(0.3)
+            assert await engine.score([7, 8]) == -1.5
+        finally:
+            await engine.close()
+
+    assert max(VLLMEngine.idle_s, SGLangEngine.idle_s) < 5, "both servers close idle connections after 5 s"
+    monkeypatch.setattr(VLLMEngine, "idle_s", 0.1)
+    with serving(close_reused) as address:
+        asyncio.run(score_twice(VLLMEngine(address, "model", 100)))

@@ -25,7 +25,7 @@ from clew.errors import ConfigError, EngineError
 from clew.inference import remote
 from clew.inference.backend import Launch
 from clew.inference.client import HTTPEngine
-from clew.inference.protocol import EngineUnreachable, GenerateRequest, SamplingParams
+from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, SamplingParams
 from clew.inference.remote import RemoteCore, RemoteEngine, free_port, start_remote
 from clew.inference.server_process import ServerProcess
 from clew.inference.sglang import SGLangEngine
@@ -241,6 +241,59 @@ def test_a_server_that_dies_at_start_is_reported_within_two_seconds(tmp_path: Pa
     with pytest.raises(EngineError, match=r"vLLM did not start: it ended with code 1: RuntimeError: no memory for the"):
         asyncio.run(start())
     assert time.time() - (tmp_path / "dead").stat().st_mtime < 2
+
+
+@pytest.mark.parametrize("kind", [VLLMEngine, SGLangEngine])
+def test_a_server_that_answers_503_without_a_word_is_still_starting(tmp_path: Path, kind: Any) -> None:
+    """SGLang does so until its own first request has been answered, and cannot take others before."""
+    tiny_tokenizer(tmp_path / "model")
+    tiny_model(tmp_path / "model")
+    named = config().model_copy(update={"model": Model(path=str(tmp_path / "model"))})
+
+    async def silence(address: str) -> str:
+        engine = RemoteEngine(named, RemoteCore(named), kind.client(named, address), None, tmp_path / "log")
+        try:
+            return await engine._silence()
+        finally:
+            await engine.close()
+
+    with answering(503, "") as address:
+        assert "503" in asyncio.run(silence(address))
+
+
+@pytest.mark.parametrize(
+    ("params", "text", "reason", "matched"),
+    [
+        ({}, "7<eos>", "stop", 1),
+        ({}, "78", "abort", None),
+        ({}, "", "abort", None),
+        ({"stop_token_ids": ()}, "7<eos>", "abort", None),
+        ({"min_new_tokens": 2}, "7<eos>", "abort", None),
+        ({"stop": ("ab",)}, "7ab", "stop", "ab"),
+        ({"stop": ("ab",)}, "7abc", "abort", None),
+    ],
+)
+def test_an_aborted_completion_whose_last_token_ends_it_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, params: Any, text: str, reason: str, matched: Any
+) -> None:
+    tokenizer = tiny_tokenizer(tmp_path / "model")
+    tiny_model(tmp_path / "model")
+    named = config().model_copy(update={"model": Model(path=str(tmp_path / "model"))})
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    async def abort(self: Any, request: GenerateRequest) -> Completion:
+        return Completion(output_ids=ids, logprobs=[-1.0] * len(ids), versions=[], finish_reason="abort")
+
+    async def generate() -> Completion:
+        engine = RemoteEngine(named, RemoteCore(named), SGLangEngine("127.0.0.1:1"), None, tmp_path / "log")
+        try:
+            return await engine.generate(GenerateRequest([9], SamplingParams(max_new_tokens=9, **params)))
+        finally:
+            await engine.close()
+
+    monkeypatch.setattr(SGLangEngine, "generate", abort)
+    completion = asyncio.run(generate())
+    assert (completion.finish_reason, completion.matched, completion.output_ids) == (reason, matched, ids)
 
 
 async def load_into(client: VLLMEngine, ref: WeightRef) -> None:

@@ -19,7 +19,7 @@ import pytest
 from safetensors.torch import load_file
 
 from clew.config import Config
-from clew.inference.protocol import Completion, GenerateRequest, SamplingParams
+from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, SamplingParams
 from clew.inference.resubmit import generate_through_aborts
 from clew.inference.serve import serve
 from clew.loop.server_control import ServerControl
@@ -203,6 +203,31 @@ class Refuses(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
+
+
+class Starts(Refuses):
+    """A server that is listed, and still loads its weights."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.answer(503, b"starting: the weights are being loaded")
+
+
+def test_many_requests_that_find_the_same_server_starting_warn_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = RunDirectory(tmp_path / "run")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Starts) as starting, caplog.at_level(logging.WARNING):
+        threading.Thread(target=starting.serve_forever, daemon=True).start()
+        run.register_server(Server(name="server", address=f"127.0.0.1:{starting.server_port}", pid=1, ready=True))
+
+        async def ask_at_once(pool: ServerPool) -> list[Any]:
+            return await asyncio.gather(*(pool.generate(request(n)) for n in range(10)), return_exceptions=True)
+
+        answers = ask(run, ask_at_once)
+        starting.shutdown()
+    assert all(isinstance(answer, EngineUnreachable) for answer in answers)
+    assert caplog.text.count("starting: the weights are being loaded") < 5
 
 
 def test_an_update_that_fails_on_one_of_several_takes_that_one_out_and_says_which(

@@ -417,6 +417,14 @@ def test_published_weights_load_in_transformers_and_answer_the_probe(tmp_path, f
     assert ref.version == 1 and ref.digest == engine.weights_digest()
 
 
+@pytest.mark.parametrize(("context", "length"), [(9, 2), (32, 24), (256, 32)])
+def test_the_probe_leaves_room_in_the_context(tmp_path, context, length):
+    tiny_tokenizer(tmp_path / "model")
+    tiny_model(tmp_path / "model", context=context)
+    ref = write_weights(TrainEngine(make_config(tmp_path / "model")), tmp_path / "version-000000", 0)
+    assert len(ref.probe_ids) == length
+
+
 @pytest.mark.parametrize("what", ["nan", "spike"])
 def test_a_bad_update_is_left_out_or_stops_the_run(model, what, caplog):
     options = {"on_bad_gradient": "skip", "spike_factor": 3.0}
