@@ -18,6 +18,9 @@ from clew.printing import KEPT, SILENT_S, print, shown, visible
 
 T = TypeVar("T")
 
+AGAIN_S = 10.0
+"""Seconds between two lines about the progress of a command whose output goes to a file."""
+
 
 class EscapingConsole(Console):
     """A Console that reads no text as markup and spells out characters that would act on the terminal.
@@ -53,18 +56,24 @@ class EscapingConsole(Console):
 def progress(doing: str, *, total: int, unit: str) -> Iterator[Callable[[], None]]:
     """Say on stderr what a long command is doing, and yield a function to call after each unit of the work.
 
-    A terminal gets a bar that disappears at the end; a file gets a line after `SILENT_S` seconds. The block must print
-    nothing to the terminal.
+    A terminal gets a bar that disappears at the end; a file gets a line after `SILENT_S` seconds, and one every
+    `AGAIN_S` from then on. The block must print nothing to the terminal.
     """
     console = EscapingConsole(stderr=True)
     if not console.is_terminal:
-        later = threading.Timer(SILENT_S, lambda: print(f"{doing}: {total} {unit}", file=sys.stderr, flush=True))
-        later.daemon = True
-        later.start()
+        steps, ended = list[None](), threading.Event()
+
+        def tell() -> None:
+            patience = SILENT_S
+            while not ended.wait(patience):
+                patience = AGAIN_S
+                print(f"{doing}: {f'{len(steps)} of ' if steps else ''}{total} {unit}", file=sys.stderr, flush=True)
+
+        threading.Thread(target=tell, daemon=True).start()
         try:
-            yield lambda: None
+            yield lambda: steps.append(None)
         finally:
-            later.cancel()
+            ended.set()
         return
     what, of = TextColumn(doing, markup=False), TextColumn(unit)
     columns = (what, BarColumn(), MofNCompleteColumn(), of, TimeRemainingColumn())

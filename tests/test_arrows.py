@@ -64,7 +64,7 @@ MAY_IMPORT = {
     },
 }
 LINES = {
-    "top": 3100,  # devices.py: launch.devices; tasks.py: asyncio tasks on request; names of fields elsewhere
+    "top": 3110,  # devices.py: launch.devices; tasks.py: asyncio tasks on request; names of fields elsewhere
     "algorithms": 780,  # rejection.py: the corrections that other systems have for lag and mismatch
     "cli": 1040,  # clew hang, on several nodes; clew sft and clew learn watch themselves
     "diagnose": 2750,
