@@ -80,7 +80,8 @@ def poisoned_sequence(run: RunDirectory) -> None:
     poisoned.logprobs[poisoned.loss_mask] = -20.0
     run.steps.write_data(STEP, rows.to_table([poisoned if each is row else each for each in batch]))
     shown = clew("blame", str(run.path), "--step", str(STEP), "--top", "3", "--tokens", "4")
-    assert shown.splitlines()[2].startswith(row.id), shown
+    table = shown[shown.index("\nsequence ") :].splitlines()[2:]  # below its heading
+    assert table[0].startswith(row.id), shown
 
 
 def another_learning_rate(run: RunDirectory) -> None:
