@@ -87,7 +87,10 @@ def test_a_process_that_does_not_listen_is_never_sent_the_signal(tmp_path: Path)
 def test_a_task_of_a_loop_in_another_thread_is_written_too(tmp_path: Path) -> None:
     import asyncio
 
+    begun = threading.Event()
+
     async def of_the_gateway() -> None:
+        begun.set()
         await asyncio.sleep(60)
 
     loop = asyncio.new_event_loop()
@@ -96,6 +99,7 @@ def test_a_task_of_a_loop_in_another_thread_is_written_too(tmp_path: Path) -> No
     waits = asyncio.run_coroutine_threadsafe(of_the_gateway(), loop)
     if ASKING is None:
         pytest.skip("no such signals here")
+    assert begun.wait(10)
     with Reporter(tmp_path, "server"), waiting("a thing", unblocks="nobody"):
         os.kill(os.getpid(), ASKING)
         text = (tmp_path / "server.tasks").read_text()
