@@ -20,6 +20,8 @@ from clew.errors import RecordError
 
 PARENT_VARIABLE = "CLEW_PARENT_PID"
 """Environment variable in which the spawning process puts its own pid; see `die_with_parent`."""
+SOCKET_VARIABLE = "TORCH_WORKER_SERVER_SOCKET"
+"""torch's variable for the socket on which a rank serves its flight recorder, for `clew hang`."""
 
 PATIENCE_S = 2.0
 """Seconds that a killed process may need until it is gone and has released its locks."""

@@ -22,9 +22,10 @@ from clew.errors import LaunchError
 from clew.hang import proc
 from clew.hang.classes import Stack, stack_of
 from clew.hang.engines import answers
-from clew.hang.flight import SOCKET_VARIABLE, calls_of
+from clew.hang.flight import calls_of
 from clew.hang.inside import inside, installed, tasks_of, with_numbers
 from clew.hang.observed import Frame, Look, Process, Snapshot, Thread
+from clew.processes import SOCKET_VARIABLE
 
 DUMP_S = 5.0
 """Time limit in seconds for reading one process."""

@@ -17,7 +17,6 @@ from contextlib import suppress
 
 from clew.hang.observed import Call
 
-SOCKET_VARIABLE = "TORCH_WORKER_SERVER_SOCKET"
 ANSWER_S = 1.0
 """Time limit in seconds for each answer."""
 LONGEST = 16_000_000

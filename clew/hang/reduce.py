@@ -85,8 +85,7 @@ def state_of(process: Process, sources: Mapping[str, str]) -> Hashable:
     one = activity_of(process, main, sources, process.world) if main is not None else None
     operation = (one.op, one.group, one.members, one.peers, one.branch) if one is not None else ()
     seen = (last.state, last.error, woken, process.exit, process.waits_in, process.world)
-    pending = tuple((call.group, call.number) for call in process.calls if not call.ended)
-    return threads, *operation, *seen, pending, alone and process.pid
+    return threads, *operation, *seen, process.calls, alone and process.pid
 
 
 def _frames(threads: Sequence[Any]) -> Iterator[Hashable]:

@@ -229,10 +229,7 @@ class HTTPEngine:
                 f"{before} tokens before, {len(part.output_ids)} now, completion_tokens {meta['completion_tokens']}"
             )
         return replace(
-            part,
-            output_ids=part.output_ids[start:],
-            logprobs=part.logprobs[start:],
-            versions=part.versions[start:],
+            part, output_ids=part.output_ids[start:], logprobs=part.logprobs[start:], versions=part.versions[start:]
         )
 
     async def load_weights(self, ref: WeightRef) -> Timings:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from clew.errors import EngineError, described
-from clew.inference.checks import check_request, default_stop_ids, matched_stop
+from clew.inference.checks import check_request, default_stop_ids
 from clew.inference.loading import backed_up, check_weights, copy_weights, restore
 from clew.inference.protocol import (
     Completion,
@@ -213,10 +213,6 @@ class Core:
             )
 
     # Stop rules ------------------------------------------------------------------------------------------------------
-
-    def matched_stop(self, request: GenerateRequest, output_ids: list[int]) -> str | None:
-        """Return the stop string that the last of output_ids completes; None if there is none."""
-        return matched_stop(request, output_ids, self.tokenizer)
 
     def completion(
         self,

@@ -29,6 +29,7 @@ from transformers import Cache
 from clew.errors import described
 from clew.inference import attention, fused
 from clew.inference.cache import PrefillCache, RowCache, columns_for, moves
+from clew.inference.checks import matched_stop
 from clew.inference.core import PROBE_TOLERANCE, Aborted, Core, Finished, is_meant
 from clew.inference.protocol import FinishReason, GenerateRequest, RequestTooLong
 from clew.inference.reference import ReferenceEngine
@@ -344,7 +345,7 @@ class EmbeddedEngine(Core):
         row, column = self._rows[index], self.cache.column
         if row.request.on_token:
             row.request.on_token(int(self.cache.tokens[index, column]), float(self.cache.logprobs[index, column]))
-        return self.matched_stop(row.request, self._output_ids(index)) if row.request.params.stop else None
+        return matched_stop(row.request, self._output_ids(index), self.tokenizer) if row.request.params.stop else None
 
     def _output_ids(self, index: int) -> list[int]:
         begin = self.cache.starts[index] + len(self._rows[index].request.input_ids)

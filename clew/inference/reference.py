@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from clew.inference.checks import matched_stop
 from clew.inference.core import Aborted, Core, Finished, is_meant
 from clew.inference.protocol import FinishReason, GenerateRequest
 from clew.inference.sampling import RowParams, choose, uniform
@@ -57,7 +58,7 @@ class ReferenceEngine(Core):
             request.on_token(int(token), logprob)
         if token in stop_ids:
             return [self._finish("stop", int(token))]
-        matched = self.matched_stop(request, self._output)
+        matched = matched_stop(request, self._output, self.tokenizer)
         if matched is not None:
             return [self._finish("stop", matched)]
         if len(ids) + 1 >= self.limit(request):

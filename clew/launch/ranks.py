@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from clew.errors import ConfigError, Interrupted, LaunchError, RecordError
-from clew.processes import PARENT_VARIABLE
+from clew.processes import PARENT_VARIABLE, SOCKET_VARIABLE
 
 ERROR_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 """Variable that names the file where a rank writes why it failed, as in torch.distributed.elastic. torchrun and `place`
@@ -27,10 +27,6 @@ show its content."""
 
 PLACED_VARIABLE = "CLEW_PLACED"
 """Variable that is set for ranks that `place` started: `place` then reports why they failed."""
-
-SERVER_VARIABLE = "TORCH_WORKER_SERVER_SOCKET"
-"""Variable that names the socket on which a rank serves torch's flight recorder, as in torch.distributed.elastic.
-`clew hang` asks there."""
 
 LONGEST_SOCKET = 108
 """Number of bytes that the path of a socket must stay below (unix(7)): torch waits for ever where it is longer."""
@@ -133,7 +129,7 @@ def _start(
         ERROR_VARIABLE: str(error),
     }
     if len(os.fsencode(served := error.with_suffix(".sock"))) < LONGEST_SOCKET:
-        environment[SERVER_VARIABLE] = str(served)
+        environment[SOCKET_VARIABLE] = str(served)
     output: IO[bytes] | int | None = None
     if rank:
         output = (logs / f"trainer-{rank}.log").open("ab") if logs is not None else subprocess.DEVNULL

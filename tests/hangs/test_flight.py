@@ -13,8 +13,11 @@ from pathlib import Path
 import pytest
 
 from clew.hang.flight import calls_of, parse_record
+from clew.hang.judge import judge
 from clew.hang.observed import Call, Process, Snapshot, snapshot_from
-from clew.launch.ranks import SERVER_VARIABLE, free_port, named
+from clew.hang.reduce import reduced, to_judge
+from clew.launch.ranks import free_port, named
+from clew.processes import SOCKET_VARIABLE
 from tests.hangs.test_judge import judged, rank
 
 JOINED = """
@@ -41,7 +44,7 @@ def test_the_ranks_of_a_trainer_serve_what_they_have_called(tmp_path: Path) -> N
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", JOINED],
-            env={**os.environ, **named(n, 2, port), SERVER_VARIABLE: sockets[n]},
+            env={**os.environ, **named(n, 2, port), SOCKET_VARIABLE: sockets[n]},
             stdout=subprocess.PIPE,
         )
         for n in (0, 1)
@@ -94,6 +97,14 @@ def test_a_missing_rank_is_told_with_its_last_call() -> None:
     verdict = judged(waiting, with_calls(rank(1, 8), call(1)))
     assert (verdict.pattern, verdict.ranks) == ("missing rank", (1,))
     assert any("rank 1: past call 1" in line for line in verdict.evidence)
+
+
+def test_a_rank_that_came_by_other_calls_is_not_represented_by_one_in_the_same_place() -> None:
+    same, other = (call(1), call(2, ended=False)), (call(1, "broadcast"), call(2, ended=False))
+    ranks = [with_calls(rank(n, 5, "all_reduce", world=8), *(other if n == 6 else same)) for n in range(8)]
+    seen = reduced(Snapshot(processes=tuple(ranks), seconds=3.0))
+    assert 6 in {process.rank for process in seen.processes} and len(seen.processes) == 3
+    assert judge(to_judge(seen)).ranks == (6,)
 
 
 def test_calls_travel_in_a_report() -> None:

@@ -23,9 +23,9 @@ import torch
 
 from clew.config import Config, load
 from clew.errors import EngineError, ImageError
+from clew.inference import embedded
 from clew.inference import serve as inference_server
 from clew.inference.client import HTTPEngine
-from clew.inference.core import Core
 from clew.inference.embedded import build_engine
 from clew.inference.local import LocalEngine
 from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, RequestTooLong, SamplingParams
@@ -285,10 +285,10 @@ def test_refuses_with_words(server: ServerProcess, path: str, body: Any, words: 
 
 
 def serve_broken(config: Config, **options: Any) -> None:
-    def matched_stop(self: Core, request: GenerateRequest, output_ids: list[int]) -> None:
+    def matched_stop(request: GenerateRequest, output_ids: list[int], tokenizer: Any) -> None:
         raise RuntimeError("no such kernel")
 
-    Core.matched_stop = matched_stop  # type: ignore[assignment]
+    embedded.matched_stop = matched_stop
     logging.basicConfig()  # as `clew serve` does: otherwise the traceback of the failed step is in no output
     serve(config, **options)
 
