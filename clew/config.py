@@ -37,6 +37,7 @@ from clew.sections import (
     Sampling,
     Section,
     Training,
+    Weights,
     nearest,
 )
 
@@ -67,6 +68,7 @@ class Config(Section):
     reward: Reward = Reward()
     sampling: Sampling = Sampling()
     inference: Inference = Inference()
+    weights: Weights = Weights()
     training: Training = Training()
     algorithm: Algorithm = Algorithm()
     eval: Eval = Eval()
@@ -235,6 +237,12 @@ class Config(Section):
                 f"sampling.{next(iter(wrong))} cuts the distribution, and inference.backend={self.inference.backend} "
                 f"reports the logprobs after the cut: nothing could be trained on. Unset it, or set "
                 f"inference.backend=embedded (for vLLM also inference.args.return-sampling-mask=true, on GPUs)"
+            )
+        if self.weights.via == "collective" and (self.launch.mode == "inline" or self.training.lora_rank):
+            field = "launch.mode=inline" if self.launch.mode == "inline" else "training.lora_rank"
+            raise ValueError(
+                f"weights.via=collective sends all weights of a model to servers, and {field} is set. Use "
+                f"weights.via=disk"
             )
         if self.inference.backend == "embedded" and self.inference.args:
             raise ValueError(

@@ -191,6 +191,16 @@ class Inference(Section):
     )
 
 
+class Weights(Section):
+    """The way of new weights from the trainer to inference servers."""
+
+    via: Literal["disk", "collective"] = Field(
+        default="disk",
+        description="Weights go through a folder that both can read (inference.weights), or rank 0 of the trainer "
+        "broadcasts them to the servers (over gloo, and over NCCL on GPUs).",
+    )
+
+
 class Training(Section):
     """The optimizer (AdamW) and the shape of a step."""
 

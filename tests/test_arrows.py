@@ -64,17 +64,17 @@ MAY_IMPORT = {
     },
 }
 LINES = {
-    "top": 3110,  # devices.py: launch.devices; tasks.py: asyncio tasks on request; names of fields elsewhere
+    "top": 3130,  # weights.via; devices.py: launch.devices; tasks.py: asyncio tasks; names of fields elsewhere
     "algorithms": 780,  # rejection.py: the corrections that other systems have for lag and mismatch
     "cli": 1040,  # clew hang, on several nodes; clew sft and clew learn watch themselves
     "diagnose": 2750,
     "gateway": 5500,
     "hang": 4750,  # reading memory; flight recorder; HTTP engines; files; the page; nodes, 100,000 ranks
-    "inference": 5550,  # 3700 before vLLM and SGLang in training: clients, checks of updates and answers, adapters
+    "inference": 5900,  # 3700 before vLLM and SGLang in training: clients, checks of updates, adapters, broadcasts
     "launch": 675,  # watch.py: a run without progress, also without clew train; several servers, and their devices
-    "loop": 2450,  # servers that froze or refused are taken out, also in mid-update; the parts of an update
+    "loop": 2700,  # sender.py: weights that are broadcast; servers that froze or refused are taken out in mid-update
     "models": 675,  # a hub name that no hub knows; prompts with placeholders of images, for engines that expand them
-    "record": 3000,
+    "record": 3020,
     "rollout": 2225,
     "stress": 4750,
     "training": 5250,

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterable
+from collections.abc import Awaitable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import orjson
+from pydantic import TypeAdapter, ValidationError
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
@@ -21,11 +22,20 @@ from starlette.routing import Route
 
 from clew.errors import EngineError
 from clew.inference.local import LocalEngine
-from clew.inference.protocol import Completion, EngineUnreachable, FaultyAnswer, GenerateRequest, RequestTooLong
+from clew.inference.protocol import (
+    Completion,
+    EngineUnreachable,
+    FaultyAnswer,
+    GenerateRequest,
+    RequestTooLong,
+    Timings,
+)
 from clew.inference.remote import RemoteEngine
 from clew.inference.shapes import Ask, Call, answer, parse_call
 from clew.listening import ASGI, LARGE_BODY, LARGE_TEXT, Message, Receive, Send, max_text, respond
 from clew.models.vision import Vision
+from clew.reading import wrong_field
+from clew.record.broadcast import Broadcast
 from clew.record.weights import WeightRef
 
 PAUSE_LEASE_S = 60.0
@@ -313,6 +323,7 @@ class _Administration:
             self.resume_memory_occupation,
             self.abort_request,
             self.update_weights_from_disk,
+            self.receive_weights,
             self.flush_cache,
         )
         return [
@@ -382,11 +393,27 @@ class _Administration:
         await self._engine.abort(None if body.get("abort_all") else str(body["rid"]))
         return Response(status_code=200)
 
+    async def receive_weights(self, request: Request) -> Response:
+        """Take part in the trainer's broadcast; `update_weights_from_disk` then names its digests. Clew's own."""
+        content = await _read(request)
+        try:
+            sent = TypeAdapter(Broadcast).validate_python(content)
+        except ValidationError as error:
+            raise EngineError(wrong_field(error.errors()[0])) from None
+        return await self._changed(sent.version, self._engine.receive_weights(sent))
+
     async def update_weights_from_disk(self, request: Request) -> Response:
         ref = weight_ref(await _read(request), self._engine.core.version + 1)
-        try:
+
+        async def load() -> Timings:
             self._application.refuse_foreign_weights(ref.path)
-            seconds = await self._engine.load_weights(ref)
+            return await self._engine.load_weights(ref)
+
+        return await self._changed(ref.version, load())
+
+    async def _changed(self, version: int, change: Awaitable[Timings]) -> Response:
+        try:
+            seconds = await change
         except asyncio.CancelledError:
             raise EngineUnreachable("here", "the server is ending, and did not load the weights") from None
         except EngineUnreachable:  # the engine died or froze meanwhile; it loads the newest weights before it serves
@@ -395,7 +422,7 @@ class _Administration:
             if self._engine.failure is not None:
                 raise
             return _json({"success": False, "message": str(error), "num_paused_requests": 0}, 400)
-        message = f"version {ref.version} is loaded"
+        message = f"version {version} is loaded"
         return _json({"success": True, "message": message, "num_paused_requests": 0, "clew": seconds})
 
     async def flush_cache(self, request: Request) -> Response:

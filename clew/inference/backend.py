@@ -12,6 +12,7 @@ from clew.config import Config
 from clew.errors import EngineError
 from clew.inference.protocol import Completion, GenerateRequest
 from clew.models.vision import Vision
+from clew.record.broadcast import Broadcast
 from clew.record.weights import WeightRef
 
 
@@ -106,8 +107,16 @@ class Backend(Protocol):
         """Serve again."""
         ...
 
+    async def receive(self, sent: Broadcast) -> None:
+        """Have the paused server load weights that the trainer broadcasts.
+
+        Raises:
+            EngineError: It cannot, or not all of them came. What it then holds is not known.
+        """
+        ...
+
     async def load(self, ref: WeightRef) -> None:
-        """Load weights into the paused server.
+        """Load weights into the paused server, unless they were broadcast and `receive` has done so.
 
         Raises:
             EngineError: The weights were refused.

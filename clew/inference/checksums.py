@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy
 import orjson
@@ -125,19 +126,41 @@ def checksum(name: str, parts: list[Tensor], dtype: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def compare(held: Mapping[str, str], sent: Tensors, dtype: str) -> list[str]:
-    """Return the tensors that a server holds and that are not those it was sent, in the server's order.
+class Sums:
+    """SGLang's checksums of tensors that come one after another, the parts of one that it joins in its order."""
 
-    A tensor of the server that was not sent counts as wrong, because the server then kept an older one.
+    def __init__(self) -> None:
+        self._open: dict[str, Any] = {}
+
+    def add(self, name: str, shape: Sequence[int], block: Any) -> None:
+        """Add a tensor, given its shape and its numbers in memory."""
+        joined = whole_of(name)
+        digest = self._open.setdefault(joined, hashlib.sha256())
+        digest.update(block)
+        if joined.endswith(BY_VOCABULARY):
+            digest.update(bytes(-shape[0] % PADDED_TO * (memoryview(block).nbytes // shape[0])))
+
+    def by_name(self) -> dict[str, str]:
+        """Return the checksum of each tensor of SGLang, by its names."""
+        return {name: digest.hexdigest()[:16] for name, digest in self._open.items()}
+
+
+def whole_of(name: str) -> str:
+    """Return the name of SGLang's tensor that a tensor of a checkpoint is a part of; see `parts_of`."""
+    for joined, parts in JOINED.items():
+        for part in parts:
+            if f".{part}." in name:
+                return name.replace(f".{part}.", f".{joined}.")
+    return name
+
+
+def checksums(names: Iterable[str], sent: Tensors, dtype: str) -> dict[str, str]:
+    """Return SGLang's checksums of its tensors; those of which a part was not sent are left out.
 
     Args:
-        held: SGLang's checksums of its tensors, by its names.
+        names: SGLang's names.
         sent: Tensors that the server loaded.
         dtype: Number type of the server's tensors, such as "BF16".
     """
-    wrong = []
-    for name, theirs in held.items():
-        parts = parts_of(name)
-        if any(part not in sent for part in parts) or checksum(name, [sent[p] for p in parts], dtype) != theirs:
-            wrong.append(name)
-    return wrong
+    parts = {name: [sent[part] for part in parts_of(name)] for name in names if sent.keys() >= set(parts_of(name))}
+    return {name: checksum(name, found, dtype) for name, found in parts.items()}

@@ -8,7 +8,7 @@ import contextlib
 import io
 import math
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, NoReturn
 
 import aiohttp
@@ -28,6 +28,7 @@ from clew.inference.protocol import (
     Timings,
     spans_of,
 )
+from clew.record.broadcast import Broadcast
 from clew.record.weights import WeightRef
 
 Take = Callable[[Any, str], Any]
@@ -255,6 +256,18 @@ class HTTPEngine:
                 f"inference server {self.address} did not load version {ref.version}: {loaded.get('message')}"
             )
         return loaded.get("clew", {})
+
+    async def receive_weights(self, sent: Broadcast) -> Timings:
+        """Have the server abort all requests and take part in a broadcast; `load_weights` then has it checked.
+
+        Returns:
+            The seconds that each part took.
+
+        Raises:
+            EngineError: Not all of it came, or the server takes no part.
+        """
+        received = await self._post("/receive_weights", asdict(sent))
+        return received.get("clew", {})
 
     async def abort(self, request_id: str | None = None) -> None:
         """Abort one request, or all (None); their tokens so far are returned."""

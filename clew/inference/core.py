@@ -15,7 +15,7 @@ from torch import Tensor
 
 from clew.errors import EngineError, described
 from clew.inference.checks import check_request, default_stop_ids
-from clew.inference.loading import backed_up, check_weights, copy_weights, restore
+from clew.inference.loading import Received, backed_up, copy_weights, restore, weights_of
 from clew.inference.protocol import (
     Completion,
     FinishReason,
@@ -70,6 +70,8 @@ class Core:
             self.never_drawn = torch.zeros(1, self.vocab, dtype=torch.bool, device=self.device)
             self.never_drawn[0, vision.image_id] = True
         self.version = 0
+        self.received: Received | None = None
+        """Weights that the trainer has broadcast and that are not loaded yet."""
         self.broken: str | None = None
         """Reason why nothing is served: a step failed, or a load that could not be undone. None if all is well."""
         self.waiting: deque[GenerateRequest] = deque()
@@ -172,7 +174,7 @@ class Core:
     def load_weights(self, ref: WeightRef, clock: Parts | None = None) -> None:
         """Load weights in place and score the probe, as `clock` measures. The caller has aborted what was in flight.
 
-        The files are checked before a live weight is touched. If a file breaks or the probe differs, the old weights
+        The weights are checked before a live weight is touched. If a file breaks or the probe differs, the old weights
         are put back, so that a failed load changes nothing. During the load, a copy of the model's weights is kept in
         main memory.
 
@@ -181,14 +183,14 @@ class Core:
                 back, `broken` says so, and nothing is served until a load succeeds.
         """
         clock = clock or Parts()
-        files = check_weights(self.model, ref.path, ref.digest)
+        weights = weights_of(self.model, ref, self.received)
         self.abort()  # what a failed step may have left; what was in flight has been aborted by the caller
         with clock("load"):
             before, backup = self.broken, backed_up(self.model)
         self.broken = f"loading version {ref.version} from {ref.path} did not finish"
         try:
             with clock("load"):
-                copy_weights(self.model, ref.path, files)
+                copy_weights(self.model, ref.path, weights())
             with clock("verify"):
                 self._check_probe(ref)
         except Exception as error:  # the device may be out of memory, for example
@@ -197,7 +199,7 @@ class Core:
             if isinstance(error, EngineError):
                 raise
             raise EngineError(f"Cannot load version {ref.version} from {ref.path}: {described(error)}.") from error
-        self.version, self.broken = ref.version, None
+        self.version, self.broken, self.received = ref.version, None, None
 
     def _check_probe(self, ref: WeightRef) -> None:
         if len(ref.probe_ids) < 2:

@@ -1,8 +1,8 @@
-"""Loads weights from safetensors into a model in place."""
+"""Loads weights into a model in place, from safetensors or from a broadcast."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,48 +11,86 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from clew.errors import EngineError
-from clew.record.weights import DIGEST_KEY
+from clew.models.tensor_digest import digest_tensor
+from clew.record.weights import DIGEST_KEY, WeightRef, read_digests
+
+Named = tuple[str, torch.Tensor]
 
 
-def check_weights(model: Any, path: str, digest: str = "") -> list[Path]:
-    """Return the folder's *.safetensors files after a check that they fit `model`. Changes nothing.
+Received = tuple[int, Mapping[str, torch.Tensor]]
+"""Tensors that the trainer has broadcast, by name, after their version."""
+
+
+def weights_of(model: Any, ref: WeightRef, received: Received | None = None) -> Callable[[], Iterator[Named]]:
+    """Return a function that yields the tensors of `ref`, after a check that they fit `model`. Changes nothing.
 
     They fit when they hold each of the model's tensors once, under the name that it has in memory, in its shape, and
     nothing else. Of tied tensors, one name is enough. A truncated file does not open.
 
     Args:
-        digest: WeightRef.digest. It is compared with the digest in the files' metadata, if Clew's trainer wrote one.
+        model: The model.
+        ref: The weights, as *.safetensors or as the digests of what was broadcast. WeightRef.digest is compared with
+            the digest in the files' metadata, if Clew's trainer wrote one.
+        received: What came in the last broadcast.
 
     Raises:
-        EngineError: The folder cannot be read, or holds other weights.
+        EngineError: The folder cannot be read, or holds other weights; or other tensors were broadcast, or none.
     """
-    files = sorted(Path(path).glob("*.safetensors"))
+    if ref.was_broadcast():
+        tensors = _check_received(ref, received)
+        _check_names(model.state_dict(), {name: list(tensor.shape) for name, tensor in tensors.items()}, ref.path)
+        return lambda: iter(tensors.items())
+    files = sorted(Path(ref.path).glob("*.safetensors"))
     if not files:
-        raise EngineError(f"Cannot load weights from {path}: it holds no *.safetensors.")
+        raise EngineError(f"Cannot load weights from {ref.path}: it holds no *.safetensors.")
     shapes: dict[str, list[int]] = {}
-    with _reading(path):
+    with _reading(ref.path):
         for file in files:
             with safe_open(file, framework="pt") as opened:
-                written = (opened.metadata() or {}).get(DIGEST_KEY, digest)
-                if digest and written != digest:
+                written = (opened.metadata() or {}).get(DIGEST_KEY, ref.digest)
+                if ref.digest and written != ref.digest:
                     raise EngineError(
-                        f"Cannot load weights from {path}: {file.name} was written with the digest {written}, and the "
-                        f"update names {digest}. The folder holds the weights of another step or another run."
+                        f"Cannot load weights from {ref.path}: {file.name} was written with the digest {written}, and "
+                        f"the update names {ref.digest}. The folder holds the weights of another step or another run."
                     )
                 shapes |= {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
-    _check_names(model.state_dict(), shapes, path)
-    return files
+    _check_names(model.state_dict(), shapes, ref.path)
+    return lambda: _read(files)
+
+
+def _read(files: list[Path]) -> Iterator[Named]:
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                yield name, opened.get_tensor(name)
+
+
+def _check_received(ref: WeightRef, received: Received | None) -> Mapping[str, torch.Tensor]:
+    """Return the tensors that were broadcast as `ref`. Raises EngineError if they are not those that were sent."""
+    version, tensors = received or (None, {})
+    if version != ref.version:
+        raise EngineError(f"version {ref.version} was broadcast (weights.via), and this server did not get it.")
+    expected = read_digests(ref)
+    wrong = [
+        name
+        for name in expected.keys() | tensors.keys()
+        if name not in tensors or expected.get(name) != f"{digest_tensor(tensors[name], name=name):016x}"
+    ]
+    if wrong:
+        raise EngineError(
+            f"Cannot load version {ref.version}: {len(wrong)} of the tensors that were received are not those that the "
+            f"trainer sent, such as {min(wrong)}."
+        )
+    return tensors
 
 
 @torch.no_grad()
-def copy_weights(model: Any, path: str, files: list[Path]) -> None:
-    """Copy every tensor of the files into `model`, casting to its dtype. Raises EngineError when a file breaks."""
+def copy_weights(model: Any, path: str, weights: Iterator[Named]) -> None:
+    """Copy weights into `model`, casting to its dtype. Raises EngineError when one of the files in `path` breaks."""
     own = model.state_dict()
     with _reading(path):
-        for file in files:
-            with safe_open(file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118
-                    own[name].copy_(opened.get_tensor(name))
+        for name, tensor in weights:
+            own[name].copy_(tensor)
 
 
 @torch.no_grad()

@@ -19,12 +19,14 @@ import torch
 
 from clew.config import Config
 from clew.errors import EngineError
+from clew.inference.broadcast import MemberLost, joined, received
 from clew.inference.core import Core, Finished
 from clew.inference.embedded import build_engine
-from clew.inference.loading import check_weights
+from clew.inference.loading import weights_of
 from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, Parts, Timings
 from clew.models.loading import check_vocabulary, load_model, load_tokenizer, pick_device
 from clew.models.vision import load_vision
+from clew.record.broadcast import Broadcast
 from clew.record.weights import WeightRef
 from clew.waits import waiting
 
@@ -102,7 +104,7 @@ class LocalEngine:
         clock = Parts()
 
         def load() -> None:
-            check_weights(self.core.model, ref.path, ref.digest)
+            weights_of(self.core.model, ref, self.core.received)
             with clock("abort"):
                 self._deliver(self.core.abort())
             self.core.load_weights(ref, clock)
@@ -119,6 +121,29 @@ class LocalEngine:
                     self._held.set()
                     self._held = None
         self._resume()
+        return clock.seconds
+
+    async def receive_weights(self, sent: Broadcast) -> Timings:
+        """Take part in the trainer's broadcast, and keep what comes for `load_weights`. It serves meanwhile.
+
+        Returns:
+            The seconds that it took.
+
+        Raises:
+            EngineError: Not all of it came.
+        """
+        clock = Parts()
+
+        def receive() -> dict[str, torch.Tensor]:
+            device = next(self.core.model.parameters()).device
+            with joined(sent, 0) as group:
+                return {name: tensor for bucket in received(sent, group, device) for name, tensor in bucket.items()}
+
+        with clock("receive"):
+            try:
+                self.core.received = sent.version, await asyncio.to_thread(receive)
+            except MemberLost as error:
+                raise EngineError(f"version {sent.version} was not received: {error}") from error
         return clock.seconds
 
     async def _drained(self) -> None:

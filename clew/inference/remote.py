@@ -16,6 +16,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ from clew.models.architecture import context_in
 from clew.models.folder import config_of
 from clew.models.loading import load_tokenizer
 from clew.models.vision import load_vision
+from clew.record.broadcast import Broadcast
 from clew.record.files import write_json
 from clew.record.run import RunDirectory
 from clew.record.weights import WeightRef
@@ -56,6 +59,9 @@ FROZEN_S = 30.0
 UPDATE_S = 600.0
 """Seconds in which a server must have loaded new weights. One that answers, but whose workers are frozen, is given up
 after that."""
+
+UNCHECKED_S = 60.0
+"""Seconds in which the trainer must have weights checked that it has broadcast."""
 
 ABORT_S = 60.0
 """Seconds in which all aborted requests must have come back."""
@@ -159,6 +165,8 @@ class RemoteEngine:
         self._gate.set()
         self._lease: asyncio.TimerHandle | None = None
         self._changing = asyncio.Lock()
+        self.received: int | None = None
+        """Version that the trainer has broadcast and that is not checked yet; None if there is none."""
         self._watch: asyncio.Task[None] | None = None
 
     # protocol.Engine -------------------------------------------------------------------------------------------------
@@ -226,40 +234,70 @@ class RemoteEngine:
                 nothing until a load succeeds.
             EngineUnreachable: The server died or froze meanwhile.
         """
+        if ref.was_broadcast() and self.received != ref.version:
+            raise EngineError(f"version {ref.version} was broadcast (weights.via), and this server did not get it.")
+        async with self._updating(ref.version) as clock:
+            with clock("load"):
+                await self._backend.load(ref)
+            with clock("verify"):
+                await self._backend.verify(ref)
+                await self._backend.resume()
+                await self._check_probe(ref)
+            self.core.version, self.core.broken, self.received = ref.version, None, None
+            self._open()
+        return clock.seconds
+
+    async def receive_weights(self, sent: Broadcast) -> Timings:
+        """Abort all requests, and load weights that the trainer broadcasts. `load_weights` then checks them.
+
+        Until then nothing is served.
+
+        Returns:
+            The seconds that each part took.
+
+        Raises:
+            EngineError: It cannot, or not all of them came. The server then serves nothing until a load succeeds.
+            EngineUnreachable: The server died or froze meanwhile.
+        """
+        async with self._updating(sent.version) as clock:
+            self.received = None
+            with clock("receive"):
+                await self._backend.receive(sent)
+            self.received = sent.version
+            if self._lease is not None:
+                self._lease.cancel()
+            self._lease = asyncio.get_running_loop().call_later(UNCHECKED_S, self._open)
+        return clock.seconds
+
+    @asynccontextmanager
+    async def _updating(self, version: int) -> AsyncIterator[Parts]:
+        """Abort all requests, and hold new ones back for as long as the block runs, and after it until `_open`.
+
+        If the block fails, nothing is served until a load succeeds.
+        """
         async with self._changing:
             clock = Parts()
             try:
-                with waiting(f"weights of version {ref.version}", unblocks=self._backend.kind):
+                with waiting(f"weights of version {version}", unblocks=self._backend.kind):
                     if self._waits and not self.paused:
                         await self._ended()
                     async with asyncio.timeout(UPDATE_S):
-                        await self._load_and_check(ref, clock)
+                        with clock("abort"):
+                            await self._closed()
+                            await self._backend.pause()
+                        yield clock
             except TimeoutError:
-                await self._give_up(f"it has not loaded version {ref.version} in {UPDATE_S:.0f} s")
+                await self._give_up(f"it has not loaded version {version} in {UPDATE_S:.0f} s")
+                self._open()
                 raise EngineUnreachable(self._backend.address, str(self.failure)) from None
             except BaseException as error:
-                self.core.broken = f"loading version {ref.version} from {ref.path} failed: {described(error)}"
+                self.core.broken = f"loading version {version} failed: {described(error)}"
                 # Given up meanwhile, its connections are closed; a server that has died cannot have refused.
                 dying = isinstance(error, EngineError) and await self._silence() if self.failure is None else True
+                self._open()
                 if dying and isinstance(error, Exception):
                     raise EngineUnreachable(self._backend.address, self.failure or str(error)) from error
                 raise
-            else:
-                self.core.version, self.core.broken = ref.version, None
-                return clock.seconds
-            finally:
-                self._open()
-
-    async def _load_and_check(self, ref: WeightRef, clock: Parts) -> None:
-        with clock("abort"):
-            await self._closed()
-            await self._backend.pause()
-        with clock("load"):
-            await self._backend.load(ref)
-        with clock("verify"):
-            await self._backend.verify(ref)
-            await self._backend.resume()
-            await self._check_probe(ref)
 
     async def _check_probe(self, ref: WeightRef) -> None:
         if len(ref.probe_ids) < 2:
@@ -321,6 +359,8 @@ class RemoteEngine:
         self._open()
 
     def _open(self) -> None:
+        if self.received is not None and not self.core.broken:
+            self.core.broken = f"version {self.received} was received from the trainer, and is not checked yet"
         if self._lease is not None:
             self._lease.cancel()
             self._lease = None
@@ -476,7 +516,7 @@ class RemoteEngine:
         if isinstance(self.process, ServerProcess):
             assert self._launch is not None
             self.process = ServerProcess(self._launch, self.process.log)
-        self.failure, self.core.broken, self.core.version = None, None, 0
+        self.failure, self.core.broken, self.core.version, self.received = None, None, 0, None
         await self.start(reporter)
         self._open()
 

@@ -204,7 +204,7 @@ async def _keep_listed(
             application.ready = False
             run.register_server(replace(entry, ready=True))
             try:
-                await _load_newest(engine, run, reporter)
+                await _load_newest(engine, run, entry, reporter)
             except EngineUnreachable as error:  # what is behind it died or froze: its watch says so soon
                 log.warning("the newest weights are not loaded yet: %s", error)
                 run.register_server(replace(entry, ready=False))
@@ -220,14 +220,22 @@ async def _keep_listed(
     raise EngineError(f"{engine.failure}. What went before it is above. Restart the server to recover.")
 
 
-async def _load_newest(engine: ServedEngine, run: RunDirectory, reporter: Reporter) -> None:
+async def _load_newest(engine: ServedEngine, run: RunDirectory, entry: Server, reporter: Reporter) -> None:
     """Load the weights that the run announces, until they are the loaded ones.
 
     Weights that are gone are announced and pushed again by the trainer. For example, a run that ended leaves none in
-    shared memory.
+    shared memory. Weights that were broadcast are asked for.
     """
+    asked = False
     while (newest := run.newest_weights()) is not None and newest.version != engine.core.version:
         reporter.set(doing=f"loading version {newest.version}")
+        if newest.was_broadcast():
+            if not asked:
+                run.register_server(replace(entry, ready=True, wants_weights=True))
+                asked = True
+            with waiting(f"weights of version {newest.version}, to be broadcast again", unblocks="trainer"):
+                await asyncio.sleep(LOOK_S)
+            continue
         if not newest.exists():
             with waiting(f"weights of version {newest.version}, which are not in {newest.path}", unblocks="trainer"):
                 await asyncio.sleep(LOOK_S)

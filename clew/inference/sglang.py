@@ -1,7 +1,7 @@
 """Client of an SGLang server that Clew starts or attaches to. No torch.
 
-Weights travel as a safetensors file. After each load the server's own checksum of every tensor is compared with the
-bytes in that file, see `clew.inference.checksums`.
+Weights travel as a safetensors file, or in the trainer's broadcast. After each load the server's own checksum of every
+tensor is compared with that of what was sent, see `clew.inference.checksums`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ import orjson
 from clew.config import Config
 from clew.errors import ConfigError, EngineError, ImageError
 from clew.inference.backend import Launch, check_model, config_field, options
-from clew.inference.checksums import Tensors, compare, read_folder
+from clew.inference.checksums import Tensors, checksums, read_folder
 from clew.inference.client import HTTPEngine
 from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, SamplingParams
 from clew.models.vision import Vision
-from clew.record.weights import WeightRef
+from clew.record.broadcast import Broadcast
+from clew.record.weights import WeightRef, read_broadcast
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16"}
 """Number types whose tensors can be compared, as SGLang and as safetensors name them."""
@@ -52,6 +53,10 @@ print("OPTIONS", json.dumps([name for action in parser._actions for name in acti
 """
 """Program that prints the server's options. SGLang's own parser also takes unambiguous beginnings of names."""
 
+ROOM = 5
+"""Tokens at the end of the model's context that stay free. SGLang takes no prompt that leaves fewer than 6, and what an
+update interrupts is continued as a prompt."""
+
 LOOKS = 50
 """Number of looks, 20 ms apart, whether aborted requests have ended. SGLang's own pause looks only once a second."""
 
@@ -78,6 +83,8 @@ class SGLangEngine(HTTPEngine):
         self._running = 0
         self._tensors: Tensors = {}
         self._sent: Tensors = {}
+        self._expected: dict[str, str] | None = None
+        """The trainer's checksums of the weights that it broadcast last; None: they came from files, `_sent`."""
         self._dtype = "F32"
         self._held: dict[str, str] = {}
 
@@ -125,7 +132,7 @@ class SGLangEngine(HTTPEngine):
         info = await self._request("GET", "/model_info", None)
         server = await self._request("GET", "/server_info", None)
         models = await self._request("GET", "/v1/models", None)
-        self.context = models["data"][0]["max_model_len"]
+        self.context = models["data"][0]["max_model_len"] - ROOM
         self.takes_images = bool(info.get("has_image_understanding"))
         if self._model:
             check_model("SGLang", self.address, info["model_path"], self._model)
@@ -228,20 +235,49 @@ class SGLangEngine(HTTPEngine):
             await asyncio.sleep(0.02)
         await self._post("/pause_generation", {"mode": "abort"})
 
+    async def receive(self, sent: Broadcast) -> None:
+        """Have the paused server take part in a broadcast; see the protocol."""
+        self._refuse_experts(sent.version)
+        if others := differences({name: each.shape for name, each in self._tensors.items()}, sent.shape_by_name()):
+            raise EngineError(
+                f"Cannot load version {sent.version} into SGLang at {self.address}: other tensors are sent than its "
+                f"model has: {few(others)}. It took no part."
+            )
+        if wrong := sorted({DTYPES.get(dtype, dtype) for dtype in sent.dtypes} - {self._dtype}):
+            raise EngineError(
+                f"Cannot load version {sent.version} into SGLang at {self.address}: it computes with {self._dtype}, "
+                f"and {few(wrong)} is sent. It took no part. Start it with the run's model.dtype."
+            )
+        group = {"group_name": sent.group}
+        place = {"master_address": sent.host, "master_port": sent.port, "rank_offset": sent.rank}
+        await self._post(
+            "/init_weights_update_group", {**group, **place, "world_size": sent.size, "backend": sent.backend}
+        )
+        try:
+            await self._post("/begin_weight_update", {})
+            for bucket in sent.by_bucket():
+                body = {"names": sent.names[bucket], "dtypes": sent.dtypes[bucket], "shapes": sent.shapes[bucket]}
+                label = {"weight_version": str(sent.version), "flush_cache": False}
+                await self._post("/update_weights_from_distributed", {**body, **group, **label})
+        finally:
+            for path, body in (("/end_weight_update", {}), ("/destroy_weights_update_group", group)):
+                with contextlib.suppress(EngineError):  # the first error is the one to tell
+                    await self._post(path, body)
+
     async def load(self, ref: WeightRef) -> None:
         """Load weights into the paused server; see the protocol.
 
         SGLang loads whatever tensors a file has, and reads a file that does not fit until it fails, and then its
         rollback reads the same file again and fails, too. So a file of other tensors is not sent.
         """
-        if self._has_experts():
-            raise EngineError(
-                f"Cannot load version {ref.version} into SGLang at {self.address}: its model is a mixture of experts, "
-                f"whose tensors SGLang joins in a way that Clew cannot check. It was not sent. Train it with "
-                f"inference.backend=vllm or embedded."
-            )
+        self._refuse_experts(ref.version)
+        if ref.was_broadcast():
+            self._expected = read_broadcast(ref)["checksums"]
+            await self._forget(ref)
+            return
         new = await asyncio.to_thread(read_folder, ref.path)
-        if self._tensors and (others := differences(self._tensors, new)):
+        shapes = [{name: each.shape for name, each in tensors.items()} for tensors in (self._tensors, new)]
+        if others := differences(*shapes):
             raise EngineError(
                 f"Cannot load version {ref.version} into SGLang at {self.address}: {ref.path} has other tensors than "
                 f"its model: {few(others)}. It was not sent."
@@ -255,21 +291,35 @@ class SGLangEngine(HTTPEngine):
             raise
         except EngineError as error:
             raise EngineError(f"{error} {await self._left()}") from None
+        self._sent, self._expected = new, None
+        await self._forget(ref)
+
+    def _refuse_experts(self, version: int) -> None:
+        if self._has_experts():
+            raise EngineError(
+                f"Cannot load version {version} into SGLang at {self.address}: its model is a mixture of experts, "
+                f"whose tensors SGLang joins in a way that Clew cannot check. It was not sent. Train it with "
+                f"inference.backend=vllm or embedded."
+            )
+
+    async def _forget(self, ref: WeightRef) -> None:
+        """Have the server forget what it computed under the old weights, and ask which version it says it has."""
         await self._post("/flush_cache", {})  # what it computed under the old weights
         label = (await self._request("GET", "/model_info", None)).get("weight_version")
         if label != str(ref.version):
             raise EngineError(
                 f"SGLang at {self.address} says that it loaded version {ref.version}, and then that it has {label}."
             )
-        self._sent = new
 
     async def verify(self, ref: WeightRef) -> None:
         """Compare the server's checksums with those of the file that it was sent; see the protocol."""
         if not self._checks_weights:
             return
         held = await self._checksums()
-        wrong = await asyncio.to_thread(compare, held, self._sent, self._dtype)
-        if wrong:
+        expected = self._expected
+        if expected is None:
+            expected = await asyncio.to_thread(checksums, held, self._sent, self._dtype)
+        if wrong := [name for name, theirs in held.items() if expected.get(name) != theirs]:
             unchanged = "They are those of before the update." if held == self._held else ""
             raise EngineError(
                 f"SGLang at {self.address} answered that it loaded version {ref.version}, but {len(wrong)} of its "
@@ -340,18 +390,14 @@ def known_options(python: str) -> set[str]:
     raise ConfigError(f"Cannot start SGLang with {python} (inference.python): {last}")
 
 
-def differences(old: Tensors, new: Tensors) -> list[str]:
-    """Return the tensors that only one of two models has, or that have another shape in it.
+def differences(old: Mapping[str, list[int]], new: Mapping[str, list[int]]) -> list[str]:
+    """Return the tensors that only one of two models has, or that have another shape in it, by their shapes.
 
-    An lm_head that is the embedding may be left out.
+    An lm_head that is the embedding may be left out. None differ if the old model is not known (empty).
     """
-    names = sorted(old.keys() | new.keys())
-    both = {name: (old.get(name), new.get(name)) for name in names}
-    return [
-        name
-        for name, (one, other) in both.items()
-        if ((one is None or other is None) and name != "lm_head.weight") or (one and other and one.shape != other.shape)
-    ]
+    names = sorted(old.keys() | new.keys()) if old else []
+    missing = [name for name in names if (name not in old or name not in new) and name != "lm_head.weight"]
+    return missing + [name for name in names if name in old and name in new and old[name] != new[name]]
 
 
 def few(names: list[str]) -> str:

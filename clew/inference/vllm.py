@@ -19,7 +19,7 @@ import base64
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,6 +37,7 @@ from clew.inference.protocol import (
     spans_of,
 )
 from clew.models.vision import Vision
+from clew.record.broadcast import Broadcast
 from clew.record.weights import WeightRef, read_digests
 from clew.seeds import derive_seed
 
@@ -245,6 +246,10 @@ class VLLMEngine(HTTPEngine):
         """Serve again."""
         await self._request("POST", "/resume", None)
 
+    async def receive(self, sent: Broadcast) -> None:
+        """Have the paused server's workers take part in a broadcast; see the protocol."""
+        await self._post("/collective_rpc", {"method": "clew_receive", "args": [asdict(sent)]})
+
     async def load(self, ref: WeightRef) -> None:
         """Load weights into the paused server, and have it forget what it computed with those before."""
         try:
@@ -253,7 +258,9 @@ class VLLMEngine(HTTPEngine):
             raise EngineError(
                 f"Cannot load version {ref.version} into vLLM at {self.address}: {error} It was not sent."
             ) from None
-        if ref.holds_adapters():
+        if ref.was_broadcast():
+            pass  # `receive` has loaded them
+        elif ref.holds_adapters():
             adapter = {"lora_name": ADAPTER, "lora_path": ref.path, "load_inplace": True}
             await self._post(LOAD_ADAPTER, adapter)
             self.model = ADAPTER  # requests name it; before, they get the model without

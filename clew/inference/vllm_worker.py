@@ -23,7 +23,9 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from clew.inference.broadcast import joined, received
 from clew.models.tensor_digest import digest_scattered, digest_tensor
+from clew.record.broadcast import Broadcast
 
 
 def die_with_server() -> None:
@@ -104,14 +106,24 @@ class CopyTrace(TorchDispatchMode):
             self.watch(named[0], moved)
 
 
+def load_traced(model: Any, tensors: dict[str, Tensor]) -> dict[str, tuple[Tensor, list[Copied]]]:
+    """Load tensors into vLLM's model; return each on no device, with where the engine holds it, by name."""
+    trace = CopyTrace()
+    for name, tensor in tensors.items():
+        trace.watch(name, tensor)
+    with trace:
+        model.load_weights(iter(tensors.items()))
+    return {name: (tensors[name].to("meta"), copies) for name, copies in trace.copies.items()}
+
+
 class Extension:
     """Methods that `/collective_rpc` can call on each of vLLM's workers."""
 
     holds_base = True
-    """False once `clew_load` has replaced the weights that the server began with."""
+    """False once an update has replaced the weights that the server began with."""
 
     copies: ClassVar[dict[str, tuple[Tensor, list[Copied]]]] = {}
-    """Tensors of the last `clew_load` on no device, with where the engine holds them, by name."""
+    """Tensors of the last update on no device, with where the engine holds them, by name."""
 
     def clew_adapters(self, folder: str) -> dict[str, list[Any]]:
         """Return what the engine holds of each tensor of a folder's adapters, where it computes from, as `clew_held`.
@@ -148,24 +160,35 @@ class Extension:
     def clew_load(self, folder: str) -> None:
         """Load a folder's *.safetensors in place."""
         model: Any = self.model_runner.model  # pyright: ignore[reportAttributeAccessIssue]
-        trace, written = CopyTrace(), {}
+        copies: dict[str, tuple[Tensor, list[Copied]]] = {}
         with torch.no_grad():
             for file in sorted(Path(folder).glob("*.safetensors")):
                 with safe_open(file, framework="pt") as opened:
                     tensors = {name: opened.get_tensor(name).contiguous() for name in opened.keys()}  # noqa: SIM118
-                for name, tensor in tensors.items():
-                    trace.watch(name, tensor)
-                    written[name] = tensor.to("meta")
-                with trace:
-                    model.load_weights(iter(tensors.items()))
-        Extension.copies = {name: (written[name], copies) for name, copies in trace.copies.items()}
-        if written:  # otherwise this call only asked whether Clew's extension is there
+                copies |= load_traced(model, tensors)
+        if copies:  # otherwise this call only asked whether Clew's extension is there
             Extension.holds_base = False
-            self.model_runner.reset_lora_state()  # pyright: ignore[reportAttributeAccessIssue]
-            self.model_runner.reset_encoder_cache()  # pyright: ignore[reportAttributeAccessIssue]
+            self._loaded(copies)
+
+    def _loaded(self, copies: dict[str, tuple[Tensor, list[Copied]]]) -> None:
+        """Keep where the engine holds new weights, and have it forget what it computed with others."""
+        Extension.copies = copies
+        self.model_runner.reset_lora_state()  # pyright: ignore[reportAttributeAccessIssue]
+        self.model_runner.reset_encoder_cache()  # pyright: ignore[reportAttributeAccessIssue]
+
+    def clew_receive(self, sent: dict[str, Any]) -> None:
+        """Take part in the trainer's broadcast, and load each bucket in place as it comes."""
+        model: Any = self.model_runner.model  # pyright: ignore[reportAttributeAccessIssue]
+        broadcast, copies = Broadcast(**sent), dict[str, tuple[Tensor, list[Copied]]]()
+        device = next(model.parameters()).device
+        Extension.holds_base = False
+        with torch.no_grad(), joined(broadcast, self.rank) as group:  # pyright: ignore[reportAttributeAccessIssue]
+            for tensors in received(broadcast, group, device):
+                copies |= load_traced(model, tensors)
+        self._loaded(copies)
 
     def clew_held(self) -> dict[str, list[Any]]:
-        """Return what the engine holds of each tensor that `clew_load` has loaded.
+        """Return what the engine holds of each tensor that the last update has loaded.
 
         Returns:
             By name: the digest of the elements held, in hexadecimal; how many elements are held, each counted as often

@@ -3,16 +3,35 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Protocol
 
 from clew.config import Config
 from clew.inference.protocol import Timings
 from clew.loop.clock import Clock
+from clew.loop.sender import Sender
+from clew.loop.server_control import ServerControl
 from clew.record.run import RunDirectory
 from clew.record.weights import WeightRef, outside_folder
 from clew.training.engine import TrainEngine
 from clew.training.export import write_weights
+
+
+class Inference(Protocol):
+    """The engines that a run samples from: servers in other processes, or one engine in this process."""
+
+    def load(self, ref: WeightRef) -> Timings:
+        """Return when every engine serves these weights, with the seconds that each part took."""
+        ...
+
+    def released(self) -> AbstractContextManager[None]:
+        """Return a context manager inside which inference is paused, and the memory of its cache is free."""
+        ...
+
+    def pause(self) -> None:
+        """Let a little time pass, in which rollout goes on."""
+        ...
 
 
 class Publisher:
@@ -26,19 +45,25 @@ class Publisher:
     4. published to rollout,
     5. and their predecessors are removed.
 
+    With weights.via=collective the servers receive them first, and then only the digests are written: a server that
+    starts meanwhile asks for a broadcast of its own.
+
     Every rank calls this, for its slice of the weights; rank 0 does everything else.
     """
 
-    def __init__(self, config: Config, run: RunDirectory, load: Callable[[WeightRef], Timings], clock: Clock) -> None:
+    def __init__(self, config: Config, run: RunDirectory, inference: Inference, clock: Clock) -> None:
         """Prepare to publish the weights of `run`.
 
         Args:
-            load: Returns when every engine serves the weights, with the seconds that each part took.
+            inference: The engines that load them.
             clock: Counts the time of each part.
         """
         self._clock = clock
         self._run = run
-        self._load = load
+        self._inference = inference
+        self._sender: Sender | None = None
+        if config.weights.via == "collective" and isinstance(inference, ServerControl):
+            self._sender = Sender(config, inference)
         self._folder = run.path / "weights"
         self._leads = False
         self._outside = config.inference.weights is not None
@@ -46,30 +71,58 @@ class Publisher:
             self._folder = outside_folder(config.inference.weights, run.path)
 
     def __call__(self, engine: TrainEngine) -> None:
+        ref = self._load(engine) if self._sender is None else self._broadcast(engine, self._sender)
+        if ref is None:
+            return
+        self._leads = True
+        self._run.inbox.publish(ref.version)
+        for folder in self._folder.iterdir():
+            if folder.name != Path(ref.path).name:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _broadcast(self, engine: TrainEngine, sender: Sender) -> WeightRef | None:
+        """Send the weights, and have the servers that received them checked. Return where their digests are."""
+        with self._clock("publish/send"):
+            digests, servers = sender(engine)
+        ref = write_weights(engine, self._folder_of(engine), engine.version, sent=digests)
+        if not engine.ranks.leads:
+            return None
+        self._run.announce_weights(ref)
+        self._note(sender.control.load(ref, servers))
+        return ref
+
+    def wanted(self) -> bool:
+        """Return whether a server that started meanwhile waits for these weights to be broadcast again."""
+        return self._sender is not None and self._sender.control.wanted()
+
+    def _folder_of(self, engine: TrainEngine) -> Path:
+        return self._folder / f"version-{engine.version:06d}"
+
+    def _note(self, timings: Timings) -> None:
+        for part, seconds in timings.items():
+            self._clock.note(f"publish/{part}", seconds)
+
+    def _load(self, engine: TrainEngine) -> WeightRef | None:
+        """Write the weights, unless they are there, and have the engines load them. Return where they are."""
         digest = engine.weights_digest()  # every rank has its part in it
 
         def written() -> bool:
             ref = self._run.newest_weights()
             if ref is None or (ref.version, ref.digest) != (engine.version, digest) or not ref.exists():
                 return False
-            return ref.holds_adapters() == engine.config.sends_adapters
+            return ref.holds_adapters() == engine.config.sends_adapters and not ref.was_broadcast()
 
         ref = self._run.newest_weights()
         if not engine.ranks.agree(f"whether version {engine.version} is written already", written):
             with self._clock("publish/write"):
-                ref = write_weights(engine, self._folder / f"version-{engine.version:06d}", engine.version)
+                ref = write_weights(engine, self._folder_of(engine), engine.version)
             if engine.ranks.leads:
                 self._run.announce_weights(ref)
         if not engine.ranks.leads:
-            return
-        self._leads = True
+            return None
         assert ref is not None
-        for part, seconds in self._load(ref).items():
-            self._clock.note(f"publish/{part}", seconds)
-        self._run.inbox.publish(ref.version)
-        for folder in self._folder.iterdir():
-            if folder.name != Path(ref.path).name:
-                shutil.rmtree(folder, ignore_errors=True)
+        self._note(self._inference.load(ref))
+        return ref
 
     def close(self) -> None:
         """Remove weights outside the run directory; the checkpoint has them."""

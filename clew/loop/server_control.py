@@ -6,13 +6,14 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from clew.errors import EngineError
 from clew.inference.client import FROZEN_S, EngineUnreachable, HTTPEngine
 from clew.inference.protocol import Timings
+from clew.record.broadcast import Broadcast
 from clew.record.run import RunDirectory, Server, attached_servers
 from clew.record.weights import WeightRef
 from clew.waits import waiting
@@ -28,8 +29,20 @@ the newest weights before it comes back."""
 POLL_S = 0.01
 """Seconds between two looks for a batch or an evaluation."""
 
+WANTED_S = 1.0
+"""Seconds between two looks whether a server waits for a broadcast."""
+
 LEASE_S = 60.0
 """Seconds without a word from the trainer after which a server that released its memory takes it back and serves."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """The servers that were asked to take part in a broadcast; those that died or froze are in neither."""
+
+    received: list[Server]
+    failed: dict[Server, str]
+    """Servers that did not receive all of it, with the reason."""
 
 
 class ServerControl:
@@ -53,16 +66,71 @@ class ServerControl:
         self._lease_s = lease_s
         self._loop = asyncio.new_event_loop()
         self._engines: dict[tuple[str, str], HTTPEngine] = {}
+        self._looks_again = 0.0
 
-    def load(self, ref: WeightRef) -> Timings:
-        """Return when the servers serve these weights, with the timings of the one that paused longest."""
+    def load(self, ref: WeightRef, servers: list[Server] | None = None) -> Timings:
+        """Return when the servers serve these weights, with the timings of the one that paused longest.
+
+        Args:
+            ref: The weights.
+            servers: Those that have received them in a broadcast; None: all that are ready.
+        """
         taken: list[Timings] = [{}]
 
         async def load(engine: HTTPEngine) -> None:
             taken.append(await engine.load_weights(ref))
 
-        self._ask(f"load version {ref.version}", load)
+        self._ask(f"load version {ref.version}", load, servers)
+        for server in servers or []:
+            if server.wants_weights:
+                self._run.register_server(replace(server, wants_weights=False))
         return max(taken, key=lambda seconds: sum(seconds.values()))
+
+    def ready(self) -> list[Server]:
+        """Return the servers that are ready, or that will be as soon as they have the newest weights."""
+        return attached_servers() or [server for server in self._run.servers() if server.ready]
+
+    def wanted(self) -> bool:
+        """Return whether a server waits for the newest weights to be broadcast. It looks once a second."""
+        now = time.monotonic()
+        if now < self._looks_again:
+            return False
+        self._looks_again = now + WANTED_S
+        return any(server.wants_weights for server in self._run.servers())
+
+    @contextmanager
+    def receiving(self, sent: dict[Server, Broadcast]) -> Iterator[Outcome]:
+        """Have servers take part in a broadcast, which the block makes. What is yielded holds after the block."""
+        outcome = Outcome(received=[], failed={})
+
+        async def ask(server: Server) -> None:
+            async def receive(engine: HTTPEngine) -> None:
+                await engine.receive_weights(sent[server])
+
+            try:
+                if reason := await self._ask_one(server, receive):
+                    log.warning("server %s (%s) is taken out: %s", server.name, server.address, reason)
+                else:
+                    outcome.received.append(server)
+            except EngineError as error:
+                outcome.failed[server] = str(error)
+
+        async def ask_all() -> None:
+            await asyncio.gather(*map(ask, sent))
+
+        asking = threading.Thread(target=self._loop.run_until_complete, args=(ask_all(),), daemon=True)
+        asking.start()
+        try:
+            yield outcome
+        finally:
+            with waiting("the servers to have received the weights", unblocks="clew serve"):
+                asking.join()
+
+    def take_out(self, failed: Mapping[Server, str]) -> None:
+        """Have servers load the newest weights before they serve again."""
+        for server, reason in failed.items():
+            log.error("server %s did not receive the weights, and is taken out: %s", server.name, reason)
+            self._run.remove_server(server.name)
 
     @contextmanager
     def released(self) -> Iterator[None]:
@@ -87,9 +155,9 @@ class ServerControl:
             self._loop.run_until_complete(engine.close())
         self._loop.close()
 
-    def _ask(self, what: str, ask: Ask) -> None:
+    def _ask(self, what: str, ask: Ask, servers: list[Server] | None = None) -> None:
         with waiting(f"the servers to {what}", unblocks="clew serve"):
-            self._loop.run_until_complete(self._ask_everywhere(what, ask))
+            self._loop.run_until_complete(self._ask_everywhere(what, ask, servers))
 
     async def _prolong(self, over: asyncio.Event) -> None:
         """Keep the servers paused until `over` is set."""
@@ -100,13 +168,13 @@ class ServerControl:
             except TimeoutError:
                 await self._ask_everywhere("pause", lambda engine: engine.pause(self._lease_s))
 
-    async def _ask_everywhere(self, what: str, ask: Ask) -> None:
-        """Ask every server that is ready.
+    async def _ask_everywhere(self, what: str, ask: Ask, servers: list[Server] | None = None) -> None:
+        """Ask these servers, or every one that is ready.
 
         A server that is not ready is starting, or was taken out. It may not even listen yet, and needs no call: before
         it serves it registers as ready and then looks for the newest weights, which are announced by now.
         """
-        servers = attached_servers() or [server for server in self._run.servers() if server.ready]
+        servers = self.ready() if servers is None else servers
         outcomes = await asyncio.gather(*(self._ask_one(server, ask) for server in servers), return_exceptions=True)
         refused = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         for server, outcome in zip(servers, outcomes, strict=True):

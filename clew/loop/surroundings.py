@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from clew.config import Config
-from clew.inference.protocol import Timings
 from clew.loop.clock import Clock
 from clew.loop.dumps import DumpedBatches, dump
 from clew.loop.interrupt import Interrupts
 from clew.loop.live import LiveBatches
 from clew.loop.nothing_to_learn import NothingToLearn
-from clew.loop.publisher import Publisher
+from clew.loop.publisher import Inference, Publisher
 from clew.loop.tensorboard import Tensorboard
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
-from clew.record.weights import WeightRef
 from clew.training.engine import TrainEngine
 from clew.training.ranks import Ranks
 from clew.training.results import StepResult
@@ -33,28 +31,16 @@ OnStep = Callable[[int, dict[str, Any]], None]
 """Function that is called on rank 0 with each committed step and its JSON."""
 
 
-class Inference(Protocol):
-    """The engines that a run samples from: servers in other processes, or one engine in this process."""
-
-    def load(self, ref: WeightRef) -> Timings:
-        """Return when every engine serves these weights, with the seconds that each part took."""
-        ...
-
-    def released(self) -> AbstractContextManager[None]:
-        """Return a context manager inside which inference is paused, and the memory of its cache is free."""
-        ...
-
-    def pause(self) -> None:
-        """Let a little time pass, in which rollout goes on."""
-        ...
-
-
 class Batches(Protocol):
     """Source of the batches of a run."""
 
     def write(self, step: int) -> None:
         """Write the batch of a step into the run directory, unless it is there."""
         ...
+
+
+class WeightsWanted(Exception):
+    """Raised in a wait of rank 0 when a server waits for the weights to be broadcast again."""
 
 
 class Surroundings:
@@ -94,7 +80,7 @@ class Surroundings:
         self._publisher: Publisher | None = None
         if inference is not None:
             self._batches: Batches = LiveBatches(config, run, self._pause, self.clock)
-            self._publisher = self._open.enter_context(closing(Publisher(config, run, inference.load, self.clock)))
+            self._publisher = self._open.enter_context(closing(Publisher(config, run, inference, self.clock)))
         else:
             self._batches = batches or DumpedBatches(config, run)
         self._tensorboard: Tensorboard | None = None
@@ -111,8 +97,18 @@ class Surroundings:
 
     def _pause(self) -> None:
         self._interrupts.check()
-        assert self._inference is not None, "recorded batches are not waited for"
+        assert self._inference is not None and self._publisher is not None, "recorded batches are not waited for"
+        if self._publisher.wanted():
+            raise WeightsWanted
         self._inference.pause()
+
+    def _unless_wanted(self, wait: Callable[[], None]) -> bool:
+        """Return True when rank 0's wait is over; False if a server needs the weights before it can be."""
+        try:
+            wait()
+        except WeightsWanted:
+            return False
+        return True
 
     def check(self) -> None:
         """Raise Interrupted on every rank when rank 0 was asked to end."""
@@ -128,8 +124,14 @@ class Surroundings:
 
     def wait_for_evaluation(self, version: int) -> None:
         """Return when the evaluation of this version is complete, or at once if none is due."""
-        if self._inference is not None and version >= 0 and self.config.evaluates(version):
-            self.ranks.agree(f"the evaluation of version {version}", lambda: self._wait_for_evaluation(version))
+        if self._inference is None or version < 0 or not self.config.evaluates(version):
+            return
+        evaluated = self.ranks.agree(
+            f"the evaluation of version {version}",
+            lambda: self._unless_wanted(lambda: self._wait_for_evaluation(version)),
+        )
+        if not evaluated and self.ranks.leads:
+            log.warning("version %d cannot be evaluated any more: a server has lost its weights", version)
 
     def _wait_for_evaluation(self, version: int) -> None:
         if self.run.read_eval(version) is not None:
@@ -144,7 +146,10 @@ class Surroundings:
 
     def batch(self, engine: TrainEngine) -> list[Sequence]:
         """Return the batch of the engine's next step: on every rank, what steps/step-N.parquet holds."""
-        self.ranks.agree(f"the batch of step {engine.version}", lambda: self._write_batch(engine))
+        while not self.ranks.agree(
+            f"the batch of step {engine.version}", lambda: self._unless_wanted(lambda: self._write_batch(engine))
+        ):
+            self.publish(engine)
         with self.clock("record"):
             return self.run.steps.read_data(engine.version)
 

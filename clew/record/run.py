@@ -49,6 +49,8 @@ class Server:
     pid: Count
     ready: Flag
     """True if it has loaded the newest weights, or answers 503 until it has."""
+    wants_weights: Flag = False
+    """True if it waits for the trainer to broadcast the newest weights."""
     token: str = ""
     """Token that is needed for calls that change the server's state."""
 

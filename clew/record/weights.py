@@ -7,6 +7,8 @@ import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from typing_extensions import TypedDict
+
 from clew.errors import RecordError
 from clew.reading import Count, Finite, read_json
 from clew.record.files import write_json
@@ -16,6 +18,19 @@ DIGEST_KEY = "clew_digest"
 
 DIGESTS_KEY = "clew_digests"
 """Key of the digests of the tensors in the file, as JSON by name, in hexadecimal."""
+
+
+BROADCAST_FILE = "broadcast.json"
+"""File in the place of weights that were broadcast, with their digests and SGLang's checksums, by name."""
+
+
+class Digests(TypedDict):
+    """Content of broadcast.json."""
+
+    digests: dict[str, str]
+    """Digest of each tensor that was sent, in hexadecimal."""
+    checksums: dict[str, str]
+    """SGLang's checksum of each tensor as it joins them; empty if another engine gets them."""
 
 
 def outside_folder(parent: str, run: Path) -> Path:
@@ -52,9 +67,18 @@ class WeightRef:
         """Return whether the weights still exist at `path`."""
         return Path(self.path).is_dir()
 
+    def was_broadcast(self) -> bool:
+        """Return whether the trainer sent the weights itself (weights.via=collective); `path` has their digests."""
+        return (Path(self.path) / BROADCAST_FILE).exists()
+
     def holds_adapters(self) -> bool:
         """Return whether only adapters were written, in peft's form, and not the whole model."""
         return (Path(self.path) / "adapter_config.json").exists()
+
+
+def read_broadcast(ref: WeightRef) -> Digests:
+    """Return what the trainer says of the weights that it has broadcast. Raises RecordError if it cannot be read."""
+    return read_json(Path(ref.path) / BROADCAST_FILE, Digests)
 
 
 def read_digests(ref: WeightRef) -> dict[str, str]:
@@ -63,6 +87,8 @@ def read_digests(ref: WeightRef) -> dict[str, str]:
     Raises:
         RecordError: The files cannot be read, or have no such digests.
     """
+    if ref.was_broadcast():
+        return read_broadcast(ref)["digests"]
     digests: dict[str, str] = {}
     for file in sorted(Path(ref.path).glob("*.safetensors")):
         try:

@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 
 from clew.errors import TrainingError
 from clew.models.tensor_digest import digest_tensor
-from clew.record.weights import DIGEST_KEY, DIGESTS_KEY, WeightRef
+from clew.record.files import write_json
+from clew.record.weights import BROADCAST_FILE, DIGEST_KEY, DIGESTS_KEY, Digests, WeightRef
 from clew.training.engine import TrainEngine
 from clew.training.folders import written_aside
 from clew.training.scoring import score
@@ -24,7 +25,13 @@ PROBE_ROOM = 8
 """Number of tokens that the probe leaves free in the model's context."""
 
 
-def write_weights(engine: TrainEngine, folder: Path, version: int, probe_ids: Sequence[int] | None = None) -> WeightRef:
+def write_weights(
+    engine: TrainEngine,
+    folder: Path,
+    version: int,
+    probe_ids: Sequence[int] | None = None,
+    sent: Digests | None = None,
+) -> WeightRef:
     """Write the policy's weights in the type that inference computes with, under the names that they have in memory.
 
     `save_pretrained` uses other names for some architectures (mixtures of experts, GPT-NeoX). The inference engine's
@@ -36,6 +43,7 @@ def write_weights(engine: TrainEngine, folder: Path, version: int, probe_ids: Se
     Args:
         folder: Folder to write. It appears all at once, by a rename; an existing one is replaced.
         probe_ids: Token IDs to score, at least two; None: `default_probe`.
+        sent: The digests of the weights that were broadcast, to be written in their place; None: they were not.
 
     Raises:
         RecordError: The disk is full.
@@ -44,18 +52,23 @@ def write_weights(engine: TrainEngine, folder: Path, version: int, probe_ids: Se
     probe = list(default_probe(engine) if probe_ids is None else probe_ids)
     adapters = engine.policy.adapters if engine.config.sends_adapters else None
     digest = engine.weights_digest()
-    if adapters is None:
+    tensors = {}
+    if sent is not None:
+        pass  # gathered once already
+    elif adapters is None:
         tensors = _each_once(engine.policy.published_state())
     else:
         tensors = collect(dict(engine.policy.parameters(trained=True)), engine.ranks)
     if engine.ranks.leads:
         with written_aside(folder) as aside:
             metadata = {"format": "pt", DIGEST_KEY: digest}
-            if engine.config.inference.backend != "embedded":
-                digests = _digests(tensors)
+            if sent is not None or engine.config.inference.backend != "embedded":
+                digests = _digests(tensors) if sent is None else sent["digests"]
                 _check_sent(engine, digests, version)
                 metadata[DIGESTS_KEY] = json.dumps(digests)
-            if adapters is not None:
+            if sent is not None:
+                write_json(aside / BROADCAST_FILE, sent)
+            elif adapters is not None:
                 adapters.publish(aside, tensors, metadata)
             else:
                 save_file(tensors, aside / "model.safetensors", metadata=metadata)

@@ -51,13 +51,22 @@ def test_a_killed_rank_ends_the_run_which_goes_on_and_replays_on_any_number_of_r
         assert how in said and "steps 0 to 5: every stage agrees" in said
 
 
-def test_a_run_of_ranks_that_split_the_blocks_replays_on_any_number(project):
-    project.set(launch={"ranks": 2}, training={"tp": 2})
+def test_a_run_of_ranks_that_split_the_blocks_and_broadcast_them_replays_on_any_number(project):
+    project.set(launch={"ranks": 2}, training={"tp": 2}, weights={"via": "collective"})
     assert project.clew("train").code == 0
     for options, how in ((["--ranks", "2"], "bit for bit"), ([], "ranks 2 recorded, 1 here; tp 2 recorded, 1 here")):
         said = replay(project, *options)
         assert how in said and "steps 0 to 2: every stage agrees" in said
     assert "from step 2 on with training.lr=0.1" in replay(project, "--steps", "2", "training.lr=0.1")
+
+
+def test_a_server_that_is_killed_is_sent_the_newest_weights_again(project):
+    project.set(launch={"ranks": 2, "restarts": 3}, training={"steps": 8}, weights={"via": "collective"})
+    process = start(project, until_step=2)
+    os.kill(project.status("server")["pid"], signal.SIGKILL)
+    ended = project.end(process, seconds=120)
+    assert ended.code == 0 and project.run.steps.count() == 8
+    assert "every stage agrees" in replay(project, "--ranks", "2")
 
 
 def test_training_goes_on_from_a_later_step_on_any_number_of_ranks(project):

@@ -24,8 +24,17 @@ PATIENCE_S = 500.0
 """Time limit for a run with the server's start, on a slow and busy machine."""
 
 
-@pytest.mark.parametrize(("backend", "lora_rank"), [("vllm", None), ("vllm", 4), ("sglang", None)])
-def test_ten_steps_of_training_and_their_replay(tmp_path: Path, backend: str, lora_rank: int | None) -> None:
+@pytest.mark.parametrize(
+    ("backend", "lora_rank", "via"),
+    [
+        ("vllm", None, "disk"),
+        ("vllm", 4, "disk"),
+        ("vllm", None, "collective"),
+        ("sglang", None, "disk"),
+        ("sglang", None, "collective"),
+    ],
+)
+def test_ten_steps_of_training_and_their_replay(tmp_path: Path, backend: str, lora_rank: int | None, via: str) -> None:
     variable = f"CLEW_{backend.upper()}_PYTHON"
     if not os.environ.get(variable):
         pytest.skip(f"{variable} names no Python; see make test-engines")
@@ -42,6 +51,7 @@ def test_ten_steps_of_training_and_their_replay(tmp_path: Path, backend: str, lo
         "data": {"path": str(tmp_path / "rows.jsonl")},
         "rollout": {"reward": "mine.ones", "batch_groups": 4, "n_samples": 4, "max_lag": 1},
         "sampling": {"max_new_tokens": 24, "temperature": 1.3},
+        "weights": {"via": via},
         "training": {"steps": 10, "lr": 1e-3, "lora_rank": lora_rank},
         "inference": {
             "backend": backend,
@@ -68,7 +78,8 @@ def test_ten_steps_of_training_and_their_replay(tmp_path: Path, backend: str, lo
         metrics, timings = (run.steps.read(step)[name] for name in ("metrics", "timings"))
         print({name: round(seconds, 3) for name, seconds in timings.items() if "publish" in name})
         if step == 9:  # the first versions are written before the server is up
-            assert all(timings[f"publish/{part}"] > 0 for part in ("write", "abort", "load", "verify"))
+            first = "write" if via == "disk" else "send"
+            assert all(timings[f"publish/{part}"] > 0 for part in (first, "abort", "load", "verify"))
         for row in run.steps.read_data(step):
             versions |= {int(version) for version in row.versions if version >= 0}
             spans = row.sampled_by or []

@@ -1,0 +1,106 @@
+"""The process group in which weights travel from the trainer to inference servers (weights.via=collective).
+
+::
+
+    rank 0 of the trainer ──► gloo or NCCL ──► workers of vLLM and SGLang
+
+The group is formed as SGLang's /init_weights_update_group forms it, which torch has no public function for: beside the
+default group of each process, if it has one at all.
+
+vLLM's workers load this file, too. It imports torch alone.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from clew.record.broadcast import Broadcast
+
+PATIENCE = datetime.timedelta(seconds=30)
+"""Time in which every member must have come to the group, and have taken each tensor."""
+
+
+class MemberLost(RuntimeError):
+    """Raised when a member of a broadcast is lost, or does not come or take part in time."""
+
+
+@contextmanager
+def _plainly() -> Iterator[None]:
+    """Raise MemberLost for torch's errors, without their places in C++ and their advice."""
+    try:
+        yield
+    except RuntimeError as error:
+        said = str(error).strip().partition("\n")[0].rpartition("] ")[2] or str(error)
+        raise MemberLost(said.partition(". This is typically")[0]) from error
+
+
+def meeting_point(host: str, port: int, size: int, *, leads: bool = False) -> Any:
+    """Return the store at which `size` members meet; rank 0 `leads` and serves it, at any port for 0."""
+    store: Any = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
+    with _plainly():
+        return store(host, port, size, is_master=leads, wait_for_workers=False, timeout=PATIENCE)
+
+
+class Group:
+    """The members of a broadcast."""
+
+    def __init__(self, store: Any, name: str, backend: str, rank: int, size: int) -> None:
+        """Return when every member has come.
+
+        Raises:
+            MemberLost: One did not come.
+        """
+        named: Any = dist.PrefixStore(name, store)  # pyright: ignore[reportPrivateImportUsage]
+        with _plainly():
+            make: Any = c10d._new_process_group_helper
+            made = make(size, rank, [], backend, named, group_name=name, timeout=PATIENCE)
+        self._group: dist.ProcessGroup = made[0]
+        c10d._world.pg_group_ranks[self._group] = {each: each for each in range(size)}
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Send a tensor from rank 0 to the others, or receive it into `tensor`. Raises MemberLost if one is lost."""
+        options = dist.BroadcastOptions()  # pyright: ignore[reportPrivateImportUsage]
+        options.rootRank = options.rootTensor = 0
+        with _plainly():
+            self._group.broadcast([tensor], options).wait()
+
+    def close(self) -> None:
+        """Leave the group. Whoever still waits for this member then fails."""
+        dist.destroy_process_group(self._group)
+        del self._group  # gloo closes its connections with the last reference
+
+
+@contextmanager
+def joined(sent: Broadcast, worker: int) -> Iterator[Group]:
+    """Be a member of a broadcast's group while the block runs.
+
+    Args:
+        sent: The broadcast.
+        worker: Number of this process among the workers of its server.
+    """
+    store = meeting_point(sent.host, sent.port, sent.size)
+    group = Group(store, sent.group, sent.backend, sent.rank + worker, sent.size)
+    try:
+        yield group
+    finally:
+        group.close()
+
+
+def received(sent: Broadcast, group: Group, device: torch.device) -> Iterator[dict[str, Tensor]]:
+    """Yield the tensors of each bucket by name, as they come."""
+    for bucket in sent.by_bucket():
+        tensors = {
+            name: torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+            for name, dtype, shape in zip(sent.names[bucket], sent.dtypes[bucket], sent.shapes[bucket], strict=True)
+        }
+        for tensor in tensors.values():
+            group.broadcast(tensor)
+        yield tensors

@@ -1,0 +1,174 @@
+"""Sends the trainer's weights to inference servers itself (weights.via=collective).
+
+::
+
+    slices of FSDP2 ──► one whole tensor after another ──► rank 0 ──► gloo or NCCL ──► workers of vLLM and SGLang
+
+No rank ever holds more than one whole tensor. A server loads them in buckets. What it then holds is compared with the
+digests of what was sent, as after an update from disk.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import uuid
+
+from torch import Tensor
+
+from clew.config import SHARED_BY, Config
+from clew.errors import EngineError
+from clew.inference import broadcast
+from clew.inference.checksums import Sums
+from clew.loop.server_control import ServerControl
+from clew.models.tensor_digest import as_array, digest_tensor
+from clew.record.broadcast import Broadcast
+from clew.record.run import Server
+from clew.record.weights import Digests
+from clew.training.engine import TrainEngine
+from clew.training.sharding import whole
+
+log = logging.getLogger("clew.trainer")
+
+BUCKET = 1 << 29
+"""Bytes that a server receives before it loads them."""
+
+TRIES = 3
+"""Number of broadcasts after which a server that did not receive one is given up."""
+
+
+class Sender:
+    """The trainer's end of broadcasts."""
+
+    def __init__(self, config: Config, control: ServerControl) -> None:
+        """Prepare to send to the servers that `control` asks."""
+        self.control = control
+        args = {name.lstrip("-").replace("_", "-"): value for name, value in config.inference.args.items()}
+        self._workers = int(args.get(SHARED_BY.get(config.inference.backend, ""), 1))
+        self._sent: int | None = None
+        """Version that was sent last."""
+        self._makes_checksums = config.inference.backend == "sglang"
+
+    def __call__(self, engine: TrainEngine) -> tuple[Digests, list[Server]]:
+        """Send the engine's weights to every server that is ready, and again to those that a broadcast does not reach.
+
+        A second call at the same version sends them to the servers that want them.
+
+        Every rank calls this at once.
+
+        Returns:
+            On rank 0, the digests of what was sent, and the servers that have received it. They serve nothing until
+            they are told to load this version.
+
+        Raises:
+            EngineError: No server has received the weights, and none of them has died.
+        """
+        tensors = _each_once(engine.policy.model.state_dict(keep_vars=True))
+        left = self.control.ready() if engine.ranks.leads else []
+        if self._sent == engine.version:  # the others serve it already
+            left = [server for server in left if server.wants_weights]
+        self._sent = engine.version
+        reached: list[Server] = []
+        for again in reversed(range(TRIES)):
+            digests, received, failed = self._broadcast(engine, tensors, left)
+            reached += received
+            left = list(failed)
+            if not engine.ranks.agree("whether the weights are sent again", lambda: bool(left and again)):  # noqa: B023
+                break
+        if left and not reached:
+            raise EngineError(f"Version {engine.version} reached no server in {TRIES} broadcasts: {_reasons(failed)}")
+        self.control.take_out(failed)
+        return digests, reached
+
+    def _broadcast(
+        self, engine: TrainEngine, tensors: dict[str, Tensor], servers: list[Server]
+    ) -> tuple[Digests, list[Server], dict[Server, str]]:
+        """Send the tensors once. Return their digests, the servers that received them, and those that failed."""
+        if not servers:
+            return self._stream(engine, tensors, None)[0], [], {}
+        size = 1 + self._workers * len(servers)
+        store = broadcast.meeting_point("127.0.0.1", 0, size, leads=True)
+        backend = "nccl" if engine.policy.device.type == "cuda" else "gloo"
+        name = f"clew-{engine.version}-{uuid.uuid4().hex[:8]}"
+        sent = {
+            server: Broadcast(
+                version=engine.version,
+                host=host_for(server.address),
+                port=store.port,  # pyright: ignore[reportAttributeAccessIssue]
+                group=name,
+                backend=backend,
+                rank=1 + number * self._workers,
+                size=size,
+                dtypes=[str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
+                shapes=[list(tensor.shape) for tensor in tensors.values()],
+                names=list(tensors),
+                buckets=buckets(tensors, BUCKET),
+            )
+            for number, server in enumerate(servers)
+        }
+        with self.control.receiving(sent) as outcome:
+            group, error = None, ""
+            try:
+                group = broadcast.Group(store, name, backend, 0, size)
+            except broadcast.MemberLost as lost:
+                error = str(lost)
+            digests, lost_later = self._stream(engine, tensors, group)
+            if group is not None:
+                group.close()
+        if error := error or lost_later:
+            reasons = _reasons(outcome.failed) or "each server that is left has received it"
+            log.warning("the broadcast of version %d broke off: %s; %s", engine.version, error, reasons)
+        return digests, outcome.received, outcome.failed
+
+    def _stream(
+        self, engine: TrainEngine, tensors: dict[str, Tensor], group: broadcast.Group | None
+    ) -> tuple[Digests, str]:
+        """Make each tensor whole, and send it. Return the digests, and why not all were sent; "" if they were."""
+        digests: dict[str, str] = {}
+        sums, error = Sums(), ""
+        for name, tensor in tensors.items():
+            full = whole(tensor)  # every rank has its part in it, also if nothing can be sent any more
+            if not engine.ranks.leads:
+                continue
+            full = full.contiguous()
+            if group is not None and not error:
+                try:
+                    group.broadcast(full)
+                except broadcast.MemberLost as lost:
+                    error = str(lost)
+            digests[name] = f"{digest_tensor(full, name=name):016x}"
+            if self._makes_checksums:
+                sums.add(name, full.shape, as_array(full))
+        return Digests(digests=digests, checksums=sums.by_name()), error
+
+
+def _each_once(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors, each under the first of its names."""
+    seen: set[int] = set()
+    return {name: tensor for name, tensor in state.items() if not (id(tensor) in seen or seen.add(id(tensor)))}
+
+
+def buckets(tensors: dict[str, Tensor], limit: int) -> list[int]:
+    """Return how many tensors go into each bucket: as many as fit, or a single larger one."""
+    counts: list[int] = []
+    room = 0
+    for tensor in tensors.values():
+        size = tensor.numel() * tensor.element_size()
+        if size > room:
+            counts.append(0)
+            room = limit
+        counts[-1] += 1
+        room -= size
+    return counts
+
+
+def host_for(address: str) -> str:
+    """Return this machine's address as the server at `address`, host:port, reaches it."""
+    host, _, port = address.rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting sends nothing
+        probe.connect((host, int(port)))
+        return probe.getsockname()[0]
+
+
+def _reasons(failed: dict[Server, str]) -> str:
+    return "; ".join(f"server {server.name} ({server.address}): {reason}" for server, reason in failed.items())

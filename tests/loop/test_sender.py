@@ -1,0 +1,204 @@
+"""weights.via=collective: the trainer broadcasts its weights to servers, which die, freeze and come late."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import functools
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from safetensors.torch import load_file
+
+from clew.config import Config
+from clew.errors import EngineError
+from clew.inference import broadcast
+from clew.inference.protocol import EngineUnreachable
+from clew.inference.serve import serve
+from clew.loop import sender
+from clew.loop.clock import Clock
+from clew.loop.publisher import Publisher
+from clew.loop.sender import buckets, host_for
+from clew.loop.server_control import ServerControl
+from clew.record.broadcast import Broadcast
+from clew.record.run import RunDirectory
+from clew.record.weights import read_broadcast
+from clew.training.engine import TrainEngine
+from tests.inference.test_server import ServerProcess, with_engine
+from tests.models import tiny_model, tiny_tokenizer
+from tests.training.sequences import make_batch, make_config
+
+FROZEN_S = 1.0
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tiny_tokenizer(tmp_path / "model")
+    tiny_model(tmp_path / "model", tie=True)
+    return tmp_path
+
+
+@contextmanager
+def publishing(folder: Path) -> Iterator[tuple[TrainEngine, Publisher, RunDirectory]]:
+    config = make_config(folder / "model", weights={"via": "collective"})
+    run = RunDirectory(folder / "runs" / "test" / "0")
+    control = ServerControl(run, frozen_s=FROZEN_S)
+    with closing(control), closing(Publisher(config, run, control, Clock())) as publisher:
+        yield TrainEngine(config), publisher, run
+
+
+@contextmanager
+def servers(folder: Path, *serves: Callable[..., None]) -> Iterator[list[ServerProcess]]:
+    started = [ServerProcess(folder, serve=each) for each in serves]
+    try:
+        yield started
+    finally:
+        for server in started:
+            server.process.send_signal(signal.SIGCONT)
+            server.process.kill()
+            server.process.communicate(timeout=60)
+
+
+def version_of(server: ServerProcess) -> int:
+    return with_engine(server, lambda engine: engine.version())
+
+
+def serves(server: ServerProcess, version: int) -> bool:
+    try:
+        return version_of(server) == version
+    except EngineUnreachable:
+        return False
+
+
+def until(condition: Callable[[], Any], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_servers_receive_the_weights_and_no_file_holds_them(folder: Path) -> None:
+    with servers(folder, serve, serve) as both, publishing(folder) as (engine, publisher, run):
+        for version in range(3):
+            publisher(engine)
+            assert [version_of(server) for server in both] == [version] * 2
+            engine.train_step(make_batch(seed=version))
+        newest = run.newest_weights()
+        assert newest is not None and newest.version == 2
+        assert [file.name for file in Path(newest.path).iterdir() if file.suffix != ".json"] == []
+        digests = read_broadcast(newest)["digests"]
+        assert digests.keys() == load_file(folder / "model" / "model.safetensors").keys(), "a tied lm_head goes once"
+        assert list((run.path / "weights").iterdir()) == [Path(newest.path)]
+
+
+def test_a_server_that_starts_later_asks_and_is_sent_the_weights(folder: Path) -> None:
+    with publishing(folder) as (engine, publisher, run), ThreadPoolExecutor(1) as starting:
+        engine.train_step(make_batch())
+        publisher(engine)  # to none
+        late = starting.submit(ServerProcess, folder)
+        until(publisher.wanted)
+        publisher(engine)
+        server = late.result(60)
+        try:
+            assert version_of(server) == 1
+            assert [(each.ready, each.wants_weights) for each in run.servers()] == [(True, False)]
+        finally:
+            server.end()
+
+
+def serve_and_fall_in_mid_broadcast(config: Config, number: signal.Signals, **options: Any) -> None:
+    """Serve, and be sent a signal when the first bucket of version 1 has come."""
+    from clew.inference import local
+
+    def fall(sent: Broadcast, group: broadcast.Group, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
+        for bucket in whole(sent, group, device):
+            if sent.version == 1 and not fallen:
+                fallen.append(sent)
+                os.kill(os.getpid(), number)
+            yield bucket
+
+    fallen: list[Broadcast] = []
+    whole, local.received = local.received, fall
+    serve(config, **options)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_server_that_dies_or_freezes_in_mid_broadcast_is_taken_out_and_the_others_serve_the_weights(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    monkeypatch.setattr(broadcast, "PATIENCE", datetime.timedelta(seconds=4))
+    monkeypatch.setattr(sender, "BUCKET", 10_000)
+    bad = functools.partial(serve_and_fall_in_mid_broadcast, number=number)
+    with servers(folder, serve, bad) as both, publishing(folder) as (engine, publisher, run):
+        publisher(engine)
+        assert [version_of(server) for server in both] == [0, 0]
+        engine.train_step(make_batch())
+        publisher(engine)
+        assert version_of(both[0]) == 1
+        assert [server.name for server in run.servers() if server.ready] == ["server"]
+        assert f"server server-1 ({both[1].address}) is taken out" in caplog.text
+        if number == signal.SIGSTOP:
+            both[1].process.send_signal(signal.SIGCONT)
+            until(publisher.wanted)
+            publisher(engine)
+            until(lambda: [server.ready for server in run.servers()] == [True, True])
+            until(lambda: serves(both[1], 1))
+
+
+def corrupt(config: Config, **options: Any) -> None:
+    """Serve, and receive other numbers than were sent."""
+    from clew.inference import local
+
+    def other(sent: Broadcast, group: broadcast.Group, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
+        for bucket in whole(sent, group, device):
+            next(iter(bucket.values())).view(-1)[0] += 1
+            yield bucket
+
+    whole, local.received = local.received, other
+    serve(config, **options)
+
+
+def test_numbers_that_changed_on_their_way_are_named_by_their_tensor(folder: Path) -> None:
+    with servers(folder, corrupt), publishing(folder) as (engine, publisher, run):
+        with pytest.raises(
+            EngineError, match=r"1 of the tensors .* not those that the trainer sent, such as model\.embed"
+        ):
+            publisher(engine)
+        assert run.inbox.published() is None
+
+
+def test_a_server_that_did_not_receive_a_version_refuses_it(folder: Path) -> None:
+    with servers(folder, serve) as [server], publishing(folder) as (engine, publisher, run):
+        publisher(engine)
+        newest = run.newest_weights()
+        assert newest is not None
+        other = dataclasses.replace(newest, version=9)
+        with pytest.raises(
+            EngineError, match=r"version 9 was broadcast \(weights\.via\), and this server did not get it"
+        ):
+            with_engine(server, lambda engine: engine.load_weights(other))
+        assert version_of(server) == 0, "it still serves what it had"
+
+
+def test_buckets_hold_as_much_as_fits_and_a_larger_tensor_is_alone() -> None:
+    tensors = {str(size): torch.empty(size, dtype=torch.uint8) for size in (4, 6, 3, 20, 1, 9)}
+    assert buckets(tensors, limit=10) == [2, 1, 1, 2]
+
+
+def test_the_trainers_address_is_that_which_the_server_reaches() -> None:
+    assert host_for("127.0.0.1:8000") == "127.0.0.1" == host_for("localhost:8000")
+
+
+@pytest.mark.parametrize("sections", [{"launch": {"mode": "inline"}}, {"training": {"lora_rank": 4}}])
+def test_what_cannot_be_broadcast_is_refused(sections: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match=r"weights\.via=collective sends all weights"):
+        make_config("model", weights={"via": "collective"}, **sections)
