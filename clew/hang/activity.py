@@ -62,6 +62,7 @@ LIBRARY = (
     (r"multiprocessing/connection\.py$", "", "pipe"),
     (r"/selectors\.py$", "select", "select"),
     (r"/threading\.py$", "_wait_for_tstate_lock|join|_shutdown", "thread"),
+    (r"multiprocessing/synchronize\.py$", "wait|wait_for", "signal"),
     (r"multiprocessing/synchronize\.py$", "", "lock"),
     (r"/threading\.py$", "wait|wait_for|acquire|__enter__", "condition"),
     (r"filelock/", "", "file"),
@@ -70,7 +71,7 @@ LIBRARY = (
 JOBS = {"_worker": "concurrent/futures/thread.py", "_run_function": "torch/distributed/rpc/internal.py"}
 """Functions that run what another thread or rank has asked for, and their files."""
 UNBLOCKED = ("compute", "unknown")
-IDLE = ("thread", "condition", "queue", "select", "process", "future", "sleep", "pool")
+IDLE = ("thread", "condition", "signal", "queue", "select", "process", "future", "sleep", "pool")
 """Kinds in which a main thread may only be waiting for another thread, which does the work."""
 
 
@@ -203,7 +204,8 @@ def _coroutine(base: Activity, thread: Thread, user: Frame, text: str) -> Activi
     inside = thread.frames[: thread.frames.index(user)]
     if all(installed(frame.file) for frame in thread.frames) and any(SERVING.search(f.file) for f in thread.frames):
         return replace(base, kind="unknown")
-    if thread.waiter in ("Task", "_GatheringFuture"):
+    starts_program = any(re.search(r"asyncio/subprocess\.py$", frame.file) for frame in inside)
+    if thread.waiter in ("Task", "_GatheringFuture") and not starts_program:  # communicate() gathers tasks of its own
         return replace(base, kind="tasks")
     for file, function, kind in COROUTINES:
         for frame in inside:
@@ -257,6 +259,8 @@ def _distributed(
             return replace(found, kind=way, peers=(int(peer),) if peer.isdigit() else ())
         roots = (outer.locals.get(name, "") for name in ("src", "dst", "group_src", "group_dst"))
         return replace(found, kind="collective", root=next((each for each in roots if each.isdigit()), ""))
+    if any("p2p" in frame.name and "/distributed/pipelining/" in frame.file for frame in inside):
+        return replace(base, kind="recv", op="batch_isend_irecv", group="world")
     if "_engine_run_backward" in every and any("torch/nn/parallel" in f.file or "fsdp" in f.file for f in frames):
         return replace(base, kind="collective", op="backward", group="world")
     for frame in inside:
@@ -352,7 +356,7 @@ def new_group_members(text: str, name: str, names: dict[str, Any]) -> tuple[int,
 
 
 def _library(base: Activity, frames: tuple[Frame, ...], user: Frame, text: str) -> Activity | None:
-    inside = frames[: frames.index(user)] if user in frames else frames
+    inside = frames if installed(user.file) else frames[: frames.index(user)]
     if base.idle_loop:
         return replace(base, kind="select")
     for file, function, kind in LIBRARY:

@@ -16,6 +16,8 @@ DEEPEST = 40
 INSTALLED = re.compile(
     r"^<|/(site|dist)-packages/|/lib/python3|/torch/(_\w+|autograd|distributed|multiprocessing|nn|utils)/"
 )
+PROGRAM = "<string>"
+"""File of the frames of a program that is given to `python -c`."""
 C10D = "torch.distributed.distributed_c10d"
 
 
@@ -270,7 +272,7 @@ def _with_numbers(memory: Memory, frame: Frame) -> Frame:
             with suppress(Unreadable, KeyError):
                 numbers[f"shape({name})"] = str(shape_of(memory, frame.addresses[name]))
         return replace(frame, locals={**numbers, **frame.locals})
-    if installed(frame.file):
+    if installed(frame.file) and frame.file != PROGRAM:
         return frame
     with suppress(Unreadable, KeyError, ValueError):
         roots = dict(frame.addresses)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from clew.hang.activity import Activity
+from clew.hang.inside import installed
 from clew.hang.observed import Snapshot
 from clew.hang.progress import (
     accepts,
@@ -87,7 +88,7 @@ def _blocked_loop(sink: Sink) -> Verdict | None:
 
 def refuses(live: list[Actor], snapshot: Snapshot) -> tuple[Actor, str] | None:
     """Return the process that rejects everything, and its counter; None if any work of the job is finished."""
-    asks = any(not a.moving and a.activity.kind in (*TO_OTHERS, "sleep") for a in live)
+    asks = len(live) == 1 or any(not a.moving and a.activity.kind in (*TO_OTHERS, "sleep", *DISTRIBUTED) for a in live)
     if not asks or any(accepts(a.process, snapshot.sources) for a in live):
         return None
     return next(((a, name) for a in live if (name := refusing(a.process, snapshot.sources))), None)
@@ -108,7 +109,8 @@ def _dead(sink: Sink) -> Verdict | None:
     if sink.one.dead:
         why = f"{sink.one.says}, and others still wait for it."
         return verdict_about("dead", sink.culprits, why, sink.waiters, cause="dead", structural=True)
-    if sink.act.kind not in (*TO_OTHERS, "sleep") or sink.one.moving:
+    kinds = (*TO_OTHERS, "sleep") if sink.one.rank is not None else (*TO_OTHERS, "sleep", "store")
+    if sink.act.kind not in kinds or sink.one.moving:
         return None
     dead = [a for a in sink.live if a.dead and a.role != "idle"]
     others = [*sink.culprits, *sink.waiters]
@@ -120,6 +122,20 @@ def _dead(sink: Sink) -> Verdict | None:
         why = f"{said} has ended, so nothing can end the wait of {sink.one.says}."
         return verdict_about("dead", sink.culprits, why, others, cause="dead", structural=True)
     return None
+
+
+def _outlived(sink: Sink) -> Verdict | None:
+    """Find a process whose main program has ended, and which Python keeps alive for its other threads."""
+    if sink.act.op != "_shutdown" or sink.one.moving:
+        return None
+    kept = [each for each in sink.one.threads if each.site and each is not sink.act and not installed(each.file)]
+    at = f": {kept[0].thread} is at {kept[0].site} ({kept[0].text})" if kept else ""
+    why = (
+        f"The main program of {sink.one.process.label} has ended, by its end or by an exception. Python waits for its "
+        f"threads that are no daemons{at}.{_waiting(sink)}"
+    )
+    found = verdict_about("dead", sink.culprits, why, sink.waiters, cause="dead")
+    return replace(found, sites=tuple(sorted({each.site for each in kept})) or found.sites)
 
 
 def ended_children(actor: Actor) -> str:
@@ -205,15 +221,19 @@ def _failing(sink: Sink, actor: Actor) -> bool:
 
 
 def _outside(sink: Sink) -> Verdict | None:
-    """Judge a program that a rank started and that ends the rank's wait, and so that of the others, not."""
-    rank = next((a for a in sink.live if a.pid == sink.one.process.parent and a.rank is not None), None)
-    if sink.one.rank is not None or rank is None or sink.act.kind == "data_loader" or sink.one.moving:
+    """Judge a program that a process started, and that does not end."""
+    by = next((a for a in sink.live if a.pid == sink.one.process.parent), None)
+    no_source = not sink.act.site or sink.act.site.startswith("<")  # as of `python -c`
+    if by is None or sink.one.rank is not None or sink.act.kind == "data_loader" or sink.one.moving:
+        return None
+    if by.rank is None and not (by.activity.kind == "process" and no_source):
         return None
     words = LOCAL.get(sink.act.kind, ("", "does not answer"))[1]
-    why = f"{rank.says}: its program {sink.one.process.label} {words} at {sink.act.site or 'an unknown place'}."
-    found = verdict_about("external wait", [rank], why, [*sink.culprits, *sink.waiters])
-    sites = tuple(sorted({sink.act.site, *found.sites} - {""}))
-    return replace(found, sites=sites, pids=(rank.pid, *(c.pid for c in sink.culprits)))
+    at = "" if no_source else f" at {sink.act.site}"
+    why = f"{by.says}: its program {sink.one.process.label} {words}{at}."
+    found = verdict_about("external wait", [by], why, [*sink.culprits, *sink.waiters])
+    sites = tuple(sorted({"" if no_source else sink.act.site, *found.sites} - {""}))
+    return replace(found, sites=sites, pids=(by.pid, *(c.pid for c in sink.culprits)))
 
 
 def _cleaned_up(sink: Sink) -> Verdict | None:
@@ -301,7 +321,7 @@ def _blocked(sink: Sink) -> Verdict | None:
 
 
 RULES: tuple[Callable[[Sink], Verdict | None], ...] = (
-    _paused, _blocked_loop, _refusing, _dead, _own_waits, _slow, _cleaned_up, _store, _unexplained, _loader, _outside,
-    _retrying, _computing, _polling, _blocked,
+    _paused, _blocked_loop, _refusing, _outlived, _dead, _own_waits, _slow, _cleaned_up, _store, _unexplained, _loader,
+    _outside, _retrying, _computing, _polling, _blocked,
 )  # fmt: skip
 """Rules in the order in which they are asked: the first that answers is right. `_blocked` always answers."""

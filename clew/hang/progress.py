@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from clew.hang import source
 from clew.hang.activity import Activity, activities, activity_of, importing
-from clew.hang.collect import installed
+from clew.hang.inside import PROGRAM, installed
 from clew.hang.observed import Look, Process, Thread
 
 WAITING_NAMES = re.compile(
@@ -81,7 +81,7 @@ def _counters(look: Look, process: Process, sources: Mapping[str, str]) -> dict[
     for thread in look.threads:
         around = ""
         for depth, frame in enumerate(reversed(thread.frames)):
-            if installed(frame.file):
+            if installed(frame.file) and frame.file != PROGRAM:
                 continue
             text = sources.get(frame.file, "")
             loop = source.outermost_loop(text, frame.line)
@@ -203,6 +203,8 @@ def moves(process: Process, sources: Mapping[str, str], world: int | None) -> bo
         # A new work can lie where the last one lay. Only a message wakes up who waits for one.
         messages = all(each.kind in ("send", "recv") for each in every)
         return (woken > 0 and len(works) > 1) or (messages and woken >= 2)
+    if every and all(each.op.endswith("sendall") for each in every) and woken:
+        return True  # it is woken up only when the other side has taken some of it
     if goes_round(process, every, sources):
         return False
     waiting = every and not every[-1].idle_loop and all(each.kind not in ("compute", "unknown") for each in every)
@@ -395,9 +397,9 @@ ACCEPTED = re.compile(
 """Names of counters that grow if not everything is rejected."""
 
 
-KEPT = re.compile(r"(^|_)(accept(ed)?|kept|emitted|passed)(_|$)")
+KEPT = re.compile(r"(^|[_.(])(accept(ed)?|kept|emitted|passed)([_)]|$)")
 """Names of counters that stand still if everything is rejected."""
-MANY = 20
+MANY = 10
 """Number of rounds without anything kept from which a filter is taken to reject everything."""
 
 
@@ -415,12 +417,18 @@ def _keeps_none(process: Process, sources: Mapping[str, str], moved: Mapping[str
     """Return the counter of a function that grew by many while one of what was kept, beside it, stood still; or ""."""
     every = [_counters(look, process, sources) for look in process.looks if look.threads]
     for name in every[-1] if every else ():
-        frame, _, short = name.rpartition(".")
+        frame, short = _frame_and_name(name)
         if KEPT.search(short) and {each.get(name) for each in every} == {every[0].get(name)}:
-            for other in (each for each in moved if each.rpartition(".")[0] == frame):
+            for other in (each for each in moved if _frame_and_name(each)[0] == frame):
                 if every[-1].get(other, 0) - every[0].get(other, 0) >= MANY:
-                    return f"{frame.rpartition(':')[2]}.{other.rpartition('.')[2]} (beside {short})"
+                    return f"{frame.rpartition(':')[2]}.{_frame_and_name(other)[1]} (beside {short})"
     return ""
+
+
+def _frame_and_name(counter: str) -> tuple[str, str]:
+    """Return the frame of a counter of `_counters`, wherever a list lies whose length it is, and its name there."""
+    frame, _, name = re.sub(r"@[0-9a-f]+", "", counter).partition(".")
+    return frame, name
 
 
 def accepts(process: Process, sources: Mapping[str, str]) -> bool:

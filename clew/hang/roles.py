@@ -25,7 +25,7 @@ HELPERS = ("resource_tracker", "forkserver import main", "torch/_inductor/compil
 LAUNCHER = re.compile(r"torch\.distributed\.(run|launch)|torchrun|accelerate.*launch")
 WORKER_PRIORITY = (
     "stdin", "lock", "http", "network", "file", "process", "queue_full", "sleep", "pipe", "compute", "collective",
-    "condition", "future", "select", "queue",
+    "condition", "signal", "future", "select", "queue",
 )  # fmt: skip
 """Kinds of waits of threads and tasks, in the order in which they explain why the main thread waits for them."""
 WAITS_INSIDE = ("queue", "condition", "thread", "future", "pool", "queue_full", "select", "tasks", "rpc")
@@ -156,7 +156,7 @@ def effective(every: Sequence[Activity]) -> Activity:
         return Activity(kind="unknown")
     main = every[0]
     blocks_its_loop = main.in_loop and not main.idle_loop
-    if main.kind not in WAITS_INSIDE or main.cleanup == "destroy" or blocks_its_loop:
+    if main.kind not in WAITS_INSIDE or main.cleanup == "destroy" or blocks_its_loop or main.op == "_shutdown":
         return main
     others = [each for each in every[1:] if each.file and not installed(each.file)]
     blocked = [each for each in others if each.in_loop and not each.idle_loop]

@@ -23,6 +23,7 @@ LOCAL = {
     "queue": ("rollout blocked", "waits for an item in a queue"),
     "queue_full": ("rollout blocked", "waits for room in a full queue"),
     "condition": ("rollout blocked", "waits for a condition that nobody signals"),
+    "signal": ("rollout blocked", "waits for an event, condition or barrier of other processes"),
     "future": ("rollout blocked", "waits for a result"),
     "pool": ("rollout blocked", "waits for a worker pool"),
     "thread": ("rollout blocked", "waits for a thread"),
@@ -114,9 +115,10 @@ def verdict_about(pattern: str, culprits: Sequence[Actor], why: str, others: Seq
 
     The call site is that of the culprits; if they have none, because they have ended, that of who waits for them.
     """
-    sites = {a.activity.site for a in culprits if a.activity.site}
-    if culprits and not sites:
-        sites = {next((a.activity.site for a in others if a.activity.site and not a.dead), "")} - {""}
+    sites = {a.activity.site for a in culprits if a.activity.site and not a.activity.site.startswith("<")}
+    if culprits and not sites:  # one that waits for a process to end is less telling than others
+        waiting = [a.activity for a in others if a.activity.site and not a.dead]
+        sites = {each.site for each in sorted(waiting, key=lambda each: each.kind in ("process", "thread"))[:1]}
     return Verdict(
         pattern=pattern,
         ranks=tuple(sorted({a.rank for a in culprits if a.rank is not None})),

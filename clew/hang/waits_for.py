@@ -10,8 +10,8 @@ from clew.hang.verdict import DISTRIBUTED, MESSAGES, Actor
 
 Edges = dict[int, set[int]]
 TO_OTHERS = (
-    "queue", "queue_full", "pipe", "http", "network", "condition", "future", "pool", "process", "thread", "data_loader",
-    "select", "tasks", "rpc",
+    "queue", "queue_full", "pipe", "http", "network", "condition", "signal", "future", "pool", "process", "thread",
+    "data_loader", "select", "tasks", "rpc",
 )  # fmt: skip
 """Kinds of waits that another process may end."""
 
@@ -86,6 +86,9 @@ def application_edges(live: Sequence[Actor]) -> Edges:
             edges[actor.pid] |= {a.pid for a in live if a.role == "loader" and a.process.parent == actor.pid}
         elif kind in ("queue", "queue_full", "pipe", "process", "condition", "pool", "future"):
             edges[actor.pid] |= children or (set() if kind == "condition" else _piped(actor, live))
+        elif kind == "signal":
+            beside = [a for a in live if a is not actor and a.process.parent == actor.process.parent]
+            edges[actor.pid] |= children or {a.pid for a in beside if a.activity.kind not in ("signal", "process")}
         elif kind == "sleep" and actor.rank is None:
             edges[actor.pid] |= children
     return edges
