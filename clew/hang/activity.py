@@ -155,8 +155,10 @@ def activity_of(process: Process, thread: Thread, sources: Mapping[str, str], wo
         cleanup=next((word for f in frames if (word := source.in_cleanup(sources.get(f.file, ""), f.line))), ""),
         in_loop=any(f.file.endswith("asyncio/events.py") and f.name == "_run" for f in frames)
         and any(f.file.endswith(("asyncio/base_events.py", "uvloop/__init__.py")) for f in frames),
-        idle_loop=frames[0].file.endswith("selectors.py")
-        and any(f.file.endswith("asyncio/base_events.py") for f in frames),
+        idle_loop=(
+            frames[0].file.endswith("selectors.py") and any(f.file.endswith("asyncio/base_events.py") for f in frames)
+        )
+        or (frames[0].file.endswith("asyncio/runners.py") and not thread.active),  # uvloop has no frames of its own
         counters=counters_of(frames),
         thread=thread.name,
         task=thread.task,
@@ -388,6 +390,8 @@ def _native(
                     return found
             if last == "to_here" or (last == "wait" and "rpc_async" in text):
                 return replace(base, kind="rpc", op=last)
+            if last == "get" and owner and not (call.args or call.keywords or thread.active):
+                return replace(base, kind="queue", target=owner, op=last)  # SimpleQueue has no frame of its own
             if last in ("get", "wait") and "store" in owner.lower():
                 return replace(base, kind="store", target=owner, op=last)
             if last == "destroy_process_group":

@@ -88,15 +88,7 @@ def initialisation(ranks: list[Actor]) -> Verdict | None:
 def same_everywhere(ranks: list[Actor]) -> Verdict:
     """Judge ranks that are all in one collective: calls of different steps, or a cause below Python."""
     first = ranks[0].activity
-    # A broadcast with other sources: nobody sends, or several do.
-    if len({a.activity.root for a in ranks}) > 1:
-        roots = Counter(a.activity.root for a in ranks)
-        common, count = roots.most_common(1)[0]
-        odd = [a for a in ranks if a.activity.root != common] if count > len(ranks) / 2 else ranks
-        said = ", ".join(f"{a.activity.root} on rank {a.rank}" for a in ranks[:6])
-        why = f"All ranks are in {first.op} of group {first.group}, but they name different roots: {said}."
-        return verdict_about("collective mismatch", odd, why, ranks, structural=True)
-    if found := _other_shapes(ranks):
+    if found := _other_roots(ranks) or _other_shapes(ranks):
         return found
     if parted := parting(ranks):
         odd, told = parted
@@ -115,6 +107,24 @@ def same_everywhere(ranks: list[Actor]) -> Verdict:
         "Python: the network, a device that stands still, or shapes that differ."
     )
     return verdict_about("same collective everywhere", [], why, ranks, confidence="medium")
+
+
+def _other_roots(ranks: list[Actor], elsewhere: Sequence[Actor] = ()) -> Verdict | None:
+    """Judge ranks in one collective that name different sources or destinations: nobody sends, or several do.
+
+    Args:
+        ranks: The ranks that are in it.
+        elsewhere: Ranks that have left it, as one may that only had to send.
+    """
+    roots = Counter(a.activity.root for a in ranks)
+    if len(roots) < 2:
+        return None
+    common, count = roots.most_common(1)[0]
+    odd = [a for a in ranks if a.activity.root != common] if count > len(ranks) / 2 else ranks
+    first, who = ranks[0].activity, f"Ranks {names(ranks)}" if elsewhere else "All ranks"
+    said = ", ".join(f"{a.activity.root} on rank {a.rank}" for a in ranks[:6])
+    why = f"{who} are in {first.op} of group {first.group}, but they name different roots: {said}."
+    return verdict_about("collective mismatch", odd, why, [*ranks, *elsewhere], structural=True)
 
 
 def _other_shapes(ranks: list[Actor]) -> Verdict | None:
@@ -173,6 +183,10 @@ def cycle(culprits: list[Actor], waiters: list[Actor]) -> Verdict:
         sides = [a for a in culprits if a.rank in gone or not a.activity.peers or gone & set(a.activity.peers)]
         waiters = [*waiters, *(a for a in culprits if a not in sides)]
         return verdict_about("pipeline micro-batch mismatch", sides, why, waiters, structural=True)
+    for key in {(key_of(a.activity), a.activity.op) for a in culprits if a.activity.root}:
+        inside = [a for a in culprits if (key_of(a.activity), a.activity.op) == key]
+        if found := _other_roots(inside, [a for a in [*culprits, *waiters] if a not in inside]):
+            return found
     # Two groups are used in opposite order.
     if len({key_of(a.activity) for a in culprits}) > 1 and not _one_deviates(culprits):
         why = f"The ranks call collectives of different groups in different order, and wait for one another. {told}"

@@ -116,6 +116,16 @@ def load_traced(model: Any, tensors: dict[str, Tensor]) -> dict[str, tuple[Tenso
     return {name: (tensors[name].to("meta"), copies) for name, copies in trace.copies.items()}
 
 
+def packed_weights(model: Any) -> list[tuple[Tensor, str]]:
+    """Return the weights of experts that vLLM's CPU kernels read in a layout of their own, and its name."""
+    found: list[tuple[Tensor, str]] = []
+    for module in model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        isa = getattr(getattr(kernel, "fused_experts", None), "isa", None)
+        found += [(getattr(module, name), isa) for name in ("w13_weight", "w2_weight") if isa is not None]
+    return found
+
+
 class Extension:
     """Methods that `/collective_rpc` can call on each of vLLM's workers."""
 
@@ -124,6 +134,9 @@ class Extension:
 
     copies: ClassVar[dict[str, tuple[Tensor, list[Copied]]]] = {}
     """Tensors of the last update on no device, with where the engine holds them, by name."""
+
+    before_packing: ClassVar[dict[str, list[Any]]] = {}
+    """Answers of `clew_held` about weights that were packed after it: their bytes cannot be compared any more."""
 
     def clew_adapters(self, folder: str) -> dict[str, list[Any]]:
         """Return what the engine holds of each tensor of a folder's adapters, where it computes from, as `clew_held`.
@@ -172,7 +185,15 @@ class Extension:
 
     def _loaded(self, copies: dict[str, tuple[Tensor, list[Copied]]]) -> None:
         """Keep where the engine holds new weights, and have it forget what it computed with others."""
-        Extension.copies = copies
+        Extension.copies, Extension.before_packing = copies, {}
+        model: Any = self.model_runner.model  # pyright: ignore[reportAttributeAccessIssue]
+        if packed := packed_weights(model):
+            places = {weight.untyped_storage().data_ptr() for weight, _ in packed}
+            inside = {n for n, (_, c) in copies.items() if {e.held.untyped_storage().data_ptr() for e in c} & places}
+            Extension.before_packing = {name: held for name, held in self.clew_held().items() if name in inside}
+            pack = vars(import_module("vllm._custom_ops"))["cpu_prepack_moe_weight"]
+            for weight, isa in packed:
+                weight.data.copy_(pack(weight.data, isa))
         self.model_runner.reset_lora_state()  # pyright: ignore[reportAttributeAccessIssue]
         self.model_runner.reset_encoder_cache()  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -199,6 +220,9 @@ class Extension:
         alive = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
         result: dict[str, list[Any]] = {}
         for name, (written, copies) in self.copies.items():
+            if name in self.before_packing:
+                result[name] = self.before_packing[name]
+                continue
             live = [each for each in copies if each.held.untyped_storage().data_ptr() in alive]
             digest = sum(digest_scattered(each.held, each.offset, each.strides, name=name) for each in live) % 2**64
             cast = sorted({str(each.held.dtype) for each in live} - {str(written.dtype)})

@@ -14,6 +14,7 @@ import logging
 import socket
 import uuid
 
+import torch
 from torch import Tensor
 
 from clew.config import SHARED_BY, Config
@@ -26,6 +27,7 @@ from clew.record.broadcast import Broadcast
 from clew.record.run import Server
 from clew.record.weights import Digests
 from clew.training.engine import TrainEngine
+from clew.training.export import public_tensors
 from clew.training.sharding import whole
 
 log = logging.getLogger("clew.trainer")
@@ -45,6 +47,9 @@ class Sender:
         self.control = control
         args = {name.lstrip("-").replace("_", "-"): value for name, value in config.inference.args.items()}
         self._workers = int(args.get(SHARED_BY.get(config.inference.backend, ""), 1))
+        self._public = config.inference.backend != "embedded"
+        self._renamed: dict[str, bool] = {}
+        """True for tensors that are sent under other names than their own."""
         self._sent: int | None = None
         """Version that was sent last."""
         self._makes_checksums = config.inference.backend == "sglang"
@@ -86,6 +91,8 @@ class Sender:
         """Send the tensors once. Return their digests, the servers that received them, and those that failed."""
         if not servers:
             return self._stream(engine, tensors, None)[0], [], {}
+        shells = {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in tensors.items()}
+        planned = {name: each for shell in shells.items() for name, each in self._sent_as(engine, *shell).items()}
         size = 1 + self._workers * len(servers)
         store = broadcast.meeting_point("127.0.0.1", 0, size, leads=True)
         backend = "nccl" if engine.policy.device.type == "cuda" else "gloo"
@@ -99,10 +106,10 @@ class Sender:
                 backend=backend,
                 rank=1 + number * self._workers,
                 size=size,
-                dtypes=[str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
-                shapes=[list(tensor.shape) for tensor in tensors.values()],
-                names=list(tensors),
-                buckets=buckets(tensors, BUCKET),
+                dtypes=[str(tensor.dtype).removeprefix("torch.") for tensor in planned.values()],
+                shapes=[list(tensor.shape) for tensor in planned.values()],
+                names=list(planned),
+                buckets=buckets(planned, BUCKET),
             )
             for number, server in enumerate(servers)
         }
@@ -130,16 +137,24 @@ class Sender:
             full = whole(tensor)  # every rank has its part in it, also if nothing can be sent any more
             if not engine.ranks.leads:
                 continue
-            full = full.contiguous()
-            if group is not None and not error:
-                try:
-                    group.broadcast(full)
-                except broadcast.MemberLost as lost:
-                    error = str(lost)
-            digests[name] = f"{digest_tensor(full, name=name):016x}"
-            if self._makes_checksums:
-                sums.add(name, full.shape, as_array(full))
+            for sent_as, part in self._sent_as(engine, name, full).items():
+                if group is not None and not error:
+                    try:
+                        group.broadcast(part)
+                    except broadcast.MemberLost as lost:
+                        error = str(lost)
+                digests[sent_as] = f"{digest_tensor(part, name=sent_as):016x}"
+                if self._makes_checksums:
+                    sums.add(sent_as, part.shape, as_array(part))
         return Digests(digests=digests, checksums=sums.by_name()), error
+
+    def _sent_as(self, engine: TrainEngine, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """Return what is sent of a tensor, by the names that the servers know: a layer's experts go one by one."""
+        if not self._public or self._renamed.get(name) is False:
+            return {name: tensor.contiguous()}
+        public = public_tensors(engine, {name: tensor})
+        self._renamed[name] = public.keys() != {name}
+        return public
 
 
 def _each_once(state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -81,8 +81,9 @@ class ServerControl:
             taken.append(await engine.load_weights(ref))
 
         self._ask(f"load version {ref.version}", load, servers)
-        for server in servers or []:
-            if server.wants_weights:
+        served = {server.name for server in servers or []}
+        for server in self._run.servers():  # those that died meanwhile are not listed any more
+            if server.wants_weights and server.name in served:
                 self._run.register_server(replace(server, wants_weights=False))
         return max(taken, key=lambda seconds: sum(seconds.values()))
 

@@ -65,6 +65,8 @@ def write_weights(
             if sent is not None or engine.config.inference.backend != "embedded":
                 digests = _digests(tensors) if sent is None else sent["digests"]
                 _check_sent(engine, digests, version)
+                if adapters is None and (public := public_tensors(engine, tensors)).keys() != tensors.keys():
+                    tensors, digests = public, _digests(public)
                 metadata[DIGESTS_KEY] = json.dumps(digests)
             if sent is not None:
                 write_json(aside / BROADCAST_FILE, sent)
@@ -80,6 +82,17 @@ def write_weights(
         probe_ids=probe,
         probe_logprob=probe_logprob(engine, probe),
     )
+
+
+def public_tensors(engine: TrainEngine, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors under the names and in the shapes of published models, which vLLM and SGLang load.
+
+    transformers joins the experts of a layer in memory, for example.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    public = revert_weight_conversion(engine.policy.model, dict(tensors))
+    return {name: tensor.contiguous() for name, tensor in public.items()}
 
 
 def _each_once(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -25,22 +25,29 @@ PATIENCE_S = 500.0
 
 
 @pytest.mark.parametrize(
-    ("backend", "lora_rank", "via"),
+    ("backend", "lora_rank", "via", "family"),
     [
-        ("vllm", None, "disk"),
-        ("vllm", 4, "disk"),
-        ("vllm", None, "collective"),
-        ("sglang", None, "disk"),
-        ("sglang", None, "collective"),
+        ("vllm", None, "disk", "qwen2"),
+        ("vllm", None, "disk", "qwen3_moe"),
+        ("vllm", 4, "disk", "qwen2"),
+        ("vllm", None, "collective", "mixtral"),
+        ("sglang", None, "disk", "qwen2"),
+        ("sglang", None, "collective", "llama"),
     ],
 )
-def test_ten_steps_of_training_and_their_replay(tmp_path: Path, backend: str, lora_rank: int | None, via: str) -> None:
+def test_ten_steps_of_training_and_their_replay(
+    tmp_path: Path, backend: str, lora_rank: int | None, via: str, family: str
+) -> None:
     variable = f"CLEW_{backend.upper()}_PYTHON"
     if not os.environ.get(variable):
         pytest.skip(f"{variable} names no Python; see make test-engines")
     tiny_tokenizer(tmp_path / "model")
-    more = {"num_attention_heads": 2, "num_key_value_heads": 1}  # vLLM's CPU attention takes heads of 32 and more
-    tiny_model(tmp_path / "model", hidden=64, scale=0.1, context=32, more=more)  # as short as the probe of an update
+    more: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    if family != "qwen2":
+        more["head_dim"] = 32  # vLLM's CPU attention takes heads of 32 and more
+    tiny_model(
+        tmp_path / "model", family, hidden=64, scale=0.1, context=32, more=more
+    )  # as short as the probe of an update
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+{i}="}) + "\n" for i in range(40)))
     (tmp_path / "mine.py").write_text("def ones(completion, data):\n    return completion.count('1') / 8\n")
     sections = {
