@@ -114,35 +114,41 @@ def parts_of(name: str) -> list[str]:
     return [name]
 
 
-def checksum(name: str, parts: list[Tensor], dtype: str) -> str:
-    """Return SGLang's checksum of its tensor `name`, which consists of these parts and has this number type."""
+def checksum(name: str, parts: list[Tensor], dtype: str) -> list[str]:
+    """Return SGLang's checksums of its tensor `name`, which consists of these parts and has this number type.
+
+    There are two of a tensor that has a row for each token: SGLang pads it for most models, but not for Gemma 3.
+    """
     digest = hashlib.sha256()
     for part in parts:
         for block in part.blocks(dtype):
             digest.update(block)
+    return _said(name, digest, parts[0].shape, {"F32": 4}.get(dtype, 2))
+
+
+def _said(name: str, digest: Any, shape: Sequence[int], number_bytes: int) -> list[str]:
+    """Return the checksums of a tensor: as it is, and padded if it has a row for each token."""
+    found = [digest.hexdigest()[:16]]
     if name.endswith(BY_VOCABULARY):
-        rows, width = parts[0].shape
-        digest.update(bytes(-rows % PADDED_TO * width * {"F32": 4}.get(dtype, 2)))
-    return digest.hexdigest()[:16]
+        digest.update(bytes(-shape[0] % PADDED_TO * shape[1] * number_bytes))
+        found.append(digest.hexdigest()[:16])
+    return found
 
 
 class Sums:
     """SGLang's checksums of tensors that come one after another, the parts of one that it joins in its order."""
 
     def __init__(self) -> None:
-        self._open: dict[str, Any] = {}
+        self._open: dict[str, tuple[Any, Sequence[int], int]] = {}
 
     def add(self, name: str, shape: Sequence[int], block: Any) -> None:
         """Add a tensor, given its shape and its numbers in memory."""
-        joined = whole_of(name)
-        digest = self._open.setdefault(joined, hashlib.sha256())
-        digest.update(block)
-        if joined.endswith(BY_VOCABULARY):
-            digest.update(bytes(-shape[0] % PADDED_TO * (memoryview(block).nbytes // shape[0])))
+        view = memoryview(block)
+        self._open.setdefault(whole_of(name), (hashlib.sha256(), shape, view.itemsize))[0].update(view)
 
-    def by_name(self) -> dict[str, str]:
-        """Return the checksum of each tensor of SGLang, by its names."""
-        return {name: digest.hexdigest()[:16] for name, digest in self._open.items()}
+    def by_name(self) -> dict[str, list[str]]:
+        """Return the checksums of each tensor of SGLang, by its names, as `checksum` does."""
+        return {name: _said(name, *each) for name, each in self._open.items()}
 
 
 def whole_of(name: str) -> str:
@@ -154,7 +160,7 @@ def whole_of(name: str) -> str:
     return name
 
 
-def checksums(names: Iterable[str], sent: Tensors, dtype: str) -> dict[str, str]:
+def checksums(names: Iterable[str], sent: Tensors, dtype: str) -> dict[str, list[str]]:
     """Return SGLang's checksums of its tensors; those of which a part was not sent are left out.
 
     Args:

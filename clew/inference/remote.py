@@ -293,7 +293,7 @@ class RemoteEngine:
             except BaseException as error:
                 self.core.broken = f"loading version {version} failed: {described(error)}"
                 # Given up meanwhile, its connections are closed; a server that has died cannot have refused.
-                dying = isinstance(error, EngineError) and await self._silence() if self.failure is None else True
+                dying = self.failure is not None or (isinstance(error, EngineError) and not await self._answers())
                 self._open()
                 if dying and isinstance(error, Exception):
                     raise EngineUnreachable(self._backend.address, self.failure or str(error)) from error
@@ -463,16 +463,18 @@ class RemoteEngine:
             ) from None
         return ""
 
-    async def _lives(self) -> bool:
-        """Return whether the engine answers; during an update, in which it has no time, whether its HTTP side does."""
+    async def _answers(self) -> bool:
+        """Return whether the engine answers, also while it is paused; SGLang's /health does not then."""
         try:
             async with asyncio.timeout(HEALTH_S):
-                if self._changing.locked():
-                    return await self._backend.answers()
                 await self._backend.alive()
         except (EngineError, TimeoutError):
             return False
         return True
+
+    async def _lives(self) -> bool:
+        """Return whether the engine answers; during an update, in which it has no time, whether its HTTP side does."""
+        return await (self._backend.answers() if self._changing.locked() else self._answers())
 
     async def _keep_watch(self) -> None:
         """Set `failure` when the server has ended, stands still, or has not answered for `frozen_s`."""

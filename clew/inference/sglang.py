@@ -83,7 +83,7 @@ class SGLangEngine(HTTPEngine):
         self._running = 0
         self._tensors: Tensors = {}
         self._sent: Tensors = {}
-        self._expected: dict[str, str] | None = None
+        self._expected: dict[str, list[str]] | None = None
         """The trainer's checksums of the weights that it broadcast last; None: they came from files, `_sent`."""
         self._dtype = "F32"
         self._held: dict[str, str] = {}
@@ -319,7 +319,7 @@ class SGLangEngine(HTTPEngine):
         expected = self._expected
         if expected is None:
             expected = await asyncio.to_thread(checksums, held, self._sent, self._dtype)
-        if wrong := [name for name, theirs in held.items() if expected.get(name) != theirs]:
+        if wrong := [name for name, theirs in held.items() if theirs not in expected.get(name, ())]:
             unchanged = "They are those of before the update." if held == self._held else ""
             raise EngineError(
                 f"SGLang at {self.address} answered that it loaded version {ref.version}, but {len(wrong)} of its "

@@ -29,8 +29,8 @@ class Digests(TypedDict):
 
     digests: dict[str, str]
     """Digest of each tensor that was sent, in hexadecimal."""
-    checksums: dict[str, str]
-    """SGLang's checksum of each tensor as it joins them; empty if another engine gets them."""
+    checksums: dict[str, list[str]]
+    """SGLang's checksums of each tensor as it joins them; empty if another engine gets them."""
 
 
 def outside_folder(parent: str, run: Path) -> Path:
