@@ -258,13 +258,11 @@ class VLLMEngine(HTTPEngine):
             raise EngineError(
                 f"Cannot load version {ref.version} into vLLM at {self.address}: {error} It was not sent."
             ) from None
-        if ref.was_broadcast():
-            pass  # `receive` has loaded them
-        elif ref.holds_adapters():
+        if ref.holds_adapters():
             adapter = {"lora_name": ADAPTER, "lora_path": ref.path, "load_inplace": True}
             await self._post(LOAD_ADAPTER, adapter)
             self.model = ADAPTER  # requests name it; before, they get the model without
-        else:
+        elif not ref.was_broadcast():
             await self._post("/collective_rpc", {"method": "clew_load", "args": [ref.path]})
         forgotten = await self._request("POST", "/reset_prefix_cache", None)
         if forgotten.get("success") is False:

@@ -32,11 +32,11 @@ def write_weights(
     probe_ids: Sequence[int] | None = None,
     sent: Digests | None = None,
 ) -> WeightRef:
-    """Write the policy's weights in the type that inference computes with, under the names that they have in memory.
+    """Write the policy's weights in the type that inference computes with. Of tied tensors, one is written.
 
-    `save_pretrained` uses other names for some architectures (mixtures of experts, GPT-NeoX). The inference engine's
-    model has the same class as the policy and does not know them. Of tied tensors, one is written. Every rank calls
-    this at once; rank 0 writes.
+    Clew's own engine gets the names that they have in memory, because its model has the same class as the policy. vLLM
+    and SGLang get those of published models, which differ for mixtures of experts, for example. Every rank calls this
+    at once; rank 0 writes.
 
     With adapters that travel alone, only these are written, in peft's form.
 
@@ -52,12 +52,10 @@ def write_weights(
     probe = list(default_probe(engine) if probe_ids is None else probe_ids)
     adapters = engine.policy.adapters if engine.config.sends_adapters else None
     digest = engine.weights_digest()
-    tensors = {}
-    if sent is not None:
-        pass  # gathered once already
-    elif adapters is None:
+    tensors: dict[str, torch.Tensor] = {}  # what was broadcast was gathered for that
+    if sent is None and adapters is None:
         tensors = _each_once(engine.policy.published_state())
-    else:
+    elif sent is None:
         tensors = collect(dict(engine.policy.parameters(trained=True)), engine.ranks)
     if engine.ranks.leads:
         with written_aside(folder) as aside:

@@ -21,10 +21,11 @@ from aiohttp import web
 from safetensors.torch import load_file, save_file
 
 from clew.errors import ConfigError, EngineError, ImageError
-from clew.inference.protocol import Completion, GenerateRequest, SamplingParams
+from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, SamplingParams
+from clew.inference.remote import RemoteCore, RemoteEngine
 from clew.inference.sglang import ROOM, SGLangEngine
 from clew.record.weights import WeightRef
-from tests.engines.updating import update_in_flight
+from tests.engines.updating import config_of, update_in_flight
 from tests.models import picture, tiny_model, tiny_tokenizer
 
 PYTHON = os.environ.get("CLEW_SGLANG_PYTHON", "")
@@ -278,6 +279,21 @@ def test_an_update_that_answers_200_and_changed_nothing(served: Served) -> None:
     with pytest.raises(EngineError, match=r"tensors are not those of .*They are those of before the update") as raised:
         use(served, lambda engine: load(engine, served.ref("two", 5)), drop)
     assert "model.embed_tokens.weight" in str(raised.value)
+
+
+def test_wrong_weights_behind_clew_serve_are_an_error_and_no_sign_of_death(served: Served, tmp_path: Path) -> None:
+    """A paused SGLang does not answer /health. Taken for dead, it would be asked to load the same weights for ever."""
+
+    def drop(path: str, data: dict[str, Any]) -> dict[str, Any] | None:
+        return {**data, "model_path": str(served.folder / "one")} if path == "/update_weights_from_disk" else data
+
+    async def body(engine: SGLangEngine) -> None:
+        config = config_of(tmp_path, served.folder / "one", "sglang")
+        await RemoteEngine(config, RemoteCore(config), engine).load_weights(served.ref("two", 5))
+
+    with pytest.raises(EngineError, match="tensors are not those of") as raised:
+        use(served, body, drop)
+    assert not isinstance(raised.value, EngineUnreachable)
 
 
 def test_an_update_that_never_reached_the_server(served: Served) -> None:

@@ -16,11 +16,8 @@ from clew.waits import Reporter
 PROMPT = [7, 8, 9, 10, 11]
 
 
-def update_in_flight(
-    folder: Path, model: Path, backend: str, address: str, mode: str, refs: list[WeightRef], tokens: int
-) -> list[Completion]:
-    """Return a completion that was in flight when the second weights came, and one that came during the update."""
-    config = Config.model_validate(
+def config_of(folder: Path, model: Path, backend: str, mode: str = "continue") -> Config:
+    return Config.model_validate(
         {
             "experiment": "updates",
             "root": str(folder / "runs"),
@@ -29,6 +26,13 @@ def update_in_flight(
             "inference": {"backend": backend, "on_update": mode},
         }
     )
+
+
+def update_in_flight(
+    folder: Path, model: Path, backend: str, address: str, mode: str, refs: list[WeightRef], tokens: int
+) -> list[Completion]:
+    """Return a completion that was in flight when the second weights came, and one that came during the update."""
+    config = config_of(folder, model, backend, mode)
 
     async def scenario() -> list[Completion]:
         core = RemoteCore(config)
