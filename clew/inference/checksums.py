@@ -168,5 +168,6 @@ def checksums(names: Iterable[str], sent: Tensors, dtype: str) -> dict[str, list
         sent: Tensors that the server loaded.
         dtype: Number type of the server's tensors, such as "BF16".
     """
-    parts = {name: [sent[part] for part in parts_of(name)] for name in names if sent.keys() >= set(parts_of(name))}
-    return {name: checksum(name, found, dtype) for name, found in parts.items()}
+    parts = {name: [name] if name in sent else parts_of(name) for name in names}  # Phi-3's own tensors are joined
+    whole = {name: [sent[part] for part in needed] for name, needed in parts.items() if sent.keys() >= set(needed)}
+    return {name: checksum(name, found, dtype) for name, found in whole.items()}

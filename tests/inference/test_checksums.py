@@ -54,6 +54,13 @@ def test_joined_padded_and_cast_tensors(tmp_path: Path, dtype: torch.dtype, serv
     assert "lm_head.weight" not in checksums(held, read_folder(str(tmp_path)), number)
 
 
+def test_a_tensor_that_the_model_itself_joins(tmp_path: Path) -> None:
+    name = "model.layers.0.self_attn.qkv_proj.weight"
+    tensor = torch.arange(24.0).view(8, 3)
+    save_file({name: tensor}, tmp_path / "model.safetensors")
+    assert checksums([name], read_folder(str(tmp_path)), "F32") == {name: [theirs(tensor)]}
+
+
 def test_parts_of_a_joined_tensor() -> None:
     assert parts_of("model.layers.3.mlp.gate_up_proj.weight") == [
         "model.layers.3.mlp.gate_proj.weight",
