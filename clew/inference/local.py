@@ -19,11 +19,11 @@ import torch
 
 from clew.config import Config
 from clew.errors import EngineError
-from clew.inference.broadcast import MemberLost, joined, received
 from clew.inference.core import Core, Finished
 from clew.inference.embedded import build_engine
 from clew.inference.loading import weights_of
 from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, Parts, Timings
+from clew.inference.weight_group import MemberLost, joined, received
 from clew.models.loading import check_vocabulary, load_model, load_tokenizer, pick_device
 from clew.models.vision import load_vision
 from clew.record.broadcast import Broadcast

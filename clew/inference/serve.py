@@ -224,15 +224,14 @@ async def _load_newest(engine: ServedEngine, run: RunDirectory, entry: Server, r
     """Load the weights that the run announces, until they are the loaded ones.
 
     Weights that are gone are announced and pushed again by the trainer. For example, a run that ended leaves none in
-    shared memory. Weights that were broadcast are asked for.
+    shared memory. Weights that were broadcast are asked for, again if the trainer has taken this server out meanwhile.
     """
-    asked = False
     while (newest := run.newest_weights()) is not None and newest.version != engine.core.version:
         reporter.set(doing=f"loading version {newest.version}")
         if newest.was_broadcast():
-            if not asked:
-                run.register_server(replace(entry, ready=True, wants_weights=True))
-                asked = True
+            asking = replace(entry, ready=True, wants_weights=True)
+            if asking not in run.servers():
+                run.register_server(asking)
             with waiting(f"weights of version {newest.version}, to be broadcast again", unblocks="trainer"):
                 await asyncio.sleep(LOOK_S)
             continue

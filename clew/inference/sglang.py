@@ -312,7 +312,7 @@ class SGLangEngine(HTTPEngine):
             )
 
     async def verify(self, ref: WeightRef) -> None:
-        """Compare the server's checksums with those of the file that it was sent; see the protocol."""
+        """Compare the server's checksums with those of what it was sent; see the protocol."""
         if not self._checks_weights:
             return
         held = await self._checksums()

@@ -23,7 +23,7 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from clew.inference.broadcast import joined, received
+from clew.inference.weight_group import joined, received
 from clew.models.tensor_digest import digest_scattered, digest_tensor
 from clew.record.broadcast import Broadcast
 

@@ -4,7 +4,7 @@
 
     slices of FSDP2 ──► one whole tensor after another ──► rank 0 ──► gloo or NCCL ──► workers of vLLM and SGLang
 
-No rank ever holds more than one whole tensor. A server loads them in buckets. What it then holds is compared with the
+No rank ever holds the whole model. A server loads them in buckets. What it then holds is compared with the
 digests of what was sent, as after an update from disk.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from clew.config import SHARED_BY, Config
 from clew.errors import EngineError
-from clew.inference import broadcast
+from clew.inference import weight_group
 from clew.inference.checksums import Sums
 from clew.loop.server_control import ServerControl
 from clew.models.tensor_digest import as_array, digest_tensor
@@ -94,7 +94,7 @@ class Sender:
         shells = {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in tensors.items()}
         planned = {name: each for shell in shells.items() for name, each in self._sent_as(engine, *shell).items()}
         size = 1 + self._workers * len(servers)
-        store = broadcast.meeting_point("127.0.0.1", 0, size, leads=True)
+        store = weight_group.meeting_point("127.0.0.1", 0, size, leads=True)
         backend = "nccl" if engine.policy.device.type == "cuda" else "gloo"
         name = f"clew-{engine.version}-{uuid.uuid4().hex[:8]}"
         sent = {
@@ -116,8 +116,8 @@ class Sender:
         with self.control.receiving(sent) as outcome:
             group, error = None, ""
             try:
-                group = broadcast.Group(store, name, backend, 0, size)
-            except broadcast.MemberLost as lost:
+                group = weight_group.Group(store, name, backend, 0, size)
+            except weight_group.MemberLost as lost:
                 error = str(lost)
             digests, lost_later = self._stream(engine, tensors, group)
             if group is not None:
@@ -128,7 +128,7 @@ class Sender:
         return digests, outcome.received, outcome.failed
 
     def _stream(
-        self, engine: TrainEngine, tensors: dict[str, Tensor], group: broadcast.Group | None
+        self, engine: TrainEngine, tensors: dict[str, Tensor], group: weight_group.Group | None
     ) -> tuple[Digests, str]:
         """Make each tensor whole, and send it. Return the digests, and why not all were sent; "" if they were."""
         digests: dict[str, str] = {}
@@ -141,7 +141,7 @@ class Sender:
                 if group is not None and not error:
                     try:
                         group.broadcast(part)
-                    except broadcast.MemberLost as lost:
+                    except weight_group.MemberLost as lost:
                         error = str(lost)
                 digests[sent_as] = f"{digest_tensor(part, name=sent_as):016x}"
                 if self._makes_checksums:

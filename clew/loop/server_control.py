@@ -97,7 +97,7 @@ class ServerControl:
         if now < self._looks_again:
             return False
         self._looks_again = now + WANTED_S
-        return any(server.wants_weights for server in self._run.servers())
+        return any(server.ready and server.wants_weights for server in self._run.servers())
 
     @contextmanager
     def receiving(self, sent: dict[Server, Broadcast]) -> Iterator[Outcome]:

@@ -7,7 +7,6 @@ import datetime
 import functools
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -21,7 +20,7 @@ from safetensors.torch import load_file
 
 from clew.config import Config
 from clew.errors import EngineError
-from clew.inference import broadcast
+from clew.inference import weight_group
 from clew.inference.protocol import EngineUnreachable
 from clew.inference.serve import serve
 from clew.loop import sender
@@ -35,9 +34,8 @@ from clew.record.weights import read_broadcast
 from clew.training.engine import TrainEngine
 from tests.inference.test_server import ServerProcess, with_engine
 from tests.models import tiny_model, tiny_tokenizer
+from tests.rollout.test_server_pool import FROZEN_S, until
 from tests.training.sequences import make_batch, make_config
-
-FROZEN_S = 1.0
 
 
 @pytest.fixture
@@ -79,13 +77,6 @@ def serves(server: ServerProcess, version: int) -> bool:
         return False
 
 
-def until(condition: Callable[[], Any], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def test_servers_receive_the_weights_and_no_file_holds_them(folder: Path) -> None:
     with servers(folder, serve, serve) as both, publishing(folder) as (engine, publisher, run):
         for version in range(3):
@@ -106,6 +97,8 @@ def test_a_server_that_starts_later_asks_and_is_sent_the_weights(folder: Path) -
         publisher(engine)  # to none
         late = starting.submit(ServerProcess, folder)
         until(publisher.wanted)
+        run.remove_server("server")
+        until(publisher.wanted)  # taken out, it asks again
         publisher(engine)
         server = late.result(60)
         try:
@@ -119,7 +112,7 @@ def serve_and_fall_in_mid_broadcast(config: Config, number: signal.Signals, **op
     """Serve, and be sent a signal when the first bucket of version 1 has come."""
     from clew.inference import local
 
-    def fall(sent: Broadcast, group: broadcast.Group, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
+    def fall(sent: Broadcast, group: weight_group.Group, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
         for bucket in whole(sent, group, device):
             if sent.version == 1 and not fallen:
                 fallen.append(sent)
@@ -135,7 +128,7 @@ def serve_and_fall_in_mid_broadcast(config: Config, number: signal.Signals, **op
 def test_a_server_that_dies_or_freezes_in_mid_broadcast_is_taken_out_and_the_others_serve_the_weights(
     folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
-    monkeypatch.setattr(broadcast, "PATIENCE", datetime.timedelta(seconds=4))
+    monkeypatch.setattr(weight_group, "PATIENCE", datetime.timedelta(seconds=4))
     monkeypatch.setattr(sender, "BUCKET", 10_000)
     bad = functools.partial(serve_and_fall_in_mid_broadcast, number=number)
     with servers(folder, serve, bad) as both, publishing(folder) as (engine, publisher, run):
@@ -158,7 +151,7 @@ def corrupt(config: Config, **options: Any) -> None:
     """Serve, and receive other numbers than were sent."""
     from clew.inference import local
 
-    def other(sent: Broadcast, group: broadcast.Group, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
+    def other(sent: Broadcast, group: weight_group.Group, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
         for bucket in whole(sent, group, device):
             next(iter(bucket.values())).view(-1)[0] += 1
             yield bucket
