@@ -109,3 +109,19 @@ def test_tensors_that_the_engine_has_cast_are_named(published: tuple[Path, dict[
     folder, digests = published
     found = differences(digests, [loaded(Fused(dtype=torch.float32), folder)])
     assert len(found) == 5 and "norm: held as torch.float32, which is not how it was written" in found
+
+
+def test_weights_that_sleep_of_level_2_has_discarded_are_named_until_they_are_loaded_again(
+    published: tuple[Path, dict[str, str]],
+) -> None:
+    folder, digests = published
+    worker: Any = Extension()
+    model = Fused()
+    worker.model_runner = Runner(model)
+    worker.clew_load(str(folder))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)  # waking gives the same addresses, and nothing of what was there
+    assert differences(digests, [worker.clew_held()]) == [f"{name}: holds other values" for name in digests]
+    worker.clew_load(str(folder))
+    assert differences(digests, [worker.clew_held()]) == []
