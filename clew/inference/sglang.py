@@ -33,6 +33,15 @@ DTYPES = {"float32": "F32", "bfloat16": "BF16"}
 NEEDED = ("/generate", "/abort_request", "/pause_generation", "/continue_generation", "/update_weights_from_disk")
 """Endpoints without which a server cannot be trained with."""
 
+SESSION = (
+    "/init_weights_update_group",
+    "/begin_weight_update",
+    "/update_weights_from_distributed",
+    "/end_weight_update",
+    "/destroy_weights_update_group",
+)
+"""Endpoints of an update session, in which a server takes part in the trainer's broadcasts."""
+
 CPU_OPTIONS = {
     "device": "cpu",
     "attention-backend": "torch_native",
@@ -78,6 +87,8 @@ class SGLangEngine(HTTPEngine):
         super().__init__(address, token)
         self.takes_images = False
         self._model = model
+        self._receives = False
+        """True if the trainer broadcasts its weights."""
         self._checks_weights = False
         self._before_temperature = False
         self._running = 0
@@ -91,7 +102,9 @@ class SGLangEngine(HTTPEngine):
     @classmethod
     def client(cls, config: Config, address: str, vision: Vision | None = None) -> SGLangEngine:
         """Return a client of a server that `launch` has started."""
-        return cls(address, model=config.model.path)
+        engine = cls(address, model=config.model.path)
+        engine._receives = config.weights.via == "collective"
+        return engine
 
     @staticmethod
     def launch(config: Config, port: int, scratch: Path) -> Launch:
@@ -128,6 +141,11 @@ class SGLangEngine(HTTPEngine):
         if missing := [path for path in NEEDED if path not in routes]:
             raise EngineError(
                 f"Cannot train with {self.address}: it does not offer {', '.join(missing)}. Is it SGLang 0.5 or newer?"
+            )
+        if self._receives and (missing := [path for path in SESSION if path not in routes]):
+            raise EngineError(
+                f"Cannot train with SGLang at {self.address}: it does not offer {', '.join(missing)}, with which it "
+                f"receives broadcast weights. Set weights.via to disk, or take a newer SGLang (0.5.23 has them)."
             )
         info = await self._request("GET", "/model_info", None)
         server = await self._request("GET", "/server_info", None)

@@ -28,7 +28,7 @@ from clew.inference.client import HTTPEngine
 from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, SamplingParams
 from clew.inference.remote import RemoteCore, RemoteEngine, free_port, start_remote
 from clew.inference.server_process import ServerProcess
-from clew.inference.sglang import SGLangEngine
+from clew.inference.sglang import NEEDED, SESSION, SGLangEngine
 from clew.inference.vllm import VLLMEngine
 from clew.models.tensor_digest import digest_tensor
 from clew.record.run import RunDirectory
@@ -200,6 +200,23 @@ def test_an_address_that_is_no_inference_server_is_refused_with_what_to_do(
         asyncio.run(attach(address))
     said = str(raised.value)
     assert address in said and ("Give the host:port" in said or "it has no /" in said or "does not offer /" in said)
+
+
+def test_an_sglang_that_takes_part_in_no_broadcast_is_refused_before_the_first(tmp_path: Path) -> None:
+    named = config(args={})
+    named = named.model_copy(update={"weights": named.weights.model_copy(update={"via": "collective"})})
+
+    async def prepare(address: str) -> None:
+        client = SGLangEngine.client(named, address)
+        try:
+            await client.prepare()
+        finally:
+            await client.close()
+
+    paths = {path: {} for path in (*NEEDED, *SESSION[1:])}
+    with answering(200, {"paths": paths}) as address, pytest.raises(EngineError) as raised:
+        asyncio.run(prepare(address))
+    assert f"does not offer {SESSION[0]}," in str(raised.value) and "Set weights.via to disk" in str(raised.value)
 
 
 @pytest.mark.parametrize("engine", [HTTPEngine, SGLangEngine, VLLMEngine])
