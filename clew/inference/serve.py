@@ -225,12 +225,21 @@ async def _load_newest(engine: ServedEngine, run: RunDirectory, entry: Server, r
 
     Weights that are gone are announced and pushed again by the trainer. For example, a run that ended leaves none in
     shared memory. Weights that were broadcast are asked for, again if the trainer has taken this server out meanwhile.
+
+    Raises:
+        EngineError: The weights were refused, or the trainer has given this server up.
+        EngineUnreachable: What is behind this server died or froze.
     """
     while (newest := run.newest_weights()) is not None and newest.version != engine.core.version:
         reporter.set(doing=f"loading version {newest.version}")
         if newest.was_broadcast():
+            if engine.failure is not None:
+                raise EngineUnreachable("here", engine.failure)
             asking = replace(entry, ready=True, wants_weights=True)
-            if asking not in run.servers():
+            listed = [server for server in run.servers() if server.pid == entry.pid]
+            if given_up := "".join(server.given_up for server in listed):
+                raise EngineError(f"The trainer has given this server up: {given_up}")
+            if asking not in listed:
                 run.register_server(asking)
             with waiting(f"weights of version {newest.version}, to be broadcast again", unblocks="trainer"):
                 await asyncio.sleep(LOOK_S)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import socket
 import uuid
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -55,7 +56,7 @@ class Sender:
         self._makes_checksums = config.inference.backend == "sglang"
 
     def __call__(self, engine: TrainEngine) -> tuple[Digests, list[Server]]:
-        """Send the engine's weights to every server that is ready, and again to those that a broadcast does not reach.
+        """Send the engine's weights to every server that is ready, and again to each that the broadcast does not reach.
 
         A second call at the same version sends them to the servers that want them.
 
@@ -66,21 +67,21 @@ class Sender:
             they are told to load this version.
 
         Raises:
-            EngineError: No server has received the weights, and none of them has died.
+            EngineError: No server has received the weights, none of them has died, and no other serves.
         """
         tensors = _each_once(engine.policy.model.state_dict(keep_vars=True))
         left = self.control.ready() if engine.ranks.leads else []
         if self._sent == engine.version:  # the others serve it already
             left = [server for server in left if server.wants_weights]
         self._sent = engine.version
-        reached: list[Server] = []
-        for again in reversed(range(TRIES)):
-            digests, received, failed = self._broadcast(engine, tensors, left)
-            reached += received
-            left = list(failed)
-            if not engine.ranks.agree("whether the weights are sent again", lambda: bool(left and again)):  # noqa: B023
-                break
-        if left and not reached:
+        digests, reached, failed = self._broadcast(engine, tensors, left)
+        for _ in range(TRIES - 1):  # each alone: one that always fails would spoil every broadcast for the others
+            left, failed = list(failed), {}
+            for number in range(engine.ranks.agree("how often the weights are sent again", partial(len, left))):
+                digests, received, lost = self._broadcast(engine, tensors, left[number : number + 1])
+                reached += received
+                failed |= lost
+        if failed and not reached and not self.control.serves_without(list(failed)):
             raise EngineError(f"Version {engine.version} reached no server in {TRIES} broadcasts: {_reasons(failed)}")
         self.control.take_out(failed)
         return digests, reached

@@ -91,6 +91,11 @@ class ServerControl:
         """Return the servers that are ready, or that will be as soon as they have the newest weights."""
         return attached_servers() or [server for server in self._run.servers() if server.ready]
 
+    def serves_without(self, servers: list[Server]) -> bool:
+        """Return whether the run has a server that serves, besides these."""
+        names = {server.name for server in servers}
+        return any(not server.wants_weights and server.name not in names for server in self.ready())
+
     def wanted(self) -> bool:
         """Return whether a server waits for the newest weights to be broadcast. It looks once a second."""
         now = time.monotonic()
@@ -128,9 +133,18 @@ class ServerControl:
                 asking.join()
 
     def take_out(self, failed: Mapping[Server, str]) -> None:
-        """Have servers load the newest weights before they serve again."""
+        """Have servers that did not receive the weights load them before they serve again."""
         for server, reason in failed.items():
-            log.error("server %s did not receive the weights, and is taken out: %s", server.name, reason)
+            self._take_out(server, "receive the weights", reason)
+
+    def _take_out(self, server: Server, what: str, reason: object) -> None:
+        """Have a server load the newest weights before it serves again. End one that was asked for that alone."""
+        named = f"server {server.name} ({server.address})"
+        if server.wants_weights:
+            log.error("%s did not %s, and is given up: %s", named, what, reason)
+            self._run.register_server(replace(server, ready=False, wants_weights=False, given_up=str(reason)))
+        else:
+            log.error("%s did not %s, and is taken out: %s", named, what, reason)
             self._run.remove_server(server.name)
 
     @contextmanager
@@ -178,11 +192,11 @@ class ServerControl:
         servers = self.ready() if servers is None else servers
         outcomes = await asyncio.gather(*(self._ask_one(server, ask) for server in servers), return_exceptions=True)
         refused = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        goes_on = len(refused) < len(servers) or self.serves_without(servers)
         for server, outcome in zip(servers, outcomes, strict=True):
             named = f"server {server.name} ({server.address})"
-            if isinstance(outcome, EngineError) and len(refused) < len(servers):
-                log.error("%s did not %s, and is taken out: %s", named, what, outcome)
-                self._run.remove_server(server.name)
+            if isinstance(outcome, EngineError) and goes_on:
+                self._take_out(server, what, outcome)
             elif isinstance(outcome, BaseException):
                 raise outcome
             elif outcome:

@@ -51,6 +51,8 @@ class Server:
     """True if it has loaded the newest weights, or answers 503 until it has."""
     wants_weights: Flag = False
     """True if it waits for the trainer to broadcast the newest weights."""
+    given_up: str = ""
+    """Reason why the trainer has stopped sending weights to it: it then ends. "" if the trainer has not."""
     token: str = ""
     """Token that is needed for calls that change the server's state."""
 

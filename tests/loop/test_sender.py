@@ -169,6 +169,41 @@ def test_numbers_that_changed_on_their_way_are_named_by_their_tensor(folder: Pat
         assert run.inbox.published() is None
 
 
+def refuse(config: Config, **options: Any) -> None:
+    """Serve, and take part in no broadcast to its end."""
+    from clew.inference import local
+
+    def none(sent: Broadcast, group: weight_group.Group, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
+        raise weight_group.MemberLost("this one is odd")
+        yield {}
+
+    local.received = none
+    serve(config, **options)
+
+
+@pytest.mark.parametrize(("bad", "reason"), [(corrupt, "not those that the trainer sent"), (refuse, "this one is odd")])
+def test_a_server_that_fails_each_time_ends_and_the_others_go_on(
+    folder: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    bad: Callable[..., None],
+    reason: str,
+) -> None:
+    monkeypatch.setattr(weight_group, "PATIENCE", datetime.timedelta(seconds=4))
+    with servers(folder, serve, bad) as [good, wrong], publishing(folder) as (engine, publisher, run):
+        engine.train_step(make_batch())
+        publisher(engine)
+        assert run.inbox.published() == 1
+        until(publisher.wanted)
+        publisher(engine)
+        assert f"server server-1 ({wrong.address}) did not" in caplog.text and "is given up" in caplog.text
+        wrong.process.wait(60)
+        errors = wrong.process.stderr.read()
+        assert "The trainer has given this server up" in errors and reason in errors
+        assert [(server.name, server.ready) for server in run.servers()] == [("server", True)]
+        assert version_of(good) == 1
+
+
 def test_a_server_that_did_not_receive_a_version_refuses_it(folder: Path) -> None:
     with servers(folder, serve) as [server], publishing(folder) as (engine, publisher, run):
         publisher(engine)
