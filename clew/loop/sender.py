@@ -83,7 +83,8 @@ class Sender:
                 failed |= lost
         if failed and not reached and not self.control.serves_without(list(failed)):
             raise EngineError(f"Version {engine.version} reached no server in {TRIES} broadcasts: {_reasons(failed)}")
-        self.control.take_out(failed)
+        for server, reason in failed.items():
+            self.control.take_out(server, "receive the weights", reason)
         return digests, reached
 
     def _broadcast(

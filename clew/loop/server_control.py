@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -132,12 +132,7 @@ class ServerControl:
             with waiting("the servers to have received the weights", unblocks="clew serve"):
                 asking.join()
 
-    def take_out(self, failed: Mapping[Server, str]) -> None:
-        """Have servers that did not receive the weights load them before they serve again."""
-        for server, reason in failed.items():
-            self._take_out(server, "receive the weights", reason)
-
-    def _take_out(self, server: Server, what: str, reason: object) -> None:
+    def take_out(self, server: Server, what: str, reason: object) -> None:
         """Have a server load the newest weights before it serves again. End one that was asked for that alone."""
         named = f"server {server.name} ({server.address})"
         if server.wants_weights:
@@ -196,7 +191,7 @@ class ServerControl:
         for server, outcome in zip(servers, outcomes, strict=True):
             named = f"server {server.name} ({server.address})"
             if isinstance(outcome, EngineError) and goes_on:
-                self._take_out(server, what, outcome)
+                self.take_out(server, what, outcome)
             elif isinstance(outcome, BaseException):
                 raise outcome
             elif outcome:
