@@ -34,6 +34,8 @@ BLOCKED_CALLS = {
     "breakpoint": "stdin", "set_trace": "stdin",
 }  # fmt: skip
 """Calls without a Python frame of their own, and the kind of wait that each is."""
+DATABASE = ("execute", "executemany", "executescript", "commit")
+"""Calls in which SQLite sleeps, and tries again and again to lock its file."""
 KERNEL = {
     "wait_for_partner": "file",
     "anon_pipe_read": "pipe", "pipe_read": "pipe", "pipe_wait": "pipe", "anon_pipe_write": "pipe", "pipe_write": "pipe",
@@ -56,6 +58,8 @@ LIBRARY = (
     (r"/queue\.py$|^queue\.py$", "join", "condition"),
     (r"multiprocessing/pool\.py$", "get|wait|next", "pool"),
     (r"concurrent/futures/\w+\.py$", "result|wait|exception", "future"),
+    (r"urllib3/connectionpool\.py$|httpcore/_sync/connection_pool\.py$",
+     "_get_conn|wait_for_connection", "connections"),
     (r"(urllib|http/client|http|requests|urllib3|httpx\w*|httpcore\w*|aiohttp|socket|ssl)(/\w+)*\.py$",
      "readinto|_read_status|begin|getresponse|urlopen|request|create_connection|read|connect|send", "http"),
     (r"multiprocessing/connection\.py$", r"_?send\w*", "queue_full"),
@@ -112,6 +116,8 @@ class Activity:
     """True for a coroutine of asyncio that waits."""
     is_job: bool = False
     """True for a function that a pool of threads runs, or a rank for another (RPC)."""
+    dispatches: bool = False
+    """True in a function that hands results to those who wait for them in other tasks or threads."""
     heartbeat: bool = False
     """True in a loop that only sleeps and reports, for which nobody waits."""
 
@@ -163,6 +169,7 @@ def activity_of(process: Process, thread: Thread, sources: Mapping[str, str], wo
         thread=thread.name,
         task=thread.task,
         is_job=any(f.file.endswith(JOBS.get(f.name, "-")) for f in frames),
+        dispatches=source.dispatches(text, user.line),
         heartbeat=source.heartbeat(text, user.line),
     )
     if thread.task:
@@ -188,6 +195,8 @@ COROUTINES = (
     (r"asyncio/(tasks|taskgroups|timeouts)\.py$|anyio/.*", "_wait|wait_for|gather|__aexit__|_wait_for_one", "tasks"),
     (r"asyncio/queues\.py$", "get", "queue"),
     (r"asyncio/queues\.py$", "put|join", "queue_full"),
+    (r"aiohttp/connector\.py$|httpcore/_async/connection_pool\.py$",
+     "_wait_for_available_connection|wait_for_connection", "connections"),
     (r"asyncio/(locks|mixins)\.py$", "", "condition"),
     (r"asyncio/subprocess\.py$|asyncio/base_subprocess\.py$", "", "process"),
     (r"asyncio/threads\.py$", "", "future"),
@@ -400,7 +409,9 @@ def _native(
     kernel = KERNEL.get(process.waits_in, "") if main and process.last.state != "R" else ""
     if kernel == "sleep" or not thread.active:
         for name, _ in called:
-            kind = BLOCKED_CALLS.get(name.rpartition(".")[2])
+            if (last := name.rpartition(".")[2]) in DATABASE and (kernel == "sleep" or "sqlite" in text):
+                return replace(base, kind="file", op=last)
+            kind = BLOCKED_CALLS.get(last)
             if kind and (kernel in ("", kind) or kind in ("network", "pipe", "file")):
                 return replace(base, kind=kind, op=name, target=name.rpartition(".")[0])
     around = [n for n in source.enclosing(text, user.line) if isinstance(n, ast.With) and n.lineno == user.line]

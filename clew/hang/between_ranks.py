@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 
+from clew.hang.activity import Activity
 from clew.hang.calls import parting
 from clew.hang.verdict import DISTRIBUTED, MESSAGES, Actor, Verdict, names, verdict_about
 from clew.hang.waits_for import key_of
@@ -107,6 +108,25 @@ def same_everywhere(ranks: list[Actor]) -> Verdict:
         "Python: the network, a device that stands still, or shapes that differ."
     )
     return verdict_about("same collective everywhere", [], why, ranks, confidence="medium")
+
+
+def two_threads(ranks: Sequence[Actor]) -> Verdict | None:
+    """Judge ranks of which two threads are in different collectives of one group: chance decides their order."""
+    crossing: dict[int, list[Activity]] = {}
+    for actor in ranks:
+        inside = [t for t in actor.threads if t.kind == "collective" and key_of(t) == key_of(actor.activity)]
+        if len({(thread.op, thread.site) for thread in inside}) > 1:
+            crossing[actor.pid] = inside
+    if not crossing:
+        return None
+    odd = [a for a in ranks if a.pid in crossing]
+    told = ", ".join(f"{thread.thread} in {thread.op} at {thread.site}" for thread in crossing[odd[0].pid])
+    why = (
+        f"Several threads of rank {names(odd)} are in collectives of group {odd[0].activity.group} at once: {told}. "
+        f"Which comes first is left to chance, and the ranks have chosen differently. Give each thread its own group."
+    )
+    found = verdict_about("collective mismatch", odd, why, ranks, confidence="medium")
+    return replace(found, sites=tuple(sorted({each.site for inside in crossing.values() for each in inside})))
 
 
 def _other_roots(ranks: list[Actor], elsewhere: Sequence[Actor] = ()) -> Verdict | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -162,9 +163,23 @@ def watch(
             # Irregular, so that a loop with the same period is not always met at the same place.
             pause = period_s * (0.6 + 0.8 * (7 * len(processes[0].looks) % 11) / 11) if processes else period_s
             time.sleep(max(0.0, pause - (time.monotonic() - began)))
-    machine = proc.sockets_of_machine()
+    machine, locks = proc.sockets_of_machine(), proc.locks_of_machine()
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        return tuple(pool.map(lambda process: _with_waits(process, machine), processes))
+        processes = list(pool.map(lambda process: _with_waits(process, machine, locks), processes))
+    return tuple(replace(process, outside=outside(process, processes, locks)) for process in processes)
+
+
+def outside(process: Process, job: Sequence[Process], locks: Locks) -> tuple[str, ...]:
+    """Return the processes outside of the job that hold what one waits for: a file's lock, or the pipe of a dead child.
+
+    What a dead child has started may live on, and keep the pipe open from which its parent reads.
+    """
+    pids = {each.pid for each in job}
+    held = {file for each in job for file in each.files}
+    holders = [pid for pid, file, has in locks if has and pid not in pids and str(file) in {*process.wants} - held]
+    if any(each.parent == process.pid and each.last.state == "Z" for each in job):
+        holders += [pid for pid in proc.writers_of(proc.pipes_of(process.pid, os.O_RDONLY)) if pid not in pids]
+    return tuple(f"pid {pid} ({' '.join(proc.command_of(pid))[:80]})" for pid in dict.fromkeys(holders))
 
 
 def describe(pid: int) -> Process:
@@ -186,11 +201,15 @@ def _number(text: str | None) -> int | None:
     return int(text) if text is not None and text.isdigit() else None
 
 
-def _with_waits(process: Process, machine: dict[str, tuple[str, int, int]]) -> Process:
+Locks = Sequence[tuple[int, int, bool]]
+
+
+def _with_waits(process: Process, machine: dict[str, tuple[str, int, int]], locks: Locks) -> Process:
     wchan, target = proc.blocked_in(process.pid)
     listens, peers = proc.sockets_of(process.pid, machine)
     pipes = tuple(sorted({link for link in proc.descriptors_of(process.pid) if link.startswith("pipe:")}))
-    locks = proc.locked_files_of(process.pid)
+    of_others = {file for pid, file, has in locks if has and pid != process.pid} & proc.open_files_of(process.pid)
+    awaited = {file for pid, file, has in locks if not has and pid == process.pid}
     return replace(
         process,
         exit=process.exit or proc.exit_of(process.pid),
@@ -199,7 +218,8 @@ def _with_waits(process: Process, machine: dict[str, tuple[str, int, int]]) -> P
         listens=listens,
         peers=peers,
         pipes=pipes,
-        files=locks,
+        files=tuple(str(file) for pid, file, has in locks if has and pid == process.pid),
+        wants=tuple(map(str, awaited or sorted(of_others))),
         inside=inside(process.pid, process.threads) if process.threads else process.inside,
         calls=calls_of(proc.environment_of(process.pid).get(SOCKET_VARIABLE, "")),
         answers=answers(process, listens),

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from clew.hang.advice import with_advice
-from clew.hang.between_ranks import cycle, initialisation, missing_ranks, same_everywhere
+from clew.hang.between_ranks import cycle, initialisation, missing_ranks, same_everywhere, two_threads
 from clew.hang.calls import where
 from clew.hang.graph import reachable, sinks
-from clew.hang.local_cause import Sink, ended_inside, local_cause, refuses
+from clew.hang.local_cause import Sink, ended_inside, local_cause, locked_file, refuses
 from clew.hang.observed import Snapshot
 from clew.hang.progress import cpu_share, pace, recent
 from clew.hang.roles import actors_of, world_of
@@ -145,7 +145,7 @@ def _by_graph(live: list[Actor], ranks: list[Actor], snapshot: Snapshot) -> Verd
     edges = collective_edges(ranks)
     inside = [a for a in ranks if a.activity.kind == "collective"]
     if edges and not any(edges.values()) and len(inside) == len(ranks) > 1:
-        return same_everywhere(ranks)
+        return two_threads(ranks) or same_everywhere(ranks)
     for pid, targets in application_edges(live).items():
         edges[pid] = edges.get(pid, set()) | targets
     for actor in live:
@@ -154,12 +154,13 @@ def _by_graph(live: list[Actor], ranks: list[Actor], snapshot: Snapshot) -> Verd
     component = _most_waited(_candidates(edges, by_pid), edges)
     culprits = [by_pid[pid] for pid in sorted(component)]
     waiters = [a for a in live if a not in culprits]
+    sink = Sink(culprits=culprits, waiters=waiters, live=live, snapshot=snapshot)
     if len(culprits) > 1 and all(a.rank is not None for a in culprits):
-        found = cycle(culprits, waiters)
+        found = locked_file(sink) or cycle(culprits, waiters)
         # A rank that could run, but got no core, may be just about to leave the collective.
         ready = any(a.process.last.state == "R" for a in culprits)
         return replace(found, structural=found.structural and not ready)
-    found = local_cause(Sink(culprits=culprits, waiters=waiters, live=live, snapshot=snapshot))
+    found = local_cause(sink)
     return _with_those_alike(found, culprits[0], ranks)
 
 

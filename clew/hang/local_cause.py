@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import PurePath
 
 from clew.hang.activity import Activity
 from clew.hang.inside import installed
@@ -21,7 +22,7 @@ from clew.hang.progress import (
     pace,
     refusing,
 )
-from clew.hang.source import calls_at, dotted, loop_at, origin
+from clew.hang.source import calls_at, dotted, enclosing, loop_at, origin
 from clew.hang.verdict import DISTRIBUTED, LOCAL, MESSAGES, Actor, Verdict, names, verdict_about
 from clew.hang.waits_for import TO_OTHERS
 
@@ -102,6 +103,25 @@ def _refusing(sink: Sink) -> Verdict | None:
     by, name = found
     why = f"{by.process.label} rejects everything: {name} grows and nothing is accepted, so no wait can end."
     return verdict_about("rollout blocked", [by], why, sink.waiters, cause="refusing", confidence="medium")
+
+
+def _held_outside(sink: Sink) -> Verdict | None:
+    """Find a process outside of the job that has locked a file, or keeps open the pipe of a child that has ended."""
+    waiting = [a for a in [sink.one, *sink.waiters] if a.process.outside and not a.moving]
+    reading = [a for a in waiting if a.activity.kind in ("process", "pipe") and sink.one.dead]
+    locked = [a for a in waiting if a.activity.kind == "file"]
+    if not reading and not locked:
+        return None
+    one = (reading or locked)[0]
+    by = ", ".join(one.process.outside[:4])
+    if locked:
+        why = f"{one.says}. {by} has locked it, and is no process of this job."
+        return verdict_about("lock or I/O", [one], why, sink.live, cause="file")
+    why = (
+        f"{one.says}. {sink.one.says}, but {by}, which it started, lives and has the pipe still open: reading it "
+        f"ends when that one ends."
+    )
+    return verdict_about("external wait", [one], why, sink.live, cause="pipe")
 
 
 def _dead(sink: Sink) -> Verdict | None:
@@ -236,6 +256,23 @@ def _outside(sink: Sink) -> Verdict | None:
     return replace(found, sites=sites, pids=(by.pid, *(c.pid for c in sink.culprits)))
 
 
+def locked_file(sink: Sink) -> Verdict | None:
+    """Find who has locked the file that another one waits for."""
+    pairs = [
+        (waiting, by)
+        for waiting in [*sink.culprits, *sink.waiters]
+        if waiting.activity.kind == "file" and not waiting.dead
+        for by in sink.culprits
+        if by is not waiting and {*by.process.files} & {*waiting.process.wants}
+    ]
+    if not pairs:
+        return None
+    waiting, by = pairs[0]
+    why = f"{waiting.says}. {by.process.label} has locked that file, and does not unlock it: {by.says}."
+    found = verdict_about("lock or I/O", [by], why, sink.live, cause="file")
+    return replace(found, sites=tuple(sorted({*found.sites, waiting.activity.site} - {""})))
+
+
 def _cleaned_up(sink: Sink) -> Verdict | None:
     """Judge ranks in `destroy_process_group` while another one waits for something that they would have made."""
     cleaning = [a for a in sink.blocked_ranks if a.activity.kind == "destroy"]
@@ -273,7 +310,7 @@ def _computing(sink: Sink) -> Verdict | None:
         return verdict_about("slow", sink.culprits, why, sink.waiters, cause="slow", confidence="medium")
     share = cpu_share(sink.one.process)
     alone = not sink.blocked_ranks and len(sink.live) == 1
-    endless = own_code_only(sink.one.process) and busy(sink.one.process)
+    endless = own_code_only(sink.one.process, sink.act.thread) and busy(sink.one.process)
     text = sink.snapshot.sources.get(sink.act.file, "")
     numeric = [call for call in calls_at(text, sink.act.line) if origin(text, call) in NUMERIC]
     if alone and endless and numeric:
@@ -294,6 +331,22 @@ def _computing(sink: Sink) -> Verdict | None:
         confidence="low" if alone else "medium",
         cause="compute",
     )
+
+
+def _both_poll(sink: Sink) -> Verdict | None:
+    """Judge a program that asks again and again whether its workers are done, while they ask for work."""
+    by = next((a for a in sink.waiters if a.pid == sink.one.process.parent), None)
+    if by is None or sink.act.kind != "sleep" or sink.one.rank is not None or by.activity.kind != "sleep":
+        return None
+    sources, both = sink.snapshot.sources, (sink.act, by.activity)
+    if not all(loop_at(sources.get(each.file, ""), each.line) for each in both):
+        return None
+    why = (
+        f"{by.says}. Its worker {sink.one.process.label} waits for work at {sink.act.site}: {sink.act.text}. So what "
+        f"is awaited was never given to a worker, or was lost."
+    )
+    found = verdict_about("rollout blocked", [by], why, sink.live, cause="sleep", confidence="medium")
+    return replace(found, sites=tuple(sorted({*found.sites, sink.act.site})))
 
 
 def _polling(sink: Sink) -> Verdict | None:
@@ -317,11 +370,41 @@ def _blocked(sink: Sink) -> Verdict | None:
     more = f" It and {len(sink.culprits) - 1} more wait for one another." if len(sink.culprits) > 1 else ""
     why = f"{sink.one.process.label} {words} at {sink.act.site}: {sink.act.text}.{more}{_waiting(sink)}"
     confidence = "high" if sink.blocked_ranks else "medium"
-    return verdict_about(pattern, sink.culprits, why, sink.waiters, confidence=confidence, cause=sink.act.kind)
+    found = verdict_about(pattern, sink.culprits, why, sink.waiters, confidence=confidence, cause=sink.act.kind)
+    holders = lock_holders(sink) if sink.act.kind == "lock" else {}
+    sites = tuple(sorted({*found.sites, *(site for each in holders.values() for site in each)}))
+    return replace(found, explanation=f"{why}{''.join(f' {held}.' for held in holders)}", sites=sites)
+
+
+def lock_holders(sink: Sink) -> dict[str, list[str]]:
+    """Return words about threads that are inside a `with` of a lock of this name, and where they are."""
+    found = dict[str, list[str]]()
+    for thread in sink.one.process.threads:
+        for frame in (each for each in thread.frames if not installed(each.file)):
+            text = sink.snapshot.sources.get(frame.file, "")
+            for node in (each for each in enclosing(text, frame.line) if isinstance(each, ast.With)):
+                locks = [ast.unparse(item.context_expr) for item in node.items]
+                named = [lock for lock in locks if same_name(lock, sink.act.target)]
+                if not named or node.body[0].lineno > frame.line:
+                    continue
+                place = f"{named[0]} at {PurePath(frame.file).name}:{node.lineno}"
+                does = next((a for a in sink.one.threads if a.thread == thread.name and a.site), sink.act)
+                if does.thread == sink.act.thread:
+                    found[f"It has locked {place} itself"] = []
+                else:
+                    words = f"{LOCAL.get(does.kind, ('', does.op))[1]} at {does.site}: {does.text}"
+                    found[f"Thread {thread.name} has locked {place}, and {words}"] = [does.site]
+    return found
+
+
+def same_name(one: str, other: str) -> bool:
+    """Return whether two expressions may name one object: `self.lock` is what others call `self.buffer.lock`."""
+    short, long = sorted((each.removeprefix("self.") for each in (one, other)), key=len)
+    return bool(short) and (long == short or long.endswith(f".{short}"))
 
 
 RULES: tuple[Callable[[Sink], Verdict | None], ...] = (
-    _paused, _blocked_loop, _refusing, _outlived, _dead, _own_waits, _slow, _cleaned_up, _store, _unexplained, _loader,
-    _outside, _retrying, _computing, _polling, _blocked,
+    _paused, _blocked_loop, _refusing, _outlived, _held_outside, _dead, _own_waits, _slow, locked_file, _cleaned_up,
+    _store, _unexplained, _loader, _outside, _retrying, _computing, _both_poll, _polling, _blocked,
 )  # fmt: skip
 """Rules in the order in which they are asked: the first that answers is right. `_blocked` always answers."""

@@ -126,7 +126,11 @@ class Process:
     """TCP ports at the other end of its connections."""
     pipes: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
-    """Locked files that it holds open."""
+    """Inodes of the files that it has locked."""
+    wants: tuple[str, ...] = ()
+    """Inodes of the files that it waits to lock; if there are none, of its open files that others have locked."""
+    outside: tuple[str, ...] = ()
+    """Processes outside of the job that hold what it waits for."""
     exit: str = ""
     """Exit status of a process that has ended."""
     doing: str = ""
@@ -208,7 +212,7 @@ def _process_from(value: dict[str, Any]) -> Process:
         Look(**{**look, "threads": tuple(_thread_from(each) for each in look["threads"])}) for look in value["looks"]
     )
     lists = {name: tuple(value[name]) for name in ("command", "listens", "peers", "pipes", "files", "waits")}
-    more = {name: tuple(value.get(name, ())) for name in ("tasks", "native")}
+    more = {name: tuple(value.get(name, ())) for name in ("tasks", "native", "wants", "outside")}
     alike = tuple((int(rank), int(pid), str(host)) for rank, pid, host in value.get("alike", ()))
     inside = dict(value.get("inside") or {})
     groups = tuple(Group(**{**each, "members": tuple(each["members"])}) for each in inside.get("groups", ()))

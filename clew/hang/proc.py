@@ -160,14 +160,42 @@ def sockets_of(pid: int, machine: dict[str, tuple[str, int, int]]) -> tuple[tupl
     return tuple(sorted(listens)), tuple(sorted({remote for state, _, remote in mine if state == ESTABLISHED}))
 
 
-def locked_files_of(pid: int) -> tuple[str, ...]:
-    """Return the inodes of the files on which a process holds a lock."""
+def locks_of_machine() -> list[tuple[int, int, bool]]:
+    """Return the locks on files: pid, inode, and whether that process has the lock or waits for it."""
+    found = []
+    with suppress(OSError, ValueError, IndexError):
+        for line in (PROC / "locks").read_text().splitlines():
+            words = [word for word in line.split()[1:] if word != "->"]
+            found.append((int(words[3]), int(words[4].rpartition(":")[2]), "->" not in line))
+    return found
+
+
+def open_files_of(pid: int) -> set[int]:
+    """Return the inodes of the files that a process has open."""
+    found = set[int]()
     with suppress(OSError):
-        lines = (PROC / "locks").read_text().splitlines()
-        return tuple(
-            f[5 if "->" not in f else 6] for f in (line.split() for line in lines) if "->" not in f and f[4] == str(pid)
-        )
-    return ()
+        for path in (PROC / str(pid) / "fd").iterdir():
+            with suppress(OSError):
+                found.add(path.stat().st_ino)
+    return found
+
+
+def pipes_of(pid: int, flags: int) -> set[str]:
+    """Return the pipes that a process reads (os.O_RDONLY) or writes (os.O_WRONLY), other than its standard input."""
+    found = set[str]()
+    with suppress(OSError):
+        for path in (PROC / str(pid) / "fd").iterdir():
+            with suppress(OSError):
+                said = re.search(r"flags:\s*(\d+)", (PROC / str(pid) / "fdinfo" / path.name).read_text())
+                if path.name != "0" and said and int(said[1], 8) & os.O_ACCMODE == flags:
+                    found.add(link_of(path))
+    return {link for link in found if link.startswith("pipe:")}
+
+
+def writers_of(pipes: set[str]) -> list[int]:
+    """Return the processes of this machine that can write to one of these pipes."""
+    pids = (int(path.name) for path in PROC.iterdir() if path.name.isdigit())
+    return [pid for pid in pids if pipes_of(pid, os.O_WRONLY) & pipes] if pipes else []
 
 
 def host() -> str:

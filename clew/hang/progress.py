@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from clew.hang import source
-from clew.hang.activity import Activity, activities, activity_of, importing
+from clew.hang.activity import DATABASE, Activity, activities, activity_of, importing
 from clew.hang.inside import PROGRAM, installed
 from clew.hang.observed import Look, Process, Thread
 
@@ -175,6 +175,8 @@ def moves(process: Process, sources: Mapping[str, str], world: int | None) -> bo
     A main thread that is blocked in a collective makes progress if it was woken up. Any other one does if a counter
     advances, or if it passes lines that are not those of one polling loop.
     """
+    if _signals_pile_up(process, sources, world):
+        return False
     moved = moved_counters(process, sources)
     advanced, steady = any(name.startswith("main") for name in moved), busy(process) and _goes_steadily(process)
     process = recent(process)
@@ -208,12 +210,22 @@ def moves(process: Process, sources: Mapping[str, str], world: int | None) -> bo
     if goes_round(process, every, sources):
         return False
     waiting = every and not every[-1].idle_loop and all(each.kind not in ("compute", "unknown") for each in every)
-    asks = has_limit(process) or in_polling_loop(process, sources)
+    asks = has_limit(process) or in_polling_loop(process, sources) or (waiting and every[-1].op in DATABASE)
     if waiting and woken >= 2 and not asks and in_loop(process, sources):
         return (
             True  # woken up again and again in one call, and it is not a loop that polls: it passes through something
         )
     return _passes_lines(process, sources) or _works_in_library(process, sources)
+
+
+def _signals_pile_up(process: Process, sources: Mapping[str, str], world: int | None) -> bool:
+    """Return whether stacks only grow on top of a wait for a lock: signal handlers run there, and wait for it, too."""
+    stacks = [[(f.file, f.function, f.line) for f in reversed(thread.frames)] for thread in _mains_of(process)]
+    every = seen(process, sources, world)
+    for first, activity in zip(stacks[:3], every[:3], strict=True):  # one may have been read within a handler
+        if activity.kind == "lock" and len(first) < len(stacks[-1]):
+            return all(stack[: len(first)] == first for stack in stacks[stacks.index(first) :])
+    return False
 
 
 def _passes_lock(process: Process, sources: Mapping[str, str], world: int | None) -> bool:
@@ -370,8 +382,11 @@ def busy(process: Process) -> bool:
     return cpu_share(process) > SPINNING or never_waited or (len(looks) > 2 and ready >= 0.8 * len(looks))
 
 
-def own_code_only(process: Process) -> bool:
-    """Return whether no look found the main thread in an installed package: it computes in the user's own Python."""
+def own_code_only(process: Process, name: str = "MainThread") -> bool:
+    """Return whether no look found a thread in an installed package: it computes in the user's own Python."""
+    if name != "MainThread":  # a library runs what it does
+        others = [t for look in process.looks for t in look.threads if t.name == name and t.frames]
+        return len(others) > 2 and not any(installed(thread.frames[0].file) for thread in others)
     threads = _mains_of(process)
     return len(threads) > 2 and not any(installed(frame.file) for thread in threads for frame in thread.frames)
 

@@ -24,8 +24,8 @@ WORKER_LOOPS = ("worker", "_process_worker", "_worker_loop", "serve_forever")
 HELPERS = ("resource_tracker", "forkserver import main", "torch/_inductor/compile_worker")
 LAUNCHER = re.compile(r"torch\.distributed\.(run|launch)|torchrun|accelerate.*launch")
 WORKER_PRIORITY = (
-    "stdin", "lock", "http", "network", "file", "process", "queue_full", "sleep", "pipe", "compute", "collective",
-    "condition", "signal", "future", "select", "queue",
+    "stdin", "lock", "http", "network", "file", "process", "queue_full", "connections", "sleep", "pipe", "compute",
+    "collective", "condition", "signal", "future", "select", "queue",
 )  # fmt: skip
 """Kinds of waits of threads and tasks, in the order in which they explain why the main thread waits for them."""
 WAITS_INSIDE = ("queue", "condition", "thread", "future", "pool", "queue_full", "select", "tasks", "rpc")
@@ -159,6 +159,8 @@ def effective(every: Sequence[Activity]) -> Activity:
     if main.kind not in WAITS_INSIDE or main.cleanup == "destroy" or blocks_its_loop or main.op == "_shutdown":
         return main
     others = [each for each in every[1:] if each.file and not installed(each.file)]
+    if any(each.kind == "future" and not each.dispatches for each in others):  # that one shows who waits
+        others = [each for each in others if not each.dispatches]
     blocked = [each for each in others if each.in_loop and not each.idle_loop]
     for kind in WORKER_PRIORITY:
         blocked += [each for each in others if each.kind == kind and each not in blocked and not each.heartbeat]

@@ -219,6 +219,12 @@ def heartbeat(text: str, line: int) -> bool:
     return not leaves and polls(loop, text)
 
 
+def dispatches(text: str, line: int) -> bool:
+    """Return whether a line is in a function with a loop that sets the results of futures."""
+    functions = [each for each in enclosing(text, line) if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    return bool(functions) and loop_at(text, line) is not None and "set_result" in " ".join(calls_of(functions[-1]))
+
+
 def keyword(call: ast.Call, name: str, place: int | None = None) -> ast.expr | None:
     """Return an argument of a call, by its name or by its place."""
     named = next((each.value for each in call.keywords if each.arg == name), None)

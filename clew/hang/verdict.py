@@ -26,6 +26,7 @@ LOCAL = {
     "signal": ("rollout blocked", "waits for an event, condition or barrier of other processes"),
     "future": ("rollout blocked", "waits for a result"),
     "pool": ("rollout blocked", "waits for a worker pool"),
+    "connections": ("rollout blocked", "waits for a connection of its client, whose connections are all in use"),
     "thread": ("rollout blocked", "waits for a thread"),
     "tasks": ("rollout blocked", "waits for other coroutines"),
     "select": ("rollout blocked", "has an event loop with nothing to do"),

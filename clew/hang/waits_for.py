@@ -69,6 +69,8 @@ def application_edges(live: Sequence[Actor]) -> Edges:
             edges[actor.pid] |= {
                 a.pid for a in live if a.pid == actor.process.parent and a.activity.kind in ("process", "tasks")
             }
+        if kind == "file":
+            edges[actor.pid] |= {a.pid for a in live if set(a.process.files) & set(actor.process.wants)} - {actor.pid}
         if kind not in (*TO_OTHERS, "sleep"):
             continue
         if kind == "rpc":  # for those that run a remote call; at the end, for those that still do something else
