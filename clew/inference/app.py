@@ -204,6 +204,7 @@ class Application:
             output: list[int] = []
             logprobs: list[float] = []
             version = 0
+            ends = request.params.stop_ids(self.engine.core.default_stop_ids)
 
             def put(completion: Completion, ended: bool) -> None:
                 shown = self._answer(call, request, completion)
@@ -219,6 +220,8 @@ class Application:
                     version = self.engine.core.version
                 output.append(token)
                 logprobs.append(logprob)
+                if token in ends:  # the last event has it: if that did not come, a client would go on behind the end
+                    return
                 shown = slice(-1 if call.deltas else 0, None)
                 put(
                     Completion(

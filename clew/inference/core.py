@@ -113,11 +113,6 @@ class Core:
     def has_work(self) -> bool:
         return bool(self.waiting) or self.running() > 0
 
-    def stop_ids(self, request: GenerateRequest) -> tuple[int, ...]:
-        """Return the IDs that end this request's sequence."""
-        own = request.params.stop_token_ids
-        return self.default_stop_ids if own is None else own
-
     def limit(self, request: GenerateRequest) -> int:
         """Return the length of prompt and output together at which this request's sequence ends."""
         return min(len(request.input_ids) + request.params.max_new_tokens, self.context)

@@ -187,7 +187,9 @@ class EmbeddedEngine(Core):
         self.prefilled_tokens += sum(map(len, ids))
         sources = [prompts[_prompt_of(request)] for request in admitted]
         self.cache.join(filled, sources, [request.input_ids for request in admitted], longest, ahead)
-        self._rows += [Row(request, self.stop_ids(request), self.limit(request), self._tick) for request in admitted]
+        self._rows += [
+            Row(each, each.params.stop_ids(self.default_stop_ids), self.limit(each), self._tick) for each in admitted
+        ]
         self._rows_changed()
         if len(prompts) < len(admitted):
             logits = logits[sources]

@@ -116,6 +116,10 @@ class SamplingParams:
     Their logprobs are then relative to the tokens that the schema allows.
     """
 
+    def stop_ids(self, default: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the IDs that end a sequence; `default` are the model's own."""
+        return default if self.stop_token_ids is None else self.stop_token_ids
+
     @property
     def cuts(self) -> bool:
         """True if tokens are drawn from a part of the vocabulary. Greedy decoding is scored as if nothing was cut."""

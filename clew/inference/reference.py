@@ -40,7 +40,8 @@ class ReferenceEngine(Core):
             self._output, self._logprobs = [], []
             self._masks = [] if request.sampling_mask and request.params.cuts else None
             self.prefilled_tokens += len(request.input_ids)
-        params, stop_ids, ids = request.params, self.stop_ids(request), request.input_ids + self._output
+        params, ids = request.params, request.input_ids + self._output
+        stop_ids = params.stop_ids(self.default_stop_ids)
         rows = RowParams.stack([params], self.vocab, self.device)
         banned = self.never_drawn
         if len(self._output) < params.min_new_tokens and stop_ids:

@@ -198,11 +198,10 @@ class RemoteEngine:
         SGLang says "abort" of a request that comes to its end in the step in which it is aborted. It would otherwise
         go on behind its end.
         """
-        output_ids, own = completion.output_ids, request.params.stop_token_ids
-        if len(output_ids) <= request.params.min_new_tokens:
+        output_ids, params = completion.output_ids, request.params
+        if len(output_ids) <= params.min_new_tokens:
             return completion
-        stop_ids = self.core.default_stop_ids if own is None else own
-        matched = output_ids[-1] if output_ids[-1] in stop_ids else None
+        matched = output_ids[-1] if output_ids[-1] in params.stop_ids(self.core.default_stop_ids) else None
         matched = matched_stop(request, output_ids, self.core.tokenizer) if matched is None else matched
         return completion if matched is None else replace(completion, finish_reason="stop", matched=matched)
 

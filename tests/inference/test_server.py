@@ -198,6 +198,17 @@ def test_streams(server: ServerProcess) -> None:
     assert parts[-1]["meta_info"]["finish_reason"]["type"] == "length"
 
 
+def test_only_the_last_event_of_a_stream_has_the_end_token(server: ServerProcess) -> None:
+    sampling = {"max_new_tokens": 9, "sampling_seed": 1, "ignore_eos": True}
+    _, whole = post(server, "/generate", {"input_ids": PROMPT, "sampling_params": sampling})
+    end = next(token for token in reversed(whole["output_ids"]) if whole["output_ids"].count(token) == 1)
+    sampling = {"max_new_tokens": 9, "sampling_seed": 1, "stop_token_ids": [end]}
+    _, text = post(server, "/generate", {"input_ids": PROMPT, "sampling_params": sampling, "stream": True})
+    parts = [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n") if line.startswith("data: {")]
+    assert parts[-1]["meta_info"]["finish_reason"]["type"] == "stop" and parts[-1]["output_ids"][-1] == end
+    assert len(parts) > 2 and all(end not in part["output_ids"] for part in parts[:-1])
+
+
 def test_says_that_a_request_is_too_long(server: ServerProcess) -> None:
     with pytest.raises(RequestTooLong, match=r"refused /generate \(400\): the prompt has 256 tokens"):
         with_engine(server, lambda engine: engine.generate(GenerateRequest([7] * 256, SamplingParams())))
