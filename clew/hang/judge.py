@@ -18,6 +18,8 @@ from clew.hang.waits_for import application_edges, collective_edges
 
 SUPERVISING = ("process", "thread", "pool", "future", "tasks")
 """Kinds of waits of a main process that only waits for its children to end."""
+REAPED_S = 1.0
+"""Seconds after its end in which a program's parent takes note of it."""
 
 
 def judge(snapshot: Snapshot) -> Verdict:
@@ -46,9 +48,12 @@ def judge(snapshot: Snapshot) -> Verdict:
 
 
 def _waited_for(actor: Actor, actors: list[Actor]) -> bool:
-    """Return whether a program has ended and its parent has gone on: it waits for the next one, which was not seen."""
+    """Return whether a program has ended and its parent goes on, or is about to: the next one was not seen."""
     parent = next((each for each in actors if each.pid == actor.process.parent), None)
-    return actor.process.last.state == "X" and parent is not None and parent.activity.kind == "process"
+    last = actor.process.last
+    ended = next((look.at for look in actor.process.looks if look.state in "ZX"), last.at)
+    just = last.state == "X" or (last.state == "Z" and last.at - ended < REAPED_S)
+    return just and parent is not None and parent.activity.kind == "process"
 
 
 def _hedged(verdict: Verdict, snapshot: Snapshot, live: list[Actor]) -> Verdict:
