@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from bench.ratios import show
-from clew.launch.ranks import free_port, named
-from clew.processes import die_with_parent
+from clew.launch.ranks import named
+from clew.processes import die_with_parent, free_port
 
 ROUNDS, WARM_UP = 7, 2
 GROUPS, SAMPLES = 16, 4

@@ -10,6 +10,7 @@ import ctypes
 import fcntl
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -96,3 +97,10 @@ def hold_lock(path: Path, what: str, patience_s: float = PATIENCE_S) -> IO[str]:
     file.write(str(os.getpid()))
     file.flush()
     return file
+
+
+def free_port() -> int:
+    """Return a port of 127.0.0.1 on which nobody listens now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -24,17 +24,17 @@ from typing import Any
 from clew.printing import print
 
 ASKING = signal.SIGRTMIN + 11 if hasattr(signal, "SIGRTMIN") else None
-"""Signal with which `clew hang` asks. Nothing else is known to use it; None where there are no such signals."""
+"""Signal with which `clew hang` asks. Nothing else is known to use it; None where real-time signals do not exist."""
 
 LONGEST = 32
-"""Number of frames of one task that are written."""
+"""Maximum number of frames written for one task."""
 
 MOST = 200
-"""Number of different stacks that are written."""
+"""Maximum number of different stacks written."""
 
 
 def arm(path: Path, waits: Callable[[], list[dict[str, Any]]]) -> None:
-    """Have the tasks written to `path` whenever somebody asks. Does nothing outside the main thread.
+    """Install a signal handler that writes tasks and waits to `path`. Does nothing outside the main thread.
 
     Args:
         waits: Returns this process's waits. It runs in the signal handler, so it must not take a lock.
@@ -44,7 +44,7 @@ def arm(path: Path, waits: Callable[[], list[dict[str, Any]]]) -> None:
     pid = os.getpid()
 
     def write(number: int, frame: FrameType | None) -> None:
-        if os.getpid() != pid:  # a fork, which has the handler too
+        if os.getpid() != pid:  # a forked child inherits the handler
             return
         try:
             said = {"pid": pid, "at": time.time(), "tasks": tasks_here(), "waits": waits()}
@@ -59,14 +59,14 @@ def arm(path: Path, waits: Callable[[], list[dict[str, Any]]]) -> None:
 
 
 def tasks_here() -> list[str]:
-    """Return the stacks of the asyncio tasks of all event loops of this process, equal ones together."""
+    """Return the stacks of the asyncio tasks of all event loops of this process; equal stacks are counted once."""
     loops = {id(loop): loop for loop in _loops()}
     stacks = Counter(_stack(task) for loop in loops.values() for task in asyncio.all_tasks(loop))
     return [f"{count} x {stack}" if count > 1 else stack for stack, count in stacks.most_common(MOST)]
 
 
 def _loops() -> list[asyncio.AbstractEventLoop]:
-    """Return the event loops that run, in whatever thread."""
+    """Return the running event loops of all threads."""
     found = list[asyncio.AbstractEventLoop]()
     with suppress(RuntimeError):
         found.append(asyncio.get_running_loop())
@@ -82,7 +82,7 @@ def _loops() -> list[asyncio.AbstractEventLoop]:
 
 
 def _stack(task: asyncio.Task[Any]) -> str:
-    """Return where a task waits, the outermost frame first, and the type of what it waits for."""
+    """Return a task's stack, outermost frame first, and the type of the object that it waits for."""
     lines, awaited = list[str](), task.get_coro()
     while awaited is not None and len(lines) < LONGEST:
         frame = _part(awaited, "frame")

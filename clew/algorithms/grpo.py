@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from clew.algorithms.ppo import loss  # the minimum in equation 3 is PPO's
+from clew.algorithms.ppo import loss  # the minimum in equation 3 is PPO's; `losses.decoupled` adds D_KL
 from clew.algorithms.rewards import EPSILON, Rewards, centred, deviation, within_groups
 
 if TYPE_CHECKING:

@@ -140,10 +140,10 @@ def serve(
 
         serve_in_front(loaded, engine, record, api_key=api_key)
     else:
-        from clew.gateway.standalone import gateway_beside
+        from clew.gateway.standalone import gateway_factory
         from clew.inference.serve import serve as run_server
 
-        beside = gateway_beside(loaded, record)
+        beside = gateway_factory(loaded, record)
         run_server(loaded, beside, api_key=api_key, allow_weights=allow_weights or [], name=name, attach=attach)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from clew.errors import EngineError, EpisodeError
 from clew.gateway.dialect import Ask, Refusal, Reply, Stream, Token, ToolCall, message_of
 from clew.gateway.episode_engine import EpisodeEngine
-from clew.gateway.images import shown_in
+from clew.gateway.images import image_names
 from clew.gateway.interactions import Interaction
 from clew.gateway.output_parser import (
     CALL_CLOSES,
@@ -31,8 +31,8 @@ from clew.gateway.output_parser import (
 )
 from clew.gateway.streaming import Draft, Speech, Transcript
 from clew.gateway.turns import Prompt, Turn, Turns
+from clew.http_server import LARGE_TEXT, max_text
 from clew.inference.protocol import EngineUnreachable, RequestTooLong, SchemaUnsupported
-from clew.listening import LARGE_TEXT, max_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -391,7 +391,7 @@ class AgentSession:
         interaction = await self.engine.generate(
             prompt.input_ids,
             prompt=ask.text if ask.text is not None else ask.messages,
-            images=[ask.images[name] for name in shown_in(ask.messages)],
+            images=[ask.images[name] for name in image_names(ask.messages)],
             index=index,
             on_token=draft.add if draft is not None else None,
             details={"model": ask.model, "tools": ask.shown_tools},

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from clew.gateway.dialect import Ask, Form, Message, Refusal, Reply, Stream, ToolCall, encoded, is_utf8, pieces
-from clew.gateway.fields import LARGEST, Body, Fields, Quiet, SampledBody, read, set_values, text_as
+from clew.gateway.fields import LARGEST, Body, Fields, IgnoresUnknown, SampledBody, read, set_values, text_as
 from clew.gateway.images import Base64, Content, content_of
 from clew.gateway.tools import Function, notes_on_strict, refuse_choice
 
@@ -140,7 +140,7 @@ class _ContinuedThread(Fields):
     previous_message_id: str
 
 
-class _Edit(Quiet):
+class _Edit(IgnoresUnknown):
     type: str
     keep: Any = None
 

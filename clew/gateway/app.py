@@ -28,7 +28,7 @@ from clew.gateway import anthropic_messages, openai_chat, openai_completions, op
 from clew.gateway.agent_session import AgentSession, Submission
 from clew.gateway.dialect import Ask, Dialect, Refusal, encoded, message_of
 from clew.gateway.fields import Fields, read
-from clew.listening import LARGE_BODY
+from clew.http_server import LARGE_BODY
 
 log = logging.getLogger("clew.gateway")
 
@@ -78,7 +78,7 @@ class Sessions(Protocol):
         """Open a session for the caller with `key`, and return it with its own key.
 
         Raises:
-            Refusal: Sessions are opened in another way here.
+            Refusal: Clients cannot open sessions here.
         """
         ...
 
@@ -173,11 +173,11 @@ def application(sessions: Sessions) -> FastAPI:
 
 
 STATUSES: dict[int | str, Any] = {
-    400: "not as the dialect has it, or cannot be honoured",
+    400: "invalid in this dialect, or asks for what cannot be honoured",
     401: "unknown key",
     404: "unknown model, response or interaction",
     413: "too large",
-    503: "the engine is away",
+    503: "the engine does not answer",
 }
 """Descriptions of the error statuses, for every dialect."""
 
@@ -254,7 +254,7 @@ def _with_earlier(session: AgentSession, ask: Ask) -> Ask:
 
 async def _stream(dialect: Dialect, ask: Ask, request: Submission) -> AsyncIterator[bytes]:
     """Yield the dialect's events, and keep-alives between them."""
-    seen, place = False, 0
+    delivered, place = False, 0
     events = dialect.events(ask, request.stream())
     upcoming: asyncio.Future[bytes | None] | None = None
     try:
@@ -268,14 +268,15 @@ async def _stream(dialect: Dialect, ask: Ask, request: Submission) -> AsyncItera
                 break
             answered = request.replies.done()
             yield event
-            seen, place = seen or answered, place + 1
+            # The reply was complete before this event, which the client has taken: the reply counts as read.
+            delivered, place = delivered or answered, place + 1
     except Refusal as refusal:
         yield dialect.refuse_in_stream(refusal, place)
     except Exception as error:
         log.exception("a defect of the gateway, in a stream")
         yield dialect.refuse_in_stream(Refusal(500, f"{type(error).__name__}: {error}"), place)
     finally:
-        request.abandoned = request.abandoned or not seen
+        request.abandoned = request.abandoned or not delivered
         if upcoming is not None:
             upcoming.cancel()
 
@@ -325,7 +326,7 @@ def _is_retry(http: HTTPRequest) -> bool:
 
 
 async def _read(http: HTTPRequest) -> bytes:
-    """Return the body, whose size `clew.listening.Guard` limits.
+    """Return the body, whose size `clew.http_server.Guard` limits.
 
     Raises:
         Refusal: Its objects have too many keys.
@@ -347,7 +348,7 @@ def _object(raw: bytes) -> dict[str, Any]:
 
 
 class AnyBase:
-    """ASGI middleware that takes one base URL from all clients, although only OpenAI's ends in /v1.
+    """ASGI middleware that lets all clients use one base URL, although only OpenAI's ends in /v1.
 
     Anthropic's client adds /v1 itself. So this serves /v1/v1/messages as /v1/messages, and /chat/completions as
     /v1/chat/completions.

@@ -76,7 +76,7 @@ def _differing(before: Message, after: Message) -> str | None:
 
 
 def _moved(recorded: Sequence[Message], sent: Sequence[Message], index: int) -> Difference | None:
-    """Return the messages that were left out or put in at this place, if the others go on as they were; else None."""
+    """Return a difference if messages were removed or inserted before the next one that both share; else None."""
     before, after = [key_of(message) for message in recorded[index:]], [key_of(message) for message in sent[index:]]
     if before[0] == after[0]:
         return None
@@ -90,7 +90,7 @@ def _moved(recorded: Sequence[Message], sent: Sequence[Message], index: int) -> 
         count = after.index(before[0])
         numbers = f"message {index + 1}" if count == 1 else f"messages {index + 1} to {index + count}"
         first = _short(_text(sent[index], "content"))
-        what = f"{numbers} ({sent[index].get('role')}) {'was' if count == 1 else 'were'} put in: {first!r}"
+        what = f"{numbers} ({sent[index].get('role')}) {'was' if count == 1 else 'were'} inserted: {first!r}"
         return Difference(index=index, kind="messages put in", what=what)
     return None
 
@@ -108,7 +108,7 @@ def _changed(before: Message, after: Message, index: int, field: str, *, reply: 
         what = f"the client sends no reasoning back in {place}"
         return Difference(index=index, kind="no reasoning", what=what)
     named = "" if field == "content" else f" in {field}"
-    said = ", not as the model said it," if reply else ""
+    said = " is not what the model said: it" if reply else ""
     what = f"{place}{said} differs{named} {excerpt(_text(before, field), _text(after, field))}"
     return Difference(index=index, kind=f"{role} message", what=what)
 

@@ -141,9 +141,9 @@ class EpisodeEngine:
 
         Args:
             input_ids: Tokens of the prompt.
-            prompt: Text or messages that `input_ids` render, for the record.
+            prompt: Text or messages that were turned into `input_ids`, for the record.
             images: Files (PNG, JPEG) that the tokens show, in order; `engine.see` makes such tokens.
-            index: Index from `reserve`, if the request's place in the episode was settled before; None takes the next.
+            index: Index from `reserve`, if the request's place in the episode was fixed earlier; None: the next one.
             on_token: Called with each token and its logprob in order; never if the engine does not stream.
             details: Further entries for the record, such as the name of the model that a client asked for.
             overrides: Fields of SamplingParams, for this request.
@@ -190,7 +190,7 @@ class EpisodeEngine:
         """
         vision = self.resources.vision
         if vision is None:
-            raise ImageError("the model takes no images.")
+            raise ImageError("the model or its inference engine takes no images.")
         encoded: Any = self.tokenizer(vision.expanded(text, images))
         return list(encoded["input_ids"])
 
@@ -212,7 +212,7 @@ class EpisodeEngine:
         for name in overrides:
             if name not in _PARAMS:
                 near = difflib.get_close_matches(name, _PARAMS, n=1)
-                hint = f" Did you mean {near[0]!r}?" if near else f" There are {', '.join(_PARAMS)}."
+                hint = f" Did you mean {near[0]!r}?" if near else f" Valid names: {', '.join(_PARAMS)}."
                 raise EpisodeError(f"engine.generate takes no sampling parameter {name!r}.{hint}")
         for name in ("stop", "stop_token_ids"):
             if isinstance(overrides.get(name), list):

@@ -15,14 +15,14 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from clew.gateway.dialect import Refusal
 
 LARGEST = 2**31 - 1
-"""Maximum of the counts that a client may send."""
+"""Largest integer that a client may send, such as max_tokens or top_k."""
 
 MAX_NOTES = 100
 """Maximum number of warnings about one request."""
 
 NOT_SERVED = {
-    "input_audio": "the model takes text alone",
-    "file": "the model takes text alone",
+    "input_audio": "the gateway takes text and images only",
+    "file": "the gateway takes text and images only",
 }
 """Reason why a `type` is not served; for other types, the error lists the ones that are."""
 
@@ -37,8 +37,8 @@ IN_CLIENTS = (
 )
 CHANGES_TOKENS = "it changes which tokens are drawn, and the engine has no such setting. Leave it out"
 CHANGES_PROMPT = "it changes the prompt, and the gateway renders the chat template in one way only. Leave it out"
-CHANGES_ANSWER = "the gateway has no such answer. Leave it out"
-ELSEWHERE = "this endpoint has no such setting, although another one has. Leave it out"
+CHANGES_ANSWER = "the gateway cannot answer in that form. Leave it out"
+ELSEWHERE = "it is a setting of another endpoint, not of this one. Leave it out"
 NOT_A_FIELD = "it is an argument of the openai package, not a field. Put what it holds into the request itself"
 
 NEVER: Any = object()
@@ -109,7 +109,7 @@ class Fields(BaseModel):
         known, notes = _known(cls), info.context
         given = set_values(**value)
         for name in given:
-            if name not in known and given.get("role") != "assistant":  # clients keep more of a reply than its words
+            if name not in known and given.get("role") != "assistant":  # clients send replies back with extra fields
                 note = cls._note_on(name, given)
                 assert notes is not None
                 if len(notes) < MAX_NOTES:
@@ -167,7 +167,7 @@ def set_values(**values: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-class Quiet(Fields):
+class IgnoresUnknown(Fields):
     """An object to which clients add fields of their own, which are ignored without a warning."""
 
     @model_validator(mode="before")
@@ -216,7 +216,7 @@ def read(model: type[F], body: dict[str, Any]) -> tuple[F, list[str]]:
     if first["type"] == "extra_forbidden":
         raise Refusal(
             400,
-            f"Cannot honour {param}: no such field is served here. Leave it out.",
+            f"Cannot honour {param}: this endpoint has no such field. Leave it out.",
             param=param,
             code="unknown_parameter",
         )
@@ -229,7 +229,10 @@ def read(model: type[F], body: dict[str, Any]) -> tuple[F, list[str]]:
 
 
 def _path(body: Any, location: tuple[int | str, ...]) -> str:
-    """Return the path of an error in the body, without the names of the union members that pydantic tried."""
+    """Return the path of an error in the body, without the names of the union members that pydantic tried.
+
+    ("tools", 0, "function", "name") is tools.0.name: "function" is not a field there, but the type that was tried.
+    """
     path: list[str] = []
     value: Any = body
     tagged: Any = None

@@ -1,7 +1,7 @@
 """The gateway in front of a server that is up already (`clew serve --engine URL`).
 
 In front of vLLM, SGLang or another `clew serve`, it captures tokens. A provider takes no token IDs: its requests are
-passed on unchanged, and nothing of them can be trained on.
+passed on unchanged, and cannot be trained on.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from clew.config import TOKEN_VARIABLE, Config, provider, server_token
 from clew.errors import EngineError
 from clew.gateway.app import disconnected
 from clew.gateway.episode_engine import sampling_params
-from clew.gateway.standalone import gateway_on
+from clew.gateway.standalone import make_gateway
+from clew.http_server import Access, Listener
 from clew.inference.detection import FoundEngine, find_engine
-from clew.listening import Access, Listener
 from clew.models.loading import load_tokenizer
 from clew.models.vision import load_vision
 from clew.printing import print
@@ -34,11 +34,11 @@ from clew.printing import print
 DROPPED = frozenset(("host", "connection", "content-length", "transfer-encoding", "content-encoding", "keep-alive"))
 """Headers that belong to one connection, and are not passed on."""
 
-UNPACKED = "accept-encoding"
-"""Header that the gateway's own HTTP client sets, because answers are unpacked on their way."""
+ACCEPT_ENCODING = "accept-encoding"
+"""Header that the gateway's own HTTP client sets, because it decompresses the answers."""
 
 
-class PassedOn:
+class PassThrough:
     """ASGI application that passes every request to the provider, with the provider's key, and returns its answer."""
 
     def __init__(self, url: str, api_key: str) -> None:
@@ -56,7 +56,7 @@ class PassedOn:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http"
         came = Request(scope, receive)
-        headers = {name: value for name, value in came.headers.items() if name not in DROPPED | {UNPACKED}}
+        headers = {name: value for name, value in came.headers.items() if name not in DROPPED | {ACCEPT_ENCODING}}
         if self._api_key:
             headers |= {"authorization": f"Bearer {self._api_key}", "x-api-key": self._api_key}
         request = self._client.build_request(
@@ -111,8 +111,8 @@ def serve_in_front(config: Config, url: str, record: Path | None, *, api_key: st
     Args:
         config: Configuration.
         url: Address of the server.
-        record: Run directory that ended sessions are filed in; None: nothing is recorded.
-        api_key: Key that clients have to send; if empty, any key will do on loopback, and one is made elsewhere.
+        record: Run directory that ended sessions are written to; None: nothing is recorded.
+        api_key: Key that clients have to send; "": any key on loopback, and a generated one on other addresses.
 
     Raises:
         EngineError: Nothing answers at `url`, its tokens cannot be recorded, or the listening address cannot be used.
@@ -147,7 +147,7 @@ async def _serve_engine(config: Config, url: str, server: FoundEngine, record: P
     key = key or ("" if loopback else secrets.token_urlsafe(16))
     vision = load_vision(server.model) if server.takes_images else None
     tokenizer = load_tokenizer(server.model)
-    gateway = gateway_on(config, server.engine, tokenizer, server.model, record, key, vision=vision)
+    gateway = make_gateway(config, server.engine, tokenizer, server.model, record, key, vision=vision)
     listener, address = _listen(config.inference.listen)
     print(f"in front of {server.kind} at {url}, with the tokenizer of {server.model}", flush=True)
     if advice := wrong or server.advice:
@@ -167,10 +167,10 @@ async def _serve_engine(config: Config, url: str, server: FoundEngine, record: P
 async def _serve_provider(listen: str, url: str, api_key: str, key: str) -> None:
     if not _is_loopback(listen):
         raise EngineError(
-            f"Cannot listen on {listen}: it would lend your key for {url} to whoever comes. Set inference.listen to "
-            f"127.0.0.1 and a port."
+            f"Cannot listen on {listen}: everyone who can reach it would use your API key for {url}. Set "
+            f"inference.listen to 127.0.0.1 and a port."
         )
-    passed_on = PassedOn(url, api_key)
+    passed_on = PassThrough(url, api_key)
     listener, address = _listen(listen)
     print(
         f"in front of the provider at {url}: requests are passed on as they are. It takes no token ids, so no "

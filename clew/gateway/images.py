@@ -1,4 +1,4 @@
-"""Images in a client's messages: they come as base64 files, and the messages keep only their names."""
+"""Images in a client's messages: they arrive base64-encoded, and the messages keep only their names."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from clew.record.media import media_name
 
 def _decoded(data: Any) -> Any:
     if not isinstance(data, str):
-        return data  # pydantic says what it is
+        return data  # pydantic reports the wrong type
     try:
         return base64.b64decode(data, validate=True)
     except ValueError:
-        raise ValueError(f"{data[:40]!r} is no base64") from None
+        raise ValueError(f"{data[:40]!r} is not base64") from None
 
 
 def _of_data_url(url: Any) -> Any:
@@ -26,7 +26,7 @@ def _of_data_url(url: Any) -> Any:
         return url
     head, comma, data = url.partition(",")
     if not (comma and head.startswith("data:") and head.endswith(";base64")):
-        raise ValueError(f"{url[:40]!r} is no data URL (data:image/png;base64,...); the gateway fetches nothing")
+        raise ValueError(f"{url[:40]!r} is not a data URL (data:image/png;base64,...); the gateway downloads nothing")
     return _decoded(data)
 
 
@@ -34,7 +34,7 @@ Base64 = Annotated[bytes, BeforeValidator(_decoded, json_schema_input_type=str)]
 DataURL = Annotated[bytes, BeforeValidator(_of_data_url, json_schema_input_type=str)]
 
 Content = str | list[dict[str, Any]]
-"""Content of a message: its text, or if it shows images its parts, in order, as chat templates take them."""
+"""Content of a message: its text, or, with images, a list of its parts in order, as chat templates take them."""
 
 
 def content_of(parts: Sequence[str | bytes], images: dict[str, bytes]) -> Content:
@@ -51,7 +51,7 @@ def content_of(parts: Sequence[str | bytes], images: dict[str, bytes]) -> Conten
     return content
 
 
-def shown_in(messages: Sequence[Message]) -> list[str]:
+def image_names(messages: Sequence[Message]) -> list[str]:
     """Return the names of the images in these messages, in order."""
     contents = (message.get("content") for message in messages)
     parts = (part for content in contents if isinstance(content, list) for part in content)

@@ -37,11 +37,11 @@ class Interaction:
     images: tuple[str, ...] = ()
     """Names in media/ of the images that `input_ids` show, in order."""
     sampling_mask: list[list[int]] | None = None
-    """IDs that each output token was drawn from; see `Completion`, as for the next two."""
+    """IDs that each output token was drawn from. For this and the next two fields see `Completion`."""
     sampled_by: list[Span] = field(default_factory=list)
     routed_experts: np.ndarray | None = None
     prompt: str | list[dict[str, Any]] | None
-    """Text or messages that `input_ids` render, if the workflow gave them: for people."""
+    """Text or messages that were turned into `input_ids`, if the workflow gave them; for display only."""
     started_at: float
     finished_at: float
     matched: int | str | None = None
@@ -51,7 +51,7 @@ class Interaction:
 
     @classmethod
     def of(cls, completion: Completion, **known: Any) -> Interaction:
-        """Return the interaction of an engine's completion and the fields that were known before."""
+        """Build an interaction from an engine's completion and the remaining fields."""
         return cls(
             output_ids=completion.output_ids,
             logprobs=completion.logprobs,

@@ -20,15 +20,25 @@ from clew.gateway.dialect import (
     encoded,
     pieces,
 )
-from clew.gateway.fields import LARGEST, Fields, Quiet, SampledBody, Texts, arguments_of, read, set_values, text_as
+from clew.gateway.fields import (
+    LARGEST,
+    Fields,
+    IgnoresUnknown,
+    SampledBody,
+    Texts,
+    arguments_of,
+    read,
+    set_values,
+    text_as,
+)
 from clew.gateway.images import DataURL, content_of
-from clew.gateway.tools import Function, allowed_functions, notes_on_strict, refuse_choice, variables_of_effort
+from clew.gateway.tools import Function, allowed_functions, effort_variables, notes_on_strict, refuse_choice
 
 KEEP_ALIVE = b": waiting for the model\n\n"
 DONE = b"data: [DONE]\n\n"
 
 
-class _Text(Quiet):
+class _Text(IgnoresUnknown):
     type: Literal["text"]
     shown: str = Field(alias="text")
 
@@ -59,7 +69,7 @@ class _CalledFunction(Fields):
     arguments: str
 
 
-class _Call(Quiet):
+class _Call(IgnoresUnknown):
     id: str | None = None
     type: Literal["function"] = "function"
     function: _CalledFunction
@@ -218,7 +228,7 @@ def parse(body: dict[str, Any]) -> Ask:
         n=request.n,
         logprobs=request.top_logprobs if request.logprobs else None,
         stream=request.stream,
-        template={**request.chat_template_kwargs, **variables_of_effort(request.reasoning_effort)},
+        template={**request.chat_template_kwargs, **effort_variables(request.reasoning_effort)},
         notes=notes,
         extras=request.extras(),
     )

@@ -32,7 +32,7 @@ class CompletionRequest(SamplingBody):
     """The body of /v1/completions."""
 
     prompt: Texts = Field(min_length=1, max_length=1)
-    """Text. /generate takes token IDs."""
+    """Text of the prompt. For token IDs use /generate."""
     max_tokens: int = Field(default=16, ge=1, le=LARGEST)  # OpenAI's default
     logprobs: int | None = Field(default=None, ge=0, le=5)
     echo: Literal[False] = False
@@ -101,7 +101,7 @@ def _choice(
 
 
 async def events(ask: Ask, stream: Stream) -> AsyncIterator[bytes]:
-    """Stream chunks of some words, then for each reply a chunk with the finish reason; see `Dialect.events`."""
+    """Stream chunks of text, then for each reply a chunk with the finish reason; see `Dialect.events`."""
     head = _head(ask, stream.ids[0], stream.created_at)
     usage = {"usage": None} if ask.extras["usage"] else {}
     offsets = [0] * len(stream.ids)

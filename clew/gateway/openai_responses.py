@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from clew.gateway.dialect import ANY_OBJECT, Ask, Delta, Form, Refusal, Reply, Stream, Token, ToolCall, encoded, pieces
-from clew.gateway.fields import LARGEST, Fields, Quiet, SampledBody, read, set_values
+from clew.gateway.fields import LARGEST, Fields, IgnoresUnknown, SampledBody, read, set_values
 from clew.gateway.openai_chat import NamedSchema, PlainFormat, logprob_of, refuse
 from clew.gateway.responses_input import Items, messages_of
-from clew.gateway.tools import Function, allowed_functions, notes_on_strict, refuse_choice, variables_of_effort
+from clew.gateway.tools import Function, allowed_functions, effort_variables, notes_on_strict, refuse_choice
 from clew.gateway.turns import Turn
 
 __all__ = ["KEEP_ALIVE", "ResponsesRequest", "events", "parse", "refuse", "refuse_in_stream", "respond", "with_items"]
@@ -37,7 +37,7 @@ class _Namespace(Fields):
     tools: list[_Tool]
 
 
-class _WebSearch(Quiet):
+class _WebSearch(IgnoresUnknown):
     """A tool of the provider's own, which agents offer by default. The model is not told of it; a warning says so."""
 
     type: Literal["web_search", "web_search_preview"]
@@ -106,11 +106,11 @@ class ResponsesRequest(SampledBody):
     reasoning: _ReasoningConfig = _ReasoningConfig()
     stream_options: _StreamOptions | None = None
     truncation: Literal["disabled", "auto"] = "disabled"
-    """Truncation of the context. There never is any; a warning says so."""
+    """Accepted, but the context is never truncated; "auto" gives a warning."""
     background: Literal[False] = False
     metadata: dict[str, str] = Field(default={})
     max_tool_calls: int | None = None
-    """Limit for the provider's own tools, of which there are no calls."""
+    """Limit on calls of the provider's own tools, which are never called here. It has no effect."""
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     store: bool = True
@@ -187,7 +187,7 @@ def parse(body: dict[str, Any]) -> Ask:
         form=_form(request.text.format),
         logprobs=request.top_logprobs if request.top_logprobs or LOGPROBS in request.include else None,
         stream=request.stream,
-        template={**request.chat_template_kwargs, **variables_of_effort(request.reasoning.effort)},
+        template={**request.chat_template_kwargs, **effort_variables(request.reasoning.effort)},
         extras={
             "instructions": request.instructions or None,
             "namespaces": [tool.name for tool in request.tools if isinstance(tool, _Namespace)],
@@ -307,7 +307,7 @@ def _output(ask: Ask, reply: Reply) -> list[dict[str, Any]]:
 def _reasoning(ask: Ask, id: str, text: str) -> dict[str, Any]:
     content = [{"type": "reasoning_text", "text": text}]
     item: dict[str, Any] = {"id": f"rs_{id}", "type": "reasoning", "summary": [], "content": content}
-    if ask.extras.get("encrypted"):  # nothing is secret here; some clients send back nothing else
+    if ask.extras.get("encrypted"):  # base64, not encrypted: some clients send back only this field
         item["encrypted_content"] = base64.b64encode(text.encode()).decode()
     return {**item, "status": "completed"}
 
@@ -373,7 +373,7 @@ async def events(ask: Ask, stream: Stream) -> AsyncIterator[bytes]:
 
 
 def _item_of(ask: Ask, id: str, told: Sequence[Delta], number: int) -> dict[str, Any]:
-    """Return the item that these deltas make. `number` is that of a function call."""
+    """Return the item that these deltas make. `number` is the index of the function call, if it is one."""
     if told[0].call is not None:
         return _function_call(ask, id, number, told[0].call)
     if told[0].reasoning:

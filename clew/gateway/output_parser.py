@@ -4,7 +4,7 @@ If the tokenizer has a response template of its own, that does it (transformers'
 forms that most open models write are read:
 
 Qwen, Hermes    <think>reasoning</think> content <tool_call>{"name": "f", "arguments": {...}}</tool_call> ...
-Llama           {"name": "f", "parameters": {...}}, alone, several separated by semicolons
+Llama           {"name": "f", "parameters": {...}}, with no other text; semicolons between several calls
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def parse_output(
         tokenizer: Tokenizer of the model.
         text: Output without special tokens and without the stop string.
         raw: Output with special tokens.
-        prompt: Text that the output continues; its template may have begun the model's words.
+        prompt: Text that the output continues; the chat template may end it with the output's start, such as <think>.
         tools: Tools that the model may call; if there are none, everything is content.
     """
     if has_template(tokenizer):
@@ -129,6 +129,7 @@ class Reader:
         yield from self._read(final=True)
 
     def _read(self, *, final: bool) -> Iterator[Part]:
+        """Run one state after another, until one does not go on to the next."""
         before = None
         while before != self._state:
             before = self._state
@@ -249,7 +250,7 @@ def _by_template(tokenizer: PreTrainedTokenizerBase, raw: str, prompt: str, tool
     try:
         message = tokenizer.parse_response(raw, prefix=prompt, tools=tools or None)  # pyright: ignore[reportArgumentType]
     except (ValueError, KeyError, TypeError) as error:
-        return Parsed(content=raw, unparsed=f"the tokenizer's response template does not take it ({error})")
+        return Parsed(content=raw, unparsed=f"the tokenizer's response template cannot parse it ({error})")
     assert isinstance(message, dict)
     calls = []
     for call in message.get("tool_calls") or ():

@@ -84,7 +84,7 @@ def reported(sequence: SequenceABC[Interaction]) -> dict[str, Any]:
         columns |= {"sampling_mask_counts": counts, "sampling_mask_ids": np.array(ids, np.int32)}
     spans = [span for each in sequence for span in moved(each.sampled_by, len(each.input_ids))]
     experts: np.ndarray | None = None
-    for interaction in sequence:  # each token's are those with which the engine went on from it
+    for interaction in sequence:  # entry i: the experts chosen when token i was the input
         new = interaction.routed_experts
         experts = new if experts is None or new is None else np.concatenate([experts, new[len(experts) :]])
         if experts is None:
@@ -121,7 +121,7 @@ def turn_returns(
             children[parent].append(id)
     returns: dict[str, float] = {}
     by_index = sorted((interaction for chain in chains for interaction in chain), key=lambda each: -each.index)
-    for interaction in by_index:  # a turn comes before those that follow it
+    for interaction in by_index:  # latest first, so that the returns of later turns are known
         after = [returns[id] for id in children[interaction.id]]
         future = discount * (sum(after) / len(after)) if after else episode
         returns[interaction.id] = rewards.get(interaction.id, 0.0) + future
@@ -146,6 +146,7 @@ def sequences_of(engine: EpisodeEngine, rewards: dict[str, float], known: dict[s
     def named(value: float) -> dict[str, float]:
         if math.isnan(value):
             return {}
+        # The named parts add up to the episode's reward. A turn that got another number has no parts.
         return rewards if value == total else {"reward": value}
 
     return [

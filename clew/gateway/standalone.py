@@ -38,7 +38,7 @@ MAX_SESSIONS = 4096
 """Maximum number of open sessions. Beyond it, the session that was unused for longest is ended."""
 
 MAX_BYTES = 2**30
-"""Maximum size in bytes of the requests of all sessions, which are kept in memory. Beyond it, the same happens."""
+"""Maximum bytes of all sessions' requests, which are kept in memory. Beyond it, sessions are ended likewise."""
 
 ANY_KEY = "sk-clew"
 """API key shown to clients if any key will do, as on a loopback address."""
@@ -48,7 +48,7 @@ UNUSED_S = 60.0
 
 
 class StandaloneSessions:
-    """Sessions by API key: any key that `clew.listening.Guard` lets in, even an empty one, opens a session of its own.
+    """Sessions by API key: any key that `http_server.Guard` lets in, even an empty one, opens a session of its own.
 
     /rl/start_session, which needs the run's token, hands out further keys.
     """
@@ -59,7 +59,7 @@ class StandaloneSessions:
         Args:
             resources: Resources that all sessions share.
             models: Model names that are served.
-            record: Run directory that ended sessions are filed in; None: nothing is recorded.
+            record: Run directory that ended sessions are written to; None: nothing is recorded.
         """
         self.models = models
         self._resources = replace(resources, on_warning=WarningLog(log).add)
@@ -100,7 +100,7 @@ class StandaloneSessions:
         self._end(key)
 
     async def end_idle(self) -> None:
-        """Keep ending sessions that nobody uses, for ever."""
+        """End sessions that have been unused for IDLE_S, in a loop that never returns."""
         while True:
             await asyncio.sleep(IDLE_S / 60)
             since = time.monotonic() - IDLE_S
@@ -134,7 +134,7 @@ class StandaloneSessions:
 
     def _end(self, key: str) -> None:
         session = self._sessions.pop(key)
-        session.end("its client ended it")
+        session.end("it was closed")
         self._file(session)
 
     def _open(self, key: str) -> None:
@@ -160,7 +160,7 @@ class StandaloneSessions:
 
 
 class StandaloneGateway:
-    """The gateway as the application that `clew.inference.serve.serve` runs beside itself."""
+    """The gateway as an application that `clew.inference.serve.serve` runs on its own port."""
 
     def __init__(self, sessions: StandaloneSessions, tokenizer: PreTrainedTokenizerBase, key: str) -> None:
         self.app = AnyBase(application(sessions))
@@ -193,24 +193,24 @@ class StandaloneGateway:
             )
 
     async def run(self) -> None:
-        """End sessions that nobody uses, and at the end all sessions."""
+        """End unused sessions while the server runs, and all sessions when it stops."""
         try:
             await self._sessions.end_idle()
         finally:
             self._sessions.end_all()
 
 
-def gateway_beside(config: Config, record: Path | None) -> Callable[[Any, str], StandaloneGateway]:
+def gateway_factory(config: Config, record: Path | None) -> Callable[[Any, str], StandaloneGateway]:
     """Return a function that makes the gateway; the server calls it once it has its engine."""
 
     def make(engine: Any, key: str) -> StandaloneGateway:
         core = engine.core
-        return gateway_on(config, engine, core.tokenizer, config.model.path, record, key, vision=core.vision)
+        return make_gateway(config, engine, core.tokenizer, config.model.path, record, key, vision=core.vision)
 
     return make
 
 
-def gateway_on(
+def make_gateway(
     config: Config,
     engine: Any,
     tokenizer: PreTrainedTokenizerBase,
@@ -227,7 +227,7 @@ def gateway_on(
         engine: Engine that generates.
         tokenizer: Tokenizer of the model.
         model: Folder or hub name of the model.
-        record: Run directory that ended sessions are filed in; None: nothing is recorded.
+        record: Run directory that ended sessions are written to; None: nothing is recorded.
         key: API key that clients have to send; empty if any will do.
         vision: Image input, if the model and the engine take images.
     """

@@ -16,7 +16,7 @@ from clew.gateway.agent_session import AgentSession, Limits
 from clew.gateway.app import ASGI, AnyBase, application
 from clew.gateway.dialect import Refusal
 from clew.gateway.episode_engine import EpisodeEngine
-from clew.listening import Access, Listener
+from clew.http_server import Access, Listener
 
 T = TypeVar("T")
 
@@ -79,7 +79,7 @@ class EpisodeSessions(EpisodeKeys[AgentSession]):
 
     async def end(self, key: str) -> None:
         """See `Sessions.end`: requests are refused from now on. Everything so far counts when the episode ends."""
-        self.find(key).end("its client ended it")
+        self.find(key).end("it was closed")
 
 
 class ServingThread:

@@ -79,7 +79,7 @@ def allowed_functions(
     return allowed, mode, note
 
 
-def variables_of_effort(effort: str | None) -> dict[str, Any]:
+def effort_variables(effort: str | None) -> dict[str, Any]:
     """Return the variables of the chat template for a reasoning effort."""
     if effort is None:
         return {}

@@ -28,7 +28,7 @@ from jinja2 import Environment, TemplateError, meta
 from clew.errors import ImageError
 from clew.gateway.branches import Difference, excerpt, first_difference, key_of
 from clew.gateway.dialect import Ask, Message, Refusal, Reply, message_of
-from clew.gateway.images import shown_in
+from clew.gateway.images import image_names
 from clew.models.vision import Sight
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ class Turns:
             return Prompt(input_ids=self._encode(ask.text, special=True), rendered=ask.text)
         if ask.images and self._vision is None:
             raise Refusal(400, "the model is handed tokens, and takes no images.", param="messages")
-        images = shown_in(ask.messages) if ask.images else []
+        images = image_names(ask.messages) if ask.images else []
         rendered = self._render(ask, ask.messages) + begin
         self._refuse_what_never_fits(rendered, "messages")
         rewritten: Turn | None = None
@@ -335,7 +335,7 @@ class Turns:
         if self._vision is None:
             return str(text)
         try:
-            return self._vision.expanded(str(text), [ask.images[name] for name in shown_in(messages)])
+            return self._vision.expanded(str(text), [ask.images[name] for name in image_names(messages)])
         except ImageError as error:
             raise Refusal(400, str(error), param="messages") from None
 
@@ -436,7 +436,7 @@ def with_one_system(messages: Sequence[Message]) -> list[Message]:
     Many templates accept only one, and some agents send several.
     """
     systems = list(itertools.takewhile(lambda message: message["role"] == "system", messages))
-    if len(systems) < 2 or shown_in(systems):
+    if len(systems) < 2 or image_names(systems):
         return list(messages)
     said = "\n\n".join(message["content"] for message in systems)
     return [{"role": "system", "content": said}, *messages[len(systems) :]]

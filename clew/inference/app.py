@@ -21,6 +21,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from clew.errors import EngineError
+from clew.http_server import ASGI, LARGE_BODY, LARGE_TEXT, Message, Receive, Send, max_text, respond
 from clew.inference.local import LocalEngine
 from clew.inference.protocol import (
     Completion,
@@ -32,7 +33,6 @@ from clew.inference.protocol import (
 )
 from clew.inference.remote import RemoteEngine
 from clew.inference.shapes import Ask, Call, answer, parse_call
-from clew.listening import ASGI, LARGE_BODY, LARGE_TEXT, Message, Receive, Send, max_text, respond
 from clew.models.vision import Vision
 from clew.reading import wrong_field
 from clew.record.broadcast import Broadcast
@@ -49,7 +49,7 @@ ServedEngine = LocalEngine | RemoteEngine
 
 
 class Application:
-    """ASGI application of `clew serve`. `clew.listening.Guard`, which stands before it, decides who may call it."""
+    """ASGI application of `clew serve`. `clew.http_server.Guard`, which stands before it, decides who may call it."""
 
     def __init__(
         self,

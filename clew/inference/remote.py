@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -34,6 +33,7 @@ from clew.models.architecture import context_in
 from clew.models.folder import config_of
 from clew.models.loading import load_tokenizer
 from clew.models.vision import load_vision
+from clew.processes import free_port
 from clew.record.broadcast import Broadcast
 from clew.record.files import write_json
 from clew.record.run import RunDirectory
@@ -554,10 +554,3 @@ def start_remote(config: Config, run: RunDirectory, name: str = "server", attach
     client = kind.client(config, f"127.0.0.1:{port}", core.vision)
     log_file = run.logs / f"{config.inference.backend}{name.removeprefix('server')}.log"
     return RemoteEngine(config, core, client, launch, log_file, options_file=options_file)
-
-
-def free_port() -> int:
-    """Return a port of 127.0.0.1 that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

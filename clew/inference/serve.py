@@ -20,11 +20,11 @@ import uvloop
 
 from clew.config import SERVERS_VARIABLE, Config, server_token
 from clew.errors import EngineError, RecordError
+from clew.http_server import ASGI, Access, Listener
 from clew.inference.app import Application, ServedEngine
 from clew.inference.local import load_engine
 from clew.inference.protocol import EngineUnreachable
 from clew.inference.remote import RemoteEngine, start_remote
-from clew.listening import ASGI, Access, Listener
 from clew.printing import print
 from clew.record.run import RunDirectory, Server
 from clew.record.weights import outside_folder

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from clew.errors import ConfigError, Interrupted, LaunchError, RecordError
-from clew.processes import PARENT_VARIABLE, SOCKET_VARIABLE
+from clew.processes import PARENT_VARIABLE, SOCKET_VARIABLE, free_port
 
 ERROR_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 """Variable that names the file where a rank writes why it failed, as in torch.distributed.elastic. torchrun and `place`
@@ -194,10 +193,3 @@ def _told(path: Path) -> tuple[float, str] | None:
         return float(message["extraInfo"]["time"]), str(message["message"])
     except (RecordError, LookupError, TypeError, ValueError):
         return None
-
-
-def free_port() -> int:
-    """Return a port of this machine on which nobody listens now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]

@@ -60,7 +60,7 @@ def repeats(then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
 def how_to_compare(recorded: dict[str, Any], engine: TrainEngine) -> tuple[Tolerance, str]:
     """Return the tolerance for comparing a step, and the reason if it is not bit for bit.
 
-    Equality bit for bit is promised on the CPU, with the same ranks, threads and packages (see DESIGN).
+    Equality bit for bit is promised on the CPU, with the same ranks, threads and packages (see docs/design.md).
     """
     then, now = ({**each, "rounding": None} for each in (environment_of(recorded), environment(engine)))
     flat_then, flat_now = ({**each, **each["packages"], "packages": None} for each in (then, now))

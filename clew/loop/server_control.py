@@ -27,10 +27,10 @@ ANSWER_TIMEOUT_S = 120.0
 the newest weights before it comes back."""
 
 POLL_S = 0.01
-"""Seconds between two looks for a batch or an evaluation."""
+"""Seconds between checks for a batch or an evaluation."""
 
 WANTED_S = 1.0
-"""Seconds between two looks whether a server waits for a broadcast."""
+"""Seconds between checks for servers that wait for a broadcast."""
 
 LEASE_S = 60.0
 """Seconds without a word from the trainer after which a server that released its memory takes it back and serves."""
@@ -38,7 +38,7 @@ LEASE_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The servers that were asked to take part in a broadcast; those that died or froze are in neither."""
+    """The servers that were asked to take part in a broadcast; those that died or froze are in neither field."""
 
     received: list[Server]
     failed: dict[Server, str]
@@ -46,7 +46,7 @@ class Outcome:
 
 
 class ServerControl:
-    """The servers of a run, which are all asked at once."""
+    """Client of all inference servers of a run, which are asked at the same time."""
 
     def __init__(
         self, run: RunDirectory, lease_s: float = LEASE_S, frozen_s: float = FROZEN_S, *, patient: bool = False
@@ -57,8 +57,8 @@ class ServerControl:
             run: The run directory.
             lease_s: Seconds for which the servers release their memory; renewed after each third of it.
             frozen_s: Seconds without an answer after which a server counts as frozen.
-            patient: Whether servers finish what they generate before they load weights (inference.on_update: wait), so
-                that there is no limit for it.
+            patient: True if servers finish what they generate before they load weights (inference.on_update: wait).
+                There is no time limit then.
         """
         self._limit_s = None if patient else ANSWER_TIMEOUT_S
         self._frozen_s = frozen_s
@@ -106,7 +106,7 @@ class ServerControl:
 
     @contextmanager
     def receiving(self, sent: dict[Server, Broadcast]) -> Iterator[Outcome]:
-        """Have servers take part in a broadcast, which the block makes. What is yielded holds after the block."""
+        """Have servers receive the broadcast that the block sends. The yielded outcome is complete after the block."""
         outcome = Outcome(received=[], failed={})
 
         async def ask(server: Server) -> None:
@@ -133,7 +133,7 @@ class ServerControl:
                 asking.join()
 
     def take_out(self, server: Server, what: str, reason: object) -> None:
-        """Have a server load the newest weights before it serves again. End one that was asked for that alone."""
+        """Take out a server until it has loaded the newest weights; give up one that was already waiting for them."""
         named = f"server {server.name} ({server.address})"
         if server.wants_weights:
             log.error("%s did not %s, and is given up: %s", named, what, reason)
@@ -200,7 +200,7 @@ class ServerControl:
                 )
 
     async def _ask_one(self, server: Server, ask: Ask) -> str:
-        """Ask a server. Return why it did not do it, and was taken out; "" if it did.
+        """Ask a server, and return why it was taken out; "" if it did what was asked.
 
         Raises:
             EngineError: It refused.
@@ -216,9 +216,9 @@ class ServerControl:
                 asking.result()
                 return ""
             late = self._frozen_s if freezing.done() else ANSWER_TIMEOUT_S
-            how = "it does not answer" if freezing.done() else "it has not done so"
+            how = "it has not answered for" if freezing.done() else "it did not finish within"
             self._run.register_server(replace(server, ready=False))
-            return f"{how} for {late:.0f} s"
+            return f"{how} {late:.0f} s"
         except EngineUnreachable as error:
             self._run.remove_server(server.name)
             return str(error)

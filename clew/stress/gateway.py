@@ -12,7 +12,7 @@ from clew.config import provider
 from clew.errors import RecordError
 from clew.gateway.agent_session import Limits
 from clew.gateway.episode_engine import MAX_NEW_TOKENS, EpisodeEngine, Resources
-from clew.gateway.front import PassedOn
+from clew.gateway.front import PassThrough
 from clew.gateway.thread import GatewayThread, ServingThread
 from clew.inference.detection import find_engine
 from clew.inference.protocol import Completion, Engine, GenerateRequest, SamplingParams
@@ -95,7 +95,7 @@ class BeforeProvider:
 
     def __init__(self, url: str, api_key: str) -> None:
         self.requests = Requests()
-        passed_on = PassedOn(url, api_key)
+        passed_on = PassThrough(url, api_key)
         self._provider = NotedProvider(passed_on, self.requests)
         self._thread = ServingThread(self._provider, close=passed_on.close)
         self.base_url, self.sessions = self._thread.base_url, self._provider.keys.count

@@ -19,7 +19,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from clew.gateway.app import dialect_of, json_response, key_of
 from clew.gateway.dialect import Refusal
-from clew.gateway.front import PassedOn
+from clew.gateway.front import PassThrough
 from clew.gateway.thread import EpisodeKeys
 from clew.stress.requests import Request, Requests
 
@@ -97,7 +97,7 @@ class Asking:
 class NotedProvider:
     """ASGI app that passes requests on to a provider and notes them. Use it from one event loop."""
 
-    def __init__(self, passed_on: PassedOn, requests: Requests) -> None:
+    def __init__(self, passed_on: PassThrough, requests: Requests) -> None:
         self._passed_on = passed_on
         self._requests = requests
         self.keys: EpisodeKeys[Asking] = EpisodeKeys()

@@ -1,9 +1,9 @@
 """The attention of transformers' models while they are trained, for rows that are padded or packed into one.
 
-It is transformers' own attention (`sdpa`, or `eager` for architectures that have no other, such as Gemma 2), called for
-separate rows with the masks of separate rows. On the CPU, short rows are computed here: two products and a softmax are
-up to a fifth faster there, forward and backward together, than torch's kernel, which is made for many tokens. Laptops
-train such small models and short rows.
+It calls transformers' own attention (`sdpa`, or `eager` for architectures that have no other, such as Gemma 2) as if
+the rows were not packed. On the CPU, this module computes short rows by two products and a softmax. That is up to a
+fifth faster, forward and backward together, than torch's kernel, which is made for many tokens. Training on a laptop
+has such rows.
 
 On CUDA, torch's kernel for rows of any length (`varlen_attn`, which is FlashAttention) takes packed rows as they lie,
 without padding. It takes half precisions and plain causal attention; other packed rows, such as those of float32 and
@@ -30,19 +30,19 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from clew.training.packing import Packed
 
 NAMES = {"sdpa": "clew_sdpa", "eager": "clew_eager"}
-"""Name under which each of transformers' attentions is registered when it is called from here."""
+"""Name under which this module registers its version of each of transformers' attentions."""
 
 SHORT = 128
 """Number of tokens up to which two products and a softmax are faster than torch's kernel."""
 
 SHARED_KEYS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-"""Argument that tells `varlen_attn` that heads share keys; some versions of torch find it out themselves."""
+"""Argument that tells `varlen_attn` that heads share keys; versions of torch without it detect this themselves."""
 
 _packed: ContextVar[Packed | None] = ContextVar("packed", default=None)
 
 
 @contextmanager
-def attending_within(packed: Packed | None) -> Iterator[None]:
+def packed_attention(packed: Packed | None) -> Iterator[None]:
     """Let forward passes inside the block take one packed row; None: padded rows, one below the other.
 
     Packed forward passes need an attention_mask of ones: without one, transformers would make a mask of [P, P].
@@ -54,14 +54,14 @@ def attending_within(packed: Packed | None) -> Iterator[None]:
         _packed.reset(token)
 
 
-def repeated_within() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return the two contexts for torch's activation checkpointing, so that the recomputation in the backward pass uses
     the same packing as now."""
-    return nullcontext(), attending_within(_packed.get())
+    return nullcontext(), packed_attention(_packed.get())
 
 
 def use_attention(model: Any) -> bool:
-    """Make `model` compute its attention here.
+    """Make `model` use this module's attention.
 
     Returns:
         False if its architecture does not allow that; the model is then unchanged.
@@ -91,7 +91,7 @@ def attend(
     packed = _packed.get()
     if packed is None:
         repeated = attention_mask is not None and attention_mask.numel() == 0
-        assert not repeated, "a forward pass of packed rows is repeated, but not as repeated_within says"
+        assert not repeated, "packed rows are recomputed outside their packing: pass context_fn=checkpoint_contexts"
         return inner(module, query, key, value, attention_mask, **kwargs)[0], None
     assert attention_mask is not None, f"{type(module).__name__} attends without a mask"
     if inner is _sdpa and not attention_mask.numel() and _kernel_takes(module, query, value, **kwargs):
@@ -104,7 +104,7 @@ def attend(
 def _kernel_takes(
     module: torch.nn.Module, query: Tensor, value: Tensor, *, dropout: float = 0.0, position_bias: Any = None, **_: Any
 ) -> bool:
-    """Return whether torch's kernel computes this attention, given that plain causal attention is enough."""
+    """Return whether torch's kernel supports this attention, which has no mask besides causality."""
     half = query.device.type == "cuda" and query.dtype in (torch.bfloat16, torch.float16)
     dim = query.shape[-1]
     plain = not dropout and position_bias is None and getattr(module, "is_causal", True)
@@ -117,7 +117,7 @@ def _attend_packed(query: Tensor, key: Tensor, value: Tensor, packed: Packed, sc
     shared = SHARED_KEYS if query.shape[1] != key.shape[1] else {}
     rows = (packed.limits_R1, packed.limits_R1, packed.longest, packed.longest)
     found = varlen_attn(query, key, value, *rows, scale=scaling, window_size=(-1, 0), **shared)  # (-1, 0): causal
-    assert isinstance(found, Tensor)  # without its sums, which nobody asked for
+    assert isinstance(found, Tensor)  # the log-sum-exps were not requested
     return found[None]
 
 
@@ -131,16 +131,16 @@ def _sdpa(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Return the attention of transformers' `sdpa`. Few tokens in float32 on the CPU are computed without torch's
+    """Return the attention of transformers' `sdpa`. Short float32 rows on the CPU are computed without torch's
     kernel."""
     n, heads, length, dim = query.shape
     plain = attention_mask is None and not dropout and kwargs.get("position_bias") is None  # a mask: a sliding window
-    slow_here = query.dtype != torch.float32 or query.device.type != "cpu" or length > SHORT
-    if not plain or slow_here or key.shape[2] != length or not getattr(module, "is_causal", True):
+    kernel_is_faster = query.dtype != torch.float32 or query.device.type != "cpu" or length > SHORT
+    if not plain or kernel_is_faster or key.shape[2] != length or not getattr(module, "is_causal", True):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    kv_heads = key.shape[1]  # the heads that share a key are that key's queries: nothing is repeated
+    kv_heads = key.shape[1]  # grouped queries: heads that share a key become its rows, not copies
     query = (query * (scaling if scaling is not None else dim**-0.5)).reshape(n, kv_heads, -1, dim)
     scores = (query @ key.transpose(2, 3)).view(n, kv_heads, -1, length, length) + _future(length)
     weights = torch.softmax(scores, -1).view(n, kv_heads, -1, length)
@@ -156,7 +156,7 @@ def _future(length: int) -> Tensor:
 def _mask(plain: Callable[..., Tensor | None], *, attention_mask: Tensor | None, **kwargs: Any) -> Tensor | None:
     """Return transformers' mask.
 
-    For packed rows it is only the mask of the longest row, [1, 1, T, T], whose corner serves each shorter row. It is
+    For packed rows it is only the mask of the longest row, [1, 1, T, T]; shorter rows use its top left corner. It is
     empty when plain causal attention is enough.
     """
     packed = _packed.get()

@@ -19,11 +19,11 @@ many, so some may be empty. The plan is valid JSON and goes into the record.
 """
 
 
-ENOUGH = 2048
-"""Number of tokens from which a padded micro-batch is large enough to be closed before much shorter rows."""
+CLOSE_AFTER_TOKENS = 2048
+"""Number of tokens after which a padded micro-batch is closed when the next row is much shorter."""
 SHORT = 0.75
-"""Share of a micro-batch's longest row below which a row counts as much shorter: padding would cost more than a pass.
-"""
+"""Share of a micro-batch's longest row below which a row counts as much shorter: padding it would cost more than
+another forward pass."""
 
 
 def plan_step(
@@ -43,7 +43,7 @@ def plan_step(
         lengths: Number of tokens of each row.
         group_ids: Group of each row.
         minibatches: Number of mini-batches; fewer if there are fewer groups.
-        budget: See `deal`, as for packed, ranks and width.
+        budget: See `deal`, also for packed, ranks and width.
     """
     rows_of: dict[str, list[int]] = {}
     for row, group_id in enumerate(group_ids):
@@ -67,11 +67,11 @@ def plan_step(
 def deal(
     lengths: Sequence[int], rows: Sequence[int], *, budget: int, packed: bool, ranks: int = 1, width: int = 1
 ) -> list[list[int]]:
-    """Return micro-batches of at most `budget` tokens for all ranks: one of each rank in turn.
+    """Return the micro-batches of all ranks: the first of each rank, then the second of each, ... Some may be empty.
 
     Args:
         packed: See `pack`.
-        width: The model's hidden size, which determines from which length attention costs more than the rest.
+        width: The model's hidden size; it sets the length above which attention costs more than the rest.
     """
     shares = balance(lengths, rows, ranks=ranks, width=width)
     plans = [pack(lengths, share, budget=budget, packed=packed) for share in shares]
@@ -83,8 +83,8 @@ def balance(lengths: Sequence[int], rows: Sequence[int], *, ranks: int, width: i
     """Return the rows of each rank, such that all ranks have about equally much to compute.
 
     The costliest row comes first, and each goes to the rank with the least work so far. The cost of T tokens in one row
-    is T x (12 x width + T): in a layer of the usual proportions a token takes 24 x width^2 multiplications outside
-    attention, and 2 x width for each token that it attends to.
+    is T x (12 x width + T): in a layer of the usual proportions a token takes 24 x width^2 FLOPs outside attention, and
+    on average 2 x width for each token of its row in causal attention.
     """
     if ranks == 1:
         return [list(rows)]
@@ -109,7 +109,7 @@ def pack(lengths: Sequence[int], rows: Sequence[int], *, budget: int, packed: bo
     longest = taken = 0
     for row in sorted(rows, key=lambda row: (-lengths[row], row)):
         full = taken + (lengths[row] if packed else longest) > budget
-        wasteful = not packed and taken >= ENOUGH and lengths[row] < SHORT * longest
+        wasteful = not packed and taken >= CLOSE_AFTER_TOKENS and lengths[row] < SHORT * longest
         if not micro_batches or full or wasteful:
             micro_batches.append([])
             longest, taken = lengths[row], 0
@@ -130,7 +130,7 @@ def loss_weights(batch: Sequence[record.Sequence], plan: Plan, algorithm: Algori
     """Return the factor for the losses of each row's tokens, [rows] float32; None: 1 for all.
 
     With these factors, the mean loss over all tokens of a mini-batch is the mean that algorithm.loss_mean asks for.
-    Rows without trained tokens, and those that algorithm.overlong_filter leaves out, count in no denominator.
+    Rows without trained tokens, and those that algorithm.overlong_filter leaves out, are not counted in a mean.
     """
     if algorithm.loss_mean == "token" and not algorithm.overlong_filter:
         return None

@@ -38,7 +38,7 @@ class Contribution:
     logprobs_N: np.ndarray
     losses_N: np.ndarray
     weights_N: np.ndarray
-    """Strength with which each token pulls: |d loss / d logprob| x (1 - probability), which reaches its own logit."""
+    """Gradient at each token's own logit after temperature: |d loss / d logprob| x (1 - probability)."""
     rejected_N: np.ndarray | None
     """Reason for which each token was rejected, see `clew.algorithms.rejection`; None without rejection."""
     first_not_finite: str | None
@@ -49,9 +49,9 @@ class Contribution:
 def contributions(engine: TrainEngine, step: Prepared) -> Iterator[Contribution]:
     """Yield the contribution of each sequence to each update of a step.
 
-    The updates are made, or left out, as the step would do. Afterwards the engine has the weights of the next version,
-    or those that it had when training.on_bad_gradient ended the step. The gradient of a whole mini-batch is computed
-    first, as the step does, then that of each sequence alone.
+    Each update is also applied or skipped, as in a real step. Afterwards the engine has the weights of the next
+    version, or those at which training.on_bad_gradient=stop ended the step. The gradient of a whole mini-batch is
+    computed first, as in a real step, then that of each sequence alone.
     """
     for number, minibatch in enumerate(step.plan):
         trained = sum(step.tokens.trained_in(rows) for rows in minibatch)
@@ -87,8 +87,8 @@ class CriticContribution:
 
 
 def critic_contributions(engine: TrainEngine, step: Prepared) -> Iterator[CriticContribution]:
-    """Yield the contribution of each sequence to each of the critic's updates, which are made meanwhile; nothing if
-    there is no critic."""
+    """Yield the contribution of each sequence to each update of the critic, and apply the updates. Yield nothing
+    without a critic."""
     if engine.critic is None or step.values_S is None or step.returns_S is None:
         return
     critic, old_S, returns_S, done = engine.critic, step.values_S, step.returns_S, Fitted()
@@ -101,7 +101,7 @@ def critic_contributions(engine: TrainEngine, step: Prepared) -> Iterator[Critic
             yield CriticContribution(row=row, loss=float(loss_N.sum()) / trained, gradient_norm=norm)
         try:
             critic.update(step.tokens, minibatch, old_S, returns_S, done, step=engine.version)
-        except GradientError:  # which ended the step
+        except GradientError:  # the step ended here
             return
 
 
@@ -112,10 +112,10 @@ def _backward(
     trained: int,
     before: Callable[[MicroBatch, Tensor, Tensor], None] | None = None,
 ) -> tuple[MicroBatch, Tensor, PolicyLoss]:
-    """Add the gradient of these rows.
+    """Add the gradient of these rows to the optimizer's.
 
     Args:
-        before: Called with the results, after they are computed and before the gradient is.
+        before: Called with the micro-batch, its logprobs and its losses, before the backward pass.
 
     Returns:
         The micro-batch, and the logprobs and the loss of its trained tokens.
@@ -169,7 +169,7 @@ def first_not_finite(engine: TrainEngine, step: Prepared, row: int) -> str | Non
     """
     for name, parameter in engine.policy.model.named_parameters():
         if not bool(parameter.isfinite().all()):
-            return f"the parameter {name}{_place(parameter)}: before anything was computed"
+            return f"the parameter {name}{_place(parameter)}, before the forward pass"
     found: list[str] = []
 
     def forward_hook(name: str) -> Any:
@@ -196,7 +196,7 @@ def first_not_finite(engine: TrainEngine, step: Prepared, row: int) -> str | Non
                 at = int(micro.where_N[bad[0]]) - int(step.tokens.starts[row])
                 found.append(f"the {what} of token {at} of {step.tokens.ids[row]} ({len(bad)} tokens)")
 
-        loss = f"loss (algorithm.loss={engine.config.algorithm.loss}, of finite logprobs)"
+        loss = f"loss (algorithm.loss={engine.config.algorithm.loss}; its logprobs are finite)"
         check("logprob", logprobs_N.detach())
         check(loss, losses_N)
         logprobs_N.register_hook(lambda gradient_N: check(f"gradient of the {loss} at the logprob", gradient_N))

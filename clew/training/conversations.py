@@ -1,8 +1,8 @@
 """Conversations as training data: the tokens of chat messages, and which of them the assistant wrote.
 
-The chat template decides both. A template that marks the assistant's words with ``{% generation %}`` is asked. For any
-other template, the text of a turn is what it adds to the text of the messages before, which ends in the generation
-prompt::
+The chat template decides both. A template that marks the assistant's words with ``{% generation %}`` gives the mask
+itself. For any other template, the text of a turn is what rendering it adds to the rendered messages before it, which
+end in the generation prompt::
 
     <|user|>1+1=<|assistant|>              messages before the turn, with generation prompt
     <|user|>1+1=<|assistant|>2<eos>        messages up to the turn: the turn is "2<eos>"
@@ -42,7 +42,7 @@ def encode_conversation(messages: list[Any], tools: Any, tokenizer: Any, where: 
     """
     said = [_for_template(message, f"{where}: message {number}") for number, message in enumerate(messages, start=1)]
     if not any(message["role"] == "assistant" for message in said):
-        raise DataError(f"{where}: no message is the assistant's, so there is nothing to train on.")
+        raise DataError(f"{where}: no message has the role assistant, so there is nothing to train on.")
     try:
         if _GENERATION.search(tokenizer.get_chat_template(None, tools)):
             ids, mask = _as_marked(said, tools, tokenizer)
@@ -77,9 +77,9 @@ def _by_prefixes(messages: list[Message], tools: Any, tokenizer: Any, where: str
         after = whole if place + 1 == len(messages) else render(messages[: place + 1], generation=False)
         if not (after.startswith(before) and whole.startswith(after)):
             raise DataError(
-                f"{where}: message {place + 1}: cannot find this turn's tokens, because the chat template writes the "
-                f"conversation differently when it goes on, as templates do that drop earlier reasoning. End the row "
-                f"with this turn, or mark the assistant's words in the template with {{% generation %}}."
+                f"{where}: message {place + 1}: cannot find this turn's tokens, because the chat template renders the "
+                f"turn differently once the conversation continues (it may drop earlier reasoning). End the row with "
+                f"this turn, or mark the assistant's words in the template with {{% generation %}}."
             )
         end = len(before) + len(_without_space(after[len(before) :], tokenizer))
         mask_T |= (starts_T >= len(before)) & (starts_T < end)
@@ -96,7 +96,7 @@ def _without_space(turn: str, tokenizer: Any) -> str:
 def _for_template(message: Any, where: str) -> Message:
     """Return a message as chat templates take it: without empty fields, and with the arguments of calls as objects.
 
-    (Parquet gives each message the fields of all others, empty.)
+    Parquet gives every message all fields that any message has, filled with null.
 
     Raises:
         DataError: The message is invalid.
@@ -108,7 +108,7 @@ def _for_template(message: Any, where: str) -> Message:
         raise DataError(f"{where} has the role {said.get('role')!r}; expected {', '.join(ROLES)}.")
     calls = said.get("tool_calls") or []
     if calls and said["role"] != "assistant":
-        raise DataError(f"{where}: only the assistant calls tools, and this message is of the role {said['role']!r}.")
+        raise DataError(f"{where}: only assistant messages may have tool_calls; this one's role is {said['role']!r}.")
     content = said.setdefault("content", "" if calls else None)
     if not isinstance(content, str):
         raise DataError(f"{where}: 'content' is {type(content).__name__}; expected text.")

@@ -1,4 +1,4 @@
-"""The training engine: it takes a batch and makes one step of the policy, with everything that the record keeps of it.
+"""The training engine: it trains the policy on a batch for one step, and returns what the record keeps of the step.
 
 ::
 
@@ -111,7 +111,7 @@ class TrainEngine:
 
         Args:
             config: The whole configuration.
-            model_path: As for `Policy`, like the arguments after it.
+            model_path: See `Policy`, also for the arguments below.
 
         Raises:
             ModelError: A model cannot be loaded or trained.
@@ -128,12 +128,12 @@ class TrainEngine:
         """True while the weights are those of a whole number of steps; False between a step's updates."""
         total = config.training.steps * config.algorithm.minibatches
         self.optimizer = Optimizer(self.policy.model, config.training, total_updates=total)
-        self.policy.refer(config.algorithm.kl_coef != 0)
+        self.policy.load_reference(config.algorithm.kl_coef != 0)
         self.critic = Critic(config, self.policy) if needs_critic(config.algorithm) else None
         self.policy.pack_if_possible(self.critic and self.critic.inner)
         self.supervised = False
         """True if `train_step` trains on demonstrations or preferences, as training.objective says."""
-        self.watch: Watch = _nobody
+        self.watch: Watch = _ignore
         """Function that is called at each stage of a step, for debuggers and diagnoses."""
         self.recent_norms: deque[float] = deque(maxlen=RECENT_NORMS)
         """Gradient norms of the last updates that were made, against which a spike is measured."""
@@ -148,7 +148,7 @@ class TrainEngine:
                 cannot be loaded.
         """
         self.config = self.policy.config = self.config.model_copy(update={"training": training, "algorithm": algorithm})
-        self.policy.refer(algorithm.kl_coef != 0)
+        self.policy.load_reference(algorithm.kl_coef != 0)
         with_critic = needs_critic(algorithm)
         if with_critic and self.critic is None:
             raise ModelError(
@@ -164,7 +164,7 @@ class TrainEngine:
             self.critic.configure(training, algorithm)
 
     def restored(self, version: int, recent_norms: Iterable[float] = ()) -> None:
-        """Reset the bookkeeping after weights of `version` were loaded, whose last updates had these gradient norms."""
+        """Reset the bookkeeping after weights of `version` were loaded; its last updates had these gradient norms."""
         self.version = version
         self.recent_norms = deque(recent_norms, maxlen=RECENT_NORMS)
         self._digests = None
@@ -202,10 +202,10 @@ class TrainEngine:
 
     @_within_memory
     def train_step(self, sequences: SequenceABC[Sequence]) -> StepResult:
-        """Make one step of reinforcement learning: `algorithm.minibatches` updates. Or one on demonstrations.
+        """Make one step: `algorithm.minibatches` updates of reinforcement learning, or one if `supervised`.
 
         Raises:
-            TrainingError: A loss or gradient is not finite; the update in question was not made.
+            TrainingError: The rows do not fit the model or memory, an update was refused, or a weight is not finite.
         """
         assert sequences, "a step needs a batch"
         if self.supervised:
@@ -261,7 +261,7 @@ class TrainEngine:
             tokens.lengths.tolist(),
             [sequence.group_id for sequence in sequences],
             minibatches=algorithm.minibatches,
-            **self.policy.dealing(tokens),
+            **self.policy.deal_arguments(tokens),
         )
         with self._timed("reference"):
             reference_S = self.policy.score_reference(tokens, plan)
@@ -329,9 +329,9 @@ class TrainEngine:
         self._timings = dict.fromkeys(("reference", "forward_backward", "optimizer", "digest"), 0.0)
         lengths, objective = tokens.lengths.tolist(), self.config.training.objective
         if objective == "sft":
-            plan, loss_of = [deal(lengths, range(len(lengths)), **self.policy.dealing(tokens))], _supervised
+            plan, loss_of = [deal(lengths, range(len(lengths)), **self.policy.deal_arguments(tokens))], _supervised
         else:
-            plan = [deal_pairs(lengths, **self.policy.dealing(tokens))]
+            plan = [deal_pairs(lengths, **self.policy.deal_arguments(tokens))]
             with self._timed("reference"):
                 reference_S = self.policy.score_reference(tokens, plan)
             beta = self.config.algorithm.kl_coef if objective == "dpo" else None
@@ -342,7 +342,7 @@ class TrainEngine:
 
     def held_out_loss(self, tokens: Tokens) -> float:
         """Return the mean cross-entropy of the tokens in the loss mask, in nats. Every rank calls this at once."""
-        plan = [deal(tokens.lengths.tolist(), range(len(tokens.lengths)), **self.policy.dealing(tokens))]
+        plan = [deal(tokens.lengths.tolist(), range(len(tokens.lengths)), **self.policy.deal_arguments(tokens))]
         logprobs_S = self.policy.score_all(tokens, plan)
         return -float(logprobs_S[tokens.loss_mask_S].mean(dtype=np.float64))
 
@@ -386,7 +386,7 @@ class TrainEngine:
             with self._timed("optimizer"):
                 done.lr = self.optimizer.lr
                 done.norms.append(self.optimizer.clip())
-                # A bad loss on one rank stops the update on all of them.
+                # A bad loss on one rank stops the update on all of them, and so does a bad norm, which all ranks share.
                 problem = next(filter(None, self.ranks.gather(problem)), None) or self.norm_problem(done.norms[-1])
                 if problem is not None:
                     self._refuse(problem, done)
@@ -438,7 +438,7 @@ class TrainEngine:
         """
         self.optimizer.forget()
         said = f"step {self.version}: {problem} This update was not made."
-        where = f"`clew blame RUN --step {self.version}` says where it comes from"
+        where = f"`clew blame RUN --step {self.version}` finds the cause"
         if self.config.training.on_bad_gradient == "stop":
             raise GradientError(
                 f"{said} {where}. With training.on_bad_gradient=skip the run goes on without such updates."
@@ -508,9 +508,9 @@ class TrainEngine:
     def _check_weights(self) -> None:
         if names := not_finite(self.trained_parameters(), self.ranks):
             raise GradientError(
-                f"step {self.version}: after the update {names[0]} is not finite, although every gradient was. The "
-                f"step was not committed. training.lr is {self.config.training.lr:g}: start another trial=NAME "
-                f"with a lower one, from the last checkpoint."
+                f"step {self.version}: after the update, {names[0]} has NaN or infinity, although all gradients were "
+                f"finite. The step was not committed. Start another trial=NAME from the last checkpoint, with a lower "
+                f"training.lr than {self.config.training.lr:g}."
             )
 
     @contextmanager
@@ -540,4 +540,4 @@ def _of_critic(digests: Digests) -> Digests:
     return {f"critic.{name}": digest for name, digest in digests.items()}
 
 
-def _nobody(stage: str, scope: dict[str, Any]) -> None: ...
+def _ignore(stage: str, scope: dict[str, Any]) -> None: ...

@@ -1,9 +1,9 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685) through peft: h = W x + lora_alpha / lora_rank B A x; only A and B are
 trained.
 
-The model keeps its class, and the base its weights. Whoever reads a checkpoint as a model gets the sum of W and B A as
-if it had been trained in full; the checkpoint also has the adapters in peft's own form. Inference gets the sum, too, or
-the adapters alone (`Config.sends_adapters`). Importing this module imports peft, which takes two seconds.
+The model keeps its class, and the base its weights. A checkpoint's model files hold the merged weights, as after full
+training, and beside them the adapters in peft's own form. Inference gets the merged weights, too, or the adapters alone
+(`Config.sends_adapters`). Importing this module imports peft, which takes two seconds.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ FILE = "adapter_model.safetensors"
 EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 """Names of layers that belonged to single experts before transformers 5.
 
-In a model with experts, peft mistakes every layer of such a name (of a shared expert, or in a layer without experts)
-for the tensors that now hold all experts. Those tensors stay frozen, and so do the layers.
+In a model with experts, peft mistakes a layer with such a name (in a shared expert or a dense block) for the fused
+tensor of all experts. The fused tensors stay frozen, and so do these layers.
 """
 _PREFIX = "base_model.model."
 """Prefix of a parameter's name in a PeftModel."""
@@ -60,8 +60,8 @@ class Adapters:
             ModelError: The model has no linear layer, or peft refuses its architecture.
         """
         rank, output = config.training.lora_rank, model.get_output_embeddings()
-        assert rank is not None, "adapters are wanted where training.lora_rank is set"
-        linear = [  # by their whole names: the last part may be that of something else, too
+        assert rank is not None, "Adapters needs training.lora_rank"
+        linear = [  # full names, because other modules may have the same last part
             name
             for name, module in model.named_modules()
             if type(module).forward in (nn.Linear.forward, Conv1D.forward) and module is not output
@@ -71,15 +71,15 @@ class Adapters:
             linear = [name for name in linear if name not in taken]
             if taken:
                 log.warning(
-                    "training.lora_rank: %d linear layers of %s get no adapters, because peft takes their names for "
-                    "those of experts, such as %s.",
+                    "training.lora_rank: %d linear layers of %s, such as %s, get no adapters, because peft mistakes "
+                    "them for experts.",
                     len(taken),
                     type(model).__name__,
                     min(taken),
                 )
         if not linear:
             raise ModelError(
-                f"{type(model).__name__} has no linear layer that training.lora_rank could put an adapter on. Unset it."
+                f"Cannot add adapters: {type(model).__name__} has no suitable linear layer. Unset training.lora_rank."
             )
         self._model = model
         self._config = LoraConfig(
@@ -94,9 +94,9 @@ class Adapters:
             warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")  # peft sets it for GPT-2
             try:
                 inject_adapter_in_model(self._config, model)
-            except ValueError as error:  # of architectures that peft knows not to work
+            except ValueError as error:  # peft refuses architectures that it cannot handle
                 raise ModelError(
-                    f"training.lora_rank: peft puts no adapters on {type(model).__name__}: {error}"
+                    f"training.lora_rank: peft cannot add adapters to {type(model).__name__}: {error}"
                 ) from error
 
     @contextmanager
@@ -149,8 +149,8 @@ class Adapters:
     def publish(self, folder: Path, state: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
         """Write files for an inference server that adds the adapters itself.
 
-        B is scaled already, and lora_alpha is lora_rank: a server multiplies B when it loads it, and what it then holds
-        would not be what was written.
+        B is already scaled, and lora_alpha equals lora_rank. Otherwise a server would scale B when it loads it, and its
+        tensors would not match the digests.
 
         Args:
             folder: An existing folder.

@@ -1,4 +1,4 @@
-"""Packing: rows of tokens are laid end to end in one row, so that only attention computes padding.
+"""Packing: rows of tokens are laid end to end in one row, so that padding costs nothing outside attention.
 
 ::
 
@@ -6,8 +6,8 @@
               b b b b        [1, P]                              of its   b b b b .
               c c                                                buckets
 
-Attention is computed in slots: a bucket has rows of similar length one below the other, padded on the right, where a
-causal model's tokens do not look. The cost is nearly the sum of the squares of the lengths, and no row sees another.
+Attention is computed in slots. A bucket is a batch of rows of similar length, padded on the right, where causal
+attention does not look. The cost is nearly the sum of the squares of the lengths, and no row sees another.
 On CUDA a kernel that knows where rows begin takes the packed row as it is: see `clew.training.attention`.
 """
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 WASTE = 2**12
-"""Number of token pairs (query and key) that a bucket's padding may cost: about the cost of another bucket."""
+"""Maximum padding of a bucket, in query-key pairs. A further bucket costs about as much time."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -49,7 +49,7 @@ class Packed:
         """Lay out rows of these lengths, one after another."""
         sizes = np.asarray(lengths, np.int64)
         starts = np.cumsum(sizes) - sizes
-        buckets = like_lengths(lengths)
+        buckets = bucket_by_length(lengths)
         shapes = [(len(rows), int(sizes[rows].max())) for rows in buckets]
         columns = [np.arange(length) for _, length in shapes]
         tokens = np.concatenate(
@@ -95,7 +95,7 @@ class Packed:
         return packed.view(1, -1, heads, dim)
 
 
-def like_lengths(lengths: Sequence[int]) -> list[list[int]]:
+def bucket_by_length(lengths: Sequence[int]) -> list[list[int]]:
     """Return buckets of rows of similar length, the longest first."""
     buckets: list[list[int]] = []
     wasted = 0
@@ -110,9 +110,9 @@ def like_lengths(lengths: Sequence[int]) -> list[list[int]]:
 
 
 class _Moved(torch.autograd.Function):
-    """Selection values[there] with a fast and deterministic gradient.
+    """values[there], with a fast and deterministic gradient.
 
-    Each value goes to one place, unless it is padding or a copy that was made for padding. So the gradient is a plain
+    Each value is selected once, apart from copies that fill padding and have no gradient. So the gradient is a plain
     selection as well, whereas autograd's own would be a slow sum in an unspecified order.
     """
 
@@ -122,7 +122,7 @@ class _Moved(torch.autograd.Function):
 
         Args:
             back: Place of each value in the result, for the gradient.
-            padding: Values that go nowhere.
+            padding: Indices of values that are not selected; their gradient is 0. None: all are.
         """
         ctx.back, ctx.padding = back, padding
         return values.index_select(0, there)

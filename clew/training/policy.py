@@ -57,8 +57,8 @@ class Policy:
         """Load the model.
 
         Args:
-            config: Its sections model and training.
-            model_path: Other initial weights than config.model.path. The reference is always config.model.path, and
+            config: The sections model and training are used, and the seed for adapters.
+            model_path: Initial weights; None: config.model.path. The reference is always config.model.path, and
                 adapters are always added to it.
             device: Device of the model; None: config.model.device.
             media: Storage of the sequences' images.
@@ -100,7 +100,7 @@ class Policy:
         self.packs = True
         """True if rows of different lengths are packed, rather than padded; see `pack_if_possible`."""
 
-    def refer(self, wanted: bool) -> None:
+    def load_reference(self, wanted: bool) -> None:
         """Load the reference model if it is wanted, and drop it otherwise."""
         if not wanted or self.scores_rewards:
             self.reference = None
@@ -138,7 +138,7 @@ class Policy:
     def published_state(self) -> dict[str, Tensor]:
         """Return the policy's parameters and persistent buffers for readers of weights, with adapters merged into them.
 
-        They are on rank 0, see `clew.training.sharding.collect`.
+        Only rank 0 gets them: see `clew.training.sharding.collect`.
         """
         state = state_of(self.model, self.ranks)
         return state if self.adapters is None else self.adapters.merged(state)
@@ -150,10 +150,10 @@ class Policy:
     # Scoring ---------------------------------------------------------------------------------------------------------
 
     def score(self, sequences: SequenceABC[Sequence]) -> list[np.ndarray]:
-        """Return the logprobs that the policy now gives the trained tokens, aligned like a stage. Changes nothing."""
+        """Return the policy's current logprobs of the trained tokens, [T] for each sequence. Changes nothing."""
         tokens = Tokens.of(sequences)
         check_tokens(tokens, self.model, "the model")
-        plan = [deal(tokens.lengths.tolist(), range(len(sequences)), **self.dealing(tokens))]
+        plan = [deal(tokens.lengths.tolist(), range(len(sequences)), **self.deal_arguments(tokens))]
         return tokens.split(self.score_all(tokens, plan))
 
     def score_all(self, tokens: Tokens, plan: Plan) -> np.ndarray:
@@ -164,7 +164,7 @@ class Policy:
         return self._score_all(self.model, tokens, plan)
 
     def score_reference(self, tokens: Tokens, plan: Plan) -> np.ndarray | None:
-        """Return the logprobs [S] of the reference model; None if nothing refers to it."""
+        """Return the logprobs [S] of the reference model; None if there is none."""
         if self.reference is None:
             return None
         with nullcontext() if self.adapters is None else self.adapters.off():
@@ -184,7 +184,7 @@ class Policy:
 
     @torch.no_grad()
     def compute_all(self, tokens: Tokens, plan: Plan, compute: Callable[[MicroBatch], Tensor]) -> np.ndarray:
-        """Return a number of each trained token, [S], of all ranks, from a function that computes a micro-batch's."""
+        """Apply `compute` to this rank's micro-batches; return its number for each trained token of all ranks, [S]."""
         numbers_S = self.zeros(tokens)
         for minibatch in plan:
             for micro in self.own(tokens, minibatch):
@@ -210,7 +210,7 @@ class Policy:
         )
 
     def zeros(self, tokens: Tokens) -> np.ndarray:
-        """Return zeros [S] for what the model computes: float32, or as wide as the model."""
+        """Return zeros [S] to hold numbers of tokens: float64 for a float64 model, else float32."""
         return np.zeros(tokens.starts[-1], np.float64 if self.model.dtype == torch.float64 else np.float32)
 
     # Micro-batches ---------------------------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ class Policy:
         differently."""
         return self.packs and tokens.images is None
 
-    def dealing(self, tokens: Tokens) -> dict[str, Any]:
+    def deal_arguments(self, tokens: Tokens) -> dict[str, Any]:
         """Return the arguments with which `deal` makes micro-batches of these rows for this model and these ranks."""
         return {
             "budget": self.config.training.micro_batch_tokens,
@@ -245,7 +245,7 @@ class Policy:
         """Return these rows in the form that the model takes.
 
         Raises:
-            TrainingError: The images do not fit the model, or there is no record with images.
+            TrainingError: The images do not fit the model, or there is no media folder.
             RecordError: An image cannot be read.
         """
         micro = MicroBatch.of(tokens, rows, self.device, pack=self.packs_rows(tokens))
@@ -263,7 +263,7 @@ class Policy:
             try:
                 self.vision.check(ids, images_of_row)
             except ImageError as error:
-                raise TrainingError(f"{tokens.ids[row]}: {error} Was it made with another model's processor?") from None
+                raise TrainingError(f"{tokens.ids[row]}: {error} Was it recorded with another processor?") from None
         return self.vision.inputs(input_ids_BT, images, self.model.dtype)
 
     def _read_image(self, name: str) -> bytes:

@@ -41,7 +41,7 @@ def process_here() -> str:
     return f"trainer-{rank}" if (rank := rank_here()) else "trainer"
 
 
-_words = itertools.count()
+_decisions = itertools.count()
 """Number of calls of `Ranks.agree` so far; the same on each rank."""
 
 
@@ -77,19 +77,19 @@ class Ranks:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         rank = rank_here()
-        # `clew hang` asks it for torch's flight recorder, if the launcher has named a socket.
+        # worker_main serves torch's flight recorder to `clew hang`, if the launcher has named a socket.
         with worker_main():  # type: ignore[reportOptionalContextManager]
-            with waiting(f"{size} trainer ranks to meet", unblocks="those that are not there yet"):
+            with waiting(f"{size} trainer ranks to meet", unblocks="the missing ranks"):
                 dist.init_process_group(backend, rank=rank, world_size=size, timeout=PATIENCE)
                 dist.barrier()
             yield cls(rank, size)
-            # After an error the others are not there to take part in these.
-            dist.barrier()  # a rank that closes its connections while another still reads from them fails that one
+            # After an error these are skipped, because the other ranks may never reach them.
+            dist.barrier()  # if a rank closed its connections while another still read from them, that one would fail
             dist.destroy_process_group()
 
     @property
     def leads(self) -> bool:
-        """True on rank 0, which writes what is written once, and talks to rollout and inference."""
+        """True on rank 0, which alone writes shared files and talks to rollout and inference."""
         return self.rank == 0
 
     @property
@@ -122,11 +122,11 @@ class Ranks:
         return summed.numpy().view(values.dtype)
 
     def add_up_shares(self, values: np.ndarray) -> np.ndarray:
-        """Return the sum over groups of an array that all ranks of a group have; it counts once per group."""
+        """Return the sum of an array over groups. All ranks of a group hold the same array, which counts once."""
         return self.add_up(values if self.tp_rank == 0 else np.zeros_like(values))
 
     def add_up_named(self, sums: dict[str, float]) -> dict[str, float]:
-        """Return the sum over groups of numbers by name; groups may have different names."""
+        """Return each named number, summed over the groups. A name may be missing in some of them."""
         everyone = self.gather(sums)[:: self.tp]
         return {name: sum(each.get(name, 0.0) for each in everyone) for each in everyone for name in each}
 
@@ -145,12 +145,12 @@ class Ranks:
 
         Args:
             what: What the other ranks are waiting for, for their status.
-            decide: Called on rank 0 only; returns something that JSON can represent. All ranks raise its Interrupted.
+            decide: Called on rank 0 only; returns JSON data. If it raises Interrupted, every rank does.
         """
         if self.size == 1:
             return decide()
         store = dist.distributed_c10d._get_default_store()
-        key = f"clew/{next(_words)}"
+        key = f"clew/{next(_decisions)}"
         if self.leads:
             try:
                 decided = decide()

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_any, tree_map
 from torch.utils.checkpoint import checkpoint
 
-from clew.training.attention import attending_within
+from clew.training.attention import packed_attention
 from clew.training.packing import Packed
 
 LOGITS = 2**26
@@ -98,7 +98,7 @@ def score(
     targets_N = input_ids_BT.flatten()[tokens_N]
     head = model.get_output_embeddings()
     chunks = max(1, -(-len(tokens_N) * head.weight.shape[0] // (logits or LOGITS)))
-    with attending_within(packed), _Projection(head, predictors_N, all_at_once=chunks == 1) as projection:
+    with packed_attention(packed), _Projection(head, predictors_N, all_at_once=chunks == 1) as projection:
         logits_NV = model(**inputs).logits
     if chunks == 1:
         assert logits_NV.shape[:-1] == predictors_N.shape, f"{type(model).__name__} changes the shape of its logits"
@@ -117,7 +117,7 @@ def hidden_states(
 
     Each depends on the token and those before it. Rows are padded or packed as for `score`.
     """
-    with attending_within(packed):
+    with packed_attention(packed):
         hidden_BTD = model.base_model(**_inputs(input_ids_BT, packed)).last_hidden_state
     return hidden_BTD.flatten(0, 1)[_tokens(input_ids_BT, rows_N, columns_N, packed)]
 

@@ -32,7 +32,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.utils.checkpoint import checkpoint
 
 from clew.config import Training
-from clew.training.attention import repeated_within
+from clew.training.attention import checkpoint_contexts
 from clew.training.isolation import check_causal, prepare_for_packing
 from clew.training.pointwise import quicken
 from clew.training.ranks import Ranks
@@ -105,7 +105,7 @@ def blocks_of(model: Any) -> list[torch.nn.Module]:
 def checkpoint_activations(model: Any) -> None:
     """Make each block keep only its inputs, and compute the rest again in the backward pass (arXiv 1604.06174)."""
     for block in blocks_of(model):
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=repeated_within)
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=checkpoint_contexts)
 
 
 def slice_of(tensor: Tensor, ranks: Ranks) -> tuple[Tensor, int] | None:

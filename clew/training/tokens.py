@@ -38,9 +38,9 @@ class Tokens:
     temperatures_S: np.ndarray
     """Temperature of each token, float32."""
     mask_counts_S: np.ndarray | None = None
-    """Number of tokens that each was drawn from, int32; 0: all. None if nothing was cut off."""
+    """Size of each token's sampling mask, int32; 0: no mask. None if no token has one."""
     mask_ids: np.ndarray | None = None
-    """IDs of these tokens, int32, token by token."""
+    """Token IDs in all sampling masks, one mask after the other, int32."""
     images: SequenceABC[SequenceABC[str]] | None = None
     """Names of each row's images; None if there are no images."""
 
@@ -71,11 +71,12 @@ class Tokens:
         return np.repeat(np.arange(len(self.ids)), self.lengths)
 
     def masks(self, where_N: np.ndarray, device: torch.device) -> Masks | None:
-        """Return the tokens that those at these positions of the batch were drawn from; None if nothing was cut off."""
+        """Return the sampling masks of the tokens at these positions of the batch; None if no token has one."""
         if self.mask_counts_S is None or self.mask_ids is None:
             return None
         counts_N = self.mask_counts_S[where_N].astype(np.int64)
         begins_N = (np.cumsum(self.mask_counts_S, dtype=np.int64) - self.mask_counts_S)[where_N]
+        # ids_M are mask_ids[begin : begin + count] of one token after the other.
         offsets = np.arange(counts_N.sum()) - np.repeat(np.cumsum(counts_N) - counts_N, counts_N)
         ids_M = self.mask_ids[np.repeat(begins_N, counts_N) + offsets].astype(np.int64)
         return Masks(
@@ -101,7 +102,7 @@ class MicroBatch:
     packed: Packed | None
     """Positions of the rows in input_ids_BT [1, P]; None: padded rows, one below the other."""
     rows_N: Tensor
-    """Row of each trained token, counted from 0, int64."""
+    """Row of each trained token within the micro-batch, int64."""
     columns_N: Tensor
     """Position of each trained token in its row, int64."""
     temperatures_N: Tensor
@@ -109,7 +110,7 @@ class MicroBatch:
     where_N: np.ndarray
     """Position of each trained token in the batch's [S] arrays, int64."""
     masks: Masks | None = None
-    """Tokens that each trained token was drawn from; None: all."""
+    """Sampling masks of the trained tokens; None: there are none."""
     seen: Mapping[str, Tensor] = field(default_factory=dict)
     """Further inputs of the model for rows that show images: see `clew.models.vision.Vision.inputs`."""
 

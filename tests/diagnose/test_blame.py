@@ -153,7 +153,7 @@ def test_a_loss_that_is_none_while_its_gradient_is_finite_and_the_reverse(
     recorded["config"]["training"] |= {"on_bad_gradient": "skip"}
     run.steps.json_path(3).write_text(json.dumps(recorded))
     last = shown(run, 3, capsys)[-1]
-    assert last.startswith(f"FIRST NOT FINITE  the {what} (algorithm.loss={__name__}.{name}, of finite logprobs)")
+    assert last.startswith(f"FIRST NOT FINITE  the {what} (algorithm.loss={__name__}.{name}; its logprobs are finite)")
     engine = engine_at(run, 3)
     for _ in replay(run, engine, 2):
         pass
@@ -228,7 +228,7 @@ def test_a_nan_is_traced_to_a_loss_of_the_users_own(run: RunDirectory, capsys: p
         run.steps.json_path(3).write_text(json.dumps(recorded))
         if name == "not_a_number":
             said = shown(run, 3, capsys)[-1]
-            assert said.startswith(f"FIRST NOT FINITE  the loss (algorithm.loss={__name__}.not_a_number, of finite")
+            assert said.startswith(f"FIRST NOT FINITE  the loss (algorithm.loss={__name__}.not_a_number; its logprobs")
         else:
             with pytest.raises(TrainingError, match=r"is not in list\n.*blame` computes each sequence alone"):
                 shown(run, 3, capsys)

@@ -512,7 +512,7 @@ def test_a_refused_counterfactual_leaves_nothing(run: RunDirectory) -> None:
 def test_a_counterfactual_whose_gradient_is_none_can_be_blamed(
     run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(TrainingError, match=r"`clew blame RUN --step 3` says where it comes from"):
+    with pytest.raises(TrainingError, match=r"`clew blame RUN --step 3` finds the cause"):
         again(run, "3", ["algorithm.loss=planted_losses.nan", "trial=nan"])
     new = run.path.parent / "nan"
     blame(new, 3, top=1, tokens=1, by="gradient")

@@ -139,7 +139,7 @@ def test_demonstrations_without_the_column_leave_no_run_directory(project: Proje
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_conversation_without_an_assistant_leaves_no_run_directory(project: Project, ranks: int) -> None:
     project.prompts([{"messages": [{"role": "user", "content": "1+1="}]}])
-    failed(project.quick("sft", f"launch.ranks={ranks}"), "row 1: 'messages': no message is the assistant's")
+    failed(project.quick("sft", f"launch.ranks={ranks}"), "row 1: 'messages': no message has the role assistant")
     assert not (project.folder / "runs").exists()
 
 

@@ -11,7 +11,7 @@ import sys
 import psutil
 import pytest
 
-from clew.launch.ranks import free_port
+from clew.processes import free_port
 from tests.end_to_end.project import USER_CODE, Project
 
 BLOCKED = """

@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from clew.config import Config
 from clew.errors import EngineError
 from clew.inference.protocol import EngineUnreachable, GenerateRequest, SamplingParams
-from clew.inference.remote import free_port
 from clew.inference.server_process import ServerProcess
 from clew.inference.vllm import LOAD_ADAPTER, VLLMEngine
+from clew.processes import free_port
 from clew.record.weights import WeightRef
 from clew.training.engine import TrainEngine
 from clew.training.export import write_weights

@@ -207,7 +207,7 @@ def test_a_client_that_writes_the_models_words_anew(told: Told) -> None:
     told.post("/chat/completions", {"messages": [QUESTION, back, *results], "tools": [CHAT_TOOL]})
     assert told.sequences() == [[0], [1]]
     [warning] = told.session.warnings
-    assert f"does not continue {first['id']}: message 2 (assistant), not as the model said it, differs" in warning
+    assert f"does not continue {first['id']}: message 2 (assistant) is not what the model said: it differs" in warning
     assert "'I add:' became ''" in warning
 
 

@@ -74,7 +74,7 @@ def with_other_arguments(messages: list[Message]) -> list[Message]:
         (with_cleared_result, 4, "message 4 (tool) differs at character 1: '3' became '[cleared]'"),
         (with_window, 2, "messages 2 to 3 (user, assistant) of the recorded conversation are left out"),
         (with_space, 2, r"message 2 (user) differs at character 20: 'What is the answer?' became 'What is the ans"),
-        (with_summary, 3, "message 3 (user) was put in: 'Remember the sum.'"),
+        (with_summary, 3, "message 3 (user) was inserted: 'Remember the sum.'"),
         (with_other_arguments, 3, "message 3 (assistant) differs in tool_calls at character 37: …'dd\", \"arg"),
     ],
 )  # fmt: skip
@@ -136,7 +136,7 @@ def test_other_arguments_of_the_chat_template(tmp_path: Path) -> None:
 def test_a_reply_that_is_sent_back_in_other_words(tmp_path: Path) -> None:
     talk = talk_to(tmp_path, "hello<|im_end|>", "hello<|im_end|>")
     first, second = ask_twice(talk, lambda reply: [SYSTEM, USER, {"role": "assistant", "content": "hello world"}, NEXT])
-    words = "message 3 (assistant), not as the model said it, differs at character 6: 'hello' became 'hello world'"
+    words = "message 3 (assistant) is not what the model said: it differs at character 6: 'hello' became 'hello world'"
     assert f"{second.id} does not continue {first.id}: {words}" in warning_of(talk)
 
 

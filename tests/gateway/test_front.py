@@ -19,7 +19,7 @@ from aiohttp import web
 from clew.gateway import standalone
 from clew.gateway.dialect import Refusal
 from clew.gateway.episode_engine import Resources
-from clew.gateway.front import PassedOn
+from clew.gateway.front import PassThrough
 from clew.gateway.thread import ServingThread
 from clew.inference.protocol import SamplingParams
 from clew.models.loading import load_tokenizer
@@ -184,7 +184,7 @@ def test_images_pass_through_to_a_provider_untouched(base: str, openai_s: str, a
         runner = web.AppRunner(application)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        passed_on = PassedOn("http://{}:{}".format(*runner.addresses[0][:2]) + base, "sk-theirs")
+        passed_on = PassThrough("http://{}:{}".format(*runner.addresses[0][:2]) + base, "sk-theirs")
 
         async def note(request: httpx2.Request) -> None:
             sent.append(request.content)
@@ -230,7 +230,7 @@ def test_a_provider_need_not_answer_whom_nobody_waits_for() -> None:
         runner = web.AppRunner(application, handler_cancellation=True)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        passed_on = PassedOn("http://{}:{}/v1".format(*runner.addresses[0][:2]), "sk-theirs")
+        passed_on = PassThrough("http://{}:{}/v1".format(*runner.addresses[0][:2]), "sk-theirs")
         thread = ServingThread(passed_on, close=passed_on.close)
         async with httpx2.AsyncClient() as client:
             asking = asyncio.ensure_future(client.post(f"{thread.base_url}/chat/completions", json={}, timeout=None))
@@ -322,4 +322,4 @@ def test_beyond_this_machine_a_session_wants_a_key(config: Path, behind: str) ->
             asyncio.run(ask("sk-clew"))
     provider = behind.removesuffix("/v1") + "/nowhere"
     with clew("serve", str(config), "--engine", provider, "inference.listen=0.0.0.0:0") as refused:
-        assert "would lend your key" in refused.communicate(60)[1] and refused.returncode == 2
+        assert "would use your API key" in refused.communicate(60)[1] and refused.returncode == 2

@@ -268,7 +268,7 @@ BAD = [
     ),
     (
         b'{"model": "x", "messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]}',
-        "takes text alone",
+        "takes text and images only",
     ),
     (b'{"model": "x", "messages": [{"role": "user", "content": "\\ud800"}]}', ""),
 ]

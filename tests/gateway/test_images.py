@@ -197,8 +197,8 @@ def test_what_is_no_image_is_refused(folder: Path) -> None:
         return seeing.refused(dialect, {"max_tokens": 9, **chat(part)})
 
     url = {"type": "image_url", "image_url": {"url": "https://example.com/cat.png"}}
-    assert "messages.0.content.0.image_url.url: " in told(url) and "fetches nothing" in told(url)
-    assert "is no base64" in told({"type": "image_url", "image_url": {"url": "data:image/png;base64,???"}})
+    assert "messages.0.content.0.image_url.url: " in told(url) and "downloads nothing" in told(url)
+    assert "is not base64" in told({"type": "image_url", "image_url": {"url": "data:image/png;base64,???"}})
     assert told(chat_part(b"no image")).startswith("messages: 8 bytes cannot be read as an image: ")
     placeholder = told({"type": "text", "text": "What is <image>?"})
     assert "1 placeholders '<image>' for 0 images" in placeholder
@@ -218,5 +218,5 @@ def test_a_workflow_sees_too(folder: Path) -> None:
     with pytest.raises(ImageError, match=r"there are 0 placeholders '<image>' for 1 images"):
         engine.see("a", [RED])
     engine.resources = replace(engine.resources, vision=None)
-    with pytest.raises(ImageError, match="the model takes no images"):
+    with pytest.raises(ImageError, match="the model or its inference engine takes no images"):
         engine.see("a", [])

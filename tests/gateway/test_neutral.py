@@ -124,7 +124,7 @@ def test_a_field_that_a_client_may_send_next_month_is_ignored_with_one_warning(
 )
 def test_a_field_that_only_another_endpoint_honours_is_refused(told: Told, path: str, field: str) -> None:
     error = told.post(path, {**dict(BODIES)[path], field: 1}, 400)["error"]
-    assert error["message"].startswith(f"Cannot honour {field}: this endpoint has no such setting")
+    assert error["message"].startswith(f"Cannot honour {field}: it is a setting of another endpoint, not of this one")
 
 
 def test_a_hundred_unknown_fields_hide_none_that_is_refused(told: Told) -> None:

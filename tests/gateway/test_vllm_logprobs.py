@@ -25,8 +25,8 @@ from clew.errors import EngineError
 from clew.inference.detection import FoundEngine, find_engine
 from clew.inference.protocol import Completion, GenerateRequest, SamplingParams
 from clew.inference.vllm import VLLMEngine, mode_of
-from clew.launch.ranks import free_port
 from clew.models.loading import load_model
+from clew.processes import free_port
 from clew.record.rows import from_table
 from clew.record.run import RunDirectory
 from tests.forked import clew

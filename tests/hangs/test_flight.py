@@ -16,8 +16,8 @@ from clew.hang.flight import calls_of, parse_record
 from clew.hang.judge import judge
 from clew.hang.observed import Call, Process, Snapshot, snapshot_from
 from clew.hang.reduce import reduced, to_judge
-from clew.launch.ranks import free_port, named
-from clew.processes import SOCKET_VARIABLE
+from clew.launch.ranks import named
+from clew.processes import SOCKET_VARIABLE, free_port
 from tests.hangs.test_judge import judged, rank
 
 JOINED = """

@@ -26,11 +26,12 @@ from clew.inference import remote
 from clew.inference.backend import Launch
 from clew.inference.client import HTTPEngine
 from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, SamplingParams
-from clew.inference.remote import RemoteCore, RemoteEngine, free_port, start_remote
+from clew.inference.remote import RemoteCore, RemoteEngine, start_remote
 from clew.inference.server_process import ServerProcess
 from clew.inference.sglang import NEEDED, SESSION, SGLangEngine
 from clew.inference.vllm import VLLMEngine
 from clew.models.tensor_digest import digest_tensor
+from clew.processes import free_port
 from clew.record.run import RunDirectory
 from clew.record.weights import DIGESTS_KEY, WeightRef
 from clew.sections import Inference, Model

@@ -160,7 +160,7 @@ def test_fewer_steps_than_were_done(settings):
         ([{"prompt": "1", "completion": 2}], "row 1: 'completion' is int; expected text"),
         (
             [{"prompt": "1", "completion": "2"}, {"prompt": [{"role": "user", "content": "1"}]}],
-            "row 2: 'prompt': no message is the assistant's",
+            "row 2: 'prompt': no message has the role assistant",
         ),
     ],
 )

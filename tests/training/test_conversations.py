@@ -146,13 +146,13 @@ def test_a_template_is_shown_the_tools(tokenizer):
 @pytest.mark.parametrize(
     ("template", "messages", "message"),
     [
-        (CHAT_TEMPLATE, [ASK], "here: no message is the assistant's"),
+        (CHAT_TEMPLATE, [ASK], "here: no message has the role assistant"),
         (CHAT_TEMPLATE, [ASK, {"role": "bot", "content": "2"}], "here: message 2 has the role 'bot'; expected system"),
         (CHAT_TEMPLATE, [ASK, "2"], "here: message 2 is str; expected an object"),
         (CHAT_TEMPLATE, [ASK | {"content": 7}, ANSWER], "here: message 1: 'content' is int; expected text"),
         (CHAT_TEMPLATE, [ASK, {"role": "assistant"}], "here: message 2: 'content' is NoneType; expected text"),
         (CHAT_TEMPLATE, [ASK | {"content": [{"type": "image"}]}, ANSWER], "message 1: 'content' is list"),
-        (CHAT_TEMPLATE, [ASK | {"tool_calls": [{}]}, ANSWER], "message 1: only the assistant calls tools"),
+        (CHAT_TEMPLATE, [ASK | {"tool_calls": [{}]}, ANSWER], "message 1: only assistant messages may have tool_calls"),
         (CHAT_TEMPLATE, [ASK, ANSWER | {"tool_calls": [{}]}], "message 2: a tool call has no function with a name"),
         (
             CHAT_TEMPLATE,
@@ -224,7 +224,7 @@ def test_parquet_fills_messages_with_empty_fields(settings, tokenizer, tmp_path)
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"messages": [ASK]}, "row 2: 'messages': no message is the assistant's"),
+        ({"messages": [ASK]}, "row 2: 'messages': no message has the role assistant"),
         ({"prompt": [ASK, {"role": "x", "content": ""}]}, "row 2: 'prompt': message 2 has the role 'x'"),
         ({"messages": [ASK, ANSWER | {"content": "2" * 300}]}, "row 2 has 307 tokens, 301 of them to train on"),
         ({"messages": "1+1=2"}, "row 2 has no column 'prompt'; it has 'messages'"),

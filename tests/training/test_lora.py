@@ -201,5 +201,5 @@ def test_what_does_not_fit_is_named(tmp_path: Path):
     file.write_bytes(content)
     with pytest.raises(RecordError, match=r"step-000001 was altered .*lora_.*\(weights\) has the digest"):
         checkpoint.load(engine, folder)
-    with pytest.raises(ModelError, match="peft puts no adapters on MambaForCausalLM"):
+    with pytest.raises(ModelError, match="peft cannot add adapters to MambaForCausalLM"):
         engine_of(tmp_path / "mamba", "mamba")

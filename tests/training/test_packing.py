@@ -30,7 +30,7 @@ from clew.models.loading import load_value_model
 from clew.training.attention import SHORT
 from clew.training.engine import TrainEngine
 from clew.training.isolation import check_causal, keeps_rows_apart, prepare_for_packing
-from clew.training.packing import WASTE, Packed, like_lengths
+from clew.training.packing import WASTE, Packed, bucket_by_length
 from clew.training.scoring import ValueModel, score
 from clew.training.sharding import checkpoint_activations
 from tests.models import ATTENTION_FAMILIES, tiny_model, tiny_tokenizer
@@ -87,7 +87,7 @@ def test_every_token_has_a_slot_and_little_is_wasted(lengths: list[int]) -> None
     assert torch.equal(packed.tokens_of_slots[packed.slots_of_tokens_P], torch.arange(sum(lengths)))
     slots = sum(rows * length for rows, length in packed.shapes)
     assert sorted([*packed.slots_of_tokens_P.tolist(), *packed.padding.tolist()]) == list(range(slots))
-    buckets = like_lengths(lengths)
+    buckets = bucket_by_length(lengths)
     assert sorted(row for bucket in buckets for row in bucket) == list(range(len(lengths)))
     for bucket in buckets:
         longest = max(lengths[row] for row in bucket)

@@ -17,7 +17,8 @@ from pydantic import ValidationError
 from transformers import AutoModelForCausalLM
 
 from clew.errors import ModelError
-from clew.launch.ranks import free_port, named
+from clew.launch.ranks import named
+from clew.processes import free_port
 from clew.training.batching import deal
 from clew.training.ranks import ALONE
 from clew.training.sharding import blocks_of

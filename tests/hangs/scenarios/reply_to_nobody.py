@@ -29,8 +29,8 @@ class Tool:
 
 
 async def main():
-    pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE}
-    tool = Tool(await asyncio.create_subprocess_exec(sys.executable, "-c", TOOL, **pipes))
+    pipe = asyncio.subprocess.PIPE
+    tool = Tool(await asyncio.create_subprocess_exec(sys.executable, "-c", TOOL, stdin=pipe, stdout=pipe))
     reader = asyncio.create_task(tool.read())
     print("ready", flush=True)
     await asyncio.gather(*(tool.call(number) for number in range(5)))

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from clew import listening
-from clew.listening import Access, Listener, is_loopback, respond
+from clew import http_server
+from clew.http_server import Access, Listener, is_loopback, respond
 
 TOKEN, KEY = "the-run's-token", "sk-clients"
 
@@ -179,13 +179,13 @@ def test_beyond_loopback_everything_needs_a_key_and_hosts_have_any_name(open_por
 def test_what_is_too_large_is_refused_early(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     status, answer = ask(port, "POST /generate", JSON, "Content-Length: 50000000", body=b"")
     assert status == 413 and "32 MiB" in answer["error"]["message"]
-    monkeypatch.setattr(listening, "MAX_BODY", 10_000)
+    monkeypatch.setattr(http_server, "MAX_BODY", 10_000)
     chunks = b"".join(b"%x\r\n" % 5000 + b" " * 5000 + b"\r\n" for _ in range(3)) + b"0\r\n\r\n"
     with socket.create_connection(("127.0.0.1", port), timeout=20) as client:
         head = "POST /generate HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n"
         client.sendall((head + JSON + "\r\n\r\n").encode() + chunks)
         assert b" 413 " in client.recv(65536)
-    monkeypatch.setattr(listening, "MAX_VALUES", 10)
+    monkeypatch.setattr(http_server, "MAX_VALUES", 10)
     assert ask(port, "POST /generate", JSON, body=b"[" + b"1," * 20 + b"1]")[0] == 413
 
 
@@ -211,7 +211,7 @@ def test_a_large_body_takes_time_in_proportion(port: int) -> None:
 def test_a_request_that_does_not_come_to_its_end_is_given_up(
     port: int, beginning: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listening, "STALL_S", 0.3)
+    monkeypatch.setattr(http_server, "STALL_S", 0.3)
     with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
         client.sendall(beginning)
         while client.recv(65536):  # an answer to what was whole, then the end; otherwise this times out
@@ -219,7 +219,7 @@ def test_a_request_that_does_not_come_to_its_end_is_given_up(
 
 
 def test_a_trickle_is_given_up_and_a_connection_that_rests_is_not(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listening, "STALL_S", 0.5)
+    monkeypatch.setattr(http_server, "STALL_S", 0.5)
     whole = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     resting, trickling = (socket.create_connection(("127.0.0.1", port), timeout=30) for _ in range(2))
     with resting, trickling:
