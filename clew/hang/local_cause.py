@@ -220,24 +220,47 @@ def _retrying(sink: Sink) -> Verdict | None:
     clients = [
         a
         for a in [*sink.culprits, *sink.waiters]
-        if a.activity.kind in ("sleep", "http", "network") and not a.moving and _failing(sink, a)
+        if a.activity.kind in ("sleep", "http", "network") and not a.moving and (_failing(sink, a) or _polls(sink, a))
     ]
     if not clients or (clients[0] is not sink.one and not sink.one.process.listens):
         return None
     said = {
-        f"{a.process.label} answers {a.process.answers['health']}" for a in sink.live if "health" in a.process.answers
+        f"{a.process.label} answers {a.process.answers['health']}." for a in sink.live if "health" in a.process.answers
     }
     why = (
         f"{clients[0].process.label} asks again and again, and each attempt fails: it is at "
-        f"{clients[0].activity.site}. {'. '.join(sorted(said))}"
+        f"{clients[0].activity.site}. {' '.join(sorted(said))}"
     )
     return verdict_about("external wait", clients, why, sink.live, cause="http", confidence="medium")
+
+
+def _polls(sink: Sink, actor: Actor) -> bool:
+    """Return whether a process sleeps in a loop, and asks a server that says that it is not well."""
+    unwell = sink.one.process.answers.get("health", "").startswith("5") and sink.act.kind == "select"
+    text = sink.snapshot.sources.get(actor.activity.file, "")
+    return unwell and actor.activity.kind == "sleep" and loop_at(text, actor.activity.line) is not None
 
 
 def _failing(sink: Sink, actor: Actor) -> bool:
     """Return whether any look found the main thread where it handles a failed attempt."""
     threads = (main_thread(look, actor.pid) for look in actor.process.looks)
     return any(fails_in_loop(thread, sink.snapshot.sources) for thread in threads if thread is not None)
+
+
+def _silent_server(sink: Sink) -> Verdict | None:
+    """Judge a server that a rank has started, and that leaves another rank, or its data loader, without an answer."""
+    by = next((a for a in sink.live if a.pid == sink.one.process.parent), None)
+    if by is None or by.activity.kind not in DISTRIBUTED or sink.one.rank is not None or sink.one.moving:
+        return None
+    ports = set(sink.one.process.listens)
+    asking = [a for a in sink.waiters if a.activity.kind in ("http", "network") and ports & set(a.process.peers)]
+    if not asking:
+        return None
+    rank = next((a for a in sink.live if a.pid == asking[0].process.parent and a.rank is not None), asking[0])
+    why = f"{asking[0].says}. The server {sink.one.process.label}, which {by.process.label} has started, is silent."
+    found = verdict_about("external wait", [rank], why, sink.live, cause="http")
+    sites = tuple(sorted({asking[0].activity.site, *found.sites} - {""}))
+    return replace(found, sites=sites, pids=(rank.pid, *(c.pid for c in sink.culprits)))
 
 
 def _outside(sink: Sink) -> Verdict | None:
@@ -336,10 +359,18 @@ def _computing(sink: Sink) -> Verdict | None:
 def _both_poll(sink: Sink) -> Verdict | None:
     """Judge a program that asks again and again whether its workers are done, while they ask for work."""
     by = next((a for a in sink.waiters if a.pid == sink.one.process.parent), None)
+    sources = sink.snapshot.sources
+    if by is None and sink.act.kind == "sleep" and sink.one.rank is None:
+        both = [t for t in sink.one.threads if t.kind == "sleep" and loop_at(sources.get(t.file, ""), t.line)]
+        both = [each for each in both if each is sink.act or not each.heartbeat]
+        if len({each.site for each in both}) > 1 and sink.act in both:
+            told = ", ".join(f"{each.thread} at {each.site}" for each in both[:4])
+            why = f"Threads of {sink.one.process.label} ask again and again, each for what another one has: {told}."
+            found = verdict_about("rollout blocked", [sink.one], why, sink.live, cause="sleep", confidence="medium")
+            return replace(found, sites=tuple(sorted({each.site for each in both})))
     if by is None or sink.act.kind != "sleep" or sink.one.rank is not None or by.activity.kind != "sleep":
         return None
-    sources, both = sink.snapshot.sources, (sink.act, by.activity)
-    if not all(loop_at(sources.get(each.file, ""), each.line) for each in both):
+    if not all(loop_at(sources.get(each.file, ""), each.line) for each in (sink.act, by.activity)):
         return None
     why = (
         f"{by.says}. Its worker {sink.one.process.label} waits for work at {sink.act.site}: {sink.act.text}. So what "
@@ -405,6 +436,6 @@ def same_name(one: str, other: str) -> bool:
 
 RULES: tuple[Callable[[Sink], Verdict | None], ...] = (
     _paused, _blocked_loop, _refusing, _outlived, _held_outside, _dead, _own_waits, _slow, locked_file, _cleaned_up,
-    _store, _unexplained, _loader, _outside, _retrying, _computing, _both_poll, _polling, _blocked,
+    _store, _unexplained, _loader, _silent_server, _outside, _retrying, _computing, _both_poll, _polling, _blocked,
 )  # fmt: skip
 """Rules in the order in which they are asked: the first that answers is right. `_blocked` always answers."""

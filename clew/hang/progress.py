@@ -179,13 +179,14 @@ def moves(process: Process, sources: Mapping[str, str], world: int | None) -> bo
         return False
     moved = moved_counters(process, sources)
     advanced, steady = any(name.startswith("main") for name in moved), busy(process) and _goes_steadily(process)
+    ended = _tasks_end(process)
     process = recent(process)
     looks = process.looks
     if len(looks) < 2 or looks[-1].state in "TtZX":
         return False
     if any(wait.get("for_s", 0.0) > LONG_WAIT_S for wait in process.waits):
         return False  # a process of Clew says itself that it only looks again and again
-    if advanced or steady:
+    if advanced or steady or (looks[-1].written > looks[0].written and ended):
         return True
     every = seen(process, sources, world)
     # Its threads work for it: all that one does counts if it only joins them, else what they finish.
@@ -226,6 +227,16 @@ def _signals_pile_up(process: Process, sources: Mapping[str, str], world: int | 
         if activity.kind == "lock" and len(first) < len(stacks[-1]):
             return all(stack[: len(first)] == first for stack in stacks[stacks.index(first) :])
     return False
+
+
+def _tasks_end(process: Process) -> bool:
+    """Return whether fewer and fewer coroutines run one function of the user's: they come to their ends."""
+    counts: list[Counter[str]] = []
+    for look in (each for each in process.looks if each.threads):
+        own = ([f.function for f in t.frames if not installed(f.file)] for t in look.threads if t.task and not t.ended)
+        counts.append(Counter(functions[-1] for functions in own if functions))
+    every = [[count[name] for count in counts] for name in (counts[0] if counts else ())]
+    return any(numbers[-1] < numbers[0] and numbers == sorted(numbers, reverse=True) for numbers in every)
 
 
 def _passes_lock(process: Process, sources: Mapping[str, str], world: int | None) -> bool:
