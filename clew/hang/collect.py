@@ -38,6 +38,8 @@ LOCALS_SHOWN = 300
 """Characters of a local variable that are kept."""
 TRIES = 4
 """Number of attempts at a stack: a process that runs while it is read can give a torn one."""
+Locks = Sequence[tuple[int, int, bool]]
+"""Locks on files; see `clew.hang.proc.locks_of_machine`."""
 
 
 def py_spy() -> str:
@@ -199,9 +201,6 @@ def describe(pid: int) -> Process:
 
 def _number(text: str | None) -> int | None:
     return int(text) if text is not None and text.isdigit() else None
-
-
-Locks = Sequence[tuple[int, int, bool]]
 
 
 def _with_waits(process: Process, machine: dict[str, tuple[str, int, int]], locks: Locks) -> Process:

@@ -170,26 +170,28 @@ def locks_of_machine() -> list[tuple[int, int, bool]]:
     return found
 
 
-def open_files_of(pid: int) -> set[int]:
-    """Return the inodes of the files that a process has open."""
-    found = set[int]()
+def descriptors_info(pid: int) -> dict[str, str]:
+    """Return what the kernel says about each open descriptor of a process, by its number. No file is touched."""
+    found: dict[str, str] = {}
     with suppress(OSError):
-        for path in (PROC / str(pid) / "fd").iterdir():
+        for path in (PROC / str(pid) / "fdinfo").iterdir():
             with suppress(OSError):
-                found.add(path.stat().st_ino)
+                found[path.name] = path.read_text()
     return found
+
+
+def open_files_of(pid: int) -> set[int]:
+    """Return the inodes of the files that a process has open (Linux 5.14 and newer)."""
+    said = (re.search(r"^ino:\s*(\d+)", text, re.M) for text in descriptors_info(pid).values())
+    return {int(each[1]) for each in said if each}
 
 
 def pipes_of(pid: int, flags: int) -> set[str]:
     """Return the pipes that a process reads (os.O_RDONLY) or writes (os.O_WRONLY), other than its standard input."""
-    found = set[str]()
-    with suppress(OSError):
-        for path in (PROC / str(pid) / "fd").iterdir():
-            with suppress(OSError):
-                said = re.search(r"flags:\s*(\d+)", (PROC / str(pid) / "fdinfo" / path.name).read_text())
-                if path.name != "0" and said and int(said[1], 8) & os.O_ACCMODE == flags:
-                    found.add(link_of(path))
-    return {link for link in found if link.startswith("pipe:")}
+    said = {number: re.search(r"flags:\s*(\d+)", text) for number, text in descriptors_info(pid).items()}
+    fitting = [n for n, each in said.items() if n != "0" and each and int(each[1], 8) & os.O_ACCMODE == flags]
+    links = {link_of(PROC / str(pid) / "fd" / number) for number in fitting}
+    return {link for link in links if link.startswith("pipe:")}
 
 
 def writers_of(pipes: set[str]) -> list[int]:
