@@ -150,7 +150,7 @@ def _by_graph(live: list[Actor], ranks: list[Actor], snapshot: Snapshot) -> Verd
     edges = collective_edges(ranks)
     inside = [a for a in ranks if a.activity.kind == "collective"]
     if edges and not any(edges.values()) and len(inside) == len(ranks) > 1:
-        return two_threads(ranks) or same_everywhere(ranks)
+        return _unless_ready(two_threads(ranks) or same_everywhere(ranks), ranks)
     for pid, targets in application_edges(live).items():
         edges[pid] = edges.get(pid, set()) | targets
     for actor in live:
@@ -161,12 +161,15 @@ def _by_graph(live: list[Actor], ranks: list[Actor], snapshot: Snapshot) -> Verd
     waiters = [a for a in live if a not in culprits]
     sink = Sink(culprits=culprits, waiters=waiters, live=live, snapshot=snapshot)
     if len(culprits) > 1 and all(a.rank is not None for a in culprits):
-        found = locked_file(sink) or cycle(culprits, waiters)
-        # A rank that could run, but got no core, may be just about to leave the collective.
-        ready = any(a.process.last.state == "R" for a in culprits)
-        return replace(found, structural=found.structural and not ready)
+        return _unless_ready(locked_file(sink) or cycle(culprits, waiters), culprits)
     found = local_cause(sink)
     return _with_those_alike(found, culprits[0], ranks)
+
+
+def _unless_ready(verdict: Verdict, ranks: list[Actor]) -> Verdict:
+    """Have ranks watched longer of which one could run, but got no core: it may be about to leave the collective."""
+    ready = any(a.process.last.state == "R" for a in ranks)
+    return replace(verdict, structural=verdict.structural and not ready)
 
 
 def _with_those_alike(verdict: Verdict, culprit: Actor, ranks: list[Actor]) -> Verdict:
