@@ -14,7 +14,7 @@ from clew.record.media import media_name
 
 def _decoded(data: Any) -> Any:
     if not isinstance(data, str):
-        return data  # pydantic reports the wrong type
+        return data  # pydantic says that the type is wrong
     try:
         return base64.b64decode(data, validate=True)
     except ValueError:

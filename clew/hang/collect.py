@@ -207,7 +207,9 @@ def _with_waits(process: Process, machine: dict[str, tuple[str, int, int]], lock
     wchan, target = proc.blocked_in(process.pid)
     listens, peers = proc.sockets_of(process.pid, machine)
     pipes = tuple(sorted({link for link in proc.descriptors_of(process.pid) if link.startswith("pipe:")}))
-    of_others = {file for pid, file, has in locks if has and pid != process.pid} & proc.open_files_of(process.pid)
+    of_others = {file for pid, file, has in locks if has and pid != process.pid}
+    if of_others:
+        of_others &= proc.open_files_of(process.pid)
     awaited = {file for pid, file, has in locks if not has and pid == process.pid}
     return replace(
         process,

@@ -105,21 +105,24 @@ def _refusing(sink: Sink) -> Verdict | None:
     return verdict_about("rollout blocked", [by], why, sink.waiters, cause="refusing", confidence="medium")
 
 
-def _held_outside(sink: Sink) -> Verdict | None:
-    """Find a process outside of the job that has locked a file, or keeps open the pipe of a child that has ended."""
-    waiting = [a for a in [sink.one, *sink.waiters] if a.process.outside and not a.moving]
-    reading = [a for a in waiting if a.activity.kind in ("process", "pipe") and sink.one.dead]
-    locked = [a for a in waiting if a.activity.kind == "file"]
-    if not reading and not locked:
+def _locked_outside(sink: Sink) -> Verdict | None:
+    """Find a process outside of the job that has locked the file that one waits for."""
+    one = next((a for a in [sink.one, *sink.waiters] if a.activity.kind == "file" and a.process.outside), None)
+    if one is None or one.moving:
         return None
-    one = (reading or locked)[0]
-    by = ", ".join(one.process.outside[:4])
-    if locked:
-        why = f"{one.says}. {by} has locked it, and is no process of this job."
-        return verdict_about("lock or I/O", [one], why, sink.live, cause="file")
+    why = f"{one.says}. {', '.join(one.process.outside[:4])} has locked it, and is no process of this job."
+    return verdict_about("lock or I/O", [one], why, sink.live, cause="file")
+
+
+def _pipe_kept_open(sink: Sink) -> Verdict | None:
+    """Find what a program that has ended has started: it may keep open the pipe that the program's parent reads."""
+    reading = [a for a in sink.waiters if a.activity.kind in ("process", "pipe") and a.process.outside and not a.moving]
+    if not sink.one.dead or not reading:
+        return None
+    one = reading[0]
     why = (
-        f"{one.says}. {sink.one.says}, but {by}, which it started, lives and has the pipe still open: reading it "
-        f"ends when that one ends."
+        f"{one.says}. {sink.one.says}, but {', '.join(one.process.outside[:4])}, which it started, lives and has the "
+        f"pipe still open: reading it ends when that one ends."
     )
     return verdict_about("external wait", [one], why, sink.live, cause="pipe")
 
@@ -356,20 +359,25 @@ def _computing(sink: Sink) -> Verdict | None:
     )
 
 
+def _threads_poll(sink: Sink) -> Verdict | None:
+    """Judge threads of one process that ask again and again, at several places: each waits for another one."""
+    sources = sink.snapshot.sources
+    polling = [t for t in sink.one.threads if t.kind == "sleep" and loop_at(sources.get(t.file, ""), t.line)]
+    polling = [each for each in polling if each is sink.act or not each.heartbeat]
+    if sink.act not in polling or len({each.site for each in polling}) < 2 or sink.one.rank is not None:
+        return None
+    told = ", ".join(f"{each.thread} at {each.site}" for each in polling[:4])
+    why = f"Threads of {sink.one.process.label} ask again and again, each for what another one has: {told}."
+    found = verdict_about("rollout blocked", [sink.one], why, sink.live, cause="sleep", confidence="medium")
+    return replace(found, sites=tuple(sorted({each.site for each in polling})))
+
+
 def _both_poll(sink: Sink) -> Verdict | None:
     """Judge a program that asks again and again whether its workers are done, while they ask for work."""
     by = next((a for a in sink.waiters if a.pid == sink.one.process.parent), None)
-    sources = sink.snapshot.sources
-    if by is None and sink.act.kind == "sleep" and sink.one.rank is None:
-        both = [t for t in sink.one.threads if t.kind == "sleep" and loop_at(sources.get(t.file, ""), t.line)]
-        both = [each for each in both if each is sink.act or not each.heartbeat]
-        if len({each.site for each in both}) > 1 and sink.act in both:
-            told = ", ".join(f"{each.thread} at {each.site}" for each in both[:4])
-            why = f"Threads of {sink.one.process.label} ask again and again, each for what another one has: {told}."
-            found = verdict_about("rollout blocked", [sink.one], why, sink.live, cause="sleep", confidence="medium")
-            return replace(found, sites=tuple(sorted({each.site for each in both})))
     if by is None or sink.act.kind != "sleep" or sink.one.rank is not None or by.activity.kind != "sleep":
         return None
+    sources = sink.snapshot.sources
     if not all(loop_at(sources.get(each.file, ""), each.line) for each in (sink.act, by.activity)):
         return None
     why = (
@@ -403,13 +411,13 @@ def _blocked(sink: Sink) -> Verdict | None:
     confidence = "high" if sink.blocked_ranks else "medium"
     found = verdict_about(pattern, sink.culprits, why, sink.waiters, confidence=confidence, cause=sink.act.kind)
     holders = lock_holders(sink) if sink.act.kind == "lock" else {}
-    sites = tuple(sorted({*found.sites, *(site for each in holders.values() for site in each)}))
+    sites = tuple(sorted({*found.sites, *holders.values()} - {""}))
     return replace(found, explanation=f"{why}{''.join(f' {held}.' for held in holders)}", sites=sites)
 
 
-def lock_holders(sink: Sink) -> dict[str, list[str]]:
-    """Return words about threads that are inside a `with` of a lock of this name, and where they are."""
-    found = dict[str, list[str]]()
+def lock_holders(sink: Sink) -> dict[str, str]:
+    """Return words about threads that are inside a `with` of a lock of this name, and where each other one is now."""
+    found: dict[str, str] = {}
     for thread in sink.one.process.threads:
         for frame in (each for each in thread.frames if not installed(each.file)):
             text = sink.snapshot.sources.get(frame.file, "")
@@ -421,10 +429,10 @@ def lock_holders(sink: Sink) -> dict[str, list[str]]:
                 place = f"{named[0]} at {PurePath(frame.file).name}:{node.lineno}"
                 does = next((a for a in sink.one.threads if a.thread == thread.name and a.site), sink.act)
                 if does.thread == sink.act.thread:
-                    found[f"It has locked {place} itself"] = []
+                    found[f"It has locked {place} itself"] = ""
                 else:
                     words = f"{LOCAL.get(does.kind, ('', does.op))[1]} at {does.site}: {does.text}"
-                    found[f"Thread {thread.name} has locked {place}, and {words}"] = [does.site]
+                    found[f"Thread {thread.name} has locked {place}, and {words}"] = does.site
     return found
 
 
@@ -435,7 +443,8 @@ def same_name(one: str, other: str) -> bool:
 
 
 RULES: tuple[Callable[[Sink], Verdict | None], ...] = (
-    _paused, _blocked_loop, _refusing, _outlived, _held_outside, _dead, _own_waits, _slow, locked_file, _cleaned_up,
-    _store, _unexplained, _loader, _silent_server, _outside, _retrying, _computing, _both_poll, _polling, _blocked,
+    _paused, _blocked_loop, _refusing, _outlived, _locked_outside, _pipe_kept_open, _dead, _own_waits, _slow,
+    locked_file, _cleaned_up, _store, _unexplained, _loader, _silent_server, _outside, _retrying, _computing,
+    _both_poll, _threads_poll, _polling, _blocked,
 )  # fmt: skip
 """Rules in the order in which they are asked: the first that answers is right. `_blocked` always answers."""

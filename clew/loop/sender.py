@@ -58,9 +58,7 @@ class Sender:
     def __call__(self, engine: TrainEngine) -> tuple[Digests, list[Server]]:
         """Send the engine's weights to every server that is ready, and again to each that the broadcast does not reach.
 
-        A second call at the same version sends them to the servers that want them.
-
-        Every rank calls this at once.
+        A second call at the same version sends them to the servers that want them. Every rank calls this at once.
 
         Returns:
             On rank 0, the digests of what was sent, and the servers that have received it. They serve nothing until
@@ -76,8 +74,11 @@ class Sender:
         self._sent = engine.version
         digests, reached, failed = self._broadcast(engine, tensors, left)
         for _ in range(TRIES - 1):  # each alone: one that always fails would spoil every broadcast for the others
-            left, failed = list(failed), {}
-            for number in range(engine.ranks.agree("how often the weights are sent again", partial(len, left))):
+            left = list(failed)
+            if not (count := engine.ranks.agree("how often the weights are sent again", partial(len, left))):
+                break
+            failed = {}
+            for number in range(count):
                 digests, received, lost = self._broadcast(engine, tensors, left[number : number + 1])
                 reached += received
                 failed |= lost

@@ -52,7 +52,7 @@ class Server:
     wants_weights: Flag = False
     """True if it waits for the trainer to broadcast the newest weights."""
     given_up: str = ""
-    """Reason why the trainer has stopped sending weights to it: it then ends. "" if the trainer has not."""
+    """Reason why the trainer sends it no more weights, after which it ends; "": the trainer does send them."""
     token: str = ""
     """Token that is needed for calls that change the server's state."""
 

@@ -2,8 +2,8 @@
 
 It calls transformers' own attention (`sdpa`, or `eager` for architectures that have no other, such as Gemma 2) as if
 the rows were not packed. On the CPU, this module computes short rows by two products and a softmax. That is up to a
-fifth faster, forward and backward together, than torch's kernel, which is made for many tokens. Training on a laptop
-has such rows.
+fifth faster, forward and backward together, than torch's kernel, which is made for many tokens. Such rows are
+common in training on a laptop.
 
 On CUDA, torch's kernel for rows of any length (`varlen_attn`, which is FlashAttention) takes packed rows as they lie,
 without padding. It takes half precisions and plain causal attention; other packed rows, such as those of float32 and
