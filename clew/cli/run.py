@@ -118,8 +118,10 @@ def serve(
     ] = None,
     name: Annotated[
         str,
-        typer.Option(
-            metavar="NAME", help="Name in status/ and logs/. Default: the first free of server, server-1, server-2."
+        typer.Option(  # named: Typer 0.27 drops an option that it has to name "name" itself
+            "--name",
+            metavar="NAME",
+            help="Name in status/ and logs/. Default: the first free of server, server-1, server-2.",
         ),
     ] = "",
     attach: Annotated[
