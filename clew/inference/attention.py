@@ -20,6 +20,18 @@ from transformers import AttentionInterface
 
 NAME = "clew_rows"
 
+ALIGNED = 16
+"""Number of elements of which the rows of a mask must be a multiple apart, and its first one from its storage's.
+
+CUDA's kernels read a mask in pieces of this size. torch copies one whose rows lie otherwise; one that begins otherwise
+it passes on, and the kernel ends with "misaligned address", after which the process can compute nothing more.
+"""
+
+
+def aligned(columns: int) -> int:
+    """Return the smallest multiple of ALIGNED that is at least `columns`."""
+    return -(-columns // ALIGNED) * ALIGNED
+
 
 @dataclass(eq=False)
 class Rows:
@@ -30,6 +42,7 @@ class Rows:
     starts: Tensor | None = None
     """Column of each row's first token, int64 [rows], in the prefill of prompts that end together."""
     _prefill_masks: dict[tuple[int, int, int | None], Tensor | None] = field(default_factory=dict)
+    _window_masks: dict[int, Tensor] = field(default_factory=dict)
 
     def seen(self, key: Tensor, value: Tensor, window: int | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the keys and values that a layer attends to when decoding, and their mask.
@@ -39,7 +52,15 @@ class Rows:
         """
         if window is None or window >= key.shape[2]:
             return key, value, self.mask
-        return key[:, :, -window:], value[:, :, -window:], None if self.mask is None else self.mask[..., -window:]
+        return key[:, :, -window:], value[:, :, -window:], None if self.mask is None else self._window_mask(window)
+
+    def _window_mask(self, window: int) -> Tensor:
+        """Return the mask's last columns, at an aligned address."""
+        assert self.mask is not None
+        if window not in self._window_masks:
+            storage = self.mask.new_empty(*self.mask.shape[:-1], aligned(window))
+            self._window_masks[window] = storage[..., :window].copy_(self.mask[..., -window:])
+        return self._window_masks[window]
 
     def prefill_mask(self, query: Tensor, key: Tensor, window: int | None) -> Tensor | None:
         """Return the mask of a prefill, [rows, 1, queries, length]; None if plain causal attention is enough.

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from clew.inference.attention import aligned
+
 _SLACK = 64
 """Columns reserved beyond the longest row: the number of steps between two moves to the left."""
 
@@ -75,7 +77,10 @@ class RowCache(Cache):
         self.first = 0
         """Leftmost column in use: `lo` in the picture above."""
         self.mask: Tensor | None = None
-        """Mask [rows, 1, 1, columns] of zeros and the least number of the dtype; None if all rows start together."""
+        """Mask [rows, 1, 1, columns] of zeros and the least number of the dtype; None if all rows start together.
+
+        Its columns begin with `first`: see `ALIGNED`.
+        """
         self.starts_R1 = torch.zeros(0, 1, dtype=torch.int64, device=device)
         self.origins_R1 = self.starts_R1
         """Column from which each row counts its positions."""
@@ -105,7 +110,7 @@ class RowCache(Cache):
 
     def step_mask(self) -> Tensor | None:
         """Return the mask of a decoding step, aligned with what `update` returns."""
-        return None if self.mask is None else self.mask[..., self.first : self.column + 1]
+        return None if self.mask is None else self.mask[..., : self.column + 1 - self.first]
 
     # Rows come and go -----------------------------------------------------------------------------------------------
 
@@ -230,7 +235,8 @@ class RowCache(Cache):
             self.mask = None
             return
         dtype, device, width = self.keys[0].dtype, self.tokens.device, self.tokens.shape[1]
-        hidden = torch.arange(width, device=device) < self.starts_R1[:, :, None, None]
+        columns = torch.arange(self.first, self.first + aligned(width - self.first), device=device)
+        hidden = columns < self.starts_R1[:, :, None, None]
         self.mask = torch.zeros(hidden.shape, dtype=dtype, device=device)
         self.mask.masked_fill_(hidden, torch.finfo(dtype).min)
 
