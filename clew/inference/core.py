@@ -182,13 +182,14 @@ class Core:
         self.abort()  # what a failed step may have left; what was in flight has been aborted by the caller
         with clock("load"):
             before, backup = self.broken, backed_up(self.model)
-        self.broken = f"loading version {ref.version} from {ref.path} did not finish"
         try:
             with clock("load"):
                 copy_weights(self.model, ref.path, weights())
             with clock("verify"):
                 self._check_probe(ref)
         except Exception as error:  # the device may be out of memory, for example
+            # Not earlier: a thread that asks during a load may wait, and this engine is about to serve again.
+            self.broken = f"loading version {ref.version} from {ref.path} did not finish"
             restore(self.model, backup)
             self.broken = before
             if isinstance(error, EngineError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from clew.errors import EngineError
+from clew.inference import attention
+from clew.inference import core as core_module
 from clew.inference.core import Core
 from clew.inference.embedded import EmbeddedEngine, build_engine
 from clew.inference.local import LocalEngine
@@ -91,6 +94,24 @@ def test_equals_the_reference(tmp_path: Path, family: str, tie: bool) -> None:
     asked = various(0)
     for expected, found in zip(run(reference, asked), run(engine, asked), strict=True):
         assert_equal(expected, found)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mistral"])
+def test_masks_lie_as_cudas_kernels_want_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    """A mask at another address ends the process on CUDA: "misaligned address". mistral has a sliding window."""
+    seen: list[tuple[int, ...]] = []
+    plain = attention.scaled_dot_product_attention
+
+    def watched(*tensors: torch.Tensor, attn_mask: torch.Tensor | None, **kwargs: Any) -> torch.Tensor:
+        if attn_mask is not None:
+            seen.append((int(attn_mask.storage_offset()), *attn_mask.stride()[:-1]))
+        return plain(*tensors, attn_mask=attn_mask, **kwargs)
+
+    _, engine = engines(folder_with(tmp_path, family), max_running=5)
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", watched)
+    run(engine, various(0))
+    decoding = [lies for lies in seen if lies[-1] == lies[-2] == lies[-3]]  # torch copies those of a prefill
+    assert len(decoding) > 100 and all(step % attention.ALIGNED == 0 for lies in decoding for step in lies)
 
 
 def test_a_model_that_refuses_a_cache_is_served_by_the_reference(
@@ -361,6 +382,36 @@ def test_many_through_aborts_and_loads_equal_the_reference(tmp_path: Path, threa
         assert_equal(expected, completion)
         assert completion.versions == sorted(completion.versions)
     assert len({version for completion in found for version in completion.versions}) > 1
+
+
+def test_a_request_that_comes_during_a_load_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine has a thread of its own, as on CUDA: it loads while the loop takes requests."""
+    reference, engine = engines(folder_with(tmp_path))
+    ref = WeightRef(version=1, path=str(tmp_path), digest="", probe_ids=[7, 8], probe_logprob=reference.score([7, 8]))
+    loading, go_on, plain = threading.Event(), threading.Event(), core_module.copy_weights
+
+    def slowly(*args: Any) -> None:
+        loading.set()
+        assert go_on.wait(60)
+        plain(*args)
+
+    async def scenario() -> Completion:
+        local = LocalEngine(engine, threaded=True)
+        monkeypatch.setattr(core_module, "copy_weights", slowly)
+        load = asyncio.ensure_future(local.load_weights(ref))
+        await asyncio.to_thread(loading.wait, 60)
+        assert await local.version() == 0
+        request = asyncio.ensure_future(
+            local.generate(GenerateRequest([7], SamplingParams(max_new_tokens=3, stop_token_ids=())))
+        )
+        await asyncio.sleep(0)
+        go_on.set()
+        await load
+        completion = await request
+        await local.close()
+        return completion
+
+    assert asyncio.run(scenario()).versions == [1, 1, 1]
 
 
 @pytest.mark.parametrize("threaded", [False, True])
