@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from clew.errors import EngineError
-from clew.models.tensor_digest import digest_tensor
+from clew.models.tensor_digest import hex_digests
 from clew.record.weights import DIGEST_KEY, WeightRef, read_digests
 
 Named = tuple[str, torch.Tensor]
@@ -70,12 +70,8 @@ def _check_received(ref: WeightRef, received: Received | None) -> Mapping[str, t
     version, tensors = received or (None, {})
     if version != ref.version:
         raise EngineError(f"version {ref.version} was broadcast (weights.via), and this server did not get it.")
-    expected = read_digests(ref)
-    wrong = [
-        name
-        for name in expected.keys() | tensors.keys()
-        if name not in tensors or expected.get(name) != f"{digest_tensor(tensors[name], name=name):016x}"
-    ]
+    expected, found = read_digests(ref), hex_digests(tensors)
+    wrong = [name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)]
     if wrong:
         raise EngineError(
             f"Cannot load version {ref.version}: {len(wrong)} of the tensors that were received are not those that the "

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import cache, lru_cache
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -19,19 +22,34 @@ def digest_tensor(tensor: Tensor, *, name: str, start: int = 0) -> int:
 
     bfloat16 counts as uint16.
     """
+    return begin_digest(tensor, name=name, start=start)()
+
+
+def hex_digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the digest of each whole tensor, as 16 hexadecimal digits."""
+    begun = {name: begin_digest(tensor, name=name) for name, tensor in tensors.items()}
+    return {name: f"{result():016x}" for name, result in begun.items()}
+
+
+def begin_digest(tensor: Tensor, *, name: str, start: int = 0) -> Callable[[], int]:
+    """Begin what `digest_tensor` does; the function that is returned waits for the result.
+
+    A GPU has hundreds of tensors to digest. Begun one after another, they are waited for only once.
+    """
     if tensor.device.type == "cpu":
-        return digest_array(as_array(tensor), name=name, start=start)
-    return digest_on_device(tensor, name=name, start=start)
+        found = digest_array(as_array(tensor), name=name, start=start)
+        return lambda: found
+    return begin_on_device(tensor, name=name, start=start)
 
 
-def digest_on_device(tensor: Tensor, *, name: str, start: int = 0) -> int:
-    """Return the same digest as `digest_array`, computed on the tensor's device.
+def begin_on_device(tensor: Tensor, *, name: str, start: int = 0) -> Callable[[], int]:
+    """Begin to compute the digest of `digest_array` on the tensor's device.
 
     A GPU reads its memory many times as fast as it can be copied to the host.
     """
     flat = tensor.contiguous().view(-1)
     bits, mask = flat.view(_BITS[flat.element_size()]), (1 << 8 * flat.element_size()) - 1
-    places = torch.from_numpy(WITHIN_BLOCK.view(np.int64)).to(flat.device)
+    within = _within_block(flat.device)
     before = start % BLOCK
     found = torch.zeros((), dtype=torch.int64, device=flat.device)
     for first in range(-before, bits.numel(), AT_ONCE):
@@ -41,9 +59,9 @@ def digest_on_device(tensor: Tensor, *, name: str, start: int = 0) -> int:
         part = part + 1  # never in place: 8 bytes are the tensor's own
         head, tail = max(-first, 0), -(max(-first, 0) + part.numel()) % BLOCK
         blocks = torch.nn.functional.pad(part, (head, tail)).view(-1, BLOCK)
-        weights = torch.from_numpy(of_blocks((start + first) // BLOCK, len(blocks)).view(np.int64)).to(flat.device)
-        found += ((blocks * places).sum(1) * weights).sum()  # int64 wraps around as uint64 does
-    return salted(int(found), name, _dtype_name(flat))
+        factors = _of_blocks((start + first) // BLOCK, len(blocks), flat.device)
+        found += ((blocks * within).sum(1) * factors).sum()  # int64 wraps around as uint64 does
+    return lambda: salted(int(found), name, _dtype_name(flat.dtype))
 
 
 def as_array(tensor: Tensor) -> np.ndarray:
@@ -68,17 +86,30 @@ def digest_scattered(tensor: Tensor, offset: int, strides: tuple[int, ...], *, n
         places_ = places_.unsqueeze(-1) + torch.arange(size) * stride
     size, mask = tensor.element_size(), (1 << 8 * tensor.element_size()) - 1
     flat, places = tensor.contiguous().view(-1).view(_BITS[size]), places_.view(-1).to(tensor.device)
-    within = torch.from_numpy(WITHIN_BLOCK.view(np.int64)).to(tensor.device)
-    blocks = of_blocks(0, int(places.max()) // BLOCK + 1) if places.numel() else of_blocks(0, 1)
-    of_block = torch.from_numpy(blocks.view(np.int64)).to(tensor.device)
+    within = _within_block(tensor.device)
+    of_block = _of_blocks(0, int(places_.max()) // BLOCK + 1 if places_.numel() else 1, tensor.device)
     found = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for bits, place in zip(flat.split(AT_ONCE), places.split(AT_ONCE), strict=True):
         part = bits.to(torch.int64)
         if size < 8:
             part &= mask
         found += ((part + 1) * within[place % BLOCK] * of_block[place // BLOCK]).sum()  # wraps around as uint64 does
-    return salted(int(found), name, _dtype_name(tensor))
+    return salted(int(found), name, _dtype_name(tensor.dtype))
 
 
-def _dtype_name(tensor: Tensor) -> str:
-    return "<u2" if tensor.dtype == torch.bfloat16 else as_array(tensor.reshape(-1)[:0]).dtype.str
+# The factors stay on the device: copying them there for each tensor took most of a digest's time.
+
+
+@cache
+def _within_block(device: torch.device) -> Tensor:
+    return torch.from_numpy(WITHIN_BLOCK.view(np.int64)).to(device)
+
+
+@lru_cache(4096)
+def _of_blocks(first: int, count: int, device: torch.device) -> Tensor:
+    return torch.from_numpy(of_blocks(first, count).view(np.int64)).to(device)
+
+
+@cache
+def _dtype_name(dtype: torch.dtype) -> str:
+    return as_array(torch.empty(0, dtype=dtype)).dtype.str

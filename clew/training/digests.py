@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from clew.models.tensor_digest import digest_tensor
+from clew.models.tensor_digest import begin_digest
 from clew.training.ranks import ALONE, Ranks
 from clew.training.sharding import slice_of
 
@@ -27,17 +27,20 @@ def digest_tensors(named: Iterable[tuple[str, Tensor]], ranks: Ranks = ALONE) ->
     """
     tensors = dict(named)
     pieces = ((name, slice_of(tensor.detach(), ranks)) for name, tensor in tensors.items())
-    # A pool takes all pieces at once; with tensor parallelism some are copies.
-    in_threads = ranks.tp == 1 and sum(tensor.numel() for tensor in tensors.values()) > LARGE
+    # A pool takes all pieces at once; with tensor parallelism some are copies. A GPU needs no threads: they would fight
+    # for Python's lock.
+    on_cpu = sum(tensor.numel() for tensor in tensors.values() if tensor.device.type == "cpu")
+    in_threads = ranks.tp == 1 and on_cpu > LARGE
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        digests = list((pool.map if in_threads else map)(_digest, pieces))
+        begun = list((pool.map if in_threads else map)(_begin, pieces))
+    digests = [result() for result in begun]
     summed = ranks.add_up(np.array(digests, np.uint64))
     return dict(zip(tensors, summed.tolist(), strict=True))
 
 
-def _digest(named: tuple[str, tuple[Tensor, int] | None]) -> int:
+def _begin(named: tuple[str, tuple[Tensor, int] | None]) -> Callable[[], int]:
     name, piece = named
     if piece is None:
-        return 0
+        return lambda: 0
     tensor, start = piece
-    return digest_tensor(tensor, name=name, start=start)
+    return begin_digest(tensor, name=name, start=start)

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from clew.errors import TrainingError
-from clew.models.tensor_digest import digest_tensor
+from clew.models.tensor_digest import hex_digests
 from clew.record.files import write_json
 from clew.record.weights import BROADCAST_FILE, DIGEST_KEY, DIGESTS_KEY, Digests, WeightRef
 from clew.training.engine import TrainEngine
@@ -61,10 +61,10 @@ def write_weights(
         with written_aside(folder) as aside:
             metadata = {"format": "pt", DIGEST_KEY: digest}
             if sent is not None or engine.config.inference.backend != "embedded":
-                digests = _digests(tensors) if sent is None else sent["digests"]
+                digests = hex_digests(tensors) if sent is None else sent["digests"]
                 _check_sent(engine, digests, version)
                 if adapters is None and (public := public_tensors(engine, tensors)).keys() != tensors.keys():
-                    tensors, digests = public, _digests(public)
+                    tensors, digests = public, hex_digests(public)
                 metadata[DIGESTS_KEY] = json.dumps(digests)
             if sent is not None:
                 write_json(aside / BROADCAST_FILE, sent)
@@ -97,10 +97,6 @@ def _each_once(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the tensors, with only one of those that share memory."""
     found = {tensor.data_ptr(): (name, tensor) for name, tensor in reversed(state.items())}
     return {name: tensor.contiguous() for name, tensor in reversed(found.values())}
-
-
-def _digests(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-    return {name: f"{digest_tensor(tensor, name=name):016x}" for name, tensor in tensors.items()}
 
 
 def _check_sent(engine: TrainEngine, digests: dict[str, str], version: int) -> None:

@@ -91,6 +91,6 @@ def hint_of(optimizer: Optimizer) -> str:
 def not_finite(named: Iterable[tuple[str, Tensor]], ranks: Ranks) -> list[str]:
     """Return the names of the tensors that have NaN or infinity on any rank."""
     slices = {name: slice_of(tensor.detach(), ranks) for name, tensor in named}
-    bad = [part is not None and not bool(part[0].isfinite().all()) for part in slices.values()]
-    counts = ranks.add_up(np.array(bad, np.int64))
+    good = [None if part is None else part[0].isfinite().all() for part in slices.values()]  # on a GPU: waits for none
+    counts = ranks.add_up(np.array([each is not None and not each.item() for each in good], np.int64))
     return [name for name, count in zip(slices, counts, strict=True) if count]

@@ -27,7 +27,7 @@ from transformers.pytorch_utils import Conv1D
 
 from clew.config import Config
 from clew.errors import ModelError
-from clew.models.tensor_digest import digest_tensor
+from clew.models.tensor_digest import hex_digests
 from clew.record.weights import DIGESTS_KEY
 
 log = logging.getLogger("clew.training")
@@ -160,8 +160,7 @@ class Adapters:
         config = replace(self._config, lora_alpha=self._config.r)
         scales = {f"{_PREFIX}{name}.lora_B.weight": layer.scaling[NAME] for name, layer in self._layers()}
         tensors = {name: (tensor * scales.get(name, 1)).contiguous() for name, tensor in _named(state).items()}
-        digests = {name: f"{digest_tensor(tensor, name=name):016x}" for name, tensor in tensors.items()}
-        self._write(folder, config, tensors, {**metadata, DIGESTS_KEY: json.dumps(digests)})
+        self._write(folder, config, tensors, {**metadata, DIGESTS_KEY: json.dumps(hex_digests(tensors))})
 
     def _write(self, folder: Path, config: LoraConfig, tensors: dict[str, Tensor], metadata: Mapping[str, str]) -> None:
         config.inference_mode = True

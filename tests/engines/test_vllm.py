@@ -26,7 +26,7 @@ from clew.inference.client import HTTPEngine
 from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, OnToken, SamplingParams
 from clew.inference.resubmit import generate_through_aborts
 from clew.loop.server_control import ServerControl
-from clew.models.tensor_digest import digest_tensor
+from clew.models.tensor_digest import hex_digests
 from clew.record.run import RunDirectory
 from clew.record.weights import DIGESTS_KEY, WeightRef
 from tests.engines.updating import update_in_flight
@@ -136,7 +136,7 @@ def published(folder: Path, model: Any, version: int) -> WeightRef:
     """Weights as the trainer publishes them, with the digests and a probe by transformers."""
     folder.mkdir()
     tensors = {name: t for name, t in model.state_dict().items() if name != "lm_head.weight"}  # it is tied
-    digests = {name: f"{digest_tensor(tensor, name=name):016x}" for name, tensor in tensors.items()}
+    digests = hex_digests(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt", DIGESTS_KEY: json.dumps(digests)})
     probe = [3, 50, 20, 7, 30]
     logprob = logprobs_of(model, probe, 1.0)[-1, probe[-1]]

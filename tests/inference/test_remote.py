@@ -30,7 +30,7 @@ from clew.inference.remote import RemoteCore, RemoteEngine, start_remote
 from clew.inference.server_process import ServerProcess
 from clew.inference.sglang import NEEDED, SESSION, SGLangEngine
 from clew.inference.vllm import VLLMEngine
-from clew.models.tensor_digest import digest_tensor
+from clew.models.tensor_digest import hex_digests
 from clew.processes import free_port
 from clew.record.run import RunDirectory
 from clew.record.weights import DIGESTS_KEY, WeightRef
@@ -326,7 +326,7 @@ async def load_into(client: VLLMEngine, ref: WeightRef) -> None:
 def version(tmp_path: Path) -> WeightRef:
     """Weights with the trainer's digests."""
     tensors = {"lm_head.weight": torch.ones(2, 2), "norm.weight": torch.ones(2)}
-    digests = {name: f"{digest_tensor(tensor, name=name):016x}" for name, tensor in tensors.items()}
+    digests = hex_digests(tensors)
     save_file(tensors, tmp_path / "model.safetensors", metadata={DIGESTS_KEY: json.dumps(digests)})
     return WeightRef(version=5, path=str(tmp_path), digest="")
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from clew.inference.vllm import differences
 from clew.inference.vllm_worker import Extension
-from clew.models.tensor_digest import digest_tensor
+from clew.models.tensor_digest import hex_digests
 
 QKV = {"q": (0, 8), "k": (8, 4), "v": (12, 4)}
 
@@ -65,7 +65,7 @@ def published(tmp_path: Path) -> tuple[Path, dict[str, str]]:
     shapes = {"q": (8, 8), "k": (4, 8), "v": (4, 8), "o": (8, 8), "norm": (8,)}
     tensors = {name: torch.randn(shape, generator=random).bfloat16() for name, shape in shapes.items()}
     save_file(tensors, tmp_path / "model.safetensors")
-    return tmp_path, {name: f"{digest_tensor(tensor, name=name):016x}" for name, tensor in tensors.items()}
+    return tmp_path, hex_digests(tensors)
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clew.models.tensor_digest import AT_ONCE, as_array, digest_on_device, digest_scattered
+from clew.models.tensor_digest import AT_ONCE, as_array, begin_on_device, digest_scattered
 from clew.record.array_digest import digest_array
 from clew.training.digests import digest_tensors
 
@@ -17,12 +17,12 @@ def test_on_a_device_as_in_numpy(dtype: torch.dtype, size: int, start: int, seed
     """Computed here by the operations that a GPU would be given; blocks that begin and end anywhere."""
     numbers = np.random.default_rng(seed).integers(-(2**31), 2**31, size)
     tensor = torch.from_numpy(numbers).to(dtype)
-    assert digest_on_device(tensor, name="w", start=start) == digest_array(as_array(tensor), name="w", start=start)
+    assert begin_on_device(tensor, name="w", start=start)() == digest_array(as_array(tensor), name="w", start=start)
 
 
 def test_in_parts_on_a_device() -> None:
     tensor = torch.arange(AT_ONCE + 70_000).to(torch.uint8)
-    assert digest_on_device(tensor, name="w", start=70_000) == digest_array(tensor.numpy(), name="w", start=70_000)
+    assert begin_on_device(tensor, name="w", start=70_000)() == digest_array(tensor.numpy(), name="w", start=70_000)
 
 
 def test_large_sets_are_digested_in_threads() -> None:

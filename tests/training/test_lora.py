@@ -13,7 +13,7 @@ from safetensors import safe_open
 from clew.errors import ModelError, RecordError
 from clew.inference.embedded import build_engine
 from clew.models.loading import load_model
-from clew.models.tensor_digest import digest_tensor
+from clew.models.tensor_digest import hex_digests
 from clew.record.weights import read_digests
 from clew.training import checkpoint
 from clew.training.engine import TrainEngine
@@ -157,7 +157,7 @@ def test_adapters_travel_alone_to_an_engine_that_adds_them_itself(tmp_path: Path
     assert ref.probe_logprob == pytest.approx(float(theirs_logprob(theirs, ref.probe_ids)), abs=1e-4)
     with safe_open(tmp_path / "version" / "adapter_model.safetensors", "pt") as file:
         sent = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-    assert read_digests(ref) == {name: f"{digest_tensor(tensor, name=name):016x}" for name, tensor in sent.items()}
+    assert read_digests(ref) == hex_digests(sent)
     assert theirs.peft_config["default"].to_dict()["lora_alpha"] == LORA["lora_rank"], "B is scaled already"
     for backend, args in (("vllm", {"enable-lora": False}), ("vllm", {"tensor-parallel-size": 2}), ("sglang", {})):
         merged = engine_of(tmp_path / "model", inference={"backend": backend, "args": args})
