@@ -41,11 +41,12 @@ WITH_CRITIC = ("gae",)
 LOSSES = {"clip": "ppo", "cispo": "cispo"}
 """Built-in losses, and the page that defines each. Anything else is the dotted path of a function."""
 
-FORMULAS = 2
+FORMULAS = 3
 """Version of Clew's own formulas, so that a replay knows which ones a record was made with.
 
 It is raised when a formula gives other numbers than before from the same inputs. 2: k3 is computed with expm1, and
-clip_share counts what CISPO and the dual clip hold.
+clip_share counts what CISPO and the dual clip hold. 3: logits of half precision reach the softmax without a float32
+copy, which CUDA rounds otherwise.
 """
 
 

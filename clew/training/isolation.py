@@ -117,7 +117,7 @@ def _predictions(model: Any, ids_T: Tensor, lengths: list[int]) -> Tensor:
     packed = Packed.of(lengths, ids_T.device) if len(lengths) > 1 else None
     if model.get_output_embeddings() is None:
         return normalize(hidden_states(model, ids_T[None], rows_N, columns_N - 1, packed).float(), dim=-1)
-    return score(model, ids_T[None], rows_N, columns_N, torch.ones_like(rows_N, dtype=torch.float32), packed).logprobs_N
+    return score(model, ids_T[None], rows_N, columns_N, packed=packed).logprobs_N
 
 
 def _largest(difference: Tensor) -> float:

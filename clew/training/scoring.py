@@ -63,7 +63,7 @@ def score(
     input_ids_BT: Tensor,
     rows_N: Tensor,
     columns_N: Tensor,
-    temperatures_N: Tensor,
+    temperatures_N: Tensor | None = None,
     packed: Packed | None = None,
     *,
     masks: Masks | None = None,
@@ -84,7 +84,7 @@ def score(
     Args:
         model: A causal language model of transformers.
         columns_N: At least 1, as nothing predicts the first token of a row.
-        temperatures_N: Divisors of the logits, float32.
+        temperatures_N: Divisors of the logits, float32; None: all are 1.
         packed: Positions of the rows in input_ids_BT [1, P]; None: padded rows, one below the other.
         masks: Tokens that each was drawn from; None: all. Logprobs are relative to these.
         seen: Further inputs of the model for padded rows that show images.
@@ -136,10 +136,12 @@ def _tokens(input_ids_BT: Tensor, rows_N: Tensor, columns_N: Tensor, packed: Pac
 
 
 def _score(
-    logits_NV: Tensor, targets_N: Tensor, temperatures_N: Tensor, masks: Masks | None, entropy_gradient: bool
+    logits_NV: Tensor, targets_N: Tensor, temperatures_N: Tensor | None, masks: Masks | None, entropy_gradient: bool
 ) -> Scores:
-    logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)) / temperatures_N[:, None]
-    logprobs_NV = torch.log_softmax(logits_NV if masks is None else masks.cut(logits_NV), dim=-1)
+    wide = torch.promote_types(logits_NV.dtype, torch.float32)
+    if temperatures_N is not None:
+        logits_NV = logits_NV.to(wide) / temperatures_N[:, None]
+    logprobs_NV = torch.log_softmax(logits_NV if masks is None else masks.cut(logits_NV), dim=-1, dtype=wide)
     logprobs_N = logprobs_NV.gather(1, targets_N[:, None])[:, 0]
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):  # last: see `checkpoint`'s early stop
         lowest = torch.finfo(logprobs_NV.dtype).min  # 0 times -inf is no number
@@ -176,7 +178,7 @@ class _Projection(ExitStack):
         chunks: int,
         logits_1V: Tensor,
         targets_N: Tensor,
-        temperatures_N: Tensor,
+        temperatures_N: Tensor | None,
         masks: Masks | None,
         entropy_gradient: bool,
     ) -> Scores:
@@ -186,19 +188,22 @@ class _Projection(ExitStack):
             logits_1V: The model's logits for the first hidden state.
         """
 
-        def score_chunk(hidden_CH: Tensor, targets_C: Tensor, temperatures_C: Tensor, masks: Masks | None) -> Scores:
+        def score_chunk(
+            hidden_CH: Tensor, targets_C: Tensor, temperatures_C: Tensor | None, masks: Masks | None
+        ) -> Scores:
             logits_CV = self.afterwards.repeat(self.head(hidden_CH), result=logits_1V)
             return _score(logits_CV, targets_C, temperatures_C, masks, entropy_gradient)
 
-        tensors = [each.chunk(chunks) for each in (self.hidden_NH, targets_N, temperatures_N)]
-        inputs = (*tensors, [None] * len(tensors[0]) if masks is None else masks.chunk(chunks))
-        parts = [
+        parts: list[Any] = [self.hidden_NH.chunk(chunks), targets_N.chunk(chunks)]
+        for each in (temperatures_N, masks):
+            parts.append([None] * len(parts[0]) if each is None else each.chunk(chunks))
+        scores = [
             checkpoint(score_chunk, *chunk, use_reentrant=False, preserve_rng_state=False)
-            for chunk in zip(*inputs, strict=True)
+            for chunk in zip(*parts, strict=True)
         ]
         return Scores(
-            logprobs_N=torch.cat([part.logprobs_N for part in parts]),
-            entropies_N=torch.cat([part.entropies_N for part in parts]),
+            logprobs_N=torch.cat([each.logprobs_N for each in scores]),
+            entropies_N=torch.cat([each.entropies_N for each in scores]),
         )
 
 

@@ -145,7 +145,7 @@ def _try_out(model: Any, blocks: list[nn.Module], root: nn.Module | None) -> tup
         if root is not None:
             numbers_N = root(ids_BT, rows_N, columns_N)
         else:
-            numbers_N = score(model, ids_BT, rows_N, columns_N, torch.ones_like(rows_N, dtype=torch.float32)).logprobs_N
+            numbers_N = score(model, ids_BT, rows_N, columns_N).logprobs_N
     finally:
         for hook in hooks:
             hook.remove()

@@ -105,8 +105,8 @@ class MicroBatch:
     """Row of each trained token within the micro-batch, int64."""
     columns_N: Tensor
     """Position of each trained token in its row, int64."""
-    temperatures_N: Tensor
-    """Temperature of each trained token, float32."""
+    temperatures_N: Tensor | None
+    """Temperature of each trained token, float32; None: all are 1."""
     where_N: np.ndarray
     """Position of each trained token in the batch's [S] arrays, int64."""
     masks: Masks | None = None
@@ -127,6 +127,7 @@ class MicroBatch:
         real_BT = np.arange(lengths.max()) < lengths[:, None]
         row, column = real_BT.nonzero()
         trained = tokens.loss_mask_S[where]
+        temperatures = tokens.temperatures_S[where[trained]]
         packed = Packed.of(lengths.tolist(), device) if pack and not real_BT.all() else None
         if packed is None:
             input_ids_BT = np.zeros(real_BT.shape, np.int64)
@@ -138,7 +139,7 @@ class MicroBatch:
             packed=packed,
             rows_N=torch.from_numpy(row[trained]).to(device),
             columns_N=torch.from_numpy(column[trained]).to(device),
-            temperatures_N=torch.from_numpy(tokens.temperatures_S[where[trained]]).to(device),
+            temperatures_N=None if (temperatures == 1).all() else torch.from_numpy(temperatures).to(device),
             where_N=where[trained],
             masks=tokens.masks(where[trained], device),
         )
