@@ -34,6 +34,8 @@ BLOCKED_CALLS = {
     "breakpoint": "stdin", "set_trace": "stdin",
 }  # fmt: skip
 """Calls without a Python frame of their own, and the kind of wait that each is."""
+DEVICE_CALLS = {"item", "tolist", "cpu", "numpy", "to", "synchronize", "nonzero", "float", "int", "bool", "print"}
+"""Calls that wait until a GPU has computed a value, and that keep a core busy meanwhile."""
 DATABASE = ("execute", "executemany", "executescript", "commit")
 """Calls in which SQLite sleeps, and tries again and again to lock its file."""
 KERNEL = {
@@ -421,6 +423,8 @@ def _native(
         return replace(base, kind=kernel, op=process.waits_in)
     if any("_engine_run_backward" in frame.name for frame in frames) and not thread.active:
         return replace(base, kind="collective", op="backward", group="world")
+    if process.gpus and (waits := [name for name, _ in called if name.rpartition(".")[2] in DEVICE_CALLS]):
+        return replace(base, kind="device", op=waits[0])
     return replace(base, kind="compute" if thread.active or process.last.state == "R" else "unknown")
 
 

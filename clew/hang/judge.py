@@ -9,7 +9,7 @@ from clew.hang.advice import with_advice
 from clew.hang.between_ranks import cycle, initialisation, missing_ranks, same_everywhere, two_threads
 from clew.hang.calls import where
 from clew.hang.graph import reachable, sinks
-from clew.hang.local_cause import Sink, ended_inside, local_cause, locked_file, refuses
+from clew.hang.local_cause import Sink, device, ended_inside, local_cause, locked_file, refuses
 from clew.hang.observed import Snapshot
 from clew.hang.progress import cpu_share, pace, recent
 from clew.hang.roles import actors_of, world_of
@@ -115,7 +115,7 @@ def _progress(live: list[Actor], ranks: list[Actor], snapshot: Snapshot) -> Verd
         return found
     if not moving or refuses(live, snapshot):
         return None
-    waiting = [a for a in mains if a.activity.kind in ("collective", "recv", "send")]
+    waiting = [a for a in mains if a.activity.kind in ("collective", "recv", "send", "device")]
     if waiting and len(waiting) < len(mains) and not any(a.moving for a in waiting):
         slow = [a for a in moving if a not in waiting]
         if not slow:
@@ -161,7 +161,7 @@ def _by_graph(live: list[Actor], ranks: list[Actor], snapshot: Snapshot) -> Verd
     waiters = [a for a in live if a not in culprits]
     sink = Sink(culprits=culprits, waiters=waiters, live=live, snapshot=snapshot)
     if len(culprits) > 1 and all(a.rank is not None for a in culprits):
-        return _unless_ready(locked_file(sink) or cycle(culprits, waiters), culprits)
+        return _unless_ready(device(sink) or locked_file(sink) or cycle(culprits, waiters), culprits)
     found = local_cause(sink)
     return _with_those_alike(found, culprits[0], ranks)
 

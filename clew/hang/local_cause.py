@@ -52,8 +52,8 @@ class Sink:
 
     @property
     def blocked_ranks(self) -> list[Actor]:
-        """Return the ranks that wait for the culprit in a collective or message."""
-        return [a for a in self.waiters if a.rank is not None and a.activity.kind in DISTRIBUTED]
+        """Return the ranks that wait for the culprit in a collective or message, maybe on their GPUs."""
+        return [a for a in self.waiters if a.rank is not None and a.activity.kind in (*DISTRIBUTED, "device")]
 
     @property
     def loop_text(self) -> str:
@@ -359,6 +359,24 @@ def _computing(sink: Sink) -> Verdict | None:
     )
 
 
+def device(sink: Sink) -> Verdict | None:
+    """Judge a wait for a GPU: what a GPU does, no stack of Python shows."""
+    waiting = [a for a in sink.culprits if a.activity.kind == "device"]
+    if not waiting:
+        return None
+    ranks = [a for a in sink.live if a.rank is not None]
+    why = f"{waiting[0].says}. Its kernels have not ended: one of them may never end, or take longer than was watched."
+    if len(ranks) > 1:
+        why += (
+            " Or the GPU is in a collective of NCCL that another rank has not entered: which one, torch's flight "
+            "recorder shows, or NCCL's RAS."
+        )
+    why += " A GPU that is 100 % busy at little power only waits."
+    pid = waiting[0].process.pid
+    how = f"clew hang --pid {pid} again in a minute; cuda-gdb -p {pid} shows the kernel (info cuda kernels)."
+    return verdict_about("undetermined", [], why, sink.live, confidence="low", next=how)
+
+
 def _threads_poll(sink: Sink) -> Verdict | None:
     """Judge threads of one process that ask again and again, at several places: each waits for another one."""
     sources = sink.snapshot.sources
@@ -444,7 +462,7 @@ def same_name(one: str, other: str) -> bool:
 
 RULES: tuple[Callable[[Sink], Verdict | None], ...] = (
     _paused, _blocked_loop, _refusing, _outlived, _locked_outside, _pipe_kept_open, _dead, _own_waits, _slow,
-    locked_file, _cleaned_up, _store, _unexplained, _loader, _silent_server, _outside, _retrying, _computing,
-    _both_poll, _threads_poll, _polling, _blocked,
+    locked_file, _cleaned_up, _store, _unexplained, _loader, _silent_server, _outside, _retrying, device,
+    _computing, _both_poll, _threads_poll, _polling, _blocked,
 )  # fmt: skip
 """Rules in the order in which they are asked: the first that answers is right. `_blocked` always answers."""

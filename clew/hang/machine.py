@@ -22,15 +22,18 @@ def with_machine(snapshot: Snapshot) -> Snapshot:
 
 
 def gpus() -> tuple[str, ...]:
-    """Return a line for each GPU that nvidia-smi names: how busy it is, its memory, its power."""
+    """Return a line for each GPU that nvidia-smi names: how busy it is, its memory, its power and the limit of it."""
     if (program := shutil.which("nvidia-smi")) is None:
         return ()
-    query = "--query-gpu=index,utilization.gpu,memory.used,power.draw"
+    query = "--query-gpu=index,utilization.gpu,memory.used,power.draw,power.limit"
     with suppress(OSError, subprocess.SubprocessError):
         command = [program, query, "--format=csv,noheader"]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=True)
         rows = [line.split(", ") for line in ended.stdout.splitlines()]
-        return tuple(f"GPU {row[0]}: {row[1]} busy, {row[2]} used, {row[3]}" for row in rows if len(row) == 4)
+        return tuple(
+            f"GPU {index}: {busy} busy, {used} used, {power} of {limit}"
+            for index, busy, used, power, limit in (row for row in rows if len(row) == 5)
+        )
     return ()
 
 

@@ -125,6 +125,8 @@ class Process:
     peers: tuple[int, ...] = ()
     """TCP ports at the other end of its connections."""
     pipes: tuple[str, ...] = ()
+    gpus: tuple[str, ...] = ()
+    """Devices of NVIDIA GPUs that it has opened, such as /dev/nvidia0."""
     files: tuple[str, ...] = ()
     """Inodes of the files that it has locked."""
     wants: tuple[str, ...] = ()
@@ -212,7 +214,7 @@ def _process_from(value: dict[str, Any]) -> Process:
         Look(**{**look, "threads": tuple(_thread_from(each) for each in look["threads"])}) for look in value["looks"]
     )
     lists = {name: tuple(value[name]) for name in ("command", "listens", "peers", "pipes", "files", "waits")}
-    more = {name: tuple(value.get(name, ())) for name in ("tasks", "native", "wants", "outside")}
+    more = {name: tuple(value.get(name, ())) for name in ("tasks", "native", "gpus", "wants", "outside")}
     alike = tuple((int(rank), int(pid), str(host)) for rank, pid, host in value.get("alike", ()))
     inside = dict(value.get("inside") or {})
     groups = tuple(Group(**{**each, "members": tuple(each["members"])}) for each in inside.get("groups", ()))

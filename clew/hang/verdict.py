@@ -32,6 +32,7 @@ LOCAL = {
     "select": ("rollout blocked", "has an event loop with nothing to do"),
     "data_loader": ("data loading", "waits for its data loader"),
     "compute": ("cpu", "computes"),
+    "device": ("undetermined", "waits for its GPU"),
     "rpc": ("external wait", "waits for a remote call (torch.distributed.rpc)"),
     "store": ("missing rank", "waits for a key of the store"),
     "unknown": ("undetermined", "does something that its stack does not show"),

@@ -33,6 +33,8 @@ def collective_edges(ranks: Sequence[Actor]) -> Edges:
             edges[actor.pid] = {by_rank[peer].pid for peer in one.peers if peer in by_rank} or others
         elif one.kind in ("collective", "destroy"):
             edges[actor.pid] = _members(one, ranks) - _present(one, ranks)
+        elif one.kind == "device":  # with NCCL the GPU waits for the others, and the host for the GPU
+            edges[actor.pid] = {a.pid for a in ranks if a.activity.kind != "device"}
     return edges
 
 

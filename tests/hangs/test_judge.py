@@ -23,6 +23,7 @@ def train(step):
     dist.recv(x, src=1)
     time.sleep(1000)
     dist.barrier()
+    total = loss.item()
 """
 
 
@@ -44,6 +45,24 @@ def test_a_rank_that_sleeps_is_at_fault() -> None:
     verdict = judged(rank(0, 5, "all_reduce"), rank(1, 8))
     assert (verdict.pattern, verdict.ranks, verdict.sites) == ("missing rank", (1,), ("train.py:8",))
     assert verdict.exit_code == 1
+
+
+def on_gpu(number: int) -> Process:
+    """Return a rank that keeps a core busy while it waits for its GPU, as CUDA does."""
+    one = rank(number, 10, state="R")
+    looks = tuple(replace(look, cpu_s=look.at) for look in one.looks)
+    return replace(one, looks=looks, gpus=("/dev/nvidia0",), waits_in="")
+
+
+def test_a_rank_that_waits_for_its_gpu_may_wait_for_the_others_and_is_never_called_slow() -> None:
+    verdict = judged(on_gpu(0), rank(1, 8))
+    assert (verdict.pattern, verdict.ranks, verdict.sites) == ("missing rank", (1,), ("train.py:8",))
+    for ranks in ((on_gpu(0), on_gpu(1)), (on_gpu(0), rank(1, 9, "barrier")), (replace(on_gpu(0), rank=None),)):
+        verdict = judged(*ranks)
+        assert (verdict.pattern, verdict.ranks, verdict.confidence) == ("undetermined", (), "low")
+        assert "waits for its GPU at train.py:10" in verdict.explanation and "cuda-gdb -p 100" in verdict.next
+    without = replace(on_gpu(0), gpus=(), rank=None)
+    assert "computes at train.py:10" in judged(without).explanation
 
 
 def test_a_group_waits_only_for_its_members() -> None:
