@@ -59,7 +59,12 @@ def _packages() -> tuple[str, str, str]:
     from packaging.requirements import Requirement
 
     wrong, found = [], []
-    for line in importlib.metadata.requires("clew") or []:
+    try:
+        required = importlib.metadata.requires("clew") or []
+    except importlib.metadata.PackageNotFoundError:
+        where = Path(__file__).parents[2]
+        return "warn", f"not checked: Clew is not installed, but imported from {where}", f"pip install {where}"
+    for line in required:
         requirement = Requirement(line)
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": "train"}):
             continue

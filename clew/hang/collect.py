@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -52,8 +53,10 @@ def py_spy() -> str:
     if beside.exists():
         return str(beside)
     with suppress(importlib.metadata.PackageNotFoundError):
-        for file in importlib.metadata.files("py-spy") or ():
-            if file.name == "py-spy" and (path := Path(str(file.locate()))).exists():
+        installed = importlib.metadata.distribution("py-spy")
+        files = [file.locate() for file in installed.files or () if file.name == "py-spy"]
+        for path in (*files, installed.locate_file("bin/py-spy")):  # the second: of `pip install --target`
+            if Path(str(path)).exists():
                 return str(path)
     if found := shutil.which("py-spy"):
         return found
@@ -206,7 +209,7 @@ def _number(text: str | None) -> int | None:
 def _with_waits(process: Process, machine: dict[str, tuple[str, int, int]], locks: Locks) -> Process:
     wchan, target = proc.blocked_in(process.pid)
     listens, peers = proc.sockets_of(process.pid, machine)
-    pipes = tuple(sorted({link for link in proc.descriptors_of(process.pid) if link.startswith("pipe:")}))
+    links = sorted(set(proc.descriptors_of(process.pid)))
     of_others = {file for pid, file, has in locks if has and pid != process.pid}
     if of_others:
         of_others &= proc.open_files_of(process.pid)
@@ -218,7 +221,8 @@ def _with_waits(process: Process, machine: dict[str, tuple[str, int, int]], lock
         reads_from=target,
         listens=listens,
         peers=peers,
-        pipes=pipes,
+        pipes=tuple(link for link in links if link.startswith("pipe:")),
+        gpus=tuple(link for link in links if re.fullmatch(r"/dev/nvidia\d+", link)),
         files=tuple(str(file) for pid, file, has in locks if has and pid == process.pid),
         wants=tuple(map(str, awaited or sorted(of_others))),
         inside=inside(process.pid, process.threads) if process.threads else process.inside,
