@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+# What the tests compare bit for bit, a CPU computes, and not every rank has a GPU. CUDA_VISIBLE_DEVICES=0 takes one.
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is loaded, here and in the processes that tests start
 
 settings.register_profile("clew", deadline=None)

@@ -19,7 +19,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed.elastic.control_plane import worker_main
 
-from clew.errors import Interrupted
+from clew.errors import Interrupted, LaunchError
 from clew.waits import waiting
 
 T = TypeVar("T")
@@ -39,6 +39,18 @@ def rank_here() -> int:
 def process_here() -> str:
     """Return the name of this rank in status/ and logs/."""
     return f"trainer-{rank}" if (rank := rank_here()) else "trainer"
+
+
+def _take_gpu(rank: int) -> None:
+    """Make this rank's GPU the current one. Raises LaunchError if there is none for it."""
+    here, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if here >= count:
+        raise LaunchError(
+            f"Trainer rank {rank} has no GPU: it needs GPU {here} of this machine, counted from 0, and torch sees "
+            f"{count}. Start fewer ranks here (launch.devices, or torchrun's --nproc-per-node). To train on the CPU, "
+            f'set CUDA_VISIBLE_DEVICES="".'
+        )
+    torch.cuda.set_device(here)
 
 
 _decisions = itertools.count()
@@ -73,10 +85,10 @@ class Ranks:
         if size == 1:
             yield cls()
             return
+        rank, backend = rank_here(), "gloo"
         if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        rank = rank_here()
+            _take_gpu(rank)
+            backend = "cpu:gloo,cuda:nccl"
         # worker_main serves torch's flight recorder to `clew hang`, if the launcher has named a socket.
         with worker_main():  # type: ignore[reportOptionalContextManager]
             with waiting(f"{size} trainer ranks to meet", unblocks="the missing ranks"):

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from transformers import AutoModelForCausalLM
 
-from clew.errors import ModelError
+from clew.errors import LaunchError, ModelError
 from clew.launch.ranks import named
 from clew.processes import free_port
 from clew.training.batching import deal
-from clew.training.ranks import ALONE
+from clew.training.ranks import ALONE, Ranks
 from clew.training.sharding import blocks_of
 from clew.training.tensor_parallel import check_plan
 from tests.forked import Forked
@@ -310,3 +310,12 @@ def test_rows_are_dealt_evenly(lengths: list[int], ranks: int, budget: int, widt
     cost = [length * (12 * width + length) for length in lengths]
     shares = [sum(cost[row] for rows in dealt[rank::ranks] for row in rows) for rank in range(ranks)]
     assert max(shares) - min(shares) <= max(cost), "one rank waits for the others longer than it has to"
+
+
+def test_a_rank_without_a_gpu_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(LaunchError, match=r"rank 3 has no GPU: it needs GPU 1 .* and torch sees 1"), Ranks.joined():
+        pass

@@ -44,7 +44,7 @@ class Kernel:
         self.calls += 1
         assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32 and torch.equal(cu_seq_q, cu_seq_k)
         assert max_q == max_k == int(cu_seq_q.diff().max()) and int(cu_seq_q[-1]) == len(query)
-        assert enable_gqa == (query.shape[1] != key.shape[1]) and query.stride(-1) == 1
+        assert enable_gqa == (query.shape[1] != key.shape[1] and bool(attention.SHARED_KEYS)) and query.stride(-1) == 1
         return torch.cat(
             [
                 row(query[begin:end], key[begin:end], value[begin:end], scale, window_size)
