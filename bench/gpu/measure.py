@@ -124,7 +124,7 @@ def main(result: Path = RESULT) -> None:
         parameters = prepare(folder, form)
         config = load(folder / "run.yaml")
         train_and_replay(config, table)
-        torch.use_deterministic_algorithms(False)
+        config = config.model_copy(update={"training": config.training.model_copy(update={"deterministic": False})})
         train_steps(config, form, folder, table)
         generation(config, form, table)
     about = [
