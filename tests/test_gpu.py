@@ -40,6 +40,8 @@ def test_the_small_form(tmp_path: Path) -> None:
     code = block + "from pathlib import Path; from bench.gpu.measure import main; main(Path(sys.argv[1]))"
     found = tmp_path / "gpu.md"
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+    for name in ("CLEW_VLLM_PYTHON", "CLEW_SGLANG_PYTHON"):  # tests/engines/test_gpu.py has them
+        environment.pop(name, None)
     ended = subprocess.run(
         [sys.executable, "-c", code, str(found)], cwd=ROOT, capture_output=True, text=True, env=environment, timeout=280
     )

@@ -1,1 +1,1 @@
-"""`make gpu`: ten steps, their replay, and speed beside plain transformers, on one GPU."""
+"""`make gpu`: ten steps, their replay, and speed beside plain transformers, vLLM and SGLang, on one GPU."""
