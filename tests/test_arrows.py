@@ -70,7 +70,7 @@ LINES = {
     "diagnose": 2750,
     "gateway": 5500,
     "hang": 5070,  # reading memory; flight recorder; HTTP engines; files, locks; the page; nodes, 100,000 ranks
-    "inference": 5950,  # 3700 before vLLM and SGLang in training: clients, checks of updates, adapters, broadcasts
+    "inference": 5980,  # 3700 before vLLM and SGLang in training: clients, checks of updates, adapters, broadcasts
     "launch": 675,  # watch.py: a run without progress, also without clew train; several servers, and their devices
     "loop": 2700,  # sender.py: weights that are broadcast; servers that froze or refused are taken out in mid-update
     "models": 700,  # a hub name that no hub knows; prompts with placeholders of images, for engines that expand them

@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import base64
 import math
+import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -62,7 +64,7 @@ OWN = (
 """Options that Clew sets itself."""
 
 GENERATE = "/inference/v1/generate"
-"""Route of tokens in, tokens out (--enable-scale-out). It expands images itself, and says to which tokens."""
+"""Route of tokens in, tokens out. It expands images itself, and says to which tokens."""
 
 ADAPTER = "clew"
 """Name under which the run's adapters are served."""
@@ -77,7 +79,7 @@ LOAD_ADAPTER = "/v1/load_lora_adapter"
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM takes for --max-lora-rank."""
 
-NEEDED = ("/pause", "/resume", "/abort_requests", "/collective_rpc", "/v1/completions")
+NEEDED = ("/pause", "/resume", "/collective_rpc", "/v1/completions")
 """Routes without which a server cannot be trained with."""
 
 
@@ -105,6 +107,7 @@ class VLLMEngine(HTTPEngine):
         self.model = model
         self._asks_engine = False
         self._labels = False
+        self._aborts = False
         self._generates = False
         self._masks = False
         self._sent: dict[str, str] = {}
@@ -143,7 +146,7 @@ class VLLMEngine(HTTPEngine):
             "max-logprobs": 5,
             "worker-extension-cls": EXTENSION,
             "disable-uvicorn-access-log": True,
-            "enable-scale-out": True,  # opens /inference/v1/generate
+            **({"enable-scale-out": True} if _has_scale_out(inference.python or sys.executable) else {}),
             **adapter_options(config),
         }
         scratch.mkdir(parents=True, exist_ok=True)
@@ -194,10 +197,16 @@ class VLLMEngine(HTTPEngine):
         await self._check_extension()
         self._asks_engine = "/is_paused" in routes
         self._labels = "/update_weight_version" in routes
+        self._aborts = "/abort_requests" in routes
         self._generates = GENERATE in routes
         self.takes_images = self._vision is not None and self._generates
         await self.probe()
         lacks: list[str] = []
+        if not self._aborts:
+            lacks.append(
+                f"vLLM at {self.address} has no /abort_requests: to abort one request, all are aborted; Clew submits "
+                f"the others again."
+            )
         if not self._generates:
             lacks.append(
                 f"vLLM at {self.address} has no {GENERATE}: which weights made a token is not on record in vLLM's "
@@ -235,6 +244,10 @@ class VLLMEngine(HTTPEngine):
 
     async def abort(self, request_id: str | None = None) -> None:
         """Abort one request, or all (None); their tokens so far are returned."""
+        if not self._aborts:
+            await self.pause()
+            await self.resume()
+            return
         names = [f"cmpl-{request_id}", f"cmpl-{request_id}-0", f"generate-tokens-{request_id}"]
         await self._post("/abort_requests", {} if request_id is None else {"request_ids": names})
 
@@ -458,6 +471,15 @@ class VLLMEngine(HTTPEngine):
         """See the protocol."""
         await self._request("GET", "/v1/models", None)
         return 0
+
+
+def _has_scale_out(python: str) -> bool:
+    """Return whether an installed vLLM has the option that opens GENERATE. Those before always open it."""
+    command = [python, "-c", "import importlib.util as u; print(u.find_spec('vllm').submodule_search_locations[0])"]
+    with suppress(OSError, subprocess.SubprocessError):
+        package = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+        return "enable_scale_out" in (Path(package) / "entrypoints" / "openai" / "cli_args.py").read_text()
+    return True  # a start without vLLM says what is missing
 
 
 def adapter_options(config: Config) -> dict[str, Any]:

@@ -194,7 +194,8 @@ class Extension:
             pack = vars(import_module("vllm._custom_ops"))["cpu_prepack_moe_weight"]
             for weight, isa in packed:
                 weight.data.copy_(pack(weight.data, isa))
-        self.model_runner.reset_lora_state()  # pyright: ignore[reportAttributeAccessIssue]
+        if (reset := getattr(self.model_runner, "reset_lora_state", None)) is not None:  # pyright: ignore[reportAttributeAccessIssue]
+            reset()  # an older vLLM has no such function, and nothing that it would reset
         self.model_runner.reset_encoder_cache()  # pyright: ignore[reportAttributeAccessIssue]
 
     def clew_receive(self, sent: dict[str, Any]) -> None:
