@@ -220,6 +220,19 @@ def test_an_sglang_that_takes_part_in_no_broadcast_is_refused_before_the_first(t
     assert f"does not offer {SESSION[0]}," in str(raised.value) and "Set weights.via to disk" in str(raised.value)
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_an_option_that_the_installed_vllm_lacks_is_not_passed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    package = tmp_path / "site" / "vllm" / "entrypoints" / "openai"
+    package.mkdir(parents=True)
+    (tmp_path / "site" / "vllm" / "__init__.py").touch()
+    (package / "cli_args.py").write_text("enable_scale_out: bool = False" if known else "tokens_only: bool = False")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    launch = VLLMEngine.launch(config(python=sys.executable), 1234, tmp_path / "engine")
+    assert ("--enable-scale-out" in launch.command) == known
+
+
 @pytest.mark.parametrize("engine", [HTTPEngine, SGLangEngine, VLLMEngine])
 def test_other_counts_of_tokens_than_of_logprobs_are_refused(engine: Any) -> None:
     meta = {"finish_reason": {"type": "length"}, "completion_tokens": 3, "output_token_logprobs": [[-1.0, 7, None]]}
