@@ -161,8 +161,15 @@ def activity_of(process: Process, thread: Thread, sources: Mapping[str, str], wo
         text=line_of(text, user.line),
         branch=next((b for f in frames if (b := source.branch_of_rank(sources.get(f.file, ""), f.line))), ""),
         cleanup=next((word for f in frames if (word := source.in_cleanup(sources.get(f.file, ""), f.line))), ""),
-        in_loop=any(f.file.endswith("asyncio/events.py") and f.name == "_run" for f in frames)
-        and any(f.file.endswith(("asyncio/base_events.py", "uvloop/__init__.py")) for f in frames),
+        in_loop=(
+            any(f.file.endswith("asyncio/events.py") and f.name == "_run" for f in frames)
+            and any(f.file.endswith(("asyncio/base_events.py", "uvloop/__init__.py")) for f in frames)
+        )
+        or (  # uvloop has no frames of its own
+            any(f.file.endswith("asyncio/runners.py") for f in frames[1:])
+            and not any(f.file.endswith("asyncio/base_events.py") for f in frames)
+            and not frames[0].file.endswith("asyncio/runners.py")
+        ),
         idle_loop=(
             frames[0].file.endswith("selectors.py") and any(f.file.endswith("asyncio/base_events.py") for f in frames)
         )
@@ -403,7 +410,9 @@ def _native(
                 return replace(base, kind="rpc", op=last)
             if last == "get" and owner and not (call.args or call.keywords or thread.active):
                 return replace(base, kind="queue", target=owner, op=last)  # SimpleQueue has no frame of its own
-            if last in ("get", "wait") and "store" in owner.lower():
+            if last in ("get", "wait") and (
+                "store" in owner.lower() or re.search(rf"\b{re.escape(owner)} *=.*Store\(", text)
+            ):
                 return replace(base, kind="store", target=owner, op=last)
             if last == "destroy_process_group":
                 return replace(base, kind="destroy", op=last, cleanup=base.cleanup or "destroy")

@@ -29,6 +29,8 @@ from clew.hang.waits_for import TO_OTHERS
 FILE_CALLS = re.compile(r"exists|is_file|isfile|is_dir|isdir|glob|stat\(|listdir|scandir|iterdir|getmtime")
 NUMERIC = {"numpy", "torch", "scipy", "sklearn", "pandas"}
 """Libraries whose calls compute, and end by themselves."""
+WRITES = 1 << 16
+"""Bytes a second from which what a program writes is its work, and no log of its waiting."""
 LEAST_CPU = 0.05
 """Share of a core below which a process that seems to compute may be blocked in native code."""
 
@@ -80,11 +82,18 @@ def _own_waits(sink: Sink) -> Verdict | None:
 
 def _blocked_loop(sink: Sink) -> Verdict | None:
     """Find a coroutine that calls something that blocks: nothing else on that event loop can run."""
-    if not sink.act.in_loop or sink.act.idle_loop or sink.act.kind == "unknown" or sink.one.moving:
+    blocked = [
+        a
+        for a in sink.culprits
+        if a.activity.in_loop and not a.activity.idle_loop and a.activity.kind != "unknown" and not a.moving
+    ]
+    if not blocked:
         return None
-    where = f"{sink.act.site} ({sink.act.text})"
-    why = f"The event loop of {sink.one.process.label} is blocked at {where}: no coroutine on it can run."
-    return verdict_about("event loop blocked", sink.culprits, why, sink.waiters, cause="event loop blocked")
+    one = blocked[0]
+    where = f"{one.activity.site} ({one.activity.text})"
+    why = f"The event loop of {one.process.label} is blocked at {where}: no coroutine on it can run."
+    others = [*sink.waiters, *(a for a in sink.culprits if a is not one)]
+    return verdict_about("event loop blocked", [one], why, others, cause="event loop blocked")
 
 
 def refuses(live: list[Actor], snapshot: Snapshot) -> tuple[Actor, str] | None:
@@ -212,9 +221,14 @@ def _store(sink: Sink) -> Verdict | None:
         return None
     others = [a for a in sink.live if a.rank is not None and a not in sink.culprits]
     # Ranks that wait for this one themselves cannot set the key: it asks for one that does not exist.
+    others = [
+        a for a in others if (a.activity.kind, a.activity.site) != ("store", sink.act.site)
+    ]  # they wait for it, too
     waiting = [a for a in others if a in sink.blocked_ranks and a.activity.kind != "store"]
-    blamed = sink.culprits if len(waiting) == len(others) else others
-    why = f"{sink.one.says}: no other rank sets this key.{_waiting(sink)}"
+    asking = [a for a in sink.live if a.rank is not None and a not in others]
+    blamed = asking if len(waiting) == len(others) else others
+    why = f"{sink.one.says}: no other rank sets this key."
+    why += f" Ranks {names(asking)} all wait for it." if len(asking) > 1 else _waiting(sink)
     return verdict_about("missing rank", blamed, why, sink.waiters, confidence="low")
 
 
@@ -233,7 +247,7 @@ def _retrying(sink: Sink) -> Verdict | None:
     why = (
         f"{clients[0].process.label} asks again and again, and each attempt fails: it is at "
         f"{clients[0].activity.site}. {' '.join(sorted(said))}"
-    )
+    ).strip()
     return verdict_about("external wait", clients, why, sink.live, cause="http", confidence="medium")
 
 
@@ -274,6 +288,11 @@ def _outside(sink: Sink) -> Verdict | None:
         return None
     if by.rank is None and not (by.activity.kind == "process" and no_source):
         return None
+    looks = sink.one.process.looks
+    written = looks[-1].written - looks[0].written
+    if written > WRITES * (looks[-1].at - looks[0].at):
+        why = f"{by.says}: its program {sink.one.process.label} has written {written:,} bytes meanwhile."
+        return verdict_about("slow", [by], why, sink.live, cause="slow", confidence="medium")
     words = LOCAL.get(sink.act.kind, ("", "does not answer"))[1]
     at = "" if no_source else f" at {sink.act.site}"
     why = f"{by.says}: its program {sink.one.process.label} {words}{at}."

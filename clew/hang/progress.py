@@ -138,8 +138,13 @@ def in_polling_loop(process: Process, sources: Mapping[str, str]) -> bool:
     for frame in thread.frames if thread else ():
         text = sources.get(frame.file, "")
         if not installed(frame.file) and (loop := source.loop_at(text, frame.line)) is not None:
-            return source.polls(loop, text)
+            return source.polls(loop, text) or _tries_for_ever(loop)
     return False
+
+
+def _tries_for_ever(loop: ast.AST) -> bool:
+    """Return whether a loop is left only when an attempt succeeds; a `for` counts its attempts, and most succeed."""
+    return isinstance(loop, ast.While) and source.retries(loop)
 
 
 def main_thread(look: Look, pid: int) -> Thread | None:
@@ -212,6 +217,7 @@ def moves(process: Process, sources: Mapping[str, str], world: int | None) -> bo
         return False
     waiting = every and not every[-1].idle_loop and all(each.kind not in ("compute", "unknown") for each in every)
     asks = has_limit(process) or in_polling_loop(process, sources) or (waiting and every[-1].op in DATABASE)
+    asks = asks or any("/filelock/" in frame.file for thread in _mains_of(process) for frame in thread.frames)
     if waiting and woken >= 2 and not asks and in_loop(process, sources):
         return (
             True  # woken up again and again in one call, and it is not a loop that polls: it passes through something
@@ -376,8 +382,8 @@ def _passes_lines(process: Process, sources: Mapping[str, str]) -> bool:
     loops = [source.loop_at(sources.get(file, ""), line) for file, _, line in differing]
     one = loops[0]
     if one is not None and all(loop is one for loop in loops):
-        if source.polls(one, sources.get(differing[0][0], "")):
-            return False
+        if source.polls(one, sources.get(differing[0][0], "")) or _tries_for_ever(one):
+            return False  # an attempt that takes long, and the pause after it
         # Without calls, or with one core busy in a `while`, it is a loop that spins.
         return bool(source.calls_of(one)) and not (isinstance(one, ast.While) and busy(process))
     return cpu_share(process) < 0.5 or any(loop is not one for loop in loops)
@@ -413,7 +419,7 @@ def pace(process: Process, sources: Mapping[str, str]) -> str:
     seconds = process.last.at - process.looks[0].at if process.looks else 0.0
     for name, (first, last) in sorted(moved_counters(process, sources).items()):
         if seconds > 0 and last > first:
-            return f": {name.rpartition(':')[2].rpartition('.')[2]} went from {first} to {last} in {seconds:.1f} s"
+            return f": {name.rpartition(':')[2].partition('.')[2]} went from {first} to {last} in {seconds:.1f} s"
     return ""
 
 
