@@ -288,9 +288,9 @@ def _outside(sink: Sink) -> Verdict | None:
         return None
     if by.rank is None and not (by.activity.kind == "process" and no_source):
         return None
-    looks = sink.one.process.looks
-    written = looks[-1].written - looks[0].written
-    if written > WRITES * (looks[-1].at - looks[0].at):
+    first, last = next(iter(sink.one.process.looks), sink.one.process.last), sink.one.process.last
+    written = last.written - first.written
+    if written > WRITES * (last.at - first.at):
         why = f"{by.says}: its program {sink.one.process.label} has written {written:,} bytes meanwhile."
         return verdict_about("slow", [by], why, sink.live, cause="slow", confidence="medium")
     words = LOCAL.get(sink.act.kind, ("", "does not answer"))[1]
