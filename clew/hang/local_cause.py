@@ -221,9 +221,8 @@ def _store(sink: Sink) -> Verdict | None:
         return None
     others = [a for a in sink.live if a.rank is not None and a not in sink.culprits]
     # Ranks that wait for this one themselves cannot set the key: it asks for one that does not exist.
-    others = [
-        a for a in others if (a.activity.kind, a.activity.site) != ("store", sink.act.site)
-    ]  # they wait for it, too
+    alike = ("store", sink.act.site)  # ranks that wait for it, too
+    others = [a for a in others if (a.activity.kind, a.activity.site) != alike]
     waiting = [a for a in others if a in sink.blocked_ranks and a.activity.kind != "store"]
     asking = [a for a in sink.live if a.rank is not None and a not in others]
     blamed = asking if len(waiting) == len(others) else others

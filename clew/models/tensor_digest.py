@@ -97,7 +97,7 @@ def digest_scattered(tensor: Tensor, offset: int, strides: tuple[int, ...], *, n
     return salted(int(found), name, _dtype_name(tensor.dtype))
 
 
-# The factors stay on the device: copying them there for each tensor took most of a digest's time.
+# The factors stay on the device: a copy for each tensor would make the host wait each time.
 
 
 @cache
