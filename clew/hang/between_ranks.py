@@ -200,6 +200,9 @@ def cycle(culprits: list[Actor], waiters: list[Actor]) -> Verdict:
         )
         # Those whose message is awaited by a rank, or that await it from one, which is in another operation.
         gone = {a.rank for a in culprits if a.activity.kind not in MESSAGES}
+        waiting = [a for a in culprits if a.activity.kind in MESSAGES and gone & set(a.activity.peers)]
+        if len(gone) == 1 and len(waiting) > 1:  # several await a message of one rank: it left them
+            return _left(next(a for a in culprits if a.rank in gone), waiting, [*waiters, *culprits])
         sides = [a for a in culprits if a.rank in gone or not a.activity.peers or gone & set(a.activity.peers)]
         waiters = [*waiters, *(a for a in culprits if a not in sides)]
         return verdict_about("pipeline micro-batch mismatch", sides, why, waiters, structural=True)
@@ -217,6 +220,13 @@ def cycle(culprits: list[Actor], waiters: list[Actor]) -> Verdict:
         odd = parted[0] if len(parted[0]) < len(culprits) else odd
         why = f"{why} {parted[1]}"
     return verdict_about("collective mismatch", odd, why, culprits + waiters, structural=True)
+
+
+def _left(one: Actor, waiting: list[Actor], everyone: list[Actor]) -> Verdict:
+    """Judge a rank that went on to another operation while several ranks await its messages."""
+    why = f"Ranks {names(waiting)} await messages of rank {one.rank}, which has gone on: {one.says}."
+    others = [a for a in everyone if a is not one]
+    return verdict_about("pipeline micro-batch mismatch", [one], why, others, structural=True)
 
 
 def _one_deviates(culprits: Sequence[Actor]) -> bool:

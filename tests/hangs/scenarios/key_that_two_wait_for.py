@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 dist.init_process_group("gloo", timeout=datetime.timedelta(hours=2))
-board = dist.PrefixStore("resume", dist.distributed_c10d._get_default_store())
+board = dist.distributed_c10d.PrefixStore("resume", dist.distributed_c10d._get_default_store())
 net = torch.nn.Linear(4, 2)
 
 
