@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-# What the tests compare bit for bit, a CPU computes, and not every rank has a GPU. CUDA_VISIBLE_DEVICES=0 takes one.
+# The tests compare bit for bit, and start more ranks than there may be GPUs. CUDA_VISIBLE_DEVICES=0 lets them use one.
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is loaded, here and in the processes that tests start
 

@@ -165,7 +165,7 @@ def activity_of(process: Process, thread: Thread, sources: Mapping[str, str], wo
             any(f.file.endswith("asyncio/events.py") and f.name == "_run" for f in frames)
             and any(f.file.endswith(("asyncio/base_events.py", "uvloop/__init__.py")) for f in frames)
         )
-        or (  # uvloop has no frames of its own
+        or (  # uvloop, started by asyncio's Runner, has no frames of its own
             any(f.file.endswith("asyncio/runners.py") for f in frames[1:])
             and not any(f.file.endswith("asyncio/base_events.py") for f in frames)
             and not frames[0].file.endswith("asyncio/runners.py")

@@ -386,10 +386,10 @@ def device(sink: Sink) -> Verdict | None:
     why = f"{waiting[0].says}. Its kernels have not ended: one of them may never end, or take longer than was watched."
     if len(ranks) > 1:
         why += (
-            " Or the GPU is in a collective of NCCL that another rank has not entered: which one, torch's flight "
-            "recorder shows, or NCCL's RAS."
+            " Or the GPU is in a collective of NCCL that another rank has not entered; torch's flight recorder or "
+            "NCCL's RAS show which."
         )
-    why += " A GPU that is 100 % busy at little power only waits."
+    why += " A GPU that is 100 % busy but draws little power is probably only waiting."
     pid = waiting[0].process.pid
     how = f"clew hang --pid {pid} again in a minute; cuda-gdb -p {pid} shows the kernel (info cuda kernels)."
     return verdict_about("undetermined", [], why, sink.live, confidence="low", next=how)

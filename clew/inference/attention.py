@@ -21,10 +21,10 @@ from transformers import AttentionInterface
 NAME = "clew_rows"
 
 ALIGNED = 16
-"""Number of elements of which the rows of a mask must be a multiple apart, and its first one from its storage's.
+"""Number of elements that CUDA's attention kernels read at once. Each row of a mask must begin at a multiple of it.
 
-CUDA's kernels read a mask in pieces of this size. torch copies one whose rows lie otherwise; one that begins otherwise
-it passes on, and the kernel ends with "misaligned address", after which the process can compute nothing more.
+torch copies a mask whose rows are not that far apart. It does not look where the first row begins: the kernel then
+fails with "misaligned address", and the process cannot use the GPU any more.
 """
 
 

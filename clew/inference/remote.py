@@ -212,7 +212,8 @@ class RemoteEngine:
 
     async def abort(self, request_id: str | None = None) -> None:
         """Abort one request, or all (None); their tokens so far are returned."""
-        await self._backend.abort(request_id)
+        if self.core.active:  # else an update may have paused the server, which an older vLLM would end
+            await self._backend.abort(request_id)
 
     def _refuse_when_broken(self) -> None:
         if self.failure is not None:

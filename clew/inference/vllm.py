@@ -204,8 +204,8 @@ class VLLMEngine(HTTPEngine):
         lacks: list[str] = []
         if not self._aborts:
             lacks.append(
-                f"vLLM at {self.address} has no /abort_requests: to abort one request, all are aborted; Clew submits "
-                f"the others again."
+                f"vLLM at {self.address} has no /abort_requests: aborting one request aborts all of them, and Clew "
+                f"submits the others again."
             )
         if not self._generates:
             lacks.append(
@@ -474,7 +474,7 @@ class VLLMEngine(HTTPEngine):
 
 
 def _has_scale_out(python: str) -> bool:
-    """Return whether an installed vLLM has the option that opens GENERATE. Those before always open it."""
+    """Return whether the installed vLLM has the option that opens GENERATE. Older ones always open it."""
     command = [python, "-c", "import importlib.util as u; print(u.find_spec('vllm').submodule_search_locations[0])"]
     with suppress(OSError, subprocess.SubprocessError):
         package = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
