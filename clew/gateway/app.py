@@ -199,17 +199,7 @@ async def _complete(sessions: Sessions, dialect: Dialect, http: HTTPRequest) -> 
     fingerprint = hashlib.sha256(http.url.path.encode() + b"\n" + raw).digest()
     request = await session.submit(ask, fingerprint, retry=_is_retry(http))
     session.received_bytes += len(raw)
-    gone = asyncio.ensure_future(disconnected(http))
-    watched: set[asyncio.Future[Any]] = {gone}
-    if ask.stream:
-        watched.add(asyncio.ensure_future(request.speech.begun()))
-    try:
-        limit = KEEP_ALIVE_S if ask.stream else None
-        await asyncio.wait({request.replies, *watched}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for each in watched:
-            each.cancel()
-    if gone.done() and not gone.cancelled() and not request.replies.done():
+    if not await _has_begun(request, http, ask.stream):
         request.abandoned = True
         return GONE
     if request.replies.done():
@@ -217,6 +207,25 @@ async def _complete(sessions: Sessions, dialect: Dialect, http: HTTPRequest) -> 
     if ask.stream:
         return StreamingResponse(_stream(dialect, ask, request), media_type="text/event-stream", headers=STREAMED)
     return json_response(dialect.respond(ask, request.replies.result()))
+
+
+async def _has_begun(request: Submission, http: HTTPRequest, stream: bool) -> bool:
+    """Wait for the answer; of a streamed one, for its first words or for the time of a keep-alive.
+
+    Returns:
+        False if the caller hung up before.
+    """
+    gone = asyncio.ensure_future(disconnected(http))
+    watched: set[asyncio.Future[Any]] = {gone}
+    if stream:
+        watched.add(asyncio.ensure_future(request.speech.begun()))
+    try:
+        limit = KEEP_ALIVE_S if stream else None
+        await asyncio.wait({request.replies, *watched}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for each in watched:
+            each.cancel()
+    return request.replies.done() or not gone.done() or gone.cancelled()
 
 
 def _refuse_unless_served(sessions: Sessions, model: str) -> None:

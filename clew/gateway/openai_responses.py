@@ -18,6 +18,9 @@ from clew.gateway.turns import Turn
 
 __all__ = ["KEEP_ALIVE", "ResponsesRequest", "events", "parse", "refuse", "refuse_in_stream", "respond", "with_items"]
 
+Event = tuple[str, dict[str, Any]]
+"""The kind of an event, and its fields."""
+
 KEEP_ALIVE: bytes = b": waiting for the model\n\n"
 
 LOGPROBS = "message.output_text.logprobs"
@@ -339,37 +342,58 @@ async def events(ask: Ask, stream: Stream) -> AsyncIterator[bytes]:
     def event(kind: str, **fields: Any) -> bytes:
         return _event({"type": kind, "sequence_number": next(numbers), **fields})
 
-    def tell(index: int, item: dict[str, Any], parts: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[bytes]:
-        """Yield events about an item, from their kinds and fields."""
-        for kind, fields in parts:
-            yield event(kind, output_index=index, **({} if "item" in fields else {"item_id": item["id"]}), **fields)
-
     begun = _begun(ask, id, int(stream.created_at))
     yield event("response.created", response=begun)
     yield event("response.in_progress", response=begun)
-    index, calls, told, item = -1, 0, list[Delta](), dict[str, Any]()
+    items = _StreamedItems(ask, id)
     async for delta in stream.deltas:
-        if not told or delta.call is not None or bool(delta.reasoning) != bool(told[0].reasoning):
-            if told:
-                for line in tell(index, item, _end_of(_item_of(ask, id, told, calls - 1))):
-                    yield line
-            index, told, item = index + 1, [], _item_of(ask, id, [delta], calls)
-            calls += delta.call is not None
-            for line in tell(index, item, _beginning_of(item)):
-                yield line
-        told.append(delta)
-        for line in tell(index, item, _parts_of(delta)):
-            yield line
+        for kind, fields in items.add(delta):
+            yield event(kind, **fields)
     [reply] = await stream.replies()
     response = _finished(ask, begun, reply)
-    for place, item in enumerate(response["output"]):
-        if place > index:  # an empty message
-            for line in tell(place, item, _beginning_of(item)):
-                yield line
-        if place >= index:
-            for line in tell(place, item, _end_of(item)):
-                yield line
+    for kind, fields in items.end(response["output"]):
+        yield event(kind, **fields)
     yield event(f"response.{response['status']}", response=response)
+
+
+class _StreamedItems:
+    """The items of a response while it is streamed. Only the newest one is open: it still grows."""
+
+    def __init__(self, ask: Ask, id: str) -> None:
+        self._ask, self._id = ask, id
+        self._index, self._calls = -1, 0
+        self._open: list[Delta] = []
+        self._item = dict[str, Any]()
+
+    def add(self, delta: Delta) -> Iterator[Event]:
+        """Yield the events of a delta. Another kind of text, or a call, closes the open item and opens a new one."""
+        if not self._open or delta.call is not None or bool(delta.reasoning) != bool(self._open[0].reasoning):
+            if self._open:
+                yield from _about(self._index, self._item, _end_of(self._item_so_far()))
+            self._index, self._open = self._index + 1, [delta]
+            self._calls += delta.call is not None
+            self._item = self._item_so_far()
+            yield from _about(self._index, self._item, _beginning_of(self._item))
+        else:
+            self._open.append(delta)
+        yield from _about(self._index, self._item, _parts_of(delta))
+
+    def end(self, output: list[dict[str, Any]]) -> Iterator[Event]:
+        """Yield the events that close the open item, and those of items without any delta (an empty message)."""
+        for index, item in enumerate(output):
+            if index > self._index:
+                yield from _about(index, item, _beginning_of(item))
+            if index >= self._index:
+                yield from _about(index, item, _end_of(item))
+
+    def _item_so_far(self) -> dict[str, Any]:
+        return _item_of(self._ask, self._id, self._open, self._calls - 1)
+
+
+def _about(index: int, item: dict[str, Any], events: Iterable[Event]) -> Iterator[Event]:
+    """Add to each event which item it is about."""
+    for kind, fields in events:
+        yield kind, {"output_index": index, **({} if "item" in fields else {"item_id": item["id"]}), **fields}
 
 
 def _item_of(ask: Ask, id: str, told: Sequence[Delta], number: int) -> dict[str, Any]:
@@ -382,7 +406,7 @@ def _item_of(ask: Ask, id: str, told: Sequence[Delta], number: int) -> dict[str,
     return _message(id, "".join(delta.content for delta in told), tokens)
 
 
-def _beginning_of(item: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _beginning_of(item: dict[str, Any]) -> Iterator[Event]:
     """Yield the kinds and fields of the events that open an item, still empty."""
     empty: dict[str, Any] = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
     if "encrypted_content" in item:
@@ -395,7 +419,7 @@ def _beginning_of(item: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "response.content_part.added", {"content_index": 0, "part": emptied}
 
 
-def _parts_of(delta: Delta) -> Iterator[tuple[str, dict[str, Any]]]:
+def _parts_of(delta: Delta) -> Iterator[Event]:
     """Yield the events for some words, or for the arguments of a call."""
     if delta.call is not None:
         for piece in pieces(delta.call.arguments):
@@ -407,7 +431,7 @@ def _parts_of(delta: Delta) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "response.output_text.delta", {"content_index": 0, "delta": delta.content, "logprobs": logprobs}
 
 
-def _end_of(item: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _end_of(item: dict[str, Any]) -> Iterator[Event]:
     """Yield the kinds and fields of the events that close an item, with all of its content."""
     if item["type"] == "function_call":
         yield "response.function_call_arguments.done", {"arguments": item["arguments"]}

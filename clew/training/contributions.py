@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -167,62 +169,71 @@ def first_not_finite(engine: TrainEngine, step: Prepared, row: int) -> str | Non
     The place is a parameter, a module's output in the forward pass, a recorded input of the loss, a logprob or loss, or
     a gradient in the backward pass.
     """
+    first = _FirstNotFinite()
     for name, parameter in engine.policy.model.named_parameters():
-        if not bool(parameter.isfinite().all()):
-            return f"the parameter {name}{_place(parameter)}, before the forward pass"
-    found: list[str] = []
-
-    def forward_hook(name: str) -> Any:
-        def hook(module: torch.nn.Module, inputs: Any, output: Any) -> None:
-            for tensor in _tensors(output):
-                if not found and not bool(tensor.isfinite().all()):
-                    found.append(f"the output of {name} ({type(module).__name__}){_place(tensor)}, in the forward pass")
-                if tensor.requires_grad:
-                    tensor.register_hook(gradient_hook(name, type(module).__name__))
-
-        return hook
-
-    def gradient_hook(name: str, kind: str) -> Any:
-        def hook(gradient: Tensor) -> None:
-            if not found and not bool(gradient.isfinite().all()):
-                found.append(f"the gradient of the output of {name} ({kind}){_place(gradient)}, in the backward pass")
-
-        return hook
+        first.look(f"the parameter {name}", parameter, ", before the forward pass")
+    start, end = int(step.tokens.starts[row]), int(step.tokens.starts[row + 1])
+    sequence = step.tokens.ids[row]
+    for kind, values_S in (("advantage", step.advantages_S), ("reference logprob", step.reference_S)):
+        if values_S is not None:
+            values_N, where_N = torch.as_tensor(values_S[start:end]), range(end - start)
+            first.look_at_tokens(f"the {kind}", values_N, where_N, sequence)
+    if first.place is not None:
+        return first.place
 
     def check_loss(micro: MicroBatch, logprobs_N: Tensor, losses_N: Tensor) -> None:
-        def check(what: str, values_N: Tensor) -> None:
-            bad = (~values_N.isfinite()).nonzero()[:, 0].tolist()
-            if bad and not found:
-                at = int(micro.where_N[bad[0]]) - int(step.tokens.starts[row])
-                found.append(f"the {what} of token {at} of {step.tokens.ids[row]} ({len(bad)} tokens)")
-
+        where_N = (micro.where_N - start).tolist()
         loss = f"loss (algorithm.loss={engine.config.algorithm.loss}; its logprobs are finite)"
-        check("logprob", logprobs_N.detach())
-        check(loss, losses_N)
-        logprobs_N.register_hook(lambda gradient_N: check(f"gradient of the {loss} at the logprob", gradient_N))
+        first.look_at_tokens("the logprob", logprobs_N.detach(), where_N, sequence)
+        first.look_at_tokens(f"the {loss}", losses_N, where_N, sequence)
+        gradient = f"the gradient of the {loss} at the logprob"
+        logprobs_N.register_hook(lambda gradient_N: first.look_at_tokens(gradient, gradient_N, where_N, sequence))
 
-    handles = [
-        module.register_forward_hook(forward_hook(name)) for name, module in engine.policy.model.named_modules() if name
-    ]
+    engine.optimizer.forget()
     try:
-        engine.optimizer.forget()
-        span = slice(int(step.tokens.starts[row]), int(step.tokens.starts[row + 1]))
-        for kind, values_S in (
-            ("advantage", step.advantages_S),
-            ("reference logprob", step.reference_S),
-        ):
-            bad = [] if values_S is None else np.flatnonzero(~np.isfinite(values_S[span]))
-            if len(bad):
-                return f"the {kind} of token {bad[0]} of {step.tokens.ids[row]}"
-        _backward(engine, step, [row], 1, check_loss)
+        with first.watching(engine.policy.model):
+            _backward(engine, step, [row], 1, check_loss)
         for name, gradient in engine.optimizer.gradients().items():
-            if not found and not bool(gradient.isfinite().all()):
-                found.append(f"the gradient of {name}{_place(gradient)}")
+            first.look(f"the gradient of {name}", gradient)
     finally:
-        for handle in handles:
-            handle.remove()
         engine.optimizer.forget()
-    return found[0] if found else None
+    return first.place
+
+
+class _FirstNotFinite:
+    """Looks at one tensor after another, and keeps the place of the first NaN or infinity."""
+
+    def __init__(self) -> None:
+        self.place: str | None = None
+
+    def look(self, what: str, tensor: Tensor, when: str = "") -> None:
+        if self.place is None and not bool(tensor.isfinite().all()):
+            bad = (~tensor.isfinite()).nonzero()
+            self.place = f"{what} at {bad[0].tolist()} of {list(tensor.shape)} ({len(bad)} entries){when}"
+
+    def look_at_tokens(self, what: str, values_N: Tensor, where_N: Sequence[int], sequence: str) -> None:
+        """Look at one value for each token; `where_N` are the tokens' places in the sequence."""
+        bad = (~values_N.isfinite()).nonzero()[:, 0].tolist()
+        if bad and self.place is None:
+            self.place = f"{what} of token {where_N[bad[0]]} of {sequence} ({len(bad)} tokens)"
+
+    @contextmanager
+    def watching(self, model: torch.nn.Module) -> Iterator[None]:
+        """Look at the output of every module, and at the gradient of that output."""
+
+        def after_forward(name: str, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+            called = f"the output of {name} ({type(module).__name__})"
+            for tensor in _tensors(output):
+                self.look(called, tensor, ", in the forward pass")
+                if tensor.requires_grad:
+                    tensor.register_hook(partial(self.look, f"the gradient of {called}", when=", in the backward pass"))
+
+        hooks = [m.register_forward_hook(partial(after_forward, name)) for name, m in model.named_modules() if name]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
@@ -232,9 +243,3 @@ def _tensors(output: Any) -> Iterator[Tensor]:
     elif isinstance(output, (tuple, list)):
         for each in output:
             yield from _tensors(each)
-
-
-def _place(tensor: Tensor) -> str:
-    """Return the index of the first entry that is not finite, and the number of such entries, as text."""
-    bad = (~tensor.isfinite()).nonzero()
-    return f" at {bad[0].tolist()} of {list(tensor.shape)} ({len(bad)} entries)"
