@@ -251,6 +251,8 @@ def _passes_lock(process: Process, sources: Mapping[str, str], world: int | None
     for look in process.looks:
         for thread in look.threads:
             one = activity_of(replace(process, looks=(look,)), thread, sources, world)
+            if one.heartbeat:  # it goes on beside any hang
+                continue
             if one.kind == "lock" and one.op == "with":
                 waited[thread.os_id] = one.line
             elif thread.frames and waited.get(thread.os_id, one.line) != one.line and one.kind != "thread":

@@ -26,6 +26,8 @@ POLLS = re.compile(
 """Calls of a loop that only asks again and again."""
 
 
+REPORTS = re.compile(r"\.(write|writelines|write_text|dump|dumps|send|sendto|log|set|touch)$")
+"""Calls by which a heartbeat tells others that its process is alive."""
 UNLIMITED = re.compile(r"\.(get|wait|acquire|read)$")
 """Calls that do not poll unless they have an argument, such as a timeout."""
 MOST_MEMBERS = 100_000
@@ -180,8 +182,8 @@ def calls_of(loop: ast.AST) -> list[str]:
     ]
 
 
-def polls(loop: ast.AST, text: str, depth: int = 2) -> bool:
-    """Return whether a loop, or a function that it calls, only waits and asks again."""
+def polls(loop: ast.AST, text: str, depth: int = 2, also: re.Pattern[str] | None = None) -> bool:
+    """Return whether a loop, or a function that it calls, only waits and asks again, or does what `also` names."""
     names = calls_of(loop)
     if isinstance(loop, ast.For):
         names = [name for name in names if name != "range"]
@@ -190,10 +192,10 @@ def polls(loop: ast.AST, text: str, depth: int = 2) -> bool:
     if not names:
         return False
     for name in names:
-        if POLLS.search(name):
+        if POLLS.search(name) or (also is not None and also.search(name)):
             continue
         function = function_named(text, name.rpartition(".")[2])
-        if function is None or not depth or not polls(function, text, depth - 1):
+        if function is None or not depth or not polls(function, text, depth - 1, also):
             return False
     return True
 
@@ -216,7 +218,7 @@ def heartbeat(text: str, line: int) -> bool:
     if not isinstance(loop, ast.While) or not isinstance(loop.test, ast.Constant):
         return False
     leaves = any(isinstance(node, (ast.Break, ast.Return, ast.Raise)) for node in ast.walk(loop))
-    return not leaves and polls(loop, text)
+    return not leaves and polls(loop, text, also=REPORTS)
 
 
 def dispatches(text: str, line: int) -> bool:
