@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 INFERENCE = ("embedded", "vllm", "sglang")
-"""Engines that may stand before the sizes."""
+"""Engine names that may precede the sizes."""
 
 TRAINING = "fsdp"
 """Name that may stand before the sizes of training."""
 
 DIMENSIONS = {"p": "pipeline", "c": "context", "e": "expert"}
-"""Kinds of parallelism that AReaL's notation knows and Clew has not."""
+"""Kinds of parallelism that AReaL's notation has and Clew does not support."""
 
 _PART = re.compile(r"(?:(?P<name>[a-z]+)[.:])?(?P<sizes>(?:[a-z][0-9]+)+)")
 
@@ -32,7 +32,7 @@ class Part:
     """The devices of inference, or of training."""
 
     name: str
-    """Engine; fsdp for training."""
+    """Name of the engine, or fsdp for training."""
     d: int
     """Number of servers, or of groups of ranks, that each hold the whole model."""
     t: int
@@ -46,17 +46,18 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Devices:
-    """launch.devices, read."""
+    """Parsed value of launch.devices. A side that it does not name is None."""
 
     inference: Part | None
     training: Part | None
 
 
 def parse_devices(text: str) -> Devices:
-    """Read launch.devices.
+    """Parse the text of launch.devices.
 
     Raises:
-        ValueError: It is not of that form, or asks for a parallelism that Clew does not have; the message says which.
+        ValueError: The text is malformed, or asks for a parallelism that Clew does not have. The
+            message says which.
     """
     parts = [_part(text, part) for part in text.split("+")]
     inference = [part for part in parts if part.name in INFERENCE]
@@ -108,10 +109,10 @@ def gpus(environment: Mapping[str, str] = os.environ, nodes: Path = Path("/dev")
 def shared_out(devices: Devices, available: list[str]) -> dict[str, str]:
     """Return the value of CUDA_VISIBLE_DEVICES for each server ("server", "server-1", ...) and for "trainer".
 
-    Without GPUs it is empty: devices are processes on the CPU then.
+    The result is empty on a machine without GPUs: each device is then a process on the CPU.
 
     Raises:
-        ValueError: There are fewer GPUs than that; the message has the numbers.
+        ValueError: The devices need more GPUs than there are. The message has both numbers.
     """
     parts = [part for part in (devices.inference, devices.training) if part is not None]
     wanted = sum(part.size for part in parts)

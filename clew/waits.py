@@ -39,15 +39,18 @@ class Wait:
 
     what: str
     unblocks: str
-    """Name of what ends the wait: a process, "the workflow", "a reward worker"."""
+    """Name of who can end the wait: a process, "the workflow", "a reward worker"."""
     numbers: Callable[[], str] | None = None
-    """Function that returns the numbers that decide the wait; called when somebody looks."""
+    """Function that returns, as text, the numbers that decide the wait. Called for each report."""
     since: float = field(default_factory=time.time)
     log_at: float = OLD_S
 
     @property
     def kind(self) -> tuple[str, str]:
-        """Return what a wait shares with waits for other groups, episodes or steps: all but the words with digits."""
+        """Return a key that waits for different groups, episodes or steps share.
+
+        Words with digits are masked.
+        """
         return re.sub(r"\S*\d\S*", "N", self.what), self.unblocks
 
     def numbers_now(self) -> str:
@@ -58,7 +61,7 @@ class Wait:
             return f"numbers not known: {type(error).__name__}: {error}"
 
     def as_dict(self, alike: int = 1) -> dict[str, Any]:
-        """Return the wait as it is written to the status file. alike: how many waits of this kind there are."""
+        """Return the wait as the status file has it. alike: number of waits of this kind."""
         return {
             "what": self.what,
             "alike": alike,
@@ -73,7 +76,10 @@ _waits: dict[int, Wait] = {}
 
 @contextmanager
 def waiting(what: str, *, unblocks: str, numbers: Callable[[], str] | None = None) -> Iterator[Wait]:
-    """Register a wait for as long as the block runs. Costs about a microsecond; works in threads and in coroutines."""
+    """Register a wait for as long as the block runs. Use it in threads or in coroutines.
+
+    It costs about a microsecond.
+    """
     wait = Wait(what, unblocks, numbers)
     _waits[id(wait)] = wait
     try:
@@ -88,7 +94,7 @@ def current_waits() -> list[Wait]:
 
 
 def oldest_of_each_kind() -> list[tuple[Wait, int]]:
-    """Return the oldest present wait of each kind, with how many there are of its kind, oldest first."""
+    """Return the oldest present wait of each kind and the number of its kind, oldest first."""
     waits = current_waits()
     counts = Counter(wait.kind for wait in waits)
     oldest: dict[tuple[str, str], Wait] = {}
@@ -142,7 +148,7 @@ class Reporter:
         self.facts.update(facts)
 
     def write(self) -> None:
-        """Write the status file now. A full disk is only logged: writing the record will report it."""
+        """Write the status file now. A full disk is only logged here: writing the record raises."""
         status = {
             "process": self.process,
             "pid": os.getpid(),

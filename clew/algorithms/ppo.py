@@ -1,7 +1,8 @@
 """PPO, proximal policy optimization: arXiv 1707.06347, with the rewards of InstructGPT, arXiv 2203.02155.
 
 Advantages are those of GAE, arXiv 1506.02438: a state is the tokens so far, an action the next token. Only trained
-tokens are actions; what the environment says between two turns belongs to the next state and takes no time.
+tokens are actions. Text of the environment between two turns is part of the next state, and not
+a time step of its own.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ def advantages(
 
     Args:
         rewards: Reward of each trained token, [N] for each sequence.
-        values: The critic's value of the state in which each was chosen, when the step begins: its loss is
-            `clew.algorithms.gae.value_loss`.
+        values: The critic's value of the state before each of these tokens, when the step begins.
+            The critic's loss is `clew.algorithms.gae.value_loss`.
     """
     found = [gae(*each, gamma=options.gamma, lam=options.gae_lambda) for each in zip(rewards, values, strict=True)]
     ends = np.cumsum([len(advantages_N) for advantages_N, _ in found])[:-1]

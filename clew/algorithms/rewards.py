@@ -1,4 +1,4 @@
-"""Statistics of rewards that the pages' advantages share. NumPy only.
+"""Statistics of rewards that several algorithms' advantages use. NumPy only.
 
 Statistics are over episodes: an episode of several sequences counts once, as the mean over its sequences.
 """
@@ -31,7 +31,9 @@ def advantages(sequences: SequenceABC[Sequence]) -> np.ndarray:
 def within_groups(
     sequences: SequenceABC[Sequence], compute: Callable[[Rewards], np.ndarray], *, batch: bool = False
 ) -> np.ndarray:
-    """Return the result of `compute` for the rewards of each group: [sequences] float32, in the order of the sequences.
+    """Apply `compute` to the rewards of each group.
+
+    The result is [sequences] float32, in the order of the sequences.
 
     Args:
         batch: Take the whole batch as one group.

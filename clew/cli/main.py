@@ -63,14 +63,14 @@ DEFECT = 70
 """Exit code after an error that Clew did not raise on purpose."""
 
 INTERRUPTED = 130
-"""Exit code after Ctrl-C, and after SIGTERM where a run can go on later: 128 + SIGINT."""
+"""Exit code after Ctrl-C, and after SIGTERM if the run can be continued: 128 + SIGINT."""
 
 
 def main() -> None:
     """Run the command line, and end this process. A trainer rank that failed ends at once.
 
-    Python's own end would destroy torch's process group. With gloo that waits for operations that have begun, and so
-    for ranks that still train and do not know yet.
+    A normal exit of Python would destroy torch's process group. With gloo this waits for pending
+    operations, and so for ranks that still train because they do not know of the failure yet.
     """
     try:
         _main()
@@ -96,9 +96,10 @@ def _main() -> None:
     # OpenMP's threads spin while they wait for one another. Under `clew train`, processes share the cores, and the
     # spinning takes time from another process: ten times slower. torch reads this when it is loaded.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    # Imports make a million objects that stay. Looking for garbage every 700 of them would take 5 to 15 % of the time.
+    # Imports make a million objects that live until the end. Looking for garbage after every 700
+    # of them would take 5 to 15 % of the time.
     gc.set_threshold(10_000)
-    logging.setLogRecordFactory(VisibleRecord)  # of every library's log, too
+    logging.setLogRecordFactory(VisibleRecord)  # also for the logs of libraries
     break_silence(f"clew {sys.argv[1] if sys.argv[1:] else ''}: starting; Python is still importing or reading files")
     try:
         with explain_missing():
@@ -106,7 +107,8 @@ def _main() -> None:
     except ClewError as error:
         _exit_with(error)
     except (KeyboardInterrupt, SystemExit) as ended:
-        if isinstance(ended, KeyboardInterrupt) or ended.code == INTERRUPTED:  # Typer turns one into the other
+        # Typer turns a KeyboardInterrupt into SystemExit(130).
+        if isinstance(ended, KeyboardInterrupt) or ended.code == INTERRUPTED:
             _exit_with(Interrupted("interrupted; nothing recorded is lost. Run the same command again to continue."))
         if ended.code:
             tell(ended)
@@ -121,7 +123,9 @@ def _main() -> None:
         )
         raise SystemExit(DEFECT) from None
     finally:
-        gc.freeze()  # everything ends with the process anyway; a last collection would take a second with torch loaded
+        # Skip the last garbage collection: with torch loaded it takes a second, and frees nothing
+        # that does not end with the process anyway.
+        gc.freeze()
 
 
 def _exit_with(error: ClewError) -> NoReturn:

@@ -32,7 +32,10 @@ Overrides = Annotated[
 
 
 def on_ranks(ranks: int, work: Callable[[], None], logs: Path | None = None) -> None:
-    """Run a function in each of several processes, of which this may be one. logs: where all but the first write."""
+    """Run `work` if this process is one of the ranks; otherwise start the ranks and wait for them.
+
+    A single rank is this process itself. logs: folder where all ranks but the first write.
+    """
     from clew.launch.ranks import check_world, place, starts_ranks
 
     check_world(ranks)
@@ -49,12 +52,15 @@ def load_config(config: Path, overrides: list[str] | None) -> Config:
 
 
 def run_path_of(run: Path, overrides: list[str] | None = None) -> Path:
-    """Return the run directory that a configuration names; any other path as it is."""
+    """Return the run directory that a YAML file names. Return any other path unchanged."""
     return load_config(run, overrides).run_path if run.suffix.lower() in (".yaml", ".yml") else run
 
 
 def open_run_of(config: Path, overrides: list[str] | None) -> tuple[Config, RunDirectory]:
-    """Return the configuration and its run directory, which is made if all that the configuration names is there."""
+    """Return the configuration and its run directory, which is made.
+
+    First check that everything that the configuration names exists.
+    """
     from clew.launch.preflight import check_named
     from clew.record.run import RunDirectory
 

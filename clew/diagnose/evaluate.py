@@ -62,7 +62,10 @@ class Evaluation:
 
     @cached_property
     def pass_rates(self) -> dict[int, float]:
-        """Return the share of episodes that pass by the data's row, for rows with an episode that did not fail."""
+        """Return the pass rate of each row, by row number. Failed episodes do not count.
+
+        Rows whose episodes all failed are left out.
+        """
         by_row: dict[int, list[bool]] = {}
         for episode in self.episodes:
             if episode["error"] is None:
@@ -100,21 +103,22 @@ def write_episodes(evaluations: Sequence[Evaluation], path: Path) -> None:
 
 
 def best_of(evaluations: Sequence[Evaluation]) -> Evaluation:
-    """Return the evaluation with the highest pass@1; of equal ones that with the highest reward, then the first."""
+    """Return the evaluation with the highest pass@1. The reward breaks ties, then the order."""
     return max(evaluations, key=lambda each: (each.summary["pass@1"], each.summary["reward"]))
 
 
 def behind(each: Evaluation, best: Evaluation) -> tuple[float, float] | None:
     """Return the 95 % interval of how far the pass rate is below the best model's; None for fewer than two prompts.
 
-    It is that of the mean difference, prompt by prompt: their difficulty cancels out (Miller 2024, arXiv 2411.00640,
-    section 4.2), so the difference is known better than either mean.
+    The two models are compared prompt by prompt, so the difficulty of the prompts cancels out, and
+    the difference is known more precisely than either mean (Miller 2024, arXiv 2411.00640, section
+    4.2).
     """
     return interval([best.pass_rates[row] - rate for row, rate in each.pass_rates.items() if row in best.pass_rates])
 
 
 def _checkpoint_of(name: str) -> Path:
-    """Return the newest checkpoint of a run directory; anything else, a model or a checkpoint, as it is."""
+    """Return the newest checkpoint of a run directory, and any other name unchanged, as a path."""
     path = Path(name)
     return path / "checkpoints" / "latest" if (path / "status").is_dir() else path
 
@@ -132,7 +136,7 @@ def _settings(models: Sequence[str], data: str | None, reward: str | None, overr
         values = read_yaml(found)
     given = {
         "model": {"path": str(_checkpoint_of(models[0]))},
-        "launch": {"mode": "local"},  # with the time limits of rollout
+        "launch": {"mode": "local"},  # inline mode has no time limit for rewards
         "rollout": {"max_lag": 0} | ({} if reward is None else {"reward": reward}),
         "eval": {} if data is None else {"path": data},
     }
@@ -171,7 +175,8 @@ def _evaluate(name: str, config: Config) -> Evaluation:
                 config,
                 data,
                 lambda: load_engine(config),
-                # A run evaluates its versions under these names, so the numbers are the same as there.
+                # The run names its own evaluations like this. Seeds derive from the names, so the
+                # results are the same.
                 name=group_name if version is None else lambda place: group_id(version, place),
                 n_samples=n_samples,
                 temperature=config.eval.temperature,

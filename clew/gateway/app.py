@@ -33,7 +33,10 @@ from clew.http_server import LARGE_BODY
 log = logging.getLogger("clew.gateway")
 
 MAX_KEYS = 100_000
-"""Maximum number of JSON object keys in a body, counting those inside texts: checking a thousand takes some 20 ms."""
+"""Maximum number of JSON keys in a body, as checking them takes some 20 ms per thousand.
+
+What looks like a key within a text counts, too.
+"""
 
 MAX_DATA = 2**20
 """Maximum size of a session's data, in bytes."""
@@ -44,7 +47,7 @@ ASGI = Callable[[Scope, Any, Any], Awaitable[None]]
 ENDPOINTS = ("/chat/completions", "/completions", "/responses", "/messages", "/models")
 
 KEEP_ALIVE_S = 5.0
-"""Maximum seconds of silence in a stream; an error before that still gets its HTTP status."""
+"""Maximum seconds of silence in a stream. Errors before that still get their HTTP status."""
 
 GONE = Response(status_code=499)
 """Response that nobody reads: the client has closed the connection."""
@@ -55,11 +58,11 @@ class Sessions(Protocol):
 
     @property
     def models(self) -> Sequence[str] | None:
-        """Return the model names that are served, the model's own first; None if every name is served."""
+        """Return the names that clients may ask for, the model's own first; None if any name will do."""
         ...
 
     def find(self, key: str) -> AgentSession:
-        """Return the session of a key; if any key will do, an unknown one opens a new session.
+        """Return the session of a key. If any key is accepted, an unknown key opens a new session.
 
         Raises:
             Refusal: The key is unknown, or its session has ended.
@@ -238,10 +241,10 @@ STREAMED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 def _with_earlier(session: AgentSession, ask: Ask) -> Ask:
-    """Return the request completed with everything that its client names instead of sending.
+    """Return the request with the earlier messages that its client names instead of sending them.
 
-    These are all messages up to an earlier response and, in one of Anthropic's threads, its tools. Instructions apply
-    to one response only, so earlier ones are left out.
+    These are all messages up to the named response and, in one of Anthropic's threads, its tools.
+    Instructions apply to one response only, so those of earlier requests are left out.
     """
     if ask.follows is None:
         return ask
@@ -277,7 +280,8 @@ async def _stream(dialect: Dialect, ask: Ask, request: Submission) -> AsyncItera
                 break
             answered = request.replies.done()
             yield event
-            # The reply was complete before this event, which the client has taken: the reply counts as read.
+            # The client has taken an event that was sent after the reply was complete: the reply
+            # counts as delivered.
             delivered, place = delivered or answered, place + 1
     except Refusal as refusal:
         yield dialect.refuse_in_stream(refusal, place)

@@ -87,7 +87,7 @@ def _choice(
     finish_reason: str | None,
     offset: int = 0,
 ) -> dict[str, Any]:
-    """Return a choice. `offset` is the place of the tokens in the reply, in characters."""
+    """Return a choice. `offset` is where the tokens begin in the reply, in characters."""
     logprobs = None
     if ask.logprobs is not None:
         begins = list(itertools.accumulate((len(token.text) for token in tokens), initial=offset))

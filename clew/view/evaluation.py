@@ -1,4 +1,4 @@
-"""The output of `clew eval`: models side by side, failed episodes, and the prompts that do not pass."""
+"""The output of `clew eval`: a table of models, failed episodes, and prompts that do not pass."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def show_models(
         console: Where to print.
         names: Names of the models.
         summaries: Summaries of their evaluations, as `clew.rollout.evaluation.summarize` returns them.
-        behind: 95 % interval of each model's difference to the best in pass@1; None if it is not known.
-        best: Place of the best model.
+        behind: 95 % interval of how far each model's pass@1 is below the best; None if it is not known.
+        best: Index of the best model in `names`.
     """
     scores = [*(name for name in summaries[0] if name.startswith("pass@")), "reward"]
     spare = [f"95 % CI of {name}" for name in scores[:0:-1]]

@@ -1,4 +1,4 @@
-"""`clew show RUN --off-policy`: the sequences whose tokens the trainer found least likely, against the engine's."""
+"""`clew show RUN --off-policy`: the sequences whose logprobs changed most since sampling."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Measured:
     k3: float
     """Mean over its tokens of the mismatch KL, as in the metric behaviour_k3."""
     ratio: float
-    """Ratio of the trainer's and the engine's probability that is the farthest from 1, of all its tokens."""
+    """Trainer's over engine's probability, of the token for which it is farthest from 1."""
     step: int
     id: str
     tokens: int
@@ -68,7 +68,7 @@ def show_off_policy(console: Console, run: RunDirectory, steps: Iterable[int], p
 
 
 def _measured(run: RunDirectory, steps: list[int]) -> Iterator[Measured]:
-    """Yield every trained sequence of these steps. One step is in memory at a time."""
+    """Yield the distance of every trained sequence. Only one step is in memory at a time."""
     for step in tracked(steps, "measuring", total=len(steps), unit="steps"):
         batch = rows.checked(run.steps.data_path(step), run.steps.read_table(step).drop_columns("interactions"))
         proximal = run.steps.read_stages(step).arrays.get(STAGE, {})

@@ -1,4 +1,4 @@
-"""Text by models and users, made safe for a terminal: nothing in it is markup, and control characters are spelt out."""
+"""Text and tables for a terminal. Nothing is markup, and control characters are spelt out."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def as_text(value: Any) -> str:
 
 
 def prompt_text(prompt: Any) -> str:
-    """Return a prompt as one text; for chat messages the content of the last."""
+    """Return a prompt as one text. For chat messages, this is the content of the last."""
     if isinstance(prompt, list) and prompt and isinstance(prompt[-1], dict):
         return content_text(prompt[-1].get("content"))
     return as_text(prompt)
 
 
 def content_text(content: Any) -> str:
-    """Return the text of a chat message's content, or of its parts; other parts as JSON."""
+    """Return the content of a chat message as text. Parts that are not text become JSON."""
     if not isinstance(content, list):
         return as_text(content)
     return "\n".join(
@@ -78,11 +78,11 @@ class Rows:
 
     columns: tuple[str, ...]
     left: tuple[str, ...]
-    """Columns of names, which are aligned to the left."""
+    """Columns of names, aligned to the left."""
     words: tuple[str, ...]
     """Columns of text, which is cut or wrapped if the terminal is narrow."""
     spare: tuple[str, ...]
-    """Columns that can be left out, in this order."""
+    """Columns that may be left out to fit the terminal, in the order in which they go."""
     rows: list[tuple[str | Text, ...]] = field(default_factory=list)
 
     def add_row(self, *cells: str | Text) -> None:
