@@ -45,11 +45,11 @@ DPO_BETA = 0.1
 """Default of algorithm.kl_coef for training.objective=dpo: the paper's beta."""
 
 SHARED_BY = {"vllm": "tensor-parallel-size", "sglang": "tp-size"}
-"""Option of each server that says on how many devices it computes."""
+"""Each server's own option for the number of devices that share the model."""
 
 SERVERS_VARIABLE = "CLEW_LLM_SERVER_ADDRS"
 SERVERS_ALIAS = "AREAL_LLM_SERVER_ADDRS"
-"""AReaL's name of the same variable, which is read where the first is not set."""
+"""AReaL's name of the same variable, read if the first is not set."""
 TOKEN_VARIABLE = "CLEW_LLM_SERVER_TOKEN"
 
 
@@ -98,7 +98,7 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _resolve_devices(cls, values: Any) -> Any:
-        """Fill in what launch.devices says: engine, ranks and tensor parallelism."""
+        """Set the fields that launch.devices implies: engine, ranks and tensor parallelism."""
         text = _section(values, "launch").get("devices")
         if not isinstance(text, str):
             return values
@@ -125,13 +125,19 @@ class Config(Section):
         devices = self.devices
         if self.launch.devices is None:
             return self
-        if self.launch.mode == "inline" or self.launch.colocate:
-            field = "launch.mode=inline" if self.launch.mode == "inline" else "launch.colocate"
+        if field := self._shares_device():
             raise ValueError(f"launch.devices gives processes their own devices, and {field} shares one. Unset one")
-        if devices.inference is not None and devices.inference.name == "embedded" and devices.inference.t > 1:
+        engine = devices.inference
+        if engine is not None and engine.name == "embedded" and engine.t > 1:
             raise ValueError(
                 f"launch.devices={self.launch.devices}: the embedded engine computes on one device. Use t1, or vllm or "
                 f"sglang"
+            )
+        option = SHARED_BY.get(engine.name) if engine is not None else None
+        if engine is not None and option in self.inference.options and self.inference.options[option] != engine.t:
+            raise ValueError(
+                f"launch.devices={self.launch.devices} says {option}={engine.t}, and inference.args has "
+                f"{self.inference.options[option]}. Unset one of them"
             )
         return self
 
@@ -209,9 +215,8 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _inference_agrees(self) -> Config:
-        if self.inference.backend != "embedded" and (self.launch.mode == "inline" or self.launch.colocate):
-            field = "launch.mode=inline" if self.launch.mode == "inline" else "launch.colocate"
+    def _engine_agrees_with_launch(self) -> Config:
+        if self.inference.backend != "embedded" and (field := self._shares_device()):
             raise ValueError(
                 f"{field} needs the engine inside Clew's own processes, and inference.backend is "
                 f"{self.inference.backend}. Use launch.mode=local without launch.colocate, or "
@@ -222,21 +227,6 @@ class Config(Section):
                 "launch.colocate interrupts generation whenever the trainer takes the device, and "
                 "inference.on_update=wait asks that it is never interrupted. Use continue or restart, or unset "
                 "launch.colocate"
-            )
-        cut = {"vllm": {"top_p", "top_k", "min_p", "min_new_tokens"}, "sglang": {"min_new_tokens"}}
-        if {"return-sampling-mask", "return_sampling_mask"} & self.inference.args.keys():
-            cut["vllm"] = {"min_new_tokens"}
-            if self.sampling.top_k == 0 or self.sampling.temperature == 0:
-                raise ValueError(
-                    "inference.args.return-sampling-mask needs sampling.top_k and sampling.temperature above 0: vLLM "
-                    "refuses other requests then. Set both"
-                )
-        wrong = self.sampling.model_dump(include=cut.get(self.inference.backend, set()), exclude_defaults=True)
-        if wrong:
-            raise ValueError(
-                f"sampling.{next(iter(wrong))} cuts the distribution, and inference.backend={self.inference.backend} "
-                f"reports the logprobs after the cut: nothing could be trained on. Unset it, or set "
-                f"inference.backend=embedded (for vLLM also inference.args.return-sampling-mask=true, on GPUs)"
             )
         if self.weights.via == "collective" and (self.launch.mode == "inline" or self.training.lora_rank):
             field = "launch.mode=inline" if self.launch.mode == "inline" else "training.lora_rank"
@@ -251,6 +241,32 @@ class Config(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _engine_agrees_with_sampling(self) -> Config:
+        """Refuse sampling options after whose cut the engine's logprobs are those of another distribution."""
+        cut = {"vllm": {"top_p", "top_k", "min_p", "min_new_tokens"}, "sglang": {"min_new_tokens"}}
+        if "return-sampling-mask" in self.inference.options:
+            cut["vllm"] = {"min_new_tokens"}
+            if self.sampling.top_k == 0 or self.sampling.temperature == 0:
+                raise ValueError(
+                    "inference.args.return-sampling-mask needs sampling.top_k and sampling.temperature above 0: vLLM "
+                    "refuses other requests then. Set both"
+                )
+        wrong = self.sampling.model_dump(include=cut.get(self.inference.backend, set()), exclude_defaults=True)
+        if wrong:
+            raise ValueError(
+                f"sampling.{next(iter(wrong))} cuts the distribution, and inference.backend={self.inference.backend} "
+                f"reports the logprobs after the cut: nothing could be trained on. Unset it, or set "
+                f"inference.backend=embedded (for vLLM also inference.args.return-sampling-mask=true, on GPUs)"
+            )
+        return self
+
+    def _shares_device(self) -> str:
+        """Return the field by which the engine and the trainer share one device; "" if they do not."""
+        if self.launch.mode == "inline":
+            return "launch.mode=inline"
+        return "launch.colocate" if self.launch.colocate else ""
+
     @property
     def run_path(self) -> Path:
         """Return the run directory, ROOT/EXPERIMENT/TRIAL."""
@@ -258,14 +274,14 @@ class Config(Section):
 
     @property
     def sends_adapters(self) -> bool:
-        """True if only the adapters travel to the inference servers. Otherwise they are added to the weights first."""
-        args = {name.lstrip("-").replace("_", "-"): value for name, value in self.inference.args.items()}
+        """True if only adapters are sent to inference servers. Otherwise they are merged before."""
+        args = self.inference.options
         adapts = args.get("enable-lora") is not False and args.get(SHARED_BY["vllm"], 1) == 1
         return self.training.lora_rank is not None and self.inference.backend == "vllm" and adapts
 
     @property
     def devices(self) -> Devices:
-        """Return launch.devices; without it, one server and the ranks."""
+        """Return the parsed launch.devices. If it is not set: one server, and launch.ranks."""
         if self.launch.devices is not None:
             return parse_devices(self.launch.devices)
         ranks, tp = self.launch.ranks, self.training.tp
@@ -301,7 +317,7 @@ class Config(Section):
 
 
 def check_critic_fields(config: Config, *, with_critic: bool) -> None:
-    """Check the fields of the critic against a user's own advantages; the configuration checks those of built-in ones.
+    """Check the critic's fields against a user's own advantages. `Config` checks built-in ones.
 
     Args:
         config: The configuration.
@@ -406,10 +422,10 @@ def _chosen(values: Any) -> dict[str, Any]:
 
 
 def _forget_preset(values: Any) -> None:
-    """Remove the fields that only repeat what the file's own preset, or the default, sets.
+    """Remove the fields that only repeat the default, or what the file's own preset sets.
 
-    This is done before another preset is chosen on the command line, so that it takes effect: a run's config.yaml, for
-    example, spells out all fields.
+    Without this, another preset on the command line would have no effect on a file that spells out
+    all fields, such as a run's config.yaml.
     """
     chosen = _chosen(values)
     for name in {*chosen, *(field for preset in PRESETS for field in preset_options(preset))}:
@@ -436,16 +452,16 @@ def dump(config: Config) -> str:
     text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
     if visible(text) == text:
         return text
-    return yaml.safe_dump(content, sort_keys=False)  # this spells out everything but ASCII
+    return yaml.safe_dump(content, sort_keys=False)  # escapes everything but ASCII
 
 
 def server_addresses() -> list[str]:
-    """Return the host:port of each inference server in CLEW_LLM_SERVER_ADDRS, which separates them by commas.
+    """Return the host:port of each inference server in CLEW_LLM_SERVER_ADDRS (comma-separated).
 
-    If it is empty, the servers of the run directory are used.
+    If it is empty, callers use the servers of the run directory.
 
     Raises:
-        ConfigError: An address is not of that form.
+        ConfigError: An address is not host:port.
     """
     name = SERVERS_VARIABLE if os.environ.get(SERVERS_VARIABLE, "").strip() else SERVERS_ALIAS
     addresses = [address.strip() for address in os.environ.get(name, "").split(",") if address.strip()]
@@ -470,7 +486,7 @@ def provider() -> tuple[str, str]:
 
 
 def field_names(section: type[BaseModel] = Config, prefix: str = "") -> list[str]:
-    """Return the dotted names of all fields. A section that may be null is a field, too."""
+    """Return the dotted names of all fields. A section that may be null counts as a field, too."""
     names: list[str] = []
     for name, field in section.model_fields.items():
         if not isinstance(field.annotation, type) or not issubclass(field.annotation, BaseModel):
@@ -487,7 +503,7 @@ def nested_section(field: FieldInfo) -> type[BaseModel] | None:
 
 
 def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested values by their dotted names."""
+    """Return nested dictionaries as one, with dotted names."""
     named: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, dict):
@@ -523,7 +539,7 @@ def _where(name: str, path: Path, text: str, overrides: list[str] | tuple[str, .
 
 
 def _line_of(name: str, text: str) -> int | None:
-    """Return the line (from 1) of the deepest part of the dotted `name` that the YAML has; None if it has none."""
+    """Return the line, from 1, of the deepest part of the dotted `name` in the YAML; None if no part is there."""
     import yaml
 
     node, line = yaml.compose(text), None

@@ -29,9 +29,14 @@ class EscapingConsole(Console):
     made visible when it is rendered.
     """
 
-    def __init__(self, **options: Any) -> None:
-        """Create a Console with Rich's own options; `markup`, `emoji` and `highlight` are off by default."""
-        super().__init__(**{"markup": False, "emoji": False, "highlight": False, **options})
+    def __init__(self, *, wide: int | None = None, **options: Any) -> None:
+        """Create a Console with Rich's own options; `markup`, `emoji` and `highlight` are off by default.
+
+        Args:
+            wide: Width of what is printed to a file or a pipe; None for Rich's 80 columns.
+        """
+        width = None if sys.stdout.isatty() else wide
+        super().__init__(**{"markup": False, "emoji": False, "highlight": False, "width": width, **options})
 
     def _render_buffer(self, buffer: Iterable[Segment]) -> str:
         """Return the text of the segments. A file or a pipe gets no blanks at the end of a line, which Rich pads."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from clew.errors import DataError
+from clew.errors import DataError, did_you_mean
 
 if TYPE_CHECKING:
     from clew.config import Config
@@ -180,7 +180,5 @@ def _read_with_datasets(path: str, split: str) -> Iterator[dict]:
 
 
 def _missing_column(path: str, number: int, column: str, row: dict) -> str:
-    near = difflib.get_close_matches(column, list(row), n=1, cutoff=0.6)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    hint += " The configuration's data section names the columns, such as data.prompt."
+    hint = f"{did_you_mean(column, row)} The configuration's data section names the columns, such as data.prompt."
     return f"{path}: row {number} has no column {column!r}; it has {', '.join(map(repr, row)) or 'none'}.{hint}"

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib
 import inspect
 import pkgutil
@@ -19,7 +18,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from clew.errors import ConfigError
+from clew.errors import ConfigError, did_you_mean
 
 BUILT_IN = ("clew.rollout.workflows",)
 """Clew's own modules whose content a configuration may name."""
@@ -74,7 +73,8 @@ def load(path: str, field: str) -> Any:
     module = load_module(module_name, field, path)
     if name not in vars(module):
         public = [defined for defined in vars(module) if not defined.startswith("_")]
-        raise ConfigError(f"{field}={path}: {module.__file__ or module_name} has no {name!r}.{_nearest(name, public)}")
+        file = module.__file__ or module_name
+        raise ConfigError(f"{field}={path}: {file} has no {name!r}.{did_you_mean(name, public)}")
     value = vars(module)[name]
     home = getattr(value, "__module__", None)
     if guards and home != module_name:
@@ -147,7 +147,7 @@ def check_defined(path: str, field: str) -> None:
     bound = set(_bound(tree))
     if name not in bound and not bound & {"*", "__getattr__"}:  # those may bind any name
         public = [each for each in bound if not each.startswith("_")]
-        raise ConfigError(f"{field}={path}: {_find(module)} has no {name!r}.{_nearest(name, public)}")
+        raise ConfigError(f"{field}={path}: {_find(module)} has no {name!r}.{did_you_mean(name, public)}")
 
 
 def required_parameters(path: str, field: str) -> int | None:
@@ -209,7 +209,7 @@ def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any], 
         if argument not in names and not takes_any:
             raise ConfigError(
                 f"{field}.{argument}: {label} takes no argument {argument!r}; "
-                f"it takes {', '.join(names) or 'none'}.{_nearest(argument, names)}"
+                f"it takes {', '.join(names) or 'none'}.{did_you_mean(argument, names)}"
             )
     for parameter in named:
         if parameter.default is parameter.empty and parameter.name not in arguments:
@@ -234,7 +234,7 @@ def _import(module_name: str, path: str, field: str) -> Any:
     siblings = [module.name for module in pkgutil.iter_modules(folders)]
     raise ConfigError(
         f"{field}={path}: there is no module {missing!r} in {', '.join(folders)} or in what is "
-        f"installed.{_nearest(last, siblings)}"
+        f"installed.{did_you_mean(last, siblings)}"
     ) from None
 
 
@@ -245,8 +245,3 @@ def _raised(error: BaseException, path: str, field: str) -> ConfigError:
     return ConfigError(
         f"{field}={path}: importing it raised {type(error).__name__} at {frame.filename}:{frame.lineno}: {error}"
     )
-
-
-def _nearest(name: str, names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
-    return f" Did you mean {near[0]!r}?" if near else ""

@@ -21,8 +21,9 @@ A message says what was found, where, what was expected and what to do. The comm
 traceback and exits with 2, or with 130 after an Interrupted. A programmer's mistake is an ``assert``.
 """
 
+import difflib
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -108,6 +109,12 @@ def explain_missing() -> Iterator[None]:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, ending with a full stop."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".") + "."
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Return the end of an error message that names the valid name most like `name`; "" if none is like it."""
+    near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
+    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def described(error: BaseException) -> str:

@@ -10,8 +10,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import re
 import secrets
+import socket
 from asyncio import TimerHandle, Transport
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from dataclasses import dataclass
@@ -23,6 +25,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from clew.config import TOKEN_VARIABLE
+from clew.errors import EngineError
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -227,6 +230,33 @@ def is_loopback(host: str) -> bool:
         return ip_address(name.strip("[]")).is_loopback
     except ValueError:
         return False
+
+
+def bind(listen: str) -> socket.socket:
+    """Return a socket of inference.listen. It does not listen yet: clients are refused until the server is ready.
+
+    Raises:
+        EngineError: The address is not host:port, is not of this machine, or its port is in use.
+    """
+    host, _, port = listen.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise EngineError(f"inference.listen is {listen!r}, expected host:port, for example 127.0.0.1:20082.")
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    try:
+        listener.bind((host, int(port)))
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise EngineError(
+                f"Cannot listen on {host}:{port}: the port is in use. End the other process, or choose another port "
+                f"with inference.listen={host}:PORT (0: any free one)."
+            ) from None
+        raise EngineError(
+            f"Cannot listen on {host}:{port}: {error.strerror}. inference.listen takes an address of this machine."
+        ) from None
+    return listener
 
 
 async def _body(receive: Receive) -> bytes | None:

@@ -190,6 +190,11 @@ class Inference(Section):
         description="Folder for weights on their way to inference, such as /dev/shm/NAME; null: the run directory.",
     )
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """Return `args` as the server's command line spells them: max-num-seqs for --max_num_seqs."""
+        return {name.lstrip("-").replace("_", "-"): value for name, value in self.args.items()}
+
 
 class Weights(Section):
     """The way of new weights from the trainer to inference servers."""

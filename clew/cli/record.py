@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -50,7 +49,7 @@ def show(
     from clew.console import EscapingConsole
     from clew.view.show import show as show_record
 
-    console = EscapingConsole(width=None if sys.stdout.isatty() else 200)
+    console = EscapingConsole(wide=200)
     path = run_path_of(run)
     if plot is not None:
         from clew.record.bundle import opened

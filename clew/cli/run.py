@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -228,7 +227,7 @@ def evaluate(
         raise typer.BadParameter("name a model, a checkpoint or a run before the fields to override")
     if to is not None and not os.access(to.absolute().parent, os.W_OK):
         raise ConfigError(f"Cannot write {to}: {to.absolute().parent} is no folder that can be written to.")
-    console = EscapingConsole(width=None if sys.stdout.isatty() else 200)
+    console = EscapingConsole(wide=200)
     overrides = [each for each in models if "=" in each]
     evaluations = evaluate_models(names, data=data, reward=reward, overrides=overrides)
     best = best_of(evaluations)
@@ -263,7 +262,7 @@ def status(
     from clew.view.terminal import show_status
 
     found = open_run(run_path_of(run, overrides))
-    show_status(EscapingConsole(width=None if sys.stdout.isatty() else 200), found)
+    show_status(EscapingConsole(wide=200), found)
 
 
 def config(

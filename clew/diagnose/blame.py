@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import sys
 from collections.abc import Sequence as SequenceABC
 from pathlib import Path
 
@@ -92,7 +91,7 @@ def _badness(part: Part, by: str) -> float:
 
 
 def _show(found: Parts, step: int, *, top: int, tokens: int, by: str) -> None:
-    console = EscapingConsole(width=None if sys.stdout.isatty() else 160)
+    console = EscapingConsole(wide=160)
     parts = sorted(found.parts, key=lambda part: (-_badness(part, by), part.sequence.id))
     median = statistics.median_low(_badness(part, by) for part in parts)
     mean = f"{sum(part.measures[by] for part in parts):.3g} in all, " if by in ("kl", "behaviour_k3") else ""

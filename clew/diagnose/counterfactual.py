@@ -1,13 +1,12 @@
-"""Training on recorded batches again with other settings, from some step on.
+"""`clew replay RUN --step 137 key=value`: train on recorded batches again, with other settings.
 
-Serves `clew replay RUN --step 137 key=value` and `debug.first_step` of `clew train`.
+The training starts from a given step by means of debug.first_step.
 """
 
 from __future__ import annotations
 
 import shlex
 import shutil
-import sys
 from pathlib import Path
 
 from rich.table import Table
@@ -30,17 +29,17 @@ SIDE_BY_SIDE = ("loss", "grad_norm", "reward", "entropy", "behaviour_k3", "clip_
 def counterfactual(run: RunDirectory, first: int, last: int, overrides: list[str], *, kept: bool) -> None:
     """Train on the recorded data with other settings, from step `first` on, and print a table of both runs.
 
-    The result goes into a new run directory. If that run was interrupted before its last step, the same command
-    continues it. If it fails before it commits a step of its own, it leaves nothing, unless `clew blame` can say more
-    about its batch.
+    The result goes into a new run directory. If the new run is interrupted, the same command with
+    the same trial continues it. If it fails before it commits a step of its own, its directory is
+    removed, unless `clew blame` can say more about the batch.
 
     Args:
         run: The recorded run.
         first: First step to train with the overrides.
         last: Last step to train.
         overrides: The other settings, as key=value.
-        kept: Whether the run directory stays where it is. If so, the new one goes beside it. If not (a bundle), the new
-            one goes to the default `root`, because a bundle's configuration was written by a stranger.
+        kept: True for a run directory; the new one goes beside it. False for an unpacked bundle:
+            the new one goes to the default `root`, because a stranger wrote the configuration.
 
     Raises:
         ClewError: The steps cannot be trained, or the new run directory is already in use.
@@ -77,7 +76,7 @@ def counterfactual(run: RunDirectory, first: int, last: int, overrides: list[str
         )
     new = RunDirectory(config.run_path)
     if why := "it came as a bundle" if not kept else why_foreign(run):
-        mark_foreign(new, why)  # its configuration is a stranger's as well
+        mark_foreign(new, why)  # it has the stranger's configuration
     print(f"into {new.path}, from step {first} on with {' '.join(overrides)}", flush=True)
     try:
         learn_from_record(config, lambda step, summary: None, until=last + 1)
@@ -97,8 +96,7 @@ def counterfactual(run: RunDirectory, first: int, last: int, overrides: list[str
     if len(table.columns) == 1:
         print(f"no metric differs: {' '.join(overrides)} has no effect on these steps on the same data.")
         return
-    width = None if sys.stdout.isatty() else 200
-    EscapingConsole(width=width).print(table)
+    EscapingConsole(wide=200).print(table)
     print(f"→ clew show {shlex.quote(str(new.path))} {last}")
 
 
@@ -110,7 +108,8 @@ def _left_unfinished(config: Config, run: RunDirectory, last: int) -> bool:
     if "trainer" in new.facts():
         return False
     then, first = configuration.load(new.config_path), config.debug.first_step
-    model = then.model.model_copy(update={"path": config.model.path})  # it was given the first checkpoint of its own
+    # The new run's config.yaml names the run's own first checkpoint as the model.
+    model = then.model.model_copy(update={"path": config.model.path})
     debug = then.debug.model_copy(update={"path": config.debug.path})  # a bundle is unpacked elsewhere each time
     return (
         then.model_copy(update={"model": model, "debug": debug}) == config
@@ -128,7 +127,7 @@ def _free_trial(experiment: Path, trial: str) -> str:
 
 
 def _side_by_side(run: RunDirectory, new: RunDirectory, steps: range) -> Table:
-    """Return a table by step of the metrics that differ anywhere, as recorded → here."""
+    """Return a table of the metrics that differ in any step, each as "recorded → here"."""
     recorded = {step: run.steps.read(step)["metrics"] for step in steps if step < run.steps.count()}
     rows = [(step, recorded.get(step, {}), new.steps.read(step)["metrics"]) for step in steps]  # {}: one that failed
     names = [name for name in SIDE_BY_SIDE if any(then.get(name) != now.get(name) for _, then, now in rows)]

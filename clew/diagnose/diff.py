@@ -9,7 +9,6 @@ from __future__ import annotations
 import filecmp
 import json
 import math
-import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -573,7 +572,7 @@ def _drift(left: RunDirectory, right: RunDirectory, steps: range, names: tuple[s
     for step, then, now in rows:
         cells = [f"{then[n]:.4g}" if then[n] == now[n] else f"{then[n]:.4g} → {now[n]:.4g}" for n in metrics]
         table.add_row(str(step), *cells)
-    console = EscapingConsole(width=None if sys.stdout.isatty() else 160)
+    console = EscapingConsole(wide=160)
     console.print(table)
     _drift_of_evaluations(console, left, right, {*steps, steps.stop})
 

@@ -42,7 +42,7 @@ def examine() -> bool:
         sound &= verdict != "bad"
         mark = {"good": Text("ok", "green"), "warn": Text("warn", "yellow"), "bad": Text("bad", "red")}[verdict]
         table.add_row(mark, name, found, remedy)
-    EscapingConsole(width=None if sys.stdout.isatty() else 160).print(table)
+    EscapingConsole(wide=160).print(table)
     return sound
 
 

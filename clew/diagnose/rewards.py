@@ -17,7 +17,7 @@ from clew.errors import ConfigError, EpisodeError
 from clew.gateway.episode_engine import resources
 from clew.models.loading import load_tokenizer
 from clew.models.vision import load_vision
-from clew.record.rows import Sequence
+from clew.record.rows import by_episode
 from clew.record.run import RunDirectory
 from clew.rollout.reward_pool import RewardPool
 from clew.rollout.rewards import by_name
@@ -77,10 +77,8 @@ async def _rewards_again(
     found: list[Disagreement] = []
     try:
         for step in steps:
-            episodes: dict[str, list[Sequence]] = {}
-            for row in chosen(run, step, run.steps.read_data(step), only):
-                episodes.setdefault(row.episode_id, []).append(row)
-            for episode_id, rows in episodes.items():
+            rows_of = by_episode(chosen(run, step, run.steps.read_data(step), only))
+            for episode_id, rows in rows_of.items():
                 model, trace = RecordedModel(shared, interactions_of(rows), episode_id, sampling=False), ""
                 try:
                     now: dict[str, float] | str = by_name(await workflow.run_episode(model, dict(rows[0].data)))

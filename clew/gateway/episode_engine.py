@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 import re
 import time
@@ -11,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from clew.config import Config, Sampling
-from clew.errors import ConfigError, EpisodeError, ImageError
+from clew.errors import ConfigError, EpisodeError, ImageError, did_you_mean
 from clew.gateway.interactions import Interaction
 from clew.inference.protocol import Engine, GenerateRequest, OnToken, SamplingParams
 from clew.inference.resubmit import generate_through_aborts
@@ -27,7 +26,7 @@ MAX_WARNINGS = 3
 """Number of warnings of one kind that an episode shows."""
 
 MAX_NEW_TOKENS = 512
-"""Maximum number of tokens in a response where no configuration sets it, unless the agent sets a limit."""
+"""Limit of a response, in tokens, if neither a configuration nor the agent sets one."""
 
 _PARAMS = [field.name for field in fields(SamplingParams) if field.name != "continues"]
 """Sampling parameters that a workflow may set."""
@@ -56,7 +55,7 @@ class Resources:
     restart: bool = False
     """True begins a generation again from its prompt when new weights interrupt it, instead of continuing it."""
     on_warning: Callable[[str, str, str], None] | None = None
-    """Called at once with each warning: the episode's ID, the warning, its kind."""
+    """Function that is called with each new warning: the episode's ID, the warning and its kind."""
 
     def at_temperature(self, temperature: float) -> Resources:
         """Return a copy that samples at another temperature, for an evaluation."""
@@ -64,7 +63,7 @@ class Resources:
 
 
 class WarningLog:
-    """Logs only the first warning of each kind: hundreds of episodes would say the same."""
+    """Logs only the first warning of each kind. Otherwise hundreds of episodes would repeat it."""
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
@@ -86,7 +85,7 @@ class EpisodeEngine:
         self.interactions: list[Interaction] = []
         """Interactions that are complete."""
         self.turn_rewards: dict[str, float] = {}
-        """Rewards of single turns, besides the episode's, by interaction ID."""
+        """Rewards of single turns by interaction ID, in addition to the reward of the episode."""
         self.warnings: dict[str, str] = {}
         """Warnings for the owner of the workflow or agent, each with its kind."""
         self._requests = 0
@@ -101,7 +100,9 @@ class EpisodeEngine:
         return self.resources.prompt_column
 
     def warn(self, warning: str, kind: str | None = None) -> None:
-        """Warn the owner of the workflow or agent: the same text once, and only a few warnings of one kind.
+        """Warn the owner of the workflow or agent. Repetitions are dropped.
+
+        Of warnings of one kind, only a few are shown.
 
         Args:
             warning: A sentence.
@@ -142,7 +143,8 @@ class EpisodeEngine:
         Args:
             input_ids: Tokens of the prompt.
             prompt: Text or messages that were turned into `input_ids`, for the record.
-            images: Files (PNG, JPEG) that the tokens show, in order; `engine.see` makes such tokens.
+            images: Image files (PNG, JPEG) that tokens of the prompt stand for, in order.
+                `engine.see` makes such tokens.
             index: Index from `reserve`, if the request's place in the episode was fixed earlier; None: the next one.
             on_token: Called with each token and its logprob in order; never if the engine does not stream.
             details: Further entries for the record, such as the name of the model that a client asked for.
@@ -181,9 +183,11 @@ class EpisodeEngine:
         return interaction
 
     def see(self, text: str, images: Sequence[bytes]) -> list[int]:
-        """Return the tokens of a text that has the tokenizer's placeholder (`<image>`, say) in each image's place.
+        """Return the tokens of a text with images.
 
-        The images are files (PNG, JPEG), in order.
+        Args:
+            text: Text with the tokenizer's placeholder, such as `<image>`, for each image.
+            images: Image files (PNG, JPEG), in the order of the placeholders.
 
         Raises:
             ImageError: The model takes no images, the number of placeholders differs, or a file is not an image.
@@ -211,8 +215,7 @@ class EpisodeEngine:
     def _params(self, overrides: dict[str, Any], seed: int) -> SamplingParams:
         for name in overrides:
             if name not in _PARAMS:
-                near = difflib.get_close_matches(name, _PARAMS, n=1)
-                hint = f" Did you mean {near[0]!r}?" if near else f" Valid names: {', '.join(_PARAMS)}."
+                hint = did_you_mean(name, _PARAMS) or f" Valid names: {', '.join(_PARAMS)}."
                 raise EpisodeError(f"engine.generate takes no sampling parameter {name!r}.{hint}")
         for name in ("stop", "stop_token_ids"):
             if isinstance(overrides.get(name), list):

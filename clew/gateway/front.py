@@ -1,4 +1,4 @@
-"""The gateway in front of a server that is up already (`clew serve --engine URL`).
+"""The gateway in front of a server that already runs (`clew serve --engine URL`).
 
 In front of vLLM, SGLang or another `clew serve`, it captures tokens. A provider takes no token IDs: its requests are
 passed on unchanged, and cannot be trained on.
@@ -7,7 +7,6 @@ passed on unchanged, and cannot be trained on.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import secrets
 import signal
 import socket
@@ -25,7 +24,7 @@ from clew.errors import EngineError
 from clew.gateway.app import disconnected
 from clew.gateway.episode_engine import sampling_params
 from clew.gateway.standalone import make_gateway
-from clew.http_server import Access, Listener
+from clew.http_server import Access, Listener, bind, is_loopback
 from clew.inference.detection import FoundEngine, find_engine
 from clew.models.loading import load_tokenizer
 from clew.models.vision import load_vision
@@ -35,7 +34,7 @@ DROPPED = frozenset(("host", "connection", "content-length", "transfer-encoding"
 """Headers that belong to one connection, and are not passed on."""
 
 ACCEPT_ENCODING = "accept-encoding"
-"""Header that the gateway's own HTTP client sets, because it decompresses the answers."""
+"""Header that is not passed on: the HTTP client sets its own, and decompresses answers."""
 
 
 class PassThrough:
@@ -81,15 +80,15 @@ class PassThrough:
             await answer.aclose()
 
     def _there(self, path: str) -> str:
-        """Return the provider's address for a path of this gateway."""
+        """Return the provider's URL for a path of this gateway."""
         if path.startswith("/v1/messages"):
             return self._url.removesuffix("/v1") + path
         return (self._url if urlsplit(self._url).path else self._url + "/v1") + path.removeprefix("/v1")
 
     async def _answer(self, request: httpx2.Request, came: Request) -> httpx2.Response | None:
-        """Return the provider's answer as soon as it begins.
+        """Return the provider's answer as soon as its headers are there.
 
-        None if the client has left: the request to the provider is then cancelled.
+        If the client disconnects before, cancel the request to the provider and return None.
         """
         answer = asyncio.ensure_future(self._client.send(request, stream=True))
         gone = asyncio.ensure_future(disconnected(came))
@@ -142,7 +141,7 @@ async def _serve_engine(config: Config, url: str, server: FoundEngine, record: P
     wrong = server.wrong_logprobs(sampling_params(config.sampling))
     if wrong and record is not None:
         raise EngineError(f"Cannot record what {url} generates with the configured sampling: {wrong}.")
-    loopback = _is_loopback(config.inference.listen)
+    loopback = is_loopback(config.inference.listen)
     token = server_token() or secrets.token_urlsafe(32)
     key = key or ("" if loopback else secrets.token_urlsafe(16))
     vision = load_vision(server.model) if server.takes_images else None
@@ -165,7 +164,7 @@ async def _serve_engine(config: Config, url: str, server: FoundEngine, record: P
 
 
 async def _serve_provider(listen: str, url: str, api_key: str, key: str) -> None:
-    if not _is_loopback(listen):
+    if not is_loopback(listen):
         raise EngineError(
             f"Cannot listen on {listen}: everyone who can reach it would use your API key for {url}. Set "
             f"inference.listen to 127.0.0.1 and a port."
@@ -189,18 +188,8 @@ async def _run(server: Listener, listener: socket.socket) -> None:
     await server.serve(sockets=[listener])
 
 
-def _is_loopback(address: str) -> bool:
-    host = address.rpartition(":")[0]
-    return host == "localhost" or (host.replace(".", "").isdigit() and ipaddress.ip_address(host).is_loopback)
-
-
 def _listen(address: str) -> tuple[socket.socket, str]:
     """Return a listening socket, and the address that it got."""
-    host, _, port = address.rpartition(":")
-    try:
-        listener = socket.create_server((host, int(port)), backlog=4096)
-    except (OSError, ValueError) as error:
-        raise EngineError(
-            f"Cannot listen on {address}: {error}. Set inference.listen to host:port; port 0 takes a free one."
-        ) from None
-    return listener, "{}:{}".format(*listener.getsockname()[:2])
+    listener = bind(address)
+    listener.listen(4096)
+    return listener, "{}:{}".format(*listener.getsockname())

@@ -448,7 +448,8 @@ def _blocked(sink: Sink) -> Verdict | None:
     found = verdict_about(pattern, sink.culprits, why, sink.waiters, confidence=confidence, cause=sink.act.kind)
     holders = lock_holders(sink) if sink.act.kind == "lock" else {}
     sites = tuple(sorted({*found.sites, *holders.values()} - {""}))
-    return replace(found, explanation=f"{why}{''.join(f' {held}.' for held in holders)}", sites=sites)
+    told = "".join(f" {held}." for held in holders) or _left_locked(sink)
+    return replace(found, explanation=why + told, sites=sites)
 
 
 def lock_holders(sink: Sink) -> dict[str, str]:
@@ -470,6 +471,20 @@ def lock_holders(sink: Sink) -> dict[str, str]:
                     words = f"{LOCAL.get(does.kind, ('', does.op))[1]} at {does.site}: {does.text}"
                     found[f"Thread {thread.name} has locked {place}, and {words}"] = does.site
     return found
+
+
+def _left_locked(sink: Sink) -> str:
+    """Return words about a lock of `threading` that no thread holds by a `with`: it was left locked."""
+    if sink.act.op not in ("with", "acquire") or not sink.act.target:
+        return ""
+    forked = next((a for a in sink.live if a.pid == sink.one.process.parent), None)
+    said = f" No thread of {sink.one.process.label} is inside `with {sink.act.target}`."
+    if forked is not None and forked.process.command == sink.one.process.command:
+        return (
+            f"{said} It was forked from {forked.process.label}, and a lock that another thread holds at that moment "
+            "stays locked in the child. Start it with spawn, or before the threads."
+        )
+    return f"{said} Look for an acquire() whose release() is skipped by a return or an exception."
 
 
 def same_name(one: str, other: str) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import ipaddress
 import logging
 import os
@@ -20,7 +19,7 @@ import uvloop
 
 from clew.config import SERVERS_VARIABLE, Config, server_token
 from clew.errors import EngineError, RecordError
-from clew.http_server import ASGI, Access, Listener
+from clew.http_server import ASGI, Access, Listener, bind
 from clew.inference.app import Application, ServedEngine
 from clew.inference.local import load_engine
 from clew.inference.protocol import EngineUnreachable
@@ -91,7 +90,7 @@ def serve(
     with ExitStack() as stack:
         name = _hold(run, name, stack)
         reporter = stack.enter_context(run.report(name))
-        listener = stack.enter_context(_bind(config.inference.listen))
+        listener = stack.enter_context(bind(config.inference.listen))
         stack.callback(run.remove_server, name)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(name, attach, config, run, listener, reporter, beside, api_key, allow_weights))
@@ -295,26 +294,3 @@ async def _describe(application: Application, reporter: Reporter) -> None:
             tokens_per_s=core.generated_tokens - before,
         )
         before = core.generated_tokens
-
-
-def _bind(listen: str) -> socket.socket:
-    """Return a socket that is bound but does not listen: clients are refused at once until the engine is ready."""
-    host, _, port = listen.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise EngineError(f"inference.listen is {listen!r}, expected host:port, for example 127.0.0.1:20082.")
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    try:
-        listener.bind((host, int(port)))
-    except OSError as error:
-        listener.close()
-        if error.errno == errno.EADDRINUSE:
-            raise EngineError(
-                f"Cannot listen on {host}:{port}: the port is in use. End the other process, or choose another port "
-                f"with inference.listen={host}:PORT (0: any free one)."
-            ) from None
-        raise EngineError(
-            f"Cannot listen on {host}:{port}: {error.strerror}. inference.listen takes an address of this machine."
-        ) from None
-    return listener

@@ -120,7 +120,7 @@ class SGLangEngine(HTTPEngine):
         }
         on_cpu = config.model.device == "cpu" or not Path("/dev/nvidiactl").exists()
         known = known_options(python) if inference.args else set()
-        arguments = server_arguments(own, CPU_OPTIONS if on_cpu else {}, inference.args, known)
+        arguments = server_arguments(own, CPU_OPTIONS if on_cpu else {}, inference.options, known)
         environment = {"SGLANG_USE_CPU_ENGINE": "1"} if on_cpu else {}
         if Path(config.model.path).is_dir():
             environment["HF_HUB_OFFLINE"] = "1"  # SGLang asks the hub for a folder that does not exist
@@ -380,18 +380,17 @@ def server_arguments(
     Args:
         own: Options that Clew sets itself.
         defaults: Options that the user may change.
-        chosen: The user's, inference.args; names with _ or -.
+        chosen: The user's, as in `Inference.options`.
         known: The server's option names, such as "--port".
 
     Raises:
         ConfigError: `chosen` has an option that the server does not know, or one of `own`.
     """
-    named = {name.lstrip("-").replace("_", "-"): value for name, value in chosen.items()}
-    if unknown := [name for name in named if f"--{name}" not in known]:
+    if unknown := [name for name in chosen if f"--{name}" not in known]:
         raise ConfigError(f"Cannot start SGLang: it has no option {few(unknown)} (inference.args).")
-    if twice := [name for name in named if name in own or name in ("model", "api-key", "admin-api-key")]:
+    if twice := [name for name in chosen if name in own or name in ("model", "api-key", "admin-api-key")]:
         raise ConfigError(f"Cannot start SGLang with {few(twice)} in inference.args: Clew sets this itself.")
-    return options({**own, **defaults, **named}.items())
+    return options({**own, **defaults, **chosen}.items())
 
 
 def known_options(python: str) -> set[str]:

@@ -10,7 +10,6 @@ IDs come in meta_info.clew.sampling_mask). What vLLM or SGLang say about who sam
 from __future__ import annotations
 
 import base64
-import difflib
 import io
 import itertools
 import random
@@ -19,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from clew.errors import EngineError, ImageError
+from clew.errors import EngineError, ImageError, did_you_mean
 from clew.inference.protocol import Completion, GenerateRequest, SamplingParams
 
 SAMPLING_FIELDS = (
@@ -223,8 +222,7 @@ def _params(given: Any, clew: dict[str, Any], default_stop_ids: tuple[int, ...])
         raise EngineError(f"sampling_params is {type(given).__name__}, expected an object.")
     for name, value in given.items():
         if name not in SAMPLING_FIELDS and (name not in NEUTRAL or value not in (None, NEUTRAL[name])):
-            near = difflib.get_close_matches(name, SAMPLING_FIELDS, 1)
-            hint = f" Did you mean {near[0]}?" if near else ""
+            hint = did_you_mean(name, SAMPLING_FIELDS)
             raise EngineError(f"sampling_params has no field {name!r}.{hint} Known: {', '.join(SAMPLING_FIELDS[:-3])}.")
     stop = given.get("stop") or ()
     extra = given.get("stop_token_ids")

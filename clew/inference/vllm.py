@@ -131,7 +131,7 @@ class VLLMEngine(HTTPEngine):
     def launch(config: Config, port: int, scratch: Path) -> Launch:
         """Return how to start a server; see the protocol."""
         inference = config.inference
-        args = {name.lstrip("-").replace("_", "-"): value for name, value in inference.args.items()}
+        args = inference.options
         if own := [name for name in args if name in OWN]:
             raise ConfigError(f"inference.args.{own[0]}: Clew sets this option of vLLM itself. Leave it out.")
         cache = int(inference.cache_gib * 2**30)

@@ -46,7 +46,7 @@ class Sender:
     def __init__(self, config: Config, control: ServerControl) -> None:
         """Prepare to send to the servers that `control` asks."""
         self.control = control
-        args = {name.lstrip("-").replace("_", "-"): value for name, value in config.inference.args.items()}
+        args = config.inference.options
         self._workers = int(args.get(SHARED_BY.get(config.inference.backend, ""), 1))
         self._public = config.inference.backend != "embedded"
         self._renamed: dict[str, bool] = {}

@@ -152,6 +152,14 @@ class Sequence:
 _FIELDS = attrgetter(*SCHEMA.names)
 
 
+def by_episode(sequences: Iterable[Sequence]) -> dict[str, list[Sequence]]:
+    """Return the sequences of each episode, by its ID, in the order in which they came."""
+    found: dict[str, list[Sequence]] = {}
+    for sequence in sequences:
+        found.setdefault(sequence.episode_id, []).append(sequence)
+    return found
+
+
 def timeless(interaction: Any) -> Any:
     """Return an interaction without its times; unchanged if it is no object, as may be in another trainer's record."""
     if not isinstance(interaction, dict):

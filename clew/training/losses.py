@@ -5,7 +5,6 @@ docs/algorithms.md has the formulas, and explains where implementations differ.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import partial
@@ -18,7 +17,7 @@ from clew.algorithms import LOSSES, page
 from clew.algorithms.losses import PolicyLoss, TrainedTokens, loss_kl_coef
 from clew.algorithms.rejection import rejections, rejects
 from clew.config import Algorithm
-from clew.errors import ConfigError, TrainingError
+from clew.errors import ConfigError, TrainingError, did_you_mean
 from clew.training.custom import UserFunction
 
 
@@ -85,11 +84,9 @@ class CustomLoss:
         wanted = self._function.parameters.values()
         missing = [p.name for p in wanted if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
         if strange := [name for name in missing if name not in offered]:
-            near = difflib.get_close_matches(strange[0], offered, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
             raise ConfigError(
                 f"Cannot call {self._function.name}: it has a parameter {strange[0]!r}, and a loss is given "
-                f"{', '.join(offered)}.{hint}"
+                f"{', '.join(offered)}.{did_you_mean(strange[0], offered)}"
             )
         takes_any = any(p.kind is p.VAR_KEYWORD for p in wanted)
         self._takes = set(offered) if takes_any else set(offered) & {p.name for p in wanted}

@@ -12,7 +12,7 @@ import pyarrow as pa
 from clew.errors import RecordError
 from clew.reading import read_yaml
 from clew.record import rows
-from clew.record.rows import Sequence
+from clew.record.rows import Sequence, by_episode
 from clew.record.run import RunDirectory
 
 _ID = re.compile(r"((?:v(\d+)\.)?[^/*?\[]+?)(?:(\.e\d+)(\.[is]\d+)?)?")
@@ -62,9 +62,7 @@ class Found:
 
     def episodes(self) -> dict[str, list[Sequence]]:
         """Return the sequences of each episode, including failed ones."""
-        found: dict[str, list[Sequence]] = {}
-        for sequence in [*self.sequences, *self.failed]:
-            found.setdefault(sequence.episode_id, []).append(sequence)
+        found = by_episode([*self.sequences, *self.failed])
         return dict(sorted(found.items(), key=lambda item: _number(item[0])))
 
 

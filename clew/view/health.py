@@ -1,7 +1,7 @@
 """The health of a run: what deserves a look, why, and the command to type next.
 
-Each cause is a pure function of the numbers that the steps have on record. It returns None for a run that is sound in
-this respect. The levels are those that other trainers warn at, where there are any.
+Each concern has a pure function of the steps' recorded numbers, which returns None if all is well.
+If other trainers warn about the same thing, the thresholds are theirs.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from clew.record.rejected import Rejected
 from clew.record.warned import Warned, in_words
 
 OFTEN = 0.1
-"""Share of a run's steps from which on something counts as a habit of the run."""
+"""Minimum share of all steps that must be affected for a habit, as opposed to an accident."""
 NEWEST, OF_NEWEST = 10, 0.5
-"""Number of newest steps, and the share of them that counts even if the steps before were sound."""
+"""Number of newest steps, and the share of them that makes a habit whatever was before."""
 EQUAL_GROUPS = 0.5
 """Share of groups with equal rewards: beyond it, most of the rollout teaches nothing."""
 TRUNCATED = 0.1
@@ -37,27 +37,35 @@ K3 = 0.015
 CLIPPED = {"token": 0.2, "sequence": 0.5}
 """Share of clipped tokens, by algorithm.ratio. GSPO's narrow bounds clip many tokens (2507.18071, section 5.3)."""
 REJECTED_TOKENS, ALMOST_ALL = 0.5, 0.9
-"""Share of rejected tokens that counts if it is a habit of the run, and the share that counts in a single step."""
+"""Share of rejected tokens that is a concern as a habit, and that is one in a single step."""
 SPIKE = 10.0
 """Multiple of the usual gradient norm, if training.spike_factor is not set."""
 RECENT_NORMS, ENOUGH_NORMS = 32, 8
-"""Number of steps before a step that tell its usual gradient norm, and the minimum; as for training.spike_factor."""
+"""Maximum and minimum number of earlier steps that define the usual gradient norm of a step.
+
+The trainer has the same numbers for training.spike_factor.
+"""
 NO_GRADIENT = 1e-6
 """Largest gradient norm that counts as zero."""
 CONTRADICTS = 0.1
 """Correlation of rewards and advantages within groups, at or below which they contradict each other."""
 FAILED_EPISODES = 0.01
 FILTERED_GROUPS = 0.5
-"""Shares of what was made that are rejected."""
+"""Shares of failed episodes and of filtered groups above which they are a concern."""
 AROUND_EVALUATION = 10
-"""Number of steps whose training rewards are averaged beside an evaluation."""
+"""Number of steps before an evaluation over which the training reward is averaged."""
 FALLEN = 0.1
-"""Part of the best mean reward that has to be lost before it counts: of training, and of evaluations without pass@1."""
+"""Minimum fall that is a concern, as a share of the best value.
+
+It is for the training reward, and for evaluations without pass@1.
+"""
 WINDOW, OF_STEPS = 10, 0.05
-"""Minimum number of steps whose mean training rewards are compared, and their share of the run. As few windows fit into
-a run, the best of them is not far above the others by chance."""
+"""Length of the windows that training rewards are averaged in: minimum, and share of run.
+
+Few such windows fit into a run, so the best of them is not far above the others by chance.
+"""
 BY_CHANCE = 7.0
-"""Number of standard errors by which the newest window may be below the best one."""
+"""Number of standard errors by which the newest window may be below the best one by chance."""
 
 WATCHED = {
     "reward": "rewards",
@@ -75,7 +83,7 @@ WATCHED = {
     "advantage_reward_correlation": "",
     "critic/loss": "",
 }
-"""Metrics of a step that are kept, and the name of what cannot be judged without them."""
+"""Metrics that are kept of each step, and what cannot be judged without each of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +98,7 @@ class Concern:
 
 @dataclass(frozen=True, kw_only=True)
 class History:
-    """Numbers of all committed steps."""
+    """Metrics and timings of all committed steps."""
 
     steps: np.ndarray
     """Numbers of the steps [N], in order."""
@@ -109,14 +117,17 @@ class History:
 
 
 class Collector:
-    """Keeps the few numbers of each step that the health check needs, while somebody else reads the steps."""
+    """Collects the few numbers of each step that the health check needs.
+
+    It is given each step by the check of the chain, so that the steps are read only once.
+    """
 
     def __init__(self) -> None:
         self._rows: dict[int, list[Any]] = {}
         self._seconds: dict[str, float] = {}
 
     def __call__(self, step: int, content: Mapping[str, Any]) -> None:
-        """Take the content of a step's JSON, which is unchecked. There may be ten thousand steps, so this is quick."""
+        """Take the unchecked content of a step's JSON. There may be ten thousand: it is quick."""
         if content.get("committed_at", 0) is None:  # a bundle left this step out
             return
         metrics, timings = content.get("metrics"), content.get("timings")
@@ -150,7 +161,7 @@ def _number(value: Any) -> float:
 
 
 def equal_steps(history: History, advantages: str) -> list[int]:
-    """Return the steps that taught little because rewards were equal; empty if that is no habit of the run.
+    """Return the steps that taught little because rewards were equal; empty if it is not a habit.
 
     Args:
         history: The steps.
@@ -171,8 +182,9 @@ def equal_rewards(history: History, steps: Sequence[int], kinds: Mapping[float, 
     Args:
         history: The steps.
         steps: Result of `equal_steps`.
-        kinds: Number of groups by the reward that all their episodes have, in the steps that were looked at.
-        looked: These steps, in words.
+        kinds: Number of groups whose episodes all have the same reward, by that reward, in the
+            steps that were looked at.
+        looked: The steps that were looked at, as text.
     """
     if not steps:
         return None
@@ -190,16 +202,9 @@ def equal_rewards(history: History, steps: Sequence[int], kinds: Mapping[float, 
 
 def truncation(history: History) -> Concern | None:
     """Return the concern that many episodes are cut off at a limit."""
-    share = history.metrics["truncated_share"]
-    return _above(
-        history,
-        "truncation",
-        "truncated_share",
-        share > TRUNCATED,
-        f"more than {_percent(TRUNCATED)} of the episodes were cut off at sampling.max_new_tokens or another limit",
-        "show RUN {}",
-        percent=True,
-    )
+    cut = history.metrics["truncated_share"] > TRUNCATED
+    what = f"more than {_percent(TRUNCATED)} of the episodes were cut off at sampling.max_new_tokens or another limit"
+    return _above(history, "truncation", "truncated_share", cut, what)
 
 
 def lag(history: History, max_lag: int | None) -> Concern | None:
@@ -207,7 +212,7 @@ def lag(history: History, max_lag: int | None) -> Concern | None:
     highest = LAG if max_lag is None else min(max_lag, LAG)
     which = f"rollout.max_lag={max_lag}" if highest == max_lag else f"{LAG} versions"
     older = history.metrics["lag_max"] > highest
-    return _above(history, "lag", "lag_max", older, f"tokens lag behind by more than {which}", "show RUN {}")
+    return _above(history, "lag", "lag_max", older, f"tokens lag behind by more than {which}")
 
 
 def mismatch(history: History) -> Concern | None:
@@ -224,26 +229,24 @@ def mismatch(history: History) -> Concern | None:
 
 
 def clipping(history: History, ratio: str) -> Concern | None:
-    """Return the concern that the clip holds many tokens, whose gradient is 0."""
+    """Return the concern that many tokens are clipped, and so have no gradient."""
     limit = CLIPPED.get(ratio, CLIPPED["token"])
     clipped = history.metrics["clip_share"] > limit
     what = f"the clip holds more than {_percent(limit)} of the tokens, which then have no gradient"
-    return _above(history, "clipping", "clip_share", clipped, what, "blame RUN --step {}", percent=True)
+    return _above(history, "clipping", "clip_share", clipped, what, "blame RUN --step {}")
 
 
 def rejected_tokens(history: History) -> Concern | None:
-    """Return the concern that steps rejected most of their tokens. Without rejection, no step has the metric."""
+    """Return the concern that steps rejected most of their tokens.
+
+    Without algorithm.reject and the like, no step has the metric, and there is no concern.
+    """
     share = history.metrics["rejected_share"]
     by = "of the tokens were rejected by algorithm.reject, veto or off_policy_delta, and taught nothing"
-    what = f"more than {_percent(REJECTED_TOKENS)} {by}"
-    habit = _above(
-        history, "rejected tokens", "rejected_share", share > REJECTED_TOKENS, what, "show RUN {}", percent=True
-    )
+    cause, name = "rejected tokens", "rejected_share"
+    habit = _above(history, cause, name, share > REJECTED_TOKENS, f"more than {_percent(REJECTED_TOKENS)} {by}")
     what = f"at least {_percent(ALMOST_ALL)} {by}"
-    single = share >= ALMOST_ALL
-    return habit or _above(
-        history, "rejected tokens", "rejected_share", single, what, "show RUN {}", percent=True, one_is_enough=True
-    )
+    return habit or _above(history, cause, name, share >= ALMOST_ALL, what, one_is_enough=True)
 
 
 def gradients(history: History, factor: float | None, *, supervised: bool = False) -> Concern | None:
@@ -278,8 +281,8 @@ def gradients(history: History, factor: float | None, *, supervised: bool = Fals
 def find_spikes(history: History, factor: float) -> dict[int, tuple[float, float]]:
     """Return the steps whose gradient norm is a spike, with the norm and the usual norm at that step.
 
-    Steps with equal rewards have norms of almost 0 and are left out: otherwise the step after them would be a spike. A
-    spike is also one against the median of the whole run.
+    A spike is above `factor` times the median of the recent steps, and of the whole run. Steps with
+    norms of almost 0 (their rewards were equal) are left out: the step after them would be a spike.
     """
     usable = history.metrics["grad_norm"] > NO_GRADIENT
     norms, steps = history.metrics["grad_norm"][usable], history.steps[usable]
@@ -345,11 +348,11 @@ def warnings(warned: Sequence[Warned], last: int) -> Concern | None:
 def reward(history: History, changes: Sequence[tuple[int, str]] = ()) -> Concern | None:
     """Return the concern that the training reward fell, about where, and which change of the configuration was there.
 
-    The noise is that from one step to the next, so that a reward that rises has little of it.
+    The noise is estimated from differences between successive steps, so a steady rise adds little.
 
     Args:
         history: The steps.
-        changes: First step and words of each change of the configuration, in order.
+        changes: First step and description of each change of the configuration, in order.
     """
     there = np.isfinite(history.metrics["reward"])
     rewards, steps = history.metrics["reward"][there], history.steps[there]
@@ -375,7 +378,10 @@ def reward(history: History, changes: Sequence[tuple[int, str]] = ()) -> Concern
 
 
 def _split(values: np.ndarray) -> int:
-    """Return the place where two constants, one before and one from there on, fit the values best (least squares)."""
+    """Return the index that splits the values into two parts, each as constant as possible.
+
+    It minimizes the squared distances from the means of the two parts.
+    """
     before = np.arange(1, len(values))
     after = len(values) - before
     sums = np.cumsum(values)
@@ -384,9 +390,10 @@ def _split(values: np.ndarray) -> int:
 
 
 def evaluations(history: History, evals: Sequence[Mapping[str, Any]]) -> Concern | None:
-    """Return the concern that evaluations fall, with how the training reward went: if it rose, the model overfits.
+    """Return the concern that evaluations fell.
 
-    If it fell between the two evaluations as well, the step at about which it did is the one to look at.
+    The evidence says how the training reward changed meanwhile: if it rose, the model overfits. If
+    it fell as well, the next command shows the step near which it fell.
     """
     name = "pass@1" if all("pass@1" in one for one in evals) else "reward"
     known = [one for one in evals if math.isfinite(_number(one.get(name)))]
@@ -406,7 +413,10 @@ def evaluations(history: History, evals: Sequence[Mapping[str, Any]]) -> Concern
 
 
 def _margin(name: str, evaluation: Mapping[str, Any]) -> float:
-    """Return how far an evaluation may fall by chance: for pass@1, two standard errors of a difference."""
+    """Return the largest fall from this evaluation that may be chance.
+
+    For pass@1, it is two standard errors of a difference.
+    """
     value, episodes = float(evaluation[name]), _number(evaluation.get("episodes"))
     if name == "pass@1" and episodes > 0 and 0 <= value <= 1:
         return 2 * math.sqrt(2 * max(value * (1 - value), 1 / episodes) / episodes)
@@ -414,9 +424,10 @@ def _margin(name: str, evaluation: Mapping[str, Any]) -> float:
 
 
 def _reward_between(history: History, *versions: int) -> tuple[str, int | None]:
-    """Return in words how the training reward went between two versions, and the step at about which it fell, if so.
+    """Return as text how the training reward changed between two versions, and where it fell.
 
-    Compared are the means of the steps that led to each version; for the first version, of those after it.
+    The second value is the step near which it fell, or None. The means of the steps before each
+    version are compared; for a version near the start, those of the run's first steps.
     """
     known = np.isfinite(history.metrics["reward"])
     rewards, steps = history.metrics["reward"][known], history.steps[known]
@@ -454,28 +465,26 @@ def _above(
     name: str,
     mask: np.ndarray,
     what: str,
-    then: str,
+    then: str = "show RUN {}",
     *,
-    percent: bool = False,
     one_is_enough: bool = False,
 ) -> Concern | None:
-    """Return a concern about the steps in `mask`, if they are a habit of the run; it names the worst of them.
+    """Return a concern that names the worst of the steps in `mask`; None if they are not a habit.
 
     Args:
         history: The steps.
         cause: The name of the concern.
-        name: The metric, of which more is worse.
+        name: The metric. Higher is worse.
         mask: The steps in question.
         what: What was found there.
         then: Arguments of the command to type next, with {} for the worst step.
-        percent: Write the metric as a percentage.
-        one_is_enough: One step counts, too.
+        one_is_enough: A single step is a concern, too.
     """
     if not (mask.any() if one_is_enough else _is_habit(mask)):
         return None
     worst = int(np.argmax(np.where(mask, history.metrics[name], -np.inf)))
     value, step = float(history.metrics[name][worst]), int(history.steps[worst])
-    most = _percent(value) if percent else f"{value:.3g}"
+    most = _percent(value) if name.endswith("_share") else f"{value:.3g}"
     where = _where(history.steps[mask].tolist(), len(history.steps))
     return Concern(cause=cause, evidence=f"{where}, {what}; most: {most} at step {step}", then=then.format(step))
 

@@ -1,7 +1,7 @@
 """`clew show`: a run, a step, a group, an episode or its tokens, as recorded.
 
-It reads only the index, the JSON of the steps shown, and the one Parquet file that holds what is asked for. So it
-answers at once, even if there are thousands of steps.
+It reads the index, the JSON of every step (for the check of the chain), and the few Parquet files
+that it needs. So it is fast, even if there are thousands of steps.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from clew.errors import RecordError
 from clew.record import chain
 from clew.record.bundle import opened
 from clew.record.rejected import Rejected, count_rejected
-from clew.record.rows import Sequence
+from clew.record.rows import Sequence, by_episode
 from clew.record.run import RunDirectory, changes_in_words, open_run
 from clew.record.steps import parse_steps
 from clew.record.warned import Warned, in_words, read_warnings
@@ -51,9 +51,9 @@ from clew.view.text import (
 
 STEPS_SHOWN = 20
 SHARE_SHOWN = 0.005
-"""Share of the run's time from which on an activity is named."""
+"""Minimum share of the run's time for an activity to be listed."""
 WAITS = {"rollout": "waiting for batches", "evaluation": "waiting for evaluations"}
-"""Timings of a step during which the trainer waits, in words."""
+"""Names shown for the timings of a step in which the trainer waits."""
 COLUMNS = ("step", "groups", "sequences", "reward", "length", "lag", "k3", "rejected", "grad norm", "loss", "seconds")
 SUPERVISED_COLUMNS = ("step", "groups", "tokens", "grad norm", "loss", "seconds")
 """Columns of the steps of a run; those of `clew sft` have neither rollout nor rewards."""
@@ -113,7 +113,7 @@ def show(
             history = collector.history()
             warned, rejected = read_warnings(run.warnings_path)[0], count_rejected(run)
             _show_run(console, run, steps, str(path), bundle, warned, rejected, history.seconds)
-            unjudged = [] if run.supervised else history.unjudged()  # `clew sft` has none of it
+            unjudged = [] if run.supervised else history.unjudged()  # not for `clew sft`
             concerns = judge(run, history, rejected, warned)
             print_health(console, concerns, len(history.steps), unjudged, path, broken=bool(broken))
         elif what.isdecimal():
@@ -124,7 +124,10 @@ def show(
 
 
 def _show_breaks(console: Console, found: list[chain.Break]) -> None:
-    """Print what does not fit into the chain of commits. Data and stages of steps are checked by replay, not here."""
+    """Print the breaks in the chain of commits.
+
+    `clew replay` also checks the data and the stages of steps; this does not.
+    """
     if found:
         console.print()
     for each in found[:BREAKS_SHOWN]:
@@ -169,10 +172,10 @@ def _show_runs(console: Console, folder: Path) -> None:
         evaluation = run.newest_eval()
         rows.add_row(
             visible(str(path.relative_to(folder))),
-            f"{count or _latest(run) or 0}/{config.get('training.steps', MISSING)}",
+            f"{count or max(run.checkpointed(), default=None) or 0}/{config.get('training.steps', MISSING)}",
             _reward_range(run, count),
             number(evaluation.get("pass@1")) if evaluation else MISSING,
-            as_text(MISSING if (latest := _latest(run)) is None else latest),
+            as_text(MISSING if (latest := max(run.checkpointed(), default=None)) is None else latest),
             moment(run.facts().get("created")),
             one_line(as_text(config.get("model.path", MISSING))),
         )
@@ -288,11 +291,6 @@ def _time_in_words(seconds: dict[str, float]) -> str:
     return f"{duration(total)} in all steps: {', '.join(parts)}"
 
 
-def _latest(run: RunDirectory) -> int | None:
-    """Return the version of the newest checkpoint; None if there is none."""
-    return max((int(path.name.removeprefix("step-")) for path in run.checkpoints.glob("step-*")), default=None)
-
-
 def _progress(count: int, config: Settings) -> str:
     """Return how many steps are trained, as text."""
     return f"{count} committed of {config.get('training.steps', MISSING)}"
@@ -349,7 +347,7 @@ def _show_step(console: Console, run: RunDirectory, step: int) -> None:
     if not run.steps.json_path(step).exists():
         count = run.steps.count()
         if step < count or run.steps.committed_after(step) is not None:
-            run.steps.read(step)  # raises
+            run.steps.read(step)  # raises the error that says what is missing
         made = f" Step {count} is being made." if run.steps.has_data(count) else ""
         raise RecordError(f"{run.path} has no step {step}: {committed_steps(count)}.{made}")
     summary = run.steps.read(step)
@@ -374,9 +372,14 @@ def _show_step(console: Console, run: RunDirectory, step: int) -> None:
         Columns([Text(f"{visible(name)} {value:.4g}") for name, value in metrics.items()], equal=True, padding=(0, 3))
     )
     console.print()
-    if not run.steps.has_data(step):
+    if run.steps.has_data(step):
+        _show_groups(console, run, step)
+    else:
         console.print(run.steps.gone(step))
-        return
+
+
+def _show_groups(console: Console, run: RunDirectory, step: int) -> None:
+    """Print a row for each group of a step: its rewards, advantages and prompt."""
     groups: dict[str, list[Sequence]] = {}
     for sequence in read_batch(run, step):
         groups.setdefault(sequence.group_id, []).append(sequence)
@@ -392,9 +395,6 @@ def _show_step(console: Console, run: RunDirectory, step: int) -> None:
     )
     for group, sequences in groups.items():
         rewards = {sequence.episode_id: sequence.reward for sequence in sequences}
-        episodes: dict[str, list[Sequence]] = {}
-        for sequence in sequences:
-            episodes.setdefault(sequence.episode_id, []).append(sequence)
         rows.add_row(
             group,
             str(len(sequences)),
@@ -403,14 +403,17 @@ def _show_step(console: Console, run: RunDirectory, step: int) -> None:
             number(float(np.mean(list(rewards.values())))),
             number(float(np.std(list(rewards.values())))),
             " ".join(number(reward, ".4g") for reward in rewards.values()),
-            " ".join(number(_mean_advantage(each, advantages), ".2f") for each in episodes.values()),
+            " ".join(number(_mean_advantage(each, advantages), ".2f") for each in by_episode(sequences).values()),
             one_line(prompt_text(sequences[0].data.get(column, sequences[0].data))),
         )
     console.print(rows)
 
 
 def _versions_of_step(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the line about the versions of the trained tokens; none if no policy generated them, as in `clew sft`."""
+    """Return the line about the versions of the trained tokens.
+
+    The list is empty if no policy generated them, as in `clew sft`.
+    """
     oldest, newest = summary["versions"]
     return [("versions", f"{oldest} to {newest} (of the trained tokens)")] if newest >= 0 else []
 
@@ -418,7 +421,7 @@ def _versions_of_step(summary: dict[str, Any]) -> list[tuple[str, str]]:
 def _stages(console: Console, run: RunDirectory, step: int | None) -> dict[str, dict[str, np.ndarray]]:
     """Return the recorded stages of a step by name and sequence ID, [T] each; empty if there are none on record.
 
-    Stages that cannot be read are said to be so: the rest of the step is worth showing all the same.
+    If they cannot be read, this prints why, because the rest of the step is still worth showing.
     """
     if step is None or not run.steps.stage_path(step, 0).exists():
         return {}
@@ -503,5 +506,8 @@ def _field(value: Any) -> str:
 
 
 def _counts(plan: Any) -> str:
-    """Return the number of micro-batches in each update, without the empty ones of ranks that had fewer than others."""
+    """Return the number of micro-batches in each update as text.
+
+    Empty micro-batches, which fill up ranks that have fewer than others, do not count.
+    """
     return " ".join(str(sum(map(bool, update))) for update in plan) or MISSING

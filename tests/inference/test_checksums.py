@@ -13,6 +13,7 @@ from clew.errors import ConfigError, EngineError
 from clew.inference.checksums import Sums, checksums, parts_of, read_folder
 from clew.inference.sglang import differences, server_arguments
 from clew.models.tensor_digest import as_array
+from clew.sections import Inference
 
 
 def theirs(*tensors: torch.Tensor, padding: int = 0) -> str:
@@ -90,10 +91,11 @@ def test_models_with_other_tensors() -> None:
 
 def test_the_command_line() -> None:
     known = {"--port", "--context-length", "--enable-multimodal", "--device", "--warmups", "--override", "--api-key"}
-    chosen = {"context_length": 64, "enable-multimodal": True, "warmups": ["a", "b"], "override": {"x": 1}}
+    args = {"context_length": 64, "--enable-multimodal": True, "warmups": ["a", "b"], "override": {"x": 1}}
+    chosen = Inference(args=args).options
     line = "--port 1 --device cpu --context-length 64 --enable-multimodal --warmups a b --override"
     assert server_arguments({"port": 1}, {"device": "cpu"}, chosen, known) == [*line.split(), '{"x": 1}']
-    assert server_arguments({}, {"device": "cpu"}, {"device": None, "enable_multimodal": False}, known) == []
-    for wrong in ({"contxt_length": 64}, {"port": 2}, {"api-key": "x"}):
-        with pytest.raises(ConfigError, match=next(iter(wrong)).replace("_", "-")):
+    assert server_arguments({}, {"device": "cpu"}, {"device": None, "enable-multimodal": False}, known) == []
+    for wrong in ({"contxt-length": 64}, {"port": 2}, {"api-key": "x"}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
             server_arguments({"port": 1}, {}, wrong, known)

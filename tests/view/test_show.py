@@ -212,6 +212,7 @@ def test_steps_without_a_record_are_counted_by_checkpoints(run: RunDirectory) ->
     sft.describe(make_config("a/model"), threads=2)
     for version in (0, 9, 20):
         (sft.checkpoints / f"step-{version:06d}").mkdir()
+        (sft.checkpoints / f"step-{version:06d}" / "checkpoint.json").touch()
     assert line(shown(run.path.parent), "sft")[1] == "20/20"
 
 
