@@ -69,7 +69,7 @@ LINES = {
     "cli": 1040,  # clew hang, on several nodes; clew sft and clew learn watch themselves
     "diagnose": 2750,
     "gateway": 5500,
-    "hang": 5120,  # reading memory; flight recorder; HTTP engines; files, locks; the page; nodes, 100,000 ranks
+    "hang": 5290,  # reading memory; flight recorder; HTTP engines; files, locks; the page; nodes, 100,000 ranks
     "inference": 5980,  # 3700 before vLLM and SGLang in training: clients, checks of updates, adapters, broadcasts
     "launch": 675,  # watch.py: a run without progress, also without clew train; several servers, and their devices
     "loop": 2700,  # sender.py: weights that are broadcast; servers that froze or refused are taken out in mid-update

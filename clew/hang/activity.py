@@ -387,9 +387,16 @@ def _library(base: Activity, frames: tuple[Frame, ...], user: Frame, text: str) 
 
 
 def receiver(text: str, line: int) -> str:
-    """Return the object whose method a line calls, such as `results` in results.get()."""
+    """Return the object whose method a line calls, such as `results` in results.get() or in `with results:`."""
     calls = source.calls_at(text, line)
-    return source.dotted(calls[0].func).rpartition(".")[0] if calls else ""
+    entered = entered_at(text, line)
+    return source.dotted(calls[0].func).rpartition(".")[0] if calls else entered
+
+
+def entered_at(text: str, line: int) -> str:
+    """Return what a `with` enters that begins at this line, as text; "" if there is none."""
+    around = [each for each in source.enclosing(text, line) if isinstance(each, ast.With) and each.lineno == line]
+    return ast.unparse(around[-1].items[0].context_expr) if around else ""
 
 
 def _native(
@@ -410,6 +417,8 @@ def _native(
                 return replace(base, kind="rpc", op=last)
             if last == "get" and owner and not (call.args or call.keywords or thread.active):
                 return replace(base, kind="queue", target=owner, op=last)  # SimpleQueue has no frame of its own
+            if last in ("read", "readline", "readlines") and owner.endswith(("stdout", "stderr")) and not thread.active:
+                return replace(base, kind="pipe", target=owner, op=last)
             if last in ("get", "wait") and (
                 "store" in owner.lower() or re.search(rf"\b{re.escape(owner)} *=.*Store\(", text)
             ):
@@ -425,9 +434,9 @@ def _native(
             kind = BLOCKED_CALLS.get(last)
             if kind and (kernel in ("", kind) or kind in ("network", "pipe", "file")):
                 return replace(base, kind=kind, op=name, target=name.rpartition(".")[0])
-    around = [n for n in source.enclosing(text, user.line) if isinstance(n, ast.With) and n.lineno == user.line]
-    if around and not thread.active and process.waits_in.startswith("futex"):
-        return replace(base, kind="lock", op="with", target=ast.unparse(around[-1].items[0].context_expr))
+    entered = entered_at(text, user.line)
+    if entered and not thread.active and process.waits_in.startswith("futex"):
+        return replace(base, kind="lock", op="with", target=entered)
     if kernel:
         return replace(base, kind=kernel, op=process.waits_in)
     if any("_engine_run_backward" in frame.name for frame in frames) and not thread.active:

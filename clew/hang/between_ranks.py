@@ -7,12 +7,16 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
+from pathlib import PurePath
 
 from clew.hang.activity import Activity
 from clew.hang.calls import parting
+from clew.hang.inside import installed
 from clew.hang.verdict import DISTRIBUTED, MESSAGES, Actor, Verdict, names, verdict_about
 from clew.hang.waits_for import key_of
 
+WORKS = re.compile(r"\.len\([^)]*(pending|work|handle|future|req|flight|outstanding)", re.I)
+"""Names of lists that keep asynchronous operations until they have ended."""
 LOOP_COUNTER = re.compile(r"\.(self\.)?(\w*step\w*|it|iter\w*|i|n|epoch|batch\w*|micro\w*|idx|index)$")
 
 
@@ -55,6 +59,32 @@ def _other_address(ranks: list[Actor]) -> Verdict | None:
     return verdict_about("initialisation", odd, why, ranks, structural=True)
 
 
+def _other_groups(ranks: list[Actor]) -> Verdict | None:
+    """Judge ranks in new_group whose groups have different names: torch counts the calls of each rank."""
+    named = {a.pid: _new_name(a) for a in ranks}
+    if "" in named.values() or len(set(named.values())) < 2:
+        return None
+    common, count = Counter(named.values()).most_common(1)[0]
+    odd = [a for a in ranks if named[a.pid] != common] if count > len(ranks) / 2 else []
+    said = ", ".join(f"{named[a.pid]} on rank {a.rank}" for a in ranks[:6])
+    why = (
+        f"All ranks are in new_group, but they make different groups: {said}. torch counts the groups that each rank "
+        f"has made, so some ranks have called new_group more often than others. Every rank has to call it for every "
+        f"group, and for those without it, too."
+    )
+    found = verdict_about("initialisation", odd, why, ranks)
+    sites = tuple(sorted({a.activity.site for a in ranks}))
+    return replace(found, sites=sites, runner_up="different addresses or ports: the ranks have made groups before")
+
+
+def _new_name(actor: Actor) -> str:
+    """Return the name of the group that a rank is making; "" if its frames do not say."""
+    looks = reversed(actor.process.looks)  # not every look could read the locals
+    frames = (frame for look in looks for thread in look.threads for frame in thread.frames)
+    names = (f.locals.get("group_name", "").strip("'\"") for f in frames if f.file.endswith("distributed_c10d.py"))
+    return next((name for name in names if name and name != "None"), "")
+
+
 def _meeting_point(actor: Actor) -> str:
     """Return host:port of the store that a rank wants to reach; "" if its frames do not say."""
     for thread in actor.process.threads:
@@ -79,7 +109,7 @@ def initialisation(ranks: list[Actor]) -> Verdict | None:
                 "initialisation", outside, why, inside, structural=outside[0].activity.kind in DISTRIBUTED
             )
         if inside and len(inside) == len(ranks) and len(ranks) > 1:
-            if found := _other_address(inside):
+            if found := _other_address(inside) or _other_groups(inside):
                 return found
             why = f"All ranks are in {words} and none proceeds: they may use different addresses, ports or world sizes."
             return verdict_about("initialisation", [], why, inside, confidence="low")
@@ -103,9 +133,12 @@ def same_everywhere(ranks: list[Actor]) -> Verdict:
             f"Rank {names(odd)} made a different number of calls."
         )
         return verdict_about("collective mismatch", odd, why, ranks, structural=True, confidence="medium")
+    if found := _other_works(ranks):
+        return found
     why = (
         f"All {len(ranks)} ranks are in {first.op} of group {first.group} and it does not end. The cause is below "
-        "Python: the network, a device that stands still, or shapes that differ."
+        "Python (the network, a device that stands still, shapes that differ), or some ranks have called another "
+        "collective before, with async_op for example."
     )
     return verdict_about("same collective everywhere", [], why, ranks, confidence="medium")
 
@@ -160,6 +193,25 @@ def _other_shapes(ranks: list[Actor]) -> Verdict | None:
     return verdict_about("shape mismatch", odd, why, ranks, structural=True)
 
 
+def _other_works(ranks: list[Actor]) -> Verdict | None:
+    """Judge ranks in one call that keep different numbers of asynchronous operations that have not ended."""
+    shared = set.intersection(*(set(a.activity.counters) for a in ranks))
+    for name in sorted(name for name in shared if WORKS.search(name)):
+        numbers = {a.pid: a.activity.counters[name] for a in ranks}
+        least = min(numbers.values())
+        odd = [a for a in ranks if numbers[a.pid] > least]
+        if odd:
+            said = ", ".join(f"{numbers[a.pid]} on rank {a.rank}" for a in ranks[:6])
+            first = ranks[0].activity
+            why = (
+                f"All ranks are in {first.op} of group {first.group}, but {name.partition('.')[2]} is {said}: rank "
+                f"{names(odd)} has begun an asynchronous operation that the others have not, so their calls no longer "
+                f"fit together."
+            )
+            return verdict_about("collective mismatch", odd, why, ranks, confidence="low")
+    return None
+
+
 def _drifted(ranks: list[Actor]) -> tuple[str, list[Actor], str] | None:
     """Return the loop counter whose values differ between ranks, and the ranks of the rarer value."""
     shared = set.intersection(*(set(a.activity.counters) for a in ranks)) if ranks else set()
@@ -190,8 +242,11 @@ def cycle(culprits: list[Actor], waiters: list[Actor]) -> Verdict:
         return found
     # Every rank receives before it sends, or the reverse.
     if kinds <= set(MESSAGES):
+        callers = _callers(culprits)
+        told += "".join(f" Rank {rank} is there for {caller}." for rank, caller in callers.items())
         why = f"Ranks {names(culprits)} wait for one another in send and recv, so none of them proceeds. {told}"
-        return verdict_about("send/receive cycle", culprits, why, waiters, structural=True)
+        found = verdict_about("send/receive cycle", culprits, why, waiters, structural=True)
+        return replace(found, sites=(*found.sites, *sorted({each.split()[-1] for each in callers.values()})))
     # A stage of a pipeline has gone on to a collective while its neighbour still exchanges micro-batches.
     if kinds & set(MESSAGES):
         why = (
@@ -220,6 +275,17 @@ def cycle(culprits: list[Actor], waiters: list[Actor]) -> Verdict:
         odd = parted[0] if len(parted[0]) < len(culprits) else odd
         why = f"{why} {parted[1]}"
     return verdict_about("collective mismatch", odd, why, culprits + waiters, structural=True)
+
+
+def _callers(ranks: Sequence[Actor]) -> dict[int | None, str]:
+    """Return who has called, on each rank, the line in which all of these ranks are; empty if the callers are alike."""
+    stacks = [next((t.frames for t in a.process.threads if t.os_id == a.pid), ()) for a in ranks]
+    paths = [[frame for frame in frames if not installed(frame.file)] for frames in stacks]
+    for level in zip(*paths, strict=False):
+        places = [f"{frame.function} at {PurePath(frame.file).name}:{frame.line}" for frame in level]
+        if len(set(places)) > 1:
+            return dict(zip([a.rank for a in ranks], places, strict=True)) if level[0] is not paths[0][0] else {}
+    return {}
 
 
 def _left(one: Actor, waiting: list[Actor], everyone: list[Actor]) -> Verdict:

@@ -39,6 +39,8 @@ LOCALS_SHOWN = 300
 """Characters of a local variable that are kept."""
 TRIES = 4
 """Number of attempts at a stack: a process that runs while it is read can give a torn one."""
+FORKED = [("_bootstrap", "process.py"), ("_launch", "popen_fork.py")]
+"""Innermost frame of multiprocessing in a child, and the one that forked it."""
 Locks = Sequence[tuple[int, int, bool]]
 """Locks on files; see `clew.hang.proc.locks_of_machine`."""
 
@@ -89,6 +91,10 @@ def _thread(value: dict) -> Thread:
         )
         for each in value["frames"]
     )
+    # What called the fork is the parent's: it will never run here.
+    names = [(frame.name, PurePath(frame.file).name) for frame in frames]
+    forked = (n for n in range(1, len(frames)) if names[n - 1 : n + 1] == FORKED)
+    frames = frames[: next(forked, len(frames))]
     return Thread(
         name=value.get("thread_name") or "",
         os_id=value.get("os_thread_id") or 0,
@@ -182,7 +188,7 @@ def outside(process: Process, job: Sequence[Process], locks: Locks) -> tuple[str
     pids = {each.pid for each in job}
     held = {file for each in job for file in each.files}
     holders = [pid for pid, file, has in locks if has and pid not in pids and str(file) in {*process.wants} - held]
-    if any(each.parent == process.pid and each.last.state == "Z" for each in job):
+    if process.inside.children or any(each.parent == process.pid and each.last.state == "Z" for each in job):
         holders += [pid for pid in proc.writers_of(proc.pipes_of(process.pid, os.O_RDONLY)) if pid not in pids]
     return tuple(f"pid {pid} ({' '.join(proc.command_of(pid))[:80]})" for pid in dict.fromkeys(holders))
 

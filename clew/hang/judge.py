@@ -97,11 +97,13 @@ def _is_server(actor: Actor) -> bool:
 
 
 def _unasked(live: list[Actor]) -> Verdict | None:
-    """Judge servers that nobody is connected to: that their threads wait for work is no fault."""
-    if not all(a.process.listens and not a.process.peers and a.threads and a.threads[0].idle_loop for a in live):
+    """Judge servers that nobody is connected to: that their threads and children wait for work is no fault."""
+    servers = [a for a in live if a.process.listens and not a.process.peers and a.threads and a.threads[0].idle_loop]
+    pids = {a.pid for a in servers}
+    if not all(a in servers or (a.process.parent in pids and a.activity.kind in ("pipe", "queue")) for a in live):
         return None
-    ports = ", ".join(str(port) for a in live for port in a.process.listens)
-    why = f"{', '.join(a.process.label for a in live)} listens on port {ports}, and nobody is connected to it."
+    ports = ", ".join(str(port) for a in servers for port in a.process.listens)
+    why = f"{', '.join(a.process.label for a in servers)} listens on port {ports}, and nobody is connected to it."
     return verdict_about("healthy", [], why, live, confidence="medium")
 
 

@@ -22,6 +22,7 @@ from clew.hang.progress import (
     pace,
     refusing,
 )
+from clew.hang.roles import waits_for_work
 from clew.hang.source import calls_at, dotted, enclosing, loop_at, origin
 from clew.hang.verdict import DISTRIBUTED, LOCAL, MESSAGES, Actor, Verdict, names, verdict_about
 from clew.hang.waits_for import TO_OTHERS
@@ -125,15 +126,34 @@ def _locked_outside(sink: Sink) -> Verdict | None:
 
 def _pipe_kept_open(sink: Sink) -> Verdict | None:
     """Find what a program that has ended has started: it may keep open the pipe that the program's parent reads."""
-    reading = [a for a in sink.waiters if a.activity.kind in ("process", "pipe") and a.process.outside and not a.moving]
-    if not sink.one.dead or not reading:
+    reading = [
+        a
+        for a in (sink.waiters if sink.one.dead else [sink.one])
+        if a.activity.kind in ("process", "pipe") and a.process.outside and not a.moving
+    ]
+    if not reading:
         return None
     one = reading[0]
+    ended = sink.one.says if sink.one.dead else f"{ended_children(one) or 'A program that it started'} has ended"
     why = (
-        f"{one.says}. {sink.one.says}, but {', '.join(one.process.outside[:4])}, which it started, lives and has the "
-        f"pipe still open: reading it ends when that one ends."
+        f"{one.says}. {ended}, but {', '.join(one.process.outside[:4])}, which it started, lives and has the pipe "
+        f"still open: reading it ends when that one ends."
     )
     return verdict_about("external wait", [one], why, sink.live, cause="pipe")
+
+
+def _joined_too_early(sink: Sink) -> Verdict | None:
+    """Find a process that waits for the end of another one, which has to be rid of the items of its queue first."""
+    for child in (a for a in sink.live if not a.moving):
+        frames = (frame for thread in child.process.threads for frame in thread.frames)
+        by = next((a for a in sink.live if a.pid == child.process.parent and a.activity.kind == "process"), None)
+        if by is not None and any(f.name == "_finalize_join" and f.file.endswith("queues.py") for f in frames):
+            why = (
+                f"{by.says}. {child.process.label} has done its work, but ends only when the items that it has put "
+                f"into a queue are read. Read the queue before you join the process."
+            )
+            return verdict_about("rollout blocked", [by], why, sink.live, cause="process")
+    return None
 
 
 def _dead(sink: Sink) -> Verdict | None:
@@ -432,6 +452,37 @@ def _polling(sink: Sink) -> Verdict | None:
     return verdict_about("external wait", sink.culprits, why + _waiting(sink), sink.waiters, cause="file")
 
 
+def _one_at_a_time(sink: Sink) -> Verdict | None:
+    """Judge a server without threads that reads from one connection while a client waits on another one."""
+    names_of = {(PurePath(f.file).name, f.name) for thread in sink.one.process.threads for f in thread.frames}
+    reads = {("server.py", "handle_one_request"), ("socketserver.py", "serve_forever")} <= names_of
+    asking = [a for a in sink.waiters if set(sink.one.process.listens) & set(a.process.peers)]
+    if not reads or not asking or sink.act.kind not in ("http", "network") or sink.one.moving:
+        return None
+    why = (
+        f"{asking[0].says}. Its server {sink.one.process.label} serves one connection at a time, at {sink.act.site}. "
+        f"It reads from one that is idle and kept alive, and does not accept the next. Close idle connections, or "
+        f"serve each in a thread of its own (ThreadingHTTPServer)."
+    )
+    found = verdict_about("external wait", [sink.one], why, sink.live, cause="http")
+    return replace(found, sites=tuple(sorted({*found.sites, asking[0].activity.site} - {""})))
+
+
+def _lost_task(sink: Sink) -> Verdict | None:
+    """Judge a wait for a pool of processes that all wait for work: the worker that had the task is gone."""
+    if sink.act.kind != "pool" or sink.one.moving or sink.one.dead:
+        return None
+    workers = [p for p in sink.snapshot.processes if p.parent == sink.one.pid and p.last.state not in "ZX"]
+    if not workers or not all(waits_for_work(each) for each in workers):
+        return None
+    why = (
+        f"{sink.one.says}. All {len(workers)} workers of the pool have nothing to do, so the result will never come: "
+        f"the worker that had the task was killed (by a limit, or for memory), and the pool has put another one in its "
+        f"place. A pool of concurrent.futures raises BrokenProcessPool then."
+    )
+    return verdict_about("rollout blocked", [sink.one], why, sink.live, cause="pool", confidence="medium")
+
+
 def _waiting(sink: Sink) -> str:
     ranked = sink.blocked_ranks
     return f" Ranks {names(ranked)} wait for it in {ranked[0].activity.op}." if ranked else ""
@@ -454,8 +505,12 @@ def _blocked(sink: Sink) -> Verdict | None:
 
 def lock_holders(sink: Sink) -> dict[str, str]:
     """Return words about threads that are inside a `with` of a lock of this name, and where each other one is now."""
+    return _holders(sink.one, sink)
+
+
+def _holders(actor: Actor, sink: Sink) -> dict[str, str]:
     found: dict[str, str] = {}
-    for thread in sink.one.process.threads:
+    for thread in actor.process.threads:
         for frame in (each for each in thread.frames if not installed(each.file)):
             text = sink.snapshot.sources.get(frame.file, "")
             for node in (each for each in enclosing(text, frame.line) if isinstance(each, ast.With)):
@@ -464,8 +519,8 @@ def lock_holders(sink: Sink) -> dict[str, str]:
                 if not named or node.body[0].lineno > frame.line:
                     continue
                 place = f"{named[0]} at {PurePath(frame.file).name}:{node.lineno}"
-                does = next((a for a in sink.one.threads if a.thread == thread.name and a.site), sink.act)
-                if does.thread == sink.act.thread:
+                does = next((a for a in actor.threads if a.thread == thread.name and a.site), actor.activity)
+                if does.thread == actor.activity.thread:
                     found[f"It has locked {place} itself"] = ""
                 else:
                     words = f"{LOCAL.get(does.kind, ('', does.op))[1]} at {does.site}: {does.text}"
@@ -475,6 +530,13 @@ def lock_holders(sink: Sink) -> dict[str, str]:
 
 def _left_locked(sink: Sink) -> str:
     """Return words about a lock of `threading` that no thread holds by a `with`: it was left locked."""
+    if sink.act.op == "__enter__" and sink.act.target:  # of multiprocessing, which other processes can hold
+        if any(_holders(a, sink) for a in sink.live):
+            return ""
+        return (
+            f" No process that was seen is inside `with {sink.act.target}`: one that was killed there leaves it locked "
+            "for ever."
+        )
     if sink.act.op not in ("with", "acquire") or not sink.act.target:
         return ""
     forked = next((a for a in sink.live if a.pid == sink.one.process.parent), None)
@@ -494,8 +556,8 @@ def same_name(one: str, other: str) -> bool:
 
 
 RULES: tuple[Callable[[Sink], Verdict | None], ...] = (
-    _paused, _blocked_loop, _refusing, _outlived, _locked_outside, _pipe_kept_open, _dead, _own_waits, _slow,
-    locked_file, _cleaned_up, _store, _unexplained, _loader, _silent_server, _outside, _retrying, device,
-    _computing, _both_poll, _threads_poll, _polling, _blocked,
+    _paused, _blocked_loop, _refusing, _outlived, _locked_outside, _pipe_kept_open, _joined_too_early, _dead,
+    _own_waits, _slow, locked_file, _cleaned_up, _store, _unexplained, _loader, _silent_server, _outside, _retrying,
+    device, _computing, _both_poll, _threads_poll, _polling, _one_at_a_time, _lost_task, _blocked,
 )  # fmt: skip
 """Rules in the order in which they are asked: the first that answers is right. `_blocked` always answers."""

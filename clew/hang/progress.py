@@ -60,7 +60,7 @@ def _mains_of(process: Process) -> list[Thread]:
 
 def moved_counters(process: Process, sources: Mapping[str, str]) -> dict[str, tuple[int, int]]:
     """Return the counters that advanced between the first and the last look, without those of polling loops."""
-    looks = [look for look in recent(process).looks if look.threads]
+    looks = [look for look in recent(process).looks if any(frame.locals for t in look.threads for frame in t.frames)]
     if len(looks) < 2:
         return {}
     first, last = (_counters(look, process, sources) for look in (looks[0], looks[-1]))
