@@ -29,7 +29,7 @@ from bench.memory import PeakMemory
 from bench.ratios import show
 from bench.tool import latency
 from clew.inference.embedded import EmbeddedEngine
-from clew.loop.live import choose_batch
+from clew.loop.choose_batch import choose_batch
 from clew.record.inbox import group_name
 from clew.record.run import RunDirectory
 from clew.rollout.admission import may_start

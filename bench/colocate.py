@@ -19,7 +19,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from bench.ratios import show
 from clew.config import load
-from clew.loop.learn import learn_inline
+from clew.loop.trainer_process import learn_inline
 from tests.models import VOCAB, tiny_tokenizer
 
 YAML = """\

@@ -23,8 +23,8 @@ import uvloop
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, Qwen2Config
 
 from clew.inference.client import HTTPEngine
-from clew.inference.core import Core
 from clew.inference.embedded import EmbeddedEngine
+from clew.inference.engine_core import Core
 from clew.inference.protocol import GenerateRequest, SamplingParams
 
 VOCAB = 128

@@ -37,7 +37,7 @@ def shell(*arguments: str) -> float:
 
 def recorded(folder: Path) -> RunDirectory:
     """A run of the model and prompts of bench/step.py, with steps of half a second."""
-    from clew.loop.learn import learn_inline
+    from clew.loop.trainer_process import learn_inline
 
     prepare(folder)
     options = [f"training.steps={STEPS}", "rollout.batch_groups=32", "checkpoint.every_steps=100"]

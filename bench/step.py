@@ -211,7 +211,7 @@ def race(config: Path, others: dict[str, Callable[[], float]], rounds: int, warm
 
     Its step lasts from there to its next commit, publication and recording included.
     """
-    import clew.loop.learn
+    import clew.loop.trainer_process
     import clew.rollout.process  # everything that calls into clew/record/, before that is wrapped
 
     record, seen = RecordClock(), Race()
@@ -229,7 +229,7 @@ def race(config: Path, others: dict[str, Callable[[], float]], rounds: int, warm
         began, recorded = time.perf_counter(), record.seconds
 
     steps = rounds + warm_up
-    clew.loop.learn.learn_inline(load(config, [f"training.steps={steps}"]), on_step)
+    clew.loop.trainer_process.learn_inline(load(config, [f"training.steps={steps}"]), on_step)
     seen.record_ms = record.table(steps)
     return seen
 

@@ -70,17 +70,17 @@ def train_as_configured(config: Config, arguments: Sequence[str], *, live: bool)
     in_this_process = config.debug.replay_rollout_data or config.launch.mode == "inline"
     with Progress(run, config.training.steps, live=live and not in_this_process) as progress:
         if config.debug.replay_rollout_data:
-            from clew.loop.learn import learn_from_record
+            from clew.loop.trainer_process import learn_from_record
 
             with drawn(run):
                 learn_from_record(config, progress.refresh)
         elif config.launch.mode == "inline":
-            from clew.loop.learn import learn_inline
+            from clew.loop.trainer_process import learn_inline
 
             with drawn(run):
                 learn_inline(config, progress.refresh)
         else:
-            from clew.launch.local import supervise
+            from clew.launch.supervisor import supervise
 
             supervise(config, list(arguments), progress.refresh)
 
@@ -204,7 +204,7 @@ def rollout_batch(
     with explain_missing():
         from clew.inference.client import HTTPEngine
         from clew.inference.local import load_engine
-        from clew.rollout.given import run_rows
+        from clew.rollout.given_rows import run_rows
         from clew.rollout.setup import side_by_side
 
         def load() -> Any:

@@ -16,12 +16,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from clew.algorithms import ADVANTAGES, PRESETS, WITH_CRITIC, WITHIN_GROUP, preset_options
-from clew.devices import TRAINING, Devices, Part, parse_devices
-from clew.errors import ConfigError, RecordError
-from clew.printing import visible
-from clew.processes import cores
-from clew.reading import check_yaml, read_text
-from clew.sections import (
+from clew.config_fields import (
     Algorithm,
     Checkpoint,
     Data,
@@ -40,6 +35,11 @@ from clew.sections import (
     Weights,
     nearest,
 )
+from clew.devices import TRAINING, Devices, Part, parse_devices
+from clew.errors import ConfigError, RecordError
+from clew.printing import visible
+from clew.processes import cores
+from clew.reading import check_yaml, read_text
 
 DPO_BETA = 0.1
 """Default of algorithm.kl_coef for training.objective=dpo: the paper's beta."""

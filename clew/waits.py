@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from clew.tasks import arm
+from clew.asyncio_tasks import arm
 
 log = logging.getLogger("clew.waits")
 

@@ -25,9 +25,9 @@ _FORKS.set_forkserver_preload(
     [
         "clew.cli.main",
         "clew.inference.serve",
-        "clew.gateway.front",
+        "clew.gateway.proxy",
         "clew.rollout.process",
-        "clew.loop.learn",
+        "clew.loop.trainer_process",
         "matplotlib.backends.backend_agg",
         "matplotlib.figure",
         "omegaconf",

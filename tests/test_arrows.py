@@ -17,11 +17,11 @@ EVERYWHERE = {
     "clew.dotted",
     "clew.printing",
     "clew.reading",
-    "clew.sections",
+    "clew.config_fields",
     "clew.seeds",
     "clew.waits",
     "clew.processes",
-    "clew.tasks",
+    "clew.asyncio_tasks",
 }
 MAY_IMPORT = {
     "record": set(),
@@ -34,7 +34,7 @@ MAY_IMPORT = {
         "clew.models",
         "clew.inference.protocol",
         "clew.inference.resubmit",
-        "clew.inference.detection",
+        "clew.inference.detect_server",
     },
     "rollout": {
         "clew.gateway",
@@ -48,7 +48,7 @@ MAY_IMPORT = {
     },
     "training": {"clew.record", "clew.data", "clew.models"},
     "loop": {"clew.record", "clew.rollout", "clew.inference", "clew.training", "clew.models", "clew.data"},
-    "launch": {"clew.record", "clew.data", "clew.models.folder"},
+    "launch": {"clew.record", "clew.data", "clew.models.model_folder"},
     "view": {"clew.record", "clew.data"},
     "stress": {"clew.record", "clew.inference", "clew.gateway", "clew.rollout", "clew.models"},
     "hang": {"clew.record"},
@@ -64,14 +64,14 @@ MAY_IMPORT = {
     },
 }
 LINES = {
-    "top": 3200,  # weights.via; devices.py: launch.devices; tasks.py: asyncio tasks; names of fields elsewhere
+    "top": 3200,  # weights.via; devices.py: launch.devices; asyncio_tasks.py: asyncio tasks; names of fields elsewhere
     "algorithms": 780,  # rejection.py: the corrections that other systems have for lag and mismatch
     "cli": 1040,  # clew hang, on several nodes; clew sft and clew learn watch themselves
     "diagnose": 2750,
     "gateway": 5500,
     "hang": 5290,  # reading memory; flight recorder; HTTP engines; files, locks; the page; nodes, 100,000 ranks
     "inference": 5980,  # 3700 before vLLM and SGLang in training: clients, checks of updates, adapters, broadcasts
-    "launch": 675,  # watch.py: a run without progress, also without clew train; several servers, and their devices
+    "launch": 675,  # no_progress.py, also without clew train; several servers, and their devices
     "loop": 2700,  # sender.py: weights that are broadcast; servers that froze or refused are taken out in mid-update
     "models": 700,  # a hub name that no hub knows; prompts with placeholders of images, for engines that expand them
     "record": 3030,

@@ -12,8 +12,8 @@ import pytest
 
 from clew.config import Config
 from clew.errors import ConfigError, LaunchError
-from clew.launch import local
-from clew.launch.local import Child
+from clew.launch import supervisor
+from clew.launch.supervisor import Child
 from clew.record.run import RunDirectory
 
 
@@ -32,7 +32,9 @@ def config(tmp_path: Path, devices: str | None, **inference: Any) -> Config:
 
 def started(tmp_path: Path, devices: str | None, **inference: Any) -> dict[str, list[str]]:
     """The commands of the processes, without Python's own words."""
-    children = local._children(config(tmp_path, devices, **inference), ["run.yaml"], RunDirectory(tmp_path / "e" / "0"))
+    children = supervisor._children(
+        config(tmp_path, devices, **inference), ["run.yaml"], RunDirectory(tmp_path / "e" / "0")
+    )
     return {role: child.command[4:] for role, child in children.items()}
 
 
@@ -75,7 +77,7 @@ def test_a_server_that_gives_up_leaves_the_others_and_the_last_one_ends_the_run(
         deadline = time.monotonic() + 60
         while not condition():
             assert time.monotonic() < deadline
-            assert not local._check(config(tmp_path, "embedded.d2"), run, children)
+            assert not supervisor._check(config(tmp_path, "embedded.d2"), run, children)
             time.sleep(0.01)
 
     (tmp_path / "go" / "server").touch()

@@ -21,8 +21,8 @@ from transformers import AutoModel, PreTrainedTokenizerFast
 from clew.config import Config
 from clew.errors import ModelError
 from clew.inference.local import load_engine
-from clew.models.folder import check_folder
 from clew.models.loading import load_model, load_tokenizer
+from clew.models.model_folder import check_folder
 from clew.models.vision import load_vision
 from clew.training.engine import TrainEngine
 from tests.models import ATTENTION_FAMILIES, VOCAB, tiny_model, tiny_tokenizer

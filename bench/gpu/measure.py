@@ -28,14 +28,14 @@ from bench.gpu.engines import ARGS, python_of, steps_through
 from bench.packing import batch_of
 from clew.config import Config, load
 from clew.inference.embedded import EmbeddedEngine
-from clew.loop.learn import learn_inline
 from clew.loop.replay import engine_at, replay
+from clew.loop.trainer_process import learn_inline
 from clew.models.loading import pick_device
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
 from clew.training.digests import digest_tensors
 from clew.training.engine import TrainEngine
-from clew.training.export import write_weights
+from clew.training.published_weights import write_weights
 from clew.training.ranks import ALONE
 from tests.models import tiny_tokenizer
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from clew.config import Algorithm
-    from clew.sections import Reject
+    from clew.config_fields import Reject
 
 BY_REJECT, BY_VETO, BY_DELTA = 1, 2, 4
 """Reasons why a token is rejected: its value lies outside the bounds of `reject`; a token of its sequence is below

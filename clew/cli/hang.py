@@ -85,7 +85,7 @@ def hang(
     if json_file is not None:
         _write(json_file, report)
     if html_file is not None:
-        from clew.hang.page import as_html
+        from clew.hang.html_report import as_html
 
         _write_text(html_file, as_html(report))
     if str(json_file) != "-":

@@ -212,7 +212,7 @@ def export(
     Example: clew export runs/addition/grpo --format pt --steps 0:3 --to runs/addition/exported
     """
     from clew.record.run import open_run
-    from clew.training.exchange import export_steps
+    from clew.training.step_files import export_steps
 
     files = export_steps(open_run(run), form, steps, to or run / "exported")
     if len(files) == 1:
@@ -233,7 +233,7 @@ def import_(
 
     Example: clew import runs/addition/exported/step-000000.pt --to runs/addition/imported
     """
-    from clew.training.exchange import import_steps
+    from clew.training.step_files import import_steps
 
     import_steps(files, to, group_size)
     print(f"imported {len(files)} {'step' if len(files) == 1 else 'steps'}: {to}")

@@ -48,7 +48,7 @@ def _train(config: Config, run: RunDirectory, arguments: Sequence[str]) -> None:
 def _learn(config: Config, run: RunDirectory) -> None:
     """Train on the groups of other processes, as one rank."""
     from clew.api import drawn
-    from clew.loop.learn import learn
+    from clew.loop.trainer_process import learn
 
     with drawn(run):
         learn(config)
@@ -73,9 +73,9 @@ def sft(config: ConfigFile, overrides: Overrides = None) -> None:
 
     Example: clew sft examples/addition/sft.yaml training.steps=5 trial=sft-try
     """
+    from clew.launch.no_progress import watching_itself
     from clew.launch.preflight import check_named
     from clew.launch.ranks import starts_ranks
-    from clew.launch.watch import watching_itself
     from clew.loop.sft import check_first_row
     from clew.loop.sft import sft as run_sft
     from clew.record.run import RunDirectory
@@ -137,7 +137,7 @@ def serve(
     set_up_log()
     loaded = load_config(config, overrides)
     if engine is not None:
-        from clew.gateway.front import serve_in_front
+        from clew.gateway.proxy import serve_in_front
 
         serve_in_front(loaded, engine, record, api_key=api_key)
     else:
@@ -160,8 +160,8 @@ def rollout(
 
     Example: clew rollout examples/addition/grpo.yaml trial=try
     """
-    from clew.rollout.alone import roll_out
     from clew.rollout.process import rollout as run_rollout
+    from clew.rollout.without_trainer import roll_out
 
     if (steps is None) != (out is None):
         raise typer.BadParameter("--steps and --out go together: the number of batches, and the directory for them")
@@ -179,7 +179,7 @@ def learn(config: ConfigFile, overrides: Overrides = None) -> None:
 
     Example: clew learn examples/addition/grpo.yaml trial=try
     """
-    from clew.launch.watch import watching_itself
+    from clew.launch.no_progress import watching_itself
 
     set_up_log()
     loaded, run = open_run_of(config, overrides)

@@ -21,7 +21,7 @@ from clew.gateway.agent_session import Limits
 from clew.gateway.episode_engine import resources
 from clew.gateway.interactions import Interaction
 from clew.gateway.thread import GatewayThread
-from clew.inference.detection import find_engine
+from clew.inference.detect_server import find_engine
 from clew.models.loading import load_tokenizer
 from clew.models.vision import load_vision
 from clew.record.rows import Sequence as Row

@@ -14,7 +14,7 @@ from clew.errors import ConfigError
 from clew.gateway.agent_session import Limits
 from clew.gateway.episode_engine import MAX_NEW_TOKENS, Resources
 from clew.gateway.thread import GatewayThread
-from clew.inference.detection import find_engine
+from clew.inference.detect_server import find_engine
 from clew.inference.protocol import SamplingParams
 from clew.models.architecture import context_of
 from clew.models.loading import load_tokenizer

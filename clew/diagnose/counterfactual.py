@@ -16,7 +16,7 @@ from clew.config import Config
 from clew.console import EscapingConsole
 from clew.diagnose.stages import batch_as_it_is
 from clew.errors import ConfigError, Interrupted, RecordError
-from clew.loop.learn import learn_from_record
+from clew.loop.trainer_process import learn_from_record
 from clew.printing import print
 from clew.record.foreign import mark_foreign, why_foreign
 from clew.record.run import RunDirectory

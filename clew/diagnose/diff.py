@@ -23,8 +23,8 @@ from clew.config import field_names, flat
 from clew.console import EscapingConsole, tracked
 from clew.diagnose.stages import chain_holds, suggestions
 from clew.errors import ConfigError, RecordError
-from clew.loop import differences
-from clew.loop.differences import EXACT, TOLERANCES, Difference, Tolerance
+from clew.loop import tolerances as differences
+from clew.loop.tolerances import EXACT, TOLERANCES, Difference, Tolerance
 from clew.printing import common_length, print
 from clew.reading import read_json, read_yaml
 from clew.record.bundle import opened

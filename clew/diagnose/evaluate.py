@@ -21,14 +21,14 @@ from clew.console import progress
 from clew.data import load_rows
 from clew.errors import ConfigError, RolloutError
 from clew.inference.local import load_engine
-from clew.models.folder import check_folder
 from clew.models.loading import load_tokenizer
+from clew.models.model_folder import check_folder
 from clew.reading import read_json, read_yaml
 from clew.record import rows
 from clew.record.inbox import group_name
 from clew.rollout.episode import Episode
 from clew.rollout.evaluation import group_id, interval, passed, summarize
-from clew.rollout.given import run_rows
+from clew.rollout.given_rows import run_rows
 from clew.rollout.overlong import leave_out_overlong
 
 EPISODES = pa.schema(

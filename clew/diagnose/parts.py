@@ -15,7 +15,7 @@ from clew.algorithms.rewards import centred
 from clew.console import tracked
 from clew.diagnose.stages import batch_as_it_is, check_aligned, tell_altered
 from clew.errors import TrainingError
-from clew.loop.differences import STAGES
+from clew.loop.tolerances import STAGES
 from clew.printing import print
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
@@ -80,7 +80,7 @@ def parts_of(run: RunDirectory, step: int) -> Parts:
 
 def _trained(run: RunDirectory, step: int) -> Parts:
     from clew.loop.replay import configure_as, engine_at, replay
-    from clew.training.contributions import contributions, critic_contributions
+    from clew.training.sequence_gradients import contributions, critic_contributions
 
     engine, batch = engine_at(run, step), batch_as_it_is(run, step)
     again = f"training again up to step {step - 1}"

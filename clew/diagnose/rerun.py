@@ -15,7 +15,7 @@ from clew.config import Algorithm
 from clew.console import progress, tracked
 from clew.diagnose.stages import ALONE, chain_holds, check_stages, suggestions
 from clew.errors import ConfigError, Interrupted, RecordError
-from clew.loop.differences import TOLERANCES, Difference, DifferenceFound
+from clew.loop.tolerances import TOLERANCES, Difference, DifferenceFound
 from clew.printing import print
 from clew.record.bundle import opened
 from clew.record.run import RunDirectory

@@ -11,7 +11,7 @@ from pydantic import Field
 from clew.gateway.dialect import Ask, Form, Message, Refusal, Reply, Stream, ToolCall, encoded, is_utf8, pieces
 from clew.gateway.fields import LARGEST, Body, Fields, IgnoresUnknown, SampledBody, read, set_values, text_as
 from clew.gateway.images import Base64, Content, content_of
-from clew.gateway.tools import Function, notes_on_strict, refuse_choice
+from clew.gateway.tool_choice import Function, notes_on_strict, refuse_choice
 
 KEEP_ALIVE: bytes = b'event: ping\ndata: {"type":"ping"}\n\n'
 

@@ -13,7 +13,7 @@ from clew.gateway.dialect import ANY_OBJECT, Ask, Delta, Form, Refusal, Reply, S
 from clew.gateway.fields import LARGEST, Fields, IgnoresUnknown, SampledBody, read, set_values
 from clew.gateway.openai_chat import NamedSchema, PlainFormat, logprob_of, refuse
 from clew.gateway.responses_input import Items, messages_of
-from clew.gateway.tools import Function, allowed_functions, effort_variables, notes_on_strict, refuse_choice
+from clew.gateway.tool_choice import Function, allowed_functions, effort_variables, notes_on_strict, refuse_choice
 from clew.gateway.turns import Turn
 
 __all__ = ["KEEP_ALIVE", "ResponsesRequest", "events", "parse", "refuse", "refuse_in_stream", "respond", "with_items"]

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, TemplateError, meta
 
 from clew.errors import ImageError
-from clew.gateway.branches import Difference, excerpt, first_difference, key_of
+from clew.gateway.conversation_difference import Difference, excerpt, first_difference, key_of
 from clew.gateway.dialect import Ask, Message, Refusal, Reply, message_of
 from clew.gateway.images import image_names
 from clew.models.vision import Sight

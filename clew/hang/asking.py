@@ -10,9 +10,9 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from clew.asyncio_tasks import ASKING
 from clew.hang import proc
 from clew.hang.observed import Snapshot
-from clew.tasks import ASKING
 
 PATIENCE_S = 1.0
 """Seconds in which a process has to answer. One that is blocked in C code cannot."""

@@ -10,7 +10,7 @@ from math import prod
 from pathlib import PurePath
 
 from clew.hang.activity import Activity
-from clew.hang.calls import parting
+from clew.hang.collective_calls import parting
 from clew.hang.inside import installed
 from clew.hang.verdict import DISTRIBUTED, MESSAGES, Actor, Verdict, names, verdict_about
 from clew.hang.waits_for import key_of

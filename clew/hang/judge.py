@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from clew.hang.advice import with_advice
 from clew.hang.between_ranks import cycle, initialisation, missing_ranks, same_everywhere, two_threads
-from clew.hang.calls import where
+from clew.hang.collective_calls import where
 from clew.hang.graph import reachable, sinks
 from clew.hang.local_cause import Sink, device, ended_inside, local_cause, locked_file, refuses
 from clew.hang.observed import Snapshot

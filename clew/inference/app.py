@@ -22,6 +22,7 @@ from starlette.routing import Route
 
 from clew.errors import EngineError
 from clew.http_server import ASGI, LARGE_BODY, LARGE_TEXT, Message, Receive, Send, max_text, respond
+from clew.inference.generate_api import Ask, Call, answer, parse_call
 from clew.inference.local import LocalEngine
 from clew.inference.protocol import (
     Completion,
@@ -32,7 +33,6 @@ from clew.inference.protocol import (
     Timings,
 )
 from clew.inference.remote import RemoteEngine
-from clew.inference.shapes import Ask, Call, answer, parse_call
 from clew.models.vision import Vision
 from clew.reading import wrong_field
 from clew.record.broadcast import Broadcast

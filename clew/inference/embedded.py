@@ -10,7 +10,7 @@ For small models, Python and the launch of each torch operation decide the speed
 - everything about the rows (parameters, stop IDs, the uniform numbers of the next 32 steps) computed only when rows
   come or go;
 - lengths compared as one Python integer;
-- `clew.inference.fused` for the commonest architecture.
+- `clew.inference.llama_forward` for the commonest architecture.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from torch import Tensor
 from transformers import Cache
 
 from clew.errors import described
-from clew.inference import attention, fused
+from clew.inference import attention, llama_forward
 from clew.inference.cache import PrefillCache, RowCache, columns_for, moves
-from clew.inference.checks import matched_stop
-from clew.inference.core import PROBE_TOLERANCE, Aborted, Core, Finished, is_meant
+from clew.inference.engine_core import PROBE_TOLERANCE, Aborted, Core, Finished, is_meant
 from clew.inference.protocol import FinishReason, GenerateRequest, RequestTooLong
 from clew.inference.reference import ReferenceEngine
+from clew.inference.request_checks import matched_stop
 from clew.inference.sampling import RowParams, choose, uniform
 from clew.models.loading import is_out_of_memory
 from clew.models.vision import Vision
@@ -104,7 +104,7 @@ class EmbeddedEngine(Core):
         super().__init__(model, tokenizer, vision)
         self.max_running = max_running
         model.set_attn_implementation(attention.NAME if vision is None else {"text_config": attention.NAME})
-        self._fused = fused.build(model)
+        self._fused = llama_forward.build(model)
         self.cache = RowCache(self.device, int(cache_gib * 2**30))
         self.cache.bytes_per_token = self._prefill([[0]])[0].bytes_per_token()
         self._rows: list[Row] = []

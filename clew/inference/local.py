@@ -1,4 +1,4 @@
-"""Asynchronous interface of an engine in this process: `protocol.Engine` over `clew.inference.core.Core`.
+"""Asynchronous interface of an engine in this process: `protocol.Engine` over `clew.inference.engine_core.Core`.
 
 One class can drive the engine in two ways. Inline, a task on the running event loop steps the engine on the loop's own
 thread, between everything else that the loop does: this is deterministic, and a breakpoint stops everything. In a
@@ -19,8 +19,8 @@ import torch
 
 from clew.config import Config
 from clew.errors import EngineError
-from clew.inference.core import Core, Finished
 from clew.inference.embedded import build_engine
+from clew.inference.engine_core import Core, Finished
 from clew.inference.loading import weights_of
 from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, Parts, Timings
 from clew.inference.weight_group import MemberLost, joined, received

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
-from clew.inference.checks import matched_stop
-from clew.inference.core import Aborted, Core, Finished, is_meant
+from clew.inference.engine_core import Aborted, Core, Finished, is_meant
 from clew.inference.protocol import FinishReason, GenerateRequest
+from clew.inference.request_checks import matched_stop
 from clew.inference.sampling import RowParams, choose, uniform
 from clew.models.vision import Vision
 

@@ -24,14 +24,14 @@ from typing import Any
 from clew.config import Config
 from clew.errors import EngineError, ModelError, described
 from clew.inference.backend import Backend, Launch, leaves
-from clew.inference.checks import check_request, default_stop_ids, matched_stop
 from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, Parts, Timings
+from clew.inference.request_checks import check_request, default_stop_ids, matched_stop
 from clew.inference.server_process import AttachedServer, ServerProcess
 from clew.inference.sglang import SGLangEngine
 from clew.inference.vllm import VLLMEngine
 from clew.models.architecture import context_in
-from clew.models.folder import config_of
 from clew.models.loading import load_tokenizer
+from clew.models.model_folder import config_of
 from clew.models.vision import load_vision
 from clew.processes import free_port
 from clew.record.broadcast import Broadcast
@@ -68,7 +68,7 @@ ABORT_S = 60.0
 
 
 class RemoteCore:
-    """The part of an engine that answers for its model; see `clew.inference.core.Core`."""
+    """The part of an engine that answers for its model; see `clew.inference.engine_core.Core`."""
 
     def __init__(self, config: Config) -> None:
         """Read the model's configuration, its tokenizer and its image input.

@@ -7,7 +7,7 @@ from pathlib import Path
 from clew import dotted
 from clew.config import Config, check_critic_fields
 from clew.data import LOCAL, load_demonstrations, load_rows
-from clew.models.folder import check_folder
+from clew.models.model_folder import check_folder
 
 ROWS = 10_000
 """Number of rows of the data that are looked at; the processes read them all."""

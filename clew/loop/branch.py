@@ -15,8 +15,8 @@ from clew.record.foreign import why_foreign
 from clew.record.run import RunDirectory
 from clew.training import checkpoint
 from clew.training.engine import TrainEngine
-from clew.training.folders import written_aside
 from clew.training.ranks import Ranks
+from clew.training.saving import written_aside
 
 
 def begin(config: Config, ranks: Ranks) -> Config:

@@ -9,13 +9,13 @@ from typing import Protocol
 
 from clew.config import Config
 from clew.inference.protocol import Timings
-from clew.loop.clock import Clock
 from clew.loop.sender import Sender
 from clew.loop.server_control import ServerControl
+from clew.loop.stopwatch import Clock
 from clew.record.run import RunDirectory
 from clew.record.weights import WeightRef, outside_folder
 from clew.training.engine import TrainEngine
-from clew.training.export import write_weights
+from clew.training.published_weights import write_weights
 
 
 class Inference(Protocol):

@@ -28,7 +28,7 @@ from clew.record.broadcast import Broadcast
 from clew.record.run import Server
 from clew.record.weights import Digests
 from clew.training.engine import TrainEngine
-from clew.training.export import public_tensors
+from clew.training.published_weights import public_tensors
 from clew.training.sharding import whole
 
 log = logging.getLogger("clew.trainer")

@@ -18,8 +18,8 @@ from clew.config import Config
 from clew.console import EscapingConsole
 from clew.errors import RecordError
 from clew.loop.interrupt import Interrupts
-from clew.loop.learn import rank_of, train_here
 from clew.loop.surroundings import Surroundings
+from clew.loop.trainer_process import rank_of, train_here
 from clew.models.architecture import context_of
 from clew.models.loading import load_tokenizer
 from clew.record import rows

@@ -11,12 +11,12 @@ from typing import Any, Protocol
 import torch
 
 from clew.config import Config
-from clew.loop.clock import Clock
-from clew.loop.dumps import DumpedBatches, dump
+from clew.loop.choose_batch import LiveBatches
+from clew.loop.dumped_batches import DumpedBatches, dump
 from clew.loop.interrupt import Interrupts
-from clew.loop.live import LiveBatches
 from clew.loop.nothing_to_learn import NothingToLearn
 from clew.loop.publisher import Inference, Publisher
+from clew.loop.stopwatch import Clock
 from clew.loop.tensorboard import Tensorboard
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from clew.models.folder import config_of
+from clew.models.model_folder import config_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

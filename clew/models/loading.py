@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from clew.errors import ModelError, first_line
 from clew.models.architecture import sees
-from clew.models.folder import check_folder, config_of, is_named, listing
+from clew.models.model_folder import check_folder, config_of, is_named, listing
 
 if TYPE_CHECKING:
     import torch

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from clew.errors import ImageError, ModelError, first_line
 from clew.models.architecture import sees
-from clew.models.folder import config_of, refuse_own_code
+from clew.models.model_folder import config_of, refuse_own_code
 
 if TYPE_CHECKING:
     import torch

@@ -15,8 +15,8 @@ from clew.data import load_rows
 from clew.gateway.agent_session import Limits
 from clew.gateway.thread import GatewayThread
 from clew.inference.protocol import Engine
-from clew.models.folder import config_of
 from clew.models.loading import load_tokenizer
+from clew.models.model_folder import config_of
 from clew.record.run import RunDirectory
 from clew.rollout.overlong import leave_out_overlong
 from clew.rollout.runner import RolloutRunner

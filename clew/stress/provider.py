@@ -19,7 +19,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from clew.gateway.app import dialect_of, json_response, key_of
 from clew.gateway.dialect import Refusal
-from clew.gateway.front import PassThrough
+from clew.gateway.proxy import PassThrough
 from clew.gateway.thread import EpisodeKeys
 from clew.stress.requests import Request, Requests
 

@@ -27,6 +27,7 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from clew.config import Config
+from clew.config_fields import Checkpoint
 from clew.errors import ModelError, RecordError
 from clew.models.loading import load_value_model
 from clew.reading import STRICT, Count, Number, read_bytes, read_json
@@ -35,10 +36,9 @@ from clew.record import chain
 from clew.record.files import remove_strays, write_bytes
 from clew.record.rows import check_format
 from clew.record.run import RunDirectory
-from clew.sections import Checkpoint
 from clew.training.digests import Digests, digest_tensors
 from clew.training.engine import TrainEngine
-from clew.training.folders import remove_folder, save_model, save_tokenizer, written_aside
+from clew.training.saving import remove_folder, save_model, save_tokenizer, written_aside
 from clew.training.sharding import collect, like, state_of
 
 log = logging.getLogger("clew.training")

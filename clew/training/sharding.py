@@ -34,8 +34,8 @@ from torch.utils.checkpoint import checkpoint
 from clew.config import Training
 from clew.training.attention import checkpoint_contexts
 from clew.training.isolation import check_causal, prepare_for_packing
-from clew.training.pointwise import quicken
 from clew.training.ranks import Ranks
+from clew.training.rotary_and_norm import quicken
 from clew.training.tensor_parallel import split
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from clew.loop.learn import learn_inline
+from clew.loop.trainer_process import learn_inline
 from clew.record.run import RunDirectory
 from tests.diagnose.planted import LOSSES, REWARD, configure
 from tests.models import tiny_model, tiny_tokenizer

@@ -17,13 +17,13 @@ from clew.config import Config
 from clew.diagnose.blame import blame
 from clew.diagnose.parts import parts_of
 from clew.diagnose.rerun import Options, rerun
-from clew.loop.learn import learn_inline
 from clew.loop.replay import engine_at
+from clew.loop.trainer_process import learn_inline
 from clew.record.bundle import opened, write_bundle
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
-from clew.training.contributions import contributions
 from clew.training.custom import digest_of_file
+from clew.training.sequence_gradients import contributions
 from tests.diagnose.planted import REWARD, change_stage, configure, generated_at
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "my_algorithm" / "train.yaml"

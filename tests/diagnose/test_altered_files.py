@@ -26,7 +26,7 @@ import typer.main
 
 from clew.cli.main import app
 from clew.errors import ClewError
-from clew.loop.learn import learn_inline
+from clew.loop.trainer_process import learn_inline
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory, Server
 from tests.diagnose.altering import FILES, alter, alterations, restore

@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 from clew.diagnose.blame import blame
 from clew.diagnose.parts import parts_of
 from clew.errors import ConfigError, RecordError, TrainingError
-from clew.loop.learn import learn_inline
 from clew.loop.replay import configure_as, engine_at, replay
+from clew.loop.trainer_process import learn_inline
 from clew.record import rows
 from clew.record.bundle import opened, write_bundle
 from clew.record.run import RunDirectory
-from clew.training.contributions import contributions, critic_contributions, first_not_finite
+from clew.training.sequence_gradients import contributions, critic_contributions, first_not_finite
 from tests.diagnose.planted import configure
 
 

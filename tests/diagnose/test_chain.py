@@ -15,8 +15,8 @@ from rich.console import Console
 from clew.diagnose.diff import diff
 from clew.diagnose.rerun import Options, rerun
 from clew.errors import RecordError
-from clew.loop.learn import learn_inline
 from clew.loop.resume import check_chain
+from clew.loop.trainer_process import learn_inline
 from clew.record import chain, rows
 from clew.record.bundle import write_bundle
 from clew.record.run import RunDirectory

@@ -19,7 +19,7 @@ import pytest
 from clew.diagnose.diff import diff
 from clew.diagnose.rerun import Options, rerun
 from clew.errors import ConfigError, RecordError
-from clew.loop.learn import learn_inline
+from clew.loop.trainer_process import learn_inline
 from clew.record import chain, rows
 from clew.record.bundle import write_bundle
 from clew.record.run import RunDirectory
@@ -141,7 +141,7 @@ def test_a_reward_whose_file_was_changed_is_named(
 LEARN = """
 import sys
 from pathlib import Path
-from clew.loop.learn import learn_inline
+from clew.loop.trainer_process import learn_inline
 from tests.diagnose.planted import configure
 learn_inline(configure(Path(sys.argv[1]), *sys.argv[2:]), lambda step, summary: None)
 """

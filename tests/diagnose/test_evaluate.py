@@ -12,7 +12,7 @@ import pytest
 
 from clew.cli.main import app
 from clew.errors import ConfigError, DataError, ModelError, RolloutError
-from clew.loop.learn import learn_inline
+from clew.loop.trainer_process import learn_inline
 from clew.record import rows
 from clew.record.run import RunDirectory
 from clew.rollout.evaluation import interval, pass_interval

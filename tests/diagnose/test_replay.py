@@ -27,7 +27,7 @@ from clew.diagnose.blame import blame
 from clew.diagnose.diff import diff
 from clew.diagnose.rerun import Options, rerun
 from clew.errors import ClewError, ConfigError, Interrupted, ModelError, RecordError, TrainingError
-from clew.loop.learn import learn_from_record, learn_inline
+from clew.loop.trainer_process import learn_from_record, learn_inline
 from clew.record import chain, rows
 from clew.record.bundle import opened, write_bundle
 from clew.record.run import RunDirectory

@@ -22,7 +22,7 @@ from clew.inference.vllm import LOAD_ADAPTER, VLLMEngine
 from clew.processes import free_port
 from clew.record.weights import WeightRef
 from clew.training.engine import TrainEngine
-from clew.training.export import write_weights
+from clew.training.published_weights import write_weights
 from tests.engines.test_vllm import PROMPT, START_S, logprobs_of, make_model, until
 
 PYTHON = os.environ.get("CLEW_VLLM_PYTHON")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from clew.gateway.branches import excerpt
+from clew.gateway.conversation_difference import excerpt
 from clew.gateway.dialect import Message, Reply
 from clew.gateway.episode_engine import MAX_WARNINGS
 from tests.gateway.chatml import CHATML, THINKING

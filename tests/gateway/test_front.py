@@ -19,7 +19,7 @@ from aiohttp import web
 from clew.gateway import standalone
 from clew.gateway.dialect import Refusal
 from clew.gateway.episode_engine import Resources
-from clew.gateway.front import PassThrough
+from clew.gateway.proxy import PassThrough
 from clew.gateway.thread import ServingThread
 from clew.inference.protocol import SamplingParams
 from clew.models.loading import load_tokenizer

@@ -16,7 +16,7 @@ from aiohttp import web
 
 from clew.gateway.agent_session import Limits
 from clew.gateway.thread import GatewayThread
-from clew.inference.detection import find_engine
+from clew.inference.detect_server import find_engine
 from clew.inference.protocol import GenerateRequest, SamplingParams, SchemaUnsupported
 from clew.record.run import RunDirectory
 from clew.rollout.server_pool import ServerPool

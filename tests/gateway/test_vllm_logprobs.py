@@ -22,7 +22,7 @@ import torch
 from aiohttp import web
 
 from clew.errors import EngineError
-from clew.inference.detection import FoundEngine, find_engine
+from clew.inference.detect_server import FoundEngine, find_engine
 from clew.inference.protocol import Completion, GenerateRequest, SamplingParams
 from clew.inference.vllm import VLLMEngine, mode_of
 from clew.models.loading import load_model

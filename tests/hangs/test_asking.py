@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from clew.asyncio_tasks import ASKING
 from clew.hang.asking import catches, with_tasks
 from clew.hang.observed import Process, Snapshot
-from clew.tasks import ASKING
 from clew.waits import Reporter, waiting
 
 SCRIPT = """

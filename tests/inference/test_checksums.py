@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from clew.config_fields import Inference
 from clew.errors import ConfigError, EngineError
 from clew.inference.checksums import Sums, checksums, parts_of, read_folder
 from clew.inference.sglang import differences, server_arguments
 from clew.models.tensor_digest import as_array
-from clew.sections import Inference
 
 
 def theirs(*tensors: torch.Tensor, padding: int = 0) -> str:

@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 
 from clew.errors import EngineError
 from clew.inference import attention
-from clew.inference import core as core_module
-from clew.inference.core import Core
+from clew.inference import engine_core as core_module
 from clew.inference.embedded import EmbeddedEngine, build_engine
+from clew.inference.engine_core import Core
 from clew.inference.local import LocalEngine
 from clew.inference.protocol import Completion, GenerateRequest, SamplingParams
 from clew.inference.reference import ReferenceEngine

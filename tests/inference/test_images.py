@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from clew.errors import EngineError, ImageError, ModelError
-from clew.inference.core import Core
 from clew.inference.embedded import EmbeddedEngine, build_engine
+from clew.inference.engine_core import Core
 from clew.inference.protocol import Completion, GenerateRequest, SamplingParams
 from clew.inference.reference import ReferenceEngine
 from clew.models.loading import load_model, load_tokenizer

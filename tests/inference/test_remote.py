@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import save_file
 
 from clew.config import Config
+from clew.config_fields import Inference, Model
 from clew.errors import ConfigError, EngineError
 from clew.inference import remote
 from clew.inference.backend import Launch
@@ -34,7 +35,6 @@ from clew.models.tensor_digest import hex_digests
 from clew.processes import free_port
 from clew.record.run import RunDirectory
 from clew.record.weights import DIGESTS_KEY, WeightRef
-from clew.sections import Inference, Model
 from tests.models import tiny_model, tiny_tokenizer
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from clew import config as configuration
 from clew.config import Config
-from clew.loop.learn import learn_inline
+from clew.loop.trainer_process import learn_inline
 from clew.record.run import RunDirectory
 
 WRITES = {"os.rename": 1, "os.remove": 0, "os.rmdir": 0, "open": 0}

@@ -6,7 +6,7 @@ from typing import Literal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clew.loop.live import choose_batch
+from clew.loop.choose_batch import choose_batch
 from clew.rollout.admission import may_start
 
 

@@ -12,13 +12,13 @@ from clew import config as configuration
 from clew.config import Config
 from clew.diagnose.rerun import Options, rerun
 from clew.errors import RecordError, TrainingError
-from clew.loop.learn import learn_inline
 from clew.loop.replay import engine_at
+from clew.loop.trainer_process import learn_inline
 from clew.record.bundle import write_bundle
 from clew.record.media import UNUSED_S, media_name
 from clew.record.run import RunDirectory
-from clew.training.contributions import contributions
 from clew.training.engine import TrainEngine
+from clew.training.sequence_gradients import contributions
 from tests.models import picture, seeing_model
 
 FAMILIES = ("llava", pytest.param("paddleocr_vl", marks=pytest.mark.slow))

@@ -12,8 +12,8 @@ from rich.console import Console
 from clew import config as configuration
 from clew.config import Config
 from clew.errors import ClewError, ConfigError, RecordError, TrainingError
-from clew.loop.clock import Clock
-from clew.loop.learn import learn_inline
+from clew.loop.stopwatch import Clock
+from clew.loop.trainer_process import learn_inline
 from clew.record import rows
 from clew.record.run import RunDirectory
 from clew.view.show import show

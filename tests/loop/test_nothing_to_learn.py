@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from clew import config as configuration
-from clew.loop.learn import learn_inline
 from clew.loop.nothing_to_learn import WARN_STEPS, NothingToLearn
+from clew.loop.trainer_process import learn_inline
 from clew.record.run import RunDirectory
 from clew.record.warned import in_words, read_warnings
 from clew.view.terminal import status_table

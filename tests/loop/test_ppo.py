@@ -12,7 +12,7 @@ from clew import config as configuration
 from clew.config import Config
 from clew.diagnose.blame import blame
 from clew.diagnose.rerun import Options, rerun
-from clew.loop.learn import learn_inline
+from clew.loop.trainer_process import learn_inline
 from clew.record.bundle import write_bundle
 from clew.record.run import RunDirectory
 from tests.diagnose.planted import change_stage, generated_at, seal

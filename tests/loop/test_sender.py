@@ -24,10 +24,10 @@ from clew.inference import weight_group
 from clew.inference.protocol import EngineUnreachable
 from clew.inference.serve import serve
 from clew.loop import sender
-from clew.loop.clock import Clock
 from clew.loop.publisher import Publisher
 from clew.loop.sender import buckets, host_for
 from clew.loop.server_control import ServerControl
+from clew.loop.stopwatch import Clock
 from clew.record.broadcast import Broadcast
 from clew.record.run import RunDirectory
 from clew.record.weights import read_broadcast

@@ -183,7 +183,7 @@ def test_returns_walk_the_turn_tree_from_its_leaves() -> None:
 
 def test_an_agent_trains_inline_and_its_record_replays(tmp_path: Path) -> None:
     from clew.diagnose.rerun import Options, rerun
-    from clew.loop.learn import learn_inline
+    from clew.loop.trainer_process import learn_inline
     from tests.models import tiny_model, tiny_tokenizer
 
     tiny_model(tmp_path / "model", context=64)

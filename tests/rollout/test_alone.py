@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import clew
-from clew.loop.learn import learn_from_record
+from clew.loop.trainer_process import learn_from_record
 from clew.record.run import RunDirectory
 from tests import forked
 from tests.models import tiny_model, tiny_tokenizer

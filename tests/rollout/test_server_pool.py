@@ -131,7 +131,7 @@ def test_a_server_that_froze_in_mid_update_is_taken_out_and_returns_with_the_new
 
 def serve_until_half_an_update(config: Config, number: signal.Signals, **options: Any) -> None:
     """Serve, and be sent a signal when half of the tensors of version 5 are loaded."""
-    from clew.inference import core
+    from clew.inference import engine_core as core
 
     def copy_half(model: Any, path: str, weights: Iterator[Any]) -> None:
         if path.endswith("5"):

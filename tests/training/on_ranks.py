@@ -14,7 +14,7 @@ from clew.config import Config
 from clew.errors import ModelError
 from clew.training import checkpoint, scoring
 from clew.training.engine import TrainEngine
-from clew.training.export import write_weights
+from clew.training.published_weights import write_weights
 from clew.training.ranks import Ranks
 from clew.training.sharding import state_of
 from clew.training.tokens import Tokens

@@ -16,8 +16,8 @@ from clew.models.loading import load_model
 from clew.record.rows import ALIGNED
 from clew.record.weights import read_digests
 from clew.training.engine import TrainEngine
-from clew.training.export import write_weights
 from clew.training.gradient_checks import ENOUGH_NORMS
+from clew.training.published_weights import write_weights
 from tests.models import tiny_model, tiny_tokenizer
 from tests.training.sequences import make_batch, make_config, make_sequence
 

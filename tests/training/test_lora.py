@@ -17,7 +17,7 @@ from clew.models.tensor_digest import hex_digests
 from clew.record.weights import read_digests
 from clew.training import checkpoint
 from clew.training.engine import TrainEngine
-from clew.training.export import write_weights
+from clew.training.published_weights import write_weights
 from tests.models import tiny_model, tiny_tokenizer
 from tests.training.sequences import make_batch, make_config, make_sequence
 

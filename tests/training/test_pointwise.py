@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from clew.training.pointwise import Norm, Rotation, quicken
+from clew.training.rotary_and_norm import Norm, Rotation, quicken
 from tests.models import tiny_model
 
 

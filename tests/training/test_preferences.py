@@ -13,8 +13,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from clew.config import Config
 from clew.errors import ConfigError, DataError
-from clew.loop.learn import learn_inline
 from clew.loop.sft import sft
+from clew.loop.trainer_process import learn_inline
 from clew.models.loading import load_model, load_tokenizer, load_value_model
 from clew.training import checkpoint
 from clew.training.demonstrations import Demonstrations

@@ -11,6 +11,7 @@ STARTS = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'impor
 def run(code):
     program = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     program.wait()
+    assert program.stdout is not None
     said = program.stdout.read()
     return said.strip()
 

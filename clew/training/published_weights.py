@@ -15,7 +15,7 @@ from clew.models.tensor_digest import hex_digests
 from clew.record.files import write_json
 from clew.record.weights import BROADCAST_FILE, DIGEST_KEY, DIGESTS_KEY, Digests, WeightRef
 from clew.training.engine import TrainEngine
-from clew.training.folders import written_aside
+from clew.training.saving import written_aside
 from clew.training.scoring import score
 from clew.training.sharding import collect
 

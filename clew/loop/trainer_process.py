@@ -14,7 +14,7 @@ from clew.config import Config
 from clew.errors import Interrupted, RolloutError, TrainingError
 from clew.inference.protocol import Timings
 from clew.loop.branch import begin
-from clew.loop.dumps import resume_dump
+from clew.loop.dumped_batches import resume_dump
 from clew.loop.interrupt import Interrupts
 from clew.loop.loop import save_checkpoint, train
 from clew.loop.resume import restore

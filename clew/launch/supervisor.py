@@ -23,7 +23,7 @@ from typing import Any
 from clew.config import SERVERS_ALIAS, SERVERS_VARIABLE, TOKEN_VARIABLE, Config, server_addresses
 from clew.devices import gpus, server_names, shared_out
 from clew.errors import ConfigError, Interrupted, LaunchError, RecordError
-from clew.launch.watch import SUPERVISED_VARIABLE, Hang, Watch
+from clew.launch.no_progress import SUPERVISED_VARIABLE, Hang, Watch
 from clew.printing import print
 from clew.processes import PARENT_VARIABLE
 from clew.reading import read_json

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from clew.errors import EngineError, described
-from clew.inference.checks import check_request, default_stop_ids
 from clew.inference.loading import Received, backed_up, copy_weights, restore, weights_of
 from clew.inference.protocol import (
     Completion,
@@ -23,6 +22,7 @@ from clew.inference.protocol import (
     Parts,
     SchemaUnsupported,
 )
+from clew.inference.request_checks import check_request, default_stop_ids
 from clew.models.architecture import context_in
 from clew.models.vision import Vision
 from clew.record.weights import WeightRef

@@ -10,8 +10,8 @@ from typing import Literal
 import pyarrow as pa
 
 from clew.config import Config
-from clew.loop.clock import Clock
-from clew.loop.dumps import check_origin
+from clew.loop.dumped_batches import check_origin
+from clew.loop.stopwatch import Clock
 from clew.record.rows import concatenated
 from clew.record.run import RunDirectory
 from clew.waits import waiting

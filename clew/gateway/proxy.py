@@ -25,7 +25,7 @@ from clew.gateway.app import disconnected
 from clew.gateway.episode_engine import sampling_params
 from clew.gateway.standalone import make_gateway
 from clew.http_server import Access, Listener, bind, is_loopback
-from clew.inference.detection import FoundEngine, find_engine
+from clew.inference.detect_server import FoundEngine, find_engine
 from clew.models.loading import load_tokenizer
 from clew.models.vision import load_vision
 from clew.printing import print

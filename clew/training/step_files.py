@@ -19,9 +19,9 @@ from clew.record.foreign import IMPORTED
 from clew.record.run import RunDirectory
 from clew.record.steps import parse_steps
 from clew.record.writer import Writer
-from clew.training.folders import written_aside
 from clew.training.metrics import rollout_metrics
 from clew.training.padded import load_padded, load_stages, save_padded
+from clew.training.saving import written_aside
 
 Stages = dict[str, list[np.ndarray]]
 """Stages by name: one float32 array per sequence, aligned with its tokens."""
