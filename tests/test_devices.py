@@ -48,6 +48,15 @@ def test_each_server_has_a_name_and_a_port_of_its_own(tmp_path: Path) -> None:
     assert list(started(tmp_path, None)) == ["server", "rollout", "trainer"]
 
 
+def test_devices_and_an_option_of_the_server_that_contradict_each_other(tmp_path: Path) -> None:
+    assert (
+        config(tmp_path, "vllm.d1t2", args={"tensor_parallel_size": 2}).inference.options["tensor-parallel-size"] == 2
+    )
+    for name in ("tensor_parallel_size", "--tensor-parallel-size"):
+        with pytest.raises(ValueError, match=r"says tensor-parallel-size=2, and inference\.args has 4"):
+            config(tmp_path, "vllm.d1t2", args={name: 4})
+
+
 @pytest.mark.parametrize("variable", ["CLEW_LLM_SERVER_ADDRS", "AREAL_LLM_SERVER_ADDRS"])
 def test_servers_that_run_already_are_attached_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
