@@ -34,6 +34,9 @@ def judge(snapshot: Snapshot) -> Verdict:
     there = {a.rank for a in ranks if not a.dead} | snapshot.alike | set(snapshot.unseen)
     missing = sorted(set(range(world)) - there) if world and ranks else []
     gone = "".join(f"{said} has ended. " for a in actors if (said := ended_inside(a)))
+    parents = {a.process.parent for a in ranks}
+    beside = [a for a in live if a.dead and a.rank is None and a.process.parent in parents]
+    gone += "".join(f"{a.says}; it was started beside the ranks. " for a in beside)
     verdict = (
         _stopped(live)
         or _unasked(live)
