@@ -84,15 +84,17 @@ class Config(Section):
         """Fill in what the user left open: the preset's fields, the constant of the loss, and the KL weight of DPO."""
         algorithm = _section(values, "algorithm")
         # A run's config.yaml has all fields. It is read without the user's page, which may have changed or be gone.
-        if algorithm.get("preset") in PRESETS or Algorithm.model_fields.keys() - algorithm.keys():
+        spells_out_all_fields = algorithm.keys() >= Algorithm.model_fields.keys()
+        if algorithm.get("preset") in PRESETS or not spells_out_all_fields:
             for name, value in _chosen(values).items():
                 section, field = name.split(".")
-                values = {**values, section: {field: value, **_section(values, section)}}
+                if field not in _section(values, section):
+                    values = _with(values, name, value)
         algorithm = _section(values, "algorithm")
         if algorithm.get("loss_mean") == "constant" and algorithm.get("loss_constant") is None:
-            values = {**values, "algorithm": {**algorithm, "loss_constant": _limit(values)}}
+            values = _with(values, "algorithm.loss_constant", _limit(values))
         if _section(values, "training").get("objective") == "dpo" and "kl_coef" not in algorithm:
-            values = {**values, "algorithm": {**algorithm, "kl_coef": DPO_BETA}}
+            values = _with(values, "algorithm.kl_coef", DPO_BETA)
         return values
 
     @model_validator(mode="before")
@@ -107,9 +109,8 @@ class Config(Section):
         if devices.inference is not None:
             says["inference.backend"] = devices.inference.name
             if devices.inference.t > 1 and (option := SHARED_BY.get(devices.inference.name)):
-                inference = _section(values, "inference")
-                args = {option: devices.inference.t} | _section(inference, "args")
-                values = {**values, "inference": {**inference, "args": args}}
+                args = {option: devices.inference.t} | _section(_section(values, "inference"), "args")
+                values = _with(values, "inference.args", args)
         if devices.training is not None:
             says |= {"launch.ranks": devices.training.size, "training.tp": devices.training.t}
         for name, value in says.items():
@@ -117,7 +118,7 @@ class Config(Section):
             given = _section(values, section).get(field, value)
             if given != value:
                 raise ValueError(f"launch.devices={text} says {name}={value}, and {name} is {given}. Unset one of them")
-            values = {**values, section: {**_section(values, section), field: value}}
+            values = _with(values, name, value)
         return values
 
     @model_validator(mode="after")
@@ -388,6 +389,12 @@ def _merged(text: str) -> Any:
         return OmegaConf.create(text)
     except (AttributeError, OverflowError, RecursionError, TypeError) as error:
         raise ValueError(f"expected sections with plain values ({type(error).__name__}: {error})") from None
+
+
+def _with(values: Any, name: str, value: Any) -> dict[str, Any]:
+    """Return the unchecked values with one field set, by its dotted name."""
+    section, field = name.split(".")
+    return {**values, section: {**_section(values, section), field: value}}
 
 
 def _section(values: Any, name: str) -> dict[str, Any]:
