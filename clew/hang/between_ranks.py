@@ -274,7 +274,8 @@ def cycle(culprits: list[Actor], waiters: list[Actor]) -> Verdict:
     if parted := parting(culprits):
         odd = parted[0] if len(parted[0]) < len(culprits) else odd
         why = f"{why} {parted[1]}"
-    return verdict_about("collective mismatch", odd, why, culprits + waiters, structural=True)
+    sure = "high" if len(odd) < len(culprits) else "medium"  # else all are blamed
+    return verdict_about("collective mismatch", odd, why, culprits + waiters, structural=True, confidence=sure)
 
 
 def _callers(ranks: Sequence[Actor]) -> dict[int | None, str]:

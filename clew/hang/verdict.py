@@ -109,6 +109,8 @@ class Actor:
             if one.kind in ("collective", *MESSAGES)
             else (f"is in {one.op}" if one.kind in DISTRIBUTED else LOCAL[one.kind][1])
         )
+        if one.kind == "pipe" and self.process.waits_in.endswith("pipe_write"):
+            what = "writes to a full pipe, which nobody reads,"
         return f"{self.process.label} {what}" + (f" at {one.site}: {one.text}" if one.site else "")
 
 

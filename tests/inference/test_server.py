@@ -244,7 +244,7 @@ def test_a_long_text_holds_nobody_up_while_its_tokens_are_made(server: ServerPro
         ("/generate", {"input_ids": [7] * 256}, "context"),
         ("/generate", {"input_ids": [5000]}, "5000"),
         ("/generate", {"text": "a" * 1_000_001}, "1000001 characters"),
-        ("/generate", {"input_ids": PROMPT, "sampling_params": {"temprature": 1}}, "Did you mean temperature"),
+        ("/generate", {"input_ids": PROMPT, "sampling_params": {"temprature": 1}}, "Did you mean 'temperature'"),
         ("/generate", {"input_ids": PROMPT, "sampling_params": {"top_p": 0}}, "top_p"),
         (
             "/generate",
