@@ -20,6 +20,7 @@ import torch
 from aiohttp import web
 from safetensors.torch import load_file, save_file
 
+from clew.config_fields import Inference
 from clew.errors import ConfigError, EngineError, ImageError
 from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, SamplingParams
 from clew.inference.remote import RemoteCore, RemoteEngine
@@ -41,7 +42,7 @@ ENDLESS = SamplingParams(max_new_tokens=200, stop_token_ids=())
 def config(model: Path, **args: Any) -> Any:
     return SimpleNamespace(
         model=SimpleNamespace(path=str(model), dtype="float32", device="cpu"),
-        inference=SimpleNamespace(python=PYTHON, args=args, max_running=64),
+        inference=Inference(python=PYTHON, args=args, max_running=64),
     )
 
 
