@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import PurePath
@@ -12,6 +12,8 @@ from pathlib import PurePath
 from clew.hang.activity import Activity
 from clew.hang.collective_calls import parting
 from clew.hang.inside import installed
+from clew.hang.observed import Frame
+from clew.hang.source import outermost_loop
 from clew.hang.verdict import DISTRIBUTED, MESSAGES, Actor, Verdict, names, verdict_about
 from clew.hang.waits_for import key_of
 
@@ -225,7 +227,7 @@ def _drifted(ranks: list[Actor]) -> tuple[str, list[Actor], str] | None:
     return None
 
 
-def cycle(culprits: list[Actor], waiters: list[Actor]) -> Verdict:
+def cycle(culprits: list[Actor], waiters: list[Actor], sources: Mapping[str, str]) -> Verdict:
     """Judge ranks that wait for one another: cleanup, messages, crossed groups, or different collectives."""
     kinds = {a.activity.kind for a in culprits}
     told = " ".join(f"{a.says}." for a in culprits[:4])
@@ -271,6 +273,9 @@ def cycle(culprits: list[Actor], waiters: list[Actor]) -> Verdict:
         return verdict_about("crossed groups", culprits, why, waiters, structural=True)
     why = f"The ranks are in different collectives, which can never meet. {told}"
     odd = _deviating(culprits)
+    if left := _left_a_loop(culprits, sources):
+        odd, told = left
+        why = f"{why} {told}"
     if parted := parting(culprits):
         odd = parted[0] if len(parted[0]) < len(culprits) else odd
         why = f"{why} {parted[1]}"
@@ -280,13 +285,37 @@ def cycle(culprits: list[Actor], waiters: list[Actor]) -> Verdict:
 
 def _callers(ranks: Sequence[Actor]) -> dict[int | None, str]:
     """Return who has called, on each rank, the line in which all of these ranks are; empty if the callers are alike."""
-    stacks = [next((t.frames for t in a.process.threads if t.os_id == a.pid), ()) for a in ranks]
-    paths = [[frame for frame in frames if not installed(frame.file)] for frames in stacks]
-    for level in zip(*paths, strict=False):
+    stacks = [own_frames(a) for a in ranks]
+    for depth, level in enumerate(zip(*stacks, strict=False)):
         places = [f"{frame.function} at {PurePath(frame.file).name}:{frame.line}" for frame in level]
         if len(set(places)) > 1:
-            return dict(zip([a.rank for a in ranks], places, strict=True)) if level[0] is not paths[0][0] else {}
+            return dict(zip([a.rank for a in ranks], places, strict=True)) if depth else {}
     return {}
+
+
+def _left_a_loop(ranks: Sequence[Actor], sources: Mapping[str, str]) -> tuple[list[Actor], str] | None:
+    """Return the fewer ranks, of those behind a loop of the user's and those still in it, and words about them."""
+    for level in zip(*(reversed(own_frames(a)) for a in ranks), strict=False):
+        text = sources.get(level[0].file, "")
+        loops = [outermost_loop(text, frame.line) for frame in level]
+        around = next((loop for loop in loops if loop is not None), None)
+        if around is not None and None in loops and all(loop in (None, around) for loop in loops):
+            past = [a for a, loop, f in zip(ranks, loops, level, strict=True) if not loop and f.line > around.lineno]
+            within = [a for a, loop in zip(ranks, loops, strict=True) if loop]
+            if len(past) + len(within) < len(ranks):
+                return None
+            place = f"{PurePath(level[0].file).name}:{around.lineno}"
+            told = f"Rank {names(past)} has left the loop at {place} in which rank {names(within)} still is."
+            return (past if len(past) <= len(within) else within), told
+        if len({(frame.function, frame.line) for frame in level}) > 1:
+            return None
+    return None
+
+
+def own_frames(actor: Actor) -> list[Frame]:
+    """Return the frames of the user's code on the main thread, the innermost first."""
+    frames = next((t.frames for t in actor.process.threads if t.os_id == actor.pid), ())
+    return [frame for frame in frames if not installed(frame.file)]
 
 
 def _left(one: Actor, waiting: list[Actor], everyone: list[Actor]) -> Verdict:

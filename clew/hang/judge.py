@@ -166,7 +166,7 @@ def _by_graph(live: list[Actor], ranks: list[Actor], snapshot: Snapshot) -> Verd
     waiters = [a for a in live if a not in culprits]
     sink = Sink(culprits=culprits, waiters=waiters, live=live, snapshot=snapshot)
     if len(culprits) > 1 and all(a.rank is not None for a in culprits):
-        return _unless_ready(device(sink) or locked_file(sink) or cycle(culprits, waiters), culprits)
+        return _unless_ready(device(sink) or locked_file(sink) or cycle(culprits, waiters, snapshot.sources), culprits)
     found = local_cause(sink)
     return _with_those_alike(found, culprits[0], ranks)
 

@@ -159,9 +159,10 @@ def _joined_too_early(sink: Sink) -> Verdict | None:
 def _dead(sink: Sink) -> Verdict | None:
     """Find a process, thread or coroutine that has ended, so that nobody can end the wait."""
     if sink.one.dead:
-        beside = [a for a in sink.live if a.dead and a.process.parent == sink.one.process.parent]
-        failed = [a for a in beside if not a.process.exit.endswith("code 0")]
-        blamed = failed or sink.culprits  # one that has failed explains more than one that has done its work
+        blamed = sink.culprits
+        if sink.one.process.exit.endswith("code 0"):  # one beside it that has failed explains more
+            beside = [a for a in sink.live if a.process.parent == sink.one.process.parent and a.process.exit]
+            blamed = [a for a in beside if not a.process.exit.endswith("code 0")] or blamed
         why = f"{', '.join(a.says for a in blamed[:4])}, and others still wait for it."
         return verdict_about("dead", blamed, why, sink.live, cause="dead", structural=True)
     kinds = (*TO_OTHERS, "sleep") if sink.one.rank is not None else (*TO_OTHERS, "sleep", "store")

@@ -185,6 +185,7 @@ def moves(process: Process, sources: Mapping[str, str], world: int | None) -> bo
     moved = moved_counters(process, sources)
     advanced, steady = any(name.startswith("main") for name in moved), busy(process) and _goes_steadily(process)
     ended = _tasks_end(process)
+    ever_woken = len(process.looks) > 1 and process.looks[-1].switches > process.looks[0].switches
     process = recent(process)
     looks = process.looks
     if len(looks) < 2 or looks[-1].state in "TtZX":
@@ -211,8 +212,8 @@ def moves(process: Process, sources: Mapping[str, str], world: int | None) -> bo
         # A new work can lie where the last one lay. Only a message wakes up who waits for one.
         messages = all(each.kind in ("send", "recv") for each in every)
         return (woken > 0 and len(works) > 1) or (messages and woken >= 2)
-    if every and all(each.op.endswith("sendall") for each in every) and woken:
-        return True  # it is woken up only when the other side has taken some of it
+    if every and all(each.op.endswith("sendall") for each in every) and ever_woken:
+        return True  # it is woken up only when the other side has taken a third of a buffer, seconds apart
     if goes_round(process, every, sources):
         return False
     waiting = every and not every[-1].idle_loop and all(each.kind not in ("compute", "unknown") for each in every)
