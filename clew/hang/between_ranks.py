@@ -245,10 +245,10 @@ def cycle(culprits: list[Actor], waiters: list[Actor], sources: Mapping[str, str
     # Every rank receives before it sends, or the reverse.
     if kinds <= set(MESSAGES):
         callers = _callers(culprits)
-        told += "".join(f" Rank {rank} is there for {caller}." for rank, caller in callers.items())
+        told += "".join(f" Rank {rank} was called there by {f.function} at {_site(f)}." for rank, f in callers.items())
         why = f"Ranks {names(culprits)} wait for one another in send and recv, so none of them proceeds. {told}"
         found = verdict_about("send/receive cycle", culprits, why, waiters, structural=True)
-        return replace(found, sites=(*found.sites, *sorted({each.split()[-1] for each in callers.values()})))
+        return replace(found, sites=(*found.sites, *sorted({_site(frame) for frame in callers.values()})))
     # A stage of a pipeline has gone on to a collective while its neighbour still exchanges micro-batches.
     if kinds & set(MESSAGES):
         why = (
@@ -283,14 +283,17 @@ def cycle(culprits: list[Actor], waiters: list[Actor], sources: Mapping[str, str
     return verdict_about("collective mismatch", odd, why, culprits + waiters, structural=True, confidence=sure)
 
 
-def _callers(ranks: Sequence[Actor]) -> dict[int | None, str]:
+def _callers(ranks: Sequence[Actor]) -> dict[int | None, Frame]:
     """Return who has called, on each rank, the line in which all of these ranks are; empty if the callers are alike."""
     stacks = [own_frames(a) for a in ranks]
     for depth, level in enumerate(zip(*stacks, strict=False)):
-        places = [f"{frame.function} at {PurePath(frame.file).name}:{frame.line}" for frame in level]
-        if len(set(places)) > 1:
-            return dict(zip([a.rank for a in ranks], places, strict=True)) if depth else {}
+        if len({(frame.file, frame.line) for frame in level}) > 1:
+            return dict(zip([a.rank for a in ranks], level, strict=True)) if depth else {}
     return {}
+
+
+def _site(frame: Frame) -> str:
+    return f"{PurePath(frame.file).name}:{frame.line}"
 
 
 def _left_a_loop(ranks: Sequence[Actor], sources: Mapping[str, str]) -> tuple[list[Actor], str] | None:

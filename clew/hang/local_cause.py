@@ -501,18 +501,14 @@ def _blocked(sink: Sink) -> Verdict | None:
     why = f"{sink.one.process.label} {words} at {sink.act.site}: {sink.act.text}.{more}{_waiting(sink)}"
     confidence = "high" if sink.blocked_ranks else "medium"
     found = verdict_about(pattern, sink.culprits, why, sink.waiters, confidence=confidence, cause=sink.act.kind)
-    holders = lock_holders(sink) if sink.act.kind == "lock" else {}
+    holders = lock_holders(sink.one, sink) if sink.act.kind == "lock" else {}
     sites = tuple(sorted({*found.sites, *holders.values()} - {""}))
     told = "".join(f" {held}." for held in holders) or _left_locked(sink)
     return replace(found, explanation=why + told, sites=sites)
 
 
-def lock_holders(sink: Sink) -> dict[str, str]:
+def lock_holders(actor: Actor, sink: Sink) -> dict[str, str]:
     """Return words about threads that are inside a `with` of a lock of this name, and where each other one is now."""
-    return _holders(sink.one, sink)
-
-
-def _holders(actor: Actor, sink: Sink) -> dict[str, str]:
     found: dict[str, str] = {}
     for thread in actor.process.threads:
         for frame in (each for each in thread.frames if not installed(each.file)):
@@ -535,7 +531,7 @@ def _holders(actor: Actor, sink: Sink) -> dict[str, str]:
 def _left_locked(sink: Sink) -> str:
     """Return words about a lock of `threading` that no thread holds by a `with`: it was left locked."""
     if sink.act.op == "__enter__" and sink.act.target:  # of multiprocessing, which other processes can hold
-        if any(_holders(a, sink) for a in sink.live):
+        if any(lock_holders(a, sink) for a in sink.live):
             return ""
         return (
             f" No process that was seen is inside `with {sink.act.target}`: one that was killed there leaves it locked "

@@ -127,7 +127,7 @@ class Collector:
         self._seconds: dict[str, float] = {}
 
     def __call__(self, step: int, content: Mapping[str, Any]) -> None:
-        """Take the unchecked content of a step's JSON. There may be ten thousand: it is quick."""
+        """Take the unchecked content of a step's JSON. There may be ten thousand steps."""
         if content.get("committed_at", 0) is None:  # a bundle left this step out
             return
         metrics, timings = content.get("metrics"), content.get("timings")

@@ -172,10 +172,10 @@ def _show_runs(console: Console, folder: Path) -> None:
         evaluation = run.newest_eval()
         rows.add_row(
             visible(str(path.relative_to(folder))),
-            f"{count or max(run.checkpointed(), default=None) or 0}/{config.get('training.steps', MISSING)}",
+            f"{count or max(run.checkpointed(), default=0)}/{config.get('training.steps', MISSING)}",
             _reward_range(run, count),
             number(evaluation.get("pass@1")) if evaluation else MISSING,
-            as_text(MISSING if (latest := max(run.checkpointed(), default=None)) is None else latest),
+            as_text(max(run.checkpointed(), default=MISSING)),
             moment(run.facts().get("created")),
             one_line(as_text(config.get("model.path", MISSING))),
         )

@@ -30,7 +30,7 @@ from clew.processes import free_port
 from clew.record.rows import from_table
 from clew.record.run import RunDirectory
 from tests.forked import clew
-from tests.gateway.test_front import serving
+from tests.gateway.test_proxy import serving
 from tests.models import VOCAB, tiny_model, tiny_tokenizer
 
 PROMPT = [7, 8, 9]
