@@ -11,6 +11,7 @@ from clew.printing import print
 
 if TYPE_CHECKING:
     from clew.hang.observed import Snapshot
+    from clew.hang.report import Report
 
 
 def hang(
@@ -52,7 +53,9 @@ def hang(
         bool,
         typer.Option("--native", help="Also read C and C++ frames of one process per stack, which pauses it shortly."),
     ] = False,
-    stacks: Annotated[bool, typer.Option("--stacks", help="Only print the stacks, equal ones together.")] = False,
+    stacks: Annotated[
+        bool, typer.Option("--stacks", help="Take one look, and print the stacks, equal ones together.")
+    ] = False,
 ) -> None:
     """Say why a distributed job has stopped: who waits for whom, and whose fault it is.
 
@@ -73,7 +76,7 @@ def hang(
     elif dumps is not None:
         seen = read_dumps(dumps)
     elif any(given) or str(json_file) == "-":
-        seen = _here(run, pid or ([torchrun] if torchrun is not None else None), job)
+        seen = _here(run, pid or ([torchrun] if torchrun is not None else None), job, once=stacks)
         seen = with_native(seen) if native else seen
     else:
         _list_jobs()
@@ -82,19 +85,19 @@ def hang(
     if stacks:
         print(report.stacks_in_text())
         return
+    if str(json_file) != "-":
+        print(report.in_text())  # first: a file that cannot be written must not cost the verdict
     if json_file is not None:
         _write(json_file, report)
     if html_file is not None:
         from clew.hang.html_report import as_html
 
         _write_text(html_file, as_html(report))
-    if str(json_file) != "-":
-        print(report.in_text())
     if report.verdict.exit_code:
         raise SystemExit(report.verdict.exit_code)
 
 
-def _here(run: Path | None, pids: list[int] | None, job: str | None) -> Snapshot:
+def _here(run: Path | None, pids: list[int] | None, job: str | None, *, once: bool) -> Snapshot:
     """Return what is seen of a job on this machine; of the only one if none is named."""
     from clew.errors import ConfigError
     from clew.hang import jobs
@@ -107,7 +110,7 @@ def _here(run: Path | None, pids: list[int] | None, job: str | None) -> Snapshot
     run = run or run_of(pids or ())
     if run is not None:
         named = processes_of_run(run)
-        seen = with_machine(examine([*(pids or ()), *(pid for pid in named if stat_of(pid))], named))
+        seen = with_machine(examine([*(pids or ()), *(pid for pid in named if stat_of(pid))], named, once=once))
         return with_tasks(with_files(seen, run), run / "status")
     if pids is None and job is None:
         names = list(jobs.listed())
@@ -115,7 +118,7 @@ def _here(run: Path | None, pids: list[int] | None, job: str | None) -> Snapshot
             found = f"{len(names)} jobs: {', '.join(names)}" if names else "no torch job"
             raise ConfigError(f"Cannot choose a job: this machine has {found}. Name one with --job.")
         job = names[0]
-    return with_files(with_machine(examine(pids if pids is not None else jobs.of_job(job or ""))))
+    return with_files(with_machine(examine(pids if pids is not None else jobs.of_job(job or ""), once=once)))
 
 
 def _on_hosts(hosts: list[str], run: Path | None, job: str | None, native: bool) -> Snapshot:
@@ -137,12 +140,9 @@ def _list_jobs() -> None:
         print("No torch job runs on this machine. Give a run directory, or --pid.")
 
 
-def _write(path: Path, report: object) -> None:
+def _write(path: Path, report: Report) -> None:
     import json
 
-    from clew.hang.report import Report
-
-    assert isinstance(report, Report)
     text = json.dumps(report.as_json(), indent=1)
     if str(path) == "-":
         print(text)

@@ -41,6 +41,8 @@ TRIES = 4
 """Number of attempts at a stack: a process that runs while it is read can give a torn one."""
 FORKED = [("_bootstrap", "process.py"), ("_launch", "popen_fork.py")]
 """Innermost frame of multiprocessing in a child, and the one that forked it."""
+UNREADABLE = ("permission denied", "no Python was found")
+"""Beginnings of the errors of processes that will stay unreadable."""
 Locks = Sequence[tuple[int, int, bool]]
 """Locks on files; see `clew.hang.proc.locks_of_machine`."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from clew.errors import LaunchError, RecordError
 from clew.hang import jobs, proc
-from clew.hang.collect import snapshot, sources_of
+from clew.hang.collect import UNREADABLE, snapshot, sources_of
 from clew.hang.judge import SOUND, judge
 from clew.hang.observed import Process, Snapshot
 
@@ -25,6 +26,8 @@ def enough(processes: Sequence[Process], seconds: float) -> bool:
         return True
     if seconds < SHORTEST_S:
         return False
+    if all(each.last.error.startswith(UNREADABLE) for each in processes):
+        return True  # no later look can read more
     # The kernel's word decides later too: without it, a process could be judged otherwise than it is in the end.
     processes = [replace(each, waits_in=proc.blocked_in(each.pid)[0]) for each in processes]
     verdict = judge(Snapshot(processes=tuple(processes), seconds=seconds, sources=sources_of(processes)))
@@ -35,15 +38,16 @@ def enough(processes: Sequence[Process], seconds: float) -> bool:
     return judge(Snapshot(processes=newest, seconds=seconds, sources=sources_of(newest))).pattern in SOUND
 
 
-def examine(pids: Sequence[int], named: dict[int, Process] | None = None) -> Snapshot:
+def examine(pids: Sequence[int], named: dict[int, Process] | None = None, *, once: bool = False) -> Snapshot:
     """Return a snapshot of the jobs of these processes.
 
     Args:
         pids: Ranks, launchers or other processes. Their descendants, peers and local servers are found.
         named: What is known about some processes from Clew's status files, by pid.
+        once: Take one look, which is enough to print stacks, instead of watching until a verdict is certain.
     """
-    every = [pid for pid in jobs.with_peers(pids) if pid != proc.PROC and not _own(pid)]
-    seen = snapshot(every, enough)
+    every = [pid for pid in jobs.with_peers(pids) if pid != os.getpid()]
+    seen = snapshot(every, (lambda processes, seconds: True) if once else enough)
     known = named or {}
     processes = tuple(
         replace(each, name=known[each.pid].name, waits=known[each.pid].waits) if each.pid in known else each
@@ -58,12 +62,6 @@ def examine(pids: Sequence[int], named: dict[int, Process] | None = None) -> Sna
         if pid not in seen_pids
     )
     return replace(seen, processes=processes + gone)
-
-
-def _own(pid: int) -> bool:
-    import os
-
-    return pid == os.getpid()
 
 
 def run_of(pids: Sequence[int]) -> Path | None:

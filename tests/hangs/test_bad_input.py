@@ -111,7 +111,8 @@ def test_a_page_is_escaped(tmp_path: Path) -> None:
     assert "&lt;script&gt;" in page.read_text() and "<script>" not in page.read_text()
 
 
-def test_a_report_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+def test_a_report_that_cannot_be_written_is_an_error_after_the_verdict(tmp_path: Path) -> None:
     with running(SLEEPS) as process:
+        os.kill(process.pid, signal.SIGSTOP)
         ended = clew_hang("--pid", str(process.pid), "--html", str(tmp_path / "missing" / "page.html"))
-    assert ended.returncode == 2 and "Cannot write" in ended.stderr
+    assert ended.returncode == 2 and "Cannot write" in ended.stderr and ended.stdout.startswith("stopped")
