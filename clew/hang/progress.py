@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
@@ -174,56 +174,76 @@ LONG_WAIT_S = 10.0
 """Seconds from which a wait that a process of Clew reports counts as no progress."""
 
 
+BETWEEN_RANKS = ("collective", "send", "recv", "destroy", "init", "new_group", "store")
+"""Kinds of activities in which a rank waits for others."""
+
+
 def moves(process: Process, sources: Mapping[str, str], world: int | None) -> bool:
     """Return whether the main thread makes progress.
 
     A main thread that is blocked in a collective makes progress if it was woken up. Any other one does if a counter
     advances, or if it passes lines that are not those of one polling loop.
     """
-    if _signals_pile_up(process, sources, world):
+    newest = recent(process)
+    if len(newest.looks) < 2 or newest.last.state in "TtZX" or _signals_pile_up(process, sources, world):
         return False
-    moved = moved_counters(process, sources)
-    advanced, steady = any(name.startswith("main") for name in moved), busy(process) and _goes_steadily(process)
-    ended = _tasks_end(process)
-    ever_woken = len(process.looks) > 1 and process.looks[-1].switches > process.looks[0].switches
-    process = recent(process)
-    looks = process.looks
-    if len(looks) < 2 or looks[-1].state in "TtZX":
-        return False
-    if any(wait.get("for_s", 0.0) > LONG_WAIT_S for wait in process.waits):
+    if any(wait.get("for_s", 0.0) > LONG_WAIT_S for wait in newest.waits):
         return False  # a process of Clew says itself that it only looks again and again
-    if advanced or steady or (looks[-1].written > looks[0].written and ended):
+    moved = moved_counters(process, sources)
+    if any(name.startswith("main") for name in moved) or _advances(process):
         return True
-    every = seen(process, sources, world)
-    # Its threads work for it: all that one does counts if it only joins them, else what they finish.
-    kind = every[-1].kind if every else ""
-    if moved and (kind == "thread" or (kind in ("pool", "future", "queue", "condition") and accepts(process, sources))):
+    every = seen(newest, sources, world)
+    if moved and _threads_advance(newest, every[-1:], sources):
         return True
-    if kind in ("thread", "pool", "future") and _passes_lock(process, sources, world):
+    if every and every[-1].kind in ("thread", "pool", "future") and _passes_lock(newest, sources, world):
         return True
-    woken = looks[-1].switches - looks[0].switches
-    if any(each.op == "backward" for each in every) and woken >= BACKWARD_HZ * (looks[-1].at - looks[0].at):
+    woken = newest.last.switches - newest.looks[0].switches
+    if any(each.op == "backward" for each in every) and woken >= BACKWARD_HZ * (newest.last.at - newest.looks[0].at):
         return True  # its works are within torch, and a rank that waits for one is not woken up
-    waits = ("collective", "send", "recv", "destroy", "init", "new_group", "store")
-    if every and all(each.kind in waits for each in every):
-        if len({(each.op, each.group, each.line) for each in every}) > 1:
-            return True
-        works = {_work_address(look, process.pid) for look in looks} - {0}
-        # A new work can lie where the last one lay. Only a message wakes up who waits for one.
-        messages = all(each.kind in ("send", "recv") for each in every)
-        return (woken > 0 and len(works) > 1) or (messages and woken >= 2)
-    if every and all(each.op.endswith("sendall") for each in every) and ever_woken:
+    if every and all(each.kind in BETWEEN_RANKS for each in every):
+        return _goes_through_collectives(newest, every, woken)
+    ever_woken = process.last.switches > process.looks[0].switches
+    if ever_woken and every and all(each.op.endswith("sendall") for each in every):
         return True  # it is woken up only when the other side has taken a third of a buffer, seconds apart
-    if goes_round(process, every, sources):
+    if goes_round(newest, every, sources):
         return False
-    waiting = every and not every[-1].idle_loop and all(each.kind not in ("compute", "unknown") for each in every)
-    asks = has_limit(process) or in_polling_loop(process, sources) or (waiting and every[-1].op in DATABASE)
+    if woken >= 2 and _waits_in_loop(newest, every, sources):
+        return True
+    return _passes_lines(newest, sources) or _works_in_library(newest, sources)
+
+
+def _advances(process: Process) -> bool:
+    """Return whether a number only rises or falls while it computes, or coroutines end one by one and log something."""
+    looks = recent(process).looks
+    return (busy(process) and _goes_steadily(process)) or (looks[-1].written > looks[0].written and _tasks_end(process))
+
+
+def _threads_advance(process: Process, newest: Sequence[Activity], sources: Mapping[str, str]) -> bool:
+    """Return whether threads whose counters advance work for the main thread.
+
+    All that a thread does counts if the main thread only joins it, otherwise what it finishes.
+    """
+    kind = newest[0].kind if newest else ""
+    return kind == "thread" or (kind in ("pool", "future", "queue", "condition") and accepts(process, sources))
+
+
+def _goes_through_collectives(process: Process, every: Sequence[Activity], woken: int) -> bool:
+    """Return whether a rank that is in a collective in each look was in several."""
+    if len({(each.op, each.group, each.line) for each in every}) > 1:
+        return True
+    # A new work can lie in memory where the last one lay. But only a message wakes up who waits for one.
+    works = {_work_address(look, process.pid) for look in process.looks} - {0}
+    messages = all(each.kind in ("send", "recv") for each in every)
+    return (woken > 0 and len(works) > 1) or (messages and woken >= 2)
+
+
+def _waits_in_loop(process: Process, every: Sequence[Activity], sources: Mapping[str, str]) -> bool:
+    """Return whether a loop waits, and does not poll: it passes through its call each time that it is woken up."""
+    if not every or every[-1].idle_loop or any(each.kind in ("compute", "unknown") for each in every):
+        return False
+    asks = has_limit(process) or in_polling_loop(process, sources) or every[-1].op in DATABASE
     asks = asks or any("/filelock/" in frame.file for thread in _mains_of(process) for frame in thread.frames)
-    if waiting and woken >= 2 and not asks and in_loop(process, sources):
-        return (
-            True  # woken up again and again in one call, and it is not a loop that polls: it passes through something
-        )
-    return _passes_lines(process, sources) or _works_in_library(process, sources)
+    return not asks and in_loop(process, sources)
 
 
 def _signals_pile_up(process: Process, sources: Mapping[str, str], world: int | None) -> bool:
