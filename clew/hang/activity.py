@@ -73,7 +73,8 @@ LIBRARY = (
     (r"/threading\.py$", "wait|wait_for|acquire|__enter__", "condition"),
     (r"filelock/", "", "file"),
 )  # fmt: skip
-"""Patterns of library frames: file, function, kind of wait. The first that any frame fits wins."""
+"""Patterns of library frames: file, whole name of the function ("" for any), kind of wait. The first that fits any
+frame wins, so special cases stand before general ones: a queue of multiprocessing also has frames of a connection."""
 JOBS = {"_worker": "concurrent/futures/thread.py", "_run_function": "torch/distributed/rpc/internal.py"}
 """Functions that run what another thread or rank has asked for, and their files."""
 UNBLOCKED = ("compute", "unknown")
@@ -106,6 +107,7 @@ class Activity:
     branch: str = ""
     """Branch of a rank that the line is in; see `source.branch_of_rank`."""
     cleanup: str = ""
+    """Cleanup that the line belongs to, see `source.in_cleanup`, or "destroy" for destroy_process_group; else empty."""
     in_loop: bool = False
     """True if an event loop runs this code: it blocks everything else on that loop."""
     idle_loop: bool = False
@@ -161,6 +163,8 @@ def activity_of(process: Process, thread: Thread, sources: Mapping[str, str], wo
         text=line_of(text, user.line),
         branch=next((b for f in frames if (b := source.branch_of_rank(sources.get(f.file, ""), f.line))), ""),
         cleanup=next((word for f in frames if (word := source.in_cleanup(sources.get(f.file, ""), f.line))), ""),
+        # asyncio's loop has Python frames. uvloop's has none: only asyncio/runners.py is there, as the innermost frame
+        # while the loop is idle, and further out while it runs the user's code.
         in_loop=(
             any(f.file.endswith("asyncio/events.py") and f.name == "_run" for f in frames)
             and any(f.file.endswith(("asyncio/base_events.py", "uvloop/__init__.py")) for f in frames)
@@ -184,7 +188,8 @@ def activity_of(process: Process, thread: Thread, sources: Mapping[str, str], wo
     if thread.task:
         return _coroutine(base, thread, user, text)
     names = names_for(process, frames, text, world)
-    if importing(thread):  # a library that loads a module on first use, as DDP does, is in no call of its own yet
+    # DDP, for example, imports modules on first use: its frames are on the stack then, but no collective has begun.
+    if importing(thread):
         return _native(base, frames, user, text, process, thread, sources, names, main=main)
     return (
         _distributed(base, frames, user, sources, names, process)
@@ -247,7 +252,7 @@ def names_for(process: Process, frames: tuple[Frame, ...], text: str, world: int
         names["rank"] = process.rank
     if world is not None:
         names |= {"world_size": world, "world": world, "WORLD_SIZE": world}
-    for frame in reversed(frames):
+    for frame in reversed(frames):  # the outermost first, so that an inner local hides an outer one of the same name
         if not installed(frame.file):
             names |= {k: int(v) for k, v in frame.locals.items() if re.fullmatch(r"-?\d{1,9}", v)}
     return names
@@ -257,6 +262,7 @@ def _distributed(
     base: Activity, frames: tuple[Frame, ...], user: Frame, sources: Mapping[str, str], names: dict[str, Any],
     process: Process,
 ) -> Activity | None:  # fmt: skip
+    """Return the operation of torch.distributed that a thread is in, or None."""
     inside = frames[: frames.index(user)] if user in frames else frames
     c10d = [frame for frame in inside if frame.file.endswith(C10D)]
     every = {frame.name for frame in inside}
@@ -268,7 +274,7 @@ def _distributed(
         return replace(base, kind="destroy", op="destroy_process_group", cleanup=base.cleanup or "destroy")
     named = [frame for frame in c10d if frame.name in COLLECTIVES | POINT_TO_POINT]
     if named:
-        outer = named[-1]
+        outer = named[-1]  # the call that the user made: all_gather_object, for example, calls all_gather
         group, members = group_in_memory(outer, process) or group_of(outer, frames, sources, names)
         found = replace(base, op=outer.name, group=group, members=members, shape=shape_in(outer))
         if outer.name in POINT_TO_POINT:
@@ -281,6 +287,7 @@ def _distributed(
         return replace(found, kind="collective", root=next((each for each in roots if each.isdigit()), ""))
     if any("p2p" in frame.name and "/distributed/pipelining/" in frame.file for frame in inside):
         return replace(base, kind="recv", op="batch_isend_irecv", group="world")
+    # DDP starts its collectives from C++, within the backward pass: no Python frame names them.
     if "_engine_run_backward" in every and any("torch/nn/parallel" in f.file or "fsdp" in f.file for f in frames):
         return replace(base, kind="collective", op="backward", group="world")
     for frame in inside:
@@ -337,6 +344,8 @@ def group_of(
     address = frame.addresses.get("group", 0)
     if call is None and frame.locals.get("group") == "None":
         return "world", None
+    # The source may make the group under another name than the one that is passed. Variables of the callers that hold
+    # the same object are its other names.
     aliases = [source.dotted(passed)] if passed is not None else []
     for each in callers:
         aliases += [name for name, at in each.addresses.items() if at == address and name not in aliases]
@@ -425,7 +434,8 @@ def _native(
                 return replace(base, kind="store", target=owner, op=last)
             if last == "destroy_process_group":
                 return replace(base, kind="destroy", op=last, cleanup=base.cleanup or "destroy")
-    # Where it sleeps was read after the last look. A thread that ran in this look was not there yet.
+    # `waits_in` is of the main thread, and was read once, after the last look. So it says nothing about other threads,
+    # nor about a main thread that was still running in this look.
     kernel = KERNEL.get(process.waits_in, "") if main and process.last.state != "R" else ""
     if kernel == "sleep" or not thread.active:
         for name, _ in called:
@@ -434,6 +444,7 @@ def _native(
             kind = BLOCKED_CALLS.get(last)
             if kind and (kernel in ("", kind) or kind in ("network", "pipe", "file")):
                 return replace(base, kind=kind, op=name, target=name.rpartition(".")[0])
+    # `with lock:` acquires in C, without a Python frame. What shows it is a line with `with` and a futex in the kernel.
     entered = entered_at(text, user.line)
     if entered and not thread.active and process.waits_in.startswith("futex"):
         return replace(base, kind="lock", op="with", target=entered)
@@ -458,6 +469,7 @@ def _work(
 ) -> Activity | None:
     """Return the operation behind `work.wait()`: the call that made the work, by its name in the source."""
     name = source.dotted(call.func).removesuffix(".wait")
+    # Follow names back through assignments, as from w.wait() over w = works[-1] to works.append(dist.isend(...)).
     chain, seen = [name.removesuffix("()").removesuffix("[]")], set[str]()
     made: list[ast.Call] = []
     while chain and not made:
@@ -512,7 +524,7 @@ def enclosing_function(text: str, line: int) -> ast.AST | None:
 def activities(process: Process, sources: Mapping[str, str], world: int | None) -> list[Activity]:
     """Return what the threads of a process are doing, the one that matters first.
 
-    That is the main thread, unless it only waits for another thread that is in a collective or computes.
+    That is the main thread, unless it only waits and another thread is in an operation of torch.distributed.
     """
     threads = sorted(process.threads, key=lambda thread: thread.os_id != process.pid)
     every = [activity_of(process, thread, sources, world) for thread in threads]

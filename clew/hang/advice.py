@@ -32,6 +32,7 @@ RESTART = {
     "external wait": MAYBE,
     "event loop blocked": AGAIN,
 }
+"""Sentence for each pattern that says whether the job would hang again after a restart."""
 STANDS = (
     "missing rank", "lock or I/O", "data loading", "cpu", "external wait", "rollout blocked", "event loop blocked",
 )  # fmt: skip
@@ -90,7 +91,7 @@ def _runner_up(verdict: Verdict, actors: Sequence[Actor]) -> str:
 
 
 def _next(verdict: Verdict, actors: Sequence[Actor]) -> str:
-    """Return a command, or what else leads on from a verdict."""
+    """Return the next step after a verdict: a command, or a sentence."""
     pids = " ".join(map(str, verdict.pids))
     first = verdict.pids[0] if verdict.pids else 0
     if verdict.pattern in APART and (script := _script(actors)):

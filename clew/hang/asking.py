@@ -21,7 +21,7 @@ PATIENCE_S = 1.0
 def with_tasks(snapshot: Snapshot, status: Path) -> Snapshot:
     """Return a snapshot of a run with the asyncio tasks of its processes on this machine.
 
-    Ask after a process was watched: the signal wakes it up.
+    Call this after the processes were watched: the signal wakes them up, which would look like progress.
 
     Args:
         status: The run's folder of status files, to which the processes answer.

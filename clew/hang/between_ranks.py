@@ -50,7 +50,7 @@ def missing_ranks(ranks: list[Actor], missing: list[int], gone: str) -> Verdict 
 
 
 def _other_address(ranks: list[Actor]) -> Verdict | None:
-    """Judge ranks that look elsewhere for the store than where rank 0 holds it. Some may have found it already."""
+    """Judge ranks that look for the store at another address than rank 0. Ranks that have found it do not count."""
     looking = [actor for actor in ranks if _meeting_point(actor)]
     at = next((_meeting_point(actor) for actor in looking if actor.rank == 0), "")
     odd = [actor for actor in looking if _meeting_point(actor) != at]
@@ -72,7 +72,7 @@ def _other_groups(ranks: list[Actor]) -> Verdict | None:
     why = (
         f"All ranks are in new_group, but they make different groups: {said}. torch counts the groups that each rank "
         f"has made, so some ranks have called new_group more often than others. Every rank has to call it for every "
-        f"group, and for those without it, too."
+        f"group, also for groups that it does not belong to."
     )
     found = verdict_about("initialisation", odd, why, ranks)
     sites = tuple(sorted({a.activity.site for a in ranks}))
@@ -146,7 +146,7 @@ def same_everywhere(ranks: list[Actor]) -> Verdict:
 
 
 def two_threads(ranks: Sequence[Actor]) -> Verdict | None:
-    """Judge ranks of which two threads are in different collectives of one group: chance decides their order."""
+    """Judge ranks with two threads in different collectives of one group: chance decides which comes first."""
     crossing: dict[int, list[Activity]] = {}
     for actor in ranks:
         inside = [t for t in actor.threads if t.kind == "collective" and key_of(t) == key_of(actor.activity)]
@@ -169,7 +169,7 @@ def _other_roots(ranks: list[Actor], elsewhere: Sequence[Actor] = ()) -> Verdict
 
     Args:
         ranks: The ranks that are in it.
-        elsewhere: Ranks that have left it, as one may that only had to send.
+        elsewhere: Ranks that have left it: one that only sends does not wait for the others.
     """
     roots = Counter(a.activity.root for a in ranks)
     if len(roots) < 2:
@@ -255,7 +255,7 @@ def cycle(culprits: list[Actor], waiters: list[Actor], sources: Mapping[str, str
             "One side expects a message that the other does not send (or the reverse): the other side has gone on to "
             f"another operation. The numbers of micro-batches may differ. {told}"
         )
-        # Those whose message is awaited by a rank, or that await it from one, which is in another operation.
+        # `gone`: ranks in another operation. At fault are they, and those whose peer is one of them or is not known.
         gone = {a.rank for a in culprits if a.activity.kind not in MESSAGES}
         waiting = [a for a in culprits if a.activity.kind in MESSAGES and gone & set(a.activity.peers)]
         if len(gone) == 1 and len(waiting) > 1:  # several await a message of one rank: it left them
@@ -284,7 +284,10 @@ def cycle(culprits: list[Actor], waiters: list[Actor], sources: Mapping[str, str
 
 
 def _callers(ranks: Sequence[Actor]) -> dict[int | None, Frame]:
-    """Return who has called, on each rank, the line in which all of these ranks are; empty if the callers are alike."""
+    """Return the frame of each rank, at the first level where the callers of their common line differ.
+
+    Empty if the ranks are at different lines, or if all of their callers are equal.
+    """
     stacks = [own_frames(a) for a in ranks]
     for depth, level in enumerate(zip(*stacks, strict=False)):
         if len({(frame.file, frame.line) for frame in level}) > 1:
@@ -298,6 +301,7 @@ def _site(frame: Frame) -> str:
 
 def _left_a_loop(ranks: Sequence[Actor], sources: Mapping[str, str]) -> tuple[list[Actor], str] | None:
     """Return the fewer ranks, of those behind a loop of the user's and those still in it, and words about them."""
+    # From the outermost frame inwards, to the first in which some ranks are in a loop and the others are past it.
     for level in zip(*(reversed(own_frames(a)) for a in ranks), strict=False):
         text = sources.get(level[0].file, "")
         loops = [outermost_loop(text, frame.line) for frame in level]
@@ -331,7 +335,8 @@ def _left(one: Actor, waiting: list[Actor], everyone: list[Actor]) -> Verdict:
 def _one_deviates(culprits: Sequence[Actor]) -> bool:
     """Return whether most ranks are in one collective, and only the others left the common path.
 
-    One of four or more deviates in any case. Else every rank has to belong to both groups, so that all could have met.
+    One rank against three or more deviates in any case. Otherwise every rank must belong to both groups: only then
+    could all of them have met.
     """
     counts = Counter((key_of(a.activity), a.activity.op) for a in culprits)
     if len(counts) != 2 or len(set(counts.values())) == 1:

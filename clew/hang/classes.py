@@ -1,4 +1,4 @@
-"""Merges stacks into classes with rank ranges. Merging is associative: nodes can merge before they send."""
+"""Groups processes with equal stacks into classes, and writes numbers of ranks as ranges, such as 0-3, 7."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def _thread(value: dict) -> Thread:
         )
         for each in value["frames"]
     )
-    # What called the fork is the parent's: it will never run here.
+    # Frames outside of a fork are copies of the parent's: this process will never return to them.
     names = [(frame.name, PurePath(frame.file).name) for frame in frames]
     forked = (n for n in range(1, len(frames)) if names[n - 1 : n + 1] == FORKED)
     frames = frames[: next(forked, len(frames))]
@@ -128,7 +128,7 @@ def look_at(pid: int, program: str) -> Look:
                 error = str(reason)
                 continue
             if any(thread.frames for thread in threads) or attempt == TRIES - 1:
-                inner = proc.pid_within(pid)
+                inner = proc.pid_within(pid)  # in a container, py-spy names the main thread by its number inside
                 threads = tuple(replace(each, os_id=pid) if each.os_id == inner else each for each in threads)
                 loops = any("asyncio" in frame.file for thread in threads for frame in thread.frames)
                 return replace(look, threads=with_numbers(pid, threads + (tasks_of(pid) if loops else ())))
@@ -221,6 +221,8 @@ def _with_waits(process: Process, machine: dict[str, tuple[str, int, int]], lock
     of_others = {file for pid, file, has in locks if has and pid != process.pid}
     if of_others:
         of_others &= proc.open_files_of(process.pid)
+    # /proc/locks names who waits in flock(), but not who tries again and again, as SQLite and filelock do. Then each
+    # open file that others have locked may be the one.
     awaited = {file for pid, file, has in locks if not has and pid == process.pid}
     return replace(
         process,
@@ -242,6 +244,7 @@ def _with_waits(process: Process, machine: dict[str, tuple[str, int, int]], lock
 def unseen_ranks(processes: Sequence[Process]) -> tuple[int, ...]:
     """Return the ranks on nodes of which no process was seen, as far as the launcher says how many each node has."""
     world = max((process.world or 0 for process in processes), default=0)
+    # Launchers number the ranks node by node, so a node's ranks are one block of `local_world` numbers.
     blocks = {(p.rank // p.local_world, p.local_world) for p in processes if p.rank is not None and p.local_world}
     if not blocks:
         return ()

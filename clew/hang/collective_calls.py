@@ -16,7 +16,7 @@ from clew.hang.verdict import Actor
 def parting(ranks: Sequence[Actor]) -> tuple[list[Actor], str] | None:
     """Return the ranks that left the common path of calls, and a sentence that says at which call.
 
-    Ranks may go on for long after that: gloo takes calls together that only have the same number and as many bytes.
+    Ranks may run on for long after that: gloo pairs calls by their number and size in bytes alone.
 
     Returns:
         None if the calls on record are the same. All ranks if no call is that of the majority.

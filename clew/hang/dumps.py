@@ -116,6 +116,7 @@ class Merge:
             self._offset += APART
             processes = tuple(renumbered(process, self._offset) for process in processes)
             pids = _pids(processes)
+        # A report that was merged before has shifted pids itself: the next shift has to lie above them.
         self._offset = max(self._offset, max(pids, default=0) // APART * APART)
         self._pids |= pids
         return processes

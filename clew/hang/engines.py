@@ -14,6 +14,7 @@ ANSWER_S = 1.0
 """Time limit in seconds for each answer: a server whose event loop is blocked gives none."""
 BETWEEN_S = 0.5
 SERVERS = re.compile(r"http/server\.py$|socketserver\.py$|/(uvicorn|aiohttp|hypercorn|starlette|fastapi|vllm|sglang)/")
+"""Files in the stacks of HTTP servers. No other process that listens is asked anything."""
 COUNTERS = re.compile(r"^(\w*tokens?_total\S*|\w*requests?\w*_total\S*|\w*_success_total\S*)\s+([\d.eE+]+)", re.M)
 
 

@@ -28,10 +28,11 @@ def enough(processes: Sequence[Process], seconds: float) -> bool:
         return False
     if all(each.last.error.startswith(UNREADABLE) for each in processes):
         return True  # no later look can read more
-    # The kernel's word decides later too: without it, a process could be judged otherwise than it is in the end.
+    # The final verdict also uses the kernel function in which a process sleeps. Without it, the two could differ.
     processes = [replace(each, waits_in=proc.blocked_in(each.pid)[0]) for each in processes]
     verdict = judge(Snapshot(processes=tuple(processes), seconds=seconds, sources=sources_of(processes)))
-    # What moved two seconds ago may stand still now, and a loop that spins can look like one that advances.
+    # A healthy job is watched for half of WATCH_S, and must then look healthy in the newest looks alone: what moved two
+    # seconds ago may stand still now.
     if verdict.pattern not in SOUND or seconds <= WATCH_S / 2:
         return verdict.structural
     newest = tuple(replace(process, looks=process.looks[-4:]) for process in processes)

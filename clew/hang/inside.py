@@ -96,6 +96,7 @@ def tasks(memory: Memory) -> Iterator[Thread]:
             frames = tuple(coroutine_frames(memory, memory.word(task + place["coroutine"])))
             kind = memory.type_name(waiter) if waiter else ""
             ended = "" if state == 0 else memory.type_name(error) if error else "done"
+            # Skip tasks that ended without an error, and one that runs now: its frames are those of the thread.
             if ended in ("", "done") and (state or not frames):
                 continue
             yield Thread(name=f"task {name}", os_id=0, task=True, ended=ended, waiter=kind, frames=frames, at=task)
@@ -117,7 +118,7 @@ def coroutine_frames(memory: Memory, address: int) -> list[Frame]:
         if top <= 0:  # it runs now, or has ended: then its frames are those of a thread, or gone
             return []
         found.append(_frame(memory, address))
-        address = memory.word(address + place["locals"] + 8 * (top - 1))
+        address = memory.word(address + place["locals"] + 8 * (top - 1))  # it awaits what is on top of its stack
         if not address:
             break
     return found[::-1]
@@ -147,7 +148,12 @@ def _frame(memory: Memory, coroutine: int) -> Frame:
 
 
 def line_of(table: bytes, first: int, instruction: int) -> int:
-    """Return the line of an instruction from a code object's table of locations (PEP 626, as of CPython 3.11)."""
+    """Return the line of an instruction from a code object's table of locations.
+
+    CPython 3.11 and 3.12 describe the table in Objects/locations.md.
+    """
+    # The code of an entry: 0-9 stay on the line, 10-12 go down by 0-2, 13-14 by a signed varint, 15 has no line. The
+    # first byte of each entry has bit 7 set.
     line, offset, at = first, 0, 0
     while at < len(table):
         head = table[at]
@@ -196,7 +202,11 @@ def groups(memory: Memory) -> tuple[Group, ...]:
 
 
 def _own_rank(memory: Memory, group: int, size: int) -> int | None:
-    """Return this process's number in a group: two numbers beside each other in torch's C++ object."""
+    """Return this process's number in a group, or None if it is not found.
+
+    torch's C++ object has rank_ and size_ beside each other, behind the pointer store_. Their place differs between
+    versions of torch, so it is searched for.
+    """
     with suppress(Unreadable):
         pointer = memory.word(group + 16)
         for offset in range(16, 64, 4):
@@ -233,6 +243,8 @@ def children(memory: Memory) -> Iterator[tuple[int, str, int]]:
 
 def shape_of(memory: Memory, tensor: int) -> list[int]:
     """Return the sizes of a contiguous tensor: in torch's C++ object they stand before strides that fit them."""
+    # torch's SizesAndStrides: the number of dimensions, room for 5 sizes, room for 5 strides; the number of elements
+    # comes later. Where all this lies differs between versions of torch.
     for holder in (16, 24):
         with suppress(Unreadable):
             data = memory.bytes_at(memory.word(tensor + holder), 256)

@@ -23,7 +23,11 @@ REAPED_S = 1.0
 
 
 def judge(snapshot: Snapshot) -> Verdict:
-    """Return the verdict about a snapshot, in the order: coverage, progress, initialisation, cleanup, graph, cause."""
+    """Return the verdict about a snapshot: that of the first check that finds something.
+
+    Stopped processes, servers that nobody asks, progress, missing ranks and initialisation are checked before the graph
+    of waits: they are simpler facts, from which the waits of other processes follow.
+    """
     actors = actors_of(snapshot)
     live = [actor for actor in actors if actor.role not in ("launcher", "idle") and not _waited_for(actor, actors)]
     ranks = [actor for actor in live if actor.rank is not None]
@@ -51,7 +55,7 @@ def judge(snapshot: Snapshot) -> Verdict:
 
 
 def _waited_for(actor: Actor, actors: list[Actor]) -> bool:
-    """Return whether a program has ended and its parent goes on, or is about to: the next one was not seen."""
+    """Return whether a process has just ended, and its parent, which waits for it, is about to go on."""
     parent = next((each for each in actors if each.pid == actor.process.parent), None)
     last = actor.process.last
     ended = next((look.at for look in actor.process.looks if look.state in "ZX"), last.at)
@@ -85,6 +89,7 @@ def _mains(live: list[Actor], ranks: list[Actor]) -> list[Actor]:
     workers = [a for a in live if not _is_server(a) and a.role == "other" and not a.dead] or live
     pids = {a.pid for a in workers}
     roots = [a for a in workers if a.process.parent not in pids]
+    # A main process that only waits for its children shows no progress of its own: look at the children instead.
     while len(roots) < len(workers) and roots and all(_supervises(a, workers) for a in roots):
         parents = {a.pid for a in roots}
         roots = [a for a in workers if a.process.parent in parents]
@@ -172,7 +177,10 @@ def _by_graph(live: list[Actor], ranks: list[Actor], snapshot: Snapshot) -> Verd
 
 
 def _unless_ready(verdict: Verdict, ranks: list[Actor]) -> Verdict:
-    """Have ranks watched longer of which one could run, but got no core: it may be about to leave the collective."""
+    """Return the verdict, not structural if a rank could run but got no core: it may be about to leave the collective.
+
+    Then the ranks are watched for longer.
+    """
     ready = any(a.process.last.state == "R" for a in ranks)
     return replace(verdict, structural=verdict.structural and not ready)
 

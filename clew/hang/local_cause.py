@@ -31,7 +31,7 @@ FILE_CALLS = re.compile(r"exists|is_file|isfile|is_dir|isdir|glob|stat\(|listdir
 NUMERIC = {"numpy", "torch", "scipy", "sklearn", "pandas"}
 """Libraries whose calls compute, and end by themselves."""
 WRITES = 1 << 16
-"""Bytes a second from which what a program writes is its work, and no log of its waiting."""
+"""Bytes per second from which the output of a program counts as its work, and not as a log of its waiting."""
 LEAST_CPU = 0.05
 """Share of a core below which a process that seems to compute may be blocked in native code."""
 
@@ -71,7 +71,7 @@ def local_cause(sink: Sink) -> Verdict:
 
 
 def _own_waits(sink: Sink) -> Verdict | None:
-    """Name what a process of Clew itself reports that it waits for."""
+    """Give the wait that a process of Clew has reported itself."""
     if not sink.one.process.waits or sink.one.dead:
         return None
     wait = sink.one.process.waits[0]
@@ -99,6 +99,7 @@ def _blocked_loop(sink: Sink) -> Verdict | None:
 
 def refuses(live: list[Actor], snapshot: Snapshot) -> tuple[Actor, str] | None:
     """Return the process that rejects everything, and its counter; None if any work of the job is finished."""
+    # Rejecting everything is a fault only if somebody waits for what is accepted.
     asks = len(live) == 1 or any(not a.moving and a.activity.kind in (*TO_OTHERS, "sleep", *DISTRIBUTED) for a in live)
     if not asks or any(accepts(a.process, snapshot.sources) for a in live):
         return None
@@ -143,7 +144,7 @@ def _pipe_kept_open(sink: Sink) -> Verdict | None:
 
 
 def _joined_too_early(sink: Sink) -> Verdict | None:
-    """Find a process that waits for the end of another one, which has to be rid of the items of its queue first."""
+    """Find a process that joins a child before it has read the child's queue. Until then, the child cannot end."""
     for child in (a for a in sink.live if not a.moving):
         frames = (frame for thread in child.process.threads for frame in thread.frames)
         by = next((a for a in sink.live if a.pid == child.process.parent and a.activity.kind == "process"), None)
@@ -244,11 +245,11 @@ def _store(sink: Sink) -> Verdict | None:
     if sink.act.kind != "store":
         return None
     others = [a for a in sink.live if a.rank is not None and a not in sink.culprits]
-    # Ranks that wait for this one themselves cannot set the key: it asks for one that does not exist.
-    alike = ("store", sink.act.site)  # ranks that wait for it, too
+    alike = ("store", sink.act.site)  # ranks that wait for the same key
     others = [a for a in others if (a.activity.kind, a.activity.site) != alike]
     waiting = [a for a in others if a in sink.blocked_ranks and a.activity.kind != "store"]
     asking = [a for a in sink.live if a.rank is not None and a not in others]
+    # If all other ranks wait for those that ask, nobody is left to set the key: they ask for one that does not exist.
     blamed = asking if len(waiting) == len(others) else others
     why = f"{sink.one.says}: no other rank sets this key."
     why += f" Ranks {names(asking)} all wait for it." if len(asking) > 1 else _waiting(sink)
@@ -370,7 +371,8 @@ def _computing(sink: Sink) -> Verdict | None:
     """Judge a process that computes at one place for the whole time of watching."""
     if sink.act.kind != "compute":
         return None
-    # Counters of threads other than the main one begin with the thread's number; those with a ~ show no progress.
+    # Only counters of other threads than the main one count here: their names begin with the thread's number. Those
+    # marked with ~ show no progress (see `progress._counters`).
     places = (name.partition(":")[0] for name in moved_counters(sink.one.process, sink.snapshot.sources))
     if sink.act.thread != "MainThread" and any(place[0].isdigit() and "~" not in place for place in places):
         how = pace(sink.one.process, sink.snapshot.sources)
@@ -402,7 +404,7 @@ def _computing(sink: Sink) -> Verdict | None:
 
 
 def device(sink: Sink) -> Verdict | None:
-    """Judge a wait for a GPU: what a GPU does, no stack of Python shows."""
+    """Judge a wait for a GPU. It stays undetermined, because no Python stack shows what a GPU does."""
     waiting = [a for a in sink.culprits if a.activity.kind == "device"]
     if not waiting:
         return None
@@ -427,7 +429,7 @@ def _threads_poll(sink: Sink) -> Verdict | None:
     if sink.act not in polling or len({each.site for each in polling}) < 2 or sink.one.rank is not None:
         return None
     told = ", ".join(f"{each.thread} at {each.site}" for each in polling[:4])
-    why = f"Threads of {sink.one.process.label} ask again and again, each for what another one has: {told}."
+    why = f"Threads of {sink.one.process.label} ask again and again, each for what another thread should bring: {told}."
     found = verdict_about("rollout blocked", [sink.one], why, sink.live, cause="sleep", confidence="medium")
     return replace(found, sites=tuple(sorted({each.site for each in polling})))
 
@@ -508,7 +510,11 @@ def _blocked(sink: Sink) -> Verdict | None:
 
 
 def lock_holders(actor: Actor, sink: Sink) -> dict[str, str]:
-    """Return words about threads that are inside a `with` of a lock of this name, and where each other one is now."""
+    """Return sentences about threads of a process that are inside `with` of the lock for which the culprit waits.
+
+    Returns:
+        The place where the thread is now, by sentence; "" for the thread that waits itself.
+    """
     found: dict[str, str] = {}
     for thread in actor.process.threads:
         for frame in (each for each in thread.frames if not installed(each.file)):
@@ -560,4 +566,7 @@ RULES: tuple[Callable[[Sink], Verdict | None], ...] = (
     _own_waits, _slow, locked_file, _cleaned_up, _store, _unexplained, _loader, _silent_server, _outside, _retrying,
     device, _computing, _both_poll, _threads_poll, _polling, _one_at_a_time, _lost_task, _blocked,
 )  # fmt: skip
-"""Rules in the order in which they are asked: the first that answers is right. `_blocked` always answers."""
+"""Rules in the order in which they are asked: the first that answers is right, so facts stand before guesses.
+
+Rules after `_unexplained` can rely on a kind that `LOCAL` has. `_blocked` always answers.
+"""

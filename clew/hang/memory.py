@@ -34,7 +34,7 @@ def layout_of(program: str) -> dict[str, Any] | None:
     """Return the offsets that a Python program finds in itself; None if it is of an unknown version."""
     script = Path(__file__).with_name("layout.py")
     try:
-        # It is started with the rights of who asks, so it must not be a program that another user could change.
+        # The program is started with the rights of the caller, so another user must not be able to replace it.
         if "python" not in Path(program).name or Path(program).stat().st_uid not in (0, os.getuid()):
             return None
         ended = subprocess.run(
@@ -102,6 +102,7 @@ class Memory:
 
     def type_name(self, address: int) -> str:
         """Return the name of an object's class, without its module."""
+        # Offsets that 3.11 and 3.12 share are written out: an object's class is at 8, a class's tp_name at 24.
         name = self.bytes_at(self.word(self.word(address + 8) + 24), 80)
         return name.partition(b"\0")[0].decode(errors="replace").rpartition(".")[2]
 
@@ -117,6 +118,7 @@ class Memory:
 
     def integer(self, address: int) -> int:
         """Return an int of up to 60 bits."""
+        # 3.12 has the number of digits above three tag bits, whose value 2 means negative. 3.11 has it signed.
         tag = int.from_bytes(self.bytes_at(address + 16, 8), "little", signed=True)
         digits = tag >> 3 if self.new else abs(tag)
         negative = (tag & 3) == 2 if self.new else tag < 0
@@ -149,7 +151,7 @@ class Memory:
         used = self.count(keys + 24)
         start = keys + 32 + (1 << min(index_bytes, 24))
         for n in range(used):
-            if kind:
+            if kind:  # only strings as keys: entries without the hash
                 key, value = self.word(start + 16 * n), self.word(start + 16 * n + 8)
             else:
                 key, value = self.word(start + 24 * n + 8), self.word(start + 24 * n + 16)
@@ -166,6 +168,7 @@ class Memory:
         """Return the addresses of an instance's attributes by name; of a class without them, none."""
         if not self.word(self.word(address + 8) + 168) & MANAGED:
             return {}
+        # 3.12 has one word before the object: the values if it is odd, else a dict. 3.11 has a word for each.
         if self.new:
             tagged = self.word(address - 24)
             values, own = (tagged + 1, 0) if tagged & 1 else (0, tagged)

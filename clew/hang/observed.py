@@ -57,7 +57,7 @@ class Group:
     """"world" for the default group."""
     members: tuple[int, ...]
     rank: int | None = None
-    """Rank of this process among all, as this group says it."""
+    """Global rank of this process, read in this group; None if it was not found."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,7 +47,7 @@ def exit_of(pid: int) -> str:
     """Return how a process that its parent has not waited for has ended; empty if it lives or is gone."""
     with suppress(OSError, ValueError):
         fields = (PROC / str(pid) / "stat").read_text().rpartition(") ")[2].split()
-        status = int(fields[49])
+        status = int(fields[49])  # field 52 of proc(5), in the form of wait(2): `fields` begins with field 3
         if fields[0] in "ZX":
             killed = status & 0x7F
             return f"by signal {killed}" if killed else f"with exit code {status >> 8}"
@@ -165,6 +165,7 @@ def locks_of_machine() -> list[tuple[int, int, bool]]:
     found = []
     with suppress(OSError, ValueError, IndexError):
         for line in (PROC / "locks").read_text().splitlines():
+            # 1: -> FLOCK  ADVISORY  WRITE 4711 08:02:1835 0 EOF; the arrow marks one that waits
             words = [word for word in line.split()[1:] if word != "->"]
             found.append((int(words[3]), int(words[4].rpartition(":")[2]), "->" not in line))
     return found

@@ -26,9 +26,11 @@ SPINNING = 0.3
 BACKWARD_HZ = 3.0
 """Wake-ups a second from which a rank in the backward pass of DDP makes progress: 200 in training, 0 in a hang."""
 STEADY_LOOKS = 5
-"""Least number of looks in which a number that only rises, or only falls, shows progress: chance gives 2 of 120."""
+"""Minimum number of looks for a number that only rises, or only falls, to show progress. Of the 120 orders of five
+numbers, only 2 rise or fall throughout."""
 RECENT_S = 1.5
-"""Seconds, or half of the watched time if that is longer, in which a process has to move: earlier it may have begun."""
+"""Last seconds in which a process has to move; half of the watched time if that is longer. What moved earlier may hang
+by now."""
 
 
 def recent(process: Process) -> Process:
@@ -42,7 +44,7 @@ def recent(process: Process) -> Process:
 
 
 def without_torn(process: Process) -> Process:
-    """Return the process without stacks that were read while it ran and that lack their outer frames."""
+    """Return the process without torn stacks: read while it ran, they lack their outer frames."""
     bottoms = [(t.frames[-1].file, t.frames[-1].function) for t in _mains_of(process)]
     if len(set(bottoms)) < 2:
         return process
@@ -69,6 +71,7 @@ def moved_counters(process: Process, sources: Mapping[str, str]) -> dict[str, tu
     for name in first.keys() & last.keys():
         values = [each[name] for each in [first, *middle, last] if name in each]
         in_while = name.partition(":")[0].endswith("~")
+        # In a `while`, two looks can differ by chance: its numbers must only grow, and take three values if it is busy.
         enough = 3 if in_while and busy(process) else 2
         if len(set(values)) >= enough and (values == sorted(values) or not in_while):
             found[name] = (values[0], values[-1])
@@ -76,6 +79,11 @@ def moved_counters(process: Process, sources: Mapping[str, str]) -> dict[str, tu
 
 
 def _counters(look: Look, process: Process, sources: Mapping[str, str]) -> dict[str, int]:
+    """Return the integers in the user's frames by names such as main~:0:train.step.
+
+    A name has the thread ("main", or its number), the address of a list after @, the mark ~ (see below), the depth of
+    the frame, the function and the variable. Several functions take it apart.
+    """
     found: dict[str, int] = {}
     own = busy(process) and own_code_only(process)
     for thread in look.threads:
@@ -188,7 +196,7 @@ def moves(process: Process, sources: Mapping[str, str], world: int | None) -> bo
     if len(newest.looks) < 2 or newest.last.state in "TtZX" or _signals_pile_up(process, sources, world):
         return False
     if any(wait.get("for_s", 0.0) > LONG_WAIT_S for wait in newest.waits):
-        return False  # a process of Clew says itself that it only looks again and again
+        return False  # a process of Clew reports that it has been in one wait for long, while it polls
     moved = moved_counters(process, sources)
     if any(name.startswith("main") for name in moved) or _advances(process):
         return True
@@ -199,7 +207,7 @@ def moves(process: Process, sources: Mapping[str, str], world: int | None) -> bo
         return True
     woken = newest.last.switches - newest.looks[0].switches
     if any(each.op == "backward" for each in every) and woken >= BACKWARD_HZ * (newest.last.at - newest.looks[0].at):
-        return True  # its works are within torch, and a rank that waits for one is not woken up
+        return True  # the work that it waits for is within torch and has no address here; in a hang nothing wakes it up
     if every and all(each.kind in BETWEEN_RANKS for each in every):
         return _goes_through_collectives(newest, every, woken)
     ever_woken = process.last.switches > process.looks[0].switches
@@ -231,7 +239,8 @@ def _goes_through_collectives(process: Process, every: Sequence[Activity], woken
     """Return whether a rank that is in a collective in each look was in several."""
     if len({(each.op, each.group, each.line) for each in every}) > 1:
         return True
-    # A new work can lie in memory where the last one lay. But only a message wakes up who waits for one.
+    # Another address is another work, but a new work can get the address of the last one. For messages being woken up
+    # twice is enough: nothing but a message wakes up a rank that waits for one.
     works = {_work_address(look, process.pid) for look in process.looks} - {0}
     messages = all(each.kind in ("send", "recv") for each in every)
     return (woken > 0 and len(works) > 1) or (messages and woken >= 2)
@@ -398,7 +407,7 @@ def _passes_lines(process: Process, sources: Mapping[str, str]) -> bool:
     if len({(file, function) for file, function, _ in differing}) > 1:
         if at == 0:
             return True
-        differing = [place[-at] for place in found]
+        differing = [place[-at] for place in found]  # other functions: compare the lines of their common caller
     outer = [source.outermost_loop(sources.get(file, ""), line) for file, _, line in differing]
     if isinstance(outer[0], ast.While) and all(loop is outer[0] for loop in outer) and busy(process):
         return False  # Lines of one `while` that is busy, and nothing in it advances: it goes round.

@@ -27,7 +27,11 @@ class Reducer:
     """Takes processes one by one, and keeps the representatives."""
 
     def __init__(self, sources: Mapping[str, str] | None = None) -> None:
-        """Begin with none. sources: text of the source files in the stacks, which say who belongs to a group."""
+        """Begin without processes.
+
+        Args:
+            sources: Text of the source files in the stacks, which say who belongs to a group.
+        """
         self._sources = sources or {}
         self._kept: dict[Hashable, list[Process]] = {}
         self._alike: dict[Hashable, list[tuple[int, int, str]]] = {}
@@ -76,10 +80,11 @@ def reduced(snapshot: Snapshot) -> Snapshot:
 
 
 def state_of(process: Process, sources: Mapping[str, str]) -> Hashable:
-    """Return what ranks share that one of them can stand for."""
+    """Return the state of a rank, as a key: of ranks with equal keys, one can stand for the others."""
     looks = process.looks
     woken = len(looks) > 1 and looks[-1].switches - looks[0].switches > 1
-    alone = len({tuple(_frames(look.threads)) for look in looks[:-1]}) > 1  # it moved: nobody else moves like that
+    # A rank that has moved is alone in its state: its looks are its own, even if the last one equals that of others.
+    alone = len({tuple(_frames(look.threads)) for look in looks[:-1]}) > 1
     threads = tuple(_frames(looks[-1].threads)) if looks else ()
     last, main = process.last, main_thread(process.last, process.pid)
     one = activity_of(process, main, sources, process.world) if main is not None else None

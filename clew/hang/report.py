@@ -58,6 +58,7 @@ class Report:
 
     @property
     def next(self) -> str:
+        # Pids of merged nodes are shifted by multiples of APART: print them as their node numbers them.
         return re.sub(r"\b\d{8,12}\b", lambda pid: str(int(pid[0]) % APART), self.verdict.next)
 
     @property

@@ -40,6 +40,7 @@ def local_integer(process: Process, wanted: Sequence[str]) -> int | None:
                 if frame.locals.get(name, "").isdigit():
                     return int(frame.locals[name])
         for frame in thread.frames:
+            # torch.multiprocessing.spawn calls fn(i, ...), where i is the rank
             if frame.name == "_wrap" and "multiprocessing/spawn" in frame.file and frame.locals.get("i", "").isdigit():
                 return int(frame.locals["i"])
     return None
@@ -117,6 +118,7 @@ def _by_order(found: list[tuple[Process, str]]) -> list[tuple[Process, str]]:
     worlds = {len(group.members) for p, _ in found if (group := world_group(p))} | {
         p.world for p, _ in found if p.world
     }
+    # Only if they and the known ranks make up the world, and the known ranks are in the order of their pids, too.
     order = sorted([*known, *(p.pid for p in beside)])
     if not beside or worlds != {len(order)} or any(known.get(pid, n) != n for n, pid in enumerate(order)):
         return found
@@ -159,7 +161,8 @@ def effective(every: Sequence[Activity]) -> Activity:
     if main.kind not in WAITS_INSIDE or main.cleanup == "destroy" or blocks_its_loop or main.op == "_shutdown":
         return main
     others = [each for each in every[1:] if each.file and not installed(each.file)]
-    if any(each.kind == "future" and not each.dispatches for each in others):  # that one shows who waits
+    # A task that waits for its future says more than one that sets the results of others' futures.
+    if any(each.kind == "future" and not each.dispatches for each in others):
         others = [each for each in others if not each.dispatches]
     blocked = [each for each in others if each.in_loop and not each.idle_loop]
     for kind in WORKER_PRIORITY:
@@ -167,10 +170,10 @@ def effective(every: Sequence[Activity]) -> Activity:
     blocked += [each for each in others if each.heartbeat and main.kind in ("select", "tasks")]
     if not blocked:
         return main
-    # A main thread that waits for an item is not explained by another one that also does, unless that one is a job
-    # whose result it waits for. Workers that wait for a job do not explain a main thread that waits for the jobs' end.
+    # queue.join() waits until all jobs are done: a worker that waits for its next job is not the reason.
     if main.op == "join" and main.kind == "condition":
         return main if blocked[0].kind == "queue" else blocked[0]
+    # A thread in the same kind of wait explains nothing, unless it runs the job whose result is awaited, or is a task.
     if blocked[0].kind == main.kind in ("future", "pool"):
         return next((each for each in blocked if each.kind == main.kind and each.is_job), main)
     return main if blocked[0].kind == main.kind and not blocked[0].task else blocked[0]

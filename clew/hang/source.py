@@ -1,8 +1,7 @@
 """Reads users' source: which call a line makes, whether only some ranks run it, and which ranks form a group.
 
 Native calls have no Python frame. The line that makes the call is the innermost one a stack shows, so its source says
-what the process waits in. Nothing here runs the user's code: a small evaluator of
-integers reads its expressions.
+what the process waits in. Nothing here runs the user's code: its expressions are read by a small evaluator of integers.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ REPORTS = re.compile(r"\.(write|writelines|write_text|dump|dumps|send|sendto|log
 UNLIMITED = re.compile(r"\.(get|wait|acquire|read)$")
 """Calls that do not poll unless they have an argument, such as a timeout."""
 MOST_MEMBERS = 100_000
-"""Size from which a range is not evaluated: it would only cost memory."""
+"""Largest integer that is evaluated: a larger range would only cost memory."""
 
 
 @lru_cache(maxsize=256)
@@ -105,7 +104,7 @@ def calls_at(text: str, line: int) -> list[ast.Call]:
 
 @lru_cache(maxsize=256)
 def rank_names(text: str) -> frozenset[str]:
-    """Return the variables that hold the rank: those with that word in their name, or assigned from get_rank()."""
+    """Return the variables that are assigned from get_rank() or from the variable RANK of the environment."""
     tree, found = parse(text), set[str]()
     for node in ast.walk(tree) if tree else ():
         if isinstance(node, ast.Assign) and re.search(r"get_rank\(|[\"']RANK[\"']", ast.unparse(node.value)):
@@ -122,6 +121,7 @@ def branch_of_rank(text: str, line: int) -> str:
         words = set(re.findall(r"\w+", ast.unparse(outer.test)))
         if not (words & rank_names(text) or any("rank" in word.lower() or "is_main" in word for word in words)):
             continue
+        # `if rank != 0:` is run by all ranks but one, so it is its `else` that one rank runs.
         differs = isinstance(outer.test, ast.Compare) and isinstance(outer.test.ops[0], (ast.NotEq, ast.Gt, ast.GtE))
         if (inner in outer.orelse) if differs else (inner in outer.body):
             return "side" if outer.orelse else "alone"
@@ -173,7 +173,7 @@ def function_named(text: str, name: str) -> ast.FunctionDef | ast.AsyncFunctionD
 
 
 def calls_of(loop: ast.AST) -> list[str]:
-    """Return the names of the calls in a loop; a call that waits without a limit has () after its name."""
+    """Return the names of the calls in a loop. One that waits without a limit gets (), so that POLLS does not fit."""
     calls = [call for call in ast.walk(loop) if isinstance(call, ast.Call)]
     return [
         dotted(call.func)
@@ -204,7 +204,7 @@ def retries(loop: ast.AST) -> bool:
     """Return whether a loop only makes attempts: it is left when one succeeds, and goes on when one fails."""
     for node in ast.walk(loop):
         if isinstance(node, ast.Try) and any(not isinstance(each.body[-1], ast.Raise) for each in node.handlers):
-            last = (node.orelse or node.body)[-1]
+            last = (node.orelse or node.body)[-1]  # reached only if the attempt has succeeded
             while isinstance(last, (ast.With, ast.AsyncWith)):
                 last = last.body[-1]
             if isinstance(last, (ast.Return, ast.Break)):

@@ -9,6 +9,7 @@ from clew.hang.activity import Activity
 from clew.hang.observed import Process
 
 DISTRIBUTED = ("collective", "send", "recv", "init", "new_group", "destroy", "store")
+"""Kinds of activity in which a rank waits for other ranks."""
 MESSAGES = ("send", "recv")
 SOUND = ("healthy", "slow")
 LOCAL = {

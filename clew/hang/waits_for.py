@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from clew.hang.activity import Activity
 from clew.hang.verdict import DISTRIBUTED, MESSAGES, Actor
@@ -60,42 +59,44 @@ def _members(one: Activity, ranks: Sequence[Actor]) -> set[int]:
 def application_edges(live: Sequence[Actor]) -> Edges:
     """Return which processes could end each process's application wait, as pids."""
     listening = {port: a for a in live for port in a.process.listens}
+    return {actor.pid: _could_end(actor, live, listening) - {actor.pid} for actor in live}
+
+
+def _could_end(actor: Actor, live: Sequence[Actor], listening: Mapping[int, Actor]) -> set[int]:
+    """Return the pids of the processes that could end what one waits for; `listening`: processes by TCP port."""
+    kind, process = actor.activity.kind, actor.process
+    children = {a.pid for a in live if a.process.parent == actor.pid and a.rank is None}
     ranks = {a.pid for a in live if a.rank is not None}
-    edges: Edges = defaultdict(set)
-    for actor in live:
-        named = {wait["unblocks"].partition(" ")[0] for wait in actor.process.waits}  # of Clew's own processes
-        edges[actor.pid] |= {a.pid for a in live if a.process.name.partition("-")[0] in named} - {actor.pid}
-        kind = actor.activity.kind
-        if kind == "pipe" and actor.process.waits_in.endswith("pipe_write") and actor.rank is None:
-            # What a program writes is read by its parent. One that only waits for the program's end never does.
-            edges[actor.pid] |= {
-                a.pid for a in live if a.pid == actor.process.parent and a.activity.kind in ("process", "tasks")
-            }
-        if kind == "file":
-            edges[actor.pid] |= {a.pid for a in live if set(a.process.files) & set(actor.process.wants)} - {actor.pid}
-        if kind not in (*TO_OTHERS, "sleep"):
-            continue
-        if kind == "rpc":  # for those that run a remote call; at the end, for those that still do something else
+    awaited = {wait["unblocks"].partition(" ")[0] for wait in process.waits}  # a process of Clew says it itself
+    named = {a.pid for a in live if a.process.name.partition("-")[0] in awaited}
+    match kind:
+        case "pipe" if process.waits_in.endswith("pipe_write") and actor.rank is None:
+            # Its parent reads what a program writes. A parent that only waits for the program's end never does.
+            waiting = ("process", "tasks")
+            named |= {a.pid for a in live if a.pid == process.parent and a.activity.kind in waiting}
+            return named | (children or _piped(actor, live))
+        case "file":
+            return named | {a.pid for a in live if set(a.process.files) & set(process.wants)}
+        case "rpc":  # ranks that run a remote call; if none does, as at shutdown, those that are in no rpc yet
             serving = {a.pid for a in live if a.activity.is_job} or {a.pid for a in live if a.activity.kind != "rpc"}
-            edges[actor.pid] |= serving & ranks - {actor.pid}
-            continue
-        children = {a.pid for a in live if a.process.parent == actor.pid and a.rank is None}
-        asked = [listening[port] for port in actor.process.peers if port in listening]
-        # Ranks, and what they fork, hold connections to other ranks for their collectives.
-        kin = actor.pid in ranks or actor.process.parent in ranks
-        servers = {a.pid for a in asked if not (kin and a.rank is not None)} - {actor.pid}
-        if kind in ("http", "network", "select", "tasks") and servers:
-            edges[actor.pid] |= servers
-        elif kind == "data_loader":
-            edges[actor.pid] |= {a.pid for a in live if a.role == "loader" and a.process.parent == actor.pid}
-        elif kind in ("queue", "queue_full", "pipe", "process", "condition", "pool", "future"):
-            edges[actor.pid] |= children or (set() if kind == "condition" else _piped(actor, live))
-        elif kind == "signal":
-            beside = [a for a in live if a is not actor and a.process.parent == actor.process.parent]
-            edges[actor.pid] |= children or {a.pid for a in beside if a.activity.kind not in ("signal", "process")}
-        elif kind == "sleep" and actor.rank is None:
-            edges[actor.pid] |= children
-    return edges
+            return named | (serving & ranks)
+        case "http" | "network" | "select" | "tasks":
+            # A connection from a rank, or from its fork, to another rank is for their collectives: it is no request.
+            kin = actor.pid in ranks or process.parent in ranks
+            servers = [listening[port] for port in process.peers if port in listening]
+            return named | {a.pid for a in servers if not (kin and a.rank is not None)}
+        case "data_loader":
+            return named | {a.pid for a in live if a.role == "loader" and a.process.parent == actor.pid}
+        case "condition":
+            return named | children
+        case "queue" | "queue_full" | "pipe" | "process" | "pool" | "future":
+            return named | (children or _piped(actor, live))
+        case "signal":
+            beside = [a for a in live if a is not actor and a.process.parent == process.parent]
+            return named | (children or {a.pid for a in beside if a.activity.kind not in ("signal", "process")})
+        case "sleep" if actor.rank is None:
+            return named | children
+    return named
 
 
 def _piped(actor: Actor, live: Sequence[Actor]) -> set[int]:
