@@ -77,7 +77,8 @@ LIBRARY = (
 frame wins, so special cases stand before general ones: a queue of multiprocessing also has frames of a connection."""
 JOBS = {"_worker": "concurrent/futures/thread.py", "_run_function": "torch/distributed/rpc/internal.py"}
 """Functions that run what another thread or rank has asked for, and their files."""
-UNBLOCKED = ("compute", "unknown")
+DISTRIBUTED = ("collective", "send", "recv", "init", "new_group", "destroy", "store")
+"""Kinds in which a rank waits for other ranks."""
 IDLE = ("thread", "condition", "signal", "queue", "select", "process", "future", "sleep", "pool")
 """Kinds in which a main thread may only be waiting for another thread, which does the work."""
 
@@ -129,11 +130,6 @@ class Activity:
     def site(self) -> str:
         """Return the user's call site as file:line."""
         return f"{PurePath(self.file).name}:{self.line}" if self.file else ""
-
-    @property
-    def blocked(self) -> bool:
-        """Return whether the thread is in a call that somebody else has to end."""
-        return self.kind not in UNBLOCKED
 
 
 def counters_of(frames: tuple[Frame, ...]) -> dict[str, int]:
@@ -532,6 +528,6 @@ def activities(process: Process, sources: Mapping[str, str], world: int | None) 
         return []
     if every[0].kind in IDLE and not every[0].in_loop:
         for other in every[1:]:
-            if other.kind in ("collective", "send", "recv", "init", "new_group", "destroy"):
+            if other.kind in DISTRIBUTED and other.kind != "store":
                 return [other, *(each for each in every if each is not other)]
     return every

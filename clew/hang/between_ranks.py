@@ -9,12 +9,12 @@ from dataclasses import replace
 from math import prod
 from pathlib import PurePath
 
-from clew.hang.activity import Activity
+from clew.hang.activity import DISTRIBUTED, Activity
 from clew.hang.collective_calls import parting
 from clew.hang.inside import installed
 from clew.hang.observed import Frame
 from clew.hang.source import outermost_loop
-from clew.hang.verdict import DISTRIBUTED, MESSAGES, Actor, Verdict, names, verdict_about
+from clew.hang.verdict import MESSAGES, Actor, Verdict, names, verdict_about
 from clew.hang.waits_for import key_of
 
 WORKS = re.compile(r"\.len\([^)]*(pending|work|handle|future|req|flight|outstanding)", re.I)
@@ -61,14 +61,20 @@ def _other_address(ranks: list[Actor]) -> Verdict | None:
     return verdict_about("initialisation", odd, why, ranks, structural=True)
 
 
+def deviating(ranks: list[Actor], values: Mapping[int, object]) -> tuple[list[Actor], str]:
+    """Return the ranks whose value (by pid) differs from that of more than half, else all ranks; and the values."""
+    common, count = Counter(values.values()).most_common(1)[0]
+    odd = [a for a in ranks if values[a.pid] != common] if count > len(ranks) / 2 else ranks
+    return odd, ", ".join(f"{values[a.pid]} on rank {a.rank}" for a in ranks[:6])
+
+
 def _other_groups(ranks: list[Actor]) -> Verdict | None:
     """Judge ranks in new_group whose groups have different names: torch counts the calls of each rank."""
     named = {a.pid: _new_name(a) for a in ranks}
     if "" in named.values() or len(set(named.values())) < 2:
         return None
-    common, count = Counter(named.values()).most_common(1)[0]
-    odd = [a for a in ranks if named[a.pid] != common] if count > len(ranks) / 2 else []
-    said = ", ".join(f"{named[a.pid]} on rank {a.rank}" for a in ranks[:6])
+    odd, said = deviating(ranks, named)
+    odd = odd if len(odd) < len(ranks) else []
     why = (
         f"All ranks are in new_group, but they make different groups: {said}. torch counts the groups that each rank "
         f"has made, so some ranks have called new_group more often than others. Every rank has to call it for every "
@@ -171,13 +177,11 @@ def _other_roots(ranks: list[Actor], elsewhere: Sequence[Actor] = ()) -> Verdict
         ranks: The ranks that are in it.
         elsewhere: Ranks that have left it: one that only sends does not wait for the others.
     """
-    roots = Counter(a.activity.root for a in ranks)
-    if len(roots) < 2:
+    roots = {a.pid: a.activity.root for a in ranks}
+    if len(set(roots.values())) < 2:
         return None
-    common, count = roots.most_common(1)[0]
-    odd = [a for a in ranks if a.activity.root != common] if count > len(ranks) / 2 else ranks
+    odd, said = deviating(ranks, roots)
     first, who = ranks[0].activity, f"Ranks {names(ranks)}" if elsewhere else "All ranks"
-    said = ", ".join(f"{a.activity.root} on rank {a.rank}" for a in ranks[:6])
     why = f"{who} are in {first.op} of group {first.group}, but they name different roots: {said}."
     return verdict_about("collective mismatch", odd, why, [*ranks, *elsewhere], structural=True)
 
@@ -187,10 +191,9 @@ def _other_shapes(ranks: list[Actor]) -> Verdict | None:
     sizes = {a.pid: prod(a.activity.shape) for a in ranks}
     if not all(a.activity.shape for a in ranks) or len(set(sizes.values())) == 1:
         return None
-    common, count = Counter(sizes.values()).most_common(1)[0]
-    odd = [a for a in ranks if sizes[a.pid] != common] if count > len(ranks) / 2 else ranks
-    first = ranks[0].activity
+    odd, _ = deviating(ranks, sizes)
     said = ", ".join(f"{list(a.activity.shape)} on rank {a.rank}" for a in ranks[:6])
+    first = ranks[0].activity
     why = f"All ranks are in {first.op} of group {first.group}, but with tensors of different sizes: {said}."
     return verdict_about("shape mismatch", odd, why, ranks, structural=True)
 
@@ -248,7 +251,7 @@ def cycle(culprits: list[Actor], waiters: list[Actor], sources: Mapping[str, str
         told += "".join(f" Rank {rank} was called there by {f.function} at {_site(f)}." for rank, f in callers.items())
         why = f"Ranks {names(culprits)} wait for one another in send and recv, so none of them proceeds. {told}"
         found = verdict_about("send/receive cycle", culprits, why, waiters, structural=True)
-        return replace(found, sites=(*found.sites, *sorted({_site(frame) for frame in callers.values()})))
+        return found.at(*(_site(frame) for frame in callers.values()))
     # A stage of a pipeline has gone on to a collective while its neighbour still exchanges micro-batches.
     if kinds & set(MESSAGES):
         why = (
@@ -263,7 +266,7 @@ def cycle(culprits: list[Actor], waiters: list[Actor], sources: Mapping[str, str
         sides = [a for a in culprits if a.rank in gone or not a.activity.peers or gone & set(a.activity.peers)]
         waiters = [*waiters, *(a for a in culprits if a not in sides)]
         return verdict_about("pipeline micro-batch mismatch", sides, why, waiters, structural=True)
-    for key in {(key_of(a.activity), a.activity.op) for a in culprits if a.activity.root}:
+    for key in dict.fromkeys((key_of(a.activity), a.activity.op) for a in culprits if a.activity.root):
         inside = [a for a in culprits if (key_of(a.activity), a.activity.op) == key]
         if found := _other_roots(inside, [a for a in [*culprits, *waiters] if a not in inside]):
             return found
@@ -321,7 +324,7 @@ def _left_a_loop(ranks: Sequence[Actor], sources: Mapping[str, str]) -> tuple[li
 
 def own_frames(actor: Actor) -> list[Frame]:
     """Return the frames of the user's code on the main thread, the innermost first."""
-    frames = next((t.frames for t in actor.process.threads if t.os_id == actor.pid), ())
+    frames = actor.process.main.frames if actor.process.main else ()
     return [frame for frame in frames if not installed(frame.file)]
 
 

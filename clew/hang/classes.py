@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 
 from clew.hang.observed import Process, Thread
 
@@ -24,36 +24,22 @@ def classes_of(processes: Iterable[Process]) -> Classes:
     """Return the classes of the main threads of processes. A process without a rank is named by its negative pid."""
     found: dict[Stack, list[int]] = {}
     for process in processes:
-        for thread in process.threads:
-            if thread.os_id == process.pid:
-                numbers = found.setdefault(stack_of(thread), [])
-                numbers.append(process.rank if process.rank is not None else -process.pid)
-                numbers += [rank for rank, _, _ in process.alike]
+        if (thread := process.main) is not None:
+            numbers = found.setdefault(stack_of(thread), [])
+            numbers.append(process.rank if process.rank is not None else -process.pid)
+            numbers += [rank for rank, _, _ in process.alike]
     return {stack: as_ranges(numbers) for stack, numbers in found.items()}
 
 
 def as_ranges(numbers: Iterable[int]) -> tuple[tuple[int, int], ...]:
     """Return numbers as sorted ranges of first and last."""
-    return _joined(sorted((number, number) for number in set(numbers)))
-
-
-def merge(every: Sequence[Mapping[Stack, tuple[tuple[int, int], ...]]]) -> Classes:
-    """Return the union of classes from several nodes."""
-    found: dict[Stack, list[tuple[int, int]]] = {}
-    for classes in every:
-        for stack, pairs in classes.items():
-            found.setdefault(stack, []).extend(pairs)
-    return {stack: _joined(sorted(pairs)) for stack, pairs in found.items()}
-
-
-def _joined(pairs: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    joined: list[tuple[int, int]] = []
-    for first, last in pairs:
-        if joined and first <= joined[-1][1] + 1:
-            joined[-1] = (joined[-1][0], max(joined[-1][1], last))
+    found: list[tuple[int, int]] = []
+    for number in sorted(set(numbers)):
+        if found and number == found[-1][1] + 1:
+            found[-1] = (found[-1][0], number)
         else:
-            joined.append((first, last))
-    return tuple(joined)
+            found.append((number, number))
+    return tuple(found)
 
 
 def ranges(numbers: Iterable[int]) -> str:

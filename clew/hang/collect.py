@@ -278,7 +278,7 @@ def with_native(snapshot: Snapshot) -> Snapshot:
     """Return a snapshot with the native frames of one process of each class. Each of them is paused meanwhile."""
     program, chosen, notes = py_spy(), dict[Stack, Process](), list[str]()
     for process in snapshot.processes:
-        main = next((thread for thread in process.threads if thread.os_id == process.pid), None)
+        main = process.main
         if main is not None and process.last.state not in "ZXTtD":  # py-spy would wait for a stopped one
             chosen.setdefault(stack_of(main), process)
     frames: dict[int, tuple[str, ...]] = {}

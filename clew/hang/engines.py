@@ -15,7 +15,8 @@ ANSWER_S = 1.0
 BETWEEN_S = 0.5
 SERVERS = re.compile(r"http/server\.py$|socketserver\.py$|/(uvicorn|aiohttp|hypercorn|starlette|fastapi|vllm|sglang)/")
 """Files in the stacks of HTTP servers. No other process that listens is asked anything."""
-COUNTERS = re.compile(r"^(\w*tokens?_total\S*|\w*requests?\w*_total\S*|\w*_success_total\S*)\s+([\d.eE+]+)", re.M)
+COUNTERS = re.compile(r"^(\w*tokens?_total\S*|\w*_success_total\S*)\s+([\d.eE+]+)", re.M)
+"""Counters of generated tokens and finished requests. Counters of HTTP requests also count the questions asked here."""
 
 
 def answers(process: Process, ports: tuple[int, ...]) -> dict[str, str]:

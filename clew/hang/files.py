@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 from clew.hang import proc
@@ -39,7 +40,8 @@ def with_files(snapshot: Snapshot, run: Path | None = None) -> Snapshot:
 
 
 def _collect(lines: list[str], processes: Sequence[Process], run: Path | None) -> None:
-    for line in (*(in_run(run) if run else ()), *folders(processes), *logs(processes, run)):
+    # One line after the other: what was found before a file system stands still is kept.
+    for line in chain(in_run(run) if run else (), folders(processes), logs(processes, run)):
         lines.append(line)
 
 

@@ -9,7 +9,6 @@ from clew.errors import LaunchError
 from clew.hang import proc
 
 LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
-LOCAL_ADDRESSES = ("127.0.0.1", "localhost", "::1", "0.0.0.0")
 
 
 def python(pid: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from clew.hang.activity import DISTRIBUTED
 from clew.hang.advice import with_advice
 from clew.hang.between_ranks import cycle, initialisation, missing_ranks, same_everywhere, two_threads
 from clew.hang.collective_calls import where
@@ -13,7 +14,7 @@ from clew.hang.local_cause import Sink, device, ended_inside, local_cause, locke
 from clew.hang.observed import Snapshot
 from clew.hang.progress import cpu_share, pace, recent
 from clew.hang.roles import actors_of, world_of
-from clew.hang.verdict import DISTRIBUTED, SOUND, Actor, Verdict, names, verdict_about
+from clew.hang.verdict import SOUND, Actor, Verdict, names, verdict_about
 from clew.hang.waits_for import application_edges, collective_edges
 
 SUPERVISING = ("process", "thread", "pool", "future", "tasks")

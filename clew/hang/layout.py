@@ -95,7 +95,6 @@ def frames(loop: asyncio.AbstractEventLoop) -> dict:
         own_memory.seek(base)
         data = own_memory.read(300)
     lines = [n for n in range(16, 296, 4) if int.from_bytes(data[n : n + 4], "little") == LINE]
-    awaiting = id(coroutine.cr_await)
     return {
         "code": memory.index(base) * WORD,
         "locals": first,
@@ -107,7 +106,6 @@ def frames(loop: asyncio.AbstractEventLoop) -> dict:
         "table": find(base, 300, id(code.co_linetable), "table"),
         "names": names,
         "line": lines[0],
-        "future_of_iterator": find(awaiting, 64, id(awaited), "future"),
     }
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
-from clew.hang.activity import Activity
+from clew.hang.activity import DISTRIBUTED, Activity
 from clew.hang.inside import installed
 from clew.hang.observed import Snapshot
 from clew.hang.progress import (
@@ -16,7 +16,6 @@ from clew.hang.progress import (
     busy,
     cpu_share,
     fails_in_loop,
-    main_thread,
     moved_counters,
     own_code_only,
     pace,
@@ -24,7 +23,7 @@ from clew.hang.progress import (
 )
 from clew.hang.roles import waits_for_work
 from clew.hang.source import calls_at, dotted, enclosing, loop_at, origin
-from clew.hang.verdict import DISTRIBUTED, LOCAL, MESSAGES, Actor, Verdict, names, verdict_about
+from clew.hang.verdict import LOCAL, MESSAGES, Actor, Verdict, names, verdict_about
 from clew.hang.waits_for import TO_OTHERS
 
 FILE_CALLS = re.compile(r"exists|is_file|isfile|is_dir|isdir|glob|stat\(|listdir|scandir|iterdir|getmtime")
@@ -59,9 +58,18 @@ class Sink:
         return [a for a in self.waiters if a.rank is not None and a.activity.kind in (*DISTRIBUTED, "device")]
 
     @property
+    def sources(self) -> dict[str, str]:
+        return self.snapshot.sources
+
+    @property
+    def parent(self) -> Actor | None:
+        """Return the process that has started the culprit."""
+        return next((a for a in self.live if a.pid == self.one.process.parent), None)
+
+    @property
     def loop_text(self) -> str:
         """Return the source of the loop around the culprit's place."""
-        loop = loop_at(self.snapshot.sources.get(self.act.file, ""), self.act.line)
+        loop = loop_at(self.sources.get(self.act.file, ""), self.act.line)
         return ast.unparse(loop) if loop is not None else ""
 
 
@@ -222,9 +230,10 @@ def _paused(sink: Sink) -> Verdict | None:
 
 def _slow(sink: Sink) -> Verdict | None:
     """Do not call a process hung that makes progress."""
-    if not sink.one.moving:
+    generates = sink.one.process.answers.get("metrics") == "moving"
+    if not sink.one.moving and not generates:
         return None
-    how = pace(sink.one.process, sink.snapshot.sources)
+    how = ": its counters of tokens grow" if generates else pace(sink.one.process, sink.sources)
     why = f"{sink.one.process.label} moves, but slowly{how}; others wait for it."
     return verdict_about("slow", sink.culprits, why, sink.waiters, cause="slow", confidence="medium")
 
@@ -278,19 +287,19 @@ def _retrying(sink: Sink) -> Verdict | None:
 def _polls(sink: Sink, actor: Actor) -> bool:
     """Return whether a process sleeps in a loop, and asks a server that says that it is not well."""
     unwell = sink.one.process.answers.get("health", "").startswith("5") and sink.act.kind == "select"
-    text = sink.snapshot.sources.get(actor.activity.file, "")
+    text = sink.sources.get(actor.activity.file, "")
     return unwell and actor.activity.kind == "sleep" and loop_at(text, actor.activity.line) is not None
 
 
 def _failing(sink: Sink, actor: Actor) -> bool:
     """Return whether any look found the main thread where it handles a failed attempt."""
-    threads = (main_thread(look, actor.pid) for look in actor.process.looks)
-    return any(fails_in_loop(thread, sink.snapshot.sources) for thread in threads if thread is not None)
+    threads = (look.main(actor.pid) for look in actor.process.looks)
+    return any(fails_in_loop(thread, sink.sources) for thread in threads if thread is not None)
 
 
 def _silent_server(sink: Sink) -> Verdict | None:
     """Judge a server that a rank has started, and that leaves another rank, or its data loader, without an answer."""
-    by = next((a for a in sink.live if a.pid == sink.one.process.parent), None)
+    by = sink.parent
     if by is None or by.activity.kind not in DISTRIBUTED or sink.one.rank is not None or sink.one.moving:
         return None
     ports = set(sink.one.process.listens)
@@ -299,14 +308,13 @@ def _silent_server(sink: Sink) -> Verdict | None:
         return None
     rank = next((a for a in sink.live if a.pid == asking[0].process.parent and a.rank is not None), asking[0])
     why = f"{asking[0].says}. The server {sink.one.process.label}, which {by.process.label} has started, is silent."
-    found = verdict_about("external wait", [rank], why, sink.live, cause="http")
-    sites = tuple(sorted({asking[0].activity.site, *found.sites} - {""}))
-    return replace(found, sites=sites, pids=(rank.pid, *(c.pid for c in sink.culprits)))
+    found = verdict_about("external wait", [rank], why, sink.live, cause="http").at(asking[0].activity.site)
+    return replace(found, pids=(rank.pid, *(c.pid for c in sink.culprits)))
 
 
 def _outside(sink: Sink) -> Verdict | None:
     """Judge a program that a process started, and that does not end."""
-    by = next((a for a in sink.live if a.pid == sink.one.process.parent), None)
+    by = sink.parent
     no_source = not sink.act.site or sink.act.site.startswith("<")  # as of `python -c`
     if by is None or sink.one.rank is not None or sink.act.kind == "data_loader" or sink.one.moving:
         return None
@@ -321,8 +329,8 @@ def _outside(sink: Sink) -> Verdict | None:
     at = "" if no_source else f" at {sink.act.site}"
     why = f"{by.says}: its program {sink.one.process.label} {words}{at}."
     found = verdict_about("external wait", [by], why, [*sink.culprits, *sink.waiters])
-    sites = tuple(sorted({"" if no_source else sink.act.site, *found.sites} - {""}))
-    return replace(found, sites=sites, pids=(by.pid, *(c.pid for c in sink.culprits)))
+    found = found if no_source else found.at(sink.act.site)
+    return replace(found, pids=(by.pid, *(c.pid for c in sink.culprits)))
 
 
 def locked_file(sink: Sink) -> Verdict | None:
@@ -338,8 +346,7 @@ def locked_file(sink: Sink) -> Verdict | None:
         return None
     waiting, by = pairs[0]
     why = f"{waiting.says}. {by.process.label} has locked that file, and does not unlock it: {by.says}."
-    found = verdict_about("lock or I/O", [by], why, sink.live, cause="file")
-    return replace(found, sites=tuple(sorted({*found.sites, waiting.activity.site} - {""})))
+    return verdict_about("lock or I/O", [by], why, sink.live, cause="file").at(waiting.activity.site)
 
 
 def _cleaned_up(sink: Sink) -> Verdict | None:
@@ -359,12 +366,11 @@ def _loader(sink: Sink) -> Verdict | None:
     """Judge a worker of a data loader that does not bring its batch."""
     if sink.one.role != "loader":
         return None
-    rank = next((a for a in sink.live if a.pid == sink.one.process.parent), sink.one)
+    rank = sink.parent or sink.one
     words = LOCAL[sink.act.kind][1]
     why = f"A worker of the data loader of {rank.process.label} {words} at {sink.act.site}: {sink.act.text}"
-    found = verdict_about("data loading", [rank], why, [*sink.culprits, *sink.waiters])
-    sites = tuple(sorted({sink.act.site, *found.sites} - {""}))
-    return replace(found, sites=sites, pids=(rank.pid, *(c.pid for c in sink.culprits)))
+    found = verdict_about("data loading", [rank], why, [*sink.culprits, *sink.waiters]).at(sink.act.site)
+    return replace(found, pids=(rank.pid, *(c.pid for c in sink.culprits)))
 
 
 def _computing(sink: Sink) -> Verdict | None:
@@ -373,15 +379,15 @@ def _computing(sink: Sink) -> Verdict | None:
         return None
     # Only counters of other threads than the main one count here: their names begin with the thread's number. Those
     # marked with ~ show no progress (see `progress._counters`).
-    places = (name.partition(":")[0] for name in moved_counters(sink.one.process, sink.snapshot.sources))
+    places = (name.partition(":")[0] for name in moved_counters(sink.one.process, sink.sources))
     if sink.act.thread != "MainThread" and any(place[0].isdigit() and "~" not in place for place in places):
-        how = pace(sink.one.process, sink.snapshot.sources)
+        how = pace(sink.one.process, sink.sources)
         why = f"A thread of {sink.one.process.label} computes and moves{how}; others wait for it."
         return verdict_about("slow", sink.culprits, why, sink.waiters, cause="slow", confidence="medium")
     share = cpu_share(sink.one.process)
     alone = not sink.blocked_ranks and len(sink.live) == 1
     endless = own_code_only(sink.one.process, sink.act.thread) and busy(sink.one.process)
-    text = sink.snapshot.sources.get(sink.act.file, "")
+    text = sink.sources.get(sink.act.file, "")
     numeric = [call for call in calls_at(text, sink.act.line) if origin(text, call) in NUMERIC]
     if alone and endless and numeric:
         name = dotted(numeric[0].func)
@@ -423,7 +429,7 @@ def device(sink: Sink) -> Verdict | None:
 
 def _threads_poll(sink: Sink) -> Verdict | None:
     """Judge threads of one process that ask again and again, at several places: each waits for another one."""
-    sources = sink.snapshot.sources
+    sources = sink.sources
     polling = [t for t in sink.one.threads if t.kind == "sleep" and loop_at(sources.get(t.file, ""), t.line)]
     polling = [each for each in polling if each is sink.act or not each.heartbeat]
     if sink.act not in polling or len({each.site for each in polling}) < 2 or sink.one.rank is not None:
@@ -439,7 +445,7 @@ def _both_poll(sink: Sink) -> Verdict | None:
     by = next((a for a in sink.waiters if a.pid == sink.one.process.parent), None)
     if by is None or sink.act.kind != "sleep" or sink.one.rank is not None or by.activity.kind != "sleep":
         return None
-    sources = sink.snapshot.sources
+    sources = sink.sources
     if not all(loop_at(sources.get(each.file, ""), each.line) for each in (sink.act, by.activity)):
         return None
     why = (
@@ -447,7 +453,7 @@ def _both_poll(sink: Sink) -> Verdict | None:
         f"is awaited was never given to a worker, or was lost."
     )
     found = verdict_about("rollout blocked", [by], why, sink.live, cause="sleep", confidence="medium")
-    return replace(found, sites=tuple(sorted({*found.sites, sink.act.site})))
+    return found.at(sink.act.site)
 
 
 def _polling(sink: Sink) -> Verdict | None:
@@ -470,8 +476,7 @@ def _one_at_a_time(sink: Sink) -> Verdict | None:
         f"It reads from one that is idle and kept alive, and does not accept the next. Close idle connections, or "
         f"serve each in a thread of its own (ThreadingHTTPServer)."
     )
-    found = verdict_about("external wait", [sink.one], why, sink.live, cause="http")
-    return replace(found, sites=tuple(sorted({*found.sites, asking[0].activity.site} - {""})))
+    return verdict_about("external wait", [sink.one], why, sink.live, cause="http").at(asking[0].activity.site)
 
 
 def _lost_task(sink: Sink) -> Verdict | None:
@@ -502,11 +507,10 @@ def _blocked(sink: Sink) -> Verdict | None:
     more = f" It and {len(sink.culprits) - 1} more wait for one another." if len(sink.culprits) > 1 else ""
     why = f"{sink.one.process.label} {words} at {sink.act.site}: {sink.act.text}.{more}{_waiting(sink)}"
     confidence = "high" if sink.blocked_ranks else "medium"
-    found = verdict_about(pattern, sink.culprits, why, sink.waiters, confidence=confidence, cause=sink.act.kind)
     holders = lock_holders(sink.one, sink) if sink.act.kind == "lock" else {}
-    sites = tuple(sorted({*found.sites, *holders.values()} - {""}))
-    told = "".join(f" {held}." for held in holders) or _left_locked(sink)
-    return replace(found, explanation=why + told, sites=sites)
+    why += "".join(f" {held}." for held in holders) or _left_locked(sink)
+    found = verdict_about(pattern, sink.culprits, why, sink.waiters, confidence=confidence, cause=sink.act.kind)
+    return found.at(*holders.values())
 
 
 def lock_holders(actor: Actor, sink: Sink) -> dict[str, str]:
@@ -518,7 +522,7 @@ def lock_holders(actor: Actor, sink: Sink) -> dict[str, str]:
     found: dict[str, str] = {}
     for thread in actor.process.threads:
         for frame in (each for each in thread.frames if not installed(each.file)):
-            text = sink.snapshot.sources.get(frame.file, "")
+            text = sink.sources.get(frame.file, "")
             for node in (each for each in enclosing(text, frame.line) if isinstance(each, ast.With)):
                 locks = [ast.unparse(item.context_expr) for item in node.items]
                 named = [lock for lock in locks if same_name(lock, sink.act.target)]
@@ -545,7 +549,7 @@ def _left_locked(sink: Sink) -> str:
         )
     if sink.act.op not in ("with", "acquire") or not sink.act.target:
         return ""
-    forked = next((a for a in sink.live if a.pid == sink.one.process.parent), None)
+    forked = sink.parent
     said = f" No thread of {sink.one.process.label} is inside `with {sink.act.target}`."
     if forked is not None and forked.process.command == sink.one.process.command:
         return (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 APART = 10_000_000
@@ -101,6 +101,11 @@ class Look:
     error: str = ""
     """Reason why the stack could not be read."""
 
+    def main(self, pid: int) -> Thread | None:
+        """Return the main thread of the process with this pid; another one if that was not read."""
+        first = self.threads[0] if self.threads else None
+        return next((thread for thread in self.threads if thread.os_id == pid), first)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Process:
@@ -162,6 +167,11 @@ class Process:
     def threads(self) -> tuple[Thread, ...]:
         """Return the threads of the newest look that has any."""
         return next((look.threads for look in reversed(self.looks) if look.threads), ())
+
+    @property
+    def main(self) -> Thread | None:
+        """Return the main thread as it was seen last; another one if that was not read."""
+        return replace(self.last, threads=self.threads).main(self.pid)
 
     @property
     def label(self) -> str:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from clew.hang import source
-from clew.hang.activity import DATABASE, Activity, activities, activity_of, importing
+from clew.hang.activity import DATABASE, DISTRIBUTED, Activity, activity_of, importing
 from clew.hang.inside import PROGRAM, installed
 from clew.hang.observed import Look, Process, Thread
 
@@ -50,13 +50,13 @@ def without_torn(process: Process) -> Process:
         return process
     common = Counter(bottoms).most_common(1)[0][0]
     torn = {id(t) for t, bottom in zip(_mains_of(process), bottoms, strict=True) if bottom != common}
-    looks = (replace(x, threads=()) if id(main_thread(x, process.pid)) in torn else x for x in process.looks)
+    looks = (replace(x, threads=()) if id(x.main(process.pid)) in torn else x for x in process.looks)
     return replace(process, looks=tuple(looks))
 
 
 def _mains_of(process: Process) -> list[Thread]:
     """Return the stacks of the main thread that were read, one for each look."""
-    threads = (main_thread(look, process.pid) for look in process.looks)
+    threads = (look.main(process.pid) for look in process.looks)
     return [thread for thread in threads if thread is not None and thread.frames]
 
 
@@ -142,7 +142,7 @@ def polling_counters(text: str, line: int) -> set[str]:
 
 def in_polling_loop(process: Process, sources: Mapping[str, str]) -> bool:
     """Return whether the innermost loop around the main thread's place only waits and asks again."""
-    thread = main_thread(process.last, process.pid)
+    thread = process.last.main(process.pid)
     for frame in thread.frames if thread else ():
         text = sources.get(frame.file, "")
         if not installed(frame.file) and (loop := source.loop_at(text, frame.line)) is not None:
@@ -155,16 +155,11 @@ def _tries_for_ever(loop: ast.AST) -> bool:
     return isinstance(loop, ast.While) and source.retries(loop)
 
 
-def main_thread(look: Look, pid: int) -> Thread | None:
-    """Return the main thread of a look."""
-    return next((thread for thread in look.threads if thread.os_id == pid), look.threads[0] if look.threads else None)
-
-
 def seen(process: Process, sources: Mapping[str, str], world: int | None) -> list[Activity]:
     """Return the activity of the main thread in each look."""
     found = []
     for look in process.looks:
-        thread = main_thread(look, process.pid)
+        thread = look.main(process.pid)
         if thread is not None and thread.frames:
             found.append(activity_of(replace(process, looks=(look,)), thread, sources, world))
     return found
@@ -180,10 +175,6 @@ def places(process: Process) -> list[tuple[tuple[str, str, int], ...]]:
 
 LONG_WAIT_S = 10.0
 """Seconds from which a wait that a process of Clew reports counts as no progress."""
-
-
-BETWEEN_RANKS = ("collective", "send", "recv", "destroy", "init", "new_group", "store")
-"""Kinds of activities in which a rank waits for others."""
 
 
 def moves(process: Process, sources: Mapping[str, str], world: int | None) -> bool:
@@ -208,7 +199,7 @@ def moves(process: Process, sources: Mapping[str, str], world: int | None) -> bo
     woken = newest.last.switches - newest.looks[0].switches
     if any(each.op == "backward" for each in every) and woken >= BACKWARD_HZ * (newest.last.at - newest.looks[0].at):
         return True  # the work that it waits for is within torch and has no address here; in a hang nothing wakes it up
-    if every and all(each.kind in BETWEEN_RANKS for each in every):
+    if every and all(each.kind in DISTRIBUTED for each in every):
         return _goes_through_collectives(newest, every, woken)
     ever_woken = process.last.switches > process.looks[0].switches
     if ever_woken and every and all(each.op.endswith("sendall") for each in every):
@@ -346,7 +337,7 @@ def fails_in_loop(thread: Thread, sources: Mapping[str, str]) -> bool:
 
 def has_limit(process: Process) -> bool:
     """Return whether the main thread waits with a timeout: being woken up may only mean that it passed."""
-    thread = main_thread(process.last, process.pid)
+    thread = process.last.main(process.pid)
     for frame in thread.frames if thread else ():
         if not installed(frame.file):
             return False
@@ -357,13 +348,13 @@ def has_limit(process: Process) -> bool:
 
 def in_loop(process: Process, sources: Mapping[str, str]) -> bool:
     """Return whether any of the user's frames of the main thread is within a loop."""
-    thread = main_thread(process.last, process.pid)
+    thread = process.last.main(process.pid)
     frames = thread.frames if thread else ()
     return any(source.loop_at(sources.get(frame.file, ""), frame.line) is not None for frame in frames)
 
 
 def _work_address(look: Look, pid: int) -> int:
-    thread = main_thread(look, pid)
+    thread = look.main(pid)
     return next((frame.addresses["work"] for frame in thread.frames if "work" in frame.addresses), 0) if thread else 0
 
 
@@ -499,6 +490,3 @@ def accepts(process: Process, sources: Mapping[str, str]) -> bool:
     """Return whether a counter of finished work grows."""
     moved = [name.rpartition(":")[2] for name in moved_counters(process, sources)]
     return any(ACCEPTED.search(re.split(r"\.(?=[^.]*$)", name)[-1]) for name in moved)
-
-
-__all__ = ["activities", "cpu_share", "moves", "refusing", "seen"]

@@ -13,7 +13,6 @@ from typing import Any
 
 from clew.hang.activity import activity_of
 from clew.hang.observed import Process, Snapshot
-from clew.hang.progress import main_thread
 
 KEPT = 2
 """Number of ranks of one state that are kept as they were seen."""
@@ -86,7 +85,7 @@ def state_of(process: Process, sources: Mapping[str, str]) -> Hashable:
     # A rank that has moved is alone in its state: its looks are its own, even if the last one equals that of others.
     alone = len({tuple(_frames(look.threads)) for look in looks[:-1]}) > 1
     threads = tuple(_frames(looks[-1].threads)) if looks else ()
-    last, main = process.last, main_thread(process.last, process.pid)
+    last, main = process.last, process.last.main(process.pid)
     one = activity_of(process, main, sources, process.world) if main is not None else None
     operation = (one.op, one.group, one.members, one.peers, one.branch) if one is not None else ()
     seen = (last.state, last.error, woken, process.exit, process.waits_in, process.world)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from clew.hang.activity import Activity, activities
-from clew.hang.collect import installed
+from clew.hang.inside import installed
 from clew.hang.observed import Group, Process, Snapshot
 from clew.hang.progress import moves, without_torn
 from clew.hang.verdict import Actor
@@ -34,15 +34,19 @@ WAITS_INSIDE = ("queue", "condition", "thread", "future", "pool", "queue_full", 
 
 def local_integer(process: Process, wanted: Sequence[str]) -> int | None:
     """Return the first of these local variables that the main thread's frames have, the outermost frame first."""
-    for thread in sorted(process.threads, key=lambda each: each.os_id != process.pid)[:1]:
-        for name in wanted:
-            for frame in reversed(thread.frames):
-                if frame.locals.get(name, "").isdigit():
-                    return int(frame.locals[name])
-        for frame in thread.frames:
-            # torch.multiprocessing.spawn calls fn(i, ...), where i is the rank
-            if frame.name == "_wrap" and "multiprocessing/spawn" in frame.file and frame.locals.get("i", "").isdigit():
-                return int(frame.locals["i"])
+    frames = process.main.frames if process.main else ()
+    for name in wanted:
+        for frame in reversed(frames):
+            if frame.locals.get(name, "").isdigit():
+                return int(frame.locals[name])
+    return None
+
+
+def _spawned_rank(process: Process) -> int | None:
+    """Return the rank that torch.multiprocessing.spawn gave: it calls fn(i, ...), where i is the rank."""
+    for frame in process.main.frames if process.main else ():
+        if frame.name == "_wrap" and "multiprocessing/spawn" in frame.file and frame.locals.get("i", "").isdigit():
+            return int(frame.locals["i"])
     return None
 
 
@@ -53,7 +57,7 @@ def world_group(process: Process) -> Group | None:
 
 def waits_for_work(process: Process) -> bool:
     """Return whether a worker of a pool or data loader has nothing to do: then it is at no fault."""
-    main = next((thread for thread in process.threads if thread.os_id == process.pid), None)
+    main = process.main
     frames = main.frames if main else ()
     for place, frame in enumerate(frames):
         if frame.name in WORKER_LOOPS and WORKERS.search(frame.file):
@@ -88,7 +92,10 @@ def _rank_of(process: Process, *, distributed: bool) -> int | None:
         return group.rank
     if process.rank is not None:
         return process.rank
-    return local_integer(process, RANK_NAMES) if distributed else None
+    if not distributed:
+        return None
+    rank = local_integer(process, RANK_NAMES)
+    return rank if rank is not None else _spawned_rank(process)
 
 
 def with_ranks(processes: Sequence[Process], sources: Mapping[str, str]) -> list[tuple[Process, str]]:

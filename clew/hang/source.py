@@ -64,12 +64,6 @@ def _spans(node: ast.AST, line: int) -> bool:
     return False
 
 
-def statement(text: str, line: int) -> ast.AST | None:
-    """Return the innermost statement at a line."""
-    path = enclosing(text, line)
-    return path[-1] if path else None
-
-
 def dotted(node: ast.AST) -> str:
     """Return the name of what is called, such as dist.all_reduce; () stands for a call within it."""
     if isinstance(node, ast.Name):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from clew.hang.activity import Activity
+from clew.hang.activity import DISTRIBUTED, Activity
+from clew.hang.classes import ranges
 from clew.hang.observed import Process
 
-DISTRIBUTED = ("collective", "send", "recv", "init", "new_group", "destroy", "store")
-"""Kinds of activity in which a rank waits for other ranks."""
 MESSAGES = ("send", "recv")
 SOUND = ("healthy", "slow")
 LOCAL = {
@@ -63,6 +62,10 @@ class Verdict:
     restart: str = ""
     """Sentence that says whether a restart would hang again."""
     notes: tuple[str, ...] = ()
+
+    def at(self, *sites: str) -> Verdict:
+        """Return the verdict with further call sites."""
+        return replace(self, sites=tuple(sorted({*self.sites, *sites} - {""})))
 
     @property
     def exit_code(self) -> int:
@@ -137,6 +140,4 @@ def verdict_about(pattern: str, culprits: Sequence[Actor], why: str, others: Seq
 
 def names(actors: Sequence[Actor]) -> str:
     """Return the ranks of some processes as ranges, such as 0-3, 7."""
-    from clew.hang.classes import ranges
-
     return ranges([a.rank for a in actors if a.rank is not None])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from clew.hang.activity import Activity
-from clew.hang.verdict import DISTRIBUTED, MESSAGES, Actor
+from clew.hang.activity import DISTRIBUTED, Activity
+from clew.hang.verdict import MESSAGES, Actor
 
 Edges = dict[int, set[int]]
 TO_OTHERS = (

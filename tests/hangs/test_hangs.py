@@ -1,4 +1,4 @@
-"""The suite of hangs: four scenarios in `make test`, two of each verdict in `make slow`, all of them in `make hangs`."""
+"""The suite of hangs: four scenarios in `make test`, two of each verdict in `make slow`, all in `make hangs`."""
 
 from __future__ import annotations
 
