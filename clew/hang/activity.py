@@ -428,6 +428,8 @@ def _native(
                 "store" in owner.lower() or re.search(rf"\b{re.escape(owner)} *=.*Store\(", text)
             ):
                 return replace(base, kind="store", target=owner, op=last)
+            if last == "TCPStore":  # its constructor waits for its server and, as a rule, for all of its members
+                return replace(base, kind="store", op=last)
             if last == "destroy_process_group":
                 return replace(base, kind="destroy", op=last, cleanup=base.cleanup or "destroy")
     # `waits_in` is of the main thread, and was read once, after the last look. So it says nothing about other threads,

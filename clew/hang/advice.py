@@ -28,7 +28,7 @@ RESTART = {
     "data loading": "A restart will hang again if the same sample is drawn.",
     "lock or I/O": MAYBE,
     "cpu": "A restart will hang again if the same input is drawn.",
-    "rollout blocked": "A restart will hang again if the same limit, filter or pause is reached.",
+    "rollout blocked": "A restart will hang again if the job comes to this place in the same way.",
     "external wait": MAYBE,
     "event loop blocked": AGAIN,
 }

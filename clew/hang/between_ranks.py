@@ -237,9 +237,10 @@ def cycle(culprits: list[Actor], waiters: list[Actor], sources: Mapping[str, str
     cleaning = [a for a in culprits if a.activity.cleanup or a.activity.kind == "destroy"]
     # An exception is hidden in `finally` or `__exit__`, whose collective waits for ranks that train.
     if cleaning and len(cleaning) < len(culprits):
+        hidden = next((f"{a.hidden_exception} is" for a in cleaning if a.hidden_exception), "An exception may be")
         why = (
             f"Rank {names(cleaning)} is cleaning up (in {cleaning[0].activity.cleanup}) while the others still train. "
-            f"An exception may be hidden there: it is shown only after the cleanup ends, and that waits. {told}"
+            f"{hidden} hidden there: it is shown only after the cleanup ends, and that waits. {told}"
         )
         return verdict_about("cleanup deadlock", cleaning, why, waiters + culprits, structural=True)
     # Sender and receiver have met, but expect other sizes.

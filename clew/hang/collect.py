@@ -237,7 +237,7 @@ def _with_waits(process: Process, machine: dict[str, tuple[str, int, int]], lock
         wants=tuple(map(str, awaited or sorted(of_others))),
         inside=inside(process.pid, process.threads) if process.threads else process.inside,
         calls=calls_of(proc.environment_of(process.pid).get(SOCKET_VARIABLE, "")),
-        answers=answers(process, listens),
+        answers=answers(process, listens, "".join(sources_of([process]).values())),
     )
 
 

@@ -19,10 +19,17 @@ COUNTERS = re.compile(r"^(\w*tokens?_total\S*|\w*_success_total\S*)\s+([\d.eE+]+
 """Counters of generated tokens and finished requests. Counters of HTTP requests also count the questions asked here."""
 
 
-def answers(process: Process, ports: tuple[int, ...]) -> dict[str, str]:
-    """Return what an HTTP server answers; empty for any other process, which is not asked."""
+def answers(process: Process, ports: tuple[int, ...], source: str) -> dict[str, str]:
+    """Return what an HTTP server answers; empty for any other process, which is not asked.
+
+    A server by hand (http.server) may count requests, or answer any path with a file. It is asked only what its own
+    source mentions.
+    """
     files = [frame.file for thread in process.threads for frame in thread.frames]
     if not ports or process.rank is not None or not any(SERVERS.search(file) for file in files):
+        return {}
+    by_hand = any(file.endswith(("http/server.py", "socketserver.py")) for file in files)
+    if by_hand and not any(path in source for path in ("/health", "is_paused", "/metrics")):
         return {}
     found: dict[str, str] = {}
     for port in ports[:2]:

@@ -21,9 +21,9 @@ from clew.hang.progress import (
     pace,
     refusing,
 )
-from clew.hang.roles import waits_for_work
+from clew.hang.roles import WAITS_INSIDE, waits_for_work
 from clew.hang.source import calls_at, dotted, enclosing, loop_at, origin
-from clew.hang.verdict import LOCAL, MESSAGES, Actor, Verdict, names, verdict_about
+from clew.hang.verdict import LOCAL, MESSAGES, Actor, Verdict, names, verdict_about, words_of
 from clew.hang.waits_for import TO_OTHERS
 
 FILE_CALLS = re.compile(r"exists|is_file|isfile|is_dir|isdir|glob|stat\(|listdir|scandir|iterdir|getmtime")
@@ -33,6 +33,11 @@ WRITES = 1 << 16
 """Bytes per second from which the output of a program counts as its work, and not as a log of its waiting."""
 LEAST_CPU = 0.05
 """Share of a core below which a process that seems to compute may be blocked in native code."""
+
+
+CLIENT = re.compile(r"/(http|urllib|urllib3|requests|aiohttp|httpx|httpcore)/")
+URL = re.compile(r"https?://[\w.\-]+:(\d{2,5})\b")
+HOST = re.compile(r"(?:https?://)?[\w.\-]+:(\d{2,5})\b")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +204,8 @@ def _outlived(sink: Sink) -> Verdict | None:
         f"The main program of {sink.one.process.label} has ended, by its end or by an exception. Python waits for its "
         f"threads that are no daemons{at}.{_waiting(sink)}"
     )
-    found = verdict_about("dead", sink.culprits, why, sink.waiters, cause="dead")
+    pattern = "missing rank" if sink.blocked_ranks else "dead"  # a rank that lives on and will not come
+    found = verdict_about(pattern, sink.culprits, why, sink.waiters, cause="dead")
     return replace(found, sites=tuple(sorted({each.site for each in kept})) or found.sites)
 
 
@@ -216,6 +222,22 @@ def ended_inside(actor: Actor) -> str:
     failed = [text for text in failed if "CancelledError" not in text]
     threads = [f"its thread {name}" for name in actor.process.inside.ended_threads]
     return children or ", ".join((failed or threads)[:4])
+
+
+def _joins_its_producer(sink: Sink) -> Verdict | None:
+    """Find a main thread that joins a thread which waits for room in a queue that nobody empties any more."""
+    joining = next((t for t in sink.one.threads if t.thread == "MainThread" and t.kind == "thread"), None)
+    if joining is None or sink.act.kind != "queue_full" or sink.one.moving:
+        return None
+    where = f" in its cleanup ({joining.cleanup})" if joining.cleanup else ""
+    hidden = f" {sink.one.hidden_exception} was raised, and is hidden until then." if sink.one.hidden_exception else ""
+    why = (
+        f"{sink.one.process.label} waits{where} at {joining.site} for the end of thread {sink.act.thread}, which waits "
+        f"for room in a full queue at {sink.act.site}: {sink.act.text}. Whoever emptied the queue has stopped, so both "
+        f"wait for ever.{hidden}{_waiting(sink)}"
+    )
+    pattern = "cleanup deadlock" if joining.cleanup else "lock or I/O"
+    return verdict_about(pattern, [sink.one], why, sink.waiters, cause="thread").at(joining.site)
 
 
 def _paused(sink: Sink) -> Verdict | None:
@@ -253,6 +275,12 @@ def _store(sink: Sink) -> Verdict | None:
     """Judge a key of torch's store that no other rank sets."""
     if sink.act.kind != "store":
         return None
+    if sink.act.op == "TCPStore":
+        frames = sink.one.process.main.frames if sink.one.process.main else ()
+        wanted = next((f.locals["world_size"] for f in frames if f.locals.get("world_size", "").isdigit()), "")
+        members = f"until its {wanted} members have come" if wanted else "until all of its members have come"
+        why = f"{sink.one.says}. It waits for the server of this store, and {members}: fewer have.{_waiting(sink)}"
+        return verdict_about("initialisation", [sink.one], why, sink.waiters, cause="store", confidence="medium")
     others = [a for a in sink.live if a.rank is not None and a not in sink.culprits]
     alike = ("store", sink.act.site)  # ranks that wait for the same key
     others = [a for a in others if (a.activity.kind, a.activity.site) != alike]
@@ -501,16 +529,46 @@ def _waiting(sink: Sink) -> str:
 
 def _blocked(sink: Sink) -> Verdict | None:
     """Name the call in which the culprit is blocked."""
-    pattern, words = LOCAL[sink.act.kind]
+    pattern, words = LOCAL[sink.act.kind][0], words_of(sink.act)
     if sink.act.kind == "sleep" and not sink.blocked_ranks:
         pattern = "external wait"
     more = f" It and {len(sink.culprits) - 1} more wait for one another." if len(sink.culprits) > 1 else ""
     why = f"{sink.one.process.label} {words} at {sink.act.site}: {sink.act.text}.{more}{_waiting(sink)}"
+    why += _asked(sink) or _beside(sink)
     confidence = "high" if sink.blocked_ranks else "medium"
     holders = lock_holders(sink.one, sink) if sink.act.kind == "lock" else {}
     why += "".join(f" {held}." for held in holders) or _left_locked(sink)
     found = verdict_about(pattern, sink.culprits, why, sink.waiters, confidence=confidence, cause=sink.act.kind)
     return found.at(*holders.values())
+
+
+def _asked(sink: Sink) -> str:
+    """Return words about the process of this job that listens at the address which the culprit's variables name."""
+    if sink.act.kind != "http":
+        return ""
+    ports = set[int]()
+    for frame in (frame for thread in sink.one.process.threads for frame in thread.frames):
+        # Only a client's frames name hosts without a scheme for requests. Elsewhere it may be torch's own address.
+        address = HOST if CLIENT.search(frame.file) else URL
+        ports |= {int(port) for text in frame.locals.values() for port in address.findall(text)}
+    asked = next((a for a in sink.live if a is not sink.one and ports & set(a.process.listens)), None)
+    return f" That server is in this job: {asked.says}." if asked else ""
+
+
+def _beside(sink: Sink) -> str:
+    """Return words about the other threads and coroutines of the culprit that wait, too: often for one another."""
+    jobs = [each for each in sink.one.threads if each.is_job]
+    if len(jobs) > 1 and all(each.kind in ("future", "pool") for each in jobs):
+        return f" All {len(jobs)} threads that run jobs wait for results of other jobs: none is left to run those."
+    if sink.act.kind not in WAITS_INSIDE:
+        return ""
+    places = {sink.act.site: ""}
+    waiting = [each for each in sink.one.threads if each.kind in WAITS_INSIDE and each.kind != "select"]
+    for each in waiting:
+        if each.file and not (installed(each.file) or each.heartbeat or each.dispatches):
+            name = each.thread or "a coroutine"
+            places.setdefault(each.site, f" Beside it, {name} {words_of(each)} at {each.site}: {each.text}.")
+    return "".join(list(places.values())[:3])
 
 
 def lock_holders(actor: Actor, sink: Sink) -> dict[str, str]:
@@ -566,9 +624,10 @@ def same_name(one: str, other: str) -> bool:
 
 
 RULES: tuple[Callable[[Sink], Verdict | None], ...] = (
-    _paused, _blocked_loop, _refusing, _outlived, _locked_outside, _pipe_kept_open, _joined_too_early, _dead,
-    _own_waits, _slow, locked_file, _cleaned_up, _store, _unexplained, _loader, _silent_server, _outside, _retrying,
-    device, _computing, _both_poll, _threads_poll, _polling, _one_at_a_time, _lost_task, _blocked,
+    _paused, _blocked_loop, _refusing, _outlived, _locked_outside, _pipe_kept_open, _joined_too_early,
+    _joins_its_producer, _dead, _own_waits, _slow, locked_file, _cleaned_up, _store, _unexplained, _loader,
+    _silent_server, _outside, _retrying, device, _computing, _both_poll, _threads_poll, _polling, _one_at_a_time,
+    _lost_task, _blocked,
 )  # fmt: skip
 """Rules in the order in which they are asked: the first that answers is right, so facts stand before guesses.
 

@@ -438,11 +438,16 @@ def cpu_share(process: Process) -> float:
 
 
 def pace(process: Process, sources: Mapping[str, str]) -> str:
-    """Return words about a counter that advances; "" if none is seen."""
+    """Return words about a counter that advances, or what else a process did meanwhile; "" if nothing is seen."""
     seconds = process.last.at - process.looks[0].at if process.looks else 0.0
     for name, (first, last) in sorted(moved_counters(process, sources).items()):
         if seconds > 0 and last > first:
             return f": {name.rpartition(':')[2].partition('.')[2]} went from {first} to {last} in {seconds:.1f} s"
+    begun, last = process.looks[0] if process.looks else process.last, process.last
+    if last.written > begun.written:
+        return f": it wrote {last.written - begun.written:,} bytes in {seconds:.1f} s"
+    if last.switches > begun.switches:
+        return f": its main thread was woken up {last.switches - begun.switches} times in {seconds:.1f} s"
     return ""
 
 

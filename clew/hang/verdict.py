@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -38,6 +39,15 @@ LOCAL = {
     "unknown": ("undetermined", "does something that its stack does not show"),
 }
 """Pattern and words for each kind of activity of a process that others wait for."""
+
+
+def words_of(one: Activity) -> str:
+    """Return what a thread or coroutine does, as a verb and its object."""
+    if one.kind == "condition" and one.op == "acquire":
+        return "waits for a lock or semaphore that nobody releases"
+    if one.kind == "condition" and one.task:
+        return "waits for an event or condition of asyncio that nobody sets"
+    return LOCAL[one.kind][1] if one.kind in LOCAL else f"is in {one.op}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +111,15 @@ class Actor:
         return self.process.last.state in "Tt"
 
     @property
+    def hidden_exception(self) -> str:
+        """Return the class of the exception with which the main thread is in an `__exit__`; "" if there is none."""
+        for frame in self.process.main.frames if self.process.main else ():
+            text = " ".join(frame.locals.values()) if frame.name == "__exit__" else ""
+            if found := re.search(r"\b[A-Z]\w*(Error|Exception|Interrupt|Exit)\b", text):
+                return found[0]
+        return ""
+
+    @property
     def says(self) -> str:
         """Return what the process does, in words."""
         one = self.activity
@@ -111,7 +130,7 @@ class Actor:
         what = (
             f"is in {one.op} of group {one.group}"
             if one.kind in ("collective", *MESSAGES)
-            else (f"is in {one.op}" if one.kind in DISTRIBUTED else LOCAL[one.kind][1])
+            else (f"is in {one.op}" if one.kind in DISTRIBUTED else words_of(one))
         )
         if one.kind == "pipe" and self.process.waits_in.endswith("pipe_write"):
             what = "writes to a full pipe, which nobody reads,"
