@@ -143,6 +143,38 @@ def counters_of(frames: tuple[Frame, ...]) -> dict[str, int]:
     return found
 
 
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Place of a thread in the user's code, and what helps to read it."""
+
+    process: Process
+    thread: Thread
+    user: Frame
+    """Innermost frame of the user's code, or the outermost frame if there is none."""
+    sources: Mapping[str, str]
+    names: dict[str, Any]
+    """Integers that expressions of the user's code may use."""
+
+    @property
+    def frames(self) -> tuple[Frame, ...]:
+        return self.thread.frames
+
+    @property
+    def inside(self) -> tuple[Frame, ...]:
+        """Return the library's frames that the user's code has called; all frames if no code is the user's."""
+        return self.frames if installed(self.user.file) else self.frames[: self.frames.index(self.user)]
+
+    @property
+    def text(self) -> str:
+        """Return the source of the user's file."""
+        return self.sources.get(self.user.file, "")
+
+    def members_of(self, group: str) -> tuple[int, ...] | None:
+        """Return the ranks of the group with this name, if any source says them."""
+        every = (new_group_members(text, group, self.names) for text in self.sources.values())
+        return next((members for members in every if members is not None), None)
+
+
 def activity_of(process: Process, thread: Thread, sources: Mapping[str, str], world: int | None) -> Activity:
     """Return what a thread of a process is doing."""
     frames = thread.frames
@@ -150,7 +182,6 @@ def activity_of(process: Process, thread: Thread, sources: Mapping[str, str], wo
         return Activity(kind="unknown", thread=thread.name)
     user = next((frame for frame in frames if not installed(frame.file)), frames[-1])
     text = sources.get(user.file, "")
-    main = thread.os_id == process.pid and not thread.task
     base = Activity(
         kind="unknown",
         file=user.file,
@@ -183,15 +214,13 @@ def activity_of(process: Process, thread: Thread, sources: Mapping[str, str], wo
     )
     if thread.task:
         return _coroutine(base, thread, user, text)
-    names = names_for(process, frames, text, world)
+    place = Place(
+        process=process, thread=thread, user=user, sources=sources, names=names_for(process, frames, text, world)
+    )
     # DDP, for example, imports modules on first use: its frames are on the stack then, but no collective has begun.
     if importing(thread):
-        return _native(base, frames, user, text, process, thread, sources, names, main=main)
-    return (
-        _distributed(base, frames, user, sources, names, process)
-        or _library(base, frames, user, text)
-        or _native(base, frames, user, text, process, thread, sources, names, main=main)
-    )
+        return _native(base, place)
+    return _distributed(base, place) or _library(base, place) or _native(base, place)
 
 
 def importing(thread: Thread) -> bool:
@@ -254,12 +283,9 @@ def names_for(process: Process, frames: tuple[Frame, ...], text: str, world: int
     return names
 
 
-def _distributed(
-    base: Activity, frames: tuple[Frame, ...], user: Frame, sources: Mapping[str, str], names: dict[str, Any],
-    process: Process,
-) -> Activity | None:  # fmt: skip
+def _distributed(base: Activity, place: Place) -> Activity | None:
     """Return the operation of torch.distributed that a thread is in, or None."""
-    inside = frames[: frames.index(user)] if user in frames else frames
+    inside = place.inside
     c10d = [frame for frame in inside if frame.file.endswith(C10D)]
     every = {frame.name for frame in inside}
     if every & INITIALISING or any(frame.file.endswith("torch/distributed/rendezvous.py") for frame in inside):
@@ -271,7 +297,7 @@ def _distributed(
     named = [frame for frame in c10d if frame.name in COLLECTIVES | POINT_TO_POINT]
     if named:
         outer = named[-1]  # the call that the user made: all_gather_object, for example, calls all_gather
-        group, members = group_in_memory(outer, process) or group_of(outer, frames, sources, names)
+        group, members = group_in_memory(outer, place.process) or group_of(outer, place)
         found = replace(base, op=outer.name, group=group, members=members, shape=shape_in(outer))
         if outer.name in POINT_TO_POINT:
             way = "send" if "send" in outer.name else "recv"
@@ -284,7 +310,7 @@ def _distributed(
     if any("p2p" in frame.name and "/distributed/pipelining/" in frame.file for frame in inside):
         return replace(base, kind="recv", op="batch_isend_irecv", group="world")
     # DDP starts its collectives from C++, within the backward pass: no Python frame names them.
-    if "_engine_run_backward" in every and any("torch/nn/parallel" in f.file or "fsdp" in f.file for f in frames):
+    if "_engine_run_backward" in every and any("torch/nn/parallel" in f.file or "fsdp" in f.file for f in place.frames):
         return replace(base, kind="collective", op="backward", group="world")
     for frame in inside:
         if PARALLEL.search(frame.file) and SYNCHRONISES.search(frame.name):
@@ -315,15 +341,13 @@ def group_in_memory(frame: Frame, process: Process) -> tuple[str, tuple[int, ...
     return None
 
 
-def group_of(
-    frame: Frame, frames: tuple[Frame, ...], sources: Mapping[str, str], names: dict[str, Any]
-) -> tuple[str, tuple[int, ...] | None]:
+def group_of(frame: Frame, place: Place) -> tuple[str, tuple[int, ...] | None]:
     """Return the name of the group that a collective was called with, and its ranks if the source says them."""
-    place = frames.index(frame)
-    callers = [each for each in frames[place + 1 :] if not installed(each.file)]
+    outer = place.frames[place.frames.index(frame) + 1 :]
+    callers = [each for each in outer if not installed(each.file)]
     if not callers:
         return "world", None
-    text = sources.get(callers[0].file, "")
+    text = place.sources.get(callers[0].file, "")
     call = next(
         (c for c in source.calls_at(text, callers[0].line) if source.dotted(c.func).rpartition(".")[2] == frame.name),
         None,
@@ -354,10 +378,8 @@ def group_of(
     if not aliases:
         return "world", None
     for alias in aliases:
-        for text in sources.values():
-            members = new_group_members(text, alias, names)
-            if members is not None:
-                return alias.rpartition(".")[2], members
+        if (members := place.members_of(alias)) is not None:
+            return alias.rpartition(".")[2], members
     return aliases[-1].rpartition(".")[2], None
 
 
@@ -380,14 +402,14 @@ def new_group_members(text: str, name: str, names: dict[str, Any]) -> tuple[int,
     return None
 
 
-def _library(base: Activity, frames: tuple[Frame, ...], user: Frame, text: str) -> Activity | None:
-    inside = frames if installed(user.file) else frames[: frames.index(user)]
+def _library(base: Activity, place: Place) -> Activity | None:
+    """Return the call of a library in which a thread waits, or None."""
     if base.idle_loop:
         return replace(base, kind="select")
     for file, function, kind in LIBRARY:
-        for frame in inside:
+        for frame in place.inside:
             if re.search(file, frame.file) and (not function or re.fullmatch(function, frame.name)):
-                return replace(base, kind=kind, target=receiver(text, user.line), op=frame.name)
+                return replace(base, kind=kind, target=receiver(place.text, place.user.line), op=frame.name)
     return None
 
 
@@ -404,18 +426,16 @@ def entered_at(text: str, line: int) -> str:
     return ast.unparse(around[-1].items[0].context_expr) if around else ""
 
 
-def _native(
-    base: Activity, frames: tuple[Frame, ...], user: Frame, text: str, process: Process, thread: Thread,
-    sources: Mapping[str, str], names: dict[str, Any], *, main: bool,
-) -> Activity:  # fmt: skip
+def _native(base: Activity, place: Place) -> Activity:
     """Return what a thread does whose innermost frame is the user's own: it computes, or is in a native call."""
+    process, thread, frames, user, text = place.process, place.thread, place.frames, place.user, place.text
     calls = source.calls_at(text, user.line)
     called = [(source.dotted(call.func), call) for call in calls]
     if frames[0] is user or not text:
         for name, call in called:
             last, owner = name.rpartition(".")[2], name.rpartition(".")[0]
             if last == "wait" and not thread.active:
-                found = _work(base, call, text, user, sources, names, frames, process)
+                found = _work(base, call, place)
                 if found is not None:
                     return found
             if last == "to_here" or (last == "wait" and "rpc_async" in text):
@@ -434,6 +454,7 @@ def _native(
                 return replace(base, kind="destroy", op=last, cleanup=base.cleanup or "destroy")
     # `waits_in` is of the main thread, and was read once, after the last look. So it says nothing about other threads,
     # nor about a main thread that was still running in this look.
+    main = thread.os_id == process.pid and not thread.task
     kernel = KERNEL.get(process.waits_in, "") if main and process.last.state != "R" else ""
     if kernel == "sleep" or not thread.active:
         for name, _ in called:
@@ -455,42 +476,13 @@ def _native(
     return replace(base, kind="compute" if thread.active or process.last.state == "R" else "unknown")
 
 
-def _work(
-    base: Activity,
-    call: ast.Call,
-    text: str,
-    user: Frame,
-    sources: Mapping[str, str],
-    names: dict[str, Any],
-    frames: tuple[Frame, ...],
-    process: Process,
-) -> Activity | None:
+def _work(base: Activity, call: ast.Call, place: Place) -> Activity | None:
     """Return the operation behind `work.wait()`: the call that made the work, by its name in the source."""
+    text, user = place.text, place.user
     name = source.dotted(call.func).removesuffix(".wait")
-    # Follow names back through assignments, as from w.wait() over w = works[-1] to works.append(dist.isend(...)).
-    chain, seen = [name.removesuffix("()").removesuffix("[]")], set[str]()
-    made: list[ast.Call] = []
-    while chain and not made:
-        one = chain.pop(0)
-        if one in seen:
-            continue
-        seen.add(one)
-        if one.rpartition(".")[2] in COLLECTIVES | POINT_TO_POINT and isinstance(call.func, ast.Attribute):
-            made += [each for each in [call.func.value] if isinstance(each, ast.Call)]
-        for value in source.assignments(text, one):
-            found = [each for each in ast.walk(value) if isinstance(each, ast.Call)]
-            ops = [
-                each for each in found if source.dotted(each.func).rpartition(".")[2] in COLLECTIVES | POINT_TO_POINT
-            ]
-            made += ops
-            chain += [
-                source.dotted(each).removesuffix("[]")
-                for each in [value]
-                if isinstance(each, (ast.Name, ast.Attribute, ast.Subscript))
-            ]
-            chain += [source.dotted(each) for each in ast.walk(value) if isinstance(each, ast.Name)][:6]
-    is_work = "Work" in user.locals.get(name, "")
+    made = _calls_that_made(name, call, text)
     if not made:
+        is_work = "Work" in user.locals.get(name, "")
         return replace(base, kind="collective", op="wait", group="?") if is_work else None
     before = [each for each in made if each.lineno <= user.line] or made
     scope = enclosing_function(text, user.line)
@@ -501,16 +493,44 @@ def _work(
     group, members = "world", None
     if passed is not None and not source.dotted(passed).endswith("group.WORLD"):
         group = source.dotted(passed).rpartition(".")[2]
-        members = next((m for t in sources.values() if (m := new_group_members(t, group, names)) is not None), None)
+        members = place.members_of(group)
     if op in POINT_TO_POINT:
         way = "send" if "send" in op else "recv"
         peer = source.keyword(one, "dst" if way == "send" else "src", 1)
         try:
-            value = source.evaluate(peer, names) if peer is not None else None
+            value = source.evaluate(peer, place.names) if peer is not None else None
         except (source.Unknown, TypeError, ValueError):
             value = None
         return replace(base, kind=way, op=op, group=group, peers=(value,) if isinstance(value, int) else ())
     return replace(base, kind="collective", op=op, group=group, members=members)
+
+
+def _calls_that_made(name: str, waiting: ast.Call, text: str) -> list[ast.Call]:
+    """Return the calls of torch.distributed whose result may have this name, where `waiting` waits for it.
+
+    Names are followed back through assignments, as from w.wait() over w = works[-1] to works.append(dist.isend(...)).
+    """
+    chain, seen = [name.removesuffix("()").removesuffix("[]")], set[str]()
+    made: list[ast.Call] = []
+    while chain and not made:
+        one = chain.pop(0)
+        if one in seen:
+            continue
+        seen.add(one)
+        direct = waiting.func.value if isinstance(waiting.func, ast.Attribute) else None
+        if _begins_work(one) and isinstance(direct, ast.Call):  # dist.all_reduce(..., async_op=True).wait()
+            made.append(direct)
+        for value in source.assignments(text, one):
+            calls = [each for each in ast.walk(value) if isinstance(each, ast.Call)]
+            made += [each for each in calls if _begins_work(source.dotted(each.func))]
+            if isinstance(value, (ast.Name, ast.Attribute, ast.Subscript)):
+                chain.append(source.dotted(value).removesuffix("[]"))
+            chain += [source.dotted(each) for each in ast.walk(value) if isinstance(each, ast.Name)][:6]
+    return made
+
+
+def _begins_work(name: str) -> bool:
+    return name.rpartition(".")[2] in COLLECTIVES | POINT_TO_POINT
 
 
 def enclosing_function(text: str, line: int) -> ast.AST | None:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 
 def connect(port, world_size):
-    return dist.TCPStore("127.0.0.1", port, world_size, dist.get_rank() == 0, timedelta(minutes=30))
+    return dist.TCPStore("127.0.0.1", port, world_size, dist.get_rank() == 0, timedelta(minutes=30))  # pyright: ignore[reportPrivateImportUsage]
 
 
 def main():
