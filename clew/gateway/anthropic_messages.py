@@ -8,7 +8,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from clew.gateway.dialect import Ask, Form, Message, Refusal, Reply, Stream, ToolCall, encoded, is_utf8, pieces
+from clew.gateway.dialect import (
+    Ask,
+    Form,
+    Message,
+    Refusal,
+    Reply,
+    Stream,
+    ToolCall,
+    call_entry,
+    pieces,
+    typed_event,
+)
 from clew.gateway.fields import LARGEST, Body, Fields, IgnoresUnknown, SampledBody, read, set_values, text_as
 from clew.gateway.images import Base64, Content, content_of
 from clew.gateway.tool_choice import Function, notes_on_strict, refuse_choice
@@ -299,12 +310,9 @@ def _of_assistant(message: _Assistant) -> Message:
     result: Message = {"role": "assistant", "content": _joined(message.content, {})}
     if reasoning := "".join(block.thinking for block in message.content if isinstance(block, _Thinking)):
         result["reasoning_content"] = reasoning
-    calls = [
-        {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}}
-        for block in message.content
-        if isinstance(block, _ToolUse)
-    ]
-    return result | ({"tool_calls": calls} if calls else {})
+    if calls := [block for block in message.content if isinstance(block, _ToolUse)]:
+        result["tool_calls"] = [call_entry(call.id, call.name, call.input) for call in calls]
+    return result
 
 
 def respond(ask: Ask, replies: Sequence[Reply]) -> dict[str, Any]:
@@ -394,7 +402,7 @@ EMPTY: dict[str, dict[str, Any]] = {
 async def events(ask: Ask, stream: Stream) -> AsyncIterator[bytes]:
     """Stream a block for the thinking, one for the text, and one for each call of a tool; see `Dialect.events`."""
     [id] = stream.ids
-    start = _event({"type": "message_start", "message": _begun(ask, id, len(stream.input_ids))})
+    start = typed_event({"type": "message_start", "message": _begun(ask, id, len(stream.input_ids))})
     started, index, open = False, -1, ""
     async for part in stream.deltas:
         if not started:
@@ -419,17 +427,17 @@ async def events(ask: Ask, stream: Stream) -> AsyncIterator[bytes]:
     for event in _closing(index, open, id):
         yield event
     usage = _usage(reply.input_tokens, reply)
-    yield _event({"type": "message_delta", "delta": _ending(reply), "usage": usage, **_edited(ask)})
-    yield _event({"type": "message_stop"})
+    yield typed_event({"type": "message_delta", "delta": _ending(reply), "usage": usage, **_edited(ask)})
+    yield typed_event({"type": "message_stop"})
 
 
 def _opening(index: int, block: dict[str, Any]) -> bytes:
-    opened = _event({"type": "content_block_start", "index": index, "content_block": block})
+    opened = typed_event({"type": "content_block_start", "index": index, "content_block": block})
     return opened + KEEP_ALIVE if index == 0 else opened  # the provider sends one there, too
 
 
 def _delta(index: int, delta: dict[str, Any]) -> bytes:
-    return _event({"type": "content_block_delta", "index": index, "delta": delta})
+    return typed_event({"type": "content_block_delta", "index": index, "delta": delta})
 
 
 def _closing(index: int, kind: str, id: str) -> Iterator[bytes]:
@@ -437,17 +445,17 @@ def _closing(index: int, kind: str, id: str) -> Iterator[bytes]:
     if kind == "thinking":
         yield _delta(index, {"type": "signature_delta", "signature": id})
     if kind:
-        yield _event({"type": "content_block_stop", "index": index})
+        yield typed_event({"type": "content_block_stop", "index": index})
 
 
 def _json_of(input: dict[str, Any]) -> str:
     """Return JSON as the provider writes it; in ASCII if it has half a surrogate pair, which UTF-8 cannot hold."""
     text = json.dumps(input, ensure_ascii=False)
-    return text if is_utf8(text) else json.dumps(input)
-
-
-def _event(content: dict[str, Any]) -> bytes:
-    return b"event: " + content["type"].encode() + b"\ndata: " + encoded(content) + b"\n\n"
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(input)
+    return text
 
 
 def refuse(refusal: Refusal) -> dict[str, Any]:
@@ -463,7 +471,7 @@ def refuse(refusal: Refusal) -> dict[str, Any]:
 
 def refuse_in_stream(refusal: Refusal, place: int) -> bytes:
     """See `Dialect.refuse_in_stream`."""
-    return _event(refuse(refusal))
+    return typed_event(refuse(refusal))
 
 
 def models(names: Sequence[str]) -> dict[str, Any]:

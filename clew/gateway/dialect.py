@@ -12,6 +12,7 @@ of dialects.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -59,10 +60,6 @@ class Form:
     """JSON schema."""
     param: str
     """Name of the field that asks for it, for errors."""
-
-
-ANY_OBJECT = {"type": "object"}
-"""Schema that json_object stands for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,14 +166,14 @@ def message_of(reply: Reply) -> Message:
         message["reasoning_content"] = reply.reasoning
     if reply.tool_calls:
         message["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": json.loads(call.arguments)},
-            }
-            for call in reply.tool_calls
+            call_entry(call.id, call.name, json.loads(call.arguments)) for call in reply.tool_calls
         ]
     return message
+
+
+def call_entry(id: str | None, name: str, arguments: Any) -> dict[str, Any]:
+    """Return a tool call as OpenAI's API and chat templates write it; the API has the arguments as JSON text."""
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,21 +260,11 @@ def encoded(content: Any) -> bytes:
         return json.dumps(content).encode()
 
 
-def is_utf8(text: str) -> bool:
-    """Return whether a text can be encoded as UTF-8. It cannot if a model escaped half a surrogate pair in JSON."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+def typed_event(content: dict[str, Any]) -> bytes:
+    """Return a server-sent event that is named by the content's type."""
+    return b"event: " + content["type"].encode() + b"\ndata: " + encoded(content) + b"\n\n"
 
 
 def pieces(text: str) -> list[str]:
     """Split a text into the pieces in which a stream sends it: a word each, with the spaces before it."""
-    parts: list[str] = []
-    start = 0
-    for place in range(1, len(text)):
-        if text[place].isspace() and not text[place - 1].isspace():
-            parts.append(text[start:place])
-            start = place
-    return [*parts, text[start:]] if text else []
+    return re.findall(r"\s*\S+|\s+", text)

@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from clew.gateway.dialect import (
-    ANY_OBJECT,
     Ask,
     Form,
     Message,
@@ -16,7 +15,7 @@ from clew.gateway.dialect import (
     Reply,
     Stream,
     Token,
-    ToolCall,
+    call_entry,
     encoded,
     pieces,
 )
@@ -205,7 +204,7 @@ def parse(body: dict[str, Any]) -> Ask:
         message = "Cannot honour top_logprobs: it needs logprobs=true. Set it, or leave top_logprobs out."
         raise Refusal(400, message, param="top_logprobs")
     functions = [tool.function for tool in request.tools]
-    choice = request.tool_choice
+    choice, format = request.tool_choice, request.response_format
     notes += notes_on_strict(functions)
     if isinstance(choice, _AllowedTools):
         allowed = choice.allowed_tools
@@ -224,7 +223,7 @@ def parse(body: dict[str, Any]) -> Ask:
         tool_choice=tool_choice,
         parallel_tool_calls=request.parallel_tool_calls,
         sampling=request.sampling(request.max_completion_tokens or request.max_tokens),
-        form=_form(request.response_format),
+        form=form_of(format.json_schema if isinstance(format, _Schema) else format, "response_format"),
         n=request.n,
         logprobs=request.top_logprobs if request.logprobs else None,
         stream=request.stream,
@@ -234,10 +233,11 @@ def parse(body: dict[str, Any]) -> Ask:
     )
 
 
-def _form(format: PlainFormat | _Schema | None) -> Form | None:
-    if isinstance(format, _Schema):
-        return Form(schema=format.json_schema.schema_, param="response_format")
-    return Form(schema=ANY_OBJECT, param="response_format") if format and format.type == "json_object" else None
+def form_of(format: PlainFormat | NamedSchema | None, param: str) -> Form | None:
+    """Return the form that the field `param` asks for."""
+    if isinstance(format, NamedSchema):
+        return Form(schema=format.schema_, param=param)
+    return Form(schema={"type": "object"}, param=param) if format and format.type == "json_object" else None
 
 
 def _message_of(message: _Given | _Said, images: dict[str, bytes]) -> Message:
@@ -256,11 +256,7 @@ def _message_of(message: _Given | _Said, images: dict[str, bytes]) -> Message:
         result["reasoning_content"] = reasoning
     if message.tool_calls:
         result["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.function.name, "arguments": arguments_of(call.function.arguments)},
-            }
+            call_entry(call.id, call.function.name, arguments_of(call.function.arguments))
             for call in message.tool_calls
         ]
     return result
@@ -314,12 +310,8 @@ def _said(reply: Reply) -> dict[str, Any]:
     if reply.reasoning:
         message["reasoning_content"] = reply.reasoning  # as vLLM, SGLang and DeepSeek name it
     if reply.tool_calls:
-        message["tool_calls"] = [_call(call) for call in reply.tool_calls]
+        message["tool_calls"] = [call_entry(call.id, call.name, call.arguments) for call in reply.tool_calls]
     return message
-
-
-def _call(call: ToolCall) -> dict[str, Any]:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def logprob_of(token: Token) -> dict[str, Any]:
@@ -377,7 +369,7 @@ async def events(ask: Ask, stream: Stream) -> AsyncIterator[bytes]:
         if part.call is not None:
             number = calls[index]
             calls[index] += 1
-            opened = _call(part.call) | {"index": number, "function": {"name": part.call.name, "arguments": ""}}
+            opened = {**call_entry(part.call.id, part.call.name, ""), "index": number}
             yield chunk(index, {**opens, "tool_calls": [opened]})
             for piece in pieces(part.call.arguments):
                 yield chunk(index, {"tool_calls": [{"index": number, "function": {"arguments": piece}}]})

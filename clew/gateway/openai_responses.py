@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from clew.gateway.dialect import ANY_OBJECT, Ask, Delta, Form, Refusal, Reply, Stream, Token, ToolCall, encoded, pieces
+from clew.gateway.dialect import Ask, Delta, Refusal, Reply, Stream, Token, ToolCall, pieces, typed_event
 from clew.gateway.fields import LARGEST, Fields, IgnoresUnknown, SampledBody, read, set_values
-from clew.gateway.openai_chat import NamedSchema, PlainFormat, logprob_of, refuse
+from clew.gateway.openai_chat import KEEP_ALIVE, NamedSchema, PlainFormat, form_of, logprob_of, refuse
 from clew.gateway.responses_input import Items, messages_of
 from clew.gateway.tool_choice import Function, allowed_functions, effort_variables, notes_on_strict, refuse_choice
 from clew.gateway.turns import Turn
@@ -20,8 +20,6 @@ __all__ = ["KEEP_ALIVE", "ResponsesRequest", "events", "parse", "refuse", "refus
 
 Event = tuple[str, dict[str, Any]]
 """The kind of an event, and its fields."""
-
-KEEP_ALIVE: bytes = b": waiting for the model\n\n"
 
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"
@@ -187,7 +185,7 @@ def parse(body: dict[str, Any]) -> Ask:
         sampling=set_values(
             max_new_tokens=request.max_output_tokens, temperature=request.temperature, top_p=request.top_p
         ),
-        form=_form(request.text.format),
+        form=form_of(request.text.format, "text.format"),
         logprobs=request.top_logprobs if request.top_logprobs or LOGPROBS in request.include else None,
         stream=request.stream,
         template={**request.chat_template_kwargs, **effort_variables(request.reasoning.effort)},
@@ -220,12 +218,6 @@ def _notes(request: ResponsesRequest) -> list[str]:
     if request.truncation == "auto":
         notes.append("the client asks for truncation: the gateway leaves the context as it is")
     return notes
-
-
-def _form(format: PlainFormat | _Schema) -> Form | None:
-    if isinstance(format, _Schema):
-        return Form(schema=format.schema_, param="text.format")
-    return Form(schema=ANY_OBJECT, param="text.format") if format.type == "json_object" else None
 
 
 def _echo(request: ResponsesRequest) -> dict[str, Any]:
@@ -340,7 +332,7 @@ async def events(ask: Ask, stream: Stream) -> AsyncIterator[bytes]:
     [id] = stream.ids
 
     def event(kind: str, **fields: Any) -> bytes:
-        return _event({"type": kind, "sequence_number": next(numbers), **fields})
+        return typed_event({"type": kind, "sequence_number": next(numbers), **fields})
 
     begun = _begun(ask, id, int(stream.created_at))
     yield event("response.created", response=begun)
@@ -443,10 +435,6 @@ def _end_of(item: dict[str, Any]) -> Iterator[Event]:
     yield "response.output_item.done", {"item": item}
 
 
-def _event(content: dict[str, Any]) -> bytes:
-    return b"event: " + content["type"].encode() + b"\ndata: " + encoded(content) + b"\n\n"
-
-
 def refuse_in_stream(refusal: Refusal, place: int) -> bytes:
     """Return the event of an error; see `Dialect.refuse_in_stream`.
 
@@ -455,4 +443,4 @@ def refuse_in_stream(refusal: Refusal, place: int) -> bytes:
     """
     error = refuse(refusal)["error"]
     said = {name: error[name] for name in ("code", "message", "param")}
-    return _event({"type": "error", "sequence_number": place, **said, "error": error})
+    return typed_event({"type": "error", "sequence_number": place, **said, "error": error})

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from clew.gateway.dialect import Message, Refusal
+from clew.gateway.dialect import Message, Refusal, call_entry
 from clew.gateway.fields import Fields, arguments_of, text_as
 from clew.gateway.images import Content, DataURL, content_of
 
@@ -118,8 +118,7 @@ def messages_of(items: Sequence[Item], images: dict[str, bytes]) -> list[Message
                 said["content"] = _joined(item.content, images)
             elif isinstance(item, _FunctionCall):
                 names[item.call_id] = name = f"{item.namespace}.{item.name}" if item.namespace else item.name
-                function = {"name": name, "arguments": arguments_of(item.arguments)}
-                call = {"id": item.call_id, "type": "function", "function": function}
+                call = call_entry(item.call_id, name, arguments_of(item.arguments))
                 said.setdefault("tool_calls", []).append(call)
             elif reasoning := _reasoning_of(item):
                 said["reasoning_content"] = reasoning
