@@ -50,7 +50,7 @@ class Submission:
     """A request, from its arrival on. A retry of it gets the same replies."""
 
     ids: Sequence[str]
-    """IDs of its interactions; the first is the response's ID."""
+    """IDs of the interactions; the first is the response's ID."""
     fingerprint: bytes
     created_at: float
     """Time of arrival, in seconds since the epoch."""
@@ -97,19 +97,18 @@ class AgentSession:
         self.received_bytes = 0
         """Size of the kept requests in bytes, as they came."""
         self._limits = limits
-        self._turns = Turns(engine.tokenizer, engine.resources.context, engine.resources.vision)
+        self._warn = engine.warn
+        self.turns = Turns(engine.tokenizer, engine.resources.context, engine.resources.vision)
         self._requests: list[Submission] = []
         self._failed: Counter[bytes] = Counter()
         """Number of failed attempts by request fingerprint: as many retries are treated as new attempts."""
 
     @property
     def id(self) -> str:
-        """Return the episode's ID."""
         return self.engine.episode_id
 
     @property
     def busy(self) -> bool:
-        """Return whether a request is being answered."""
         return any(not request.replies.done() for request in self._requests)
 
     @property
@@ -127,7 +126,7 @@ class AgentSession:
         Args:
             ask: The request.
             fingerprint: Equal for a request and its retries.
-            retry: The client says that this is a retry.
+            retry: True if the client says that this is a retry.
 
         Raises:
             Refusal: The session has ended, or its messages or parameters cannot be honoured.
@@ -146,7 +145,7 @@ class AgentSession:
         self._advise(ask)
         indices = [self.engine.reserve() for _ in range(ask.n)]
         speech = Speech()
-        answer = asyncio.get_running_loop().create_task(self._answer(ask, prompt, begin, indices, speech))
+        answer = asyncio.get_running_loop().create_task(self._answer(ask, prompt, indices, speech))
         request = Submission(
             ids=[self.engine.interaction_id(index) for index in indices],
             fingerprint=fingerprint,
@@ -164,23 +163,8 @@ class AgentSession:
         """Return the number of tokens that the request would give to the model."""
         return len((await self._prompt(ask)).input_ids)
 
-    def turn(self, id: str) -> Turn:
-        """Return the turn with the reply of that ID.
-
-        Raises:
-            Refusal: There is none.
-        """
-        turn = self._turns.find(id)
-        if turn is None:
-            raise Refusal(404, f"there is no response {id!r} in this session.", code="previous_response_not_found")
-        return turn
-
     def set_reward(self, reward: float, id: str | None = None) -> None:
-        """Reward one interaction.
-
-        Args:
-            reward: The reward.
-            id: ID of the interaction; None: the last one.
+        """Reward the interaction of that ID; None: the last one.
 
         Raises:
             Refusal: There is no interaction of that ID, or none at all.
@@ -198,10 +182,6 @@ class AgentSession:
             if request.abandoned and request.replies.done() and not request.replies.cancelled():
                 unseen = {reply.id for reply in request.replies.result()}
                 self.engine.interactions[:] = [each for each in self.engine.interactions if each.id not in unseen]
-
-    def warn(self, warning: str, kind: str | None = None) -> None:
-        """See `EpisodeEngine.warn`."""
-        self.engine.warn(warning, kind)
 
     # One request -----------------------------------------------------------------------------------------------------
 
@@ -225,8 +205,8 @@ class AgentSession:
             )
             raise Refusal(400, message, param="messages", code="context_length_exceeded")
         if ask.characters < LARGE_TEXT and not ask.images:
-            return self._turns.prompt(ask, begin)
-        prompt = await asyncio.to_thread(self._turns.prompt, ask, begin)
+            return self.turns.prompt(ask, begin)
+        prompt = await asyncio.to_thread(self.turns.prompt, ask, begin)
         self._refuse_beyond_limits()  # the session may have ended meanwhile
         return prompt
 
@@ -287,15 +267,15 @@ class AgentSession:
         Raises:
             Refusal: The template does not know another variable.
         """
-        unknown = [name for name in ask.template if name not in self._turns.variables]
+        unknown = [name for name in ask.template if name not in self.turns.variables]
         for name in unknown:
             value = ask.template[name]
             if value is False:
                 continue
             if name == "reasoning_effort":
-                self.warn(f"the client asks for reasoning effort {value!r}, a setting that the model does not have")
+                self._warn(f"the client asks for reasoning effort {value!r}, a setting that the model does not have")
             elif name == "enable_thinking":
-                self.warn("the client asks for thinking, a setting that the model does not have")
+                self._warn("the client asks for thinking, a setting that the model does not have")
             else:
                 message = f"Cannot honour {name}: the model's chat template knows no such variable. Leave it out."
                 raise Refusal(400, message, param=name)
@@ -303,18 +283,18 @@ class AgentSession:
 
     def _advise(self, ask: Ask) -> None:
         for note in ask.notes:
-            self.warn(note, kind=note)
+            self._warn(note, kind=note)
         if ask.form is not None:
-            self.warn(
+            self._warn(
                 "replies are held to a JSON schema: the logprobs of their tokens are those among what the schema "
                 "allows, and not the policy's; do not train on them"
             )
         if "seed" in ask.sampling:
-            self.warn(f"the client sets seed={ask.sampling['seed']}: the episodes of a group then draw alike")
+            self._warn(f"the client sets seed={ask.sampling['seed']}: the episodes of a group then draw alike")
 
-    async def _answer(self, ask: Ask, prompt: Prompt, begin: str, indices: list[int], speech: Speech) -> list[Reply]:
-        drafts = [self._draft(ask, prompt, begin, number, index, speech) for number, index in enumerate(indices)]
-        generating = [self._one(ask, prompt, begin, *pair) for pair in zip(indices, drafts, strict=True)]
+    async def _answer(self, ask: Ask, prompt: Prompt, indices: list[int], speech: Speech) -> list[Reply]:
+        drafts = [self._draft(ask, prompt, number, index, speech) for number, index in enumerate(indices)]
+        generating = [self._one(ask, prompt, *pair) for pair in zip(indices, drafts, strict=True)]
         try:
             replies = await asyncio.gather(*generating)
         except RequestTooLong as error:
@@ -326,27 +306,20 @@ class AgentSession:
             raise Refusal(400, str(error)) from None
         except EngineError as error:
             raise Refusal(503 if isinstance(error, EngineUnreachable) else 400, str(error)) from None
-        turns = [
-            Turn(
-                ask=ask,
-                rendered=prompt.rendered,
-                reply=reply,
-                raw=self._decode(reply.interaction.output_ids),
-                follows=prompt.follows,
-            )
-            for reply in replies
-        ]
-        for turn in turns:
-            self._turns.add(turn)
+        turns = []
+        for reply in replies:
+            raw = self._decode(reply.interaction.output_ids)
+            turns.append(Turn(ask=ask, rendered=prompt.rendered, reply=reply, raw=raw, follows=prompt.follows))
+            self.turns.add(turns[-1])
         await self._mark_branch(turns)
         return replies
 
     async def _mark_branch(self, turns: Sequence[Turn]) -> None:
         """Warn, and note in the record, if a request does not continue the conversation that it should have."""
         if turns[0].ask.characters >= LARGE_TEXT:
-            branch = await asyncio.to_thread(self._turns.branch, turns[0])
+            branch = await asyncio.to_thread(self.turns.branch, turns[0])
         else:
-            branch = self._turns.branch(turns[0])
+            branch = self.turns.branch(turns[0])
         if branch is None:
             return
         for turn in turns:
@@ -357,17 +330,18 @@ class AgentSession:
                 "tokens": branch.tokens,
             }
         ids = ", ".join(turn.reply.id for turn in turns)
-        self.warn(
+        self._warn(
             f"{ids} does not continue {branch.of.reply.id}: {branch.why}. A new sequence starts, and {branch.tokens} "
             f"tokens are processed again in training",
             kind=f"a branch ({branch.kind})",
         )
 
-    def _draft(self, ask: Ask, prompt: Prompt, begin: str, number: int, index: int, speech: Speech) -> Draft | None:
+    def _draft(self, ask: Ask, prompt: Prompt, number: int, index: int, speech: Speech) -> Draft | None:
         """Return the draft of the request's n-th reply if a stream is to tell it, else None."""
         if not ask.stream:
             return None
-        before = None if ask.text is not None else _before(prompt, begin)
+        before = None if ask.text is not None else prompt.before
+        # A response template decides everything at the end; a schema may leave no room for the thought that was begun.
         at_the_end = before is not None and (
             has_template(self.engine.tokenizer) or (ask.form is not None and opens_thought(before))
         )
@@ -376,16 +350,16 @@ class AgentSession:
             number,
             speech.tell,
             id=self.engine.interaction_id(index),
-            transcript=Transcript(self.engine.tokenizer, begin, logprobs=ask.logprobs is not None),
+            transcript=Transcript(self.engine.tokenizer, prompt.begin, logprobs=ask.logprobs is not None),
             reader=None if at_the_end else Reader(before, ask.shown_tools),
-            begin=begin,
+            begin=prompt.begin,
             stops=[stop for stop in stops if stop != CALL_CLOSES],  # which ends a call, and belongs to it
         )
 
-    async def _one(self, ask: Ask, prompt: Prompt, begin: str, index: int, draft: Draft | None) -> Reply:
+    async def _one(self, ask: Ask, prompt: Prompt, index: int, draft: Draft | None) -> Reply:
         sampling = dict(ask.sampling)
         if "seed" in sampling:
-            sampling["seed"] += index
+            sampling["seed"] += index  # or the n replies, and equal requests of the episode, would be equal
         if ask.form is not None:
             sampling["json_schema"] = json.dumps(ask.form.schema)
         interaction = await self.engine.generate(
@@ -399,16 +373,16 @@ class AgentSession:
         )
         if prompt.follows is not None:
             interaction.details["follows"] = prompt.follows.reply.id
-        reply = self._reply(ask, prompt, begin, interaction)
+        reply = self._reply(ask, prompt, interaction)
         if draft is not None:
             try:
                 draft.finish(reply)
             except ValueError as error:
-                self.warn(f"{reply.id} was streamed otherwise than it is: {error}")
+                self._warn(f"{reply.id} was streamed otherwise than it is: {error}")
         return reply
 
-    def _reply(self, ask: Ask, prompt: Prompt, begin: str, interaction: Interaction) -> Reply:
-        text = begin + interaction.text
+    def _reply(self, ask: Ask, prompt: Prompt, interaction: Interaction) -> Reply:
+        text = prompt.begin + interaction.text
         stop_string = None
         if isinstance(interaction.matched, str) and interaction.matched != CALL_CLOSES:
             stop_string = interaction.matched
@@ -416,17 +390,16 @@ class AgentSession:
         if ask.text is not None:
             parsed = Parsed(content=text, begins=0)
         else:
-            raw = begin + self._decode(interaction.output_ids)
-            before = _before(prompt, begin)
-            if ask.form is not None and THINK_CLOSES not in text:  # the schema left no room for a thought
-                before = ""
+            raw = prompt.begin + self._decode(interaction.output_ids)
+            no_thought = ask.form is not None and THINK_CLOSES not in text  # the schema left no room for one
+            before = "" if no_thought else prompt.before
             parsed = parse_output(self.engine.tokenizer, text, raw, before, ask.shown_tools)
         if parsed.unparsed is not None:
-            self.warn(f"{interaction.id} has a tool call that cannot be read, which stays text: {parsed.unparsed!r}")
+            self._warn(f"{interaction.id} has a tool call that cannot be read, which stays text: {parsed.unparsed!r}")
         if parsed.left_out.strip():
-            self.warn(f"{interaction.id} has words after a tool call, which are left out: {parsed.left_out.strip()!r}")
+            self._warn(f"{interaction.id} has words after a tool call, which are left out: {parsed.left_out.strip()!r}")
         if interaction.finish_reason == "length":
-            self.warn(f"{interaction.id} was cut short after {len(interaction.output_ids)} tokens")
+            self._warn(f"{interaction.id} was cut short after {len(interaction.output_ids)} tokens")
         calls = [
             ToolCall.of(interaction.id, number, name, arguments)
             for number, (name, arguments) in enumerate(parsed.calls)
@@ -437,9 +410,9 @@ class AgentSession:
             reasoning=parsed.reasoning,
             tool_calls=calls,
             finish_reason="tool_calls" if calls else "length" if interaction.finish_reason == "length" else "stop",
-            reasoning_tokens=self._turns.count(parsed.reasoning) if parsed.reasoning else 0,
+            reasoning_tokens=self.turns.count(parsed.reasoning) if parsed.reasoning else 0,
             stop_string=stop_string,
-            tokens=self._tokens(interaction, begin, parsed) if ask.logprobs is not None else (),
+            tokens=self._tokens(interaction, prompt.begin, parsed) if ask.logprobs is not None else (),
         )
         interaction.details["reply"] = message_of(reply)
         return reply
@@ -457,8 +430,3 @@ class AgentSession:
 
     def _decode(self, ids: list[int]) -> str:
         return str(self.engine.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-
-def _before(prompt: Prompt, begin: str) -> str:
-    """Return the prompt up to the model's own words, of which a prefilled beginning is a part."""
-    return prompt.rendered.removesuffix(begin) if begin else prompt.rendered

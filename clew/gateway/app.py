@@ -195,7 +195,7 @@ async def _complete(sessions: Sessions, dialect: Dialect, http: HTTPRequest) -> 
     session = sessions.find(key_of(http))
     body = _object(raw)
     if dialect is openai_responses:
-        body = openai_responses.with_items(body, session.turn)
+        body = openai_responses.with_items(body, session.turns.find)
     ask = dialect.parse(body) if len(raw) < LARGE_BODY else await asyncio.to_thread(dialect.parse, body)
     _refuse_unless_served(sessions, ask.model)
     ask = _with_earlier(session, ask)
@@ -213,11 +213,7 @@ async def _complete(sessions: Sessions, dialect: Dialect, http: HTTPRequest) -> 
 
 
 async def _has_begun(request: Submission, http: HTTPRequest, stream: bool) -> bool:
-    """Wait for the answer; of a streamed one, for its first words or for the time of a keep-alive.
-
-    Returns:
-        False if the caller hung up before.
-    """
+    """Wait for the answer; of a streamed one, for its first words or KEEP_ALIVE_S. False: the caller hung up before."""
     gone = asyncio.ensure_future(disconnected(http))
     watched: set[asyncio.Future[Any]] = {gone}
     if stream:
@@ -248,7 +244,7 @@ def _with_earlier(session: AgentSession, ask: Ask) -> Ask:
     """
     if ask.follows is None:
         return ask
-    turn = session.turn(ask.follows)
+    turn = session.turns.find(ask.follows)
     earlier = turn.ask.messages[1 if turn.ask.extras.get("instructions") else 0 :]
     instructions = ask.messages[: 1 if ask.extras.get("instructions") else 0]
     names = {call.id: call.name for call in turn.reply.tool_calls}

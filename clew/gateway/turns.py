@@ -110,6 +110,13 @@ class Prompt:
     rendered: str
     follows: Turn | None = None
     """Turn that the messages continue, whether its tokens are kept or not."""
+    begin: str = ""
+    """Prefilled beginning of the reply, with which `rendered` ends."""
+
+    @property
+    def before(self) -> str:
+        """Return the text up to the model's own words, which include a prefilled beginning."""
+        return self.rendered.removesuffix(self.begin)
 
 
 class Turns:
@@ -118,13 +125,7 @@ class Turns:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, context: int | None = None, vision: Sight | None = None
     ) -> None:
-        """Start without turns.
-
-        Args:
-            tokenizer: Tokenizer of the model.
-            context: Context length of the model in tokens, if it is known.
-            vision: Image input, if the model takes images.
-        """
+        """Start without turns. `context` is the model's context length in tokens, if it is known."""
         self._tokenizer = tokenizer
         self._context = context
         self._vision = vision
@@ -133,16 +134,19 @@ class Turns:
     def add(self, turn: Turn) -> None:
         self._turns.append(turn)
 
-    def find(self, id: str) -> Turn | None:
-        """Return the turn with the reply of that ID."""
-        return next((turn for turn in self._turns if turn.reply.id == id), None)
+    def find(self, id: str) -> Turn:
+        """Return the turn with the reply of that ID.
+
+        Raises:
+            Refusal: There is none.
+        """
+        for turn in self._turns:
+            if turn.reply.id == id:
+                return turn
+        raise Refusal(404, f"there is no response {id!r} in this session.", code="previous_response_not_found")
 
     def prompt(self, ask: Ask, begin: str = "") -> Prompt:
-        """Return the prompt of a request.
-
-        Args:
-            ask: The request.
-            begin: Prefilled beginning of the reply; it counts as part of the prompt.
+        """Return the prompt of a request, which ends with `begin`, a prefilled beginning of the reply.
 
         Raises:
             Refusal: The template does not take the messages, the model takes no images, or the prompt is far too long.
@@ -156,7 +160,7 @@ class Turns:
         rendered = self._render(ask, ask.messages) + begin
         self._refuse_what_never_fits(rendered, "messages")
         rewritten: Turn | None = None
-        for turn in sorted(self._turns, key=lambda turn: -len(turn.ask.messages)):
+        for turn in sorted(self._turns, key=lambda turn: -len(turn.ask.messages)):  # the one with the most tokens first
             place = len(turn.ask.messages)
             if turn.ask.text is not None or place >= len(ask.messages):
                 continue
@@ -166,10 +170,10 @@ class Turns:
             if tail_ids is not None:
                 input_ids = turn.all_ids + tail_ids
                 if turn.reply.interaction.is_extended_by(input_ids, images):
-                    return Prompt(input_ids=input_ids, rendered=rendered, follows=turn)
+                    return Prompt(input_ids=input_ids, rendered=rendered, follows=turn, begin=begin)
             if stands and rewritten is None and ask.messages[:place] == turn.ask.messages:
                 rewritten = turn
-        return Prompt(input_ids=self._encode(rendered), rendered=rendered, follows=rewritten)
+        return Prompt(input_ids=self._encode(rendered), rendered=rendered, follows=rewritten, begin=begin)
 
     def branch(self, turn: Turn) -> Branch | None:
         """Return how a turn differs from the conversation that it should have continued; None if it is no branch.
@@ -234,10 +238,7 @@ class Turns:
             return None
 
     def _refuse_what_never_fits(self, text: str, param: str) -> None:
-        """Refuse a text that is far too long, without tokenizing all of it.
-
-        It is enough that a beginning has twice as many tokens as the context takes.
-        """
+        """Refuse a text without tokenizing all of it, if a beginning has twice as many tokens as the context takes."""
         if self._context is None or len(text) <= LOOKED_AT * self._context:
             return
         beginning = text[: LOOKED_AT * self._context]
@@ -272,10 +273,7 @@ class Turns:
         return self._encode_after(last_id, tail)
 
     def _after_words(self, ask: Ask, place: int) -> str | None:
-        """Return the text that the template writes after the words of the assistant's message at `place`.
-
-        None if the template does not take the messages.
-        """
+        """Return what the template writes after the words of the assistant's message at `place`; None if it refuses."""
         before, after = ask.messages[:place], ask.messages[place + 1 :]
         try:
             texts = [self._render(ask, [*before, message, *after]) for message in _WORDS]
@@ -344,7 +342,7 @@ class Turns:
         """Return whether the template takes content only as a list of parts, as some vision models' templates do."""
         if self._vision is None or self._tokenizer.chat_template is None:
             return False
-        self.__dict__["_wants_parts"] = False  # while it is asked
+        self.__dict__["_wants_parts"] = False  # the cached value, for the call of _render below
         try:
             return "clew" not in self._render(Ask(model=""), [{"role": "user", "content": "clew"}])
         except Refusal:
@@ -395,10 +393,7 @@ def goes_on_in(message: Message, reply: Reply) -> bool:
 def _goes_on_from(sent: Sequence[str], reworded: int, turn: Turn) -> bool:
     """Return whether a request has that turn's reply, or another message in its place.
 
-    Args:
-        sent: Keys of the request's messages.
-        reworded: Place of the first assistant message that no model said; 0 if there is none.
-        turn: The turn.
+    `sent` are the keys of its messages, `reworded` the place of the first assistant message that no model said, or 0.
     """
     *asked, replied = turn.keys
     spoke = turn.reply.content.strip() or turn.reply.tool_calls
@@ -409,11 +404,7 @@ def _goes_on_from(sent: Sequence[str], reworded: int, turn: Turn) -> bool:
 
 
 def _why_rewritten(turn: Turn, before: Turn) -> tuple[str, str]:
-    """Return why the rendered text does not keep an earlier turn that the messages continue.
-
-    Returns:
-        The kind of the reason, and a clause that states it.
-    """
+    """Return why the rendered text does not keep an earlier turn that the messages continue: a kind and a clause."""
     ask, earlier, id = turn.ask, before.ask, before.reply.id
     if ask.shown_tools != earlier.shown_tools:
         both = (earlier.shown_tools, ask.shown_tools)

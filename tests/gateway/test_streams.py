@@ -444,7 +444,7 @@ def test_a_prompt_of_megabytes_is_refused_and_holds_nobody_up(tmp_path: Path) ->
     long = "the answer is right, " * 200_000
 
     async def ask(context: int | None) -> tuple[float, str]:
-        session._turns._context = context
+        session.turns._context = context
         longest, ended = 0.0, asyncio.Event()
 
         async def beat() -> None:
