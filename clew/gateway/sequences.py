@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceABC
 from typing import Any
@@ -27,26 +28,17 @@ def assemble(interactions: SequenceABC[Interaction], *, individual: bool = False
     """Return the interactions of each sequence, in the order of their indices.
 
     An interaction extends the longest earlier sequence whose exact tokens and images its input begins with. If there is
-    none, it starts a new sequence. So each output belongs to exactly one sequence, even when interactions ran side by
-    side.
-
-    Args:
-        interactions: All interactions of an episode, in any order.
-        individual: Make each interaction a sequence of its own.
+    none, or if each is to be `individual`, it starts a new sequence. So each output belongs to exactly one sequence,
+    even when interactions ran side by side.
     """
     sequences: list[list[Interaction]] = []
     for interaction in sorted(interactions, key=lambda each: each.index):
-        extended: list[Interaction] | None = None
-        for sequence in sequences if not individual else ():
-            last = sequence[-1]
-            if not last.is_extended_by(interaction.input_ids, interaction.images):
-                continue
-            if extended is None or len(last.all_ids) > len(extended[-1].all_ids):
-                extended = sequence
-        if extended is None:
-            sequences.append([interaction])
+        ids, images = interaction.input_ids, interaction.images
+        extended = [each for each in sequences if not individual and each[-1].is_extended_by(ids, images)]
+        if extended:
+            max(extended, key=lambda each: len(each[-1].all_ids)).append(interaction)
         else:
-            extended.append(interaction)
+            sequences.append([interaction])
     return sequences
 
 
@@ -110,15 +102,11 @@ def turn_returns(
         rewards: Rewards of single turns, by interaction ID.
         discount: Factor for each turn.
     """
-    parents: dict[str, str | None] = {}
+    children: dict[str | None, list[str]] = defaultdict(list)
     for chain in chains:
-        for place, interaction in enumerate(chain):
-            before = chain[place - 1].id if place else None
-            parents[interaction.id] = interaction.details.get("follows", before)
-    children: dict[str, list[str]] = {id: [] for id in parents}
-    for id, parent in parents.items():
-        if parent in children:
-            children[parent].append(id)
+        for before, interaction in zip([None, *chain], chain, strict=False):
+            parent = interaction.details.get("follows", before.id if before is not None else None)
+            children[parent].append(interaction.id)
     returns: dict[str, float] = {}
     by_index = sorted((interaction for chain in chains for interaction in chain), key=lambda each: -each.index)
     for interaction in by_index:  # latest first, so that the returns of later turns are known
@@ -131,10 +119,7 @@ def turn_returns(
 def sequences_of(engine: EpisodeEngine, rewards: dict[str, float], known: dict[str, Any]) -> list[Sequence]:
     """Return the rows of an episode's interactions, each with its return as reward.
 
-    Args:
-        engine: The episode's engine.
-        rewards: Reward of the episode as named numbers, whose sum is what is trained on.
-        known: Columns that do not follow from the interactions.
+    The sum of the named `rewards` is the episode's. `known` are columns that do not follow from the interactions.
     """
     total = math.fsum(rewards.values())
     chains = assemble(engine.interactions, individual=engine.resources.individual)
