@@ -47,26 +47,30 @@ UNUSED_S = 60.0
 """Seconds that a session must have been unused before it may be ended to make room."""
 
 
-class StandaloneSessions:
-    """Sessions by API key: any key that `http_server.Guard` lets in, even an empty one, opens a session of its own.
+class StandaloneGateway:
+    """The gateway as an application that `clew.inference.serve.serve` runs on a port of its own, and its sessions.
 
-    /rl/start_session, which needs the run's token, hands out further keys.
+    Any key that `http_server.Guard` lets in, even an empty one, opens a session of its own. /rl/start_session, which
+    needs the run's token, hands out further keys.
     """
 
-    def __init__(self, resources: Resources, models: Sequence[str], *, record: Path | None) -> None:
+    def __init__(self, resources: Resources, models: Sequence[str], *, key: str, record: Path | None) -> None:
         """Start without open sessions.
 
         Args:
             resources: Resources that all sessions share.
             models: Model names that are served.
+            key: API key that clients have to send; empty if any will do.
             record: Run directory that ended sessions are written to; None: nothing is recorded.
         """
+        self.app = AnyBase(application(self))
         self.models = models
+        self._key = key
         self._resources = replace(resources, on_warning=WarningLog(log).add)
         self._run = RunDirectory(record) if record is not None else None
         self._sessions: dict[str, AgentSession] = {}
         settled = self._run.inbox.names() if self._run is not None else set()
-        self._count = 1 + max((int(name[1:]) for name in settled), default=-1)
+        self._count = 1 + max((int(name[1:]) for name in settled), default=-1)  # go on after what was recorded before
 
     def find(self, key: str) -> AgentSession:
         """See `Sessions.find` in `clew.gateway.app`."""
@@ -99,17 +103,17 @@ class StandaloneSessions:
         """End a session. If any key will do, a later request with the same key opens another session."""
         self._end(key)
 
-    async def end_idle(self) -> None:
-        """End sessions that have been unused for IDLE_S, in a loop that never returns."""
-        while True:
-            await asyncio.sleep(IDLE_S / 60)
-            since = time.monotonic() - IDLE_S
-            for key in [key for key, session in self._sessions.items() if session.last_used < since]:
+    async def run(self) -> None:
+        """End unused sessions while the server runs, and all sessions when it stops."""
+        try:
+            while True:
+                await asyncio.sleep(IDLE_S / 60)
+                since = time.monotonic() - IDLE_S
+                for key in [key for key, session in self._sessions.items() if session.last_used < since]:
+                    self._end(key)
+        finally:
+            for key in list(self._sessions):
                 self._end(key)
-
-    def end_all(self) -> None:
-        for key in list(self._sessions):
-            self._end(key)
 
     def _make_room(self, *, sessions: int) -> None:
         """End the sessions that were unused for longest, until there is room for a request and for the new sessions.
@@ -158,25 +162,13 @@ class StandaloneSessions:
         rewards = {"reward": 0.0 if session.rewards else float("nan")}
         self._run.inbox.put(group_id, sequences_of(session.engine, rewards, known))
 
-
-class StandaloneGateway:
-    """The gateway as an application that `clew.inference.serve.serve` runs on its own port."""
-
-    def __init__(self, sessions: StandaloneSessions, tokenizer: PreTrainedTokenizerBase, key: str) -> None:
-        self.app = AnyBase(application(sessions))
-        self.has_session = sessions.has_session
-        self._sessions = sessions
-        self._chat = tokenizer.chat_template is not None
-        self._key = key
-
     def launched(self, address: str) -> None:
         """Print how to reach the gateway, in lines that can be pasted into a shell."""
         key = self._key or ANY_KEY
-        model = self._sessions.models[0] if self._sessions.models else "any"
-        path, asked = ("chat/completions", {"messages": [{"role": "user", "content": "Hello"}]})
-        if not self._chat:
-            path, asked = "completions", {"prompt": "Hello"}
-        body = json.dumps({"model": model, **asked, "max_tokens": 16})
+        path, asked = "completions", {"prompt": "Hello"}
+        if self._resources.tokenizer.chat_template is not None:
+            path, asked = "chat/completions", {"messages": [{"role": "user", "content": "Hello"}]}
+        body = json.dumps({"model": self.models[0], **asked, "max_tokens": 16})
         print(
             f"OpenAI     http://{address}/v1    Anthropic  http://{address}\n"
             f"export OPENAI_BASE_URL=http://{address}/v1 OPENAI_API_KEY={key}\n"
@@ -191,13 +183,6 @@ class StandaloneGateway:
                 f'/rl/start_session -H "Authorization: Bearer ${TOKEN_VARIABLE}"',
                 flush=True,
             )
-
-    async def run(self) -> None:
-        """End unused sessions while the server runs, and all sessions when it stops."""
-        try:
-            await self._sessions.end_idle()
-        finally:
-            self._sessions.end_all()
 
 
 def gateway_factory(config: Config, record: Path | None) -> Callable[[Any, str], StandaloneGateway]:
@@ -220,19 +205,8 @@ def make_gateway(
     *,
     vision: Sight | None,
 ) -> StandaloneGateway:
-    """Return a gateway in front of an engine of this event loop.
-
-    Args:
-        config: Configuration.
-        engine: Engine that generates.
-        tokenizer: Tokenizer of the model.
-        model: Folder or hub name of the model.
-        record: Run directory that ended sessions are written to; None: nothing is recorded.
-        key: API key that clients have to send; empty if any will do.
-        vision: Image input, if the model and the engine take images.
-    """
+    """Return a gateway in front of an engine of this event loop. `model` is the model's folder or hub name."""
     media = RunDirectory(record).media if record is not None else None
     shared = resources(config, engine, tokenizer, None, vision=vision, media=media)
     names = dict.fromkeys([model, Path(model).name])
-    sessions = StandaloneSessions(shared, list(names), record=record)
-    return StandaloneGateway(sessions, tokenizer, key)
+    return StandaloneGateway(shared, list(names), key=key, record=record)

@@ -292,7 +292,7 @@ def test_sessions_are_limited_in_number_and_bytes(
         prompt_column="prompt",
         reward=None,
     )
-    sessions = standalone.StandaloneSessions(shared, ["model"], record=None)
+    sessions = standalone.StandaloneGateway(shared, ["model"], key="", record=None)
     first, _, third = (sessions.find(key) for key in "abc")
     with pytest.raises(Refusal, match="3 sessions are open") as refused:
         sessions.find("d")
