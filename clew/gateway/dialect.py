@@ -38,14 +38,7 @@ class Refusal(ClewError):
     """Raised for a request that gets an error instead of a reply. The dialect gives it its provider's form."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
-        """Set the error's fields.
-
-        Args:
-            status: HTTP status.
-            message: Text for the client.
-            param: Field at fault.
-            code: The provider's short word for the error, such as model_not_found.
-        """
+        """Set the HTTP status, the field at fault, and the provider's short word, such as model_not_found."""
         super().__init__(message)
         self.status = status
         self.param = param
@@ -217,10 +210,8 @@ class Stream:
 class Dialect(Protocol):
     """JSON format of one endpoint; a module that is a dialect has these names at its top level."""
 
-    @property
-    def KEEP_ALIVE(self) -> bytes:
-        """Return the bytes that a stream sends when there is nothing else to send."""
-        ...
+    KEEP_ALIVE: bytes
+    """Bytes that a stream sends when there is nothing else to send."""
 
     def parse(self, body: dict[str, Any]) -> Ask:
         """Parse the body of a request.
@@ -243,12 +234,7 @@ class Dialect(Protocol):
         ...
 
     def refuse_in_stream(self, refusal: Refusal, place: int) -> bytes:
-        """Return the event of an error in a stream that has begun.
-
-        Args:
-            refusal: The error.
-            place: Number of events sent before it.
-        """
+        """Return the event of an error in a stream in which `place` events were sent before."""
         ...
 
 

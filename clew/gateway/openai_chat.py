@@ -33,7 +33,7 @@ from clew.gateway.fields import (
 from clew.gateway.images import DataURL, content_of
 from clew.gateway.tool_choice import Function, allowed_functions, effort_variables, notes_on_strict, refuse_choice
 
-KEEP_ALIVE = b": waiting for the model\n\n"
+KEEP_ALIVE: bytes = b": waiting for the model\n\n"
 DONE = b"data: [DONE]\n\n"
 
 

@@ -33,9 +33,6 @@ from clew.printing import print
 DROPPED = frozenset(("host", "connection", "content-length", "transfer-encoding", "content-encoding", "keep-alive"))
 """Headers that belong to one connection, and are not passed on."""
 
-ACCEPT_ENCODING = "accept-encoding"
-"""Header that is not passed on: the HTTP client sets its own, and decompresses answers."""
-
 
 class PassThrough:
     """ASGI application that passes every request to the provider, with the provider's key, and returns its answer."""
@@ -55,7 +52,8 @@ class PassThrough:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http"
         came = Request(scope, receive)
-        headers = {name: value for name, value in came.headers.items() if name not in DROPPED | {ACCEPT_ENCODING}}
+        # The HTTP client sets an accept-encoding of its own, and decompresses answers.
+        headers = {name: value for name, value in came.headers.items() if name not in {*DROPPED, "accept-encoding"}}
         if self._api_key:
             headers |= {"authorization": f"Bearer {self._api_key}", "x-api-key": self._api_key}
         request = self._client.build_request(
@@ -86,10 +84,7 @@ class PassThrough:
         return (self._url if urlsplit(self._url).path else self._url + "/v1") + path.removeprefix("/v1")
 
     async def _answer(self, request: httpx2.Request, came: Request) -> httpx2.Response | None:
-        """Return the provider's answer as soon as its headers are there.
-
-        If the client disconnects before, cancel the request to the provider and return None.
-        """
+        """Return the provider's answer once its headers are there. If the client leaves before, cancel; return None."""
         answer = asyncio.ensure_future(self._client.send(request, stream=True))
         gone = asyncio.ensure_future(disconnected(came))
         try:
@@ -108,7 +103,6 @@ def serve_in_front(config: Config, url: str, record: Path | None, *, api_key: st
     """Serve until SIGTERM or SIGINT.
 
     Args:
-        config: Configuration.
         url: Address of the server.
         record: Run directory that ended sessions are written to; None: nothing is recorded.
         api_key: Key that clients have to send; "": any key on loopback, and a generated one on other addresses.

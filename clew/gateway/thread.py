@@ -57,7 +57,7 @@ class EpisodeKeys(Generic[T]):
         raise Refusal(401, message, code="invalid_api_key")
 
     def own(self, key: str) -> T:
-        """Return the same as `find`: each key here belongs to one session."""
+        """See `Sessions.own`: each key here belongs to one session."""
         return self.find(key)
 
     def close(self, key: str) -> T:
@@ -127,10 +127,7 @@ class GatewayThread(ServingThread):
         super().__init__(application(self.sessions), close)
 
     def open(self, session: EpisodeEngine) -> tuple[str, AgentSession]:
-        """Open a session for an episode, and return its API key and the session.
-
-        Until the session is closed, use it only on `loop`.
-        """
+        """Open a session, and return its API key and the session. Until it is closed, use it only on `loop`."""
         opened = AgentSession(session, self._limits)
         return self.sessions.open(opened.id, opened), opened
 
