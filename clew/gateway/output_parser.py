@@ -55,7 +55,7 @@ def parse_output(
     if has_template(tokenizer):
         return _by_template(tokenizer, raw, prompt, tools)
     reader = Reader(prompt, tools)
-    parts = [*reader.feed(text), *reader.end()]
+    parts = list(reader.feed(text, final=True))
     return Parsed(
         content="".join(part.content for part in parts),
         reasoning="".join(part.reasoning for part in parts),
@@ -95,12 +95,7 @@ class Reader:
     """
 
     def __init__(self, prompt: str | None, tools: Sequence[dict[str, Any]]) -> None:
-        """Start at the beginning of an output.
-
-        Args:
-            prompt: See `parse_output`; None makes everything content.
-            tools: See `parse_output`.
-        """
+        """Start at the beginning of an output; see `parse_output`. Without a prompt, everything is content."""
         self.begins: int | None = None
         """Place in the output where the content begins; None before it begins."""
         self.unparsed: str | None = None
@@ -118,20 +113,12 @@ class Reader:
         else:
             self._state = self._thought if opens_thought(prompt) else self._beginning
 
-    def feed(self, text: str) -> Iterator[Part]:
-        """Yield the parts that are certain once this text has come."""
+    def feed(self, text: str, *, final: bool = False) -> Iterator[Part]:
+        """Yield the parts that are certain once this text has come. If it is `final`, nothing more will come."""
         self._fed += len(text)
         self._held += text
-        yield from self._read(final=False)
-
-    def end(self) -> Iterator[Part]:
-        """Yield the parts that are certain because nothing more will come."""
-        yield from self._read(final=True)
-
-    def _read(self, *, final: bool) -> Iterator[Part]:
-        """Run one state after another, until one does not go on to the next."""
         before = None
-        while before != self._state:
+        while before != self._state:  # until a state waits for more text
             before = self._state
             yield from before(final)
 
@@ -153,6 +140,7 @@ class Reader:
         known, closes, _ = self._held.partition(THINK_CLOSES)
         if not (closes or final):
             known = without_beginning(known, THINK_CLOSES)
+        # Line breaks at both ends of the reasoning are the template's, not the model's words.
         inside = known if self._thinks else known.lstrip("\n")
         said = inside.rstrip("\n")
         if said:
@@ -187,7 +175,7 @@ class Reader:
         """Hold calls of Llama's form, which stand alone, until the end decides whether they are calls."""
         if not final:
             return
-        if CALL_OPENS in self._held:
+        if CALL_OPENS in self._held:  # Qwen's form after all, behind words that begin with {
             self._state = self._words
             return
         calls, self.unparsed = _llama(self._held)
@@ -219,7 +207,7 @@ class Reader:
             yield Part(call=call)
             self._go(self._words, len(whole))
             return
-        self.unparsed = self.unparsed or text.strip()
+        self.unparsed = self.unparsed or text.strip()  # the first one is enough for a warning
         yield from self._say(len(whole))
         self._go(self._words, 0)
 

@@ -368,7 +368,7 @@ def test_however_it_is_cut_what_is_told_is_how_the_reply_begins(
             assert not (content or calls) or parsed.reasoning == reasoning
             assert not calls or parsed.content == content
         parsed = parse_output(tokenizer, said, said, prompt, tools)
-        whole = words_of([*told, *reader.feed(said[place:]), *reader.end()])
+        whole = words_of([*told, *reader.feed(said[place:], final=True)])
         assert whole == (parsed.reasoning, parsed.content, list(parsed.calls))
         assert (reader.unparsed, reader.left_out, reader.begins) == (parsed.unparsed, parsed.left_out, parsed.begins)
         if parsed.begins is not None:
