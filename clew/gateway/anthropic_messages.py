@@ -8,18 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from clew.gateway.dialect import (
-    Ask,
-    Form,
-    Message,
-    Refusal,
-    Reply,
-    Stream,
-    ToolCall,
-    call_entry,
-    pieces,
-    typed_event,
-)
+from clew.gateway.dialect import Ask, Form, Message, Refusal, Reply, Stream, ToolCall, call_entry, pieces, typed_event
 from clew.gateway.fields import LARGEST, Body, Fields, IgnoresUnknown, SampledBody, read, set_values, text_as
 from clew.gateway.images import Base64, Content, content_of
 from clew.gateway.tool_choice import Function, notes_on_strict, refuse_choice
@@ -196,11 +185,7 @@ def parse(body: dict[str, Any]) -> Ask:
 
 
 def parse_count(body: dict[str, Any]) -> Ask:
-    """Parse the body of /v1/messages/count_tokens, whose answer is {"input_tokens": n}.
-
-    Raises:
-        Refusal: See `Dialect.parse`.
-    """
+    """Parse the body of /v1/messages/count_tokens, whose answer is {"input_tokens": n}."""
     return _ask(*read(CountRequest, body))
 
 
@@ -385,11 +370,9 @@ def _blocks(reply: Reply) -> list[dict[str, Any]]:
     return blocks + [_tool_use(call) for call in reply.tool_calls]
 
 
-DIRECT = {"type": "direct"}
-
-
 def _tool_use(call: ToolCall) -> dict[str, Any]:
-    return {"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments), "caller": DIRECT}
+    input = json.loads(call.arguments)
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": input, "caller": {"type": "direct"}}
 
 
 EMPTY: dict[str, dict[str, Any]] = {
@@ -411,7 +394,7 @@ async def events(ask: Ask, stream: Stream) -> AsyncIterator[bytes]:
         kind, words = ("thinking", part.reasoning) if part.reasoning else ("text", part.content)
         if part.call is not None:
             kind = "tool_use"
-        if kind != open or part.call is not None:
+        if kind != open or part.call is not None:  # each call is a block of its own
             for event in _closing(index, open, id):
                 yield event
             index, open = index + 1, kind
@@ -419,7 +402,7 @@ async def events(ask: Ask, stream: Stream) -> AsyncIterator[bytes]:
         if part.call is None:
             yield _delta(index, {"type": f"{kind}_delta", kind: words})
             continue
-        for text in ["", *pieces(_json_of(json.loads(part.call.arguments)))]:
+        for text in ["", *pieces(_json_of(json.loads(part.call.arguments)))]:  # the provider begins with an empty one
             yield _delta(index, {"type": "input_json_delta", "partial_json": text})
     [reply] = await stream.replies()
     if not started:

@@ -35,14 +35,9 @@ def key_of(message: Message) -> str:
 
 
 def first_difference(recorded: Sequence[Message], sent: Sequence[Message]) -> Difference | None:
-    """Return the first difference between a recorded conversation and the beginning of a request.
+    """Return the first difference between a recorded conversation, which ends with a reply, and a later request.
 
-    Args:
-        recorded: The messages of a request, and the model's reply as the last one.
-        sent: The messages of a later request.
-
-    Returns:
-        None if `sent` goes on from all of `recorded`.
+    None: `sent` goes on from all of `recorded`.
     """
     last = len(recorded) - 1
     for index, before in enumerate(recorded):
@@ -78,7 +73,7 @@ def _differing(before: Message, after: Message) -> str | None:
 def _moved(recorded: Sequence[Message], sent: Sequence[Message], index: int) -> Difference | None:
     """Return a difference if messages were removed or inserted before the next one that both share; else None."""
     before, after = [key_of(message) for message in recorded[index:]], [key_of(message) for message in sent[index:]]
-    if before[0] == after[0]:
+    if before[0] == after[0]:  # they differ only in what a key leaves out, such as reasoning
         return None
     if after[0] in before and before[0] not in after:
         count = before.index(after[0])

@@ -50,7 +50,6 @@ class Form:
     """JSON schema that the whole text of a reply has to match."""
 
     schema: dict[str, Any]
-    """JSON schema."""
     param: str
     """Name of the field that asks for it, for errors."""
 

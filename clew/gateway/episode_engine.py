@@ -55,7 +55,7 @@ class Resources:
     restart: bool = False
     """True begins a generation again from its prompt when new weights interrupt it, instead of continuing it."""
     on_warning: Callable[[str, str, str], None] | None = None
-    """Function that is called with each new warning: the episode's ID, the warning and its kind."""
+    """Function that gets each new warning: the episode's ID, the warning and its kind."""
 
     def at_temperature(self, temperature: float) -> Resources:
         """Return a copy that samples at another temperature, for an evaluation."""
@@ -100,13 +100,9 @@ class EpisodeEngine:
         return self.resources.prompt_column
 
     def warn(self, warning: str, kind: str | None = None) -> None:
-        """Warn the owner of the workflow or agent. Repetitions are dropped.
+        """Warn the owner of the workflow or agent. Repetitions are dropped, and few of one kind are shown.
 
-        Of warnings of one kind, only a few are shown.
-
-        Args:
-            warning: A sentence.
-            kind: Kind of the warning. By default, warnings that differ only in numbers and IDs are of one kind.
+        By default, warnings that differ only in numbers and IDs are of one kind.
         """
         kind = kind or re.sub(r"\S*\d\S*", "N", warning)
         count = sum(each == kind for each in self.warnings.values())
@@ -217,7 +213,7 @@ class EpisodeEngine:
             if name not in _PARAMS:
                 hint = did_you_mean(name, _PARAMS) or f" Valid names: {', '.join(_PARAMS)}."
                 raise EpisodeError(f"engine.generate takes no sampling parameter {name!r}.{hint}")
-        for name in ("stop", "stop_token_ids"):
+        for name in ("stop", "stop_token_ids"):  # agents give lists, or one string
             if isinstance(overrides.get(name), list):
                 overrides[name] = tuple(overrides[name])
             elif isinstance(overrides.get(name), str):

@@ -210,18 +210,13 @@ def read(model: type[F], body: dict[str, Any]) -> tuple[F, list[str]]:
         errors = error.errors(include_url=False)
     # Of several errors in one object, the wrong type explains the others.
     first = next((one for one in errors if one["loc"][-1:] == ("type",)), errors[0])
-    param = _path(body, first["loc"])
-    why = first["msg"]
-    kind = first.get("ctx", {}).get("tag") or (first["input"] if first["loc"][-1:] == ("type",) else None)
+    param, why, context = _path(body, first["loc"]), first["msg"], first.get("ctx", {})
+    kind = context.get("tag") or (first["input"] if first["loc"][-1:] == ("type",) else None)
     if first["type"] == "extra_forbidden":
-        raise Refusal(
-            400,
-            f"Cannot honour {param}: this endpoint has no such field. Leave it out.",
-            param=param,
-            code="unknown_parameter",
-        )
+        message = f"Cannot honour {param}: this endpoint has no such field. Leave it out."
+        raise Refusal(400, message, param=param, code="unknown_parameter")
     if isinstance(kind, str):
-        served = first.get("ctx", {}).get("expected_tags") or first.get("ctx", {}).get("expected")
+        served = context.get("expected_tags") or context.get("expected")
         why = NOT_SERVED.get(kind) or f"{kind!r} is not served here, only {served}"
     elif first["type"] != "missing":
         why += f", found {str(first['input'])[:200]!r}"

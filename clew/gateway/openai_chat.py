@@ -7,18 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from clew.gateway.dialect import (
-    Ask,
-    Form,
-    Message,
-    Refusal,
-    Reply,
-    Stream,
-    Token,
-    call_entry,
-    encoded,
-    pieces,
-)
+from clew.gateway.dialect import Ask, Form, Message, Refusal, Reply, Stream, Token, call_entry, encoded, pieces
 from clew.gateway.fields import (
     LARGEST,
     Fields,

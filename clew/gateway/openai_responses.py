@@ -121,9 +121,7 @@ class ResponsesRequest(SampledBody):
 
 
 def with_items(body: dict[str, Any], turn: Callable[[str], Turn]) -> dict[str, Any]:
-    """Return the body with the full items in place of those that it names only by their IDs.
-
-    These are item references, and reasoning without its words.
+    """Return a request's body with full items for those that it names only by ID: references, and wordless reasoning.
 
     Args:
         body: Body of the request.
@@ -155,11 +153,7 @@ def _in_full(item: dict[str, Any], turn: Callable[[str], Turn]) -> dict[str, Any
 
 
 def parse(body: dict[str, Any]) -> Ask:
-    """Parse the body; see `Dialect.parse`.
-
-    Extras hold `instructions`. If there are any, they are the first message, ahead of all earlier ones, and replace
-    earlier instructions.
-    """
+    """See `Dialect.parse`. Instructions, if any, are the first message, and replace those of earlier turns."""
     request, notes = read(ResponsesRequest, body)
     choice = request.tool_choice
     functions = _functions(request)
@@ -436,11 +430,8 @@ def _end_of(item: dict[str, Any]) -> Iterator[Event]:
 
 
 def refuse_in_stream(refusal: Refusal, place: int) -> bytes:
-    """Return the event of an error; see `Dialect.refuse_in_stream`.
-
-    The fields are there twice: as documented, and under `error`, where the provider sends them and its clients look for
-    them.
-    """
+    """See `Dialect.refuse_in_stream`."""
     error = refuse(refusal)["error"]
     said = {name: error[name] for name in ("code", "message", "param")}
+    # Twice: as documented, and under `error`, where the provider sends the fields and its clients look for them.
     return typed_event({"type": "error", "sequence_number": place, **said, "error": error})

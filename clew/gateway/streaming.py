@@ -38,7 +38,7 @@ class Decoder:
         """Return the text that the token completes: "" for special tokens, and while a character is incomplete."""
         self._ids.append(token)
         before, text = plain_text(self._tokenizer, self._ids[: self._told]), plain_text(self._tokenizer, self._ids)
-        if len(text) <= len(before) or text.endswith("\ufffd"):
+        if len(text) <= len(before) or text.endswith("\ufffd"):  # the sign for a character that is incomplete
             return ""
         self._ids = self._ids[self._told :]
         self._told = len(self._ids)
@@ -186,10 +186,8 @@ class Draft:
         tokens = sum(len(delta.tokens) for delta in self._told)
         begins = reply.reasoning.startswith(reasoning) and reply.content.startswith(content)
         if begins and calls == list(reply.tool_calls[: len(calls)]):
-            left = deltas_of(
-                reply, self._index, reasoning=len(reasoning), content=len(content), tokens=tokens, calls=len(calls)
-            )
-            for delta in left:
+            told = {"reasoning": len(reasoning), "content": len(content), "tokens": tokens, "calls": len(calls)}
+            for delta in deltas_of(reply, self._index, **told):
                 self._tell(delta)
             return
         for call in reply.tool_calls[len(calls) :]:

@@ -33,22 +33,13 @@ def notes_on_strict(functions: Sequence[Function]) -> list[str]:
 
 
 def refuse_choice(choice: str, functions: Sequence[Function]) -> None:
-    """Refuse a tool_choice that no tool can meet.
-
-    Args:
-        choice: auto, none, required, or the name of a tool.
-        functions: The tools.
-
-    Raises:
-        Refusal: There is no tool of that name, or there is none at all.
-    """
+    """Refuse a tool_choice (auto, none, required, or a tool's name) that none of the tools can meet."""
     if choice == "required" and not functions:
         message = "Cannot honour tool_choice: it wants a tool call, and there are no tools. Send tools."
-    elif choice not in ("auto", "none", "required", *(function.name for function in functions)):
+        raise Refusal(400, message, param="tool_choice")
+    if choice not in ("auto", "none", "required", *(function.name for function in functions)):
         message = f"Cannot honour tool_choice: it names {choice!r}, which is not among the tools."
-    else:
-        return
-    raise Refusal(400, message, param="tool_choice")
+        raise Refusal(400, message, param="tool_choice")
 
 
 def allowed_functions(
@@ -56,16 +47,8 @@ def allowed_functions(
 ) -> tuple[list[Function], str, str]:
     """Apply the tool_choice `allowed_tools`: the model is told only of the allowed tools.
 
-    Args:
-        functions: All tools.
-        names: Names of the allowed ones.
-        mode: auto or required.
-
     Returns:
         The tools, the tool_choice that remains, and a warning.
-
-    Raises:
-        Refusal: A name is not among the tools.
     """
     for name in names:
         refuse_choice(name, functions)
