@@ -108,7 +108,7 @@ class Origins:
     def _place(self) -> str:
         """Return the user's line that is running, or the line where the current episode waits; empty without one."""
         place = self._code.users_place(lines_of(sys._getframe(1)))
-        episode = current_episode()
+        episode = current_episode.get()
         if place is None and episode is not None:
             place = self._code.users_place(stack_of_coroutine(episode.coroutine))
         return place.where if place is not None else ""
@@ -121,7 +121,7 @@ class Origins:
         before = self.files.get(path, "")  # mkstemp opens a file, and another line opens it again
         if place not in before:
             self.files[path] = f"{before} or {place}" if before else place
-        episode = current_episode()
+        episode = current_episode.get()
         overwrites = flags & (os.O_WRONLY | os.O_RDWR) and not flags & (os.O_APPEND | os.O_EXCL)
         if episode is None or not overwrites or path.startswith("/dev/"):
             return
@@ -130,7 +130,7 @@ class Origins:
             self.written.append(Written(path=path, where=str(running), episode=episode))
 
     def _note_draw(self, caller: FrameType) -> None:
-        if self._code.is_user(caller.f_code.co_filename) and current_episode() is not None:
+        if self._code.is_user(caller.f_code.co_filename) and current_episode.get() is not None:
             self.drawn[told((caller.f_code, caller.f_lineno))] += 1
 
 

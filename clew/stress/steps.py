@@ -62,13 +62,8 @@ class Episode:
         return self.finished - self.started
 
 
-_current: contextvars.ContextVar[Episode | None] = contextvars.ContextVar("clew_episode", default=None)
-
-
-def current_episode() -> Episode | None:
-    """Return the episode whose code runs now; None outside of episodes."""
-    return _current.get()
-
+current_episode: contextvars.ContextVar[Episode | None] = contextvars.ContextVar("clew_episode", default=None)
+"""Episode whose code runs now; None outside of episodes."""
 
 Stepped = Callable[[Episode], None]
 """Called after each step of an episode."""
@@ -100,12 +95,12 @@ async def run_episode(
             else:
                 returned = await _in_thread(lambda: agent.run(data, **given), episode, stepped, code.is_user)
             if inspect.iscoroutine(returned):  # of a plain function, too: a decorator around an asynchronous one
-                token = _current.set(episode)
+                token = current_episode.set(episode)
                 try:
                     episode.coroutine = returned
                     returned = await driven(returned, episode, stepped)
                 finally:
-                    _current.reset(token)
+                    current_episode.reset(token)
         episode.reward = checked(returned, f"{type(agent).__qualname__}.run")
     except (Exception, SystemExit, asyncio.CancelledError) as failure:
         # The user's code: whatever it raises is an episode that failed.
@@ -155,7 +150,7 @@ def task_factory(stepped: Stepped | None, made: Callable[[asyncio.Task], None]) 
     """
 
     def make(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task:
-        episode = _current.get()
+        episode = current_episode.get()
         if episode is None or not inspect.iscoroutine(coroutine):
             return asyncio.Task(coroutine, loop=loop, **options)
 
@@ -189,7 +184,7 @@ async def _in_thread(
             stepped(episode)
 
     def work() -> None:
-        _current.set(episode)
+        current_episode.set(episode)
         episode.thread_id = threading.get_ident()
         if stepped is not None:
             sys.setprofile(profile)
@@ -197,6 +192,7 @@ async def _in_thread(
         try:
             result = call()
         except BaseException as raised:
+            # A future refuses a StopIteration.
             failure = RuntimeError("StopIteration") if isinstance(raised, StopIteration) else raised
         sys.setprofile(None)
         episode.code_s = time.thread_time()

@@ -85,7 +85,7 @@ class Uses:
 
     def _traced(self, frame: FrameType, event: str, argument: Any) -> Any:
         operation = self._operations(frame.f_code).get(frame.f_lasti) if event == "opcode" else None
-        episode = current_episode()
+        episode = current_episode.get()
         if operation is None or episode is None:
             return self._traced
         name, writes = operation

@@ -232,9 +232,9 @@ def test_a_variable_that_episodes_use_in_turns() -> None:
         agent = Holder()
         with Uses({"task"}, Code(agent)) as uses:
             for episode in order:
-                token = steps._current.set(episode)
+                token = steps.current_episode.set(episode)
                 run(agent, episode)
-                steps._current.reset(token)
+                steps.current_episode.reset(token)
         return [verdict.certain for verdict in shared.judge_changes(changes, matters=matters, uses=uses)]
 
     def turn(agent: Holder, episode: Episode) -> None:
