@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from clew.stress import serial
 from clew.stress.busy import BusyWatch
-from clew.stress.frames import Code, Place
+from clew.stress.frames import Code
 from clew.stress.origins import Origins
 from clew.stress.repeat import Told, told_by_episode
 from clew.stress.requests import Request, Requests
 from clew.stress.serial import Crowd, Waits
 from clew.stress.steps import Episode, OpenEpisode, Stepped, run_episode, task_factory
-from clew.stress.watch import MOVES, STUCK_S, LoopWatch, StuckWatch, Watched
+from clew.stress.watch import MOVES, LoopWatch, StuckWatch, Watched
 
 CANCEL_S = 10.0
 """Seconds that stopped episodes may take to end."""
@@ -59,12 +59,7 @@ class Wave:
     """Seconds for which this process computed."""
     busy_s: float
     """Seconds in which something that episodes may wait for computed or waited for a processor."""
-    waits: Mapping[Place, float]
-    """Seconds that all episodes together waited at each place."""
-    at_model: Collection[Place]
-    """Places where episodes mostly wait for the model."""
-    waits_at: Mapping[str, Place]
-    """Place where each episode was last seen to wait for the model, by episode ID. See `Waits.asked_at`."""
+    waits: Waits
     watched: Watched
 
     @property
@@ -74,7 +69,6 @@ class Wave:
 
     @property
     def stopped(self) -> list[Episode]:
-        """Episodes that were stopped."""
         return [episode for episode in self.episodes if episode.stopped]
 
     @property
@@ -90,19 +84,18 @@ class Wave:
         if self.stopped and ended:
             began = min(episode.started for episode in self.episodes)
             seconds = max(episode.finished for episode in ended) - began
-        by_episode: dict[str, list[serial.Interval]] = {episode.id: [] for episode in ended}
+        by_episode = defaultdict[str, list[serial.Interval]](list)
         for request in self.requests:
-            if request.episode in by_episode:
-                by_episode[request.episode].append((request.came, request.done))
+            by_episode[request.episode].append((request.came, request.done))
         return Crowd(
             width=self.width,
             seconds=max(seconds, 1e-6),
             episodes=len(ended),
             mean_s=self.mean_s,
-            model_s=sum(map(serial.union, by_episode.values())) / count,
-            waits={place: waited / count for place, waited in self.waits.items()},
+            model_s=sum(serial.union(by_episode[episode.id]) for episode in ended) / count,
+            waits={place: waited / count for place, waited in self.waits.seconds.items()},
             busy_s=min(self.busy_s, seconds),
-            at_model=self.at_model,
+            at_model=self.waits.at_model,
             took={episode.id: episode.seconds for episode in ended},
         )
 
@@ -113,7 +106,7 @@ class Wave:
 
     def asked_at(self, episode: str) -> str:
         """Return the place where an episode asks the model, as `asked at ...`; empty if it is unknown."""
-        place = self.waits_at.get(episode)
+        place = self.waits.asked_at.get(episode)
         return f"asked at {place}" if place is not None else ""
 
 
@@ -134,11 +127,11 @@ class Stage:
         open_episode: OpenEpisode,
         requests: Requests,
         *,
-        timeout_s: float = TIMEOUT_S,
-        stuck_s: float = STUCK_S,
-        say: Callable[[str], None] = lambda _: None,
+        timeout_s: float,
+        stuck_s: float,
+        say: Callable[[str], None],
     ) -> None:
-        """Prepare to run an agent. Arguments are those of `clew.stress.run.stress`."""
+        """Prepare to run an agent. Arguments are those of `clew.stress.run.stressed`."""
         self.code = Code(agent)
         self.origins = Origins(self.code)
         self.busy = BusyWatch()
@@ -191,9 +184,7 @@ class Stage:
             seconds=seconds,
             cpu_s=cpu_s,
             busy_s=self.busy.busy_s - busy,
-            waits=waits.seconds,
-            at_model=waits.at_model,
-            waits_at=waits.asked_at,
+            waits=waits,
             watched=self.loop_watch.take(),
         )
         if self.stuck.verdict is None and wave.ended:
@@ -202,10 +193,7 @@ class Stage:
         raise StoodStill(wave)
 
     async def _until_ended(self, name: str, tasks: Mapping[asyncio.Task[None], Episode]) -> None:
-        """Wait until all episodes have ended or the event loop has stood still, then cancel what still runs.
-
-        Episodes that do not end by themselves are stopped.
-        """
+        """Stop episodes that do not end. When all have ended, or the event loop stood still, cancel what still runs."""
         still = asyncio.ensure_future(self.stuck.happened.wait())
         left: set[asyncio.Task[Any]] = set(tasks)
         began = reported = time.monotonic()
