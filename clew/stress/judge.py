@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 
 from clew.stress import repeat, serial
@@ -11,8 +11,7 @@ from clew.stress.crossings import judge_answers
 from clew.stress.origins import Origins
 from clew.stress.report import failures
 from clew.stress.shared import State
-from clew.stress.steps import Episode
-from clew.stress.verdict import Verdict
+from clew.stress.verdict import Verdict, grouped
 from clew.stress.watch import judge_blocks
 from clew.stress.waves import Wave
 
@@ -25,11 +24,7 @@ def judge(
 ) -> tuple[list[Verdict], list[str]]:
     """Return the verdicts of the waves at full speed, and notes on what they cannot show, with advice.
 
-    Args:
-        waves: The waves warm, alone, narrow, crowd and again.
-        confirming: Further crowds.
-        origins: Names the lines that drew random numbers.
-        state: Names the object that holds crossed text.
+    `waves` are warm, alone, narrow, crowd and again; `confirming` are further crowds.
     """
     warm, alone, _, crowd, again = waves
     verdicts = judge_blocks(crowd.watched, again.watched)
@@ -105,10 +100,7 @@ def _waiting(waves: Sequence[Wave], *, blocked: bool) -> tuple[list[Verdict], st
 def hanging(waves: Sequence[Wave]) -> list[Verdict]:
     """Return a verdict for each place where episodes waited that did not end, however few they are."""
     count = sum(len(wave.episodes) for wave in waves)
-    by_place: dict[str, list[tuple[Wave, Episode]]] = defaultdict(list)
-    for wave in waves:
-        for episode in wave.stopped:
-            by_place[episode.at].append((wave, episode))
+    by_place = grouped([(wave, episode) for wave in waves for episode in wave.stopped], lambda entry: entry[1].at)
     return [
         Verdict(
             kind="hangs",
@@ -151,10 +143,7 @@ def _refusals(refused: Sequence[str]) -> str:
 
 
 def _strangers(*waves: Wave) -> list[Verdict]:
-    """Return a verdict if episodes were refused because they used the API key of another episode.
-
-    The gateway's error message names the other episode.
-    """
+    """Return a verdict if episodes were refused for another's API key. The gateway's error names the other episode."""
     episodes = [episode for wave in waves for episode in wave.episodes]
     ids = {episode.id for episode in episodes}
     strangers = [

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import uuid
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 
 from clew.stress.frames import Code, lines_of, stack_of_coroutine, told
 from clew.stress.steps import Episode, current_episode
-from clew.stress.verdict import Verdict, listed
+from clew.stress.verdict import Verdict, grouped, listed
 
 DRAWS: dict[ModuleType, tuple[str, ...]] = {
     random: (
@@ -176,11 +176,8 @@ def judge_written(written: Sequence[Written], *, matters: bool) -> list[Verdict]
     Unless it `matters`, because episodes were seen to depend on one another, the file may be a cache or a log, and the
     verdict is only a suspicion.
     """
-    by_path: dict[str, list[Written]] = defaultdict(list)
-    for file in written:
-        by_path[file.path].append(file)
     verdicts = []
-    for path, files in by_path.items():
+    for path, files in grouped(written, lambda file: file.path).items():
         second = next((b for a, b in itertools.pairwise(files) if _overlap(a.episode, b.episode)), None)
         if second is None:
             continue

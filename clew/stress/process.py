@@ -6,7 +6,6 @@ import locale
 import os
 import signal
 import threading
-from collections import defaultdict
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +16,7 @@ from typing import Any
 from clew.stress.frames import Code, lines_of, stack_of_coroutine
 from clew.stress.origins import calls_noted
 from clew.stress.steps import Episode
-from clew.stress.verdict import Verdict, listed
+from clew.stress.verdict import Verdict, grouped, listed
 
 CALLS: dict[str, tuple[ModuleType, tuple[str, ...]]] = {
     "the working directory": (os, ("chdir", "fchdir")),
@@ -136,11 +135,8 @@ def judge_process(changes: list[Change]) -> list[Verdict]:
 
     An environment variable that all episodes set to the same value may be intended, and is only a suspicion.
     """
-    by_name: dict[str, list[Change]] = defaultdict(list)
-    for change in changes:
-        by_name[change.name].append(change)
     verdicts = []
-    for name, made in by_name.items():
+    for name, made in grouped(changes, lambda change: change.name).items():
         perhaps = name.startswith("os.environ") and len({change.now for change in made}) == 1
         verdicts.append(
             Verdict(

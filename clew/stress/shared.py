@@ -23,7 +23,7 @@ from typing import Any, Literal
 from clew.stress.frames import Code
 from clew.stress.steps import Episode
 from clew.stress.variables import Sources, Uses
-from clew.stress.verdict import Verdict, listed
+from clew.stress.verdict import Verdict, grouped, listed
 
 DEPTH = 3
 """Maximum depth to which objects within objects are examined."""
@@ -66,6 +66,11 @@ class Change:
     known: bool
     """True if the new last element of a list had been in it before, or if the list became shorter: perhaps a pool."""
     episode: Episode
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """Name and key: an attribute, an entry, or an object as a whole."""
+        return self.name, self.key
 
     @property
     def variable(self) -> str:
@@ -173,7 +178,7 @@ class State:
             except LookupError:
                 return
         self._tops[name] = top
-        if isinstance(value, (list, deque)):
+        if isinstance(value, (list, deque)):  # its last elements are enough: most changes are at the end
             held[name] = (len(value), tuple(value)[-8:] if isinstance(value, deque) else tuple(value[-8:]))
         elif isinstance(value, set):
             held[name] = frozenset(map(id, list(value)))
@@ -248,7 +253,7 @@ def suspects(changes: Sequence[Change]) -> set[str]:
     several_rows = _several_rows(changes)
     return {
         made[0].variable
-        for made in _by_place(changes).values()
+        for made in grouped(changes, lambda change: change.place).values()
         if _replace(made) and _overlapping(made) and not _suspicion(made, several_rows, matters=True)
     }
 
@@ -258,15 +263,11 @@ def judge_changes(
 ) -> list[Verdict]:
     """Return one verdict for each object, facts first and suspicions last.
 
-    Args:
-        changes: Changes that episodes made.
-        matters: True if episodes were seen to depend on one another.
-        sources: Names the lines that change an object.
-        uses: Reads and writes of the suspects. None: nobody has looked.
+    It `matters` if episodes were seen to depend on one another. `uses` are the suspects', if anybody has looked.
     """
     several_rows = _several_rows(changes)
     by_top: dict[str, list[tuple[str, Verdict]]] = defaultdict(list)
-    for (name, key), made in _by_place(changes).items():
+    for (name, key), made in grouped(changes, lambda change: change.place).items():
         pair = _overlapping(made)
         if pair is None:
             continue
@@ -303,14 +304,6 @@ def _overlap(first: Change, second: Change) -> str:
     did = "changed it" if second.kind == "changed" else f"put {second.value} in its place"
     left = f"{first.episode.id} left {first.value} there"
     return f"{left}, and {second.episode.id} {did} while {first.episode.id} still ran"
-
-
-def _by_place(changes: Sequence[Change]) -> dict[tuple[str, str], list[Change]]:
-    """Return the changes of each place: an attribute, an entry, or an object as a whole."""
-    by_place: dict[tuple[str, str], list[Change]] = defaultdict(list)
-    for change in changes:
-        by_place[change.name, change.key].append(change)
-    return by_place
 
 
 def _replace(made: Sequence[Change]) -> bool:

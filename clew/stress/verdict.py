@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+T = TypeVar("T")
 
 Kind = Literal["hangs", "blocks", "serial", "shared", "growth", "differs", "fails"]
 """Kinds of finding:
@@ -31,6 +35,14 @@ class Verdict:
     evidence: list[str] = field(default_factory=list)
     certain: bool = True
     """False for a suspicion, which may be intended (a cache, a counter) and does not make an agent unfit."""
+
+
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """Return the items by their keys, both in order of appearance."""
+    groups: dict[K, list[T]] = defaultdict(list)
+    for item in items:
+        groups[key(item)].append(item)
+    return groups
 
 
 def listed(episodes: Iterable[str]) -> str:

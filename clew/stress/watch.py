@@ -11,7 +11,7 @@ import itertools
 import signal
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from clew.stress.busy import Watcher, scheduled, sleeps_in_a_call, working_threa
 from clew.stress.frames import Code, Line, Place, lines_of, stack_of_thread, told, waits_for_events
 from clew.stress.serial import places_of
 from clew.stress.steps import Episode
-from clew.stress.verdict import Verdict
+from clew.stress.verdict import Verdict, grouped
 
 ASYNCIO = str(Path(asyncio.__file__).parent)
 
@@ -205,9 +205,7 @@ class LoopWatch(Watcher):
 def judge_blocks(*watched: Watched) -> list[Verdict]:
     """Return a verdict for each line that took a notable share of the time, worst first."""
     watched_s = sum(each.seconds for each in watched)
-    by_line: dict[str, list[Block]] = defaultdict(list)
-    for block in (block for each in watched for block in each.blocks):
-        by_line[block.place.where].append(block)
+    by_line = grouped(itertools.chain.from_iterable(each.blocks for each in watched), lambda block: block.place.where)
     verdicts = []
     for blocks in sorted(by_line.values(), key=_total_s, reverse=True):
         total, longest = _total_s(blocks), max(blocks, key=lambda block: block.seconds)
