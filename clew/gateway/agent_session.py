@@ -123,10 +123,7 @@ class AgentSession:
     async def submit(self, ask: Ask, fingerprint: bytes, *, retry: bool) -> Submission:
         """Begin to answer a request, or return the earlier request that it is a retry of.
 
-        Args:
-            ask: The request.
-            fingerprint: Equal for a request and its retries.
-            retry: True if the client says that this is a retry.
+        `fingerprint` is equal for a request and its retries; `retry` is the client's word that this is one.
 
         Raises:
             Refusal: The session has ended, or its messages or parameters cannot be honoured.

@@ -123,9 +123,7 @@ class ResponsesRequest(SampledBody):
 def with_items(body: dict[str, Any], turn: Callable[[str], Turn]) -> dict[str, Any]:
     """Return a request's body with full items for those that it names only by ID: references, and wordless reasoning.
 
-    Args:
-        body: Body of the request.
-        turn: Function that returns the turn of a response's ID, and raises Refusal if there is none.
+    `turn` returns the turn of a response's ID, or raises Refusal.
 
     Raises:
         Refusal: There is no such item.

@@ -46,7 +46,6 @@ def parse_output(
     """Split an output into reasoning, content and tool calls.
 
     Args:
-        tokenizer: Tokenizer of the model.
         text: Output without special tokens and without the stop string.
         raw: Output with special tokens.
         prompt: Text that the output continues; the chat template may end it with the output's start, such as <think>.
@@ -134,7 +133,7 @@ class Reader:
             self._go(self._thought, len(self._held) - len(begins) + len(THINK_OPENS))
         elif final or not THINK_OPENS.startswith(begins):
             self._go(self._opening, 0)
-        yield from ()
+        yield from ()  # makes this a generator, as all states are
 
     def _thought(self, final: bool) -> Iterator[Part]:
         known, closes, _ = self._held.partition(THINK_CLOSES)

@@ -93,14 +93,8 @@ def turn_returns(
     the own reward of each leaf. So with a discount of 1 and no rewards of single turns, each return is the episode's
     reward. With branches (parallel calls, sub-agents), a turn before them gets their average.
 
-    A turn follows the one before it in its chain, or the one that the gateway named, if the chain could not go on
-    because the context was rewritten.
-
-    Args:
-        chains: The interactions of each sequence (`assemble`).
-        episode: Reward of the episode.
-        rewards: Rewards of single turns, by interaction ID.
-        discount: Factor for each turn.
+    A turn follows the one before it in its chain (see `assemble`), or the one that the gateway named, if the chain
+    could not go on because the context was rewritten. `rewards` are those of single turns, by interaction ID.
     """
     children: dict[str | None, list[str]] = defaultdict(list)
     for chain in chains:

@@ -59,7 +59,7 @@ class StandaloneGateway:
 
         Args:
             resources: Resources that all sessions share.
-            models: Model names that are served.
+            models: Names that clients may ask for; one at least.
             key: API key that clients have to send; empty if any will do.
             record: Run directory that ended sessions are written to; None: nothing is recorded.
         """

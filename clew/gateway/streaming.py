@@ -143,13 +143,10 @@ class Draft:
         begin: str,
         stops: Sequence[str],
     ) -> None:
-        """Start a reply.
+        """Start a reply of the interaction `id`, and `tell` each delta.
 
         Args:
             index: Index of the reply among those of its request.
-            tell: Called with each delta.
-            id: ID of the interaction.
-            transcript: Decoder of the tokens.
             reader: Reader that takes the text apart; None if nothing is certain before the end.
             begin: Prefilled beginning.
             stops: Strings that the reply may end at.
