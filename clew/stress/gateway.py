@@ -60,7 +60,7 @@ class Noted:
         return completion
 
 
-class BeforeEngine:
+class BeforeEngine(GatewayThread):
     """The gateway that training uses, in front of an engine."""
 
     def __init__(
@@ -81,33 +81,30 @@ class BeforeEngine:
             reward=None,
             vision=vision,
         )
-        self._thread = GatewayThread(Limits(), close)
-        self.base_url, self.sessions = self._thread.base_url, self._thread.sessions.count
-        self.close, self.stop = self._thread.close, self._thread.stop
+        super().__init__(Limits(), close)
 
-    def open(self, episode_id: str) -> str:
+    def open_episode(self, episode_id: str) -> str:
         """Open a session for an episode that begins, and return its API key."""
-        return self._thread.open(EpisodeEngine(self._shared, episode_id))[0]
+        return self.open(EpisodeEngine(self._shared, episode_id))[0]
 
 
-class BeforeProvider:
+class BeforeProvider(ServingThread):
     """A gateway that passes requests on to a provider unchanged."""
 
     def __init__(self, url: str, api_key: str) -> None:
         self.requests = Requests()
         passed_on = PassThrough(url, api_key)
         self._provider = NotedProvider(passed_on, self.requests)
-        self._thread = ServingThread(self._provider, close=passed_on.close)
-        self.base_url, self.sessions = self._thread.base_url, self._provider.keys.count
-        self.open, self.stop = self._provider.open, self._thread.stop
+        self.sessions, self.open_episode = self._provider.keys, self._provider.open
+        super().__init__(self._provider, close=passed_on.close)
 
     async def close(self, key: str) -> None:
         """Close the session of an episode that is over."""
-        await self._thread.call(self._provider.close(key))
+        await self.call(self._provider.close(key))
 
 
 Gateway = BeforeEngine | BeforeProvider
-"""A gateway in a thread of its own that notes the requests of the episodes. `sessions` returns how many are open."""
+"""A gateway in a thread of its own that notes the requests of the episodes."""
 
 
 def answerer(

@@ -90,15 +90,16 @@ def stressed(
 
         @asynccontextmanager
         async def open_episode(id: str) -> AsyncIterator[tuple[str, str, SharedClient]]:
-            key = gateway.open(id)
+            key = gateway.open_episode(id)
             try:
                 yield gateway.base_url, key, client
             finally:
                 await asyncio.shield(gateway.close(key))
 
         stage = Stage(agent, open_episode, gateway.requests, timeout_s=timeout_s, stuck_s=stuck_s, say=say)
+        stress = Stress(agent, rows, stage, source, gateway.sessions.count, batch=batch, group=group, dp=dp)
         try:
-            return await Stress(agent, rows, stage, source, gateway.sessions, batch=batch, group=group, dp=dp).run()
+            return await stress.run()
         finally:
             await client.really_close()
 

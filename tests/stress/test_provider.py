@@ -135,12 +135,12 @@ def test_a_key_is_an_episodes_and_ends_with_it(providers: str) -> None:
         return said
 
     async def run() -> None:
-        key = gateway.open("g000007.e1")
-        assert gateway.sessions() == 1
+        key = gateway.open_episode("g000007.e1")
+        assert gateway.sessions.count() == 1
         assert await ask(key) == []
         assert all("no session has the API key 'sk-mine'" in message for message in await ask("sk-mine"))
         await gateway.close(key)
-        assert gateway.sessions() == 0
+        assert gateway.sessions.count() == 0
         assert await ask(key) == ["session g000007.e1 has ended: its episode is over."] * 3
 
     asyncio.run(run())
@@ -151,7 +151,7 @@ def test_a_key_is_an_episodes_and_ends_with_it(providers: str) -> None:
 
 def test_what_an_episode_does_not_wait_for_is_noted_as_it_stands(providers: str) -> None:
     async def run(gateway: BeforeProvider) -> Request:
-        key = gateway.open("e")
+        key = gateway.open_episode("e")
         async with openai.AsyncOpenAI(base_url=gateway.base_url, api_key=key) as client:
             asked = client.completions.create(model="m", prompt="a word", stream=True)
             with suppress(TimeoutError):
@@ -203,7 +203,7 @@ def test_a_streamed_answer_has_the_words_of_a_whole_one(
     gateway = BeforeProvider(behind.base_url, theirs)
 
     async def run() -> None:
-        key = gateway.open("e")
+        key = gateway.open_episode("e")
         async with (
             httpx2.AsyncClient() as http,
             openai.AsyncOpenAI(base_url=gateway.base_url, api_key=key, http_client=http) as one,
