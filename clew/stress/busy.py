@@ -80,7 +80,7 @@ class BusyWatch(Watcher):
             span, seen = now - seen, now
             new = sum(seconds - before.get(thread, 0.0) for thread, seconds in wanted.items())
             ready = sum(state_of(pid) == "R" for pid in children())
-            new += span * min(1.0, ready / cores())
+            new += span * min(1.0, ready / cores())  # children, which may have to share the processors
             before = wanted
             busy = min(max(0.0, new), span + idle)
             self.busy_s += busy

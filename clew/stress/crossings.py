@@ -1,6 +1,6 @@
-"""Text in an episode's requests that belongs to another: what the model answered to it, or what its row holds.
+"""Text in an episode's requests that belongs to another, as the model's answer to it or as its row's text.
 
-The text of another row appears, for example, through a cache with a wrong key.
+Another row's text appears, for example, through a cache with a wrong key.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def crossed_answers(
         answer = request.answered.strip()
         size = min(MARK, len(answer))
         for mark in {answer[i : i + size] for i in range(len(answer) - size + 1)} if size >= LEAST_OF_ANSWER else ():
-            other = owners.get(mark, (request.episode, 0.0))
+            other = owners.get(mark, (request.episode, 0.0))  # a mark that nobody had before is this episode's
             common = other is None or other[0] != request.episode or mark in request.asked
             owners[mark] = None if common else (request.episode, request.done)
     marks = _by_start(((mark, owner) for mark, owner in owners.items() if owner), LEAST_OF_ANSWER)
@@ -63,6 +63,7 @@ def crossed_answers(
     for request in requests:
         answered[request.episode] += request.answered + "\n"
     crossings: dict[tuple[str, str], Crossing] = {}
+    # Each answer has about as many marks as characters: too many to search each prompt for one after another.
     for request in requests:
         asker = request.episode
         for mark, (owner, done) in _marks_in(request.asked, marks, LEAST_OF_ANSWER):
@@ -138,10 +139,8 @@ def _marks_in(text: str, marks: Mapping[str, list[tuple[str, T]]], least: int) -
 def judge_answers(waves: Sequence[Wave], state: State, *, repeats: bool) -> list[Verdict]:
     """Return a verdict if an answer to one episode appears in the requests of another.
 
-    Args:
-        waves: All waves at full speed, ending with crowd and again.
-        state: Names the object that holds the text.
-        repeats: True if the model repeats its answers, so that an answer can also be followed from wave to wave.
+    `waves` are all at full speed, ending with crowd and again. If the model `repeats` its answers, they are followed
+    from wave to wave, too.
     """
     *_, crowd, again = waves
     crossings = [

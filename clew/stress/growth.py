@@ -11,7 +11,8 @@ import sys
 import threading
 import tracemalloc
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,13 +78,10 @@ class Sample:
 
 
 def grows(samples: Sequence[Sample], quantity: str) -> float | None:
-    """Return the growth per episode if it is steady.
+    """Return the growth per episode if it is steady; None if it is not, or if fewer than three waves counted it.
 
     The first wave is left out, because it may warm up. Growth is steady if each wave after it adds at least half of the
     mean, and if the growth does not shrink from wave to wave, of which it takes four to tell.
-
-    Returns:
-        None if the quantity does not grow steadily, or if fewer than three waves counted it.
     """
     return _slope([(s.episodes, s.counts[quantity]) for s in samples if quantity in s.counts], quantity)
 
@@ -113,10 +111,7 @@ def line_that_leaks(samples: Sequence[Sample], quantity: str) -> tuple[str, list
 
 
 def judge_growth(samples: Sequence[Sample]) -> list[Verdict]:
-    """Return a verdict for each quantity that grows.
-
-    The memory of the whole process is named only if the user's code does not explain it.
-    """
+    """Return a verdict for each quantity that grows. The user's code's memory, if it grows, explains the process's."""
     verdicts: list[Verdict] = []
     for quantity, (_, _, format) in QUANTITIES.items():
         slope, where = grows(samples, quantity), samples[-1].examples.get(quantity, "")
@@ -161,7 +156,7 @@ class Sampler:
         """Return the counts now, after this number of episodes."""
         gc.collect()
         await asyncio.sleep(SETTLE_S)
-        gc.collect()
+        gc.collect()  # once more, for what ended while it slept
         new = (thread for thread in threading.enumerate() if thread not in self._threads)
         threads = [thread for thread in new if not isinstance(thread, WatchThread)]
         left = {
@@ -189,7 +184,7 @@ class Sampler:
         for quantity, things in left.items():
             counts[quantity] = len(things)
             shown = (_with(thing, COMES[quantity], line) for thing, line in things)
-            examples[quantity] = _commonest(filter(None, shown))
+            examples[quantity] = _largest(Counter(filter(None, shown)))
         if self._sessions is not None:
             counts["sessions"] = self._sessions()
         if tracemalloc.is_tracing():
@@ -252,7 +247,7 @@ class Complaints:
                 Verdict(
                     kind="growth",
                     what=f"{self._unclosed} client sessions of aiohttp were left to the garbage collector",
-                    where=_with("", "connected at", _commonest(origins.sockets.values())),
+                    where=_with("", "connected at", _largest(Counter(origins.sockets.values()))),
                     evidence=["close each: async with aiohttp.ClientSession() as session"],
                 )
             )
@@ -284,15 +279,9 @@ def _open_files() -> dict[int, str]:
     files: dict[int, str] = {}
     folder = Path("/proc/self/fd")
     for entry in folder.iterdir() if folder.is_dir() else ():
-        try:
+        with suppress(FileNotFoundError):  # the listing's own
             files[int(entry.name)] = str(entry.readlink())
-        except FileNotFoundError:  # the listing's own
-            continue
     return files
-
-
-def _commonest(names: Iterable[str]) -> str:
-    return _largest(Counter(names))
 
 
 def _largest(counts: Counter[str]) -> str:

@@ -191,7 +191,7 @@ def answer_of_stream(body: bytes) -> Answer:
                 add((*path, each.get("index", number) if isinstance(each, dict) else number), each)
 
     for line in body.splitlines():
-        event = _object(line[5:]) if line.startswith(b"data:") else None
+        event = _object(line.removeprefix(b"data:")) if line.startswith(b"data:") else None
         if event is None:
             continue
         about = next((event[name] for name in ("response", "message") if isinstance(event.get(name), dict)), event)

@@ -1,4 +1,4 @@
-"""Results that differ: between two runs with the same seeds, and between an episode alone and in a crowd."""
+"""Results that differ between two runs with the same seeds, or between an episode alone and in a crowd."""
 
 from __future__ import annotations
 

@@ -117,16 +117,13 @@ class Report:
         return max(self.waves, key=lambda wave: wave.width)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the report as a dictionary for JSON."""
         return asdict(self) | {"outcome": self.outcome}
 
 
 def parts(episode: Episode, requests: Sequence[Request], holds: Sequence[Interval]) -> dict[str, float]:
     """Return the seconds of each part of an episode, by PARTS.
 
-    Args:
-        requests: The episode's requests to the model.
-        holds: Times during which other episodes held the event loop for long.
+    `requests` are the episode's own; `holds` are times during which other episodes held the event loop for long.
     """
     modelled = [(request.came, request.done) for request in requests]
     answered = max((request.done for request in requests), default=episode.started)

@@ -73,7 +73,6 @@ def stressed(
     Call this in the main thread, which runs the agent's event loop. The gateway is stopped at the end.
 
     Args:
-        agent: The agent to run.
         rows: Rows of the data set.
         gateway: The gateway in front of the model that answers.
         batch: Number of prompts per training step.
@@ -254,6 +253,7 @@ class Stress:
         return verdicts + self._leftovers.verdicts(stage.episodes, stage.origins), notes
 
     def _report(self, verdicts: Sequence[Verdict], notes: list[str], alone_s: float | None) -> Report:
+        verdicts = [*hanging(self._waves), *verdicts]
         return Report(
             agent=f"{type(self._agent).__module__}.{type(self._agent).__qualname__}",
             batch=self._batch,
@@ -265,11 +265,7 @@ class Stress:
             waves=[wave_report(wave, alone_s) for wave in self._waves[1:5] or self._waves],
             failures=failures(episode for wave in self._waves for episode in wave.episodes),
             growth=self._samples,
-            verdicts=sorted([*hanging(self._waves), *verdicts], key=_order),
+            # The certain ones first, and causes before what differs because of them.
+            verdicts=sorted(verdicts, key=lambda verdict: (not verdict.certain, verdict.kind == "differs")),
             notes=notes,
         )
-
-
-def _order(verdict: Verdict) -> tuple[bool, bool]:
-    """Return the sort key of a finding: the certain ones first, and causes before what differs because of them."""
-    return not verdict.certain, verdict.kind == "differs"

@@ -73,7 +73,7 @@ class Crowd:
     @property
     def idle_s(self) -> float:
         """Seconds in which nothing needed a processor: episodes waited for a lock, a tool or the model."""
-        return max(self.seconds - self.busy_s, 0.02 * self.seconds)
+        return max(self.seconds - self.busy_s, 0.02 * self.seconds)  # never 0: others divide by it
 
     @property
     def busy_share(self) -> float:
@@ -108,8 +108,7 @@ def by_model(alone: Crowd, wide: Crowd) -> bool:
 def waited_most(alone: Crowd, wide: Crowd) -> Place | None:
     """Return the place whose additional waiting best explains why episodes take longer in the crowd.
 
-    Returns:
-        None if no place explains enough of it. Places where the model is waited for are left out.
+    Places where the model is waited for are left out. None: no place explains enough of it.
     """
     longer = {
         place: seconds - alone.waits.get(place, 0.0)
@@ -123,8 +122,7 @@ def waited_most(alone: Crowd, wide: Crowd) -> Place | None:
 def verdict(alone: Crowd, narrow: Crowd, wide: Crowd) -> Verdict | None:
     """Return a verdict that names the place where throughput saturates.
 
-    Returns:
-        None if throughput does not saturate, if the model or the processor is the cause, or if no place explains it.
+    None: it does not saturate, the model or the processor is the cause, or no place explains it.
     """
     if not saturates(alone, narrow, wide) or by_model(alone, wide):
         return None
@@ -152,10 +150,7 @@ class Waits(Watcher):
     """Records, while entered, where the running episodes wait."""
 
     def __init__(self, running: Collection[Episode], code: Code, asking: Callable[[], Collection[str]]) -> None:
-        """Create a watch of the running episodes, a set that the caller keeps up to date.
-
-        `asking` returns the IDs of the episodes that have a request with the model now.
-        """
+        """Watch `running`, which the caller keeps up to date. `asking` returns the IDs of those that ask the model."""
         super().__init__()
         self._asking = asking
         self._running = running
@@ -164,7 +159,7 @@ class Waits(Watcher):
         self.seconds: defaultdict[Place, float] = defaultdict(float)
         """Seconds that all episodes together waited at each place."""
         self.model_s: defaultdict[Place, float] = defaultdict(float)
-        """Seconds of this during which the model had a request of the episode."""
+        """Seconds of these during which the model had a request of the episode."""
         self.asked_at: dict[str, Place] = {}
         """Place where each episode was last seen to wait for the model; otherwise, the first place where it waited."""
 
@@ -185,7 +180,7 @@ class Waits(Watcher):
                 if place is not None:
                     if episode.id in asking or episode.id not in self.asked_at:
                         self.asked_at[episode.id] = place
-                    seconds = (now - seen) * len(running) / len(some)
+                    seconds = (now - seen) * len(running) / len(some)  # it stands for those that were not drawn
                     self.seconds[place] += seconds
                     if episode.id in asking:
                         self.model_s[place] += seconds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import random
 from collections import Counter
@@ -52,7 +53,6 @@ class Names:
     """Image processing of a stand-in without a particular model: reads only the names of images, as in TEMPLATE."""
 
     def expanded(self, text: str, images: Sequence[bytes]) -> str:
-        """Return the text unchanged. See the protocol."""
         return text
 
 
@@ -76,7 +76,6 @@ class StandIn:
         """Create a stand-in.
 
         Args:
-            tokenizer: Encodes and decodes the answers.
             latency_s: Minimum seconds before the first token. It takes up to SPREAD of them longer.
             token_s: Seconds per token of a streamed answer.
             tokens: Maximum length of a synthetic answer; the minimum is half of it.
@@ -87,7 +86,7 @@ class StandIn:
         self._tokens = tokens
         self._texts = [list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]  # type: ignore
         self._asked: dict[str, Counter[str]] = {}
-        self._printable: dict[int, bool] = {}
+        self._is_word = functools.cache(self._is_word)
 
     async def generate(self, request: GenerateRequest) -> Completion:
         params, on_token = request.params, request.on_token
@@ -127,13 +126,11 @@ class StandIn:
         output: list[int] = []
         for _ in range(draw.randint((self._tokens + 1) // 2, self._tokens) - 1):
             token = draw.randrange(len(self._tokenizer))
-            while not self._is_printable(token):
+            while not self._is_word(token):
                 token = draw.randrange(len(self._tokenizer))
             output.append(token)
         return [*output, end]
 
-    def _is_printable(self, token: int) -> bool:
-        if token not in self._printable:
-            text = str(self._tokenizer.decode([token], skip_special_tokens=True))
-            self._printable[token] = text.isascii() and text.strip().isalnum()
-        return self._printable[token]
+    def _is_word(self, token: int) -> bool:
+        text = str(self._tokenizer.decode([token], skip_special_tokens=True))
+        return text.isascii() and text.strip().isalnum()
