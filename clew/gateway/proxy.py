@@ -59,7 +59,7 @@ class PassThrough:
         request = self._client.build_request(
             came.method,
             self._there(came.url.path),
-            params=dict(came.query_params),
+            params=came.query_params.multi_items(),
             headers=headers,
             content=await came.body(),
         )

@@ -147,7 +147,10 @@ async def see(openai_client: openai.AsyncOpenAI, anthropic_client: anthropic.Asy
     said: Any = {"type": "image_url", "image_url": {"url": url, "detail": "low"}}
     chat = await openai_client.chat.completions.create(model="m", messages=[{"role": "user", "content": [said]}])
     shown: Any = {"type": "input_image", "image_url": url, "detail": "auto"}
-    response = await openai_client.responses.create(model="m", input=[{"role": "user", "content": [shown]}])
+    twice: Any = {"include": ["first", "second"]}
+    response = await openai_client.responses.create(
+        model="m", input=[{"role": "user", "content": [shown]}], extra_query=twice
+    )
     source: Any = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}}
     asked: Any = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": [source]}]}
     message = await anthropic_client.messages.create(**asked)
@@ -166,12 +169,14 @@ async def see(openai_client: openai.AsyncOpenAI, anthropic_client: anthropic.Asy
 def test_images_pass_through_to_a_provider_untouched(base: str, openai_s: str, anthropic_s: str) -> None:
     came: list[tuple[str, bytes, str]] = []
     sent: list[bytes] = []
+    queries: list[list[tuple[str, str]]] = []
 
     async def answer(request: web.Request) -> web.Response:
         body = await request.read()
         key = request.headers["x-api-key"]
         assert request.headers["authorization"] == f"Bearer {key}"
         came.append((request.path, body, key))
+        queries.append(sorted(request.query.items()))
         if b'"stream":true' in body:
             chunks = [{"id": "s", "choices": [{"index": 0, "delta": {"content": word}}]} for word in ("a ", "cat")]
             lines = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
@@ -188,6 +193,7 @@ def test_images_pass_through_to_a_provider_untouched(base: str, openai_s: str, a
 
         async def note(request: httpx2.Request) -> None:
             sent.append(request.content)
+            queries.append(sorted(request.url.params.multi_items()))
 
         transport = httpx2.ASGITransport(app=passed_on)
         http = httpx2.AsyncClient(transport=transport, event_hooks={"request": [note]})
@@ -211,6 +217,7 @@ def test_images_pass_through_to_a_provider_untouched(base: str, openai_s: str, a
     ]
     assert [body for _, body, _ in came] == sent and all(b"iVBORw0KGgo=" in body for body in sent)
     assert {key for _, _, key in came} == {"sk-theirs"}
+    assert queries[::2] == queries[1::2] and max(map(len, queries)) == 2  # one name twice
 
 
 def test_a_provider_need_not_answer_whom_nobody_waits_for() -> None:
