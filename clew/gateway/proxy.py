@@ -132,7 +132,7 @@ async def _serve(config: Config, url: str, record: Path | None, key: str) -> Non
 
 
 async def _serve_engine(config: Config, url: str, server: FoundEngine, record: Path | None, key: str) -> None:
-    wrong = server.wrong_logprobs(sampling_params(config.sampling))
+    wrong = server.engine.wrong_logprobs(sampling_params(config.sampling))
     if wrong and record is not None:
         raise EngineError(f"Cannot record what {url} generates with the configured sampling: {wrong}.")
     loopback = is_loopback(config.inference.listen)
@@ -143,7 +143,7 @@ async def _serve_engine(config: Config, url: str, server: FoundEngine, record: P
     gateway = make_gateway(config, server.engine, tokenizer, server.model, record, key, vision=vision)
     listener, address = _listen(config.inference.listen)
     print(f"in front of {server.kind} at {url}, with the tokenizer of {server.model}", flush=True)
-    if advice := wrong or server.advice:
+    if advice := wrong or server.engine.advice:
         print(f"warning: {advice}.", flush=True)
     gateway.launched(address)
     if not server_token():

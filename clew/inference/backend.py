@@ -1,4 +1,4 @@
-"""Protocol of the clients of vLLM and SGLang: what `clew.inference.remote` needs to serve one of them. No torch."""
+"""Common part of the clients of vLLM and SGLang, and of how their servers are started. No torch."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Self
 
 from clew.config import Config
 from clew.errors import EngineError
-from clew.inference.protocol import Completion, GenerateRequest
+from clew.inference.client import HTTPEngine
 from clew.models.vision import Vision
 from clew.record.broadcast import Broadcast
 from clew.record.weights import WeightRef
@@ -25,24 +25,17 @@ class Launch:
     """Variables that are set beside those of this process."""
 
 
-class Backend(Protocol):
-    """Client of one vLLM or SGLang server. Use it from one event loop, and `close` it."""
+class Backend(HTTPEngine):
+    """Client of one vLLM or SGLang server, which `clew.inference.remote` serves."""
 
-    kind: str
-    """Name of the engine, for messages: "vLLM" or "SGLang"."""
-    address: str
-    """host:port of the server."""
-    context: int | None
-    """Maximum tokens of a prompt with its completion; known after `prepare`."""
-    vocab: int | None
-    """Number of token IDs of the trainer's model; tokens beyond it are refused."""
-    takes_images: bool
-    """True if it takes images beside token IDs; known after `prepare`."""
+    idle_s = 2.0  # both keep an idle connection for 5
+    takes_images = False
+    """True if it takes images beside token IDs; known after `prepare`, as `context` is."""
 
     @classmethod
-    def client(cls, config: Config, address: str, vision: Vision | None = None) -> Backend:
+    def client(cls, config: Config, address: str, vision: Vision | None = None) -> Self:
         """Return a client of a server that `launch` has started; vision: the model's image input, if it has one."""
-        ...
+        raise NotImplementedError
 
     @staticmethod
     def launch(config: Config, port: int, scratch: Path) -> Launch:
@@ -54,27 +47,15 @@ class Backend(Protocol):
         Raises:
             ConfigError: inference.args has an option that the engine does not know, or one that Clew sets itself.
         """
-        ...
+        raise NotImplementedError
 
-    async def ready(self) -> bool:
-        """Return True if the server answers and serves its model.
-
-        Raises:
-            EngineError: It does not, and why.
-        """
-        ...
+    async def ready(self) -> None:
+        """Return if the server answers and serves its model. Raises EngineError, with the reason, if not."""
+        await self._request("GET", "/health", None)
 
     async def alive(self) -> None:
-        """Return when the engine itself has answered, and not only its HTTP side; after `prepare`.
-
-        Raises:
-            EngineError: It does not answer.
-        """
-        ...
-
-    async def answers(self) -> bool:
-        """Return whether the server's HTTP side answers."""
-        ...
+        """Return when the engine itself has answered, and not only its HTTP side. Raises EngineError if it does not."""
+        raise NotImplementedError
 
     async def prepare(self) -> list[str]:
         """Find out what the server can do.
@@ -85,27 +66,11 @@ class Backend(Protocol):
         Raises:
             EngineError: It cannot be trained with: another model or vocabulary, no token IDs, wrong logprobs.
         """
-        ...
+        raise NotImplementedError
 
     async def resolved(self) -> dict[str, Any]:
         """Return the options that the server runs with, its defaults and its version included, as it reports them."""
-        ...
-
-    async def generate(self, request: GenerateRequest) -> Completion:
-        """Complete one sequence, see `protocol.Engine`. The versions are the engine's own labels, or 0."""
-        ...
-
-    async def abort(self, request_id: str | None = None) -> None:
-        """Abort one request, or all (None); their tokens so far are returned."""
-        ...
-
-    async def pause(self) -> None:
-        """Abort all requests, return their tokens so far, and start none until `resume`."""
-        ...
-
-    async def resume(self) -> None:
-        """Serve again."""
-        ...
+        raise NotImplementedError
 
     async def receive(self, sent: Broadcast) -> None:
         """Have the paused server load weights that the trainer broadcasts.
@@ -113,15 +78,14 @@ class Backend(Protocol):
         Raises:
             EngineError: It cannot, or not all of them came. What it then holds is not known.
         """
-        ...
+        raise NotImplementedError
 
     async def load(self, ref: WeightRef) -> None:
-        """Load weights into the paused server, unless they were broadcast and `receive` has done so.
+        """Load weights into the paused server, and have it forget what it computed with those before.
 
-        Raises:
-            EngineError: The weights were refused.
+        Weights that were broadcast are there already, by `receive`. Raises EngineError if the weights were refused.
         """
-        ...
+        raise NotImplementedError
 
     async def verify(self, ref: WeightRef) -> None:
         """Compare what the paused server holds after `load` with the trainer's digests.
@@ -129,15 +93,11 @@ class Backend(Protocol):
         Raises:
             EngineError: It holds other weights; the message names the tensors.
         """
-        ...
+        raise NotImplementedError
 
     async def score(self, input_ids: list[int]) -> float:
         """Return the logprob of the last token given those before it, at temperature 1."""
-        ...
-
-    async def close(self) -> None:
-        """Close the connections."""
-        ...
+        raise NotImplementedError
 
 
 def check_model(kind: str, address: str, served: str, wanted: str) -> None:

@@ -132,6 +132,15 @@ class HTTPEngine:
             params, max_new_tokens=min(params.max_new_tokens, room), min_new_tokens=min(params.min_new_tokens, room)
         )
 
+    @property
+    def advice(self) -> str:
+        """Advice about its logprobs for the user who attaches the server; "" if they are right at any temperature."""
+        return ""
+
+    def wrong_logprobs(self, params: SamplingParams) -> str:
+        """Return why the logprobs of a request with these parameters are not what training needs; "" if they are."""
+        return ""
+
     def name_of(self, address: str) -> str:
         """Return the name on record of the server at an address."""
         return f"{self.kind} {address}".strip()

@@ -11,7 +11,6 @@ import aiohttp
 
 from clew.errors import EngineError
 from clew.inference.client import HTTPEngine
-from clew.inference.protocol import SamplingParams
 from clew.inference.vllm import VLLMEngine
 
 
@@ -26,15 +25,6 @@ class FoundEngine:
     """Folder or hub name of the model, which its tokenizer is loaded from."""
     takes_images: bool = False
     """True if it takes images beside token IDs."""
-
-    @property
-    def advice(self) -> str:
-        """Advice about its logprobs for the user who attaches the server; "" if there is none."""
-        return self.engine.advice if isinstance(self.engine, VLLMEngine) else ""
-
-    def wrong_logprobs(self, params: SamplingParams) -> str:
-        """Return why the logprobs of a request with these parameters are not what training needs; "" if they are."""
-        return self.engine.wrong_logprobs(params) if isinstance(self.engine, VLLMEngine) else ""
 
 
 async def find_engine(base_url: str, api_key: str = "") -> FoundEngine | None:

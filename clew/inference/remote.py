@@ -24,6 +24,7 @@ from typing import Any
 from clew.config import Config
 from clew.errors import EngineError, ModelError, described
 from clew.inference.backend import Backend, Launch, leaves
+from clew.inference.client import FROZEN_S, HEALTH_S
 from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, Parts, Timings
 from clew.inference.request_checks import check_request, default_stop_ids, matched_stop
 from clew.inference.server_process import AttachedServer, ServerProcess
@@ -42,19 +43,13 @@ from clew.waits import Reporter, waiting
 
 log = logging.getLogger("clew.inference")
 
-BACKENDS: dict[str, type[Any]] = {"vllm": VLLMEngine, "sglang": SGLangEngine}
+BACKENDS: dict[str, type[Backend]] = {"vllm": VLLMEngine, "sglang": SGLangEngine}
 
 PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 """Largest allowed difference, in nats, between the probe's logprobs of trainer and engine, by model.dtype."""
 
 POLL_S = 0.2
 """Seconds between two looks at a server that starts."""
-
-HEALTH_S = 2.0
-"""Seconds between two looks whether the server lives."""
-
-FROZEN_S = 30.0
-"""Seconds without an answer after which a server counts as frozen."""
 
 UPDATE_S = 600.0
 """Seconds in which a server must have loaded new weights. One that answers, but whose workers are frozen, is given up

@@ -19,9 +19,8 @@ import orjson
 
 from clew.config import Config
 from clew.errors import ConfigError, EngineError, ImageError
-from clew.inference.backend import Launch, check_model, config_field, options
+from clew.inference.backend import Backend, Launch, check_model, config_field, options
 from clew.inference.checksums import Tensors, checksums, read_folder
-from clew.inference.client import HTTPEngine
 from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, SamplingParams
 from clew.models.vision import Vision
 from clew.record.broadcast import Broadcast
@@ -70,11 +69,10 @@ LOOKS = 50
 """Number of looks, 20 ms apart, whether aborted requests have ended. SGLang's own pause looks only once a second."""
 
 
-class SGLangEngine(HTTPEngine):
+class SGLangEngine(Backend):
     """Client of one SGLang server."""
 
     kind = "SGLang"
-    idle_s = 2.0  # SGLang keeps it for 5
 
     def __init__(self, address: str, token: str = "", *, model: str = "") -> None:
         """Create the client; it connects with the first request.
@@ -85,7 +83,6 @@ class SGLangEngine(HTTPEngine):
             model: Folder of the model that the server must serve; "": any.
         """
         super().__init__(address, token)
-        self.takes_images = False
         self._model = model
         self._receives = False
         """True if the trainer broadcasts its weights."""
@@ -101,14 +98,12 @@ class SGLangEngine(HTTPEngine):
 
     @classmethod
     def client(cls, config: Config, address: str, vision: Vision | None = None) -> SGLangEngine:
-        """Return a client of a server that `launch` has started."""
         engine = cls(address, model=config.model.path)
         engine._receives = config.weights.via == "collective"
         return engine
 
     @staticmethod
     def launch(config: Config, port: int, scratch: Path) -> Launch:
-        """Return how to start a server; see the protocol."""
         inference = config.inference
         python = inference.python or sys.executable
         own = {
@@ -126,17 +121,11 @@ class SGLangEngine(HTTPEngine):
             environment["HF_HUB_OFFLINE"] = "1"  # SGLang asks the hub for a folder that does not exist
         return Launch(command=[python, "-m", "sglang.launch_server", *arguments], environment=environment)
 
-    async def ready(self) -> bool:
-        """Return whether the server answers and serves its model."""
-        await self._request("GET", "/health", None)
-        return True
-
     async def alive(self) -> None:
         """Ask for the scheduler's state. /health takes a second, and generates a token, which a pause stops."""
         await self._request("GET", "/server_info", None)
 
     async def prepare(self) -> list[str]:
-        """Find out what the server can do; see the protocol."""
         routes = await self._routes()
         if missing := [path for path in NEEDED if path not in routes]:
             raise EngineError(
@@ -169,7 +158,6 @@ class SGLangEngine(HTTPEngine):
         return self._lacks(info, bool(server.get("enable_deterministic_inference")))
 
     async def resolved(self) -> dict[str, Any]:
-        """Return SGLang's server arguments; see the protocol."""
         info = await self._request("GET", "/server_info", None)
         return {name: value for name, value in info.items() if name != "internal_states" and "api_key" not in name}
 
@@ -219,7 +207,6 @@ class SGLangEngine(HTTPEngine):
         return gaps[0] > 1e-2 and abs(gaps[1] - gaps[0]) < abs(gaps[1] - 2 * gaps[0])
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """See the protocol."""
         if request.images and not self.takes_images:
             raise ImageError(
                 f"SGLang at {self.address} takes no images. Set inference.args.enable-multimodal to true, for a model "
@@ -233,7 +220,6 @@ class SGLangEngine(HTTPEngine):
         return replace(completion, wrong_logprobs=self.wrong_logprobs(request.params))
 
     def wrong_logprobs(self, params: SamplingParams) -> str:
-        """Return why the logprobs of a request with these parameters are not what training needs; "" if they are."""
         reports = f"SGLang at {self.address} reports logprobs"
         if params.min_new_tokens > 0:
             return f"{reports} as if stop tokens had probability 0 before min_new_tokens. Leave it out"
@@ -254,7 +240,6 @@ class SGLangEngine(HTTPEngine):
         await self._post("/pause_generation", {"mode": "abort"})
 
     async def receive(self, sent: Broadcast) -> None:
-        """Have the paused server take part in a broadcast; see the protocol."""
         self._refuse_experts(sent.version)
         if others := differences({name: each.shape for name, each in self._tensors.items()}, sent.shape_by_name()):
             raise EngineError(
@@ -283,11 +268,6 @@ class SGLangEngine(HTTPEngine):
                     await self._post(path, body)
 
     async def load(self, ref: WeightRef) -> None:
-        """Load weights into the paused server; see the protocol.
-
-        SGLang loads whatever tensors a file has, and reads a file that does not fit until it fails, and then its
-        rollback reads the same file again and fails, too. So a file of other tensors is not sent.
-        """
         self._refuse_experts(ref.version)
         if ref.was_broadcast():
             self._expected = read_broadcast(ref)["checksums"]
@@ -295,6 +275,7 @@ class SGLangEngine(HTTPEngine):
             return
         new = await asyncio.to_thread(read_folder, ref.path)
         shapes = [{name: each.shape for name, each in tensors.items()} for tensors in (self._tensors, new)]
+        # SGLang would load what fits until it fails, and its rollback, which reads the same file, would fail, too.
         if others := differences(*shapes):
             raise EngineError(
                 f"Cannot load version {ref.version} into SGLang at {self.address}: {ref.path} has other tensors than "
@@ -330,7 +311,6 @@ class SGLangEngine(HTTPEngine):
             )
 
     async def verify(self, ref: WeightRef) -> None:
-        """Compare the server's checksums with those of what it was sent; see the protocol."""
         if not self._checks_weights:
             return
         held = await self._checksums()
@@ -361,7 +341,6 @@ class SGLangEngine(HTTPEngine):
         return dict(answer["ranks"][0]["checksums"])
 
     async def score(self, input_ids: list[int]) -> float:
-        """Return the logprob of the last token given those before it, at temperature 1."""
         body = {
             "input_ids": input_ids,
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},

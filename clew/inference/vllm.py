@@ -28,8 +28,8 @@ from typing import Any, Literal
 import clew
 from clew.config import Config
 from clew.errors import ConfigError, EngineError, ImageError, RecordError
-from clew.inference.backend import Launch, check_model, options
-from clew.inference.client import HTTPEngine, experts_of
+from clew.inference.backend import Backend, Launch, check_model, options
+from clew.inference.client import experts_of
 from clew.inference.protocol import (
     Completion,
     EngineUnreachable,
@@ -83,12 +83,10 @@ NEEDED = ("/pause", "/resume", "/collective_rpc", "/v1/completions")
 """Routes without which a server cannot be trained with."""
 
 
-class VLLMEngine(HTTPEngine):
+class VLLMEngine(Backend):
     """Client of one vLLM server. Its completions have the version 0; `clew.inference.remote` knows the true one."""
 
     kind = "vLLM"
-    idle_s = 2.0  # vLLM keeps it for 5
-    takes_images = False
 
     def __init__(self, address: str, model: str, context: int, api_key: str = "", vision: Vision | None = None) -> None:
         """Create the client.
@@ -120,7 +118,6 @@ class VLLMEngine(HTTPEngine):
 
     @classmethod
     def client(cls, config: Config, address: str, vision: Vision | None = None) -> VLLMEngine:
-        """Return a client of a server that `launch` has started."""
         engine = cls(address, config.model.path, 2**40, vision=vision)
         engine._model_path = config.model.path
         engine._masks = returns_masks(config)
@@ -129,7 +126,6 @@ class VLLMEngine(HTTPEngine):
 
     @staticmethod
     def launch(config: Config, port: int, scratch: Path) -> Launch:
-        """Return how to start a server; see the protocol."""
         inference = config.inference
         args = inference.options
         if own := [name for name in args if name in OWN]:
@@ -168,17 +164,11 @@ class VLLMEngine(HTTPEngine):
             },
         )
 
-    async def ready(self) -> bool:
-        """Return whether the server serves its model."""
-        await self._request("GET", "/health", None)
-        return True
-
     async def alive(self) -> None:
         """Ask something that vLLM's engine process has to answer; /health is answered while that process is stopped."""
         await self._request("GET", "/is_paused" if self._asks_engine else "/health", None)
 
     async def prepare(self) -> list[str]:
-        """Find out what the server can do; see the protocol."""
         routes = await self._routes()
         if missing := [route for route in NEEDED if route not in routes]:
             raise EngineError(
@@ -225,7 +215,6 @@ class VLLMEngine(HTTPEngine):
         return [*lacks, *([self.advice] if self.advice else [])]
 
     async def resolved(self) -> dict[str, Any]:
-        """Return vLLM's configuration, by its sections; see the protocol."""
         version = await self._request("GET", "/version", None)
         info = await self._request("GET", "/server_info?config_format=json", None)
         return {**version, **info["vllm_config"]}
@@ -243,7 +232,6 @@ class VLLMEngine(HTTPEngine):
             ) from None
 
     async def abort(self, request_id: str | None = None) -> None:
-        """Abort one request, or all (None); their tokens so far are returned."""
         if not self._aborts:
             await self.pause()
             await self.resume()
@@ -256,15 +244,12 @@ class VLLMEngine(HTTPEngine):
         await self._request("POST", "/pause?mode=abort&clear_cache=true", None)
 
     async def resume(self) -> None:
-        """Serve again."""
         await self._request("POST", "/resume", None)
 
     async def receive(self, sent: Broadcast) -> None:
-        """Have the paused server's workers take part in a broadcast; see the protocol."""
         await self._post("/collective_rpc", {"method": "clew_receive", "args": [asdict(sent)]})
 
     async def load(self, ref: WeightRef) -> None:
-        """Load weights into the paused server, and have it forget what it computed with those before."""
         try:
             self._sent = read_digests(ref)
         except RecordError as error:
@@ -285,7 +270,6 @@ class VLLMEngine(HTTPEngine):
             )
 
     async def verify(self, ref: WeightRef) -> None:
-        """Compare what the paused server holds with the trainer's digests; see the protocol."""
         adapters = ref.holds_adapters()
         call = {"method": "clew_adapters", "args": [ref.path]} if adapters else {"method": "clew_held"}
         answer = await self._post("/collective_rpc", call)
@@ -300,7 +284,6 @@ class VLLMEngine(HTTPEngine):
             await self._post("/update_weight_version", {"new_version": str(ref.version)})
 
     async def score(self, input_ids: list[int]) -> float:
-        """Return the logprob of the last token given those before it, at temperature 1."""
         body = {"model": self.model, "prompt": input_ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
         if self._masks:
             body["top_k"] = TOP_K
@@ -346,7 +329,6 @@ class VLLMEngine(HTTPEngine):
 
     @property
     def advice(self) -> str:
-        """Advice about its logprobs for the user who attaches the server; "" if they are right at any temperature."""
         if self.logprobs_mode == "processed":
             return ""
         why = "before temperature" if self.logprobs_mode == "raw" else "of a kind that cannot be told from a probe"
@@ -356,12 +338,7 @@ class VLLMEngine(HTTPEngine):
         )
 
     def wrong_logprobs(self, params: SamplingParams, masked: bool = False) -> str:
-        """Return why the logprobs of a request with these parameters are not what training needs; "" if they are.
-
-        Args:
-            params: The parameters.
-            masked: Whether the server said which tokens were left.
-        """
+        """See `HTTPEngine`. masked: True if the server said which tokens were left."""
         reports = f"vLLM at {self.address} reports logprobs"
         if self.logprobs_mode == "processed":
             named = {"top_p": params.top_p < 1, "top_k": params.top_k > 0, "min_p": params.min_p > 0}
@@ -384,7 +361,6 @@ class VLLMEngine(HTTPEngine):
         return f"{reports} of a kind that cannot be told from a probe. {RESTART}"
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """See the protocol."""
         params = self._fitting(request)
         if request.images:
             completion = await self._generate_with_images(request, params)
@@ -468,7 +444,6 @@ class VLLMEngine(HTTPEngine):
         )
 
     async def version(self) -> int:
-        """See the protocol."""
         await self._request("GET", "/v1/models", None)
         return 0
 

@@ -107,7 +107,8 @@ def wait_until_ready(process: subprocess.Popen[bytes], address: str, log: Path) 
     async def look() -> bool:
         engine = SGLangEngine(address)
         try:
-            return await engine.ready()
+            await engine.ready()
+            return True
         except EngineError:
             return False
         finally:

@@ -76,7 +76,8 @@ class Served:
         async def look() -> bool:
             engine = VLLMEngine.client(self.config, self.address)
             try:
-                return await engine.ready()
+                await engine.ready()
+                return True
             except EngineUnreachable:
                 return False
             finally:

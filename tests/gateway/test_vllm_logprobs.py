@@ -118,7 +118,7 @@ async def largest_differences(url: str, reference: Reference) -> tuple[str, list
     for number, params in enumerate(SAMPLINGS):
         params = replace(params, max_new_tokens=8, seed=number, stop_token_ids=())
         completion = await found.engine.generate(GenerateRequest(PROMPT, params))
-        assert completion.wrong_logprobs == found.wrong_logprobs(params)
+        assert completion.wrong_logprobs == found.engine.wrong_logprobs(params)
         results.append((bool(completion.wrong_logprobs), worst(completion, params, reference)))
     await found.engine.close()
     return found.engine.logprobs_mode, results
@@ -163,8 +163,8 @@ def test_a_distribution_that_tells_nothing() -> None:
             return found
 
     found = asyncio.run(run())
-    assert "cannot be told from a probe" in found.advice
-    assert "cannot be told" in found.wrong_logprobs(SamplingParams(temperature=0.7))
+    assert "cannot be told from a probe" in found.engine.advice
+    assert "cannot be told" in found.engine.wrong_logprobs(SamplingParams(temperature=0.7))
     assert mode_of({}, {"a": -1.0}, 0.5) == "unknown"
     nan = float("nan")
     assert mode_of({"a": nan, "b": nan}, {"a": nan, "b": nan}, 0.5) == "unknown"
