@@ -47,7 +47,6 @@ class PrefillCache(Cache):
         return key_states, value_states
 
     def bytes_per_token(self) -> int:
-        """Return the bytes that one token takes in all layers."""
         return sum(tensor[0, :, 0].numel() * tensor.element_size() for tensor in self.keys + self.values)
 
 
@@ -55,12 +54,7 @@ class RowCache(Cache):
     """Keys and values [rows, heads, columns, dim] of each layer, and beside them the rows' tokens and logprobs."""
 
     def __init__(self, device: torch.device, budget: int) -> None:
-        """Create an empty cache.
-
-        Args:
-            device: Device of the tensors.
-            budget: Maximum bytes of keys and values.
-        """
+        """Create an empty cache; budget: maximum bytes of keys and values."""
         super().__init__(layers=[])
         self.budget = budget
         self.bytes_per_token = 0
@@ -117,12 +111,10 @@ class RowCache(Cache):
     def join(
         self, filled: PrefillCache, sources: list[int], prompts: list[list[int]], longest: int, ahead: int = 0
     ) -> None:
-        """Append a row for each prompt, with keys and values from `filled`, which ends at its last column.
+        """Append a row for each prompt, with keys and values from a prefill, whose rows end at its last column.
 
         Args:
-            filled: Keys and values of a prefill.
             sources: Row of `filled` for each prompt.
-            prompts: Tokens of each prompt.
             longest: Maximum length that any row, old or new, may reach.
             ahead: See the attribute.
         """
@@ -134,7 +126,8 @@ class RowCache(Cache):
         for own, other in zip(self.keys + self.values, filled.keys + filled.values, strict=True):
             own[n : n + len(prompts), :, start + skipped : end] = other[:, :, skipped:].index_select(0, index)
         self.ahead += [ahead] * len(prompts)
-        self._seat(prompts)
+        self.starts += [end - len(prompt) for prompt in prompts]
+        self._refresh()
 
     def remove(self, leaving: list[int]) -> None:
         """Drop rows, and move the last rows into their places. `moves` tells the caller which, for its own lists."""
@@ -156,15 +149,10 @@ class RowCache(Cache):
         self._refresh()
 
     def advance(self, longest: int) -> None:
-        """Go to the next column after the chosen token was fed; make room when the width is used up.
-
-        Rows are moved to the left if that frees enough columns; otherwise the storage is widened.
-
-        Args:
-            longest: Maximum length that any row may reach.
-        """
+        """Go to the next column after the chosen token was fed; make room for rows of up to `longest` tokens."""
         self.column += 1
         if self.column >= self.tokens.shape[1]:
+            # Moving to the left is only worth its copy if it frees enough columns. Otherwise the storage is widened.
             shift = self.first if self.first >= 32 else 0
             capacity, width = self.tokens.shape
             if not shift:
@@ -176,10 +164,9 @@ class RowCache(Cache):
 
     # Layout ---------------------------------------------------------------------------------------------------------
 
-    def _make_room(self, rows: int, longest: int, prompt: int, filled: PrefillCache | None) -> None:
+    def _make_room(self, rows: int, longest: int, prompt: int, filled: PrefillCache) -> None:
         """Make sure that `rows` rows have storage, and that a prompt fits to the left of `column`."""
         if not self.keys:
-            assert filled is not None, "the first rows come from a prefill"
             device = self.tokens.device
             for kind, other in ((self.keys, filled.keys), (self.values, filled.values)):
                 kind += [torch.zeros(0, x.shape[1], 0, x.shape[3], dtype=x.dtype, device=device) for x in other]
@@ -194,6 +181,7 @@ class RowCache(Cache):
         if rows > capacity:
             affordable = self.budget // max(1, width * self.bytes_per_token)
             capacity = max(rows, min(2 * rows, affordable))
+        # Room to spare saves moves. Where the budget has none, take only what is needed; `fits` says that it is there.
         if capacity * width * self.bytes_per_token > self.budget:
             capacity, width, column = rows, min(width, columns_for(longest)), left
         self._lay_out(capacity, width, column - self.column)
@@ -219,10 +207,6 @@ class RowCache(Cache):
         self.starts = [start + shift for start in self.starts]
         self.column += shift
         self.first = min(self.starts, default=self.column)
-
-    def _seat(self, prompts: list[list[int]]) -> None:
-        self.starts += [self.column - len(prompt) for prompt in prompts]
-        self._refresh()
 
     def _refresh(self) -> None:
         """Bring `first` and `mask` up to date with `starts`."""

@@ -29,7 +29,7 @@ from transformers import Cache
 from clew.errors import described
 from clew.inference import attention, llama_forward
 from clew.inference.cache import PrefillCache, RowCache, columns_for, moves
-from clew.inference.engine_core import PROBE_TOLERANCE, Aborted, Core, Finished, is_meant
+from clew.inference.engine_core import Aborted, Core, Finished, is_meant
 from clew.inference.protocol import FinishReason, GenerateRequest, RequestTooLong
 from clew.inference.reference import ReferenceEngine
 from clew.inference.request_checks import matched_stop
@@ -50,7 +50,6 @@ In some models, tokens of an image attend to later ones (Gemma 3); in the cached
 """
 _PATIENCE = 4
 """Maximum number of steps that a free row waits for others, so that one prefill serves several."""
-
 
 Prompt = tuple[tuple[int, ...], tuple[bytes, ...]]
 """Tokens and images of a request. Requests with equal ones share a prefill."""
@@ -97,9 +96,7 @@ class EmbeddedEngine(Core):
     ) -> None:
         """Create the engine. It takes the model over: `clew.inference.attention` replaces the model's attention.
 
-        Args:
-            max_running: Maximum number of sequences that are generated side by side.
-            cache_gib: Maximum GiB of keys and values.
+        At most `max_running` sequences are generated side by side.
         """
         super().__init__(model, tokenizer, vision)
         self.max_running = max_running
@@ -143,11 +140,7 @@ class EmbeddedEngine(Core):
     # Admission -------------------------------------------------------------------------------------------------------
 
     def _may_admit(self) -> bool:
-        """Return whether to admit requests now.
-
-        Prefill is cheaper for several requests at once, so a row that has just become free waits a few steps for
-        others.
-        """
+        """Return whether to admit requests now. A free row waits a few steps for others: one prefill is cheaper."""
         free = self.max_running - len(self._rows)
         if not free:
             return False
@@ -158,10 +151,7 @@ class EmbeddedEngine(Core):
         return False
 
     def _admit(self) -> list[Finished]:
-        """Move requests from the queue to new rows, in order, as far as the cache and the size of a prefill allow.
-
-        A prompt with images has a prefill of its own.
-        """
+        """Move requests from the queue to new rows, in order, as far as the cache and the size of a prefill allow."""
         admitted: list[GenerateRequest] = []
         prompts: dict[Prompt, int] = {}
         longest = max((row.limit for row in self._rows), default=0)
@@ -174,7 +164,7 @@ class EmbeddedEngine(Core):
             prompt = _prompt_of(request)
             width = max(width, len(request.input_ids))
             if prompt not in prompts:
-                alone = request.images or any(images for _, images in prompts)
+                alone = request.images or any(images for _, images in prompts)  # with images: a prefill of its own
                 if prompts and (alone or (len(prompts) + 1) * width > _PREFILL_TOKENS):
                     break
                 prompts[prompt] = len(prompts)
@@ -202,8 +192,8 @@ class EmbeddedEngine(Core):
 
         Returns:
             The keys and values, the logits [prompts, vocab] after the prompts, and the number to add to the positions
-            of what follows. The number is not 0 after an image with positions in two dimensions, which takes fewer
-            positions than tokens.
+            of what follows: not 0 after an image with positions in two dimensions, which takes fewer of them than
+            tokens.
         """
         if images:
             return self._prefill_seeing(prompts[0], images)
@@ -238,11 +228,7 @@ class EmbeddedEngine(Core):
     def _forward(
         self, ids_RT: Tensor, positions_RT: Tensor, cache: Cache, rows: attention.Rows, longest: int
     ) -> Tensor:
-        """Run the model, fused if possible; return logits [rows, vocab] after the last token.
-
-        Args:
-            longest: A number above every position.
-        """
+        """Return the logits [rows, vocab] after the last token, fused if possible; longest: above all positions."""
         with attention.attending_to(rows):
             if self._fused is not None:
                 return self._fused.forward(ids_RT, positions_RT, cache, longest)
@@ -313,7 +299,7 @@ class EmbeddedEngine(Core):
         for index in self._watched:
             if index >= first and (matched := self._watch(index)) is not None:
                 ended[index] = ("stop", matched)
-        if self._stops is not None:
+        if self._stops is not None:  # after the others: a stop ID that is the last possible token counts as one
             hits = (ids.unsqueeze(1) == self._stops[first:]).any(1)
             if hits.any():
                 for offset in hits.nonzero().flatten().tolist():
@@ -387,8 +373,8 @@ def build_engine(
 ) -> Core:
     """Return the embedded engine if it serves this model correctly, else the slow reference, with a warning in the log.
 
-    No list of names decides this: the fast path must agree with the plain model on a short sequence (with an image, if
-    the model takes images) and on two sequences that are prefilled together.
+    The fast path must agree with the plain model on a short sequence (with an image, if the model takes images) and on
+    two sequences that are prefilled together.
     """
     reason = _unsupported(model)
     if reason is None:
@@ -401,7 +387,7 @@ def build_engine(
         together = [ids[-6:], ids[-3:]]  # text alone
         expected = [reference.logprobs(ids, images), *map(reference.logprobs, together)]
         plain = model.config._attn_implementation
-        tolerance = 10 * PROBE_TOLERANCE.get(model.dtype, 0.1)
+        tolerance = 10 * reference.probe_tolerance
         if vision is not None and model.dtype == torch.float32:
             tolerance = SEEN_TOLERANCE
         try:

@@ -15,24 +15,10 @@ from torch import Tensor
 
 from clew.errors import EngineError, described
 from clew.inference.loading import Received, backed_up, copy_weights, restore, weights_of
-from clew.inference.protocol import (
-    Completion,
-    FinishReason,
-    GenerateRequest,
-    Parts,
-    SchemaUnsupported,
-)
-from clew.inference.request_checks import check_request, default_stop_ids
-from clew.models.architecture import context_in
+from clew.inference.protocol import Completion, FinishReason, GenerateRequest, Parts, SchemaUnsupported
+from clew.inference.request_checks import PROBE_TOLERANCE, ServedModel
 from clew.models.vision import Vision
 from clew.record.weights import WeightRef
-
-PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""Largest allowed difference, in nats, between the probe's logprobs of trainer and engine, by dtype."""
-
-
-_UNBOUNDED = 2**40
-"""Context length for models without positions (Mamba)."""
 
 Finished = tuple[GenerateRequest, Completion]
 
@@ -45,7 +31,7 @@ def is_meant(request: GenerateRequest, which: Aborted) -> bool:
     return which is None or which is request or which == request.id
 
 
-class Core:
+class Core(ServedModel):
     """Base class of `EmbeddedEngine` and `ReferenceEngine`."""
 
     def __init__(self, model: Any, tokenizer: Any, vision: Vision | None = None) -> None:
@@ -53,29 +39,22 @@ class Core:
 
         Args:
             model: A causal language model of transformers, in eval mode.
-            tokenizer: May be None if neither stop strings nor default stop IDs are needed.
-            vision: The image inputs of a model that takes images.
+            tokenizer, vision: See `ServedModel`.
         """
+        vocab: int = model.get_output_embeddings().weight.shape[0]
+        super().__init__(model.config, model.generation_config, tokenizer, vision, vocab)
         self.model = model
-        self.vision = vision
-        self.tokenizer = tokenizer
         self.device: torch.device = model.device
-        self.vocab: int = model.get_output_embeddings().weight.shape[0]
-        context, self._context_field = context_in(model.config)
-        self.context = context or _UNBOUNDED
-        self.default_stop_ids = default_stop_ids(model.generation_config, tokenizer, self.vocab)
+        self.dtype_name = str(model.dtype).removeprefix("torch.")
+        self.probe_tolerance = PROBE_TOLERANCE.get(self.dtype_name, 0.1)
         self.never_drawn: Tensor | None = None
         """Mask [1, vocab] bool of the token that stands for images, which the model must not generate."""
         if vision is not None:
             self.never_drawn = torch.zeros(1, self.vocab, dtype=torch.bool, device=self.device)
             self.never_drawn[0, vision.image_id] = True
-        self.version = 0
         self.received: Received | None = None
         """Weights that the trainer has broadcast and that are not loaded yet."""
-        self.broken: str | None = None
-        """Reason why nothing is served: a step failed, or a load that could not be undone. None if all is well."""
         self.waiting: deque[GenerateRequest] = deque()
-        self.generated_tokens = 0
         self.prefilled_tokens = 0
         self.finished_requests = 0
 
@@ -86,7 +65,6 @@ class Core:
         raise NotImplementedError
 
     def running(self) -> int:
-        """Return the number of sequences that are being generated."""
         raise NotImplementedError
 
     def _abort_running(self, which: Aborted) -> list[Finished]:
@@ -118,28 +96,16 @@ class Core:
         return min(len(request.input_ids) + request.params.max_new_tokens, self.context)
 
     def submit(self, request: GenerateRequest) -> None:
-        """Put a request into the queue.
-
-        Raises:
-            EngineError: The request can never be served.
-        """
+        """Put a request into the queue. Raises EngineError if it can never be served."""
         if self.broken:
             raise EngineError(f"Cannot serve anything: {self.broken}")
         self.check(request)
         self.waiting.append(request)
 
     def check(self, request: GenerateRequest) -> None:
-        """Raise an error for a request that can never be served; see `check_request`."""
         if request.params.json_schema is not None:
             raise SchemaUnsupported("the embedded engine cannot hold its output to a JSON schema; vLLM and SGLang can.")
-        check_request(
-            request,
-            context=self.context,
-            context_field=self._context_field,
-            vocab=self.vocab,
-            tokenizer=self.tokenizer,
-            vision=self.vision,
-        )
+        super().check(request)
 
     @torch.inference_mode()
     def abort(self, which: Aborted = None) -> list[Finished]:
@@ -157,10 +123,7 @@ class Core:
 
     @torch.inference_mode()
     def release_memory(self) -> list[Finished]:
-        """Give the cache's memory back to the device.
-
-        Running requests are aborted and returned with their tokens so far; waiting ones keep waiting.
-        """
+        """Give the cache's memory back to the device; return what was running as aborted. What waits keeps waiting."""
         aborted = self._abort_running(None)
         self._drop_cache()
         torch.cuda.empty_cache()
@@ -200,13 +163,12 @@ class Core:
     def _check_probe(self, ref: WeightRef) -> None:
         if len(ref.probe_ids) < 2:
             return
-        tolerance = PROBE_TOLERANCE.get(self.model.dtype, 0.1)
         logprob = self.score(ref.probe_ids)
-        if not abs(logprob - ref.probe_logprob) <= tolerance:  # NaN too
+        if not abs(logprob - ref.probe_logprob) <= self.probe_tolerance:  # NaN too
             raise EngineError(
                 f"Cannot load version {ref.version} from {ref.path}: the engine gives the probe the logprob "
-                f"{logprob:.6f}, the trainer gave it {ref.probe_logprob:.6f} (tolerance {tolerance:g}, "
-                f"{str(self.model.dtype).removeprefix('torch.')}). They do not hold the same weights, or do not "
+                f"{logprob:.6f}, the trainer gave it {ref.probe_logprob:.6f} (tolerance {self.probe_tolerance:g}, "
+                f"{self.dtype_name}). They do not hold the same weights, or do not "
                 f"compute the same model. The server continues with the weights from before."
             )
 
@@ -220,10 +182,7 @@ class Core:
         matched: int | str | None = None,
         masks: list[Tensor] | None = None,
     ) -> Completion:
-        """Return a completion by the present weights, and count it.
-
-        A load aborts all requests, so no sequence spans two versions.
-        """
+        """Return a completion by the present weights (a load aborts all requests), and count it."""
         self.generated_tokens += len(output_ids)
         self.finished_requests += 1
         return Completion(

@@ -19,18 +19,16 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from clew.config import Config
 from clew.errors import EngineError, ModelError, described
 from clew.inference.backend import Backend, Launch, leaves
 from clew.inference.client import FROZEN_S, HEALTH_S
 from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, Parts, Timings
-from clew.inference.request_checks import check_request, default_stop_ids, matched_stop
+from clew.inference.request_checks import PROBE_TOLERANCE, ServedModel, matched_stop
 from clew.inference.server_process import AttachedServer, ServerProcess
 from clew.inference.sglang import SGLangEngine
 from clew.inference.vllm import VLLMEngine
-from clew.models.architecture import context_in
 from clew.models.loading import load_tokenizer
 from clew.models.model_folder import config_of
 from clew.models.vision import load_vision
@@ -44,9 +42,6 @@ from clew.waits import Reporter, waiting
 log = logging.getLogger("clew.inference")
 
 BACKENDS: dict[str, type[Backend]] = {"vllm": VLLMEngine, "sglang": SGLangEngine}
-
-PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
-"""Largest allowed difference, in nats, between the probe's logprobs of trainer and engine, by model.dtype."""
 
 POLL_S = 0.2
 """Seconds between two looks at a server that starts."""
@@ -62,58 +57,32 @@ ABORT_S = 60.0
 """Seconds in which all aborted requests must have come back."""
 
 
-class RemoteCore:
-    """The part of an engine that answers for its model; see `clew.inference.engine_core.Core`."""
+class RemoteCore(ServedModel):
+    """The part of a `RemoteEngine` that answers for its model; `clew.inference.engine_core.Core` is its counterpart."""
 
     def __init__(self, config: Config) -> None:
-        """Read the model's configuration, its tokenizer and its image input.
-
-        Raises:
-            ModelError: They cannot be read.
-        """
+        """Read the model's configuration, tokenizer and image input. Raises ModelError if they cannot be read."""
         from transformers import GenerationConfig
 
         path = config.model.path
-        self.tokenizer: Any = load_tokenizer(path)
-        self.vision = load_vision(path)
-        model = config_of(path)
+        tokenizer, vision, model = load_tokenizer(path), load_vision(path), config_of(path)
         if model is None:
             raise ModelError(f"Cannot read the configuration of the model in {path} (config.json).")
-        self.vocab: int = model.get_text_config().vocab_size
-        length, self._context_field = context_in(model)
-        self.context: int = length or 2**40
         try:
             generation = GenerationConfig.from_pretrained(path, trust_remote_code=False)
         except OSError:
             generation = GenerationConfig.from_model_config(model)
-        self.default_stop_ids = default_stop_ids(generation, self.tokenizer, self.vocab)
-        self.version = 0
-        self.broken: str | None = None
-        """Reason why nothing is served; None if all is well."""
+        super().__init__(model, generation, tokenizer, vision, model.get_text_config().vocab_size)
         self.waiting: set[GenerateRequest] = set()
         """Requests that wait for an update or a pause to end."""
         self.active: set[GenerateRequest] = set()
         """Requests that the server has."""
-        self.generated_tokens = 0
-
-    def check(self, request: GenerateRequest) -> None:
-        """Raise an error for a request that can never be served; see `check_request`."""
-        check_request(
-            request,
-            context=self.context,
-            context_field=self._context_field,
-            vocab=self.vocab,
-            tokenizer=self.tokenizer,
-            vision=self.vision,
-        )
 
     def running(self) -> int:
-        """Return the number of requests that the server has."""
         return len(self.active)
 
     def cache_bytes(self) -> int:
-        """Return 0: the cache is the server's own."""
-        return 0
+        return 0  # the cache is the server's own
 
 
 class RemoteEngine:
@@ -129,19 +98,12 @@ class RemoteEngine:
         frozen_s: float = FROZEN_S,
         options_file: Path | None = None,
     ) -> None:
-        """Start the server; `start` waits for it.
+        """Start the server, unless it runs already (no `launch`); `start` waits for it.
 
         Args:
-            config: The configuration.
-            core: The part that answers for the model.
-            backend: Client of the server.
-            launch: How to start it; None: it runs already.
-            log_file: File for its output.
+            log_file: File for the server's output.
             frozen_s: Seconds without an answer after which the server counts as frozen.
             options_file: File for the options that the server runs with.
-
-        Raises:
-            EngineError: There is no such program.
         """
         self.core = core
         self._frozen_s = frozen_s
@@ -167,12 +129,11 @@ class RemoteEngine:
     # protocol.Engine -------------------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """See the protocol."""
         self._refuse_when_broken()
         self.core.check(request)
         self.core.waiting.add(request)
         try:
-            while not self._gate.is_set():
+            while not self._gate.is_set():  # a loop, as it may have been closed again before this task runs
                 await self._gate.wait()
         finally:
             self.core.waiting.discard(request)
@@ -188,10 +149,9 @@ class RemoteEngine:
         return self._unless_over(request, completion) if completion.finish_reason == "abort" else completion
 
     def _unless_over(self, request: GenerateRequest, completion: Completion) -> Completion:
-        """Return an aborted completion as one that has ended, if its last token ends it.
+        """Return an aborted completion as one that has ended, if its last token ends it: else it would go on behind it.
 
-        SGLang says "abort" of a request that comes to its end in the step in which it is aborted. It would otherwise
-        go on behind its end.
+        SGLang says "abort" of a request that comes to its end in the step in which it is aborted.
         """
         output_ids, params = completion.output_ids, request.params
         if len(output_ids) <= params.min_new_tokens:
@@ -201,12 +161,10 @@ class RemoteEngine:
         return completion if matched is None else replace(completion, finish_reason="stop", matched=matched)
 
     async def version(self) -> int:
-        """See the protocol."""
         self._refuse_when_broken()
         return self.core.version
 
     async def abort(self, request_id: str | None = None) -> None:
-        """Abort one request, or all (None); their tokens so far are returned."""
         if self.core.active:  # else an update may have paused the server, which an older vLLM would end
             await self._backend.abort(request_id)
 
@@ -220,9 +178,6 @@ class RemoteEngine:
 
     async def load_weights(self, ref: WeightRef) -> Timings:
         """Abort all requests, load the weights, check that the server holds them, and serve again.
-
-        Returns:
-            The seconds that each part took, for which no request was served.
 
         Raises:
             EngineError: The weights were refused, or the server now holds or computes something else. It then serves
@@ -243,16 +198,9 @@ class RemoteEngine:
         return clock.seconds
 
     async def receive_weights(self, sent: Broadcast) -> Timings:
-        """Abort all requests, and load weights that the trainer broadcasts. `load_weights` then checks them.
+        """Abort all requests, and load weights that the trainer broadcasts. Nothing is served until `load_weights`.
 
-        Until then nothing is served.
-
-        Returns:
-            The seconds that each part took.
-
-        Raises:
-            EngineError: It cannot, or not all of them came. The server then serves nothing until a load succeeds.
-            EngineUnreachable: The server died or froze meanwhile.
+        Raises as `load_weights` does.
         """
         async with self._updating(sent.version) as clock:
             self.received = None
@@ -309,17 +257,18 @@ class RemoteEngine:
     async def _ended(self) -> None:
         """Hold back new requests, and wait until those in flight have ended."""
         self._gate.clear()
-        with waiting("generations in flight to end", unblocks=self._backend.kind, numbers=self._running):
+        with waiting(
+            "generations in flight to end",
+            unblocks=self._backend.kind,
+            numbers=lambda: f"{self.core.running()} running",
+        ):
             while self.core.active:
                 self._refuse_when_broken()
                 await asyncio.sleep(0.02)
 
     async def _closed(self) -> None:
-        """Hold back new requests, and abort until none is in flight.
-
-        One that is on its way to the server is aborted once it is there. A server that was paused first would keep it
-        and complete it later, with other weights than its tokens are labelled with.
-        """
+        """Hold back new requests, and abort until none is in flight: also those that are on their way to the server."""
+        # A server that was paused first would keep such a one, and complete it with other weights than its label says.
         self._gate.clear()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + ABORT_S
@@ -330,9 +279,6 @@ class RemoteEngine:
                     await asyncio.sleep(0.005)
             if loop.time() > deadline:
                 raise EngineUnreachable("here", f"{len(self.core.active)} requests did not end when they were aborted")
-
-    def _running(self) -> str:
-        return f"{self.core.running()} running"
 
     # Pause -----------------------------------------------------------------------------------------------------------
 
@@ -350,10 +296,10 @@ class RemoteEngine:
             lease.cancel()
 
     async def resume(self) -> None:
-        """End a pause."""
         self._open()
 
     def _open(self) -> None:
+        """End a pause or an update: let requests through, which are refused while `broken` says why."""
         if self.received is not None and not self.core.broken:
             self.core.broken = f"version {self.received} was received from the trainer, and is not checked yet"
         if self._lease is not None:
@@ -362,7 +308,6 @@ class RemoteEngine:
         self._gate.set()
 
     async def release_memory(self, lease_s: float | None = None) -> None:
-        """Raise EngineError: the memory is the server's own."""
         raise EngineError(
             f"{self._backend.kind} does not lend its memory to the trainer. Unset launch.colocate, and give each its "
             f"own devices."
@@ -374,11 +319,7 @@ class RemoteEngine:
     # The process -----------------------------------------------------------------------------------------------------
 
     async def start(self, reporter: Reporter) -> None:
-        """Wait until the server is up, and find out what it can do.
-
-        Raises:
-            EngineError: It ended, or cannot be trained with.
-        """
+        """Wait until the server is up, and find out what it can do. Raises EngineError if it cannot be trained with."""
         backend, kind = self._backend, self._backend.kind
         reporter.set(engine=kind, engine_command=[] if self._launch is None else self._launch.command)
         loop = asyncio.get_running_loop()
@@ -411,38 +352,27 @@ class RemoteEngine:
 
     async def _record_options(self, reporter: Reporter) -> None:
         """Write the options that the server runs with, and say those that the command line or inference.args set."""
-        kind, file, command = (
-            self._backend.kind,
-            self._options_file,
-            [] if self._launch is None else self._launch.command,
-        )
+        kind, address, file = self._backend.kind, self._backend.address, self._options_file
+        command = [] if self._launch is None else self._launch.command
         try:
             resolved = await self._backend.resolved()
         except (EngineError, LookupError) as error:
             log.warning("%s does not say which options it runs with: %s", kind, error)
             return
         found = leaves(resolved)
-        names = [word[2:] for word in command if word.startswith("--")] or [
-            "model",
-            "model-path",
-            "dtype",
-            *self._chosen,
-        ]
-        shown = [f"{name}={found[name]}" for name in names if name in found]
+        set_here = [word[2:] for word in command if word.startswith("--")]
+        names = set_here or ["model", "model-path", "dtype", *self._chosen]
+        shown = ", ".join(f"{name}={found[name]}" for name in names if name in found)
         where = ""
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
-            write_json(
-                file, {"engine": kind, "address": self._backend.address, "command": command, "options": resolved}
-            )
+            write_json(file, {"engine": kind, "address": address, "command": command, "options": resolved})
             reporter.set(engine_options=str(file))
             where = f" (all {len(found)} options: {file})"
-        log.info(
-            "%s %s at %s runs with %s%s", kind, found.get("version"), self._backend.address, ", ".join(shown), where
-        )
+        log.info("%s %s at %s runs with %s%s", kind, found.get("version"), address, shown, where)
 
     async def _silence(self, *, refuse: bool = False) -> str:
-        """Return why the server is not up; "" if it is. refuse: raise EngineError if it is no inference server."""
+        """Return why the server is not up, "" if it is; refuse: raise EngineError if it is no inference server."""
         try:
             await asyncio.wait_for(self._backend.ready(), 2.0)
         except TimeoutError:
@@ -474,7 +404,7 @@ class RemoteEngine:
     async def _keep_watch(self) -> None:
         """Set `failure` when the server has ended, stands still, or has not answered for `frozen_s`."""
         loop, kind, address = asyncio.get_running_loop(), self._backend.kind, self._backend.address
-        answered, moved = loop.time(), loop.time()
+        answered, moved = loop.time(), loop.time()  # when it last answered, and last had no stopped process
         period = min(HEALTH_S, self._frozen_s / 4)
         looked = answered
         while self.failure is None:
@@ -502,11 +432,7 @@ class RemoteEngine:
         await asyncio.to_thread(self.process.end)
 
     async def restart(self, reporter: Reporter) -> None:
-        """Start the server anew, with the weights in model.path.
-
-        Raises:
-            EngineError: It did not start.
-        """
+        """Start the server anew, with the weights in model.path. Raises EngineError if it does not start."""
         if self._watch is not None:
             await self._watch  # it closes the connections to the old one
         await asyncio.to_thread(self.process.end)
@@ -518,7 +444,6 @@ class RemoteEngine:
         self._open()
 
     async def close(self) -> None:
-        """End the server."""
         if self._watch is not None:
             self._watch.cancel()
         await self._backend.close()
@@ -529,15 +454,8 @@ def start_remote(config: Config, run: RunDirectory, name: str = "server", attach
     """Start the server that inference.backend names, or attach to one; `RemoteEngine.start` waits for it.
 
     Args:
-        config: The configuration.
-        run: The run directory.
         name: Name of this `clew serve`, such as server-1; its server then writes logs/vllm-1.log.
         attach: host:port of a server that runs already; "": start one.
-
-    Raises:
-        ConfigError: inference.args has an option that Clew sets itself.
-        EngineError: There is no such program.
-        ModelError: The model's configuration or tokenizer cannot be read.
     """
     core = RemoteCore(config)
     kind = BACKENDS[config.inference.backend]

@@ -8,6 +8,8 @@ from typing import Any
 
 from clew.errors import EngineError, ImageError
 from clew.inference.protocol import GenerateRequest, RequestTooLong, SamplingParams
+from clew.models.architecture import context_in
+from clew.models.vision import Vision
 
 MAX_STOPS = 64
 """Maximum number of stop strings of a request; the text is searched for them after each token."""
@@ -18,51 +20,57 @@ MAX_STOP_LENGTH = 1024
 MAX_STOP_IDS = 1024
 """Maximum number of stop IDs of a request."""
 
+PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
+"""Largest allowed difference, in nats, between the probe's logprobs of trainer and engine, by dtype."""
 
-def check_request(
-    request: GenerateRequest, *, context: int, context_field: str, vocab: int, tokenizer: Any, vision: Any
-) -> None:
-    """Raise an error for a request that can never be served, so that it is refused and cannot break the engine.
 
-    Args:
-        request: The request.
-        context: Maximum tokens of a prompt with its completion.
-        context_field: Name of the model's field that says so.
-        vocab: Number of token IDs.
-        tokenizer: The model's tokenizer; None if there is none.
-        vision: The model's image input; None if it takes no images.
+class ServedModel:
+    """Part of an engine that answers for its model: its limits, and what requests are checked against."""
 
-    Raises:
-        EngineError: The prompt is empty or not of this vocabulary, or the parameters contradict one another or cannot
-            be computed with.
-        RequestTooLong: The prompt is too long for the model's context.
-        ImageError: The model takes no images, or the prompt does not fit these images.
-    """
-    input_ids, params, images = request.input_ids, request.params, request.images
-    if not input_ids:
-        raise EngineError("input_ids is empty: a prompt needs at least one token.")
-    if not _whole(input_ids):
-        raise EngineError("input_ids must be a list of integers.")
-    if len(input_ids) >= context:
-        raise RequestTooLong(
-            f"the prompt has {len(input_ids)} tokens, the model's context ({context_field}) "
-            f"is {context}, and at least one token must remain. Shorten the prompt."
-        )
-    if min(input_ids) < 0 or max(input_ids) >= vocab:
-        bad = next(token for token in input_ids if not 0 <= token < vocab)
-        raise EngineError(
-            f"input_ids holds {bad}; this model's token ids are 0 to {vocab - 1}. "
-            f"Was the prompt made with another tokenizer?"
-        )
-    wrong = _mistyped(params, vocab) or _contradiction(params)
-    if wrong:
-        raise EngineError(f"sampling parameters: {wrong}.")
-    if params.stop and tokenizer is None:
-        raise EngineError("stop strings need a tokenizer, and this engine has none. Use stop_token_ids.")
-    if images and vision is None:
-        raise ImageError("the model takes no images.")
-    if vision is not None:
-        vision.check(input_ids, images)
+    def __init__(self, config: Any, generation_config: Any, tokenizer: Any, vision: Vision | None, vocab: int) -> None:
+        """Create it from transformers' configurations of the model. Without a tokenizer, it takes no stop strings."""
+        self.tokenizer = tokenizer
+        self.vision = vision
+        self.vocab = vocab
+        """Number of token IDs."""
+        context, self._context_field = context_in(config)
+        self.context = context or 2**40  # a model without positions, such as Mamba
+        """Maximum tokens of a prompt with its completion."""
+        self.default_stop_ids = default_stop_ids(generation_config, tokenizer, vocab)
+        self.version = 0
+        self.broken: str | None = None
+        """Reason why nothing is served, such as a load that could not be undone; None if all is well."""
+        self.generated_tokens = 0
+
+    def check(self, request: GenerateRequest) -> None:
+        """Raise EngineError, RequestTooLong or ImageError for a request that can never be served.
+
+        It is refused so that it cannot break the engine.
+        """
+        input_ids, params, images = request.input_ids, request.params, request.images
+        if not input_ids:
+            raise EngineError("input_ids is empty: a prompt needs at least one token.")
+        if not _whole(input_ids):
+            raise EngineError("input_ids must be a list of integers.")
+        if len(input_ids) >= self.context:
+            raise RequestTooLong(
+                f"the prompt has {len(input_ids)} tokens, the model's context ({self._context_field}) is "
+                f"{self.context}, and at least one token must remain. Shorten the prompt."
+            )
+        if min(input_ids) < 0 or max(input_ids) >= self.vocab:
+            bad = next(token for token in input_ids if not 0 <= token < self.vocab)
+            raise EngineError(
+                f"input_ids holds {bad}; this model's token ids are 0 to {self.vocab - 1}. "
+                f"Was the prompt made with another tokenizer?"
+            )
+        if wrong := _mistyped(params, self.vocab) or _contradiction(params):
+            raise EngineError(f"sampling parameters: {wrong}.")
+        if params.stop and self.tokenizer is None:
+            raise EngineError("stop strings need a tokenizer, and this engine has none. Use stop_token_ids.")
+        if self.vision is not None:
+            self.vision.check(input_ids, images)
+        elif images:
+            raise ImageError("the model takes no images.")
 
 
 def _whole(values: Iterable[object]) -> bool:
@@ -109,10 +117,7 @@ def _contradiction(params: SamplingParams) -> str | None:
 
 
 def default_stop_ids(generation_config: Any, tokenizer: Any, vocab: int) -> tuple[int, ...]:
-    """Return the tokenizer's end and pad tokens, and the end tokens of the model's generation config.
-
-    Tokens that the model cannot generate are left out.
-    """
+    """Return the tokenizer's end and pad tokens, and the generation config's end tokens, if the model can draw them."""
     ids: set[int] = set()
     if tokenizer is not None:
         ids |= {token for token in (tokenizer.eos_token_id, tokenizer.pad_token_id) if token is not None}
