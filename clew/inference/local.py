@@ -11,7 +11,7 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 from clew.config import Config
 from clew.errors import EngineError
 from clew.inference.embedded import build_engine
-from clew.inference.engine_core import Core, Finished
+from clew.inference.engine_core import Core
 from clew.inference.loading import weights_of
 from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, Parts, Timings
 from clew.inference.weight_group import MemberLost, joined, received
@@ -40,10 +40,10 @@ class LocalEngine:
         """Create it.
 
         Args:
-            threaded: Whether the engine runs in a thread of its own.
-            waits: Whether new weights are loaded only once what is being generated has ended.
+            threaded: True if the engine runs in a thread of its own.
             gather_s: Seconds without a further request after which an idle engine begins. A burst of requests is then
                 computed side by side from its first token on.
+            waits: True if new weights are loaded only once what is being generated has ended.
         """
         self.core = core
         self.threaded = threaded
@@ -68,7 +68,6 @@ class LocalEngine:
     # protocol.Engine -------------------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """See the protocol."""
         self._refuse_when_broken()
         self.core.check(request)  # on this thread: a refusal is raised at once
         while self._held is not None:
@@ -91,20 +90,17 @@ class LocalEngine:
             del self._futures[request]
 
     async def load_weights(self, ref: WeightRef) -> Timings:
-        """Abort all requests, load the weights in place, score the probe, and resume.
+        """Abort all requests, load the weights in place, score the probe, and resume. Return the parts' seconds.
 
         A load that is refused leaves everything as it was, including requests in flight. A load that fails later, or
         whose probe differs, has aborted the requests in flight; the old weights are still served.
 
         If the engine `waits`, requests in flight end first, and those in the queue or new start under the new weights.
-
-        Returns:
-            The seconds that each part took, for which no request was served.
         """
         clock = Parts()
 
         def load() -> None:
-            weights_of(self.core.model, ref, self.core.received)
+            weights_of(self.core.model, ref, self.core.received)  # refuses before anything is aborted
             with clock("abort"):
                 self._deliver(self.core.abort())
             self.core.load_weights(ref, clock)
@@ -126,11 +122,7 @@ class LocalEngine:
     async def receive_weights(self, sent: Broadcast) -> Timings:
         """Take part in the trainer's broadcast, and keep what comes for `load_weights`. It serves meanwhile.
 
-        Returns:
-            The seconds that it took.
-
-        Raises:
-            EngineError: Not all of it came.
+        Raises EngineError if not all of it came.
         """
         clock = Parts()
 
@@ -149,21 +141,20 @@ class LocalEngine:
     async def _drained(self) -> None:
         """Return the requests of the queue as aborted, and wait until those that are being generated have ended."""
         await self._call(lambda: self._deliver(self.core.abort_waiting()))
-        with waiting("generations in flight to end", unblocks="the inference engine", numbers=self._running):
+        with waiting(
+            "generations in flight to end",
+            unblocks="the inference engine",
+            numbers=lambda: f"{self.core.running()} running",
+        ):
             while self.core.running() and not self.paused and self.failure is None:
                 if in_flight := list(self._futures.values()):
                     await asyncio.wait(in_flight, return_when=asyncio.FIRST_COMPLETED)
                 await asyncio.sleep(0)  # their callers take them out of the futures
 
-    def _running(self) -> str:
-        return f"{self.core.running()} running"
-
     async def abort(self, request_id: str | None = None) -> None:
-        """Abort one request, or all (None); their tokens so far are returned."""
         await self._call(lambda: self._deliver(self.core.abort(request_id)))
 
     async def version(self) -> int:
-        """See the protocol."""
         self._refuse_when_broken()
         return self.core.version
 
@@ -181,10 +172,7 @@ class LocalEngine:
         return self._lease is not None
 
     async def pause(self, lease_s: float) -> None:
-        """Abort all requests and start none for lease_s seconds, or until `resume` or a load.
-
-        If the engine is paused already, the lease starts anew.
-        """
+        """Abort all requests and start none for lease_s seconds, or until `resume` or a load. Again: renew it."""
         lease, self._lease = self._lease, asyncio.get_running_loop().call_later(lease_s, self._resume)
         if lease is None:
             await self.abort()
@@ -192,10 +180,10 @@ class LocalEngine:
             lease.cancel()
 
     async def resume(self) -> None:
-        """End a pause."""
         self._resume()
 
     def _resume(self) -> None:
+        """End a pause, and the release of memory in it."""
         if self._lease is not None:
             self._lease.cancel()
             self._lease = None
@@ -246,22 +234,18 @@ class LocalEngine:
         self._wake.set()
 
     async def _call(self, call: Callable[[], None]) -> None:
-        """Run `call` between two steps and wait for it.
-
-        Raises:
-            EngineError: `call` raised it, or a step has failed, which may have left anything behind.
-        """
+        """Run `call` between two steps, and wait for it. Raises EngineError if `call` does, or if a step has failed."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def run() -> None:
             failure = None
             try:
-                if self.failure is not None:
+                if self.failure is not None:  # the failed step may have left anything behind
                     raise EngineError(self.failure)
                 call()
             except EngineError as error:
                 failure = error
-            self._tell(_settle, done, None, failure)
+            self._tell(_settle, done, failure)
 
         self._run(run)
         await done
@@ -270,15 +254,11 @@ class LocalEngine:
         try:
             self.core.submit(request)
         except EngineError as error:
-            self._tell(self._refuse, request, error)
-
-    def _refuse(self, request: GenerateRequest, error: EngineError) -> None:
-        if request in self._futures:
-            _settle(self._futures[request], None, error)
+            self._deliver([(request, error)])
 
     async def _drive(self) -> None:
         seen = 0
-        while self.gather_s and len(self.core.waiting) > seen:
+        while self.gather_s and len(self.core.waiting) > seen:  # a burst is still coming in
             seen = len(self.core.waiting)
             await asyncio.sleep(self.gather_s)
         while self._may_step():
@@ -311,16 +291,16 @@ class LocalEngine:
 
     def _fail_all(self, failure: str) -> None:
         for future in self._futures.values():
-            _settle(future, None, EngineError(failure))
+            _settle(future, EngineError(failure))
 
-    def _deliver(self, finished: list[Finished]) -> None:
-        if finished:
-            self._tell(self._settle_all, finished)
+    def _deliver(self, outcomes: Sequence[tuple[GenerateRequest, Completion | EngineError]]) -> None:
+        if outcomes:
+            self._tell(self._settle_all, outcomes)
 
-    def _settle_all(self, finished: list[Finished]) -> None:
-        for request, completion in finished:
+    def _settle_all(self, outcomes: Sequence[tuple[GenerateRequest, Completion | EngineError]]) -> None:
+        for request, outcome in outcomes:
             if request in self._futures:
-                _settle(self._futures[request], completion, None)
+                _settle(self._futures[request], outcome)
 
     def _tell(self, call: Callable[..., None], *arguments: Any) -> None:
         """Run `call` on the loop's thread."""
@@ -331,7 +311,6 @@ class LocalEngine:
             call(*arguments)
 
     async def close(self) -> None:
-        """Abort everything and stop."""
         if self.failure is None:
             await self.abort()
         self._resume()
@@ -341,40 +320,29 @@ class LocalEngine:
             self._thread.join()
 
 
-def _settle(future: asyncio.Future[Any], result: Any, error: EngineError | None) -> None:
+def _settle(future: asyncio.Future[Any], outcome: Completion | EngineError | None) -> None:
     if future.done():  # its caller has been cancelled
         return
-    if error is not None:
-        future.set_exception(error)
+    if isinstance(outcome, EngineError):
+        future.set_exception(outcome)
     else:
-        future.set_result(result)
+        future.set_result(outcome)
 
 
 def load_engine(config: Config, *, gather_s: float = 0.0, max_running: int | None = None) -> LocalEngine:
     """Load the embedded engine (or the slow reference, for models that need it) with the configuration's model.
 
     On CUDA it has a thread of its own, so that the loop can talk to clients meanwhile, except if launch.mode is inline.
-
-    Args:
-        gather_s: See `LocalEngine`.
-        max_running: Number of sequences that are computed side by side; None takes inference.max_running.
-
-    Raises:
-        ModelError: The model cannot be loaded.
+    `max_running` replaces inference.max_running.
     """
     torch.set_num_threads(config.threads)
     device = pick_device(config.model.device)
     tokenizer = load_tokenizer(config.model.path)
     model = load_model(config.model.path, config.model.dtype, device)
     check_vocabulary(model, tokenizer, config.model.path)
-    vision = load_vision(config.model.path)
-    core = build_engine(
-        model,
-        tokenizer,
-        vision,
-        max_running=max_running or config.inference.max_running,
-        cache_gib=config.inference.cache_gib,
-    )
+    max_running = max_running or config.inference.max_running
+    cache_gib = config.inference.cache_gib
+    core = build_engine(model, tokenizer, load_vision(config.model.path), max_running=max_running, cache_gib=cache_gib)
     threaded = device.type == "cuda" and config.launch.mode != "inline"
     waits = config.inference.on_update == "wait"
     return LocalEngine(core, threaded=threaded, gather_s=gather_s, waits=waits)
