@@ -55,11 +55,6 @@ FROZEN_S = 30.0
 """Seconds without an answer after which a server counts as frozen."""
 
 
-def as_it_is(answer: Any, address: str) -> Any:
-    """Return the answer."""
-    return answer
-
-
 class HTTPEngine:
     """Client of one inference server. Use it from one event loop, and `close` it."""
 
@@ -70,10 +65,9 @@ class HTTPEngine:
     close it just as the next request is sent."""
 
     def __init__(self, address: str, token: str = "", context: int | None = None) -> None:
-        """Create the client; it connects with the first request.
+        """Create the client of the server at a host:port; it connects with the first request.
 
         Args:
-            address: host:port.
             token: Token that the server's administrative endpoints ask for (SGLang: its --api-key).
             context: Maximum tokens of a prompt with its completion; for servers that refuse longer requests instead of
                 ending them with "length".
@@ -89,11 +83,6 @@ class HTTPEngine:
         self._session: aiohttp.ClientSession | None = None
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Complete one sequence; see the protocol.
-
-        Raises:
-            EngineUnreachable: The server is away or not ready.
-        """
         body: dict[str, Any] = {
             "input_ids": request.input_ids,
             "sampling_params": sampling_fields(self._fitting(request)),
@@ -115,11 +104,7 @@ class HTTPEngine:
         return await self._streamed("/generate", body, request)
 
     def _fitting(self, request: GenerateRequest) -> SamplingParams:
-        """Return the request's parameters with no more tokens than there is room for.
-
-        Raises:
-            RequestTooLong: There is no room for even one token.
-        """
+        """Return the request's parameters with no more tokens than there is room for. Raises RequestTooLong."""
         params = request.params
         if self.context is None:
             return params
@@ -145,17 +130,14 @@ class HTTPEngine:
         """Return the name on record of the server at an address."""
         return f"{self.kind} {address}".strip()
 
-    async def _whole(
-        self,
-        path: str,
-        body: dict[str, Any],
-        request: GenerateRequest,
-        look: Callable[[dict[str, Any]], None] = lambda answer: None,
-    ) -> Completion:
-        """Return a completion that comes in one answer, which `look` may refuse."""
+    def _check_prompt(self, answer: dict[str, Any], request: GenerateRequest) -> None:
+        """Raise an error if an answer is to another prompt than the request's."""
+
+    async def _whole(self, path: str, body: dict[str, Any], request: GenerateRequest) -> Completion:
+        """Return a completion that comes in one answer."""
 
         def take(answer: dict[str, Any], address: str) -> Completion:
-            look(answer)
+            self._check_prompt(answer, request)
             completion = self._new_of(answer, 0, address)
             assert completion is not None, "the answer has no completion"
             self._check(completion, len(completion.output_ids), request, address)
@@ -166,8 +148,7 @@ class HTTPEngine:
     async def _streamed(self, path: str, body: dict[str, Any], request: GenerateRequest) -> Completion:
         """Return a completion whose tokens are passed on as they come.
 
-        If the server goes away in the middle, or sends what cannot be right, the tokens so far are returned as an
-        aborted completion.
+        If the server goes away in the middle, or sends what cannot be right, it is an aborted one of the tokens so far.
         """
         whole = Completion(output_ids=[], logprobs=[], versions=[], finish_reason="abort")
         assert request.on_token is not None
@@ -224,8 +205,7 @@ class HTTPEngine:
     def _new_of(self, event: dict[str, Any], before: int, address: str) -> Completion | None:
         """Return the new tokens of an answer, or of an event that has `before` tokens before it.
 
-        The completion counts as aborted unless this is the last event. An event has only the new tokens or all so far,
-        but always says how many there are by now.
+        The completion counts as aborted unless this is the last event.
         """
         meta = event["meta_info"]
         if status := (meta["finish_reason"] or {}).get("status_code"):  # SGLang's refusal, once a stream has begun
@@ -233,6 +213,7 @@ class HTTPEngine:
         part = completion_of(event, self.name_of(address))
         if not before and meta["finish_reason"]:
             return part
+        # An event has only the new tokens, or all so far, but always says how many there are by now.
         start = len(part.output_ids) - (meta["completion_tokens"] - before)
         if start < 0:
             raise ValueError(
@@ -243,10 +224,7 @@ class HTTPEngine:
         )
 
     async def load_weights(self, ref: WeightRef) -> Timings:
-        """Have the server abort all requests, load the weights in place, score the probe, and resume.
-
-        Returns:
-            The seconds that each part took, for which it served no request.
+        """Have the server abort all requests, load the weights, score the probe, and resume. Return the parts' seconds.
 
         Raises:
             EngineError: The weights are refused, or the probe differs. The server then serves the old weights or, if it
@@ -269,11 +247,7 @@ class HTTPEngine:
     async def receive_weights(self, sent: Broadcast) -> Timings:
         """Have the server abort all requests and take part in a broadcast; `load_weights` then has it checked.
 
-        Returns:
-            The seconds that each part took.
-
-        Raises:
-            EngineError: Not all of it came, or the server takes no part.
+        Raises EngineError if not all of it came, or the server takes no part.
         """
         received = await self._post("/receive_weights", asdict(sent))
         return received.get("clew", {})
@@ -292,7 +266,6 @@ class HTTPEngine:
         await self._post("/pause_generation", {"mode": "abort", "lease_s": lease_s})
 
     async def resume(self) -> None:
-        """End a pause."""
         await self._post("/continue_generation", {})
 
     async def release_memory(self, lease_s: float = 60.0) -> None:
@@ -306,10 +279,8 @@ class HTTPEngine:
         await self.resume()
 
     async def frozen(self, after_s: float) -> None:
-        """Return when the server has not answered anything for `after_s` seconds.
-
-        The HTTP side of a server answers while its engine computes, loads weights or is paused.
-        """
+        """Return when the server has not answered anything for `after_s` seconds."""
+        # The HTTP side of a server answers while its engine computes, loads weights or is paused.
         loop = asyncio.get_running_loop()
         pause = min(HEALTH_S, after_s / 4)
         answered = loop.time()
@@ -328,11 +299,7 @@ class HTTPEngine:
             return False
 
     async def _routes(self) -> dict[str, Any]:
-        """Return the server's endpoints, by path.
-
-        Raises:
-            EngineError: It does not say which, so it is no inference server.
-        """
+        """Return the server's endpoints, by path. Raises EngineError if it does not say: it is no inference server."""
         try:
             return await self._request("GET", "/openapi.json", None, lambda answer, _: dict(answer["paths"]))
         except EngineUnreachable:
@@ -344,30 +311,26 @@ class HTTPEngine:
             ) from None
 
     async def close(self) -> None:
-        """Close the connections."""
         if self._session is not None:
             await self._session.close()
             self._session = None
 
-    async def _post(self, path: str, body: dict[str, Any], take: Take = as_it_is) -> Any:
+    async def _post(self, path: str, body: dict[str, Any], take: Take | None = None) -> Any:
         return await self._request("POST", path, orjson.dumps(body), take)
 
-    async def _request(self, method: str, path: str, body: bytes | None, take: Take = as_it_is) -> Any:
-        """Return what `take` makes of the answer and the server's address; the answer is {} if it is empty or text.
+    async def _request(self, method: str, path: str, body: bytes | None, take: Take | None = None) -> Any:
+        """Return the answer, {} if it is empty or text, or what `take` makes of it and of the server's address.
 
-        Raises:
-            FaultyAnswer: The answer is no JSON, or not what `take` can read.
+        Raises FaultyAnswer if it is no JSON, or not what `take` can read.
         """
         async with self._answered(method, path, body) as response:
             content, address = await response.read(), response.url.authority
             with _readable(address, path, content):
-                return take(orjson.loads(content) if content[:1] in (b"{", b"[", b"<") else {}, address)
+                answer = orjson.loads(content) if content[:1] in (b"{", b"[", b"<") else {}
+                return answer if take is None else take(answer, address)
 
     async def _events(self, path: str, body: dict[str, Any], take: Take) -> AsyncIterator[Any]:
-        """Yield what `take` makes of the data of each server-sent event, and of the server's address.
-
-        It raises as any request does, and also for an error that is sent as an event.
-        """
+        """Yield what `take` makes of each server-sent event. Raises, as other requests do, also for errors sent so."""
         line, ended, content = b"", False, b""
         async with self._answered("POST", path, orjson.dumps(body)) as response:
             address = response.url.authority
@@ -431,6 +394,7 @@ class HTTPEngine:
             raise FaultyAnswer(address, f"it failed at {path} ({status}): {message}")
         if status < 400 or status in (404, 405) or content.lstrip()[:1] == b"<":
             raise FaultyAnswer(address, f"it does not serve {path} ({status}): {message} {ADDRESS_HINT}")
+        # `clew serve` names the type of its error in the body. These three are for the caller to handle.
         kinds = (RequestTooLong, SchemaUnsupported, ImageError)
         refusal = next((kind for kind in kinds if b'"%s"' % kind.__name__.encode() in content), EngineError)
         raise refusal(f"inference server {address} refused {path} ({status}): {message}")
@@ -449,29 +413,17 @@ def _readable(address: str, path: str, content: bytes) -> Iterator[None]:
 
 
 def wrong_numbers(completion: Completion, vocab: int | None) -> str:
-    """Return why the tokens and logprobs of a completion cannot be right; "" if they can.
-
-    Args:
-        completion: The completion.
-        vocab: Number of token IDs; None: not known.
-    """
+    """Return why a completion cannot be right, "" if it can; vocab: the model's number of token IDs, if known."""
     ids, logprobs = completion.output_ids, completion.logprobs
     if not len(ids) == len(logprobs) == len(completion.versions):
         return f"it returned {len(ids)} tokens, {len(logprobs)} logprobs and {len(completion.versions)} versions"
-    if not ids:
-        return ""
-    if (
-        not set(map(type, logprobs)) <= {float, int}
-        or not math.isfinite(sum(logprobs))
-        or max(logprobs) > LARGEST_LOGPROB
-    ):
-        bad = next(
-            each for each in logprobs if not (isinstance(each, float | int) and -math.inf < each <= LARGEST_LOGPROB)
-        )
-        return f"it returned the logprob {bad}"
-    if set(map(type, ids)) != {int} or min(ids) < 0 or (vocab is not None and max(ids) >= vocab):
-        bad = next(each for each in ids if type(each) is not int or not 0 <= each < (vocab or math.inf))
-        return f"it returned the token ID {bad!r}" + ("" if vocab is None else f", and the model has 0 to {vocab - 1}")
+    for logprob in logprobs:
+        if type(logprob) not in (float, int) or not -math.inf < logprob <= LARGEST_LOGPROB:  # NaN too
+            return f"it returned the logprob {logprob}"
+    for token in ids:
+        if type(token) is not int or not 0 <= token < (vocab or math.inf):
+            known = "" if vocab is None else f", and the model has 0 to {vocab - 1}"
+            return f"it returned the token ID {token!r}{known}"
     return ""
 
 
@@ -500,9 +452,7 @@ def sampling_fields(params: SamplingParams) -> dict[str, Any]:
 def completion_of(answer: dict[str, Any], server: str) -> Completion:
     """Return the completion in a response of `/generate`; an event in the middle of a stream counts as aborted.
 
-    Args:
-        answer: The response.
-        server: Name of the server on record, unless it is a `clew serve` that names the one behind it.
+    server: its name on record, unless it is a `clew serve` that names the one behind it.
     """
     meta = answer["meta_info"]
     pairs = meta["output_token_logprobs"]
@@ -532,10 +482,8 @@ def completion_of(answer: dict[str, Any], server: str) -> Completion:
 
 
 def final_versions(event: dict[str, Any]) -> list[int]:
-    """Return the version of each token as the last event of a stream says it; empty if the event says less.
-
-    Only once the answer is complete does a server know for sure which weights made which token.
-    """
+    """Return the version of each token as the last event of a stream says it; empty if the event says less."""
+    # Only once the answer is complete does a server know for sure which weights made which token.
     meta = event.get("meta_info") or {}
     if not meta.get("finish_reason") or "weight_versions" not in meta:
         return []
@@ -551,12 +499,12 @@ def experts_of(encoded: str | None) -> np.ndarray | None:
 def _message(content: bytes) -> str:
     """Return the server's own error message."""
     try:
-        parsed = orjson.loads(content)
+        said = orjson.loads(content)
     except orjson.JSONDecodeError:
         return content.decode(errors="replace")[: LONGEST_PAGE if content.lstrip()[:1] == b"<" else LONGEST_MESSAGE]
-    if isinstance(parsed, dict):
-        error = parsed.get("error")
+    if isinstance(said, dict):
+        error = said.get("error")
         if isinstance(error, dict) and "message" in error:
             return str(error["message"])
-        return str(parsed.get("message", parsed))[:LONGEST_MESSAGE]
-    return str(parsed)[:LONGEST_MESSAGE]
+        said = said.get("message", said)
+    return str(said)[:LONGEST_MESSAGE]

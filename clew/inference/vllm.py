@@ -92,17 +92,16 @@ class VLLMEngine(Backend):
         """Create the client.
 
         Args:
-            address: host:port.
             model: Name under which the server serves the model.
             context: The server's max_model_len.
-            api_key: The server's --api-key.
             vision: The model's image input; None if it takes no images.
         """
         super().__init__(address, api_key, context)
         self._vision = vision
-        self._model_path: str | None = None
-        """Folder of the model that the server must serve; None: any."""
+        self._model_path = ""
+        """Folder of the model that the server must serve; "": any."""
         self.model = model
+        # Abilities that `prepare` finds; a server that was not prepared is asked for nothing special.
         self._asks_engine = False
         self._labels = False
         self._aborts = False
@@ -120,29 +119,28 @@ class VLLMEngine(Backend):
     def client(cls, config: Config, address: str, vision: Vision | None = None) -> VLLMEngine:
         engine = cls(address, config.model.path, 2**40, vision=vision)
         engine._model_path = config.model.path
-        engine._masks = returns_masks(config)
+        engine._masks = bool({"return-sampling-mask", "return_sampling_mask"} & config.inference.args.keys())
         engine._adapts = config.sends_adapters
         return engine
 
     @staticmethod
     def launch(config: Config, port: int, scratch: Path) -> Launch:
         inference = config.inference
-        args = inference.options
+        python, args = inference.python or sys.executable, inference.options
         if own := [name for name in args if name in OWN]:
             raise ConfigError(f"inference.args.{own[0]}: Clew sets this option of vLLM itself. Leave it out.")
-        cache = int(inference.cache_gib * 2**30)
         given = {
             "model": config.model.path,
             "host": "127.0.0.1",
             "port": port,
             "dtype": config.model.dtype,
             "max-num-seqs": inference.max_running,
-            "kv-cache-memory-bytes": cache,
+            "kv-cache-memory-bytes": int(inference.cache_gib * 2**30),
             "logprobs-mode": "processed_logprobs",  # otherwise before temperature
             "max-logprobs": 5,
             "worker-extension-cls": EXTENSION,
             "disable-uvicorn-access-log": True,
-            **({"enable-scale-out": True} if _has_scale_out(inference.python or sys.executable) else {}),
+            **({"enable-scale-out": True} if _has_scale_out(python) else {}),
             **adapter_options(config),
         }
         scratch.mkdir(parents=True, exist_ok=True)
@@ -150,11 +148,7 @@ class VLLMEngine(Backend):
         package.unlink(missing_ok=True)
         package.symlink_to(Path(clew.__file__).parent)
         return Launch(
-            command=[
-                str(inference.python or sys.executable),
-                *("-m", "vllm.entrypoints.openai.api_server"),
-                *options({**given, **args}.items()),
-            ],
+            command=[python, "-m", "vllm.entrypoints.openai.api_server", *options({**given, **args}.items())],
             environment={
                 "VLLM_SERVER_DEV_MODE": "1",  # opens /pause, /resume, /collective_rpc
                 "VLLM_ALLOW_RUNTIME_LORA_UPDATING": str(int(config.sends_adapters)),
@@ -183,7 +177,7 @@ class VLLMEngine(Backend):
             )
         served = (await self._request("GET", "/v1/models", None))["data"][0]
         self.model, self.context = served["id"], int(served["max_model_len"])
-        check_model("vLLM", self.address, str(served.get("root") or served["id"]), self._model_path or "")
+        check_model("vLLM", self.address, str(served.get("root") or served["id"]), self._model_path)
         await self._check_extension()
         self._asks_engine = "/is_paused" in routes
         self._labels = "/update_weight_version" in routes
@@ -191,6 +185,9 @@ class VLLMEngine(Backend):
         self._generates = GENERATE in routes
         self.takes_images = self._vision is not None and self._generates
         await self.probe()
+        return self._lacks()
+
+    def _lacks(self) -> list[str]:
         lacks: list[str] = []
         if not self._aborts:
             lacks.append(
@@ -212,7 +209,9 @@ class VLLMEngine(Backend):
                 f"vLLM at {self.address} takes no images, although its model does: it has no {GENERATE} (vLLM 0.32 "
                 f"has it)."
             )
-        return [*lacks, *([self.advice] if self.advice else [])]
+        if self.advice:
+            lacks.append(self.advice)
+        return lacks
 
     async def resolved(self) -> dict[str, Any]:
         version = await self._request("GET", "/version", None)
@@ -295,8 +294,7 @@ class VLLMEngine(Backend):
     async def probe(self) -> None:
         """Find out which logprobs the server reports, from the same next token at two temperatures.
 
-        Raises:
-            EngineError: The server reports logits in place of logprobs, or does not answer such a request.
+        Raises EngineError if it reports logits in place of logprobs, or does not answer such a request.
         """
         one, other = [await self._likeliest(temperature) for temperature in (1.0, PROBE_TEMPERATURE)]
         if max(sum(map(math.exp, each.values())) for each in (one, other)) > 1 + SMALLEST_GAP:
@@ -341,10 +339,13 @@ class VLLMEngine(Backend):
         """See `HTTPEngine`. masked: True if the server said which tokens were left."""
         reports = f"vLLM at {self.address} reports logprobs"
         if self.logprobs_mode == "processed":
-            named = {"top_p": params.top_p < 1, "top_k": params.top_k > 0, "min_p": params.min_p > 0}
-            set_ = ", ".join(
-                name for name, is_set in (named | {"min_tokens": params.min_new_tokens > 0}).items() if is_set
-            )
+            cuts = {
+                "top_p": params.top_p < 1,
+                "top_k": params.top_k > 0,
+                "min_p": params.min_p > 0,
+                "min_tokens": params.min_new_tokens > 0,
+            }
+            set_ = ", ".join(name for name, is_set in cuts.items() if is_set)
             if not set_ or params.temperature == 0 or masked:
                 return ""
             return (
@@ -362,64 +363,43 @@ class VLLMEngine(Backend):
 
     async def generate(self, request: GenerateRequest) -> Completion:
         params = self._fitting(request)
-        if request.images:
-            completion = await self._generate_with_images(request, params)
+        route, body = self._body_of(request, params)
+        if request.id:
+            body["request_id"] = request.id
+        if request.on_token is None or request.images:  # with images, tokens are not passed on as they come
+            completion = await self._whole(route, body, request)
         else:
-            completion = await self._generate_from_tokens(request, params)
-        masked = completion.sampling_mask is not None
-        completion = replace(
-            completion, wrong_logprobs=completion.wrong_logprobs or self.wrong_logprobs(params, masked)
-        )
+            completion = await self._streamed(route, body, request)
+        wrong = completion.wrong_logprobs or self.wrong_logprobs(params, completion.sampling_mask is not None)
+        completion = replace(completion, wrong_logprobs=wrong)
         if completion.finish_reason == "stop" and completion.matched is None and completion.output_ids:
             return replace(completion, matched=completion.output_ids[-1])  # an end token goes unnamed
         return completion
 
-    async def _generate_from_tokens(self, request: GenerateRequest, params: SamplingParams) -> Completion:
-        sampling = _sampling_fields(params)
-        body: dict[str, Any] = {"model": self.model, "prompt": request.input_ids, "return_token_ids": True, **sampling}
-        if self._generates:
-            body = {"model": self.model, "token_ids": request.input_ids, "sampling_params": sampling}
-        route = GENERATE if self._generates else "/v1/completions"
-        if request.id:
-            body["request_id"] = request.id
-        if request.on_token is not None:
-            return await self._streamed(route, body, request)
-        return await self._whole(route, body, request)
+    def _body_of(self, request: GenerateRequest, params: SamplingParams) -> tuple[str, dict[str, Any]]:
+        sampling, ids = _sampling_fields(params), request.input_ids
+        if not request.images and not self._generates:
+            return "/v1/completions", {"model": self.model, "prompt": ids, "return_token_ids": True, **sampling}
+        body: dict[str, Any] = {"model": self.model, "token_ids": ids, "sampling_params": sampling}
+        if request.images:
+            if not self.takes_images or self._vision is None:
+                raise ImageError(f"vLLM at {self.address} takes no images beside token IDs.")
+            urls = [f"data:image/png;base64,{base64.b64encode(image).decode()}" for image in request.images]
+            body["token_ids"] = self._vision.collapsed_ids(ids, request.images)
+            body["content_parts"] = [{"type": "image_url", "url": url} for url in urls]
+            body["return_token_ids"] = True
+        return GENERATE, body
 
-    async def _generate_with_images(self, request: GenerateRequest, params: SamplingParams) -> Completion:
-        """Complete a prompt with images; tokens are not passed on as they come.
-
-        vLLM expands each placeholder as its own processor says. If those are other tokens than the request has, the
-        completion is of another prompt than the one that is recorded.
-        """
-        if not self.takes_images or self._vision is None:
-            raise ImageError(f"vLLM at {self.address} takes no images beside token IDs.")
-        urls = [f"data:image/png;base64,{base64.b64encode(image).decode()}" for image in request.images]
-        body = {
-            "token_ids": self._vision.collapsed_ids(request.input_ids, request.images),
-            "content_parts": [{"type": "image_url", "url": url} for url in urls],
-            "sampling_params": _sampling_fields(params),
-            "model": self.model,
-            "return_token_ids": True,
-        }
-        if request.id:
-            body["request_id"] = request.id
-
-        def look(answer: dict[str, Any]) -> None:
-            if (seen := answer.get("prompt_token_ids")) != request.input_ids:
-                raise ImageError(
-                    f"vLLM at {self.address} expanded the images to other tokens than the model's processor here: "
-                    f"{len(seen or [])} in the prompt, not {len(request.input_ids)}. Is its transformers another "
-                    f"version?"
-                )
-
-        return await self._whole(GENERATE, body, request, look)
+    def _check_prompt(self, answer: dict[str, Any], request: GenerateRequest) -> None:
+        """Raise ImageError if vLLM's own processor has expanded the images to other tokens than are recorded."""
+        if request.images and (seen := answer.get("prompt_token_ids")) != request.input_ids:
+            raise ImageError(
+                f"vLLM at {self.address} expanded the images to other tokens than the model's processor here: "
+                f"{len(seen or [])} in the prompt, not {len(request.input_ids)}. Is its transformers another version?"
+            )
 
     def _new_of(self, answer: dict[str, Any], before: int, address: str) -> Completion | None:
-        """Return the new tokens of a response or of an event of a stream; None if there is no choice in it.
-
-        Events of vLLM have only the new tokens.
-        """
+        """Return the new tokens of a response, or of an event, which has no others; None if it has no choice."""
         if not answer["choices"]:  # an event with the usage
             return None
         choice = answer["choices"][0]
@@ -466,13 +446,7 @@ def adapter_options(config: Config) -> dict[str, Any]:
     return {"enable-lora": True, "max-lora-rank": room, "max-loras": 1}
 
 
-def returns_masks(config: Config) -> bool:
-    """Return whether the server is started so that it returns sampling masks."""
-    return bool({"return-sampling-mask", "return_sampling_mask"} & config.inference.args.keys())
-
-
 def _sampling_fields(params: SamplingParams) -> dict[str, Any]:
-    """Return the parameters as vLLM names them."""
     fields: dict[str, Any] = {
         "max_tokens": params.max_new_tokens,
         "min_tokens": params.min_new_tokens,
@@ -499,8 +473,7 @@ def mode_of(at_one: Mapping[str, float], at_other: Mapping[str, float], temperat
 
     Args:
         at_one: Logprobs of the likeliest tokens at temperature 1.
-        at_other: Logprobs of the likeliest tokens at `temperature`.
-        temperature: The other temperature, neither 0 nor 1.
+        at_other: Those at `temperature`, which is neither 0 nor 1.
     """
     both = sorted(at_one.keys() & at_other.keys(), key=lambda token: at_one[token])
     if not both:
@@ -517,13 +490,14 @@ def differences(expected: Mapping[str, str], workers: list[dict[str, list[Any]]]
 
     Args:
         expected: Digest of each tensor, in hexadecimal.
-        workers: The answer of `clew.inference.vllm_worker.Extension.clew_load` from each worker. With tensor
+        workers: The answer of `clew.inference.vllm_worker.Extension.clew_held` from each worker. With tensor
             parallelism each holds a part, and some parts are held by several.
     """
     wrong: list[str] = []
     for name, digest in expected.items():
         held = [worker[name] for worker in workers if name in worker]
         count, size = sum(each[1] for each in held), max((each[2] for each in held), default=0)
+        # A digest is a sum over the elements: the sum of those of the parts, times how often all is held.
         if not held:
             wrong.append(f"{name}: not loaded")
         elif count % size or not count:

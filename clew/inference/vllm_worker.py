@@ -61,6 +61,10 @@ class Copied(NamedTuple):
     """View of the engine's memory, in the piece's shape."""
 
 
+Copies = dict[str, tuple[Tensor, list[Copied]]]
+"""Tensors on no device, with where the engine holds them, by name."""
+
+
 class CopyTrace(TorchDispatchMode):
     """Notes which piece of which tensor is copied where, while vLLM's loaders run."""
 
@@ -106,7 +110,7 @@ class CopyTrace(TorchDispatchMode):
             self.watch(named[0], moved)
 
 
-def load_traced(model: Any, tensors: dict[str, Tensor]) -> dict[str, tuple[Tensor, list[Copied]]]:
+def load_traced(model: Any, tensors: dict[str, Tensor]) -> Copies:
     """Load tensors into vLLM's model; return each on no device, with where the engine holds it, by name."""
     trace = CopyTrace()
     for name, tensor in tensors.items():
@@ -127,13 +131,16 @@ def packed_weights(model: Any) -> list[tuple[Tensor, str]]:
 
 
 class Extension:
-    """Methods that `/collective_rpc` can call on each of vLLM's workers."""
+    """Methods that `/collective_rpc` can call on each of vLLM's workers, which have the first two attributes."""
+
+    model_runner: Any
+    rank: int
 
     holds_base = True
     """False once an update has replaced the weights that the server began with."""
 
-    copies: ClassVar[dict[str, tuple[Tensor, list[Copied]]]] = {}
-    """Tensors of the last update on no device, with where the engine holds them, by name."""
+    copies: ClassVar[Copies] = {}
+    """Tensors of the last update."""
 
     before_packing: ClassVar[dict[str, list[Any]]] = {}
     """Answers of `clew_held` about weights that were packed after it: their bytes cannot be compared any more."""
@@ -141,10 +148,9 @@ class Extension:
     def clew_adapters(self, folder: str) -> dict[str, list[Any]]:
         """Return what the engine holds of each tensor of a folder's adapters, where it computes from, as `clew_held`.
 
-        Nothing counts as held if they were not loaded, or if the weights below them are not those that the server began
-        with.
+        Nothing counts as held if they were not loaded, or if the server does not hold the weights that it began with.
         """
-        manager: Any = self.model_runner.lora_manager._adapter_manager  # pyright: ignore[reportAttributeAccessIssue]
+        manager: Any = self.model_runner.lora_manager._adapter_manager
         parse: Any = vars(import_module("vllm.lora.utils"))["parse_fine_tuned_lora_name"]
         mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
         places = {  # vLLM joins q_proj, k_proj and v_proj to one layer, which has an adapter of each
@@ -172,39 +178,37 @@ class Extension:
 
     def clew_load(self, folder: str) -> None:
         """Load a folder's *.safetensors in place."""
-        model: Any = self.model_runner.model  # pyright: ignore[reportAttributeAccessIssue]
-        copies: dict[str, tuple[Tensor, list[Copied]]] = {}
+        copies: Copies = {}
         with torch.no_grad():
             for file in sorted(Path(folder).glob("*.safetensors")):
                 with safe_open(file, framework="pt") as opened:
                     tensors = {name: opened.get_tensor(name).contiguous() for name in opened.keys()}  # noqa: SIM118
-                copies |= load_traced(model, tensors)
+                copies |= load_traced(self.model_runner.model, tensors)
         if copies:  # otherwise this call only asked whether Clew's extension is there
             Extension.holds_base = False
             self._loaded(copies)
 
-    def _loaded(self, copies: dict[str, tuple[Tensor, list[Copied]]]) -> None:
+    def _loaded(self, copies: Copies) -> None:
         """Keep where the engine holds new weights, and have it forget what it computed with others."""
         Extension.copies, Extension.before_packing = copies, {}
-        model: Any = self.model_runner.model  # pyright: ignore[reportAttributeAccessIssue]
-        if packed := packed_weights(model):
+        if packed := packed_weights(self.model_runner.model):
             places = {weight.untyped_storage().data_ptr() for weight, _ in packed}
             inside = {n for n, (_, c) in copies.items() if {e.held.untyped_storage().data_ptr() for e in c} & places}
             Extension.before_packing = {name: held for name, held in self.clew_held().items() if name in inside}
             pack = vars(import_module("vllm._custom_ops"))["cpu_prepack_moe_weight"]
             for weight, isa in packed:
                 weight.data.copy_(pack(weight.data, isa))
-        if (reset := getattr(self.model_runner, "reset_lora_state", None)) is not None:  # pyright: ignore[reportAttributeAccessIssue]
+        if (reset := getattr(self.model_runner, "reset_lora_state", None)) is not None:
             reset()  # an older vLLM has no such function, and nothing that it would reset
-        self.model_runner.reset_encoder_cache()  # pyright: ignore[reportAttributeAccessIssue]
+        self.model_runner.reset_encoder_cache()
 
     def clew_receive(self, sent: dict[str, Any]) -> None:
         """Take part in the trainer's broadcast, and load each bucket in place as it comes."""
-        model: Any = self.model_runner.model  # pyright: ignore[reportAttributeAccessIssue]
-        broadcast, copies = Broadcast(**sent), dict[str, tuple[Tensor, list[Copied]]]()
+        model = self.model_runner.model
+        broadcast, copies = Broadcast(**sent), Copies()
         device = next(model.parameters()).device
         Extension.holds_base = False
-        with torch.no_grad(), joined(broadcast, self.rank) as group:  # pyright: ignore[reportAttributeAccessIssue]
+        with torch.no_grad(), joined(broadcast, self.rank) as group:
             for tensors in received(broadcast, group, device):
                 copies |= load_traced(model, tensors)
         self._loaded(copies)
@@ -217,7 +221,7 @@ class Extension:
             as it is held; how many the tensor has; and the types that hold them, if the engine has cast any. Only
             elements that the engine still computes from count.
         """
-        model: Any = self.model_runner.model  # pyright: ignore[reportAttributeAccessIssue]
+        model = self.model_runner.model
         alive = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
         result: dict[str, list[Any]] = {}
         for name, (written, copies) in self.copies.items():
