@@ -44,7 +44,6 @@ PAUSE_LEASE_S = 60.0
 MAX_LEASE_S = 600.0
 """Maximum seconds of a pause; a caller who needs a longer one renews it."""
 
-
 ServedEngine = LocalEngine | RemoteEngine
 
 
@@ -61,8 +60,6 @@ class Application:
         """Create the application.
 
         Args:
-            engine: The engine that serves.
-            model_path: Folder or hub name of the model.
             beside: Application that answers everything that is not part of SGLang's interface.
             weights_below: Folders; weights are loaded only from these and from folders in them.
         """
@@ -136,11 +133,8 @@ class Application:
             await respond(send, self._status_of(error), content)
 
     def _status_of(self, error: BaseException) -> int:
-        """Return the status that says whether the client should submit the request again, to this server or another.
-
-        A failed step is not the request's fault.
-        """
-        if isinstance(error, EngineUnreachable) or self.engine.failure is not None:
+        """Return the status that says whether the client should submit the request again, to this server or another."""
+        if isinstance(error, EngineUnreachable) or self.engine.failure is not None:  # a failed step: not its fault
             return 503
         return 500 if isinstance(error, FaultyAnswer) else 400
 
@@ -159,21 +153,15 @@ class Application:
         return answer(rid, request, completion, text=text, logprobs=call.return_logprob)
 
     async def _ids(self, ask: Ask) -> list[int]:
-        """Return the prompt's tokens, with those that stand for its images where it has only placeholders.
-
-        Long texts are tokenized in a thread, so that other requests are not delayed.
-        """
+        """Return the prompt's tokens, with those that stand for its images where it has only placeholders."""
         vision = self.engine.core.vision
         if ask.images and vision is not None:
             return await asyncio.to_thread(self._ids_with_images, ask, vision)
-        if ask.input_ids is not None:
-            return ask.input_ids
-        assert ask.text is not None
-        return (
-            self._tokenized(ask.text)
-            if len(ask.text) < LARGE_TEXT
-            else await asyncio.to_thread(self._tokenized, ask.text)
-        )
+        if not isinstance(ask.prompt, str):
+            return ask.prompt
+        if len(ask.prompt) < LARGE_TEXT:
+            return self._tokenized(ask.prompt)
+        return await asyncio.to_thread(self._tokenized, ask.prompt)  # other requests are not to wait
 
     def _tokenized(self, text: str) -> list[int]:
         tokenizer = self.engine.core.tokenizer
@@ -186,11 +174,10 @@ class Application:
         return tokenizer(text)["input_ids"]
 
     def _ids_with_images(self, ask: Ask, vision: Vision) -> list[int]:
-        if ask.input_ids is not None:
-            return vision.expanded_ids(ask.input_ids, ask.images)
-        text = ask.text or ""
-        expands = text.count(vision.placeholder) == len(ask.images)
-        return self._tokenized(vision.expanded(text, ask.images) if expands else text)
+        if not isinstance(ask.prompt, str):
+            return vision.expanded_ids(ask.prompt, ask.images)
+        expands = ask.prompt.count(vision.placeholder) == len(ask.images)
+        return self._tokenized(vision.expanded(ask.prompt, ask.images) if expands else ask.prompt)
 
     async def _stream(self, call: Call, requests: list[GenerateRequest], receive: Receive, send: Send) -> None:
         """Answer with server-sent events.
@@ -223,15 +210,11 @@ class Application:
                 if token in ends:  # the last event has it: if that did not come, a client would go on behind the end
                     return
                 shown = slice(-1 if call.deltas else 0, None)
-                put(
-                    Completion(
-                        output_ids=output[shown],
-                        logprobs=logprobs[shown],
-                        versions=[version] * len(output[shown]),
-                        finish_reason="length",
-                    ),
-                    ended=False,
+                versions = [version] * len(output[shown])
+                part = Completion(
+                    output_ids=output[shown], logprobs=logprobs[shown], versions=versions, finish_reason="length"
                 )
+                put(part, ended=False)
 
             completion = await self.engine.generate(replace(request, on_token=on_token))
             put(completion, ended=True)
@@ -268,11 +251,7 @@ async def _disconnected(receive: Receive, work: asyncio.Future[Any]) -> None:
 
 
 def weight_ref(body: dict[str, Any], next_version: int) -> WeightRef:
-    """Return the weights that the body of `/update_weights_from_disk` names.
-
-    Raises:
-        EngineError: A field is wrong; the message names it.
-    """
+    """Return the weights that the body of `/update_weights_from_disk` names. Raises EngineError with a wrong field."""
     path, version, clew = body.get("model_path"), body.get("weight_version", next_version), body.get("clew") or {}
     if not isinstance(path, str) or "\0" in path:
         raise EngineError("expected model_path, a folder with *.safetensors that this server can read.")

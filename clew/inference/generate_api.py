@@ -22,30 +22,19 @@ from clew.errors import EngineError, ImageError, did_you_mean
 from clew.inference.protocol import Completion, GenerateRequest, SamplingParams
 
 SAMPLING_FIELDS = (
-    "max_new_tokens",
-    "min_new_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "json_schema",
-    "stop",
-    "stop_token_ids",
-    "sampling_seed",
-    "n",
-    "ignore_eos",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "no_stop_trim",
+    *("max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "min_p", "json_schema"),
+    *("stop", "stop_token_ids", "sampling_seed", "n", "ignore_eos"),
 )
-"""Fields of sampling_params. The last three are accepted but change nothing, because the text is only for people."""
+"""Fields of sampling_params."""
+
+TEXT_FIELDS = ("skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim")
+"""Fields of sampling_params that are accepted but change nothing, because the text is only for people."""
 
 NEUTRAL = {"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1}
 """Fields of sampling_params that clients send with the value that changes nothing; no other value is accepted."""
 
 MAX_SEQUENCES = 4096
 """Maximum number of sequences that one call may ask for: its prompts, times their n."""
-
 
 LARGEST = 2**64
 """Number larger than any that a request could mean; seeds have 64 bits."""
@@ -55,8 +44,8 @@ LARGEST = 2**64
 class Ask:
     """One sequence that a `/generate` call asks for."""
 
-    input_ids: list[int] | None
-    text: str | None
+    prompt: list[int] | str
+    """Tokens or text."""
     params: SamplingParams
     rid: str
     images: tuple[bytes, ...] = ()
@@ -77,22 +66,14 @@ class Call:
 
 
 def parse_call(body: Any, default_stop_ids: tuple[int, ...]) -> Call:
-    """Return the call that the body of a request to `/generate` describes.
-
-    Raises:
-        EngineError: The body is wrong; the message says what was found and what was expected.
-    """
+    """Return the call that the body of a request to `/generate` describes. Raises EngineError with what is wrong."""
     if not isinstance(body, dict):
         raise EngineError(f"the body is {type(body).__name__}, expected a JSON object with input_ids or text.")
     clew = body.get("clew") or {}
     if not isinstance(clew, dict):
         raise EngineError(f"clew is {type(clew).__name__}, expected an object.")
-    prompts, texts, batch = _prompts(body)
-    count = len(prompts if prompts is not None else texts or [])
-    if count > MAX_SEQUENCES:
-        raise EngineError(
-            f"Cannot generate for {count} prompts in one call: at most {MAX_SEQUENCES}. Send several calls."
-        )
+    prompts, batch = _prompts(body)
+    count = len(prompts)
     sampling = body.get("sampling_params")
     samplings = sampling if isinstance(sampling, list) else [sampling or {}] * count
     if len(samplings) != count:
@@ -100,28 +81,19 @@ def parse_call(body: Any, default_stop_ids: tuple[int, ...]) -> Call:
     rids = _rids(body.get("rid"), count)
     images = _images(body.get("image_data"), count, batch)
     asks: list[Ask] = []
-    several = False
-    for index in range(count):
-        params, copies = _params(samplings[index], clew, default_stop_ids)
+    for prompt, given, rid, shown in zip(prompts, samplings, rids, images, strict=True):
+        params, copies = _params(given, clew, default_stop_ids)
         if len(asks) + copies > MAX_SEQUENCES:
             raise EngineError(
                 f"Cannot generate more than {MAX_SEQUENCES} sequences in one call: {count} prompts, with n {copies}. "
                 f"Send several calls."
             )
-        several |= copies > 1
-        for copy in range(copies):
-            asks.append(
-                Ask(
-                    input_ids=None if prompts is None else prompts[index],
-                    text=None if texts is None else texts[index],
-                    params=params if copies == 1 else replace(params, seed=params.seed + copy),
-                    rid=rids[index],
-                    images=images[index],
-                )
-            )
+        for copy in range(copies):  # each draws other tokens
+            drawn = params if copies == 1 else replace(params, seed=params.seed + copy)
+            asks.append(Ask(prompt=prompt, params=drawn, rid=rid, images=shown))
     return Call(
         asks=asks,
-        single=not batch and not several,
+        single=not batch and len(asks) == 1,
         stream=_flag(body, "stream"),
         deltas=_flag(clew, "deltas"),
         return_logprob=_flag(body, "return_logprob"),
@@ -168,7 +140,8 @@ def _whole(fields: dict[str, Any], name: str, default: int) -> int:
     return int(_number(fields, name, default, "whole number"))
 
 
-def _prompts(body: dict[str, Any]) -> tuple[list[list[int]] | None, list[str] | None, bool]:
+def _prompts(body: dict[str, Any]) -> tuple[list[list[int] | str], bool]:
+    """Return the prompts, and whether the request has a list of them."""
     ids: Any = body.get("input_ids")
     text: Any = body.get("text")
     if (ids is None) == (text is None):
@@ -178,23 +151,20 @@ def _prompts(body: dict[str, Any]) -> tuple[list[list[int]] | None, list[str] | 
         texts = text if batch else [text]
         if not all(isinstance(one, str) for one in texts):
             raise EngineError("text: expected a string or a list of strings.")
-        return None, texts, batch
+        return texts, batch
     batch = isinstance(ids, list) and bool(ids) and isinstance(ids[0], list)
     prompts = ids if batch else [ids]
     for prompt in prompts:
         if not isinstance(prompt, list) or not set(map(type, prompt)) <= {int}:
             raise EngineError("input_ids: expected a list of integers, or a list of such lists.")
-    return prompts, None, batch
+    return prompts, batch
 
 
 def _images(given: Any, count: int, batch: bool) -> list[tuple[bytes, ...]]:
     """Return the images of each prompt.
 
-    Args:
-        given: image_data: a file in base64 (also as a data URL), or a list of such, which may be lists again. For
-            several prompts: one image for all, or a list with an image or a list of images for each.
-        count: Number of prompts.
-        batch: Whether the request has a list of prompts.
+    image_data is a file in base64 (also as a data URL), or a list of such, which may be lists again. For several
+    prompts (a batch) it is one image for all, or a list with an image or a list of images for each.
     """
     if not given:
         return [()] * count
@@ -220,10 +190,11 @@ def _image(given: Any) -> bytes:
 def _params(given: Any, clew: dict[str, Any], default_stop_ids: tuple[int, ...]) -> tuple[SamplingParams, int]:
     if not isinstance(given, dict):
         raise EngineError(f"sampling_params is {type(given).__name__}, expected an object.")
+    known = SAMPLING_FIELDS + TEXT_FIELDS
     for name, value in given.items():
-        if name not in SAMPLING_FIELDS and (name not in NEUTRAL or value not in (None, NEUTRAL[name])):
-            hint = did_you_mean(name, SAMPLING_FIELDS)
-            raise EngineError(f"sampling_params has no field {name!r}.{hint} Known: {', '.join(SAMPLING_FIELDS[:-3])}.")
+        if name not in known and (name not in NEUTRAL or value not in (None, NEUTRAL[name])):
+            hint = did_you_mean(name, known)
+            raise EngineError(f"sampling_params has no field {name!r}.{hint} Known: {', '.join(SAMPLING_FIELDS)}.")
     stop = given.get("stop") or ()
     extra = given.get("stop_token_ids")
     if extra is not None and not (isinstance(extra, list) and set(map(type, extra)) <= {int}):
@@ -234,7 +205,7 @@ def _params(given: Any, clew: dict[str, Any], default_stop_ids: tuple[int, ...])
         stop_ids = tuple(extra or ())
     else:
         stop_ids = None if not extra else tuple(sorted({*default_stop_ids, *extra}))
-    if not isinstance(stop, str | list | tuple):
+    if not isinstance(stop, str | list | tuple):  # strings in it: `ServedModel.check`
         raise EngineError(f"sampling_params: stop is {_shown(stop)}, expected a string or a list of strings.")
     schema = given.get("json_schema")
     if not isinstance(schema, str | None):
