@@ -39,13 +39,9 @@ class Backend(HTTPEngine):
 
     @staticmethod
     def launch(config: Config, port: int, scratch: Path) -> Launch:
-        """Return how to start a server for the configuration's model on 127.0.0.1:port.
+        """Return how to start a server for the configuration's model on 127.0.0.1:port; scratch: folder for its files.
 
-        Args:
-            scratch: Folder for files that the server needs.
-
-        Raises:
-            ConfigError: inference.args has an option that the engine does not know, or one that Clew sets itself.
+        Raises ConfigError for an option in inference.args that the engine does not know, or that Clew sets itself.
         """
         raise NotImplementedError
 
@@ -58,13 +54,9 @@ class Backend(HTTPEngine):
         raise NotImplementedError
 
     async def prepare(self) -> list[str]:
-        """Find out what the server can do.
+        """Find out what the server can do. Return what it lacks, each with the consequence, to be said once.
 
-        Returns:
-            What it lacks, each with the consequence, to be said once.
-
-        Raises:
-            EngineError: It cannot be trained with: another model or vocabulary, no token IDs, wrong logprobs.
+        Raises EngineError if it cannot be trained with: another model or vocabulary, no token IDs, wrong logprobs.
         """
         raise NotImplementedError
 
@@ -75,8 +67,7 @@ class Backend(HTTPEngine):
     async def receive(self, sent: Broadcast) -> None:
         """Have the paused server load weights that the trainer broadcasts.
 
-        Raises:
-            EngineError: It cannot, or not all of them came. What it then holds is not known.
+        Raises EngineError if it cannot, or not all of them came. What it then holds is not known.
         """
         raise NotImplementedError
 
@@ -88,11 +79,7 @@ class Backend(HTTPEngine):
         raise NotImplementedError
 
     async def verify(self, ref: WeightRef) -> None:
-        """Compare what the paused server holds after `load` with the trainer's digests.
-
-        Raises:
-            EngineError: It holds other weights; the message names the tensors.
-        """
+        """Compare what the paused server holds with the trainer's digests. Raises EngineError with what differs."""
         raise NotImplementedError
 
     async def score(self, input_ids: list[int]) -> float:

@@ -58,11 +58,7 @@ Tensors = Mapping[str, Tensor]
 
 
 def read_folder(folder: str) -> dict[str, Tensor]:
-    """Return the tensors of a folder's safetensors files.
-
-    Raises:
-        EngineError: There is no such file, or one is cut off.
-    """
+    """Return the tensors of a folder's safetensors files. Raises EngineError if there is none, or one is cut off."""
     tensors: dict[str, Tensor] = {}
     for path in sorted(Path(folder).glob("*.safetensors")):
         tensors |= _read_header(path)
@@ -91,15 +87,10 @@ def _read_header(path: Path) -> dict[str, Tensor]:
 
 
 def cast(block: bytes, old: str, new: str) -> bytes:
-    """Return numbers of one type as those of another, rounded as torch rounds them. Others than these stay as they are.
-
-    Args:
-        block: The numbers.
-        old: Their type: "F32" or "BF16".
-        new: The other type.
-    """
+    """Return F32 as BF16, rounded as torch rounds it, or BF16 as F32; other types are returned as they are."""
     if (old, new) == ("F32", "BF16"):
         bits = numpy.frombuffer(block, "<u4")
+        # Adding this rounds to the nearest, ties to even, before the lower half is cut off.
         return ((bits + (0x7FFF + ((bits >> 16) & 1)).astype("<u4")) >> 16).astype("<u2").tobytes()
     if (old, new) == ("BF16", "F32"):
         return (numpy.frombuffer(block, "<u2").astype("<u4") << 16).tobytes()
@@ -136,13 +127,13 @@ def _said(name: str, digest: Any, shape: Sequence[int], number_bytes: int) -> li
 
 
 class Sums:
-    """SGLang's checksums of tensors that come one after another, the parts of one that it joins in its order."""
+    """SGLang's checksums of tensors that come one after another."""
 
     def __init__(self) -> None:
         self._open: dict[str, tuple[Any, Sequence[int], int]] = {}
 
     def add(self, name: str, shape: Sequence[int], block: Any) -> None:
-        """Add a tensor, given its shape and its numbers in memory."""
+        """Add a tensor, given its shape and its numbers in memory. The parts of a joined one come in SGLang's order."""
         view = memoryview(block)
         self._open.setdefault(whole_of(name), (hashlib.sha256(), shape, view.itemsize))[0].update(view)
 
@@ -161,13 +152,7 @@ def whole_of(name: str) -> str:
 
 
 def checksums(names: Iterable[str], sent: Tensors, dtype: str) -> dict[str, list[str]]:
-    """Return SGLang's checksums of its tensors; those of which a part was not sent are left out.
-
-    Args:
-        names: SGLang's names.
-        sent: Tensors that the server loaded.
-        dtype: Number type of the server's tensors, such as "BF16".
-    """
+    """Return SGLang's checksums of its tensors of this number type; those of which a part was not sent are left out."""
     parts = {name: [name] if name in sent else parts_of(name) for name in names}  # Phi-3's own tensors are joined
     whole = {name: [sent[part] for part in needed] for name, needed in parts.items() if sent.keys() >= set(needed)}
     return {name: checksum(name, found, dtype) for name, found in whole.items()}

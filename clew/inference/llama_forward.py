@@ -51,14 +51,7 @@ class FusedForward:
         """cos and sin (its first half negated) of each position, [positions, 2, dim]."""
 
     def forward(self, ids_RT: Tensor, positions_RT: Tensor, cache: Cache, longest: int) -> Tensor:
-        """Prefill (T tokens per row, into a PrefillCache) or decode (one token per row, into a RowCache).
-
-        Args:
-            longest: A number above every position.
-
-        Returns:
-            Logits [rows, vocab] after the last token.
-        """
+        """Return the logits [rows, vocab] after the last token, of a prefill or step; longest: above all positions."""
         (n, length), heads, kv_heads, eps = ids_RT.shape, self._heads, self._kv_heads, self._eps
         rope = self._rope_for(longest).index_select(0, positions_RT.reshape(-1))
         cos, sin = rope[:, 0:1], rope[:, 1:2]
@@ -72,6 +65,7 @@ class FusedForward:
                 query, key = qk.split((heads, kv_heads), 1)
                 query, key = (rms_norm(x, (dim,), w, eps) for x, w in zip((query, key), layer.qk_norms, strict=True))
                 qk = torch.cat((query, key), 1)
+            # The rotation as one roll and one fused product, as `_rope_for` has negated the first half of sin.
             qk = torch.addcmul(qk * cos, qk.roll(half, -1), sin).view(n, length, heads + kv_heads, dim).transpose(1, 2)
             value = qkv.view(n, length, heads + 2 * kv_heads, dim)[:, :, heads + kv_heads :].transpose(1, 2)
             keys, values = cache.update(qk[:, heads:], value, index)

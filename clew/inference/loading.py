@@ -16,7 +16,6 @@ from clew.record.weights import DIGEST_KEY, WeightRef, read_digests
 
 Named = tuple[str, torch.Tensor]
 
-
 Received = tuple[int, Mapping[str, torch.Tensor]]
 """Tensors that the trainer has broadcast, by name, after their version."""
 
@@ -24,17 +23,10 @@ Received = tuple[int, Mapping[str, torch.Tensor]]
 def weights_of(model: Any, ref: WeightRef, received: Received | None = None) -> Callable[[], Iterator[Named]]:
     """Return a function that yields the tensors of `ref`, after a check that they fit `model`. Changes nothing.
 
-    They fit when they hold each of the model's tensors once, under the name that it has in memory, in its shape, and
-    nothing else. Of tied tensors, one name is enough. A truncated file does not open.
-
-    Args:
-        model: The model.
-        ref: The weights, as *.safetensors or as the digests of what was broadcast. WeightRef.digest is compared with
-            the digest in the files' metadata, if Clew's trainer wrote one.
-        received: What came in the last broadcast.
-
-    Raises:
-        EngineError: The folder cannot be read, or holds other weights; or other tensors were broadcast, or none.
+    They come from *.safetensors or, if `ref` has only digests, from what was received in the last broadcast. They fit
+    when they hold each of the model's tensors once, under the name that it has in memory, in its shape, and nothing
+    else. Of tied tensors, one name is enough. WeightRef.digest is compared with the digest in the files' metadata, if
+    Clew's trainer wrote one. A truncated file does not open. Raises EngineError if they do not fit.
     """
     if ref.was_broadcast():
         tensors = _check_received(ref, received)
@@ -98,7 +90,6 @@ def backed_up(model: Any) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def restore(model: Any, backup: dict[str, torch.Tensor]) -> None:
-    """Put back what `backed_up` copied, bit for bit."""
     own = model.state_dict()
     for name, tensor in backup.items():
         own[name].copy_(tensor)
@@ -113,7 +104,7 @@ def _reading(path: str) -> Iterator[None]:
 
 
 def _check_names(own: dict[str, torch.Tensor], found: dict[str, list[int]], path: str) -> None:
-    covered = {_identity(own[name]) for name in found if name in own}
+    covered = {_identity(own[name]) for name in found if name in own}  # a tied tensor may be missing by one name
     missing = [name for name, tensor in own.items() if name not in found and _identity(tensor) not in covered]
     extra = [name for name in found if name not in own]
     misshapen = [

@@ -23,10 +23,8 @@ FinishReason = Literal["stop", "length", "abort"]
 stop: a stop ID or stop string; length: `max_new_tokens` or the context is full; abort: cut short, submit it again.
 """
 
-
 OnToken = Callable[[int, float], None]
 """Callback that receives a token and its logprob while the tokens after it are still being generated."""
-
 
 Timings = dict[str, float]
 """Seconds that the parts of a weight update took in an engine: abort, load, verify. No request was served meanwhile."""
@@ -81,7 +79,6 @@ class SamplingParams:
     """Parameters of drawing tokens."""
 
     max_new_tokens: int = 256
-    """Maximum number of tokens."""
     min_new_tokens: int = 0
     """Minimum number of tokens. Before it, no stop ID is drawn (its probability is 0), and no stop string counts."""
     temperature: float = 1.0
@@ -93,10 +90,7 @@ class SamplingParams:
     min_p: float = 0.0
     """Minimum probability of a token, as a share of the likeliest token's."""
     stop_token_ids: tuple[int, ...] | None = None
-    """IDs that end a sequence and are part of it.
-
-    None: the tokenizer's end and pad tokens and those of the model's generation config. (): none.
-    """
+    """IDs that end a sequence and are part of it; None: the model's own, see `default_stop_ids`."""
     stop: tuple[str, ...] = ()
     """Strings that end a sequence. The tokens that complete one are part of it."""
     seed: int = 0
@@ -131,17 +125,15 @@ class GenerateRequest:
     """One sequence to complete, on its way from an episode to the engine."""
 
     input_ids: list[int]
-    """Tokens of the prompt."""
     params: SamplingParams
     images: tuple[bytes, ...] = ()
     """Files that the tokens show, in order; the tokens that stand for each are in input_ids already."""
     id: str = ""
     """ID for `abort`."""
     on_token: OnToken | None = None
-    """Callback for each token as it is generated.
+    """Callback for all tokens that are returned, in order, as they are generated, on the caller's event loop.
 
-    It is called in order with all tokens that are returned, on the caller's event loop; or never, if the engine does
-    not stream.
+    It is never called if the engine does not stream.
     """
     sampling_mask: bool = False
     """True asks for `Completion.sampling_mask` where `params` cut the distribution, with logprobs relative to it."""

@@ -22,11 +22,12 @@ RETRY_S = 0.02
 async def generate_through_aborts(engine: Engine, request: GenerateRequest, *, restart: bool = False) -> Completion:
     """Complete one sequence; submit it again with the tokens so far after each abort, until it ends by itself.
 
-    restart: Submit it without the tokens so far, so that all tokens of the completion are by one version. They are not
-    passed on as they come then, because what was passed on cannot be taken back.
-
     It waits, under a name, for a server that is away or not ready. After a faulty answer it asks again, which reaches
     another server if there is one.
+
+    Args:
+        restart: True submits it without the tokens so far, so that all tokens of the completion are by one version.
+            They are not passed on as they come then, because what was passed on cannot be taken back.
 
     Raises:
         EngineError: The request itself is refused.
@@ -37,7 +38,7 @@ async def generate_through_aborts(engine: Engine, request: GenerateRequest, *, r
     params = request.params
     if restart:
         request = replace(request, on_token=None)
-    whole = Completion(output_ids=[], logprobs=[], versions=[], finish_reason="abort")
+    whole = nothing = Completion(output_ids=[], logprobs=[], versions=[], finish_reason="abort")
     faults = 0
     while True:
         rest = request
@@ -63,18 +64,15 @@ async def generate_through_aborts(engine: Engine, request: GenerateRequest, *, r
             continue
         faults = 0
         if restart and part.finish_reason == "abort":
-            part = replace(part, output_ids=[], logprobs=[], versions=[], sampling_mask=None, sampled_by=[])
-            part = replace(part, routed_experts=None, wrong_logprobs="")
+            part = nothing
         whole = whole.followed_by(part)
         if part.finish_reason != "abort":
             return whole
         if len(whole.output_ids) >= params.max_new_tokens:
             return replace(whole, finish_reason="length")
         if params.json_schema is not None and whole.output_ids:
-            raise EngineUnreachable(
-                "of this request",
-                "it cut short what it held to a JSON schema, and cannot go on there; ask again",
-            )
+            reason = "it cut short what it held to a JSON schema, and cannot go on there; ask again"
+            raise EngineUnreachable("of this request", reason)
         if not part.output_ids:
             await asyncio.sleep(0.02)  # the engine is about to load: not a wait of its own, but no spinning either
 

@@ -40,12 +40,9 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
-    """Return uniform numbers in [0, 1 - 2^-23], float32, from int64 seeds and positions that broadcast.
-
-    They have 23 bits, so that the product with a float32 total stays below that total, and no token of probability 0 is
-    drawn.
-    """
+    """Return uniform numbers in [0, 1 - 2^-23], float32, from int64 seeds and positions that broadcast."""
     mixed = _mix(_mix(seeds + _GOLDEN) + positions * _GOLDEN)
+    # 23 bits: the product with a float32 total stays below the total, so no token of probability 0 is drawn.
     return ((mixed >> 41) & ((1 << 23) - 1)).float() * 2.0**-23
 
 
@@ -92,10 +89,7 @@ class RowParams:
 def truncate(probs_RV: Tensor, top_k_R1: Tensor, top_p_R1: Tensor, min_p_R1: Tensor, sorts: bool) -> Tensor:
     """Set the probabilities of tokens that may not be drawn to 0: top_k, then top_p of what is left, then min_p.
 
-    The order is that of transformers. At least the likeliest token remains.
-
-    Args:
-        sorts: If False, no row uses top_k or top_p, and they are ignored.
+    The order is that of transformers. At least the likeliest token remains. `sorts`: some row uses top_k or top_p.
     """
     kept = probs_RV >= min_p_R1 * probs_RV.amax(-1, keepdim=True)
     if sorts:
@@ -110,10 +104,8 @@ def truncate(probs_RV: Tensor, top_k_R1: Tensor, top_p_R1: Tensor, min_p_R1: Ten
 
 
 def cumulative(values_RV: Tensor) -> Tensor:
-    """Return the sums of each row up to each place, also where torch was told to use deterministic kernels alone.
-
-    torch has none on CUDA for this and would raise. What is drawn is recorded, so a replay needs none either.
-    """
+    """Return the sums of each row up to each place, also where torch was told to use deterministic kernels alone."""
+    # torch has none on CUDA for this and would raise. What is drawn is recorded, so a replay needs none either.
     if not torch.are_deterministic_algorithms_enabled():
         return values_RV.cumsum(-1)
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -125,11 +117,8 @@ def cumulative(values_RV: Tensor) -> Tensor:
 
 
 def rising(cdf_RV: Tensor, drawable_RV: Tensor) -> Tensor:
-    """Return the cumulative distribution, made to rise only where a token may be drawn.
-
-    CUDA adds blocks in parallel, so its float32 sums may fall. They may also rise at a token of probability 0, which
-    could then be drawn.
-    """
+    """Return the cumulative distribution, made to rise only where a token may be drawn."""
+    # CUDA adds blocks in parallel: its float32 sums may fall, or rise at a token of probability 0 and so draw it.
     return cdf_RV.masked_fill(drawable_RV <= 0, 0.0).cummax(-1).values
 
 
@@ -151,14 +140,7 @@ class Drawn(NamedTuple):
 
 
 def choose(logits_RV: Tensor, params: RowParams, uniforms_R: Tensor, banned_RV: Tensor | None = None) -> Drawn:
-    """Draw the next token of each row.
-
-    Args:
-        logits_RV: The model's logits.
-        params: The parameters of the rows.
-        uniforms_R: One uniform number for each row.
-        banned_RV: Tokens that may not be drawn now (bool), such as stop IDs before `min_new_tokens`.
-    """
+    """Draw the next token of each row. banned_RV: tokens that may not be drawn now (bool)."""
     logits_RV = logits_RV.float()
     if params.temperatures is not None:
         logits_RV = logits_RV / params.temperatures

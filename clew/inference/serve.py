@@ -49,7 +49,6 @@ class Beside(Protocol):
 
     def launched(self, address: str) -> None:
         """Note that the server answers from now on."""
-        ...
 
     def has_session(self, key: str) -> bool:
         """Return whether an open session has this key."""
@@ -57,7 +56,6 @@ class Beside(Protocol):
 
     async def run(self) -> None:
         """Do the application's own work while the server runs; when cancelled at the end, close everything."""
-        ...
 
 
 def serve(
@@ -81,8 +79,6 @@ def serve(
 
     Raises:
         EngineError: The server cannot start, for example because the port is taken.
-        ModelError: The model cannot be read.
-        RecordError: The run directory cannot be read.
     """
     if attach and config.inference.backend == "embedded":
         raise EngineError(f"Cannot attach to {attach}: inference.backend is embedded. Set it to vllm or sglang.")
@@ -139,10 +135,9 @@ async def _serve(
     )
     has_session = beside.has_session if beside is not None else lambda key: False
     access = Access(loopback=loopback, token=token, key=key, has_session=has_session)
-    listening = asyncio.Event()
-    server = _Server(application, access, listening)
+    server = _Server(application, access)
     loop = asyncio.get_running_loop()
-    keeper = loop.create_task(_keep_listed(config, run, entry, application, reporter, listening, beside))
+    keeper = loop.create_task(_keep_listed(config, run, entry, application, reporter, server.listening, beside))
     keeper.add_done_callback(lambda _: setattr(server, "should_exit", True))
     tasks = [loop.create_task(_end_on_signal(server, engine)), loop.create_task(_describe(application, reporter))]
     if beside is not None:
@@ -184,10 +179,7 @@ async def _keep_listed(
 
     This happens at the start, and again if the trainer removed the server for being late. The order matters, see
     `RunDirectory.register_server`: a trainer that publishes meanwhile either finds this server, or has announced its
-    weights before this server looks for them.
-
-    Raises:
-        EngineError: A step has failed, or the server behind this one has ended more than launch.restarts times.
+    weights before this server looks for them. Raises EngineError when the engine has failed for good.
     """
     engine, restarts = application.engine, config.launch.restarts
     await listening.wait()
@@ -225,9 +217,7 @@ async def _load_newest(engine: ServedEngine, run: RunDirectory, entry: Server, r
     Weights that are gone are announced and pushed again by the trainer. For example, a run that ended leaves none in
     shared memory. Weights that were broadcast are asked for, again if the trainer has taken this server out meanwhile.
 
-    Raises:
-        EngineError: The weights were refused, or the trainer has given this server up.
-        EngineUnreachable: What is behind this server died or froze.
+    Raises EngineError if they were refused, or the trainer has given this server up.
     """
     while (newest := run.newest_weights()) is not None and newest.version != engine.core.version:
         reporter.set(doing=f"loading version {newest.version}")
@@ -257,13 +247,13 @@ async def _load_newest(engine: ServedEngine, run: RunDirectory, entry: Server, r
 class _Server(Listener):
     """HTTP server that sets an event when it listens. `_end_on_signal` handles signals."""
 
-    def __init__(self, application: Application, access: Access, listening: asyncio.Event) -> None:
+    def __init__(self, application: Application, access: Access) -> None:
         super().__init__(application, access)
-        self._listening = listening
+        self.listening = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self._listening.set()
+        self.listening.set()
 
 
 async def _end_on_signal(server: Listener, engine: ServedEngine) -> None:

@@ -32,11 +32,7 @@ class ServerProcess:
     """One server process; its output goes to a file."""
 
     def __init__(self, launch: Launch, log: Path) -> None:
-        """Start it.
-
-        Raises:
-            EngineError: There is no such program.
-        """
+        """Start it. Raises EngineError if there is no such program."""
         self.log = log
         self._skip = log.stat().st_size if log.exists() else 0
         shim = [sys.executable, "-P", "-S", "-c", _DIES_WITH_PARENT, str(os.getpid()), *launch.command]
@@ -98,17 +94,17 @@ class ServerProcess:
 
 
 class AttachedServer:
-    """A server that somebody else started and ends; it has the interface of `ServerProcess`."""
+    """A server that somebody else started and ends, perhaps on another machine: only its answers tell whether it lives.
+
+    It has the interface of `ServerProcess`.
+    """
 
     log = "where it was started"
-    """Place of its log, for messages."""
 
-    def ended(self) -> str | None:
-        """Return None: only its answers tell whether it lives."""
+    def ended(self) -> None:
         return None
 
     def stopped(self) -> str:
-        """Return "": it may run on another machine."""
         return ""
 
     def end(self) -> None:

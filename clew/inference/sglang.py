@@ -75,13 +75,7 @@ class SGLangEngine(Backend):
     kind = "SGLang"
 
     def __init__(self, address: str, token: str = "", *, model: str = "") -> None:
-        """Create the client; it connects with the first request.
-
-        Args:
-            address: host:port.
-            token: The server's --api-key.
-            model: Folder of the model that the server must serve; "": any.
-        """
+        """Create the client; model: folder of the model that the server must serve, "": any."""
         super().__init__(address, token)
         self._model = model
         self._receives = False
@@ -111,7 +105,7 @@ class SGLangEngine(Backend):
             "dtype": config.model.dtype,
             "host": "127.0.0.1",
             "port": port,
-            "max-running-requests": config.inference.max_running,
+            "max-running-requests": inference.max_running,
         }
         on_cpu = config.model.device == "cpu" or not Path("/dev/nvidiactl").exists()
         known = known_options(python) if inference.args else set()
@@ -145,23 +139,19 @@ class SGLangEngine(Backend):
             check_model("SGLang", self.address, info["model_path"], self._model)
         self._before_temperature = await self._reports_before_temperature()
         self._dtype = DTYPES.get(server.get("dtype", ""), "")
-        self._checks_weights = (
-            "/weights_checker" in routes
-            and server.get("device") == "cpu"
-            and server.get("tp_size", 1) == 1
-            and bool(self._dtype)
-        )
+        on_one_cpu = server.get("device") == "cpu" and server.get("tp_size", 1) == 1
+        self._checks_weights = "/weights_checker" in routes and on_one_cpu and bool(self._dtype)
         with contextlib.suppress(EngineError):  # a hub name, or a folder of another machine
             self._tensors = await asyncio.to_thread(read_folder, self._model or info["model_path"])
         if self._checks_weights:
             self._held = await self._checksums()
-        return self._lacks(info, bool(server.get("enable_deterministic_inference")))
+        return self._lacks(info["model_path"], bool(server.get("enable_deterministic_inference")))
 
     async def resolved(self) -> dict[str, Any]:
         info = await self._request("GET", "/server_info", None)
         return {name: value for name, value in info.items() if name != "internal_states" and "api_key" not in name}
 
-    def _lacks(self, info: Mapping[str, Any], uses_seeds: bool) -> list[str]:
+    def _lacks(self, model_path: str, uses_seeds: bool) -> list[str]:
         lacks = []
         if self._has_experts():
             lacks.append(
@@ -184,7 +174,7 @@ class SGLangEngine(Backend):
                 "it reports logprobs before temperature: only at temperature 1 can its tokens be trained on. Start it "
                 "without SGLANG_RETURN_ORIGINAL_LOGPROB"
             )
-        if not self.takes_images and config_field(info["model_path"], "vision_config") is not None:
+        if not self.takes_images and config_field(model_path, "vision_config") is not None:
             lacks.append("it takes no images, although its model does: set inference.args.enable-multimodal to true")
         return lacks
 
@@ -192,7 +182,10 @@ class SGLangEngine(Backend):
         return any(".experts." in name for name in self._tensors)
 
     async def _reports_before_temperature(self) -> bool:
-        """Return whether the logprobs of the likeliest tokens are the same at two temperatures."""
+        """Return whether the logprobs of the likeliest tokens are the same at two temperatures.
+
+        Reported after temperature, the differences between them are twice as large at 0.5.
+        """
         gaps = []
         for temperature in (1.0, 0.5):
             body = {
@@ -303,7 +296,7 @@ class SGLangEngine(Backend):
 
     async def _forget(self, ref: WeightRef) -> None:
         """Have the server forget what it computed under the old weights, and ask which version it says it has."""
-        await self._post("/flush_cache", {})  # what it computed under the old weights
+        await self._post("/flush_cache", {})
         label = (await self._request("GET", "/model_info", None)).get("weight_version")
         if label != str(ref.version):
             raise EngineError(
@@ -354,16 +347,13 @@ class SGLangEngine(Backend):
 def server_arguments(
     own: Mapping[str, Any], defaults: Mapping[str, Any], chosen: Mapping[str, Any], known: set[str]
 ) -> list[str]:
-    """Return the server's command line.
+    """Return the server's command line. Raises ConfigError for a chosen option that is not `known`, or is `own`.
 
     Args:
         own: Options that Clew sets itself.
         defaults: Options that the user may change.
         chosen: The user's, as in `Inference.options`.
         known: The server's option names, such as "--port".
-
-    Raises:
-        ConfigError: `chosen` has an option that the server does not know, or one of `own`.
     """
     if unknown := [name for name in chosen if f"--{name}" not in known]:
         raise ConfigError(f"Cannot start SGLang: it has no option {few(unknown)} (inference.args).")
@@ -375,8 +365,7 @@ def server_arguments(
 def known_options(python: str) -> set[str]:
     """Return the names of SGLang's options, such as "--port", from its own parser; this takes some seconds.
 
-    Raises:
-        ConfigError: This Python has no working SGLang.
+    Raises ConfigError if this Python has no working SGLang.
     """
     done = subprocess.run([python, "-c", LIST_OPTIONS], capture_output=True, text=True)
     for line in done.stdout.splitlines():
@@ -389,11 +378,13 @@ def known_options(python: str) -> set[str]:
 def differences(old: Mapping[str, list[int]], new: Mapping[str, list[int]]) -> list[str]:
     """Return the tensors that only one of two models has, or that have another shape in it, by their shapes.
 
-    An lm_head that is the embedding may be left out. None differ if the old model is not known (empty).
+    None differ if the old model is not known (empty).
     """
-    names = sorted(old.keys() | new.keys()) if old else []
-    missing = [name for name in names if (name not in old or name not in new) and name != "lm_head.weight"]
-    return missing + [name for name in names if name in old and name in new and old[name] != new[name]]
+    if not old:
+        return []
+    tied = {"lm_head.weight"}  # may be left out where it is the embedding
+    alone = sorted((old.keys() ^ new.keys()) - tied)
+    return alone + [name for name in sorted(old.keys() & new.keys()) if old[name] != new[name]]
 
 
 def few(names: list[str]) -> str:

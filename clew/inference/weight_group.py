@@ -53,16 +53,13 @@ class Group:
     """The members of a broadcast."""
 
     def __init__(self, store: Any, name: str, backend: str, rank: int, size: int) -> None:
-        """Return when every member has come.
-
-        Raises:
-            MemberLost: One did not come.
-        """
+        """Return when every member has come. Raises MemberLost if one does not."""
         named: Any = dist.PrefixStore(name, store)  # pyright: ignore[reportPrivateImportUsage]
         with _plainly():
             make: Any = c10d._new_process_group_helper
             made = make(size, rank, [], backend, named, group_name=name, timeout=PATIENCE)
         self._group: dist.ProcessGroup = made[0]
+        # destroy_process_group deletes this entry, which otherwise only new_group makes.
         c10d._world.pg_group_ranks[self._group] = {each: each for each in range(size)}
 
     def broadcast(self, tensor: Tensor) -> None:
@@ -80,12 +77,7 @@ class Group:
 
 @contextmanager
 def joined(sent: Broadcast, worker: int) -> Iterator[Group]:
-    """Be a member of a broadcast's group while the block runs.
-
-    Args:
-        sent: The broadcast.
-        worker: Number of this process among the workers of its server.
-    """
+    """Be a member of a broadcast's group while the block runs; worker: number of this process in its server."""
     store = meeting_point(sent.host, sent.port, sent.size)
     group = Group(store, sent.group, sent.backend, sent.rank + worker, sent.size)
     try:
