@@ -55,10 +55,7 @@ def context_in(config: PreTrainedConfig) -> tuple[int | None, str]:
 
 
 def positions_go_on(config: PreTrainedConfig) -> bool:
-    """Return whether a model can also compute sequences that are longer than its context.
-
-    It can if it uses rotary positions of a kind that does not change with the length.
-    """
+    """Return whether a model can compute longer sequences than its context: rotary positions that stay as they are."""
     kinds = [each.get("rope_type") for each in _ropes(config)]
     return bool(kinds) and not {"longrope", "dynamic"} & {*kinds}
 

@@ -34,12 +34,9 @@ def pick_device(device: Literal["auto", "cpu", "cuda"]) -> torch.device:
 
 
 def load_model(path: str, dtype: Literal["float32", "bfloat16", "float64"], device: torch.device) -> PreTrainedModel:
-    """Load a causal language model in eval mode, from a folder or the hub.
+    """Load a causal language model in eval mode, from a folder or the hub; of one that takes images, all of it.
 
-    If the architecture takes images, all of it is loaded, not only the language model.
-
-    Raises:
-        ModelError: The model cannot be loaded, or the folder lacks some of its weights, which would then be random.
+    Raises ModelError if it cannot be loaded, or the folder lacks some of its weights, which would then be random.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -57,16 +54,9 @@ def load_value_model(
     """Load a model with a head that gives each token one number, in eval mode.
 
     This is either what `AutoModelForSequenceClassification` reads (a reward model), or a causal language model with a
-    new head of zeros, so that all its numbers start at 0.
+    new head of zeros, so that all its numbers start at 0. field: the configuration's field that named the path.
 
-    Args:
-        path: Folder or hub name of the model.
-        dtype: The type of the weights.
-        device: The device to load it to.
-        field: The configuration's field that named the path, for messages.
-
-    Raises:
-        ModelError: As for `load_model`; or the architecture has no such head.
+    Raises ModelError as `load_model` does, or if the architecture has no such head.
     """
     import torch
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoModelForSequenceClassification
@@ -153,11 +143,9 @@ def _load(
 
 
 def _own_memory(model: PreTrainedModel) -> None:
-    """Copy the weights out of the file that they were read from.
-
-    Their position in the file affects the last bits of the product of a matrix and a vector. torch aligns the memory
-    that it allocates, so every copy computes the same.
-    """
+    """Copy the weights out of the file that they were read from."""
+    # Their position in the file affects the last bits of the product of a matrix and a vector. torch aligns the memory
+    # that it allocates, so every copy computes the same.
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = tensor.data.clone()
 
@@ -181,7 +169,7 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
     embeddings: Any = model.get_input_embeddings()
     embedded = embeddings.weight.shape[0]
     beyond = {token: number for token, number in tokenizer.get_vocab().items() if number >= embedded}
-    beyond = {token: number for token, number in beyond.items() if is_named(path, token)}
+    beyond = {token: number for token, number in beyond.items() if is_named(path, token)}  # reads files: few tokens
     ends = (tokenizer.bos_token, tokenizer.eos_token)
     template = str(tokenizer.chat_template or "")
     idle = {token for token in tokenizer.all_special_tokens if token not in ends and token not in template}

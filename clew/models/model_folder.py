@@ -11,25 +11,20 @@ from clew.errors import ModelError, first_line
 
 
 def config_of(path: str) -> Any:
-    """Return the configuration of the model in a folder or on the hub; None if it cannot be read.
-
-    The error is left to the code that loads the model.
-    """
+    """Return the configuration of the model in a folder or on the hub; None if it cannot be read."""
     from transformers import AutoConfig
 
     if not path:  # transformers would look here
         return None
     try:
         return AutoConfig.from_pretrained(os.path.expanduser(path), trust_remote_code=False)  # noqa: PTH111 - as above
-    except Exception:  # transformers raises errors of many types for a broken config.json
+    except Exception:  # of many types, for a broken config.json; the code that loads the model will tell it
         return None
 
 
 def is_named(path: str, token: str | None) -> bool:
-    """Return whether a folder names this token somewhere; true for a hub name.
-
-    For some architectures, transformers adds special tokens that the folder does not name and that have no embedding.
-    """
+    """Return whether a folder names this token somewhere; true for a hub name."""
+    # For some architectures, transformers adds special tokens that no folder names and that have no embedding.
     if token is None or not Path(path).is_dir():
         return True
     spellings = [json.dumps(token, ensure_ascii=ascii_only) for ascii_only in (True, False)]

@@ -18,10 +18,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def digest_tensor(tensor: Tensor, *, name: str, start: int = 0) -> int:
-    """Return the digest of a tensor, or of the piece of it that begins at flat position `start`.
-
-    bfloat16 counts as uint16.
-    """
+    """Return the digest of a tensor (bfloat16 as uint16), or of a piece that begins at flat position `start`."""
     return begin_digest(tensor, name=name, start=start)()
 
 
@@ -43,10 +40,7 @@ def begin_digest(tensor: Tensor, *, name: str, start: int = 0) -> Callable[[], i
 
 
 def begin_on_device(tensor: Tensor, *, name: str, start: int = 0) -> Callable[[], int]:
-    """Begin to compute the digest of `digest_array` on the tensor's device.
-
-    A GPU reads its memory many times as fast as it can be copied to the host.
-    """
+    """Compute as `begin_digest`, on the tensor's device, which reads its memory faster than it could be copied."""
     flat = tensor.contiguous().view(-1)
     bits, mask = flat.view(_BITS[flat.element_size()]), (1 << 8 * flat.element_size()) - 1
     within = _within_block(flat.device)
@@ -74,10 +68,8 @@ def digest_scattered(tensor: Tensor, offset: int, strides: tuple[int, ...], *, n
     """Return the digest of a piece whose elements may lie apart in the whole, as a slice of columns does.
 
     Args:
-        tensor: The piece.
-        offset: Flat position of its first element in the whole.
+        offset: Flat position of the piece's first element in the whole.
         strides: Steps in the whole from one element to the next, by dimension of the piece.
-        name: See `digest_array`.
     """
     if strides == torch.empty(tensor.shape, device="meta").stride():
         return digest_tensor(tensor, name=name, start=offset)

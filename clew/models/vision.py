@@ -36,9 +36,7 @@ REMEMBERED = 256
 class Sight(Protocol):
     """The part of a model's vision that rollout needs."""
 
-    def expanded(self, text: str, images: Sequence[bytes]) -> str:
-        """Return a text with its images expanded; see `Vision.expanded`."""
-        ...
+    def expanded(self, text: str, images: Sequence[bytes]) -> str: ...
 
 
 class Vision:
@@ -67,8 +65,7 @@ class Vision:
     def expanded(self, text: str, images: Sequence[bytes]) -> str:
         """Return a text in which each placeholder is replaced by all tokens that stand for its image, as text.
 
-        Raises:
-            ImageError: The number of placeholders differs from the number of images, or an image cannot be read.
+        Raises ImageError if there are more or fewer placeholders than images, or if an image cannot be read.
         """
         parts = text.split(self.placeholder)
         if len(parts) - 1 != len(images):
@@ -86,7 +83,9 @@ class Vision:
         Tokens without one placeholder for each image, or that hold what stands for the images already, are returned
         as they are: `check` judges them.
         """
-        if not images or ids.count(self.placeholder_id) != len(images) or self._fits(ids, images):
+        if not images or ids.count(self.placeholder_id) != len(images):
+            return ids
+        if ids.count(self.image_id) == self._image_tokens(images):  # placeholder and image token may be the same
             return ids
         shown = iter(images)
         return [
@@ -96,8 +95,7 @@ class Vision:
     def collapsed_ids(self, ids: list[int], images: Sequence[bytes]) -> list[int]:
         """Return tokens with one placeholder for each image, for engines that expand images themselves.
 
-        Raises:
-            ImageError: The tokens that stand for an image are not there in one piece.
+        Raises ImageError if the tokens that stand for an image are not there in one piece.
         """
         collapsed: list[int] = []
         start = 0
@@ -116,16 +114,14 @@ class Vision:
 
     @cached_property
     def placeholder_id(self) -> int:
-        """Token ID of `placeholder`."""
         return self._processor.tokenizer.convert_tokens_to_ids(self.placeholder)
 
-    def _fits(self, ids: Sequence[int], images: Sequence[bytes]) -> bool:
-        return ids.count(self.image_id) == sum(self.tokens_of(image).count(self.image_id) for image in images)
+    def _image_tokens(self, images: Sequence[bytes]) -> int:
+        return sum(self.tokens_of(image).count(self.image_id) for image in images)
 
     def check(self, ids: Sequence[int], images: Sequence[bytes]) -> None:
         """Raise ImageError if the tokens do not hold what stands for these images."""
-        found = ids.count(self.image_id)
-        expected = sum(self.tokens_of(image).count(self.image_id) for image in images)
+        found, expected = ids.count(self.image_id), self._image_tokens(images)
         if found != expected:
             raise ImageError(
                 f"input_ids holds the image token ({self.image_id}) {found} times, but the {len(images)} images take "
@@ -136,7 +132,6 @@ class Vision:
         """Return what a forward pass takes besides the tokens; empty without images.
 
         Args:
-            input_ids_BT: The tokens.
             images: The images of each row, in the order of their tokens.
             dtype: The type of the model's weights.
         """
@@ -171,8 +166,7 @@ class Vision:
 def load_vision(path: str) -> Vision | None:
     """Load the image processing of the model in a folder or on the hub; None if the model takes no images.
 
-    Raises:
-        ModelError: The processor of a model that takes images cannot be loaded.
+    Raises ModelError if the processor of a model that takes images cannot be loaded.
     """
     from transformers import AutoProcessor
     from transformers.utils import logging as transformers_logging
@@ -208,7 +202,6 @@ def _opened(image: bytes) -> Image:
     import PIL.Image
 
     try:
-        opened = PIL.Image.open(io.BytesIO(image))
-        return opened.convert("RGB")
+        return PIL.Image.open(io.BytesIO(image)).convert("RGB")
     except (OSError, ValueError, SyntaxError, PIL.Image.DecompressionBombError) as error:
         raise ImageError(f"{len(image)} bytes cannot be read as an image: {first_line(error)}") from None

@@ -17,7 +17,5 @@ def may_start(*, waiting: int, running: int, remaining: int, max_lag: int, batch
         waiting: Groups that are finished and not yet consumed.
         running: Groups that are being made.
         remaining: Groups that the run still has to consume.
-        max_lag: Limit of the lag, in steps.
-        batch_groups: Groups in a batch.
     """
     return max(0, min((max_lag + 1) * batch_groups, remaining) - waiting - running)

@@ -47,19 +47,14 @@ class SharedClient(httpx2.AsyncClient):
         """Do nothing: an agent must not close the shared connections. See `really_close`."""
 
     async def __aexit__(self, *exception: object) -> None:
-        """Do nothing, for the same reason."""
+        pass
 
     async def really_close(self) -> None:
-        """Close the connections."""
         await super().aclose()
 
 
 def load_agent(path: str, arguments: dict[str, Any]) -> Any:
-    """Import the agent's class and return an instance of it.
-
-    Raises:
-        ConfigError: It is not a class with a `run` method, or `run` or the class cannot be called with these arguments.
-    """
+    """Return an instance of the agent's class. Raises ConfigError if it cannot be called as agents are."""
     cls = dotted.load(path, "rollout.agent")
     run = getattr(cls, "run", None)
     if not isinstance(cls, type) or not callable(run):
@@ -102,6 +97,7 @@ async def _in_thread(call: Callable[[], Any]) -> Any:
     Unlike a pool's thread, a daemon thread that never ends does not keep the process alive.
     """
     loop, context = asyncio.get_running_loop(), contextvars.copy_context()
+    # An error is passed as a value, because a future takes no StopIteration as its exception.
     done: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
 
     def settle(outcome: tuple[Any, BaseException | None]) -> None:
@@ -134,7 +130,6 @@ class AgentWorkflow:
         self._client = SharedClient()
 
     async def run_episode(self, engine: EpisodeEngine, data: dict[str, Any]) -> Reward:
-        """Run the agent in a session of its own."""
         key, _ = self.gateway.open(engine)
         offered = {"base_url": self.gateway.base_url, "api_key": key, "http_client": self._client}
         arguments = extra_kwargs_of(self.agent.run, offered)
@@ -181,15 +176,10 @@ class AgentWorkflow:
         return returned
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._client.really_close()
 
     def _rewards(self, returned: Any, session: EpisodeEngine) -> Reward:
-        """Return the episode's reward, and put rewards of single interactions into the session.
-
-        Raises:
-            EpisodeError: A reward is not a finite number, or names an interaction that this episode does not have.
-        """
+        """Return the episode's reward, and put rewards of single interactions into the session. Raises EpisodeError."""
         own = session.turn_rewards
         if isinstance(returned, dict):
             known = {interaction.id for interaction in session.interactions}
@@ -207,10 +197,6 @@ class AgentWorkflow:
 
 
 def agent_workflow(config: Config, gateway: GatewayThread) -> AgentWorkflow:
-    """Return the agent that the configuration names, as a workflow.
-
-    Raises:
-        ConfigError: The agent cannot be loaded; see `load_agent`.
-    """
+    """Return the agent that the configuration names, as a workflow. Raises ConfigError; see `load_agent`."""
     assert config.rollout.agent is not None
     return AgentWorkflow(load_agent(config.rollout.agent, config.rollout.workflow_kwargs), gateway)

@@ -14,7 +14,7 @@ import numpy as np
 
 from clew.errors import ClewError, ConfigError, EpisodeError
 from clew.gateway.episode_engine import EpisodeEngine, Resources
-from clew.gateway.interactions import TOKENS, Interaction
+from clew.gateway.interactions import TOKENS
 from clew.gateway.sequences import sequences_of
 from clew.record.rows import ALIGNED, Sequence
 from clew.rollout.rewards import Reward, by_name, checked, total
@@ -42,17 +42,16 @@ class Episode:
 
     @property
     def error(self) -> str | None:
-        """Return why the episode failed: one line, often with a traceback below it; None if it did not fail."""
+        """Reason why the episode failed: one line, often with a traceback below it; None if it did not fail."""
         return self.sequences[0].error
 
     @property
     def branched(self) -> bool:
-        """Return whether a request did not continue the conversation it should have; see the gateway's `Branch`."""
+        """True if a request did not continue the conversation it should have; see the gateway's `Branch`."""
         return any("branch" in entry for sequence in self.sequences for entry in sequence.interactions)
 
     @property
     def tokens(self) -> int:
-        """Return the number of generated tokens."""
         return sum(int(sequence.loss_mask.sum()) for sequence in self.sequences)
 
 
@@ -75,8 +74,7 @@ async def run_episode(
     Args:
         data: Row of the data set.
         admitted_version: Version of the weights when the group was admitted.
-        admitted_at: Time when the group was admitted, in seconds since the epoch.
-        timeout_s: Limit in seconds; None for no limit.
+        admitted_at: Time of that, in seconds since the epoch.
     """
     session = EpisodeEngine(resources, episode_id)
     started_at = time.time()
@@ -91,7 +89,8 @@ async def run_episode(
     except (Exception, SystemExit, asyncio.CancelledError) as failure:
         # The user's code: the boundary where an episode becomes a record.
         task = asyncio.current_task()
-        if isinstance(failure, asyncio.CancelledError) and task is not None and task.cancelling():
+        assert task is not None
+        if isinstance(failure, asyncio.CancelledError) and task.cancelling():
             raise  # rollout is ending; any other cancellation is one that the user's code let out
         error = f"{type(failure).__name__}: {failure}\n{''.join(traceback.format_exception(failure))}"
 
@@ -141,16 +140,11 @@ def _failed(episode_id: str, error: str, session: EpisodeEngine, columns: dict[s
         reward=math.nan,
         finish_reason="error",
         error=error,
-        interactions=[with_tokens(interaction) for interaction in session.interactions],
+        # Their tokens are in no sequence, and `clew agent replay` answers with them.
+        interactions=[
+            {**each.as_dict(), "tokens": {name: getattr(each, name) for name in TOKENS}}
+            for each in session.interactions
+        ],
         **{name: np.empty(0, dtype) for name, dtype in ALIGNED.items()},
         **columns,
     )
-
-
-def with_tokens(interaction: Interaction) -> dict[str, Any]:
-    """Return the record of a failed episode's interaction, with its tokens.
-
-    The tokens are in no sequence, and `clew agent replay` answers with them.
-    """
-    tokens = {name: getattr(interaction, name) for name in TOKENS}
-    return {**interaction.as_dict(), "tokens": tokens}

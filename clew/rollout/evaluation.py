@@ -30,8 +30,8 @@ def pass_at_k(n: int, passed: int, k: int) -> float:
 def interval(values: SequenceABC[float]) -> tuple[float, float] | None:
     """Return the 95 % confidence interval of the mean of one number per prompt; None for fewer than two prompts.
 
-    Prompts are independent, samples of one prompt are not; so the error is that of the mean over prompts (Miller 2024,
-    arXiv 2411.00640, section 2.2).
+    Prompts are independent, samples of one are not: the error is that of the mean over prompts (Miller 2024, arXiv
+    2411.00640, section 2.2).
     """
     if len(values) < 2:
         return None

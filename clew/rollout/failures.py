@@ -39,13 +39,7 @@ class FailureWatch:
     """Looks at the last groups and stops the run when too many of their episodes failed."""
 
     def __init__(self, max_share: float, batch_groups: int, where: str) -> None:
-        """Watch one run.
-
-        Args:
-            max_share: rollout.max_failed_share.
-            batch_groups: groups in a step.
-            where: the folder with the failed episodes, for the message.
-        """
+        """Watch one run; where: the folder with its failed episodes, for the message."""
         self._max_share = max_share
         self._where = where
         self.window, self._threshold = window_of(max_share, batch_groups)
@@ -54,11 +48,7 @@ class FailureWatch:
         self._succeeded = False
 
     def add(self, errors: Sequence[str | None]) -> None:
-        """Take the outcomes of a group's episodes: for each None, or its error.
-
-        Raises:
-            RolloutError: too many episodes failed.
-        """
+        """Take the outcomes of a group's episodes, None or an error. Raises RolloutError if too many have failed."""
         failed = sum(error is not None for error in errors)
         self._shares.append(failed / len(errors))
         self._errors.append(list(errors))
@@ -83,9 +73,9 @@ class FailureWatch:
         example = next(each for each in failed if kind_of(each) == kind)
         more = len(kinds) - 1
         others = f"; there {'is 1 other kind' if more == 1 else f'are {more} other kinds'}" if more else ""
-        too_long = (
-            " Set data.max_prompt_tokens to leave prompts out that are too long." if "RequestTooLong" in kind else ""
-        )
+        too_long = ""
+        if "RequestTooLong" in kind:
+            too_long = " Set data.max_prompt_tokens to leave prompts out that are too long."
         return (
             f"Cannot go on: {len(failed)} of the last {len(episodes)} episodes failed ({len(groups)} groups). "
             f"rollout.max_failed_share={self._max_share:g} is the limit: repair the cause, or raise it.{too_long} The "

@@ -24,13 +24,9 @@ class EqualRewards:
         self._in_a_row: Counter[float] = Counter()
 
     def add(self, reward: float | None) -> None:
-        """Take the outcome of one group.
+        """Take a group's outcome: the reward that all its episodes have, or None if they differ.
 
-        Args:
-            reward: The reward that all its episodes have; None if they differ.
-
-        Raises:
-            RolloutError: So many groups in a row were rejected that the run stops.
+        Raises RolloutError when the run should stop.
         """
         if reward is None:
             self._in_a_row.clear()
@@ -44,7 +40,7 @@ class EqualRewards:
 
     @property
     def rejects_everything(self) -> str | None:
-        """Return an explanation with advice if at least the last batch of groups was rejected entirely; else None."""
+        """Explanation with advice if at least the last batch of groups was rejected entirely; else None."""
         count = self._in_a_row.total()
         return self._message(count) if count >= self._batch else None
 

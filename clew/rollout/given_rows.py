@@ -20,9 +20,7 @@ from clew.rollout.setup import load_reward, load_workflow
 class OwnEngine(Engine, Protocol):
     """An engine that is closed when it is no longer needed."""
 
-    async def close(self) -> None:
-        """Free its memory, or its connections."""
-        ...
+    async def close(self) -> None: ...
 
 
 async def run_rows(
@@ -39,18 +37,13 @@ async def run_rows(
 
     Args:
         config: Configuration with the model's tokenizer, the workflow or agent, and the reward.
-        rows: Rows of the data.
         load: Loads the engine. It is called once the user's code is loaded, and the engine is closed at the end.
         name: Returns the group ID of a row by its place. The seeds of its episodes derive from it.
         n_samples: Number of episodes per row.
-        temperature: Sampling temperature.
         done: Called after each episode.
 
     Returns:
         The episodes of each row.
-
-    Raises:
-        ClewError: The user's code, the tokenizer or the engine cannot be loaded.
     """
     gateway = agent = None
     if config.rollout.agent is not None:  # else neither the gateway nor its web server is imported
@@ -92,10 +85,7 @@ async def run_rows(
             await agent.close()
         if isinstance(reward, RewardPool):
             reward.close()
-        if gateway is None:
-            if engine is not None:
-                await engine.close()
-        else:
-            if engine is not None:
-                await gateway.call(engine.close())
+        if engine is not None:  # on the loop that its requests came from
+            await (engine.close() if gateway is None else gateway.call(engine.close()))
+        if gateway is not None:
             gateway.stop()

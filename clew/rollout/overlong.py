@@ -19,14 +19,9 @@ log = logging.getLogger("clew.rollout")
 def leave_out_overlong(
     rows: list[dict[str, Any]], path: str, config: Config, tokenizer: PreTrainedTokenizerBase, *, needed: int = 1
 ) -> list[dict[str, Any]]:
-    """Return the rows whose prompt is short enough, and warn with the number of the others.
+    """Return the rows of `path` whose prompt is short enough, and warn with the number of the others.
 
-    Args:
-        path: where the rows are from, for messages.
-        needed: rows that must be left.
-
-    Raises:
-        DataError: fewer rows are left.
+    Raises DataError if fewer than `needed` are left.
     """
     limit = config.data.max_prompt_tokens
     if limit is None:
@@ -55,11 +50,8 @@ def leave_out_overlong(
 def count_tokens(prompts: list[Any], tokenizer: PreTrainedTokenizerBase, *, chat: bool = False) -> list[int]:
     """Return the number of tokens of each prompt, as the built-in workflows send it to the model.
 
-    Chat messages go through the chat template. An image counts as its placeholder, and what is neither text nor
-    messages as its JSON.
-
-    Args:
-        chat: a text is sent as a user's message (an option of the built-in workflows).
+    Chat messages go through the chat template; with `chat`, so does a text, as a user's message. An image counts as its
+    placeholder, and what is neither text nor messages as its JSON.
     """
     lengths = [0] * len(prompts)
     texts: dict[bool, list[tuple[int, str]]] = {True: [], False: []}

@@ -30,11 +30,7 @@ END_S = 1.5
 def rollout(config: Config) -> None:
     """Make episodes until the last step of the run is committed and published.
 
-    SIGTERM and SIGINT end it, reward workers included.
-
-    Raises:
-        ClewError: Rollout cannot go on.
-        SystemExit: A signal ended it.
+    SIGTERM and SIGINT end it, reward workers included, with SystemExit.
     """
     run = RunDirectory(config.run_path)
     with run.hold("rollout"), run.report("rollout") as reporter:
@@ -59,10 +55,7 @@ async def _roll_out(config: Config, run: RunDirectory, reporter: Reporter) -> No
 async def runner_on_servers(
     config: Config, run: RunDirectory, served: RunDirectory, reporter: Reporter
 ) -> AsyncIterator[RolloutRunner]:
-    """Yield a runner on the inference servers of the run directory `served`.
-
-    At the end, close it, its connections to the servers and its gateway.
-    """
+    """Yield a runner on the inference servers of the run directory `served`, and close all that belongs to it."""
     model = config_of(config.model.path)
     vocab = None if model is None else model.get_text_config().vocab_size
     pool, gateway = ServerPool(served, vocab=vocab), gateway_for(config)

@@ -21,22 +21,17 @@ class RewardFunction:
     """The user's function, with either signature. Imports only the user's module, so that a worker starts quickly."""
 
     def __init__(self, path: str, prompt_column: str) -> None:
-        """Import the function.
+        """Import the function with this dotted path. Raises ConfigError if there is none that takes these arguments.
 
-        Args:
-            path: Dotted path of the function.
-            prompt_column: Column of the data that TRL's functions get as `prompts`.
-
-        Raises:
-            ConfigError: There is no such function, or it cannot be called with these arguments.
+        prompt_column: column of the data that TRL's functions get as `prompts`.
         """
         self.path = path
         self.prompt_column = prompt_column
         self._function = dotted.load(path, "rollout.reward")
         if inspect.isclass(self._function) or not callable(self._function):
+            name = getattr(self._function, "__name__", "")
             raise ConfigError(
-                f"rollout.reward={path} is {type(self._function).__name__} "
-                f"{getattr(self._function, '__name__', '')!r}; expected a function "
+                f"rollout.reward={path} is {type(self._function).__name__} {name!r}; expected a function "
                 f"(completion, data) -> number."
             )
         self._parameters = inspect.signature(self._function).parameters
@@ -53,15 +48,10 @@ class RewardFunction:
                 ) from None
 
     def __call__(self, completion: str, data: dict[str, Any]) -> Reward:
-        """Call a plain function. Exceptions of its own are passed on.
-
-        Raises:
-            EpisodeError: It returned neither a finite number nor named finite numbers.
-        """
+        """Call a plain function. Raises its own exceptions, and EpisodeError if it returns no reward, see `checked`."""
         return self._checked(self._call(completion, data), data)
 
     async def awaited(self, completion: str, data: dict[str, Any]) -> Reward:
-        """Call an async function; see `__call__`."""
         return self._checked(await self._call(completion, data), data)
 
     def _call(self, completion: str, data: dict[str, Any]) -> Any:
@@ -89,10 +79,9 @@ class RewardFunction:
 
 
 def checked(value: Any, what: str, where: str = "") -> Reward:
-    """Return `value` as a float, or as named floats.
+    """Return what a reward function, workflow or agent returned, as a float or as named floats.
 
     Args:
-        value: The value that a reward function, workflow or agent returned.
         what: Name of what returned it, for the message.
         where: Sentence that ends the message.
 

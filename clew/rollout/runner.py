@@ -90,16 +90,7 @@ class RolloutRunner:
     ) -> None:
         """Load the workflow or agent and the reward, and find where the run stopped.
 
-        Args:
-            rows: Training data.
-            eval_rows: Evaluation data.
-            reporter: Reporter of the process's status, if it has one.
-            gateway: Gateway through which rollout.agent reaches the engine; the engine is then used only on the
-                gateway's loop.
-
-        Raises:
-            ConfigError: The workflow, agent or reward cannot be loaded, or no batch can ever be formed.
-            DataError: The data has fewer rows than a batch has groups.
+        Through the gateway, if there is one, rollout.agent reaches the engine; it is then used only on its loop.
         """
         refuse_impossible(config, len(rows))
         self._config = config
@@ -141,8 +132,7 @@ class RolloutRunner:
     async def run(self) -> None:
         """Roll out until the last version is published and evaluated.
 
-        Raises:
-            RolloutError: Too many episodes fail, or the filter rejects everything.
+        Raises RolloutError if too many episodes fail, or if the filter rejects everything.
         """
         self._look()
         while not self._complete():
@@ -153,10 +143,8 @@ class RolloutRunner:
             self._look()
 
     async def advance(self) -> bool:
-        """Run until at least one group or evaluation is finished; return False if there is none to run.
-
-        It uses no timers and no polling: what happens, and in which order, follows from the seed and the record alone.
-        """
+        """Run until at least one group or evaluation is finished; return False if there is none to run."""
+        # No timers and no polling: what happens, and in which order, follows from the seed and the record alone.
         self._look()
         if not self._tasks:
             return False
@@ -180,7 +168,7 @@ class RolloutRunner:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return the counts for status and progress."""
+        """Counts for status and progress."""
         since = time.monotonic() - RATE_S
         while self._generated and self._generated[0][0] < since:
             self._generated.popleft()
@@ -303,9 +291,8 @@ class RolloutRunner:
         scored = [episode for episode in episodes if episode.error is None]
         failed = [episode for episode in episodes if episode.error is not None]
         if len(scored) < min(2, len(episodes)):
-            self._reject(
-                name, episodes, f"{len(failed)} of {len(episodes)} episodes failed; a group needs 2 with a reward"
-            )
+            reason = f"{len(failed)} of {len(episodes)} episodes failed; a group needs 2 with a reward"
+            self._reject(name, episodes, reason)
             return
         if self._config.rollout.drop_equal_rewards:
             equal = len({sequence.reward for episode in scored for sequence in episode.sequences}) == 1
@@ -351,12 +338,8 @@ class RolloutRunner:
                 )
         for episodes in prompts:
             watch.add([episode.error for episode in episodes])
-        summary = summarize(
-            prompts,
-            n_samples=n_samples,
-            pass_above=self._config.eval.pass_above,
-            seconds=time.monotonic() - began,
-        )
+        seconds, pass_above = time.monotonic() - began, self._config.eval.pass_above
+        summary = summarize(prompts, n_samples=n_samples, pass_above=pass_above, seconds=seconds)
         self._run.write_eval(version, sequences, summary)
         self._evaluating.remove(version)
 
@@ -382,9 +365,9 @@ class RolloutRunner:
         free = (rollout.max_lag + 1) * rollout.batch_groups - self._waiting - len(self._running)
         admission = "closed" if free <= 0 else "open"
         advice = self._equal.rejects_everything
+        warning = f"the filter rejects everything: {advice} " if advice else ""
         return (
-            (f"the filter rejects everything: {advice} " if advice else "")
-            + f"admission {admission}: {self._waiting} waiting, {len(self._running)} running, "
+            f"{warning}admission {admission}: {self._waiting} waiting, {len(self._running)} running, "
             f"lag limit {rollout.max_lag} at version {self._version}; "
             f"{self._counts['groups_rejected']} rejected so far{self._where_episodes_are()}"
         )

@@ -51,7 +51,6 @@ class ServerPool(HTTPEngine):
         """Take the servers that the environment names, or else those registered in the run directory.
 
         Args:
-            run: The run directory.
             frozen_s: Seconds without an answer after which a server counts as frozen.
             vocab: Number of token IDs of the trainer's model; None: what servers return is not checked against it.
         """
@@ -80,11 +79,7 @@ class ServerPool(HTTPEngine):
         return await super().generate(request)
 
     def _fitting(self, request: GenerateRequest) -> SamplingParams:
-        """Return the request's parameters.
-
-        Raises:
-            SchemaUnsupported: They have a JSON schema, which is never applied in training.
-        """
+        """Return the request's parameters. Raises SchemaUnsupported: no JSON schema is applied in training."""
         if request.params.json_schema is not None:
             raise SchemaUnsupported(
                 "in training no output is held to a JSON schema: its tokens' logprobs would be those among what the "
@@ -109,7 +104,8 @@ class ServerPool(HTTPEngine):
                     yield response
                 self._avoided.pop(key, None)
         except asyncio.CancelledError:
-            if key not in self._frozen or task.uncancel():  # the episode itself is cancelled
+            # `_keep_watch` cancels tasks at a frozen server. More than its one cancellation: the episode is cancelled.
+            if key not in self._frozen or task.uncancel():
                 raise
             log.warning("a request goes to another server: %s has not answered for %.0f s", server.name, self._frozen_s)
             raise EngineUnreachable(server.address, f"it has not answered for {self._frozen_s:.0f} s") from None
@@ -141,7 +137,6 @@ class ServerPool(HTTPEngine):
             await client.close()
 
     async def close(self) -> None:
-        """Close the connections."""
         for watch in list(self._watches.values()):
             watch.cancel()
         await asyncio.gather(*self._watches.values(), return_exceptions=True)
@@ -181,10 +176,10 @@ class ServerPool(HTTPEngine):
         return [server for server, key in known if key not in self._frozen and self._avoided.get(key, (0.0,))[0] < now]
 
     def _numbers(self) -> str:
-        known = ", ".join(f"{s.address} {self._state(s)}" for s in self._servers)
-        return f"known: {known or 'none'}"
-
-    def _state(self, server: Server) -> str:
-        if (server.address, server.pid) in self._frozen:
-            return "frozen"
-        return "unreachable" if server.ready else "loading"
+        known = []
+        for server in self._servers:
+            state = "unreachable" if server.ready else "loading"
+            if (server.address, server.pid) in self._frozen:
+                state = "frozen"
+            known.append(f"{server.address} {state}")
+        return f"known: {', '.join(known) or 'none'}"

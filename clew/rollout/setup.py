@@ -32,10 +32,9 @@ def refuse_impossible(config: Config, n_rows: int) -> None:
 
 
 def load_workflow(config: Config) -> Workflow:
-    """Import the workflow's class and return one instance, which serves all episodes.
+    """Return an instance of the workflow's class, which serves all episodes.
 
-    Raises:
-        ConfigError: There is no such class, or it cannot be called with rollout.workflow_kwargs.
+    Raises ConfigError if there is no such class, or it cannot be called with rollout.workflow_kwargs.
     """
     path = config.rollout.workflow
     cls = dotted.load(path, "rollout.workflow")
@@ -55,9 +54,6 @@ def side_by_side(config: Config) -> int:
     batches of one if its requests come in no fixed order: those of an agent, which come over sockets, and those of a
     workflow or after a reward that may wait for something of its own, such as a tool or a timer. Clew's own workflows
     wait only for the engine.
-
-    Raises:
-        ConfigError: The reward function cannot be loaded.
     """
     rollout = config.rollout
     if config.launch.mode != "inline" or rollout.max_lag > 0:
@@ -71,22 +67,18 @@ def load_reward(config: Config) -> Callable[[str, dict[str, Any]], Awaitable[Rew
     """Return the reward as a session calls it; None if none is configured.
 
     An async function is awaited in this process. A plain function is called in this process (inline) or in a pool of
-    worker processes.
-
-    Raises:
-        ConfigError: The reward function cannot be loaded.
+    worker processes. Raises ConfigError if it cannot be loaded.
     """
     rollout, prompt_column = config.rollout, config.data.prompt
+    path, timeout_s = rollout.reward, rollout.reward_timeout_s
     inline = config.launch.mode == "inline"
-    if rollout.reward is None:
+    if path is None:
         return None
-    function = RewardFunction(rollout.reward, prompt_column)
+    function = RewardFunction(path, prompt_column)
     if function.is_async:
-        return function.awaited if inline else _limited(function, rollout.reward_timeout_s)
+        return function.awaited if inline else _limited(function, timeout_s)
     if not inline:
-        return RewardPool(
-            rollout.reward, prompt_column, workers=rollout.reward_workers, timeout_s=rollout.reward_timeout_s
-        )
+        return RewardPool(path, prompt_column, workers=rollout.reward_workers, timeout_s=timeout_s)
 
     async def called_here(completion: str, data: dict[str, Any]) -> Reward:
         return function(completion, data)

@@ -26,9 +26,6 @@ def roll_out(config: Config, steps: int, out: Path) -> None:
     """Make batches until `out` has `steps` of them, on the servers of the run that the configuration names.
 
     Nothing is trained, so there is no lag and no limit to it. Called again after a kill, it goes on where it was.
-
-    Raises:
-        ClewError: Rollout cannot go on.
     """
     config = config.model_copy(
         update={

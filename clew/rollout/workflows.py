@@ -39,19 +39,15 @@ class SingleTurn:
         return await engine.reward(answer.text, data)
 
     def prompt_of(self, engine: EpisodeEngine, data: dict[str, Any]) -> str | list[dict[str, Any]]:
-        """Return the prompt of a row: text, or chat messages.
-
-        Raises:
-            EpisodeError: It is neither.
-        """
+        """Return the prompt of a row: text, or chat messages. Raises EpisodeError if it is neither."""
         prompt = data[engine.prompt_column]
         if isinstance(prompt, str):
             return [{"role": "user", "content": prompt}] if self.chat else prompt
         if isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt):
             return prompt
         raise EpisodeError(
-            f"the column {engine.prompt_column!r} holds {type(prompt).__name__}; expected text or a "
-            f"list of chat messages."
+            f"the column {engine.prompt_column!r} holds {type(prompt).__name__}; expected text or a list of chat "
+            f"messages."
         )
 
     def tokens_of(self, engine: EpisodeEngine, prompt: str | list[dict[str, Any]]) -> list[int]:
@@ -61,11 +57,7 @@ class SingleTurn:
         return _tokens(engine, self.render(engine, prompt), special=False)
 
     def render(self, engine: EpisodeEngine, messages: list[dict[str, Any]]) -> str:
-        """Return the messages as the template writes them, up to where the model begins.
-
-        Raises:
-            EpisodeError: The tokenizer has no chat template.
-        """
+        """Return the messages as the chat template writes them, up to where the model begins."""
         if engine.tokenizer.chat_template is None:
             raise EpisodeError(
                 "the prompt is a list of chat messages, and the model's tokenizer has no chat template. "
@@ -100,8 +92,7 @@ class MultiTurnRetry(SingleTurn):
             feedback: The user's message after a wrong answer.
             threshold: An answer is wrong when its reward is not above this.
             discount: Factor of the reward for each retry.
-            enable_thinking: See `SingleTurn`.
-            chat: See `SingleTurn`.
+            enable_thinking, chat: See `SingleTurn`.
         """
         super().__init__(enable_thinking, chat)
         self.max_turns = max_turns
@@ -115,8 +106,7 @@ class MultiTurnRetry(SingleTurn):
         reward = await engine.reward(answer.text, data)
         retries = 0
         while total(reward) <= self.threshold and retries < self.max_turns - 1:
-            tokens = answer.all_ids
-            tokens = tokens + self._next_turn(engine, prompt, tokens[-1])
+            tokens = answer.all_ids + self._next_turn(engine, prompt, answer.all_ids[-1])
             if isinstance(prompt, str):
                 prompt = prompt + answer.text + self.feedback
             else:
@@ -131,7 +121,6 @@ class MultiTurnRetry(SingleTurn):
         return {name: scale * part for name, part in reward.items()} if isinstance(reward, dict) else scale * reward
 
     def with_feedback(self, messages: list[dict[str, Any]], answer: str) -> list[dict[str, Any]]:
-        """Return the conversation that asks for another answer."""
         return [*messages, {"role": "assistant", "content": answer}, {"role": "user", "content": self.feedback}]
 
     def _next_turn(self, engine: EpisodeEngine, prompt: str | list[dict[str, Any]], last_token: int) -> list[int]:
