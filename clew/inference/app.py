@@ -57,11 +57,9 @@ class Application:
         beside: ASGI | None = None,
         weights_below: Iterable[Path] = (),
     ) -> None:
-        """Create the application.
+        """Create the application; `beside` answers everything that is not part of SGLang's interface.
 
-        Args:
-            beside: Application that answers everything that is not part of SGLang's interface.
-            weights_below: Folders; weights are loaded only from these and from folders in them.
+        Weights are loaded only from the folders `weights_below`, and from folders in them.
         """
         self.engine = engine
         self._weights_below = [folder.resolve() for folder in weights_below]

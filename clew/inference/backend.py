@@ -88,10 +88,7 @@ class Backend(HTTPEngine):
 
 
 def check_model(kind: str, address: str, served: str, wanted: str) -> None:
-    """Raise EngineError if a server's model has another architecture, size or vocabulary than the run's.
-
-    Folders of other machines and hub names are not looked at.
-    """
+    """Raise EngineError if a server's model has another architecture, size or vocabulary, if its folder is here."""
     for field in ("architectures", "vocab_size", "hidden_size", "num_hidden_layers"):
         own, other = config_field(wanted, field), config_field(served, field)
         if own is not None and other is not None and own != other:

@@ -203,10 +203,7 @@ class HTTPEngine:
             raise FaultyAnswer(address, f"{wrong}, so they cannot be trained on. Look into its log, or restart it.")
 
     def _new_of(self, event: dict[str, Any], before: int, address: str) -> Completion | None:
-        """Return the new tokens of an answer, or of an event that has `before` tokens before it.
-
-        The completion counts as aborted unless this is the last event.
-        """
+        """Return the new tokens of an answer, or of an event after `before` tokens, aborted if it is not the last."""
         meta = event["meta_info"]
         if status := (meta["finish_reason"] or {}).get("status_code"):  # SGLang's refusal, once a stream has begun
             self._refuse(address, "/generate", status, orjson.dumps(meta["finish_reason"]))
@@ -245,10 +242,7 @@ class HTTPEngine:
         return loaded.get("clew", {})
 
     async def receive_weights(self, sent: Broadcast) -> Timings:
-        """Have the server abort all requests and take part in a broadcast; `load_weights` then has it checked.
-
-        Raises EngineError if not all of it came, or the server takes no part.
-        """
+        """Have the server abort all requests and take part in a broadcast; `load_weights` then has it checked."""
         received = await self._post("/receive_weights", asdict(sent))
         return received.get("clew", {})
 
@@ -319,10 +313,7 @@ class HTTPEngine:
         return await self._request("POST", path, orjson.dumps(body), take)
 
     async def _request(self, method: str, path: str, body: bytes | None, take: Take | None = None) -> Any:
-        """Return the answer, {} if it is empty or text, or what `take` makes of it and of the server's address.
-
-        Raises FaultyAnswer if it is no JSON, or not what `take` can read.
-        """
+        """Return the answer ({} if it is empty or text), or what `take` makes of it. Raises FaultyAnswer."""
         async with self._answered(method, path, body) as response:
             content, address = await response.read(), response.url.authority
             with _readable(address, path, content):
@@ -450,10 +441,7 @@ def sampling_fields(params: SamplingParams) -> dict[str, Any]:
 
 
 def completion_of(answer: dict[str, Any], server: str) -> Completion:
-    """Return the completion in a response of `/generate`; an event in the middle of a stream counts as aborted.
-
-    server: its name on record, unless it is a `clew serve` that names the one behind it.
-    """
+    """Return the completion in a response of `/generate` by `server`; an event in its middle counts as aborted."""
     meta = answer["meta_info"]
     pairs = meta["output_token_logprobs"]
     tokens = len(answer.get("output_ids", pairs))
@@ -476,7 +464,7 @@ def completion_of(answer: dict[str, Any], server: str) -> Completion:
         finish_reason=ended["type"],
         matched=ended.get("matched"),
         sampling_mask=more.get("sampling_mask"),
-        sampled_by=more.get("sampled_by") or spans_of(spans, server),
+        sampled_by=more.get("sampled_by") or spans_of(spans, server),  # a `clew serve` names the server behind it
         routed_experts=experts_of(more.get("routed_experts")),
     )
 

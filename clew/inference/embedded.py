@@ -94,10 +94,7 @@ class EmbeddedEngine(Core):
         max_running: int = 128,
         cache_gib: float = 1.0,
     ) -> None:
-        """Create the engine. It takes the model over: `clew.inference.attention` replaces the model's attention.
-
-        At most `max_running` sequences are generated side by side.
-        """
+        """Create the engine. It takes the model over: `clew.inference.attention` replaces the model's attention."""
         super().__init__(model, tokenizer, vision)
         self.max_running = max_running
         model.set_attn_implementation(attention.NAME if vision is None else {"text_config": attention.NAME})

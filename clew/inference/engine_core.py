@@ -35,12 +35,7 @@ class Core(ServedModel):
     """Base class of `EmbeddedEngine` and `ReferenceEngine`."""
 
     def __init__(self, model: Any, tokenizer: Any, vision: Vision | None = None) -> None:
-        """Create the engine.
-
-        Args:
-            model: A causal language model of transformers, in eval mode.
-            tokenizer, vision: See `ServedModel`.
-        """
+        """Create the engine for a causal language model of transformers, in eval mode."""
         vocab: int = model.get_output_embeddings().weight.shape[0]
         super().__init__(model.config, model.generation_config, tokenizer, vision, vocab)
         self.model = model

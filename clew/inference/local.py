@@ -120,10 +120,7 @@ class LocalEngine:
         return clock.seconds
 
     async def receive_weights(self, sent: Broadcast) -> Timings:
-        """Take part in the trainer's broadcast, and keep what comes for `load_weights`. It serves meanwhile.
-
-        Raises EngineError if not all of it came.
-        """
+        """Take part in the trainer's broadcast, and keep what comes for `load_weights`. It serves meanwhile."""
         clock = Parts()
 
         def receive() -> dict[str, torch.Tensor]:

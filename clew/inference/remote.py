@@ -98,13 +98,7 @@ class RemoteEngine:
         frozen_s: float = FROZEN_S,
         options_file: Path | None = None,
     ) -> None:
-        """Start the server, unless it runs already (no `launch`); `start` waits for it.
-
-        Args:
-            log_file: File for the server's output.
-            frozen_s: Seconds without an answer after which the server counts as frozen.
-            options_file: File for the options that the server runs with.
-        """
+        """Start the server, unless it runs already (no `launch`); `start` waits for it."""
         self.core = core
         self._frozen_s = frozen_s
         self._options_file = options_file
@@ -198,10 +192,7 @@ class RemoteEngine:
         return clock.seconds
 
     async def receive_weights(self, sent: Broadcast) -> Timings:
-        """Abort all requests, and load weights that the trainer broadcasts. Nothing is served until `load_weights`.
-
-        Raises as `load_weights` does.
-        """
+        """Abort all requests, and load weights that the trainer broadcasts. Nothing is served until `load_weights`."""
         async with self._updating(sent.version) as clock:
             self.received = None
             with clock("receive"):

@@ -43,10 +43,7 @@ class ServedModel:
         self.generated_tokens = 0
 
     def check(self, request: GenerateRequest) -> None:
-        """Raise EngineError, RequestTooLong or ImageError for a request that can never be served.
-
-        It is refused so that it cannot break the engine.
-        """
+        """Raise EngineError, RequestTooLong or ImageError for a request that can never be served."""
         input_ids, params, images = request.input_ids, request.params, request.images
         if not input_ids:
             raise EngineError("input_ids is empty: a prompt needs at least one token.")

@@ -27,16 +27,14 @@ async def generate_through_aborts(engine: Engine, request: GenerateRequest, *, r
 
     Args:
         restart: True submits it without the tokens so far, so that all tokens of the completion are by one version.
-            They are not passed on as they come then, because what was passed on cannot be taken back.
 
     Raises:
         EngineError: The request itself is refused.
         FaultyAnswer: No answer could be used.
-        EngineUnreachable: Output held to a JSON schema was cut short. An engine starts a schema with the first token
-            that it draws, so it cannot continue there.
+        EngineUnreachable: Output held to a JSON schema was cut short.
     """
     params = request.params
-    if restart:
+    if restart:  # what was passed on cannot be taken back
         request = replace(request, on_token=None)
     whole = nothing = Completion(output_ids=[], logprobs=[], versions=[], finish_reason="abort")
     faults = 0
@@ -70,6 +68,7 @@ async def generate_through_aborts(engine: Engine, request: GenerateRequest, *, r
             return whole
         if len(whole.output_ids) >= params.max_new_tokens:
             return replace(whole, finish_reason="length")
+        # An engine starts a schema with the first token that it draws, so it cannot continue in the middle of one.
         if params.json_schema is not None and whole.output_ids:
             reason = "it cut short what it held to a JSON schema, and cannot go on there; ask again"
             raise EngineUnreachable("of this request", reason)

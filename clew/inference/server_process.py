@@ -94,10 +94,7 @@ class ServerProcess:
 
 
 class AttachedServer:
-    """A server that somebody else started and ends, perhaps on another machine: only its answers tell whether it lives.
-
-    It has the interface of `ServerProcess`.
-    """
+    """A server that somebody else started and ends: only its answers tell whether it lives. See `ServerProcess`."""
 
     log = "where it was started"
 

@@ -182,10 +182,7 @@ class SGLangEngine(Backend):
         return any(".experts." in name for name in self._tensors)
 
     async def _reports_before_temperature(self) -> bool:
-        """Return whether the logprobs of the likeliest tokens are the same at two temperatures.
-
-        Reported after temperature, the differences between them are twice as large at 0.5.
-        """
+        """Return whether the logprobs of the likeliest tokens are the same at two temperatures."""
         gaps = []
         for temperature in (1.0, 0.5):
             body = {
@@ -197,6 +194,7 @@ class SGLangEngine(Backend):
             answer = await self._post("/generate", body)
             logprobs = [entry[0] for entry in answer["meta_info"]["output_top_logprobs"][0]]
             gaps.append(max(logprobs) - min(logprobs))
+        # Reported after temperature, the differences between tokens are twice as large at 0.5.
         return gaps[0] > 1e-2 and abs(gaps[1] - gaps[0]) < abs(gaps[1] - 2 * gaps[0])
 
     async def generate(self, request: GenerateRequest) -> Completion:
@@ -347,13 +345,9 @@ class SGLangEngine(Backend):
 def server_arguments(
     own: Mapping[str, Any], defaults: Mapping[str, Any], chosen: Mapping[str, Any], known: set[str]
 ) -> list[str]:
-    """Return the server's command line. Raises ConfigError for a chosen option that is not `known`, or is `own`.
+    """Return the server's command line, with options of Clew's `own`, `defaults`, and those that the user has chosen.
 
-    Args:
-        own: Options that Clew sets itself.
-        defaults: Options that the user may change.
-        chosen: The user's, as in `Inference.options`.
-        known: The server's option names, such as "--port".
+    Raises ConfigError for a chosen option that is not `known`, such as "--port", or is Clew's own.
     """
     if unknown := [name for name in chosen if f"--{name}" not in known]:
         raise ConfigError(f"Cannot start SGLang: it has no option {few(unknown)} (inference.args).")
@@ -363,10 +357,7 @@ def server_arguments(
 
 
 def known_options(python: str) -> set[str]:
-    """Return the names of SGLang's options, such as "--port", from its own parser; this takes some seconds.
-
-    Raises ConfigError if this Python has no working SGLang.
-    """
+    """Return the names of SGLang's options, such as "--port", from its own parser; this takes some seconds."""
     done = subprocess.run([python, "-c", LIST_OPTIONS], capture_output=True, text=True)
     for line in done.stdout.splitlines():
         if line.startswith("OPTIONS "):
@@ -376,10 +367,7 @@ def known_options(python: str) -> set[str]:
 
 
 def differences(old: Mapping[str, list[int]], new: Mapping[str, list[int]]) -> list[str]:
-    """Return the tensors that only one of two models has, or that have another shape in it, by their shapes.
-
-    None differ if the old model is not known (empty).
-    """
+    """Return the tensors that only one of two models has, or that have another shape in it; none if `old` is empty."""
     if not old:
         return []
     tied = {"lm_head.weight"}  # may be left out where it is the embedding

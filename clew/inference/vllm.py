@@ -89,13 +89,7 @@ class VLLMEngine(Backend):
     kind = "vLLM"
 
     def __init__(self, address: str, model: str, context: int, api_key: str = "", vision: Vision | None = None) -> None:
-        """Create the client.
-
-        Args:
-            model: Name under which the server serves the model.
-            context: The server's max_model_len.
-            vision: The model's image input; None if it takes no images.
-        """
+        """Create the client of a server that serves `model` under this name; context: its max_model_len."""
         super().__init__(address, api_key, context)
         self._vision = vision
         self._model_path = ""
@@ -469,12 +463,7 @@ def _sampling_fields(params: SamplingParams) -> dict[str, Any]:
 
 
 def mode_of(at_one: Mapping[str, float], at_other: Mapping[str, float], temperature: float) -> LogprobsMode:
-    """Return which logprobs a server reports. After temperature, differences between tokens are divided by it.
-
-    Args:
-        at_one: Logprobs of the likeliest tokens at temperature 1.
-        at_other: Those at `temperature`, which is neither 0 nor 1.
-    """
+    """Return which logprobs a server reports, from the likeliest tokens' at temperature 1 and at another, not 0."""
     both = sorted(at_one.keys() & at_other.keys(), key=lambda token: at_one[token])
     if not both:
         return "unknown"
@@ -482,6 +471,7 @@ def mode_of(at_one: Mapping[str, float], at_other: Mapping[str, float], temperat
     gap, other_gap = at_one[high] - at_one[low], at_other[high] - at_other[low]
     if not gap >= SMALLEST_GAP:
         return "unknown"
+    # After temperature, differences between tokens are divided by it.
     return "raw" if abs(other_gap - gap) < abs(other_gap - gap / temperature) else "processed"
 
 

@@ -129,12 +129,7 @@ class Vision:
             )
 
     def inputs(self, input_ids_BT: Tensor, images: Sequence[Sequence[bytes]], dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return what a forward pass takes besides the tokens; empty without images.
-
-        Args:
-            images: The images of each row, in the order of their tokens.
-            dtype: The type of the model's weights.
-        """
+        """Return what a forward pass takes besides the tokens; empty without images, which are given for each row."""
         import torch
 
         if not any(images):

@@ -36,9 +36,7 @@ CANCEL_S = 10.0
 
 
 class SharedClient(httpx2.AsyncClient):
-    """One HTTP client and connection pool for all episodes. An agent that closes it does not close the others'
-    connections.
-    """
+    """One HTTP client and connection pool for all episodes; an agent that closes it closes no connection."""
 
     def __init__(self) -> None:
         super().__init__(timeout=None, limits=httpx2.Limits(max_connections=None, max_keepalive_connections=1024))
@@ -81,21 +79,15 @@ def extra_kwargs_of(run: Any, offered: dict[str, Any]) -> dict[str, Any]:
 
 
 async def run_of(agent: Any, data: dict[str, Any], arguments: dict[str, Any]) -> Any:
-    """Call `agent.run`, in a thread if it is a plain function, and return its result.
-
-    A decorator may hide an async function: an awaitable result is then awaited here.
-    """
+    """Call `agent.run`, in a thread if it is a plain function, and return its result."""
     if inspect.iscoroutinefunction(agent.run):
         return await agent.run(data, **arguments)
     returned = await _in_thread(functools.partial(agent.run, data, **arguments))
-    return await returned if inspect.isawaitable(returned) else returned
+    return await returned if inspect.isawaitable(returned) else returned  # a decorator may hide an async function
 
 
 async def _in_thread(call: Callable[[], Any]) -> Any:
-    """Run `call` in a daemon thread and return its result.
-
-    Unlike a pool's thread, a daemon thread that never ends does not keep the process alive.
-    """
+    """Run `call` in a daemon thread: unlike a pool's, one that never ends does not keep the process alive."""
     loop, context = asyncio.get_running_loop(), contextvars.copy_context()
     # An error is passed as a value, because a future takes no StopIteration as its exception.
     done: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()

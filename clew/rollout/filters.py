@@ -24,10 +24,7 @@ class EqualRewards:
         self._in_a_row: Counter[float] = Counter()
 
     def add(self, reward: float | None) -> None:
-        """Take a group's outcome: the reward that all its episodes have, or None if they differ.
-
-        Raises RolloutError when the run should stop.
-        """
+        """Take the reward that all of a group's episodes have; None if they differ. RolloutError stops the run."""
         if reward is None:
             self._in_a_row.clear()
             return

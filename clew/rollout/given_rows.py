@@ -33,17 +33,13 @@ async def run_rows(
     temperature: float,
     done: Callable[[], None] = lambda: None,
 ) -> list[list[Episode]]:
-    """Run the configured workflow or agent on each row, all episodes side by side.
+    """Run the configured workflow or agent on each row, all episodes side by side. Return the episodes of each row.
 
     Args:
-        config: Configuration with the model's tokenizer, the workflow or agent, and the reward.
         load: Loads the engine. It is called once the user's code is loaded, and the engine is closed at the end.
         name: Returns the group ID of a row by its place. The seeds of its episodes derive from it.
         n_samples: Number of episodes per row.
         done: Called after each episode.
-
-    Returns:
-        The episodes of each row.
     """
     gateway = agent = None
     if config.rollout.agent is not None:  # else neither the gateway nor its web server is imported

@@ -28,10 +28,7 @@ END_S = 1.5
 
 
 def rollout(config: Config) -> None:
-    """Make episodes until the last step of the run is committed and published.
-
-    SIGTERM and SIGINT end it, reward workers included, with SystemExit.
-    """
+    """Make episodes until the last step of the run is committed and published, or a signal ends it (SystemExit)."""
     run = RunDirectory(config.run_path)
     with run.hold("rollout"), run.report("rollout") as reporter:
         asyncio.run(_roll_out(config, run, reporter))

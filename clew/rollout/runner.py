@@ -72,10 +72,7 @@ COUNTS = ["groups_finished", "groups_rejected", "episodes", "episodes_failed", "
 
 
 class RolloutRunner:
-    """Rollout of one run, in one event loop.
-
-    Process mode: `await run()`. Inline mode: the trainer calls `await advance()` whenever it has to wait.
-    """
+    """Rollout of one run, in one event loop: `await run()`; inline, the trainer calls `advance` when it has to wait."""
 
     def __init__(
         self,
@@ -130,10 +127,7 @@ class RolloutRunner:
         """Finish time (monotonic) and number of generated tokens of each episode that finished in the last seconds."""
 
     async def run(self) -> None:
-        """Roll out until the last version is published and evaluated.
-
-        Raises RolloutError if too many episodes fail, or if the filter rejects everything.
-        """
+        """Roll out until the last version is published and evaluated. Raises RolloutError, as for many failures."""
         self._look()
         while not self._complete():
             what, unblocks = self._waits_for()
@@ -404,10 +398,7 @@ class RolloutRunner:
 
 
 async def _side_by_side(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run all coroutines side by side and return their results, in order.
-
-    When one raises, the others are cancelled and its exception is passed on.
-    """
+    """Run all coroutines side by side and return their results, in order. If one raises, the others are cancelled."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(coroutine) for coroutine in work]

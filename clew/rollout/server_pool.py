@@ -48,12 +48,7 @@ class ServerPool(HTTPEngine):
     """The `Engine` of a rollout process: one client for all servers of a run. While none is ready, requests wait."""
 
     def __init__(self, run: RunDirectory, frozen_s: float = FROZEN_S, vocab: int | None = None) -> None:
-        """Take the servers that the environment names, or else those registered in the run directory.
-
-        Args:
-            frozen_s: Seconds without an answer after which a server counts as frozen.
-            vocab: Number of token IDs of the trainer's model; None: what servers return is not checked against it.
-        """
+        """Take the servers that the environment names, or else those registered in the run directory."""
         super().__init__("of this run")
         self.vocab = vocab
         self._run = run

@@ -32,10 +32,7 @@ def refuse_impossible(config: Config, n_rows: int) -> None:
 
 
 def load_workflow(config: Config) -> Workflow:
-    """Return an instance of the workflow's class, which serves all episodes.
-
-    Raises ConfigError if there is no such class, or it cannot be called with rollout.workflow_kwargs.
-    """
+    """Return an instance of the workflow's class, which serves all episodes. Raises ConfigError if there is none."""
     path = config.rollout.workflow
     cls = dotted.load(path, "rollout.workflow")
     if not isinstance(cls, type) or not inspect.iscoroutinefunction(getattr(cls, "run_episode", None)):
