@@ -36,12 +36,8 @@ np.cumsum(WITHIN_BLOCK, out=_UP_TO[1:])
 def digest_array(array: np.ndarray, *, name: str = "", start: int = 0) -> int:
     """Return the digest of one array, or of the piece of it that begins at flat position `start`.
 
-    Every bit counts: 0.0 and -0.0 differ, and so do two NaNs with different payloads.
-
-    Args:
-        array: The array or the piece of it.
-        name: Name of the array. It is part of the digest, so that the result changes when two arrays change places.
-        start: Flat position of the piece's first element in the whole array.
+    Every bit counts: 0.0 and -0.0 differ, and so do two NaNs with different payloads. So does the name: the digest of a
+    set changes when two of its arrays change places.
     """
     flat = np.ascontiguousarray(array).reshape(-1)
     bits = flat.view(f"u{flat.dtype.itemsize}")

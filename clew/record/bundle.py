@@ -64,16 +64,12 @@ def write_bundle(run: RunDirectory, step: int, *, stages_only: bool, to: Path | 
     """Write the bundle of a committed step and return the bundle's path.
 
     Args:
-        run: The run directory.
-        step: The step to bundle.
         stages_only: Bundle only the step's own files, without weights. Otherwise the bundle also holds the nearest
             checkpoint before the step, the first checkpoint (the reference of the KL term) and the steps in between.
-        to: Where to write the bundle; its folder is created. By default the file lies in the current folder, and its
-            name is made from the names of the run.
+        to: Where to write the bundle; its folder is created. By default it is named after the run, in this folder.
 
     Raises:
-        RecordError: There is no such step, there is no checkpoint at or before it, a file is missing, or the disk is
-            full.
+        RecordError: There is no such step, no checkpoint at or before it, a file is missing, or the disk is full.
     """
     run.steps.read(step)  # it must be committed
     first = step
@@ -147,16 +143,13 @@ def _shown(run: RunDirectory, step: int) -> list[str]:
 
 @contextmanager
 def opened(path: Path, trust: Iterable[str] = ()) -> Iterator[tuple[RunDirectory, dict[str, Any] | None]]:
-    """Open a run directory, or unpack a bundle for as long as the block runs.
+    """Open a run directory, or unpack a bundle for as long as the block runs. Raises RecordError if `path` is neither.
 
-    Yields the run directory and the content of bundle.json (None for a run directory).
+    Yields the run directory and the content of bundle.json (None for a run directory). Errors raised by the block name
+    the bundle, not the folder it is unpacked to.
 
     Args:
-        path: A run directory or a bundle.
         trust: Modules whose code the block may load although someone else's record names it.
-
-    Raises:
-        RecordError: `path` is neither. Errors raised by the block name the bundle, not the folder it is unpacked to.
     """
     if path.is_dir():
         run = open_run(path)

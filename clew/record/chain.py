@@ -86,12 +86,9 @@ def seal_broken(content: bytes) -> bool:
 
 
 def link(steps: Steps, step: int, evaluation: Mapping[str, Any] | None) -> dict[str, str]:
-    """Return the digests of the files that `step` is committed with, by their paths in the run directory.
+    """Return the digests of the files that `step` is about to be committed with, by their paths in the run directory.
 
-    Args:
-        steps: The steps of the run.
-        step: The step that is about to be committed. Its data and its stages are already written.
-        evaluation: The newest evaluation, as the step's JSON will hold it; None if there is none.
+    Its data and stages are already written. evaluation: The newest one; None if there is none.
     """
     run = steps.folder.parent
     files = [steps.data_path(step), *steps.stage_paths(step)]
@@ -123,11 +120,10 @@ def breaks(
     `SINCE` have no chain, so they are only compared with the index.
 
     Args:
-        run: The run directory. It is not changed.
         files_of: Steps whose data and stages are compared with their digests, too, and also the sequences of the
             evaluations before, between and after these steps. These files are read in full.
-        see: Called with the number and the content of each step's JSON, in the order of the steps. A caller that needs
-            something of every step then need not read ten thousand files a second time. The content is unchecked.
+        see: Called with each step's number and unchecked JSON, in order, so that the caller need not read ten thousand
+            files a second time.
     """
     found = list(_Chain(run, see).breaks())
     reported = {one.file for one in found}
@@ -356,13 +352,7 @@ def _files(run: RunDirectory, step: int) -> Iterator[Break]:
 
 
 def _evaluation(run: RunDirectory, step: int, reported: set[str]) -> Iterator[Break]:
-    """Yield a break if the evaluation in a step's JSON differs from the evaluation's own file.
-
-    Args:
-        run: The run directory.
-        step: The step.
-        reported: Files that have already been reported; they are skipped.
-    """
+    """Yield a break if the evaluation in a step's JSON differs from its own file. reported: Files to leave out."""
     said = _parsed(run.steps.json_path(step)).get("evaluation")
     version = said.get("version") if isinstance(said, dict) else None
     path = run.evals / f"version-{version:06d}.json" if isinstance(version, int) else None

@@ -22,15 +22,10 @@ log = logging.getLogger("clew.record")
 
 
 def write_bytes(path: Path, content: bytes | memoryview, *, private: bool = False) -> None:
-    """Write `content` to `path` atomically.
+    """Write `content` to `path` atomically. Raises RecordError if the disk is full, or this user may not write there.
 
     Args:
-        path: The file.
-        content: The bytes to write.
         private: Let only this user read the file (mode 0600), from before it has any content.
-
-    Raises:
-        RecordError: The disk is full, or this user may not write there.
     """
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     with explain_disk_errors(path):
@@ -96,7 +91,6 @@ def remove_strays(folder: Path, *names: str) -> None:
     """Remove files, and folders of weights, that a killed process left half-written in `folder`.
 
     Args:
-        folder: The folder to clean.
         names: Patterns of the files that the caller writes, such as "g*.arrows". Others are left alone: another process
             may still be writing them.
     """

@@ -239,9 +239,8 @@ def from_table(table: pa.Table) -> list[Sequence]:
 def checked(path: Path, table: pa.Table, remedy: str = RESTORE) -> list[Sequence]:
     """Return the rows of a table that was read from `path`, after checking them.
 
-    Raises:
-        RecordError: The table has something that Clew never writes: a missing or unaligned column, an empty cell, no
-            rows, or the same row twice.
+    Raises RecordError if it has something that Clew never writes: a missing or unaligned column, an empty cell, no
+    rows, or the same row twice.
     """
     try:
         found = from_table(table)
@@ -331,10 +330,7 @@ def split_lists(column: pa.ChunkedArray, dtype: type) -> list[np.ndarray]:
 
 
 def write_table(path: Path, table: pa.Table) -> None:
-    """Write a Parquet file atomically, without dictionaries and statistics.
-
-    In files of this size, they cost more than they save.
-    """
+    """Write a Parquet file atomically, without dictionaries and statistics, which cost more than they save here."""
     sink = pa.BufferOutputStream()
     pq.write_table(
         table, sink, compression="zstd", use_dictionary=False, write_statistics=False, write_page_checksum=True
@@ -343,14 +339,9 @@ def write_table(path: Path, table: pa.Table) -> None:
 
 
 def read_table(path: Path, remedy: str = RESTORE) -> pa.Table:
-    """Read a Parquet file and verify its checksums.
+    """Read a Parquet file and verify its checksums. remedy: What to do if it cannot be read, for the message.
 
-    Args:
-        path: The file.
-        remedy: What to do if it cannot be read, for the message.
-
-    Raises:
-        RecordError: The file is missing, truncated, altered, or of a newer format.
+    Raises RecordError if the file is missing, truncated, altered, or of a newer format.
     """
     content = read_bytes(path, remedy)
 
@@ -361,16 +352,9 @@ def read_table(path: Path, remedy: str = RESTORE) -> pa.Table:
 
 
 def sound(path: Path, read: Callable[[], pa.Table], size: int, remedy: str = RESTORE) -> pa.Table:
-    """Return the table that `read` returns, after checking its columns.
+    """Return the table that `read` returns, after checking its columns. size: Bytes of the file, for the message.
 
-    Args:
-        path: The file that is read, for the message.
-        read: Reads the table.
-        size: Size of the file in bytes, for the message.
-        remedy: What to do if it cannot be read, for the message.
-
-    Raises:
-        RecordError: The table cannot be read, or lacks columns of its format.
+    Raises RecordError if the table cannot be read, or lacks columns of its format.
     """
     try:  # the footer has no checksum: an altered one says anything
         table = read()

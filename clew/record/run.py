@@ -106,14 +106,10 @@ class RunDirectory:
     """Paths and files of one run."""
 
     def __init__(self, path: Path, *, make: bool = True) -> None:
-        """Open a run directory.
+        """Open a run directory. Raises RecordError if it is of a newer format, or cannot be made.
 
         Args:
-            path: The directory.
             make: Create the folders that are missing. To only read, use `open_run`, which changes nothing.
-
-        Raises:
-            RecordError: The directory is of a newer format, or cannot be made.
         """
         self.path = path
         self.run_json = path / "run.json"
@@ -144,12 +140,7 @@ class RunDirectory:
     def hold(self, role: str, patience_s: float = PATIENCE_S) -> IO[str]:
         """Take the lock of `role` ("trainer", "rollout", "server", "server-1") of this run until the process ends.
 
-        Args:
-            role: The role.
-            patience_s: Seconds to wait for a process that is ending.
-
-        Raises:
-            RecordError: Another process has this role.
+        Waits `patience_s` seconds for a process that is ending. Raises RecordError if another process has this role.
         """
         return hold_lock(self.status / f"{role}.lock", role, patience_s)
 
@@ -224,7 +215,6 @@ class RunDirectory:
         Args:
             config: The configuration; None if another trainer writes its own.
             step: The next step. What changed since an earlier step is added to `changes` in run.json.
-            facts: More fields for run.json.
         """
         from clew.config import dump
 
@@ -370,15 +360,7 @@ def changes_in_words(changes: Mapping[str, Sequence[Any]]) -> str:
 
 
 def warn_of_changes(log: logging.Logger, config: Config, run: RunDirectory, step: int, until: int) -> None:
-    """Log what changed in the configuration since the run was last trained.
-
-    Args:
-        log: Where to log.
-        config: The present configuration.
-        run: The run directory.
-        step: The next step.
-        until: The number of steps after which the run ends.
-    """
+    """Log what changed in the configuration since the last training. step: The next one; until: The run's end."""
     if not (changed := run.changes(config)):
         return
     if step < until:

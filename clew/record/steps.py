@@ -45,8 +45,7 @@ class Stages:
 def parse_steps(text: str, count: int) -> range:
     """Return which of `count` steps `text` means: "137", or as Python slices "130:140" (130 to 139), ":10", "-5:".
 
-    Raises:
-        RecordError: `text` is neither form, or means no committed step.
+    Raises RecordError if `text` is neither form, or means no committed step.
     """
     try:
         bounds = [int(part) if part else None for part in text.split(":")]
@@ -89,10 +88,7 @@ class Steps:
         return self.folder / "index.jsonl"
 
     def write_data(self, step: int, table: pa.Table) -> None:
-        """Write the batch of `step` (item 1 of the module's list).
-
-        The step is trained on this batch now, on resume and in every replay.
-        """
+        """Write the batch of `step` (item 1 above), on which it is trained now, on resume and in every replay."""
         rows.write_table(self.data_path(step), table)
 
     def read_data(self, step: int) -> list[rows.Sequence]:
@@ -128,8 +124,6 @@ class Steps:
         """Write what `rank` computed from its rows (item 2 of the module's list).
 
         Args:
-            step: The number of the step.
-            rank: The rank that computed it.
             digests: Digests of the sequences that the rank read, by ID; see `clew.record.digest.digest_rows`.
             stages: By stage, one array per sequence in the order of `digests`, aligned with its tokens. They are kept
                 as float32.
@@ -149,11 +143,7 @@ class Steps:
         rows.write_table(path, pa.table(columns, metadata={"clew_format": str(rows.FORMAT)}))
 
     def read_stages(self, step: int, batch: Sequence[rows.Sequence] = ()) -> Stages:
-        """Return what the ranks computed at `step`.
-
-        Raises:
-            RecordError: A file is missing, truncated or altered, or there is nothing for a sequence in `batch`.
-        """
+        """Return what the ranks computed at `step`. Raises RecordError if a file is damaged or lacks one of `batch`."""
         environment = self.read(step).get("environment", {}) if self.json_path(step).exists() else {}
         ranks = range(0, environment.get("ranks", 1), environment.get("tp", 1))  # of a group the first writes
         paths = sorted({*self.stage_paths(step), *(self.stage_path(step, rank) for rank in ranks)})
@@ -226,10 +216,7 @@ class Steps:
         return [_entry(line["step"], line) for line in self.index_lines()]
 
     def index_lines(self) -> list[dict[str, Any]]:
-        """Return the entries of `index`, and under `json` the digest of each step's JSON.
-
-        Lines of a format before 4 have no `json`.
-        """
+        """Return the entries of `index` with the digest of each step's JSON (`json`), which formats before 4 lack."""
         entries: list[dict[str, Any]] = []
         for line in self._raw_lines():
             if (entry := _parse_line(line, len(entries))) is None:  # altered: the steps' own files say the same

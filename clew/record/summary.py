@@ -107,9 +107,6 @@ def check(path: Path, step: int, summary: Any, *, by_clew: bool) -> None:
     """Raise RecordError if a step's JSON lacks fields, has invalid values, or is of a newer format or another step.
 
     Args:
-        path: The file, for the message.
-        step: The number that the step must have.
-        summary: The content of the file.
         by_clew: True if Clew itself trained the step. Another trainer need not know all fields, and a bundle does not
             have them for the steps before its first one.
     """
@@ -130,14 +127,9 @@ def check(path: Path, step: int, summary: Any, *, by_clew: bool) -> None:
 
 
 def configured(path: Path, summary: dict[str, Any]) -> tuple[Training, Algorithm]:
-    """Return the configuration that Clew trained a step with.
+    """Return the configuration that Clew trained a step with. path: File of the step's JSON, for the message.
 
-    Args:
-        path: File of the step's JSON, for the message.
-        summary: The content of the file.
-
-    Raises:
-        RecordError: The configuration was altered, or is of another version of Clew.
+    Raises RecordError if the configuration was altered, or is of another version of Clew.
     """
     from clew.config import Algorithm, Training
 
@@ -155,10 +147,7 @@ def configured(path: Path, summary: dict[str, Any]) -> tuple[Training, Algorithm
 
 
 def environment_of(recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the environment of a committed step.
-
-    Older records name neither `tp`, which was 1 then, nor `rounding`, which is returned empty.
-    """
+    """Return the environment of a committed step. Older records lack `tp`, which was 1, and `rounding`: {} here."""
     return {"tp": 1, "rounding": {}, **recorded["environment"]}
 
 

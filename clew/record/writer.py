@@ -164,12 +164,8 @@ class Writer:
 def complete(sequences: Iterable[Mapping[str, Any] | rows.Sequence], *, version: int) -> list[rows.Sequence]:
     """Return sequences with all columns; what is missing is filled in as docs/record.md says.
 
-    Args:
-        sequences: The sequences as the trainer gives them.
-        version: Version of the weights that sampled the tokens, for sequences that do not say.
-
-    Raises:
-        RecordError: A sequence lacks a needed column, or has an unknown or invalid one.
+    version: That of the weights that sampled the tokens, for sequences that do not say. Raises RecordError if a
+    sequence lacks a needed column, or has an unknown or invalid one.
     """
     made: list[rows.Sequence] = []
     episodes: Counter[str] = Counter()
