@@ -167,50 +167,32 @@ def opened(path: Path, trust: Iterable[str] = ()) -> Iterator[tuple[RunDirectory
             raise
 
 
-def _check_members(path: Path, archive: zipfile.ZipFile) -> None:
-    """Raise RecordError for an archive that `write_bundle` cannot have made, before any of it is unpacked."""
-    members = archive.infolist()
-    limit = max(ALWAYS_BYTES, LARGER * path.stat().st_size)
+def _why_not_ours(path: Path, archive: zipfile.ZipFile) -> str:
+    """Return why `write_bundle` cannot have made this archive, before any of it is unpacked; empty if it can have."""
+    members, packed = archive.infolist(), path.stat().st_size
+    limit = max(ALWAYS_BYTES, LARGER * packed)
     unpacked = sum(member.file_size for member in members)
-    free = shutil.disk_usage(tempfile.gettempdir()).free
-    wrong = ""
+    folder = tempfile.gettempdir()
+    free = shutil.disk_usage(folder).free
     if len(members) > MEMBERS:
-        wrong = f"it holds {len(members)} files, and a bundle has at most {MEMBERS}"
-    elif unpacked > limit:
-        wrong = f"its {path.stat().st_size} bytes unpack to {unpacked}, and a bundle of this size has at most {limit}"
-    elif unpacked > free:
-        wrong = (
-            f"it unpacks to {unpacked} bytes, and {tempfile.gettempdir()} has {free} left. Set TMPDIR to another folder"
-        )
+        return f"it holds {len(members)} files, and a bundle has at most {MEMBERS}"
+    if unpacked > limit:
+        return f"its {packed} bytes unpack to {unpacked}, and a bundle of this size has at most {limit}"
+    if unpacked > free:
+        return f"it unpacks to {unpacked} bytes, and {folder} has {free} left. Set TMPDIR to another folder"
     names: set[str] = set()
-    for member in members if not wrong else ():
+    for member in members:
         name = member.orig_filename
         kind = stat.S_IFMT(member.external_attr >> 16)
         plain = name.removesuffix("/") == str(PurePosixPath(name)) and not {"..", "."} & {*name.split("/")}
         if not plain or name.startswith("/") or "\\" in name or "\0" in name:
-            wrong = f"its member {name!r:.80} is not a plain path within it"
-        elif kind not in (0, stat.S_IFREG, stat.S_IFDIR):
-            wrong = f"its member {name!r:.80} is a link or a device"
-        elif name in names:
-            wrong = f"it holds {name!r:.80} twice"
+            return f"its member {name!r:.80} is not a plain path within it"
+        if kind not in (0, stat.S_IFREG, stat.S_IFDIR):
+            return f"its member {name!r:.80} is a link or a device"
+        if name in names:
+            return f"it holds {name!r:.80} twice"
         names.add(name)
-        if wrong:
-            break
-    if wrong:
-        raise RecordError(f"Cannot unpack {path}: {wrong}.")
-
-
-def _extract(archive: zipfile.ZipFile, member: zipfile.ZipInfo, folder: Path) -> None:
-    """Unpack one member, and no more bytes than the archive declares for it."""
-    target = folder / member.filename
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with archive.open(member) as source, target.open("xb") as file:
-        left = member.file_size
-        while content := source.read(min(2**20, left + 1)):
-            left -= len(content)
-            if left < 0:
-                raise zipfile.BadZipFile(f"{member.filename!r:.80} is longer than the archive says")
-            file.write(content)
+    return ""
 
 
 def _unpack(path: Path, folder: Path) -> dict[str, Any]:
@@ -219,10 +201,9 @@ def _unpack(path: Path, folder: Path) -> dict[str, Any]:
         with zipfile.ZipFile(path) as archive, explain_disk_errors(folder):
             if NAME not in archive.namelist():
                 raise RecordError(f"Cannot open {path}: it is not a bundle of Clew, because it holds no {NAME}.")
-            _check_members(path, archive)
-            for member in archive.infolist():
-                if not member.is_dir():
-                    _extract(archive, member, folder)
+            if wrong := _why_not_ours(path, archive):
+                raise RecordError(f"Cannot unpack {path}: {wrong}.")
+            archive.extractall(folder)  # zipfile reads no more bytes of a member than its declared size
     except FileNotFoundError:
         raise no_run(path) from None
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:

@@ -149,7 +149,7 @@ def unlooked(run: RunDirectory, steps: Iterable[int]) -> str:
 class _Chain:
     """The commits of a run, read from their files, and the checks that compare them."""
 
-    def __init__(self, run: RunDirectory, see: Callable[[int, dict[str, Any]], None] | None = None) -> None:
+    def __init__(self, run: RunDirectory, see: Callable[[int, dict[str, Any]], None] | None) -> None:
         self.run = run
         self.steps = run.steps
         self.commits: dict[int, dict[str, Any]] = {}

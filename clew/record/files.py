@@ -27,20 +27,17 @@ def write_bytes(path: Path, content: bytes | memoryview, *, private: bool = Fals
     Args:
         private: Let only this user read the file (mode 0600), from before it has any content.
     """
+    opener = (lambda name, flags: os.open(name, flags, 0o600)) if private else None
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     with explain_disk_errors(path):
         try:
             beside.unlink(missing_ok=True)
-            with open(beside, "xb", opener=_open_private if private else None) as file:
+            with open(beside, "xb", opener=opener) as file:
                 file.write(content)
             beside.replace(path)
         except OSError:
             beside.unlink(missing_ok=True)
             raise
-
-
-def _open_private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
 
 
 def write_json(path: Path, value: Any, *, private: bool = False) -> None:

@@ -187,7 +187,7 @@ def to_table(sequences: SequenceABC[Sequence]) -> pa.Table:
     table = pa.Table.from_arrays(columns, schema=SCHEMA)
     for column in OPTIONAL:
         if any(getattr(sequence, column.name) is not None for sequence in sequences):
-            encode = _ENCODED.get(column.name, _as_it_is)
+            encode = _ENCODED.get(column.name, lambda value: value)
             values = [None if value is None else encode(value) for value in map(attrgetter(column.name), sequences)]
             table = table.append_column(column, pa.array(values, column.type))
     return table
@@ -196,10 +196,6 @@ def to_table(sequences: SequenceABC[Sequence]) -> pa.Table:
 def concatenated(tables: Iterable[pa.Table]) -> pa.Table:
     """Return the rows of several tables, of which some may have optional columns that others leave out."""
     return pa.concat_tables(tables, promote_options="default")
-
-
-def _as_it_is(value: Any) -> Any:
-    return value
 
 
 def _to_npy(array: np.ndarray) -> bytes:
@@ -351,7 +347,7 @@ def read_table(path: Path, remedy: str = RESTORE) -> pa.Table:
     return sound(path, read, len(content), remedy)
 
 
-def sound(path: Path, read: Callable[[], pa.Table], size: int, remedy: str = RESTORE) -> pa.Table:
+def sound(path: Path, read: Callable[[], pa.Table], size: int, remedy: str) -> pa.Table:
     """Return the table that `read` returns, after checking its columns. size: Bytes of the file, for the message.
 
     Raises RecordError if the table cannot be read, or lacks columns of its format.

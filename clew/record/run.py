@@ -124,11 +124,10 @@ class RunDirectory:
         self.rejected = path / "rejected"
         self.evals = path / "evals"
         if make:
+            folders = (self.status, self.logs, self.checkpoints, self.reports, self.rejected, self.evals)
             try:
-                for folder in (self.status, self.logs, self.checkpoints, self.reports, self.rejected, self.evals):
+                for folder in (*folders, path / "inbox", path / "steps"):
                     folder.mkdir(parents=True, exist_ok=True)
-                for name in ("inbox", "steps"):
-                    (path / name).mkdir(exist_ok=True)
             except (FileExistsError, FileNotFoundError, NotADirectoryError, PermissionError) as error:
                 raise RecordError(
                     f"Cannot make the run directory {path}: {error.filename}: {error.strerror}. Name another root."
@@ -305,12 +304,12 @@ class RunDirectory:
 
     def announce_weights(self, ref: WeightRef) -> None:
         """Write where the newest weights are, before any server is asked to load them."""
-        ref.write(self.path / "weights.json")
+        write_json(self.path / "weights.json", asdict(ref))
 
     def newest_weights(self) -> WeightRef | None:
         """Return the weights that a starting server has to load; None before the trainer has written any."""
         path = self.path / "weights.json"
-        return WeightRef.read(path) if path.exists() else None
+        return read_json(path, WeightRef) if path.exists() else None
 
     def register_server(self, server: Server) -> None:
         """Add or update a server in servers.json.
@@ -332,10 +331,9 @@ class RunDirectory:
     def _change_servers(self, change: Any) -> None:
         with (self.status / "servers.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # held for microseconds
-            path = self.path / "servers.json"
-            there = read_json(path, dict[str, Server]) if path.exists() else {}
-            # private: it has their tokens
-            write_json(path, {name: asdict(server) for name, server in change(there).items()}, private=True)
+            there = {server.name: server for server in self.servers()}
+            changed = {name: asdict(server) for name, server in change(there).items()}
+            write_json(self.path / "servers.json", changed, private=True)  # it has their tokens
 
 
 def installed(packages: Iterable[str]) -> dict[str, str]:

@@ -134,8 +134,7 @@ class Steps:
             "origin": pa.array([each.origin for each in digests.values()], pa.uint64()),
         }
         for name, values in stages.items():
-            offsets = np.zeros(len(values) + 1, np.int32)
-            np.cumsum([len(value) for value in values], out=offsets[1:])
+            offsets = np.cumsum([0, *map(len, values)], dtype=np.int32)
             flat = np.concatenate([np.empty(0, np.float32), *values]).astype(np.float32, copy=False)
             columns[name] = pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat))
         path = self.stage_path(step, rank)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from typing_extensions import TypedDict
 
 from clew.errors import RecordError
 from clew.reading import Count, Finite, read_json
-from clew.record.files import write_json
 
 DIGEST_KEY = "clew_digest"
 """Key of WeightRef.digest in the metadata of the safetensors file that the trainer writes."""
@@ -53,15 +52,6 @@ class WeightRef:
     """Token IDs of a short sequence that is scored after each load."""
     probe_logprob: Finite = 0.0
     """Logprob that the trainer's own model gives the last token of `probe_ids`, given those before (temperature 1)."""
-
-    def write(self, path: Path) -> None:
-        """Write the reference as JSON, atomically."""
-        write_json(path, asdict(self))
-
-    @classmethod
-    def read(cls, path: Path) -> WeightRef:
-        """Read what `write` wrote. Raises RecordError if it is something else."""
-        return read_json(path, cls)
 
     def exists(self) -> bool:
         """Return whether the weights still exist at `path`."""

@@ -77,7 +77,7 @@ def test_a_bundle_that_unpacks_to_much_is_refused_before_anything_is_written(
         for _ in range(300):
             zeros.write(bytes(2**20))
     assert path.stat().st_size < 2**20
-    monkeypatch.setattr(bundles, "_extract", None)  # it does not come to that
+    monkeypatch.setattr(zipfile.ZipFile, "extractall", None)  # it does not come to that
     said = r"bytes unpack to 31\d{7}, and a bundle of this size has at most 268435456"
     with pytest.raises(RecordError, match=said), opened(path):
         pass
