@@ -62,8 +62,6 @@ def print_health(
     """Print the concerns, each with its evidence and the next command, or that there is none.
 
     Args:
-        console: Where to print.
-        concerns: What deserves a look.
         count: Number of steps that were looked at.
         unjudged: What cannot be judged.
         path: The run directory or bundle, as the user gave it.
@@ -90,8 +88,7 @@ def print_health(
 def _equal_kinds(run: RunDirectory, steps: Sequence[int]) -> tuple[Counter[float], str]:
     """Return the numbers of groups whose episodes all have one reward, by that reward, and the steps in words.
 
-    A few of the given steps are looked into, spread over all that still have their batch. Without any, the result is
-    empty.
+    A few of the given steps are looked into, spread over all that still have their batch.
     """
     names = set(os.listdir(run.steps.folder)) if steps else set()  # noqa: PTH208 (ten thousand looks take longer)
     there = [step for step in steps if run.steps.data_path(step).name in names]

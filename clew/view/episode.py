@@ -139,10 +139,9 @@ def _after(seconds: float | None, since: float | None) -> str:
 
 
 def lag(sequences: list[Sequence], step: int | None) -> str:
-    """Return mean and maximum lag of the trained tokens, as text.
+    """Return mean and maximum lag of the trained tokens, as text: how many versions they are older than the step.
 
-    The lag is the number of versions by which a token is older than the step that trains on it. It is shown as unknown
-    if a token is newer: another trainer may count its versions differently from the steps of the record.
+    It is unknown if a token is newer: another trainer may count versions differently from the steps of the record.
     """
     if step is None or not sequences:
         return MISSING
@@ -153,11 +152,7 @@ def lag(sequences: list[Sequence], step: int | None) -> str:
 
 
 def rejected_of(sequences: Iterable[Sequence], rejected: dict[str, np.ndarray]) -> str:
-    """Return how many trained tokens of these sequences were rejected and why, as text.
-
-    Args:
-        rejected: Reason for each token, by sequence ID, see `clew.algorithms.rejection`.
-    """
+    """Return how many trained tokens were rejected and why. rejected: Reason for each token, by sequence ID."""
     why = np.concatenate(
         [np.zeros(0), *(rejected[each.id][each.loss_mask] for each in sequences if each.id in rejected)]
     )

@@ -27,8 +27,6 @@ def show_models(
     """Print a row per model, with 95 % confidence intervals.
 
     Args:
-        console: Where to print.
-        names: Names of the models.
         summaries: Summaries of their evaluations, as `clew.rollout.evaluation.summarize` returns them.
         behind: 95 % interval of how far each model's pass@1 is below the best; None if it is not known.
         best: Index of the best model in `names`.
@@ -87,9 +85,7 @@ def show_missed(console: Console, name: str, episodes: Sequence[dict[str, Any]],
     """Print the rows that pass least often, each with the answer of an episode that did not pass.
 
     Args:
-        console: Where to print.
-        name: Name of the model.
-        episodes: Its episodes, as `clew.diagnose.evaluate.EPISODES` describes them.
+        episodes: Episodes of the model, as `clew.diagnose.evaluate.EPISODES` describes them.
         prompt: Column of the data with the prompt.
     """
     by_row: dict[int, list[dict[str, Any]]] = {}

@@ -41,10 +41,7 @@ REJECTED_TOKENS, ALMOST_ALL = 0.5, 0.9
 SPIKE = 10.0
 """Multiple of the usual gradient norm, if training.spike_factor is not set."""
 RECENT_NORMS, ENOUGH_NORMS = 32, 8
-"""Maximum and minimum number of earlier steps that define the usual gradient norm of a step.
-
-The trainer has the same numbers for training.spike_factor.
-"""
+"""Maximum and minimum number of earlier steps that define the usual gradient norm, as for training.spike_factor."""
 NO_GRADIENT = 1e-6
 """Largest gradient norm that counts as zero."""
 CONTRADICTS = 0.1
@@ -55,15 +52,10 @@ FILTERED_GROUPS = 0.5
 AROUND_EVALUATION = 10
 """Number of steps before an evaluation over which the training reward is averaged."""
 FALLEN = 0.1
-"""Minimum fall that is a concern, as a share of the best value.
-
-It is for the training reward, and for evaluations without pass@1.
-"""
+"""Minimum fall of the reward, or of evaluations without pass@1, that is a concern, as a share of the best value."""
 WINDOW, OF_STEPS = 10, 0.05
-"""Length of the windows that training rewards are averaged in: minimum, and share of run.
-
-Few such windows fit into a run, so the best of them is not far above the others by chance.
-"""
+"""Length of the windows that rewards are averaged in: minimum, and share of the run. Few such windows fit into a run,
+so the best of them is not far above the others by chance."""
 BY_CHANCE = 7.0
 """Number of standard errors by which the newest window may be below the best one by chance."""
 
@@ -163,10 +155,8 @@ def _number(value: Any) -> float:
 def equal_steps(history: History, advantages: str) -> list[int]:
     """Return the steps that taught little because rewards were equal; empty if it is not a habit.
 
-    Args:
-        history: The steps.
-        advantages: Value of algorithm.advantages. Those within groups, and a user's own without a critic, need rewards
-            that differ within a group; the others need rewards that differ within the batch.
+    Advantages within groups, and a user's own without a critic, need rewards that differ within a group; the others
+    need rewards that differ within the batch.
     """
     own_without_critic = advantages not in ADVANTAGES and not history.known("critic/loss")
     if advantages in WITHIN_GROUP or own_without_critic:
@@ -180,11 +170,8 @@ def equal_rewards(history: History, steps: Sequence[int], kinds: Mapping[float, 
     """Return the concern that too many groups teach nothing.
 
     Args:
-        history: The steps.
         steps: Result of `equal_steps`.
-        kinds: Number of groups whose episodes all have the same reward, by that reward, in the
-            steps that were looked at.
-        looked: The steps that were looked at, as text.
+        kinds: Number of groups whose episodes all have the same reward, by that reward, in the steps `looked` names.
     """
     if not steps:
         return None
@@ -253,7 +240,6 @@ def gradients(history: History, factor: float | None, *, supervised: bool = Fals
     """Return the concern that the gradient spiked, or that updates were left out.
 
     Args:
-        history: The steps.
         factor: Value of training.spike_factor; None: `SPIKE`.
         supervised: True for a run of `clew sft`, which `clew blame` does not take.
     """
@@ -281,8 +267,8 @@ def gradients(history: History, factor: float | None, *, supervised: bool = Fals
 def find_spikes(history: History, factor: float) -> dict[int, tuple[float, float]]:
     """Return the steps whose gradient norm is a spike, with the norm and the usual norm at that step.
 
-    A spike is above `factor` times the median of the recent steps, and of the whole run. Steps with
-    norms of almost 0 (their rewards were equal) are left out: the step after them would be a spike.
+    A spike is above `factor` times the median of the recent steps, and of the whole run. Steps with norms of almost 0
+    (their rewards were equal) are left out: the step after them would be a spike.
     """
     usable = history.metrics["grad_norm"] > NO_GRADIENT
     norms, steps = history.metrics["grad_norm"][usable], history.steps[usable]
@@ -331,12 +317,7 @@ def rejections(rejected: Rejected, history: History) -> Concern | None:
 
 
 def warnings(warned: Sequence[Warned], last: int) -> Concern | None:
-    """Return the concern that there are warnings.
-
-    Args:
-        warned: All warnings of the run.
-        last: The number of the last committed step.
-    """
+    """Return the concern that there are warnings. last: Number of the last committed step."""
     if not warned:
         return None
     kinds = len(in_words(list(warned)))
@@ -349,10 +330,6 @@ def reward(history: History, changes: Sequence[tuple[int, str]] = ()) -> Concern
     """Return the concern that the training reward fell, about where, and which change of the configuration was there.
 
     The noise is estimated from differences between successive steps, so a steady rise adds little.
-
-    Args:
-        history: The steps.
-        changes: First step and description of each change of the configuration, in order.
     """
     there = np.isfinite(history.metrics["reward"])
     rewards, steps = history.metrics["reward"][there], history.steps[there]
@@ -378,10 +355,7 @@ def reward(history: History, changes: Sequence[tuple[int, str]] = ()) -> Concern
 
 
 def _split(values: np.ndarray) -> int:
-    """Return the index that splits the values into two parts, each as constant as possible.
-
-    It minimizes the squared distances from the means of the two parts.
-    """
+    """Return the index that splits the values into two parts with the least squared distances from their means."""
     before = np.arange(1, len(values))
     after = len(values) - before
     sums = np.cumsum(values)
@@ -392,8 +366,8 @@ def _split(values: np.ndarray) -> int:
 def evaluations(history: History, evals: Sequence[Mapping[str, Any]]) -> Concern | None:
     """Return the concern that evaluations fell.
 
-    The evidence says how the training reward changed meanwhile: if it rose, the model overfits. If
-    it fell as well, the next command shows the step near which it fell.
+    The evidence says how the training reward changed meanwhile: if it rose, the model overfits. If it fell as well,
+    the next command shows the step near which it fell.
     """
     name = "pass@1" if all("pass@1" in one for one in evals) else "reward"
     known = [one for one in evals if math.isfinite(_number(one.get(name)))]
@@ -413,10 +387,7 @@ def evaluations(history: History, evals: Sequence[Mapping[str, Any]]) -> Concern
 
 
 def _margin(name: str, evaluation: Mapping[str, Any]) -> float:
-    """Return the largest fall from this evaluation that may be chance.
-
-    For pass@1, it is two standard errors of a difference.
-    """
+    """Return the largest fall that may be chance: for pass@1, two standard errors of a difference."""
     value, episodes = float(evaluation[name]), _number(evaluation.get("episodes"))
     if name == "pass@1" and episodes > 0 and 0 <= value <= 1:
         return 2 * math.sqrt(2 * max(value * (1 - value), 1 / episodes) / episodes)
@@ -424,10 +395,9 @@ def _margin(name: str, evaluation: Mapping[str, Any]) -> float:
 
 
 def _reward_between(history: History, *versions: int) -> tuple[str, int | None]:
-    """Return as text how the training reward changed between two versions, and where it fell.
+    """Return as text how the training reward changed between two versions, and the step near which it fell, or None.
 
-    The second value is the step near which it fell, or None. The means of the steps before each
-    version are compared; for a version near the start, those of the run's first steps.
+    The means of the steps before each version are compared; for a version near the start, those of the first steps.
     """
     known = np.isfinite(history.metrics["reward"])
     rewards, steps = history.metrics["reward"][known], history.steps[known]
@@ -472,13 +442,10 @@ def _above(
     """Return a concern that names the worst of the steps in `mask`; None if they are not a habit.
 
     Args:
-        history: The steps.
-        cause: The name of the concern.
         name: The metric. Higher is worse.
-        mask: The steps in question.
+        mask: The steps in question, [N] bool.
         what: What was found there.
         then: Arguments of the command to type next, with {} for the worst step.
-        one_is_enough: A single step is a concern, too.
     """
     if not (mask.any() if one_is_enough else _is_habit(mask)):
         return None

@@ -40,16 +40,10 @@ class Measured:
 
 
 def show_off_policy(console: Console, run: RunDirectory, steps: Iterable[int], path: Path) -> None:
-    """Print the most off-policy sequences of these steps, worst first.
+    """Print the most off-policy sequences of these committed steps, worst first.
 
-    Args:
-        console: Where to print.
-        run: The run directory.
-        steps: Committed steps. Those whose sequences were removed are left out.
-        path: The run directory or bundle, as the user gave it.
-
-    Raises:
-        RecordError: No step has its sequences and the logprobs at its start on record.
+    Steps whose sequences were removed are left out. path: The run directory or bundle, as the user gave it. Raises
+    RecordError if no step has its sequences and the logprobs at its start on record.
     """
     there = [step for step in steps if run.steps.has_data(step)]
     worst = heapq.nlargest(SHOWN, _measured(run, there), key=lambda one: one.k3)
@@ -76,13 +70,7 @@ def _measured(run: RunDirectory, steps: list[int]) -> Iterator[Measured]:
 
 
 def measure(sequence: Sequence, proximal_T: np.ndarray, step: int) -> Measured:
-    """Return the distance of a sequence from the policy at the start of the step.
-
-    Args:
-        sequence: The sequence, with the logprobs that its tokens were sampled with.
-        proximal_T: Logprobs of its tokens at the start of the step, [T].
-        step: The step that trained on it.
-    """
+    """Return the distance of a sequence from the policy at the start of the step, given that policy's logprobs [T]."""
     behaviour_N = sequence.logprobs[sequence.loss_mask].astype(np.float64)
     proximal_N = proximal_T[sequence.loss_mask].astype(np.float64)
     difference_N = proximal_N - behaviour_N

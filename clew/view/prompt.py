@@ -41,16 +41,11 @@ class Attempt:
 
 
 def show_prompt(console: Console, run: RunDirectory, wanted: str) -> None:
-    """Print each group of one prompt, in the order of the steps.
+    """Print each group of one prompt, in the order of the steps. Raises RecordError if no prompt is meant, or several.
 
     Args:
-        console: Where to print.
-        run: The run directory.
         wanted: The number of a row in the data file, counted from 0, or a text that the prompt holds. A number for
             which there is no row is a text, too; one whose row has no group may be the whole of a prompt.
-
-    Raises:
-        RecordError: No prompt on record is meant, or several are.
     """
     config = Settings(run.path)
     column = str(config.get("data.prompt", "prompt"))

@@ -73,7 +73,7 @@ def show(
     off_policy: bool = False,
     console: Console,
 ) -> None:
-    """Print what the record has.
+    """Print what the record has. Raises RecordError if there is no such thing on record, or it cannot be read.
 
     Args:
         path: A run directory, a bundle or, without `what`, a folder of runs.
@@ -82,10 +82,6 @@ def show(
         tokens: Show the tokens of an episode or a sequence.
         prompt: Show one prompt over time: the number of a row in the data file, or a text that the prompt holds.
         off_policy: Show the most off-policy sequences of the run, or of `steps`.
-        console: Where to print.
-
-    Raises:
-        RecordError: There is no such thing on record, or it cannot be read.
     """
     if tokens and (what is None or what.isdecimal()):
         raise RecordError("--tokens shows an episode or a sequence. Name one of them, such as g000123.e0.")
@@ -124,10 +120,7 @@ def show(
 
 
 def _show_breaks(console: Console, found: list[chain.Break]) -> None:
-    """Print the breaks in the chain of commits.
-
-    `clew replay` also checks the data and the stages of steps; this does not.
-    """
+    """Print the breaks in the chain of commits. Data and stages of steps are checked by `clew replay` alone."""
     if found:
         console.print()
     for each in found[:BREAKS_SHOWN]:
@@ -195,13 +188,9 @@ def _show_run(
     """Print a run.
 
     Args:
-        console: Where to print.
-        run: The run directory.
         steps: Which steps to list, as a slice; None: the last ones.
         path: The path of the run directory or the bundle, as the user gave it.
         bundle: Content of bundle.json; None for a run directory.
-        warned: The warnings of the run.
-        rejections: What the run rejected.
         seconds: Sums of the timings of all steps, by name.
     """
     config, facts, supervised = Settings(run.path), run.facts(), run.supervised
@@ -421,7 +410,7 @@ def _versions_of_step(summary: dict[str, Any]) -> list[tuple[str, str]]:
 def _stages(console: Console, run: RunDirectory, step: int | None) -> dict[str, dict[str, np.ndarray]]:
     """Return the recorded stages of a step by name and sequence ID, [T] each; empty if there are none on record.
 
-    If they cannot be read, this prints why, because the rest of the step is still worth showing.
+    Prints why if they cannot be read, because the rest of the step is still worth showing.
     """
     if step is None or not run.steps.stage_path(step, 0).exists():
         return {}
@@ -506,8 +495,5 @@ def _field(value: Any) -> str:
 
 
 def _counts(plan: Any) -> str:
-    """Return the number of micro-batches in each update as text.
-
-    Empty micro-batches, which fill up ranks that have fewer than others, do not count.
-    """
+    """Return the number of micro-batches in each update as text, without the empty ones that fill up other ranks."""
     return " ".join(str(sum(map(bool, update))) for update in plan) or MISSING

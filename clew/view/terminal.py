@@ -232,7 +232,7 @@ class Progress:
     def _tell_old_waits(self) -> None:
         """Print a line when a process's oldest wait is 20 s old (5 s before the first step), and when its age doubles.
 
-        This is for output without the live picture, which shows waits itself.
+        The live picture shows waits itself.
         """
         try:
             statuses = read_statuses(self._run)

@@ -85,8 +85,6 @@ def show_tokens(
     """Print the text with each token coloured, and then a line for each token.
 
     Args:
-        console: Where to print.
-        sequence: The sequence.
         stages: Stages of the step that trained on it, by name; empty if there is none yet.
         tokenizer: Turns tokens into text; None: show their ids.
     """
