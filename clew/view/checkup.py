@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 from rich.console import Console
 from rich.text import Text
 
@@ -92,7 +93,9 @@ def _equal_kinds(run: RunDirectory, steps: Sequence[int]) -> tuple[Counter[float
     """
     names = set(os.listdir(run.steps.folder)) if steps else set()  # noqa: PTH208 (ten thousand looks take longer)
     there = [step for step in steps if run.steps.data_path(step).name in names]
-    chosen = sorted({there[round(place)] for place in _spread(len(there), STEPS_LOOKED_INTO)})
+    # evenly spread, with the first and the last
+    places = np.linspace(0, len(there) - 1, min(len(there), STEPS_LOOKED_INTO))
+    chosen = sorted({there[round(place)] for place in places})
     kinds: Counter[float] = Counter()
     for step in chosen:
         try:
@@ -105,13 +108,6 @@ def _equal_kinds(run: RunDirectory, steps: Sequence[int]) -> tuple[Counter[float
         kinds.update(next(iter(each)) for each in rewards.values() if len(each) == 1)
     which = f"{'Step' if len(chosen) == 1 else 'Steps'} {', '.join(map(str, chosen))}"
     return kinds, which
-
-
-def _spread(count: int, limit: int) -> list[float]:
-    """Return at most `limit` places among `count`, evenly spread, with the first and the last."""
-    if count <= limit:
-        return list(map(float, range(count)))
-    return [place * (count - 1) / (limit - 1) for place in range(limit)]
 
 
 def _changes(run: RunDirectory) -> list[tuple[int, str]]:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from clew.record.warned import named_kinds
-from clew.view.text import MISSING, number, one_line, prompt_text, table
+from clew.view.text import MISSING, Rows, number, one_line, prompt_text
 
 MISSED_SHOWN = 10
 ERRORS_SHOWN = 3
@@ -34,7 +34,7 @@ def show_models(
     scores = [*(name for name in summaries[0] if name.startswith("pass@")), "reward"]
     spare = [f"95 % CI of {name}" for name in scores[:0:-1]]
     several = len(names) > 1
-    shown = table(
+    shown = Rows(
         "model",
         *(column for name in scores for column in (name, f"95 % CI of {name}")),
         *(("behind the best",) if several else ()),
@@ -98,7 +98,7 @@ def show_missed(console: Console, name: str, episodes: Sequence[dict[str, Any]],
         return
     always = "" if len(by_row) == len(episodes) else "always "
     console.print(f"\n{len(missed)} of {len(rates)} prompts did not {always}pass with {name}:")
-    shown = table("row", "passed", "reward", "prompt", "answer", words=("prompt", "answer"))
+    shown = Rows("row", "passed", "reward", "prompt", "answer", words=("prompt", "answer"))
     for row in missed[:MISSED_SHOWN]:
         of_row = by_row[row]
         example = next(each for each in of_row if not each["passed"])

@@ -14,12 +14,12 @@ from rich.text import Text
 from clew.algorithms.kl import divergences
 from clew.console import tracked
 from clew.errors import RecordError
-from clew.record import rows
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
 from clew.view.episode import lag
+from clew.view.find import read_batch
 from clew.view.health import command
-from clew.view.text import table
+from clew.view.text import Rows
 
 SHOWN = 10
 STAGE = "proximal_logprobs"
@@ -54,7 +54,7 @@ def show_off_policy(console: Console, run: RunDirectory, steps: Iterable[int], p
         )
     looked = f"{len(there)} steps, {there[0]} to {there[-1]}" if len(there) > 1 else f"step {there[0]}"
     console.print(Text(f"the most off-policy sequences of {looked}, by the mean k3 of behaviour and proximal logprobs"))
-    made = table("step", "sequence", "k3", "ratio", "lag", "tokens", left=("sequence",), spare=("tokens", "ratio"))
+    made = Rows("step", "sequence", "k3", "ratio", "lag", "tokens", left=("sequence",), spare=("tokens", "ratio"))
     for one in worst:
         made.add_row(str(one.step), one.id, f"{one.k3:.2e}", f"{one.ratio:.3g}", one.lag, str(one.tokens))
     console.print(made)
@@ -64,7 +64,7 @@ def show_off_policy(console: Console, run: RunDirectory, steps: Iterable[int], p
 def _measured(run: RunDirectory, steps: list[int]) -> Iterator[Measured]:
     """Yield the distance of every trained sequence. Only one step is in memory at a time."""
     for step in tracked(steps, "measuring", total=len(steps), unit="steps"):
-        batch = rows.checked(run.steps.data_path(step), run.steps.read_table(step).drop_columns("interactions"))
+        batch = read_batch(run, step)
         proximal = run.steps.read_stages(step).arrays.get(STAGE, {})
         yield from (measure(row, proximal[row.id], step) for row in batch if row.id in proximal and any(row.loss_mask))
 

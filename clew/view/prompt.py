@@ -16,8 +16,9 @@ from clew.console import tracked
 from clew.errors import ClewError, RecordError
 from clew.record import rows
 from clew.record.run import RunDirectory
+from clew.view.episode import lag
 from clew.view.find import Settings
-from clew.view.text import MISSING, as_text, number, one_line, pairs, prompt_text, table
+from clew.view.text import MISSING, Rows, as_text, number, one_line, pairs, prompt_text
 
 CANDIDATES = 5
 """Maximum number of prompts that an error lists."""
@@ -34,8 +35,8 @@ class Attempt:
     """Reward of each episode; NaN for one that failed."""
     length: float
     """Mean number of generated tokens of an episode."""
-    versions: np.ndarray
-    """Versions of the generated tokens."""
+    lag: str
+    """Mean and maximum lag of the generated tokens."""
     error: str | None
     """Reason for which the group was left out."""
 
@@ -80,7 +81,7 @@ def show_prompt(console: Console, run: RunDirectory, wanted: str) -> None:
     of_file = [("row", f"{wanted} of {config.get('data.path')}, counted from 0")] if of_row else []
     console.print(pairs([*of_file, *facts, ("groups", f"{trained} trained on, {len(found) - trained} left out")]))
     console.print()
-    made = table(
+    made = Rows(
         *("step", "group", "rewards", "mean", "length", "lag", "why it was left out"),
         left=("group",),
         words=("rewards", "why it was left out"),
@@ -93,15 +94,13 @@ def show_prompt(console: Console, run: RunDirectory, wanted: str) -> None:
 
 def _cells(attempt: Attempt) -> list[Any]:
     scored = [reward for reward in attempt.rewards if np.isfinite(reward)]
-    lags = attempt.step - attempt.versions if attempt.step is not None else np.empty(0)
-    known = lags.size and lags.min() >= 0  # another trainer may count versions from another step
     return [
         MISSING if attempt.step is None else str(attempt.step),
         attempt.group,
         one_line(" ".join(number(reward, ".4g") for reward in attempt.rewards)),
         number(float(np.mean(scored)) if scored else None),
         number(attempt.length, ".1f"),
-        f"{lags.mean():.2f}/{lags.max()}" if known else MISSING,
+        attempt.lag,
         one_line(attempt.error or ""),
     ]
 
@@ -122,24 +121,18 @@ def _row_of_file(config: Settings, place: int) -> dict[str, Any]:
 
 
 def _gathered(run: RunDirectory, is_meant: Callable[[dict[str, Any]], bool]) -> dict[str, list[Attempt]]:
-    """Return the groups of each data row that is meant, by the row as the record has it."""
-    attempts: dict[str, list[Attempt]] = {}
-    for content, attempt in _attempts(run, lambda content: is_meant(_decoded(content))):
-        attempts.setdefault(content, []).append(attempt)
-    return attempts
-
-
-def _attempts(run: RunDirectory, is_meant: Callable[[str], bool]) -> Iterator[tuple[str, Attempt]]:
-    """Yield the data row, as the record has it, and the group, for each group whose prompt is meant.
+    """Return the groups of each data row that is meant, by the row as the record has it.
 
     Files are read one after the other, so that memory does not grow with the run.
     """
     steps = [entry["step"] for entry in run.steps.index() if run.steps.has_data(entry["step"])]
-    rejected = sorted(path for path in run.rejected.glob("g*.parquet") if "." not in path.stem)
     files: list[tuple[int | None, Path]] = [(step, run.steps.data_path(step)) for step in steps]
-    files += [(None, path) for path in rejected]
+    files += [(None, run.rejected / f"{group}.parquet") for group in sorted(run.rejected_groups())]
+    attempts: dict[str, list[Attempt]] = {}
     for step, path in tracked(files, "looking for the prompt", total=len(files), unit="files"):
-        yield from _in_table(path, step, is_meant)
+        for content, attempt in _in_table(path, step, is_meant):
+            attempts.setdefault(content, []).append(attempt)
+    return attempts
 
 
 def _decoded(content: str) -> dict[str, Any]:
@@ -151,11 +144,13 @@ def _decoded(content: str) -> dict[str, Any]:
     return known if isinstance(known, dict) else {}
 
 
-def _in_table(path: Path, step: int | None, is_meant: Callable[[str], bool]) -> Iterator[tuple[str, Attempt]]:
-    """Yield the groups of a file whose prompt is meant. Only these are unpacked."""
+def _in_table(
+    path: Path, step: int | None, is_meant: Callable[[dict[str, Any]], bool]
+) -> Iterator[tuple[str, Attempt]]:
+    """Yield the data row and the group, for each group of a file whose prompt is meant. Only these are unpacked."""
     batch = rows.read_table(path).drop_columns("interactions")
     contents = batch.column("data").to_pylist()
-    meant = {content for content in set(contents) if is_meant(content)}
+    meant = {content for content in set(contents) if is_meant(_decoded(content))}
     if not meant:
         return
     groups: dict[str, list[int]] = {}
@@ -163,21 +158,17 @@ def _in_table(path: Path, step: int | None, is_meant: Callable[[str], bool]) -> 
         if content in meant:
             groups.setdefault(group, []).append(place)
     for group, places in groups.items():
-        sequences = rows.checked(path, rows.concatenated([batch.slice(place, 1) for place in places]))
+        sequences = rows.checked(path, batch.take(places))
         episodes = {sequence.episode_id: sequence.reward for sequence in sequences}
-        versions = np.concatenate([sequence.versions[sequence.loss_mask] for sequence in sequences])
-        error = next((sequence.error for sequence in sequences if sequence.error), None) if step is None else None
-        yield (
-            contents[places[0]],
-            Attempt(
-                step=step,
-                group=group,
-                rewards=list(episodes.values()),
-                length=len(versions) / len(episodes),
-                versions=versions,
-                error=error,
-            ),
+        attempt = Attempt(
+            step=step,
+            group=group,
+            rewards=list(episodes.values()),
+            length=sum(int(sequence.loss_mask.sum()) for sequence in sequences) / len(episodes),
+            lag=lag(sequences, step),
+            error=next((sequence.error for sequence in sequences if sequence.error), None) if step is None else None,
         )
+        yield contents[places[0]], attempt
 
 
 def _nothing(run: RunDirectory, wanted: str, row: Mapping[str, Any] | None, column: str) -> str:

@@ -25,29 +25,11 @@ from clew.record.steps import parse_steps
 from clew.record.warned import Warned, in_words, read_warnings
 from clew.view.checkup import judge, print_health
 from clew.view.episode import lag, rejected_of, rewards_by_name, show_episode, versions
-from clew.view.find import (
-    Found,
-    Name,
-    Settings,
-    committed_steps,
-    find_group,
-    read_batch,
-)
+from clew.view.find import Found, Name, Settings, committed_steps, find_group, read_batch
 from clew.view.health import Collector
 from clew.view.off_policy import show_off_policy
 from clew.view.prompt import show_prompt
-from clew.view.text import (
-    MISSING,
-    as_text,
-    duration,
-    moment,
-    number,
-    one_line,
-    pairs,
-    prompt_text,
-    table,
-    visible,
-)
+from clew.view.text import MISSING, Rows, as_text, duration, moment, number, one_line, pairs, prompt_text, visible
 
 STEPS_SHOWN = 20
 SHARE_SHOWN = 0.005
@@ -152,7 +134,7 @@ def _show_runs(console: Console, folder: Path) -> None:
             f"{folder} is no run directory (it holds no status/), and there is none in it or in its folders. "
             f"A run lies in ROOT/EXPERIMENT/TRIAL."
         )
-    rows = table(
+    rows = Rows(
         *("run", "steps", "reward", "evaluation", "checkpoint", "made", "model"),
         left=("run", "made"),
         words=("model",),
@@ -210,7 +192,7 @@ def _show_run(
                 ("packages", f"{packages}  python {facts.get('python', MISSING)}"),
                 ("git", facts.get("git") or MISSING),
                 ("created", moment(facts.get("created"))),
-                ("steps", _progress(count, config)),
+                ("steps", f"{count} committed of {config.get('training.steps', MISSING)}"),
                 *([("time", _time_in_words(seconds))] if seconds else []),
                 *(("changed", line) for line in _changes(facts)),
                 *([("groups", groups)] if not supervised else []),
@@ -229,7 +211,7 @@ def _show_run(
     console.print()
     columns = SUPERVISED_COLUMNS if supervised else COLUMNS
     spare = ("sequences", "groups", "seconds", "k3", "length", "lag", "rejected", "grad norm", "loss")
-    rows = table(*columns, spare=[name for name in spare if name in columns])
+    rows = Rows(*columns, spare=[name for name in spare if name in columns])
     for step in chosen:
         cells = _cells_of_step(run.steps.read(step))
         rows.add_row(*(cells[name] for name in columns))
@@ -280,11 +262,6 @@ def _time_in_words(seconds: dict[str, float]) -> str:
     return f"{duration(total)} in all steps: {', '.join(parts)}"
 
 
-def _progress(count: int, config: Settings) -> str:
-    """Return how many steps are trained, as text."""
-    return f"{count} committed of {config.get('training.steps', MISSING)}"
-
-
 def _holds(bundle: dict[str, Any]) -> str:
     first, step = bundle["first"], bundle["step"]
     held = f"step {step}" if first == step else f"the steps {first} to {step}"
@@ -296,13 +273,13 @@ def _show_evaluations(console: Console, evaluations: list[dict[str, Any]]) -> No
         return
     console.print()
     if "loss" in evaluations[-1]:  # of `clew sft`
-        losses = table("evaluation of", "held-out loss", "tokens")
+        losses = Rows("evaluation of", "held-out loss", "tokens")
         for each in evaluations:
             losses.add_row(f"version {each['version']}", number(each.get("loss"), ".4f"), str(each.get("tokens")))
         console.print(losses)
         return
     passes = [name for name in evaluations[-1] if name.startswith("pass@")]
-    rows = table(
+    rows = Rows(
         *("evaluation of", *passes, "reward", "length", "truncated", "episodes", "failed"),
         spare=("truncated", "length", "episodes", "reward", "failed"),
     )
@@ -340,6 +317,7 @@ def _show_step(console: Console, run: RunDirectory, step: int) -> None:
         made = f" Step {count} is being made." if run.steps.has_data(count) else ""
         raise RecordError(f"{run.path} has no step {step}: {committed_steps(count)}.{made}")
     summary = run.steps.read(step)
+    oldest, newest = summary["versions"]
     metrics, timings, plan = (summary.get(name) or {} for name in ("metrics", "timings", "plan"))
     environment = dict(summary.get("environment", {}))
     packages = environment.pop("packages", {})
@@ -347,7 +325,8 @@ def _show_step(console: Console, run: RunDirectory, step: int) -> None:
         pairs(
             [
                 ("step", f"{step}, committed {moment(summary.get('committed_at'))}"),
-                *_versions_of_step(summary),
+                # -1: no policy generated the tokens, as in `clew sft`
+                *([("versions", f"{oldest} to {newest} (of the trained tokens)")] if newest >= 0 else []),
                 *((f"digest of {name}", _flat(value)) for name, value in summary["digests"].items()),
                 ("plan", f"micro-batches of each update: {_counts(plan)}"),
                 ("environment", "  ".join(f"{name} {_flat(value)}" for name, value in environment.items())),
@@ -375,7 +354,7 @@ def _show_groups(console: Console, run: RunDirectory, step: int) -> None:
     column = Settings(run.path).get("data.prompt", "prompt")
     stages = _stages(console, run, step)
     rejected, advantages = stages.get("rejected"), stages.get("advantages", {})
-    rows = table(
+    rows = Rows(
         *("group", "sequences", "lag", *["rejected"] * (rejected is not None)),
         *("mean", "spread", "rewards", "advantages", "prompt"),
         left=("group",),
@@ -396,15 +375,6 @@ def _show_groups(console: Console, run: RunDirectory, step: int) -> None:
             one_line(prompt_text(sequences[0].data.get(column, sequences[0].data))),
         )
     console.print(rows)
-
-
-def _versions_of_step(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the line about the versions of the trained tokens.
-
-    The list is empty if no policy generated them, as in `clew sft`.
-    """
-    oldest, newest = summary["versions"]
-    return [("versions", f"{oldest} to {newest} (of the trained tokens)")] if newest >= 0 else []
 
 
 def _stages(console: Console, run: RunDirectory, step: int | None) -> dict[str, dict[str, np.ndarray]]:
@@ -459,7 +429,7 @@ def _show_group(console: Console, run: RunDirectory, found: Found) -> None:
     console.print()
     stages = _stages(console, run, found.step if found.committed else None)
     rejected, advantages = stages.get("rejected"), stages.get("advantages", {})
-    rows = table(
+    rows = Rows(
         *("episode", "sequences", "tokens", *["rejected"] * (rejected is not None)),
         *("reward", "advantage", "rewards", "finish", "versions", "completion"),
         left=("episode", "finish", "versions"),
@@ -469,7 +439,8 @@ def _show_group(console: Console, run: RunDirectory, found: Found) -> None:
     for episode, sequences in episodes.items():
         last = sequences[-1]
         failed = last.finish_reason == "error"
-        said = (last.error or "") if failed else _completion(last)
+        completion = as_text(last.interactions[-1].get("completion")) if last.interactions else ""
+        said = (last.error or "") if failed else completion
         rows.add_row(
             episode,
             str(len(sequences)),
@@ -483,10 +454,6 @@ def _show_group(console: Console, run: RunDirectory, found: Found) -> None:
             one_line(f"error: {said}", style="red") if failed else one_line(said),
         )
     console.print(rows)
-
-
-def _completion(sequence: Sequence) -> str:
-    return as_text(sequence.interactions[-1].get("completion")) if sequence.interactions else ""
 
 
 def _field(value: Any) -> str:

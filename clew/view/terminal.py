@@ -23,8 +23,7 @@ from clew.reading import STRICT, Count, Moment, read_json
 from clew.record.run import RunDirectory, read_evaluation
 from clew.record.summary import spent
 from clew.record.warned import in_words, read_warnings
-from clew.view.text import MISSING, number, one_line, pairs
-from clew.view.text import table as rows_table
+from clew.view.text import MISSING, Rows, number, one_line, pairs
 from clew.waits import OLD_S
 
 ROLES = ("trainer", "rollout", "server")
@@ -258,7 +257,7 @@ class Progress:
         except RecordError:
             processes = Group(Text(""))
         taken = len(self._console.render_lines(processes)) + FRAME_LINES
-        steps = rows_table(*COLUMNS, words=("seconds in",), spare=SPARE_COLUMNS)
+        steps = Rows(*COLUMNS, words=("seconds in",), spare=SPARE_COLUMNS)
         for cells in self._recent[-max(3, self._console.height - taken) :]:  # what does not fit is cut off at the end
             steps.add_row(*cells[:-1], one_line(cells[-1]))
         table, *advice = processes.renderables  # advice comes first, so that it is not cut off

@@ -6,7 +6,6 @@ import json
 import math
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 from rich.cells import cell_len
@@ -69,21 +68,25 @@ def moment(seconds: float | None) -> str:
     return MISSING if not seconds else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
-@dataclass(frozen=True, kw_only=True)
 class Rows:
-    """A table that never cuts numbers: columns that do not fit are left out, and named below.
+    """A table of right-aligned numbers that are never cut: columns that do not fit are left out, and named below.
 
     Columns that are empty in every row, such as the rewards of `clew sft`, are left out as well.
     """
 
-    columns: tuple[str, ...]
-    left: tuple[str, ...]
-    """Columns of names, aligned to the left."""
-    words: tuple[str, ...]
-    """Columns of text, which is cut or wrapped if the terminal is narrow."""
-    spare: tuple[str, ...]
-    """Columns that may be left out to fit the terminal, in the order in which they go."""
-    rows: list[tuple[str | Text, ...]] = field(default_factory=list)
+    def __init__(
+        self, *columns: str, left: Iterable[str] = (), words: Iterable[str] = (), spare: Iterable[str] = ()
+    ) -> None:
+        """Make a table without rows.
+
+        Args:
+            left: Columns of names, aligned to the left.
+            words: Columns of text, which is cut or wrapped if the terminal is narrow.
+            spare: Columns that may be left out to fit the terminal, in the order in which they go.
+        """
+        self.columns = columns
+        self.left, self.words, self.spare = set(left), set(words), tuple(spare)
+        self.rows: list[tuple[str | Text, ...]] = []
 
     def add_row(self, *cells: str | Text) -> None:
         """Add a row with one cell per column. Missing cells at the end stay empty."""
@@ -114,11 +117,6 @@ class Rows:
         yield made
         if out:
             yield Text(f"no place for {', '.join(out)}: widen the terminal, or redirect the output", style="dim")
-
-
-def table(*columns: str, left: Iterable[str] = (), words: Iterable[str] = (), spare: Iterable[str] = ()) -> Rows:
-    """Return a table of right-aligned numbers, except for the columns `left` and `words`. See `Rows`."""
-    return Rows(columns=columns, left=tuple(left), words=tuple(words), spare=tuple(spare))
 
 
 def pairs(facts: Iterable[tuple[str, Any]]) -> Table:
