@@ -121,11 +121,7 @@ async def _with_provider(agent: Any, row: dict[str, Any], base_url: str, api_key
 
 
 def base_url_of(named: str | None) -> str:
-    """Return the base URL of the model: `named`, or else the one that the environment names.
-
-    Raises:
-        ConfigError: Neither `named` nor the environment names one.
-    """
+    """Return the base URL of the model: `named`, or else that of the environment. Raises ConfigError without either."""
     found = named or provider()[0]
     if not found:
         raise ConfigError(

@@ -37,17 +37,14 @@ TOKEN = {
     "rejected": ".0f",
     "loss": ".4g",
 }
-"""Columns shown for a token where its value is known, with their number formats.
-
-kl and behaviour_k3 are shown only when sequences are ranked by them.
-"""
+"""Columns shown for a token where its value is known, with their number formats. kl and behaviour_k3 are shown only if
+sequences are ranked by them."""
 
 
 def blame(target: Path, step: int, *, top: int, tokens: int, by: str | None, trust: SequenceABC[str] = ()) -> None:
     """Print the sequences of a step, worst first.
 
     Args:
-        target: A run directory or a bundle.
         top: Number of sequences to show.
         tokens: Number of tokens to show for a sequence.
         by: One of `BY`; None: the gradient, or the pull where only the record can be read.

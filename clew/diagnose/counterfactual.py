@@ -27,19 +27,15 @@ SIDE_BY_SIDE = ("loss", "grad_norm", "reward", "entropy", "behaviour_k3", "clip_
 
 
 def counterfactual(run: RunDirectory, first: int, last: int, overrides: list[str], *, kept: bool) -> None:
-    """Train on the recorded data with other settings, from step `first` on, and print a table of both runs.
+    """Train on the recorded data with other settings, from step `first` to `last`, and print a table of both runs.
 
-    The result goes into a new run directory. If the new run is interrupted, the same command with
-    the same trial continues it. If it fails before it commits a step of its own, its directory is
-    removed, unless `clew blame` can say more about the batch.
+    The result goes into a new run directory. If the new run is interrupted, the same command with the same trial
+    continues it. If it fails before it commits a step of its own, its directory is removed, unless `clew blame` can say
+    more about the batch.
 
     Args:
-        run: The recorded run.
-        first: First step to train with the overrides.
-        last: Last step to train.
-        overrides: The other settings, as key=value.
-        kept: True for a run directory; the new one goes beside it. False for an unpacked bundle:
-            the new one goes to the default `root`, because a stranger wrote the configuration.
+        kept: True for a run directory; the new one goes beside it. False for an unpacked bundle: the new one goes to
+            the default `root`, because a stranger wrote the configuration.
 
     Raises:
         ClewError: The steps cannot be trained, or the new run directory is already in use.

@@ -46,11 +46,9 @@ NOT_CAUSES = ("experiment", "trial", "root", "debug.", "launch.restarts", "recor
 
 
 def diff(a: Path, b: Path, *, ignore: list[str], plot: Path | None) -> bool:
-    """Print how two runs compare.
+    """Print how two runs, or bundles of them, compare.
 
     Args:
-        a: A run directory or a bundle.
-        b: The other one.
         ignore: Fields of the configuration, or sections, that are left out where it differs.
         plot: File to write a plot of the metrics to, if any.
 
@@ -150,11 +148,7 @@ CHOOSING = ("data.", "rollout.batch_groups", "rollout.n_samples", "rollout.drop_
 def _is_chance(left: RunDirectory, right: RunDirectory, found: Difference, told: Iterable[str]) -> bool:
     """Return whether asynchronous runs merely took other groups: which ones finish first is a matter of timing.
 
-    Args:
-        left: One run.
-        right: The other.
-        found: Their first difference.
-        told: Fields of the configuration that differ.
+    told: Fields of the configuration that differ.
     """
     if any(field.startswith(CHOOSING) for field in told):
         return False
@@ -212,8 +206,7 @@ def _besides(left: RunDirectory, right: RunDirectory, steps: range) -> list[str]
 def _evaluations(left: RunDirectory, right: RunDirectory, versions: set[int]) -> Iterator[str]:
     """Yield a line for each evaluation that differs.
 
-    An evaluation that only one run has counts as a difference if both have evaluations and were configured to evaluate
-    alike.
+    One that only one run has counts if both have evaluations and were configured to evaluate alike.
     """
     sides = [{each["version"]: each for each in run.read_evals()} for run in (left, right)]
     wanted = [read_yaml(run.config_path).get("eval") if run.config_path.exists() else None for run in (left, right)]
@@ -341,12 +334,7 @@ def _in_step(left: RunDirectory, right: RunDirectory, step: int, tolerance: Tole
 def _in_stages(
     left: RunDirectory, right: RunDirectory, step: int, tolerance: Tolerance, then: dict[str, Any], now: dict[str, Any]
 ) -> Iterator[Difference]:
-    """Yield differences in the sequences of a step, and in what was computed from them.
-
-    Args:
-        then: The step's JSON in the left run.
-        now: The step's JSON in the right run.
-    """
+    """Yield differences in the sequences of a step, and in what was computed from them. then, now: The step's JSON."""
     ours, theirs = (run.steps.read_data(step) for run in (left, right))
     if (found := _in_batches(step, ours, theirs, tolerance)) is not None:
         before, after = digest_rows(ours), digest_rows(theirs)
@@ -480,12 +468,9 @@ def _explain(
 
 
 def _code_later(left: RunDirectory, right: RunDirectory, steps: range) -> list[str]:
-    """Return a line for each file of configured code that changed in one run alone.
+    """Return a line for each file of configured code that changed in one run alone, after the first of these steps.
 
     Asynchronous runs part at once, so what explains a later drop of the reward is often not the first difference.
-
-    Args:
-        steps: The step of the first difference, and those after it.
     """
     lines: list[str] = []
     before: list[dict[str, str]] | None = None

@@ -62,10 +62,7 @@ class Evaluation:
 
     @cached_property
     def pass_rates(self) -> dict[int, float]:
-        """Return the pass rate of each row, by row number. Failed episodes do not count.
-
-        Rows whose episodes all failed are left out.
-        """
+        """Return the pass rate of each row, by row number. Failed episodes, and rows of no others, do not count."""
         by_row: dict[int, list[bool]] = {}
         for episode in self.episodes:
             if episode["error"] is None:
@@ -82,10 +79,6 @@ def evaluate(
         models: Folders or hub names of models, checkpoints of runs, or run directories (their newest checkpoint).
         data: Held-out prompts, given like data.path; None: eval.path of the run.
         reward: Dotted path of the reward function; None: that of the run.
-        overrides: Fields of the configuration to override, as key=value.
-
-    Returns:
-        The evaluation of each model.
 
     Raises:
         ClewError: A model, the data or the reward cannot be loaded, or all episodes of a model failed.
@@ -110,9 +103,8 @@ def best_of(evaluations: Sequence[Evaluation]) -> Evaluation:
 def behind(each: Evaluation, best: Evaluation) -> tuple[float, float] | None:
     """Return the 95 % interval of how far the pass rate is below the best model's; None for fewer than two prompts.
 
-    The two models are compared prompt by prompt, so the difficulty of the prompts cancels out, and
-    the difference is known more precisely than either mean (Miller 2024, arXiv 2411.00640, section
-    4.2).
+    The two models are compared prompt by prompt, so the difficulty of the prompts cancels out, and the difference is
+    known more precisely than either mean (Miller 2024, arXiv 2411.00640, section 4.2).
     """
     return interval([best.pass_rates[row] - rate for row, rate in each.pass_rates.items() if row in best.pass_rates])
 
@@ -126,8 +118,7 @@ def _checkpoint_of(name: str) -> Path:
 def _settings(models: Sequence[str], data: str | None, reward: str | None, overrides: Sequence[str]) -> Config:
     """Return the configuration that all models are evaluated with: that of the first run among them, or defaults.
 
-    Raises:
-        ConfigError: Neither the options nor a run name the prompts or the reward; or a field is invalid.
+    Raises ConfigError if neither the options nor a run name the prompts or the reward, or if a field is invalid.
     """
     configs = [_checkpoint_of(name).parent.parent / "config.yaml" for name in models]
     found = next((path for path in configs if (path.parent / "status").is_dir() and path.exists()), None)
@@ -175,8 +166,7 @@ def _evaluate(name: str, config: Config) -> Evaluation:
                 config,
                 data,
                 lambda: load_engine(config),
-                # The run names its own evaluations like this. Seeds derive from the names, so the
-                # results are the same.
+                # A run names its own evaluations like this. Seeds derive from the names, so the results are the same.
                 name=group_name if version is None else lambda place: group_id(version, place),
                 n_samples=n_samples,
                 temperature=config.eval.temperature,

@@ -54,18 +54,11 @@ class Parts:
     without: Mapping[str, str]
     """Reason why a measure is not known, by the measure's name."""
     not_finite: str | None
-    """First recorded place with NaN or infinity; None if there is none.
-
-    If there is none, parts that are not finite say where they became so.
-    """
+    """First recorded place with NaN or infinity; None if there is none: then parts say where they became not finite."""
 
 
 def parts_of(run: RunDirectory, step: int) -> Parts:
-    """Return the parts of a step that was committed, or that failed.
-
-    Raises:
-        ClewError: The step cannot be read or trained again.
-    """
+    """Return the parts of a step that was committed, or that failed. Raises ClewError if it cannot be trained again."""
     if not run.steps.by_clew:
         return _recorded(run, step, "another trainer wrote it, which leaves no checkpoint that Clew can train from")
     checkpoints = run.checkpointed()
@@ -256,9 +249,7 @@ def _divergences(tokens: Mapping[str, np.ndarray], estimator: str) -> dict[str, 
 def _trained_in_updates(trained: list[int], plan: list[list[list[int]]]) -> list[int]:
     """Return how many tokens were trained in each sequence's update, or in the step if the update is not on record.
 
-    Args:
-        trained: Number of trained tokens of each sequence.
-        plan: Rows of each micro-batch, by mini-batch.
+    trained: Number of trained tokens of each sequence. plan: Rows of each micro-batch, by mini-batch.
     """
     found = [max(1, sum(trained))] * len(trained)
     for minibatch in plan:

@@ -106,13 +106,9 @@ class Options:
 
 
 def rerun(target: Path, options: Options) -> bool:
-    """Replay steps of a run directory or a bundle in the way that the options ask for.
+    """Replay steps of a run directory or a bundle; return True if all agrees with the record, or nothing is compared.
 
-    Returns:
-        True if everything agrees with the record, or if nothing is compared.
-
-    Raises:
-        ClewError: The options do not go together, or the steps cannot be replayed.
+    Raises ClewError if the options do not go together, or the steps cannot be replayed.
     """
     options.check()
     with opened(target, options.trust) as (run, bundle):
@@ -177,8 +173,7 @@ LIMIT = "sampling.max_new_tokens"
 def _algorithm_of_another(overrides: Sequence[str], stages: str) -> Algorithm:
     """Return the algorithm that overrides describe, by which another trainer computed its advantages and its loss.
 
-    Raises:
-        ConfigError: An override is no field of algorithm or `LIMIT`, or what is needed is missing.
+    Raises ConfigError if one is no field of algorithm or `LIMIT`, or what is needed is missing.
     """
     said = [override.partition("=")[0] for override in overrides]
     for name, override in zip(said, overrides, strict=True):

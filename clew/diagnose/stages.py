@@ -100,9 +100,7 @@ def batch_as_it_is(run: RunDirectory, step: int) -> list[Sequence]:
 def chain_holds(run: RunDirectory, steps: range, whose: str = "") -> bool:
     """Print what does not fit in the chain of commits, and what has no digest in it; return whether everything fits.
 
-    Args:
-        steps: The steps whose data and stages are compared with their digests.
-        whose: Prefix that names the run, where there are two.
+    steps: Those whose data and stages are compared with their digests. whose: Prefix that names one of two runs.
     """
     found = chain.breaks(run, steps)
     for each in found[:_BREAKS]:
@@ -117,9 +115,7 @@ def chain_holds(run: RunDirectory, steps: range, whose: str = "") -> bool:
 def suggestions(found: Difference, runs: Mapping[str, RunDirectory]) -> Iterator[str]:
     """Yield lines on what may have caused a difference: what it looks like, and how its step stands out in each run.
 
-    Args:
-        found: The first difference.
-        runs: The runs that were compared, by what the line about each begins with.
+    runs: The runs that were compared, by what the line about each begins with.
     """
     if found.suggests:
         yield f"this suggests: {found.suggests}"
@@ -150,11 +146,7 @@ def tell_altered(run: RunDirectory, batch: list[Sequence], stages: Stages, summa
 
 
 def chosen(run: RunDirectory, step: int, batch: list[Sequence], only: str | None) -> list[Sequence]:
-    """Return the rows of a group, an episode or a sequence; all rows if `only` is None.
-
-    Raises:
-        RecordError: The batch has no such row.
-    """
+    """Return the rows of a group, an episode or a sequence; all if `only` is None. Raises RecordError without any."""
     found = [row for row in batch if only is None or only in (row.id, row.episode_id, row.group_id)]
     if not found:
         groups = sorted({row.group_id for row in batch})
