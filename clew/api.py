@@ -59,7 +59,6 @@ def train_as_configured(config: Config, arguments: Sequence[str], *, live: bool)
     """Train on recorded batches, in this process, or with a process for each role: whatever the configuration asks for.
 
     Args:
-        config: The configuration.
         arguments: The file and the overrides that the configuration was loaded from, to start processes with.
         live: Draw the progress of other processes in place, if this is a terminal. Otherwise print a line for each
             step, as is always done if user code runs in this process, because its debugger needs the terminal.

@@ -318,14 +318,9 @@ class Config(Section):
 
 
 def check_critic_fields(config: Config, *, with_critic: bool) -> None:
-    """Check the critic's fields against a user's own advantages. `Config` checks built-in ones.
+    """Check the critic's fields against a user's own advantages; `Config` checks built-in ones. Raises ConfigError.
 
-    Args:
-        config: The configuration.
-        with_critic: Whether the advantages take a critic's values.
-
-    Raises:
-        ConfigError: A field does not fit.
+    with_critic: Whether the advantages take a critic's values.
     """
     algorithm = config.algorithm
     if algorithm.advantages in ADVANTAGES:
@@ -431,8 +426,8 @@ def _chosen(values: Any) -> dict[str, Any]:
 def _forget_preset(values: Any) -> None:
     """Remove the fields that only repeat the default, or what the file's own preset sets.
 
-    Without this, another preset on the command line would have no effect on a file that spells out
-    all fields, such as a run's config.yaml.
+    Without this, another preset on the command line would have no effect on a file that spells out all fields, such as
+    a run's config.yaml.
     """
     chosen = _chosen(values)
     for name in {*chosen, *(field for preset in PRESETS for field in preset_options(preset))}:
@@ -465,10 +460,7 @@ def dump(config: Config) -> str:
 def server_addresses() -> list[str]:
     """Return the host:port of each inference server in CLEW_LLM_SERVER_ADDRS (comma-separated).
 
-    If it is empty, callers use the servers of the run directory.
-
-    Raises:
-        ConfigError: An address is not host:port.
+    If it is empty, callers use the servers of the run directory. Raises ConfigError if an address is not host:port.
     """
     name = SERVERS_VARIABLE if os.environ.get(SERVERS_VARIABLE, "").strip() else SERVERS_ALIAS
     addresses = [address.strip() for address in os.environ.get(name, "").split(",") if address.strip()]

@@ -110,10 +110,8 @@ def order(n_rows: int, index: int, seed: int) -> int:
 
 @lru_cache(maxsize=4)
 def _permutation(n_rows: int, epoch: int, seed: int) -> np.ndarray:
-    """Return the permutation of an epoch, [n_rows] int.
-
-    It sorts raw bits, because NumPy promises that those (but not its shuffles) never change.
-    """
+    """Return the permutation of an epoch, [n_rows] int."""
+    # NumPy promises that raw bits never change; its shuffles may.
     bits: Any = np.random.PCG64([seed, epoch]).random_raw(n_rows)
     return np.argsort(bits, kind="stable")
 

@@ -61,13 +61,8 @@ def only_trusted(record: str | None, modules: Iterable[str] = ()) -> Iterator[No
 def load(path: str, field: str) -> Any:
     """Return the class or function that `path` (module.name) names. Modules in the current folder are found, too.
 
-    Args:
-        path: The dotted path.
-        field: The field with this path, for the message.
-
-    Raises:
-        ConfigError: There is no such module, or no such name in it; the module raises an error when it is imported; or
-            someone else's record is open and the user does not trust the module.
+    Raises ConfigError, which names `field`, if there is no such module, or no such name in it; if the module raises an
+    error when it is imported; or if someone else's record is open and the user does not trust the module.
     """
     module_name, _, name = path.rpartition(".")
     module = load_module(module_name, field, path)
@@ -86,13 +81,7 @@ def load(path: str, field: str) -> Any:
 
 
 def load_module(module_name: str, field: str, path: str | None = None) -> Any:
-    """Return a module, under the rules of `load`.
-
-    Args:
-        module_name: The module's dotted path.
-        field: The field that names it, for the message.
-        path: The value of that field; None if it is the module's dotted path.
-    """
+    """Return a module, under the rules of `load`. path: Value of the field; None if it is the module's dotted path."""
     path = module_name if path is None else path
     if not module_name or not all(part.isidentifier() for part in path.split(".")):
         example = path if path.isidentifier() else "name"
@@ -110,10 +99,7 @@ def load_module(module_name: str, field: str, path: str | None = None) -> Any:
 
 
 def file_of(path: str) -> Path | None:
-    """Return the file of the module that `path` (module.name) names, without importing anything.
-
-    None if the module is Clew's own, or does not exist.
-    """
+    """Return the file of the module in `path` (module.name), not importing it; None if it is Clew's own or absent."""
     module, _, _ = path.rpartition(".")
     return None if module in BUILT_IN else _find(module)
 
@@ -132,12 +118,7 @@ def _find(module: str) -> Path | None:
 
 
 def check_defined(path: str, field: str) -> None:
-    """Raise ConfigError if `path` (module.name) names nothing. The module's source is read, not run, if it is found.
-
-    Args:
-        path: The dotted path.
-        field: The field with this path, for the message.
-    """
+    """Raise ConfigError if `path` (module.name) names nothing. The module's source is read, not run, if it is found."""
     module, _, name = path.rpartition(".")
     tree = _parse(path, field)
     if tree is None:
@@ -154,13 +135,7 @@ def required_parameters(path: str, field: str) -> int | None:
     """Return how many arguments the function that `path` names needs; None if its source alone does not say.
 
     Nothing is run. Decorators, imports and a second definition may change what a name stands for, so they give None.
-
-    Args:
-        path: The dotted path.
-        field: The field with this path, for the message.
-
-    Raises:
-        ConfigError: The module is not valid Python.
+    Raises ConfigError if the module is not valid Python.
     """
     tree, name = _parse(path, field), path.rpartition(".")[2]
     if tree is None or list(_bound(tree)).count(name) != 1:

@@ -36,10 +36,8 @@ LARGE_TEXT = 50_000
 """Length in characters from which a text is tokenized outside the event loop: it takes about 20 ms."""
 
 MAX_TEXT = 1_000_000
-"""Maximum length, in characters, of a text to tokenize, unless the model's context has room for more (`max_text`).
-
-A million characters take seconds, and a process cannot end before that.
-"""
+"""Maximum length, in characters, of a text to tokenize, unless the model's context has room for more (`max_text`). A
+million characters take seconds, and a process cannot end before that."""
 
 LARGE_BODY = 256 * 2**10
 """Size in bytes from which a request is checked outside the event loop."""
@@ -48,10 +46,8 @@ MAX_BODY = 32 * 2**20
 """Maximum number of bytes in the body of a request."""
 
 MAX_VALUES = 2_000_000
-"""Maximum number of commas in a body, as a measure of its values.
-
-Parsing two million takes about 0.1 s, during which the event loop stands still.
-"""
+"""Maximum number of commas in a body, as a measure of its values. Parsing two million takes about 0.1 s, during which
+the event loop stands still."""
 
 MAX_HEADERS = 64 * 2**10
 """Maximum number of bytes in the headers of a request."""
@@ -235,8 +231,7 @@ def is_loopback(host: str) -> bool:
 def bind(listen: str) -> socket.socket:
     """Return a socket of inference.listen. It does not listen yet: clients are refused until the server is ready.
 
-    Raises:
-        EngineError: The address is not host:port, is not of this machine, or its port is in use.
+    Raises EngineError if the address is not host:port, is not of this machine, or its port is in use.
     """
     host, _, port = listen.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:

@@ -29,9 +29,7 @@ KEPT = "\n\t"
 def visible(text: str, keep: str = "\n") -> str:
     """Return text with control, formatting and other unprintable characters as Python writes them, such as \\x1b.
 
-    Args:
-        text: Any text.
-        keep: Characters that stay as they are.
+    Characters in `keep` stay as they are.
     """
     if text.isprintable():
         return text

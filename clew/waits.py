@@ -47,10 +47,7 @@ class Wait:
 
     @property
     def kind(self) -> tuple[str, str]:
-        """Return a key that waits for different groups, episodes or steps share.
-
-        Words with digits are masked.
-        """
+        """Return a key that waits for different groups, episodes or steps share: words with digits are masked."""
         return re.sub(r"\S*\d\S*", "N", self.what), self.unblocks
 
     def numbers_now(self) -> str:
@@ -76,10 +73,7 @@ _waits: dict[int, Wait] = {}
 
 @contextmanager
 def waiting(what: str, *, unblocks: str, numbers: Callable[[], str] | None = None) -> Iterator[Wait]:
-    """Register a wait for as long as the block runs. Use it in threads or in coroutines.
-
-    It costs about a microsecond.
-    """
+    """Register a wait for as long as the block runs, in a thread or a coroutine. It costs about a microsecond."""
     wait = Wait(what, unblocks, numbers)
     _waits[id(wait)] = wait
     try:

@@ -69,8 +69,8 @@ INTERRUPTED = 130
 def main() -> None:
     """Run the command line, and end this process. A trainer rank that failed ends at once.
 
-    A normal exit of Python would destroy torch's process group. With gloo this waits for pending
-    operations, and so for ranks that still train because they do not know of the failure yet.
+    A normal exit of Python would destroy torch's process group. With gloo this waits for pending operations, and so for
+    ranks that still train because they do not know of the failure yet.
     """
     try:
         _main()
@@ -86,8 +86,7 @@ def main() -> None:
 def _main() -> None:
     """Run the command line. A ClewError exits with 2 and its message; anything else is a defect: 70 and a traceback.
 
-    A command that found something (a difference, an unfit agent) raises SystemExit(1) itself, one that could not judge
-    SystemExit(3).
+    A command that found something (a difference, an unfit agent) raises SystemExit(1) itself; not judged is 3.
     """
     from clew.launch.ranks import tell
     from clew.processes import die_with_parent
@@ -96,8 +95,8 @@ def _main() -> None:
     # OpenMP's threads spin while they wait for one another. Under `clew train`, processes share the cores, and the
     # spinning takes time from another process: ten times slower. torch reads this when it is loaded.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    # Imports make a million objects that live until the end. Looking for garbage after every 700
-    # of them would take 5 to 15 % of the time.
+    # Imports make a million objects that live until the end. Looking for garbage after every 700 of them would take 5
+    # to 15 % of the time.
     gc.set_threshold(10_000)
     logging.setLogRecordFactory(VisibleRecord)  # also for the logs of libraries
     break_silence(f"clew {sys.argv[1] if sys.argv[1:] else ''}: starting; Python is still importing or reading files")
@@ -123,8 +122,8 @@ def _main() -> None:
         )
         raise SystemExit(DEFECT) from None
     finally:
-        # Skip the last garbage collection: with torch loaded it takes a second, and frees nothing
-        # that does not end with the process anyway.
+        # Skip the last garbage collection: with torch loaded it takes a second, and frees nothing that does not end
+        # with the process anyway.
         gc.freeze()
 
 

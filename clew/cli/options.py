@@ -57,10 +57,7 @@ def run_path_of(run: Path, overrides: list[str] | None = None) -> Path:
 
 
 def open_run_of(config: Path, overrides: list[str] | None) -> tuple[Config, RunDirectory]:
-    """Return the configuration and its run directory, which is made.
-
-    First check that everything that the configuration names exists.
-    """
+    """Return the configuration, once all that it names is known to exist, and its run directory, which is made."""
     from clew.launch.preflight import check_named
     from clew.record.run import RunDirectory
 
