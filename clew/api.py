@@ -44,7 +44,7 @@ def train(config: Config | Path | str, overrides: Sequence[str] = ()) -> Run:
         ClewError: The configuration is invalid, or the run ended before its last step.
     """
     with explain_missing(), _as_file(config) as path:
-        loaded = configuration.load(path, list(overrides))
+        loaded = configuration.load(path, overrides)
         if loaded.debug.replay_rollout_data and loaded.launch.ranks > 1:
             raise ConfigError(
                 f"Cannot train on recorded batches with launch.ranks={loaded.launch.ranks}: this process is one rank. "
@@ -265,16 +265,18 @@ class Run:
     def steps(self) -> pandas.DataFrame:
         """Return a DataFrame with one row for each step, and its metrics as columns."""
         steps = [self.directory.steps.read(step) for step in range(len(self))]
-        return _frame([step["metrics"] | {"committed_at": step["committed_at"]} for step in steps]).rename_axis("step")
+        numbers = [step["metrics"] | {"committed_at": step["committed_at"]} for step in steps]
+        return _pandas().DataFrame(numbers).rename_axis("step")
 
     @property
     def evaluations(self) -> pandas.DataFrame:
         """Return a DataFrame with one row for each complete evaluation."""
-        return _frame(self.directory.read_evals())
+        return _pandas().DataFrame(self.directory.read_evals())
 
     def frame(self, step: int) -> pandas.DataFrame:
         """Return a DataFrame with one row for each sequence of a step, and the columns of the record."""
-        return _frame([{name: getattr(row, name) for name in rows.COLUMNS} for row in self.sequences(step)])
+        records = [{name: getattr(row, name) for name in rows.COLUMNS} for row in self.sequences(step)]
+        return _pandas().DataFrame(records)
 
     def tokens(self, step: int) -> pandas.DataFrame:
         """Return a DataFrame with one row for each trained token of a step.
@@ -292,18 +294,15 @@ class Run:
                 f"current_{name}" if name in columns else name: values[row.id][positions]
                 for name, values in stages.items()
             }
-            frames.append(_frame({"id": row.id, "position": positions} | columns | computed))
-        with explain_missing():
-            import pandas
-
-            return pandas.concat(frames, ignore_index=True)
+            frames.append(_pandas().DataFrame({"id": row.id, "position": positions} | columns | computed))
+        return _pandas().concat(frames, ignore_index=True)
 
 
-def _frame(content: Any) -> pandas.DataFrame:
+def _pandas() -> Any:
+    """Import pandas, which is an optional part."""
     with explain_missing():
         import pandas
-
-        return pandas.DataFrame(content)
+    return pandas
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -307,9 +307,8 @@ class Config(Section):
 
     def evaluates(self, version: int) -> bool:
         """Return whether the weights of `version` are to be evaluated: versions 0, N, 2N, ... and the last are."""
-        if self.eval.path is None:
-            return False
-        return version % self.eval.every_steps == 0 or version == self.training.steps
+        asked = version % self.eval.every_steps == 0 or version == self.training.steps
+        return self.eval.path is not None and asked
 
     @property
     def rank_threads(self) -> int:
@@ -340,7 +339,7 @@ def check_critic_fields(config: Config, *, with_critic: bool) -> None:
             )
 
 
-def load(path: Path | str, overrides: list[str] | tuple[str, ...] = ()) -> Config:
+def load(path: Path | str, overrides: Sequence[str] = ()) -> Config:
     """Read `path`, apply `key=value` overrides, resolve `${...}` and check the result. Raises ConfigError."""
     path = Path(path)
     try:
@@ -350,7 +349,7 @@ def load(path: Path | str, overrides: list[str] | tuple[str, ...] = ()) -> Confi
     return parse(text, path, overrides)
 
 
-def parse(text: str, path: Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:
+def parse(text: str, path: Path, overrides: Sequence[str] = ()) -> Config:
     """Return the configuration in a YAML text, as `load` does for a file. path: where the text is from, for errors."""
     import yaml
     from omegaconf import OmegaConf
@@ -512,7 +511,7 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return named
 
 
-def _explain(problem: Any, path: Path, text: str, overrides: list[str] | tuple[str, ...]) -> str:
+def _explain(problem: Any, path: Path, text: str, overrides: Sequence[str]) -> str:
     name = ".".join(str(part) for part in problem["loc"])
     where = _where(name, path, text, overrides)
     if problem["type"] == "extra_forbidden":
@@ -528,7 +527,7 @@ def _explain(problem: Any, path: Path, text: str, overrides: list[str] | tuple[s
     return f"{where}: {message}{'' if message.endswith('?') else '.'}"
 
 
-def _where(name: str, path: Path, text: str, overrides: list[str] | tuple[str, ...]) -> str:
+def _where(name: str, path: Path, text: str, overrides: Sequence[str]) -> str:
     for override in reversed(overrides):
         key = override.split("=", 1)[0]
         if key == name or name.startswith(key + ".") or (name and key.startswith(name + ".")):

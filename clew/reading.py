@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
@@ -58,7 +59,8 @@ def read_bytes(path: Path | str, remedy: str = RESTORE) -> bytes:
     except FileNotFoundError:
         raise FileMissing(f"Cannot read {path}: it is missing. {_sentence(remedy)}.") from None
     except OSError as error:
-        raise RecordError(f"Cannot read {path}: {error.strerror}. {_remedy_of(error, remedy)}.") from None
+        remedy = "Give this user the right to read it" if isinstance(error, PermissionError) else _sentence(remedy)
+        raise RecordError(f"Cannot read {path}: {error.strerror}. {remedy}.") from None
     try:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
@@ -78,12 +80,6 @@ def _sentence(remedy: str) -> str:
     return remedy[:1].upper() + remedy[1:]
 
 
-def _remedy_of(error: OSError, remedy: str) -> str:
-    if isinstance(error, PermissionError):
-        return "Give this user the right to read it"
-    return _sentence(remedy)
-
-
 def read_text(path: Path, remedy: str = RESTORE) -> str:
     """Read a file of UTF-8 text. Raises RecordError, as `read_bytes` does, or if it is not UTF-8."""
     try:
@@ -95,40 +91,33 @@ def read_text(path: Path, remedy: str = RESTORE) -> str:
         ) from None
 
 
-def read_json(path: Path, kind: Any = None, remedy: str = RESTORE) -> Any:
+def read_json(path: Path, kind: Any = None) -> Any:
     """Read one JSON document.
 
     Args:
-        path: The file.
         kind: The expected type, as pydantic can check it (a TypedDict, a dataclass, dict[str, int]); None: anything.
-        remedy: What to do if it cannot be read, for the message.
 
     Raises:
         FileMissing: The file does not exist.
         RecordError: The file is not JSON, or not of this type.
     """
     try:
-        found = parse_json(read_bytes(path, remedy))
+        found = parse_json(read_bytes(path))
     except ValueError as error:
         raise RecordError(
             f"Cannot read {path}: expected JSON, found {path.stat().st_size} bytes that are not ({error}). It was "
-            f"altered after it was written: {remedy}."
+            f"altered after it was written: {RESTORE}."
         ) from None
-    return found if kind is None else check(path, found, kind, remedy)
+    return found if kind is None else check(path, found, kind)
 
 
 def parse_json(text: bytes | str) -> Any:
     """Parse JSON. Raises ValueError if it is not JSON, repeats a key, or has more than `DEEPEST` levels."""
-    try:
+    with suppress(RecursionError):
         found = json.loads(text, object_pairs_hook=_object)
-    except RecursionError:
-        found = None
-        levels = DEEPEST + 1
-    else:
-        levels = 0
-    if levels or is_deep(found):
-        raise ValueError(f"more than {DEEPEST} objects and lists within one another")
-    return found
+        if not is_deep(found):
+            return found
+    raise ValueError(f"more than {DEEPEST} objects and lists within one another")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -158,8 +147,7 @@ def is_deep(value: Any) -> bool:
 def check(path: Path, found: Any, kind: Any, remedy: str = RESTORE) -> Any:
     """Return what was read from `path`, after checking it: as it is, or as the dataclasses that `kind` asks for.
 
-    Raises:
-        RecordError: A field is not as expected. The message names the first one.
+    Raises RecordError, which names the first field that is not as expected.
     """
     try:
         checked = _adapter(kind).validate_python(found)
@@ -207,7 +195,7 @@ def check_yaml(text: str) -> None:
             raise ValueError(f"more than {DEEPEST} mappings and lists within one another")
 
 
-def read_yaml(path: Path, remedy: str = RESTORE) -> dict[str, Any]:
+def read_yaml(path: Path) -> dict[str, Any]:
     """Read a configuration as an unchecked mapping.
 
     Raises:
@@ -215,15 +203,15 @@ def read_yaml(path: Path, remedy: str = RESTORE) -> dict[str, Any]:
     """
     import yaml
 
-    text = read_text(path, remedy)
+    text = read_text(path)
     try:
         check_yaml(text)
         found = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise RecordError(
-            f"Cannot read {path}: expected YAML ({' '.join(str(error).split())[:300]}). {_sentence(remedy)}."
+            f"Cannot read {path}: expected YAML ({' '.join(str(error).split())[:300]}). {_sentence(RESTORE)}."
         ) from None
     if not isinstance(found, dict) or any(not isinstance(name, str) for name in found):
         kind = type(found).__name__ if not isinstance(found, dict) else "a key that is no text"
-        raise RecordError(f"Cannot read {path}: expected sections by name, found {kind}. {_sentence(remedy)}.")
+        raise RecordError(f"Cannot read {path}: expected sections by name, found {kind}. {_sentence(RESTORE)}.")
     return found

@@ -61,6 +61,8 @@ def hang(
 
     Example: clew hang --torchrun 4711
     """
+    import json
+
     from clew.errors import ConfigError
     from clew.hang.collect import with_native
     from clew.hang.dumps import read_dumps
@@ -88,7 +90,11 @@ def hang(
     if str(json_file) != "-":
         print(report.in_text())  # first: a file that cannot be written must not cost the verdict
     if json_file is not None:
-        _write(json_file, report)
+        text = json.dumps(report.as_json(), indent=1)
+        if str(json_file) == "-":
+            print(text)
+        else:
+            _write_text(json_file, text)
     if html_file is not None:
         from clew.hang.html_report import as_html
 
@@ -138,16 +144,6 @@ def _list_jobs() -> None:
         print(f"clew hang --torchrun {pid}")
     if not listed and not launchers:
         print("No torch job runs on this machine. Give a run directory, or --pid.")
-
-
-def _write(path: Path, report: Report) -> None:
-    import json
-
-    text = json.dumps(report.as_json(), indent=1)
-    if str(path) == "-":
-        print(text)
-    else:
-        _write_text(path, text)
 
 
 def _write_text(path: Path, text: str) -> None:
