@@ -55,9 +55,7 @@ class Replay:
         return not self.difference and self.answered == self.recorded and same_end
 
 
-def replay_agent(
-    run: RunDirectory, rows: Sequence[Row], *, agent: str | None, base_url: str | None, overrides: Sequence[str] = ()
-) -> Replay:
+def replay_agent(run: RunDirectory, rows: Sequence[Row], *, agent: str | None, base_url: str | None) -> Replay:
     """Run the agent on the data of a recorded episode.
 
     The agent's code runs on this thread's event loop: a breakpoint in it may last an hour.
@@ -71,7 +69,7 @@ def replay_agent(
         RecordError: The record has responses without tokens, or cannot be read.
         EngineError: The server at `base_url` does not answer or takes no token IDs.
     """
-    config = configuration.load(run.config_path, ["launch.mode=local", *overrides])
+    config = configuration.load(run.config_path, ["launch.mode=local"])
     path = agent or config.rollout.agent
     if path is None:
         raise ConfigError(

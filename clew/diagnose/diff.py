@@ -41,6 +41,9 @@ SCORES = ("pass@1", "reward", "loss")
 FACTS = ("packages", "python", "git")
 """Entries of run.json that may explain a difference."""
 
+Pair = tuple[RunDirectory, RunDirectory]
+"""The two runs, in the order in which the user named them."""
+
 NOT_CAUSES = ("experiment", "trial", "root", "debug.", "launch.restarts", "record.", "eval.", "checkpoint.")
 """Fields and sections of the configuration that no step depends on."""
 
@@ -62,72 +65,71 @@ def diff(a: Path, b: Path, *, ignore: list[str], plot: Path | None) -> bool:
     if unknown := [name for name in ignore if name and not any(_is_ignored(field, [name]) for field in field_names())]:
         raise ConfigError(f"--ignore {unknown[0]}: no field of the configuration has this name, nor a section.")
     with opened(a) as (left, bundle_a), opened(b) as (right, bundle_b):
+        runs = left, right
         names = _names(a, b)
-        steps = _common(left, right, bundle_a, bundle_b)
-        found, tolerance, environments, apart = _compared(left, right, steps)
+        steps = _common(runs, bundle_a, bundle_b)
+        found, tolerance, environments, apart = _compared(runs, steps)
         how = str(tolerance)
         if environments:
             before = f"{EXACT} up to step {apart - 1}, then " if apart > steps[0] else ""
             how = f"{before}{tolerance} ({'; '.join(environments)})"
         print(f"{names[0]} and {names[1]}: steps {steps[0]} to {steps[-1]} of both, compared {how}")
-        whole = [chain_holds(run, steps, f"{name}: ") for run, name in zip((left, right), names, strict=True)]
-        lacking = _without_data(left, right, steps, names)
+        whole = [chain_holds(run, steps, f"{name}: ") for run, name in zip(runs, names, strict=True)]
+        lacking = _without_data(runs, steps, names)
         for line in lacking:
             print(line)
-        besides = _besides(left, right, steps) if found is None and tolerance.exact else []
+        besides = _besides(runs, steps) if found is None and tolerance.exact else []
         if found is None:
             print("what is compared agrees." if lacking else "every stage of every step agrees.")
             for line in besides:
                 print(f"DIFFERENT ALL THE SAME  {line}")
-            _note_configuration(left, right, steps, names, ignore)
+            _note_configuration(runs, steps, names, ignore)
             plans = "" if tolerance.exact else ", plans of micro-batches"
             print(f"not looked at: what the files of checkpoints and images hold{plans} (`clew replay` does that).")
         else:
-            changed = _configuration(left, right, found.step)
+            changed = _configuration(runs, found.step)
             told = {name: line for name, line in changed.items() if not _is_ignored(name, ignore)}
             _list("configuration", told.values(), names)
             if len(told) < len(changed):
                 print(f"left out: {', '.join(name for name in changed if name not in told)}")
-            if told and _is_chance(left, right, found, told):
-                _print_configured(left, right, found, steps, names, told)
+            if told and _is_chance(runs, found, told):
+                _print_configured(runs, found, steps, names, told)
             else:
                 print(f"FIRST DIFFERENCE  {found.told(*names)}")
             for line in suggestions(found, {f"{names[0]}: ": left, f"{names[1]}: ": right}):
                 print(line)
-            _list("changed later", _code_later(left, right, range(found.step, steps.stop)), names)
-            explained = _explain(left, right, found, names, [each for each in environments if each != SAMPLING_NOISE])
+            _list("changed later", _code_later(runs, range(found.step, steps.stop)), names)
+            explained = _explain(runs, found, names, [each for each in environments if each != SAMPLING_NOISE])
             if not (changed or explained):
                 print(
                     "configuration, environment, packages, the files that configured functions are from and the "
                     "tokenizer are the same: what differs was altered, or is not recorded"
                 )
-        _drift(left, right, steps, names)
+        _drift(runs, steps, names)
         if plot is not None:
-            print(f"plot: {_plot(left, right, steps, names, plot)}")
+            print(f"plot: {_plot(runs, steps, names, plot)}")
         return found is None and not besides and all(whole)
 
 
-def _compared(
-    left: RunDirectory, right: RunDirectory, steps: range
-) -> tuple[Difference | None, Tolerance, list[str], int]:
+def _compared(runs: Pair, steps: range) -> tuple[Difference | None, Tolerance, list[str], int]:
     """Return the first difference, the tolerance of the steps from which on digests differ, why, and that step."""
-    indices = [run.steps.index() for run in (left, right)]
+    indices = [run.steps.index() for run in runs]
     differ = (step for step in steps if indices[0][step]["digests"] != indices[1][step]["digests"])
     start = next(differ, steps.stop)
     apart = range(start, steps.stop)
-    tolerance, environments = _tolerance(left, right, start) if apart else (EXACT, [])
-    found = _first_difference(left, right, range(steps.start, start), EXACT)
+    tolerance, environments = _tolerance(runs, start) if apart else (EXACT, [])
+    found = _first_difference(runs, range(steps.start, start), EXACT)
     if found is not None:
         return found, tolerance, environments, start
-    found = _first_difference(left, right, apart, tolerance)
-    if found is not None and tolerance.exact and (doubt := _rounding(left, right, found)):
-        near = _first_difference(left, right, apart, _near(left, right))
+    found = _first_difference(runs, apart, tolerance)
+    if found is not None and tolerance.exact and (doubt := _rounding(runs, found)):
+        near = _first_difference(runs, apart, _near(runs))
         if str(near) != str(found):  # the first difference is within rounding
-            return near, _near(left, right), [doubt], start
+            return near, _near(runs), [doubt], start
     if found is not None and tolerance.exact and _is_sampling_noise(found):
-        near = _first_difference(left, right, apart, _near(left, right))
+        near = _first_difference(runs, apart, _near(runs))
         if near is not None:  # which follows from more than noise
-            return near, _near(left, right), [SAMPLING_NOISE], start
+            return near, _near(runs), [SAMPLING_NOISE], start
     return found, tolerance, environments, start
 
 
@@ -145,7 +147,7 @@ CHOOSING = ("data.", "rollout.batch_groups", "rollout.n_samples", "rollout.drop_
 """Beginnings of the fields that say which groups there are, and how many make a batch."""
 
 
-def _is_chance(left: RunDirectory, right: RunDirectory, found: Difference, told: Iterable[str]) -> bool:
+def _is_chance(runs: Pair, found: Difference, told: Iterable[str]) -> bool:
     """Return whether asynchronous runs merely took other groups: which ones finish first is a matter of timing.
 
     told: Fields of the configuration that differ.
@@ -153,17 +155,12 @@ def _is_chance(left: RunDirectory, right: RunDirectory, found: Difference, told:
     if any(field.startswith(CHOOSING) for field in told):
         return False
     other_groups = found.stage == "data" and "absent" in (found.recorded, found.found)
-    lags = [_values(run, found.step).get("rollout.max_lag") for run in (left, right)]
+    lags = [_values(run, found.step).get("rollout.max_lag") for run in runs]
     return other_groups and any(isinstance(lag, int) and lag > 0 for lag in lags)
 
 
 def _print_configured(
-    left: RunDirectory,
-    right: RunDirectory,
-    found: Difference,
-    steps: range,
-    names: tuple[str, str],
-    told: Mapping[str, str],
+    runs: Pair, found: Difference, steps: range, names: tuple[str, str], told: Mapping[str, str]
 ) -> None:
     """Print the first difference that follows from the configuration, then that the runs took other groups.
 
@@ -171,45 +168,46 @@ def _print_configured(
     """
     fields = {field.rpartition(".")[2]: field for field in told}
     for step in steps:
-        sides = [run.steps.read(step).get("metrics", {}) for run in (left, right)]
+        sides = [run.steps.read(step).get("metrics", {}) for run in runs]
         own = [{name: side[name] for name in fields if name in side} for side in sides]
         if (first := next(differences.in_metrics(step, *own), None)) is not None:
             print(f"FIRST DIFFERENCE  {first.told(*names)}, which follows from {fields[first.where]}")
             break
     by_chance = "which asynchronous runs do by chance (rollout.max_lag)"
     print(f"other groups, {by_chance}: {found.told(*names)}")
-    values = {field: _values(right, found.step).get(field) for field in told}
+    values = {field: _values(runs[1], found.step).get(field) for field in told}
     changes = [f"{field}={value}" for field, value in values.items() if field.startswith(("training.", "algorithm."))]
     if changes:
-        print(f"what follows from these alone: `clew replay {left.path} {' '.join(changes)} trial=NAME`")
+        print(f"what follows from these alone: `clew replay {runs[0].path} {' '.join(changes)} trial=NAME`")
 
 
-def _besides(left: RunDirectory, right: RunDirectory, steps: range) -> list[str]:
+def _besides(runs: Pair, steps: range) -> list[str]:
     """Return what differs although all stages agree: plans of micro-batches, evaluations, entries of checkpoint.json.
 
     A checkpoint's own files are not read here, only the digests that checkpoint.json names.
     """
     lines = []
     for step in steps:
-        plans = [run.steps.read(step).get("plan") for run in (left, right)]
+        plans = [run.steps.read(step).get("plan") for run in runs]
         if None not in plans and plans[0] != plans[1]:
             lines.append(f"step {step}: the plan of micro-batches")
             break
-    for version in sorted({*left.checkpointed()} & {*right.checkpointed()} & {*steps, steps.stop}):
+    both = set.intersection(*({*run.checkpointed()} for run in runs))
+    for version in sorted(both & {*steps, steps.stop}):
         name = f"step-{version:06d}"
-        said = [read_json(run.checkpoints / name / "checkpoint.json", dict[str, Any]) for run in (left, right)]
+        said = [read_json(run.checkpoints / name / "checkpoint.json", dict[str, Any]) for run in runs]
         if keys := _other_keys(*said):
             lines.append(f"checkpoints/{name}: {', '.join(keys)}")
-    return [*lines, *_evaluations(left, right, {*steps, steps.stop})]
+    return [*lines, *_evaluations(runs, {*steps, steps.stop})]
 
 
-def _evaluations(left: RunDirectory, right: RunDirectory, versions: set[int]) -> Iterator[str]:
+def _evaluations(runs: Pair, versions: set[int]) -> Iterator[str]:
     """Yield a line for each evaluation that differs.
 
     One that only one run has counts if both have evaluations and were configured to evaluate alike.
     """
-    sides = [{each["version"]: each for each in run.read_evals()} for run in (left, right)]
-    wanted = [read_yaml(run.config_path).get("eval") if run.config_path.exists() else None for run in (left, right)]
+    sides = [{each["version"]: each for each in run.read_evals()} for run in runs]
+    wanted = [read_yaml(run.config_path).get("eval") if run.config_path.exists() else None for run in runs]
     for version in sorted({*sides[0], *sides[1]} & versions):
         then, now = (side.get(version) for side in sides)
         if then is not None and now is not None:
@@ -235,36 +233,36 @@ def _names(a: Path, b: Path) -> tuple[str, str]:
     return "A", "B"
 
 
-def _common(left: RunDirectory, right: RunDirectory, *bundles: dict[str, Any] | None) -> range:
+def _common(runs: Pair, *bundles: dict[str, Any] | None) -> range:
     """Return the steps that both runs have committed. Raises RecordError if there are none."""
-    counts = [run.steps.count() for run in (left, right)]
-    for run, count in zip((left, right), counts, strict=True):
+    counts = [run.steps.count() for run in runs]
+    for run, count in zip(runs, counts, strict=True):
         if not count:
             raise RecordError(f"Cannot compare {run.path}: it has no committed step.")
     first = max((bundle["first"] for bundle in bundles if bundle is not None), default=0)
     if first >= min(counts):
         raise RecordError(
-            f"Cannot compare {left.path} with {right.path}: they have no step in common. One begins with step {first}, "
-            f"the other ends with step {min(counts) - 1}."
+            f"Cannot compare {runs[0].path} with {runs[1].path}: they have no step in common. One begins with "
+            f"step {first}, the other ends with step {min(counts) - 1}."
         )
     return range(first, min(counts))
 
 
-def _tolerance(left: RunDirectory, right: RunDirectory, step: int) -> tuple[Tolerance, list[str]]:
+def _tolerance(runs: Pair, step: int) -> tuple[Tolerance, list[str]]:
     """Return the tolerance for comparing a step, and what differs in its environment.
 
     A step that both runs computed in the same environment is compared bit for bit.
     """
-    then, now = (run.steps.read(step).get("environment", {}) for run in (left, right))
+    then, now = (run.steps.read(step).get("environment", {}) for run in runs)
     changed = [*_changes(flat({**then, "rounding": None}), flat({**now, "rounding": None})).values()]
-    return (_near(left, right) if changed else EXACT), changed
+    return (_near(runs) if changed else EXACT), changed
 
 
-def _near(left: RunDirectory, right: RunDirectory) -> Tolerance:
+def _near(runs: Pair) -> Tolerance:
     """Return the tolerance for stages that were computed in different environments."""
-    if not (left.steps.by_clew and right.steps.by_clew):
+    if not all(run.steps.by_clew for run in runs):
         return TOLERANCES["another trainer"]
-    dtypes = {configuration.load(run.config_path).model.dtype for run in (left, right)}
+    dtypes = {configuration.load(run.config_path).model.dtype for run in runs}
     return max((TOLERANCES[dtype] for dtype in dtypes), key=lambda each: each.absolute)
 
 
@@ -284,12 +282,12 @@ ROUNDED = (
 """Stages that hold what a model computed; `data` holds the logprobs of the tokens when they were sampled."""
 
 
-def _rounding(left: RunDirectory, right: RunDirectory, found: Difference) -> str:
+def _rounding(runs: Pair, found: Difference) -> str:
     """Return why a difference may be due to rounding alone; empty if it cannot be.
 
     Gradients or weights that agree bit for bit show that both runs rounded alike.
     """
-    then, now = (run.steps.read(found.step) for run in (left, right))
+    then, now = (run.steps.read(found.step) for run in runs)
     if found.stage not in ROUNDED or not ("environment" in then and "environment" in now):
         return ""
     if any(then["digests"].get(kind) == now["digests"].get(kind) for kind in ("gradients", "weights")):
@@ -297,12 +295,12 @@ def _rounding(left: RunDirectory, right: RunDirectory, found: Difference) -> str
     return rounding_doubt(then["environment"], now["environment"])
 
 
-def _without_data(left: RunDirectory, right: RunDirectory, steps: range, names: tuple[str, str]) -> list[str]:
+def _without_data(runs: Pair, steps: range, names: tuple[str, str]) -> list[str]:
     """Return lines that name the steps whose sequences one run or both have not, so that no stage was compared."""
     lines: list[str] = []
     for who, having in ((f"only {names[0]} has", (True, False)), (f"only {names[1]} has", (False, True)),
                         ("neither has", (False, False))):  # fmt: skip
-        lacking = [step for step in steps if (left.steps.has_data(step), right.steps.has_data(step)) == having]
+        lacking = [step for step in steps if tuple(run.steps.has_data(step) for run in runs) == having]
         if lacking:
             few = ", ".join(map(str, lacking[:8])) + (f" and {len(lacking) - 8} more" if len(lacking) > 8 else "")
             which = f"step{'s' * (len(lacking) > 1)} {few}"
@@ -310,18 +308,18 @@ def _without_data(left: RunDirectory, right: RunDirectory, steps: range, names: 
     return lines
 
 
-def _first_difference(left: RunDirectory, right: RunDirectory, steps: range, tolerance: Tolerance) -> Difference | None:
+def _first_difference(runs: Pair, steps: range, tolerance: Tolerance) -> Difference | None:
     """Return the first difference, stage by stage within each step; None if there is none."""
     looked_at = tracked(steps, "comparing", total=len(steps), unit="steps")
-    return next((found for step in looked_at for found in _in_step(left, right, step, tolerance)), None)
+    return next((found for step in looked_at for found in _in_step(runs, step, tolerance)), None)
 
 
-def _in_step(left: RunDirectory, right: RunDirectory, step: int, tolerance: Tolerance) -> Iterator[Difference]:
-    if _same_files(left, right, step):
+def _in_step(runs: Pair, step: int, tolerance: Tolerance) -> Iterator[Difference]:
+    if _same_files(runs, step):
         return
-    then, now = (run.steps.read(step) for run in (left, right))
-    if left.steps.has_data(step) and right.steps.has_data(step):
-        yield from _in_stages(left, right, step, tolerance, then, now)
+    then, now = (run.steps.read(step) for run in runs)
+    if all(run.steps.has_data(step) for run in runs):
+        yield from _in_stages(runs, step, tolerance, then, now)
         if not tolerance.exact:
             return
     else:  # pruned: the digests are left
@@ -332,10 +330,10 @@ def _in_step(left: RunDirectory, right: RunDirectory, step: int, tolerance: Tole
 
 
 def _in_stages(
-    left: RunDirectory, right: RunDirectory, step: int, tolerance: Tolerance, then: dict[str, Any], now: dict[str, Any]
+    runs: Pair, step: int, tolerance: Tolerance, then: dict[str, Any], now: dict[str, Any]
 ) -> Iterator[Difference]:
     """Yield differences in the sequences of a step, and in what was computed from them. then, now: The step's JSON."""
-    ours, theirs = (run.steps.read_data(step) for run in (left, right))
+    ours, theirs = (run.steps.read_data(step) for run in runs)
     if (found := _in_batches(step, ours, theirs, tolerance)) is not None:
         before, after = digest_rows(ours), digest_rows(theirs)
         differing = [name for name in before if name in after and before[name] != after[name]]
@@ -343,16 +341,16 @@ def _in_stages(
     plan = then.get("plan") or [[list(range(len(ours)))]]  # another trainer's is not known
     if max((row for minibatch in plan for micro in minibatch for row in micro), default=0) >= len(ours):
         raise RecordError(
-            f"Cannot compare step {step}: {left.steps.json_path(step)} plans with more sequences than "
-            f"{left.steps.data_path(step)} has, so one of the two was altered. {RESTORE.capitalize()}."
+            f"Cannot compare step {step}: {runs[0].steps.json_path(step)} plans with more sequences than "
+            f"{runs[0].steps.data_path(step)} has, so one of the two was altered. {RESTORE.capitalize()}."
         )
     yield from differences.in_stages(
         step,
         [row.id for row in ours],
-        *(run.steps.read_stages(step, ours).arrays for run in (left, right)),
+        *(run.steps.read_stages(step, ours).arrays for run in runs),
         plan=plan,
         tensors=(then.get("tensors", {}), now.get("tensors", {})),
-        parameters=left.facts().get("parameters", []),
+        parameters=runs[0].facts().get("parameters", []),
         tolerance=tolerance,
     )
 
@@ -364,10 +362,10 @@ def _in_digests(step: int, then: dict[str, Any], now: dict[str, Any]) -> Iterato
             yield Difference(step=step, stage=kind, where="digest", recorded=digest, found=now[kind])
 
 
-def _same_files(left: RunDirectory, right: RunDirectory, step: int) -> bool:
+def _same_files(runs: Pair, step: int) -> bool:
     """Return whether the files of this step are the same in both runs, byte by byte."""
     ours, theirs = (
-        [run.steps.json_path(step), run.steps.data_path(step), *run.steps.stage_paths(step)] for run in (left, right)
+        [run.steps.json_path(step), run.steps.data_path(step), *run.steps.stage_paths(step)] for run in runs
     )
     return [path.name for path in ours] == [path.name for path in theirs] and all(
         a.exists() and b.exists() and filecmp.cmp(a, b, shallow=False) for a, b in zip(ours, theirs, strict=True)
@@ -451,15 +449,13 @@ def _in_column(step: int, name: str, column: str, a: Sequence, b: Sequence, tole
     )
 
 
-def _explain(
-    left: RunDirectory, right: RunDirectory, found: Difference, names: tuple[str, str], environments: list[str]
-) -> bool:
+def _explain(runs: Pair, found: Difference, names: tuple[str, str], environments: list[str]) -> bool:
     """Print what besides the configuration could have caused a difference; return whether there is anything."""
     packages = []
     for what, then, now in (
-        ("", *(flat({key: run.facts().get(key) for key in FACTS}) for run in (left, right))),
-        ("its file is another, ", *(run.steps.read(found.step).get("code", {}) for run in (left, right))),
-        ("of the checkpoint before, ", *(_files_before(run, found.step) for run in (left, right))),
+        ("", *(flat({key: run.facts().get(key) for key in FACTS}) for run in runs)),
+        ("its file is another, ", *(run.steps.read(found.step).get("code", {}) for run in runs)),
+        ("of the checkpoint before, ", *(_files_before(run, found.step) for run in runs)),
     ):
         packages += _changes(then, now, what).values()
     _list("environment of the step", environments, names)
@@ -467,7 +463,7 @@ def _explain(
     return bool(environments or packages)
 
 
-def _code_later(left: RunDirectory, right: RunDirectory, steps: range) -> list[str]:
+def _code_later(runs: Pair, steps: range) -> list[str]:
     """Return a line for each file of configured code that changed in one run alone, after the first of these steps.
 
     Asynchronous runs part at once, so what explains a later drop of the reward is often not the first difference.
@@ -475,7 +471,7 @@ def _code_later(left: RunDirectory, right: RunDirectory, steps: range) -> list[s
     lines: list[str] = []
     before: list[dict[str, str]] | None = None
     for step in tracked(steps, "comparing code", total=len(steps), unit="steps"):
-        now = [run.steps.read(step).get("code", {}) for run in (left, right)]
+        now = [run.steps.read(step).get("code", {}) for run in runs]
         if before is not None and now != before:
             for name in sorted({*now[0], *now[1]}):
                 (a, b), (c, d) = ([code.get(name) for code in pair] for pair in (before, now))
@@ -508,13 +504,11 @@ def _files_before(run: RunDirectory, step: int) -> dict[str, str]:
     return {name: each for name, each in said.get("files", {}).items() if not name.endswith(".safetensors")}
 
 
-def _note_configuration(
-    left: RunDirectory, right: RunDirectory, steps: range, names: tuple[str, str], ignore: list[str]
-) -> None:
+def _note_configuration(runs: Pair, steps: range, names: tuple[str, str], ignore: list[str]) -> None:
     """Print how the configurations differ although all stages agree, at the first step where they do."""
-    sides = ((step, [run.steps.read(step).get("config") for run in (left, right)]) for step in steps)
+    sides = ((step, [run.steps.read(step).get("config") for run in runs]) for step in steps)
     step = next((step for step, (then, now) in sides if then != now), steps[-1])
-    changed = _configuration(left, right, step)
+    changed = _configuration(runs, step)
     if lines := [line for name, line in changed.items() if not _is_ignored(name, ignore)]:
         print(f"and yet the configuration of step {step} differs ({names[0]} → {names[1]}):", *lines, sep="\n  ")
 
@@ -524,12 +518,12 @@ def _is_ignored(name: str, ignore: list[str]) -> bool:
     return any(name == asked or name.endswith(f".{asked}") or name.startswith(f"{asked}.") for asked in ignore if asked)
 
 
-def _configuration(left: RunDirectory, right: RunDirectory, step: int) -> dict[str, str]:
+def _configuration(runs: Pair, step: int) -> dict[str, str]:
     """Return a line for each field of the configuration that differs, by name.
 
     The configuration that a step recorded takes precedence over that of its run.
     """
-    then, now = (_values(run, step) for run in (left, right))
+    then, now = (_values(run, step) for run in runs)
     return {
         name: line
         for name, line in _changes(then, now).items()
@@ -545,12 +539,12 @@ def _values(run: RunDirectory, step: int) -> dict[str, Any]:
     return flat(configured) | flat(run.steps.read(step).get("config", {}))
 
 
-def _drift(left: RunDirectory, right: RunDirectory, steps: range, names: tuple[str, str]) -> None:
+def _drift(runs: Pair, steps: range, names: tuple[str, str]) -> None:
     """Print the metrics of both runs at evenly spaced steps, and at the last one."""
     stride = max(1, len(steps) // 9)
     chosen = sorted({*steps[::stride], steps[-1]})
     table = Table(title=f"{names[0]} → {names[1]}", title_justify="left", box=None, pad_edge=False)
-    rows = [(step, *(run.steps.read(step).get("metrics", {}) for run in (left, right))) for step in chosen]
+    rows = [(step, *(run.steps.read(step).get("metrics", {}) for run in runs)) for step in chosen]
     metrics = [name for name in DRIFT if all(name in each for row in rows for each in row[1:])]
     for name in ("step", *metrics):
         table.add_column(name, justify="right")
@@ -559,12 +553,12 @@ def _drift(left: RunDirectory, right: RunDirectory, steps: range, names: tuple[s
         table.add_row(str(step), *cells)
     console = EscapingConsole(wide=160)
     console.print(table)
-    _drift_of_evaluations(console, left, right, {*steps, steps.stop})
+    _drift_of_evaluations(console, runs, {*steps, steps.stop})
 
 
-def _drift_of_evaluations(console: Console, left: RunDirectory, right: RunDirectory, versions: set[int]) -> None:
+def _drift_of_evaluations(console: Console, runs: Pair, versions: set[int]) -> None:
     """Print the evaluations of the versions that both runs evaluated."""
-    sides = [{each["version"]: each for each in run.read_evals()} for run in (left, right)]
+    sides = [{each["version"]: each for each in run.read_evals()} for run in runs]
     both = sorted({*sides[0]} & {*sides[1]} & versions)
     names = [name for name in SCORES if all(name in side[version] for side in sides for version in both)]
     if not both:
@@ -579,11 +573,11 @@ def _drift_of_evaluations(console: Console, left: RunDirectory, right: RunDirect
     console.print(table)
 
 
-def _plot(left: RunDirectory, right: RunDirectory, steps: range, names: tuple[str, str], path: Path) -> Path:
+def _plot(runs: Pair, steps: range, names: tuple[str, str], path: Path) -> Path:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    series = [[run.steps.read(step).get("metrics", {}) for step in steps] for run in (left, right)]
+    series = [[run.steps.read(step).get("metrics", {}) for step in steps] for run in runs]
     metrics = [name for name in DRIFT if all(name in each for side in series for each in side)]
     figure = Figure(figsize=(8, 2.2 * len(metrics)))
     axes = figure.subplots(len(metrics), 1, sharex=True, squeeze=False)

@@ -130,11 +130,9 @@ def _disk() -> tuple[str, str, str]:
     found = f"{free:.1f} GiB free in {Path.cwd()}"
     if free < 1:
         return "bad", found, "free some space, or set root= to a larger disk"
-    return (
-        ("good", found, "")
-        if free >= 10
-        else ("warn", found, "a checkpoint holds 3 times the weights: see checkpoint.keep")
-    )
+    if free < 10:
+        return "warn", found, "a checkpoint holds 3 times the weights: see checkpoint.keep"
+    return "good", found, ""
 
 
 def _shared_memory() -> tuple[str, str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from bdb import BdbQuit
 from collections.abc import Sequence
@@ -141,10 +142,8 @@ def _range(run: RunDirectory, steps: str | None, bundle: dict[str, Any] | None) 
     if steps == str(count) and run.steps.has_data(count):
         return count, count  # it failed, or was interrupted
     if not count:
-        failed = (
-            f" `--step {count}` trains on the batch of the one that was begun." if run.steps.has_data(count) else ""
-        )
-        raise RecordError(f"{run.path} has no committed step to replay.{failed}")
+        begun = f" `--step {count}` trains on the batch of the one that was begun."
+        raise RecordError(f"{run.path} has no committed step to replay.{begun if run.steps.has_data(count) else ''}")
     lowest = bundle["first"] if bundle is not None else 0
     if steps is None:
         if bundle is not None:
@@ -224,7 +223,7 @@ def _rewards(run: RunDirectory, first: int, last: int, only: str | None) -> bool
     from clew.diagnose.rewards import rewards_again
 
     config = configuration.load(run.config_path, ["launch.mode=local"])
-    found = rewards_again(run, config, range(first, last + 1), only)
+    found = asyncio.run(rewards_again(run, config, range(first, last + 1), only))
     for each in found[:REWARDS_SHOWN]:
         print(each)
     if more := found[REWARDS_SHOWN:]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass
 from traceback import format_exception
@@ -46,8 +45,8 @@ def _named(rewards: dict[str, float]) -> str:
     return ", ".join(f"{name} {value:.9g}" for name, value in rewards.items())
 
 
-def rewards_again(
-    run: RunDirectory, config: Config, steps: Iterable[int], only: str | None = None
+async def rewards_again(
+    run: RunDirectory, config: Config, steps: Iterable[int], only: str | None
 ) -> list[Disagreement]:
     """Return the episodes of these steps whose workflow and reward function now give another reward than recorded.
 
@@ -58,12 +57,6 @@ def rewards_again(
     Raises:
         ConfigError: The workflow or the reward function cannot be imported.
     """
-    return asyncio.run(_rewards_again(run, config, steps, only))
-
-
-async def _rewards_again(
-    run: RunDirectory, config: Config, steps: Iterable[int], only: str | None
-) -> list[Disagreement]:
     if config.rollout.agent is not None:
         raise ConfigError(
             f"the episodes were made by the agent {config.rollout.agent}, which gives its own rewards: "

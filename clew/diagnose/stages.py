@@ -32,11 +32,7 @@ _BREAKS = 5
 
 
 def check_stages(
-    run: RunDirectory,
-    step: int,
-    stages: SequenceABC[str],
-    only: str | None = None,
-    algorithm: Algorithm | None = None,
+    run: RunDirectory, step: int, stages: SequenceABC[str], only: str | None, algorithm: Algorithm | None
 ) -> list[Difference]:
     """Return the first difference in each of these stages of a step.
 
