@@ -129,12 +129,15 @@ class Guard:
         await self._application(scope, receive_whole, send)
 
     def _refusal(self, method: str, path: str, headers: _Headers) -> tuple[int, Message] | None:
-        return (
-            self._foreign(headers)
-            or self._without_credentials(method, path, headers.credentials)
-            or (_not_json() if headers.has_body and not headers.is_json else None)
-            or (_too_large() if headers.length > MAX_BODY else None)
-        )
+        if refusal := self._foreign(headers) or self._without_credentials(method, path, headers.credentials):
+            return refusal
+        if headers.has_body and not headers.is_json:
+            return _error(
+                415,
+                "Cannot read the body: its Content-Type is not application/json. With curl: -H 'Content-Type: "
+                "application/json'",
+            )
+        return _too_large() if headers.length > MAX_BODY else None
 
     def _foreign(self, headers: _Headers) -> tuple[int, Message] | None:
         if self._access.loopback and not (len(headers.hosts) == 1 and is_loopback(headers.hosts[0])):
@@ -266,14 +269,6 @@ async def _body(receive: Receive) -> bytes | None:
         size += len(parts[-1])
         if size > MAX_BODY or not message.get("more_body"):
             return b"".join(parts)
-
-
-def _not_json() -> tuple[int, Message]:
-    return _error(
-        415,
-        "Cannot read the body: its Content-Type is not application/json. With curl: -H 'Content-Type: "
-        "application/json'",
-    )
 
 
 def _too_large() -> tuple[int, Message]:

@@ -42,6 +42,17 @@ def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
     return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, such as "1 step" or "3 steps"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def few(items: Sequence[Any], most: int = 8) -> str:
+    """Return the first items, separated by commas, and how many more there are."""
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return ", ".join(map(str, items[:most])) + more
+
+
 def in_html(text: str) -> str:
     """Return text for use in an HTML page, between tags or in an attribute."""
     return html.escape(visible(text, KEPT))

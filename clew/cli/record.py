@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from clew.cli.options import Trust, on_ranks, run_path_of
-from clew.printing import print
+from clew.printing import counted, print
 
 
 def show(
@@ -215,10 +215,8 @@ def export(
     from clew.training.step_files import export_steps
 
     files = export_steps(open_run(run), form, steps, to or run / "exported")
-    if len(files) == 1:
-        print(f"exported 1 step: {files[0]}")
-    else:
-        print(f"exported {len(files)} steps: {files[0]} to {files[-1].name}")
+    last = f" to {files[-1].name}" if len(files) > 1 else ""
+    print(f"exported {counted(len(files), 'step')}: {files[0]}{last}")
 
 
 def import_(
@@ -236,4 +234,4 @@ def import_(
     from clew.training.step_files import import_steps
 
     import_steps(files, to, group_size)
-    print(f"imported {len(files)} {'step' if len(files) == 1 else 'steps'}: {to}")
+    print(f"imported {counted(len(files), 'step')}: {to}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from clew.cli.options import ConfigFile, Overrides, load_config, on_ranks, open_run_of, run_path_of, set_up_log
-from clew.printing import print
+from clew.printing import counted, print
 
 if TYPE_CHECKING:
     from clew.config import Config
@@ -234,10 +234,9 @@ def evaluate(
     differences = [behind(each, best) for each in evaluations]
     show_models(console, names, [each.summary for each in evaluations], differences, evaluations.index(best))
     wanted = best.config.eval
-    samples = "1 sample" if wanted.n_samples == 1 else f"{wanted.n_samples} samples"
     console.print(
-        f"{best.summary['prompts']} prompts, {samples} each at temperature {wanted.temperature:g}. An episode passes "
-        f"if its reward is above {wanted.pass_above:g} (eval.pass_above)."
+        f"{best.summary['prompts']} prompts, {counted(wanted.n_samples, 'sample')} each at temperature "
+        f"{wanted.temperature:g}. An episode passes if its reward is above {wanted.pass_above:g} (eval.pass_above)."
     )
     if wanted.n_samples > 1 and wanted.temperature == 0:
         console.print("At temperature 0 the samples of a prompt are alike. Set eval.temperature=1.", style="yellow")

@@ -25,7 +25,7 @@ from clew.diagnose.stages import chain_holds, suggestions
 from clew.errors import ConfigError, RecordError
 from clew.loop import tolerances as differences
 from clew.loop.tolerances import EXACT, TOLERANCES, Difference, Tolerance
-from clew.printing import common_length, print
+from clew.printing import common_length, few, print
 from clew.reading import read_json, read_yaml
 from clew.record.bundle import opened
 from clew.record.digest import digest_rows
@@ -302,8 +302,7 @@ def _without_data(runs: Pair, steps: range, names: tuple[str, str]) -> list[str]
                         ("neither has", (False, False))):  # fmt: skip
         lacking = [step for step in steps if tuple(run.steps.has_data(step) for run in runs) == having]
         if lacking:
-            few = ", ".join(map(str, lacking[:8])) + (f" and {len(lacking) - 8} more" if len(lacking) > 8 else "")
-            which = f"step{'s' * (len(lacking) > 1)} {few}"
+            which = f"step{'s' * (len(lacking) > 1)} {few(lacking)}"
             lines.append(f"{who} the sequences of {which}: digests and metrics are compared, not its stages")
     return lines
 

@@ -16,7 +16,7 @@ from clew.errors import ConfigError, RecordError
 from clew.loop import tolerances as differences
 from clew.loop.recompute import COMPUTED, suspected
 from clew.loop.tolerances import EXACT, TOLERANCES, Difference, DifferenceFound
-from clew.printing import print
+from clew.printing import few, print
 from clew.record import chain
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory
@@ -146,8 +146,7 @@ def chosen(run: RunDirectory, step: int, batch: list[Sequence], only: str | None
     found = [row for row in batch if only is None or only in (row.id, row.episode_id, row.group_id)]
     if not found:
         groups = sorted({row.group_id for row in batch})
-        listed = ", ".join(groups[:8]) + (f" and {len(groups) - 8} more" if len(groups) > 8 else "")
-        raise RecordError(f"step {step} of {run.path} has no {only}. It consumed {listed}.")
+        raise RecordError(f"step {step} of {run.path} has no {only}. It consumed {few(groups)}.")
     return found
 
 

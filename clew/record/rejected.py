@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from clew.printing import counted
 from clew.record import rows
 from clew.record.run import RunDirectory
 from clew.record.warned import named_kinds
@@ -31,13 +32,12 @@ class Rejected:
         lines = []
         if failed := self.episodes.total():
             lost = f", and {self.failed_groups} whole groups with them" if self.failed_groups else ""
-            lines.append(f"{failed} {'episode' if failed == 1 else 'episodes'} failed{lost}:")
+            lines.append(f"{counted(failed, 'episode')} failed{lost}:")
             lines += [f"  {count} times {kind}" for kind, count in self.episodes.most_common(5)]
             if len(self.episodes) > 5:
-                others = len(self.episodes) - 5
-                lines.append(f"  and {others} other {'kind' if others == 1 else 'kinds'} of error")
+                lines.append(f"  and {counted(len(self.episodes) - 5, 'other kind')} of error")
         for reason, count in self.filtered_groups.most_common(5):
-            lines.append(f"{count} {'group' if count == 1 else 'groups'} left out: {reason}")
+            lines.append(f"{counted(count, 'group')} left out: {reason}")
         if others := self.filtered_groups.most_common()[5:]:
             lines.append(f"{sum(count for _, count in others)} groups left out for {len(others)} other reasons")
         return lines

@@ -22,6 +22,7 @@ from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
 from clew.errors import RecordError
+from clew.printing import few
 from clew.processes import PATIENCE_S, hold_lock
 from clew.reading import STRICT, Count, Flag, Moment, Number, check, read_json
 from clew.record import chain, rows
@@ -387,8 +388,7 @@ def open_run(path: Path | str) -> RunDirectory:
 def no_run(path: Path) -> RecordError:
     """Return the error for a run directory or bundle that does not exist, which names the runs beside it."""
     beside = sorted(status.parent.name for status in path.parent.glob("*/status/"))
-    few = ", ".join(beside[:8]) + (f" and {len(beside) - 8} more" if len(beside) > 8 else "")
-    hint = f"The runs in {path.parent} are {few}." if beside else "Name a run directory or a bundle."
+    hint = f"The runs in {path.parent} are {few(beside)}." if beside else "Name a run directory or a bundle."
     return RecordError(f"Cannot open {path}: it does not exist. {hint}")
 
 

@@ -172,12 +172,12 @@ def complete(sequences: Iterable[Mapping[str, Any] | rows.Sequence], *, version:
     parts: Counter[str] = Counter()
     for place, given in enumerate(sequences):
         where = f"sequence {place}"
+        fields = vars(given) if isinstance(given, rows.Sequence) else given
         for name, kind in KINDS.items():
-            value = getattr(given, name) if isinstance(given, rows.Sequence) else given.get(name)
+            value = fields.get(name)
             if value is not None and not isinstance(value, kind):
                 raise RecordError(f"{where}: {name} is {value!r:.60}; expected a {kind.__name__}.")
-        images = (given.images if isinstance(given, rows.Sequence) else given.get("images")) or []
-        if strange := [name for name in images if not is_media_name(name)]:
+        if strange := [name for name in fields.get("images") or [] if not is_media_name(name)]:
             raise RecordError(
                 f"{where}: images names {strange[0]!r:.80}; expected names of files in media/, which are the hashes of "
                 f"their contents. Put the image there with RunDirectory.media.put(content), which returns its name."

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from clew.console import EscapingConsole
+from clew.printing import counted
 from clew.record.rows import Sequence
 from clew.view.text import as_text, visible
 from clew.view.tokens import Tokenizer, shown_once, times, token_texts
@@ -32,9 +33,9 @@ def show_ran(
     for sequence in sequences:
         if not len(sequence.input_ids):
             continue
-        turns = len(sequence.interactions)
+        turns = counted(len(sequence.interactions), "turn")
         size = f"{len(sequence.input_ids)} tokens, {int(sequence.loss_mask.sum())} of them generated"
-        console.print(Text(f"  {sequence.id}: {turns} {'turn' if turns == 1 else 'turns'}, {size}", style="bold"))
+        console.print(Text(f"  {sequence.id}: {turns}, {size}", style="bold"))
         flow = Text()
         texts = token_texts(sequence.input_ids.tolist(), tokenizer)
         generated = sequence.loss_mask.tolist()
@@ -51,11 +52,10 @@ def show_ran(
     elif sequences[0].error is not None:
         console.print(Text("  the trainer would put this episode into rejected/", style="red"))
     else:
-        count = len(sequences)
         rewards = ", ".join(dict.fromkeys(f"{sequence.reward:g}" for sequence in sequences))
         console.print(
             Text(
-                f"  the trainer would make {count} {'sequence' if count == 1 else 'sequences'} of it, train on "
+                f"  the trainer would make {counted(len(sequences), 'sequence')} of it, train on "
                 f"{trained} tokens, and compare the reward {rewards} with those of the other episodes of the prompt"
             ),
             soft_wrap=True,

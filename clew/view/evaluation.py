@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from clew.printing import counted
 from clew.record.warned import named_kinds
 from clew.view.text import MISSING, Rows, number, one_line, prompt_text
 
@@ -73,8 +74,7 @@ def show_failed(console: Console, name: str, episodes: Sequence[dict[str, Any]])
     kinds = Counter(named_kinds([each["error"] for each in episodes if each["error"] is not None]))
     if not kinds:
         return
-    failed = "1 episode" if kinds.total() == 1 else f"{kinds.total()} episodes"
-    console.print(f"\n{failed} of {name} failed, and count nowhere else:")
+    console.print(f"\n{counted(kinds.total(), 'episode')} of {name} failed, and count nowhere else:")
     for kind, count in kinds.most_common(ERRORS_SHOWN):
         console.print(Text(f"  {count} x {kind}"))
     if len(kinds) > ERRORS_SHOWN:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from clew.algorithms import ADVANTAGES, WITHIN_GROUP
+from clew.printing import counted
 from clew.record.rejected import Rejected
 from clew.record.warned import Warned, in_words
 
@@ -306,7 +307,7 @@ def rejections(rejected: Rejected, history: History) -> Concern | None:
         [(kind, count)] = rejected.episodes.most_common(1)
         whole = f", and {rejected.failed_groups} whole groups with them" if rejected.failed_groups else ""
         more = len(rejected.episodes) - 1
-        others = f", and {more} other kind{'s' * (more > 1)} of error" if more else ""
+        others = f", and {counted(more, 'other kind')} of error" if more else ""
         parts.append(f"{_of(failed, failed + trained, 'episodes')} failed{whole}: {count} times {kind}{others}")
         example = rejected.examples.get(kind, "")
     if filtered > FILTERED_GROUPS * (filtered + groups):
@@ -320,8 +321,7 @@ def warnings(warned: Sequence[Warned], last: int) -> Concern | None:
     """Return the concern that there are warnings. last: Number of the last committed step."""
     if not warned:
         return None
-    kinds = len(in_words(list(warned)))
-    which = f"{kinds} {'kind' if kinds == 1 else 'kinds'} of warning, listed above"
+    which = f"{counted(len(in_words(list(warned))), 'kind')} of warning, listed above"
     steps = [one.step for one in warned if one.step is not None and 0 <= one.step <= last]
     return Concern(cause="warnings", evidence=which, then=f"show RUN {steps[-1]}" if steps else "status RUN")
 
