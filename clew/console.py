@@ -66,7 +66,7 @@ def progress(doing: str, *, total: int, unit: str) -> Iterator[Callable[[], None
     """
     console = EscapingConsole(stderr=True)
     if not console.is_terminal:
-        steps, ended = list[None](), threading.Event()
+        steps, ended = list[None](), threading.Event()  # appending is safe in threads, adding to a number is not
 
         def tell() -> None:
             patience = SILENT_S

@@ -124,7 +124,7 @@ class Guard:
         first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def receive_whole() -> Message:
-            return first.pop() if first else await receive()
+            return first.pop() if first else await receive()  # what comes later is that the client has gone
 
         await self._application(scope, receive_whole, send)
 

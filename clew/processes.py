@@ -71,7 +71,7 @@ def hold_lock(path: Path, what: str, patience_s: float = PATIENCE_S) -> IO[str]:
     message. Raises RecordError, with the holder's pid, if another process has the lock.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = path.open("a+")
+    file = path.open("a+")  # not "w", which would wipe out the holder's pid
     deadline = time.monotonic() + patience_s
     while True:
         try:

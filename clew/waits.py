@@ -84,6 +84,7 @@ def waiting(what: str, *, unblocks: str, numbers: Callable[[], str] | None = Non
 
 def current_waits() -> list[Wait]:
     """Return the present waits of this process, oldest first."""
+    # `list` copies in one step: other threads add and remove waits meanwhile, and there is no lock
     return sorted(list(_waits.values()), key=lambda wait: wait.since)
 
 

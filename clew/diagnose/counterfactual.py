@@ -47,7 +47,7 @@ def counterfactual(run: RunDirectory, first: int, last: int, overrides: list[str
         f"experiment={recorded.experiment}",
         f"trial={_free_trial(root / recorded.experiment, recorded.trial)}",
     ]
-    last_words = [
+    last_words = [  # after the user's overrides, so that they cannot be overridden
         "launch.ranks=1",
         "training.tp=1",
         "debug.replay_rollout_data=true",

@@ -474,7 +474,7 @@ def _code_later(runs: Pair, steps: range) -> list[str]:
         if before is not None and now != before:
             for name in sorted({*now[0], *now[1]}):
                 (a, b), (c, d) = ([code.get(name) for code in pair] for pair in (before, now))
-                if (a != c) != (b != d):
+                if (a != c) != (b != d):  # a change in both runs explains nothing
                     lines.append(f"{name}: its file is another from step {step} on, {c} → {d}")
         before = now
     return lines

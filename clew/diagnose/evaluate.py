@@ -157,6 +157,7 @@ def _evaluate(name: str, config: Config) -> Evaluation:
     config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(checkpoint)})})
     loaded = load_rows(config.eval.path or "", columns=[config.data.prompt])
     data = leave_out_overlong(loaded, config.eval.path or "", config, load_tokenizer(config.model.path))
+    # `leave_out_overlong` returns the same dictionaries, so their identities tell which rows are left
     number_of = {id(row): number for number, row in enumerate(loaded)}
     n_samples = config.eval.n_samples
     began = time.monotonic()

@@ -117,6 +117,7 @@ def _trained(run: RunDirectory, step: int) -> Parts:
         shown = {"gradient": part.gradient_norm, "share": part.share, "loss": part.loss} | _rejected_share(tokens)
         if engine.critic is not None:
             critic = critics.get(part.row)  # None: nothing of it is trained on
+            # 0 * loss is NaN if the loss is not finite, which ranks the sequence first
             measures["critic"] = 0.0 if critic is None else critic.gradient_norm + 0 * critic.loss
             if critic is not None:
                 shown |= {"critic's gradient": critic.gradient_norm, "critic's loss": critic.loss}
@@ -166,6 +167,7 @@ def _recorded(run: RunDirectory, step: int, why: str) -> Parts:
         current = tokens.get("current", tokens["behaviour"]).astype(np.float64)
         with np.errstate(invalid="ignore", over="ignore"):
             ratio = np.exp(current - tokens["behaviour"])
+            # -expm1(logprob) is 1 - probability, also where that is far below the rounding of 1
             pull = np.abs(tokens["advantage"] * ratio) * -np.expm1(np.minimum(current, 0)) / of_update
         without = tokens["advantage"] == 0
         if "rejected" in tokens:

@@ -150,7 +150,7 @@ class RecordedModel(EpisodeEngine):
         """Return a request's sampling parameters; the seed is included only if the client set it."""
         params = {name: value for name, value in vars(request.params).items() if name not in ("seed", "continues")}
         if request.params.seed != derive_seed(self.resources.seed, request.id):
-            params["seed"] = request.params.seed - request.index
+            params["seed"] = request.params.seed - request.index  # the gateway adds the turn to a client's seed
         return json.loads(json.dumps(params))
 
     def _describe(self, now: Interaction) -> list[str]:

@@ -42,7 +42,7 @@ def digest_array(array: np.ndarray, *, name: str = "", start: int = 0) -> int:
     flat = np.ascontiguousarray(array).reshape(-1)
     bits = flat.view(f"u{flat.dtype.itemsize}")
     total = 0
-    offset = start % BLOCK
+    offset = start % BLOCK  # blocks begin where they would in the whole array
     for first in range(-offset, bits.size, BLOCK):
         block = bits[max(first, 0) : first + BLOCK].astype(np.uint64)
         begin = max(-first, 0)

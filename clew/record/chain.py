@@ -162,6 +162,7 @@ class _Chain:
         self.reported: set[str] = set()
         """Files that have already been reported as not fitting."""
         self.indexed = self.steps.index_path.is_file()
+        # what follows the last line break is a line that a kill tore
         *raw, torn = read_bytes(self.steps.index_path).split(b"\n") if self.indexed else [b""]
         self.torn = bool(torn)
         self.lines: list[dict[str, Any] | None] = [None] * len(raw)
@@ -186,6 +187,7 @@ class _Chain:
     def breaks(self) -> Iterator[Break]:
         """Yield the files that do not fit, each of them once."""
         for found in self._all():
+            # each line of the index is a place of its own
             if found.file not in self.reported or found.file.endswith("index.jsonl"):
                 self.reported.add(found.file)
                 yield found
@@ -261,6 +263,7 @@ class _Chain:
                 against.append((commit, witness))
         while against:
             count = Counter(file for pair in against for file in pair)
+            # of several, the one that fewer files agree with, then the newest, then the step itself
             worst = max(count, key=lambda file: (count[file], -agree[file], file[1], file[0] == "step"))
             others = [other for pair in against if worst in pair for other in pair if other != worst]
             against = [pair for pair in against if worst not in pair]

@@ -53,6 +53,7 @@ def _digests_of_data(batch: SequenceABC[Sequence]) -> list[int]:
     for name in ("input_ids", "loss_mask", "logprobs", "versions", "temperatures"):
         flat_S = np.concatenate([getattr(row, name) for row in batch])
         bits_S = flat_S.view(f"u{flat_S.dtype.itemsize}").astype(np.uint64)
+        # Sums up to each token, so that the sum of a row is one subtraction. + 1: a token 0 counts, too.
         sums = np.concatenate([[np.uint64(0)], np.cumsum((bits_S + np.uint64(1)) * mixed_S, dtype=np.uint64)])
         digests += (sums[starts[1:]] - sums[starts[:-1]]) * np.uint64(salt(name, flat_S.dtype.str))
     masks = [

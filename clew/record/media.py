@@ -50,7 +50,7 @@ class Media:
         """Store an image and return its name. Call this before writing anything that refers to the image."""
         name = media_name(content)
         try:
-            os.utime(self.folder / name)
+            os.utime(self.folder / name)  # `prune` counts from the last time that an image was shown
         except FileNotFoundError:
             self.folder.mkdir(exist_ok=True)
             write_bytes(self.folder / name, content)

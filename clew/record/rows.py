@@ -170,6 +170,7 @@ def timeless(interaction: Any) -> Any:
 def to_table(sequences: SequenceABC[Sequence]) -> pa.Table:
     """Return a table with one row per sequence."""
     columns: list[pa.Array] = []
+    # without sequences each column is empty, and `repeat` has no end: the zip below is not strict
     by_name = zip(*map(_FIELDS, sequences), strict=True) if sequences else itertools.repeat(())
     offsets = pa.array(np.cumsum([0, *(len(sequence.input_ids) for sequence in sequences)], dtype=np.int32))
     for column, values in zip(SCHEMA, by_name, strict=False):
@@ -321,6 +322,7 @@ def split_lists(column: pa.ChunkedArray, dtype: type) -> list[np.ndarray]:
         flat = np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little").view(np.bool_)
     else:
         flat = np.frombuffer(bits, dtype)
+    # A slice of a table shares the buffers of the whole table.
     flat = flat[values.offset : values.offset + len(values)]
     return [flat[first:last] for first, last in itertools.pairwise(whole.offsets.to_pylist())]
 

@@ -145,6 +145,7 @@ class Steps:
         """Return what the ranks computed at `step`. Raises RecordError if a file is damaged or lacks one of `batch`."""
         environment = self.read(step).get("environment", {}) if self.json_path(step).exists() else {}
         ranks = range(0, environment.get("ranks", 1), environment.get("tp", 1))  # of a group the first writes
+        # The paths of all ranks are read, so that a file that is missing raises an error.
         paths = sorted({*self.stage_paths(step), *(self.stage_path(step, rank) for rank in ranks)})
         tables = [rows.read_table(path) for path in paths]
         for path, table in zip(paths, tables, strict=True):

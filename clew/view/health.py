@@ -276,7 +276,7 @@ def find_spikes(history: History, factor: float) -> dict[int, tuple[float, float
     spikes = {}
     for place in np.flatnonzero(norms > factor * np.median(norms)) if len(norms) else ():
         recent = norms[max(0, place - RECENT_NORMS) : place]
-        usual = float(np.median(recent)) if len(recent) >= ENOUGH_NORMS else math.inf
+        usual = float(np.median(recent)) if len(recent) >= ENOUGH_NORMS else math.inf  # inf: not judged
         if norms[place] > factor * usual:
             spikes[int(steps[place])] = (float(norms[place]), usual)
     return spikes
@@ -339,6 +339,7 @@ def reward(history: History, changes: Sequence[tuple[int, str]] = ()) -> Concern
     sums = np.concatenate([[0.0], np.cumsum(rewards)])
     means = (sums[window:] - sums[:-window]) / window  # of the windows that begin at each place
     best, newest = int(np.argmax(means)), len(means) - 1
+    # A difference of two rewards has the variance of both, hence the 2; a mean over a window has less by its length.
     noise = float(np.diff(rewards).std()) / math.sqrt(2 * window)
     if means[best] - means[newest] <= max(FALLEN * abs(means[best]), BY_CHANCE * noise):
         return None
@@ -360,6 +361,7 @@ def _split(values: np.ndarray) -> int:
     after = len(values) - before
     sums = np.cumsum(values)
     apart = sums[:-1] / before - (sums[-1] - sums[:-1]) / after
+    # The more of the squared distances lies between the two means, the less is left within the parts.
     return int(np.argmax(apart**2 * before * after)) + 1
 
 

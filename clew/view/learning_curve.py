@@ -65,7 +65,7 @@ def draw_curves(run: RunDirectory, path: Path) -> None:
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)
     figure.suptitle(f"{run.path.absolute().parent.name} / {run.path.absolute().name}")
-    beside = path.with_name(f".{path.name}")
+    beside = path.with_name(f".{path.name}")  # so that nobody opens half a picture
     figure.savefig(beside, dpi=110, format="png")
     beside.replace(path)
 

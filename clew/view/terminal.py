@@ -226,6 +226,7 @@ class Progress:
             if self._live and sys.__stderr__ is not None and sys.__stderr__.isatty():
                 self._live.console.print(line, markup=False, style="yellow")
             else:
+                # Rich's live picture replaces sys.stderr, and would draw the line into standard output.
                 print(line, file=sys.__stderr__ if self._live else sys.stderr, flush=True)
 
     def _tell_old_waits(self) -> None:
