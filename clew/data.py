@@ -34,9 +34,7 @@ def load_rows(path: str, *, split: str = "train", limit: int | None = None, colu
     """Return the first `limit` rows (None: all) of a JSON-lines file, a Parquet file, or a data set for `datasets`.
 
     Args:
-        path: The file, or what `datasets` can load.
-        split: The split of a hub data set; files have none.
-        limit: The maximum number of rows.
+        split: Split of a hub data set; files have none.
         columns: Columns that every row must have.
 
     Raises:
@@ -53,9 +51,7 @@ def load_rows(path: str, *, split: str = "train", limit: int | None = None, colu
     if not rows:
         raise DataError(f"Cannot use {path}: it holds no rows. Write at least one into it, or name another data set.")
     for number, row in enumerate(rows, start=1):
-        for column in columns:
-            if column not in row:
-                raise DataError(_missing_column(path, number, column, row))
+        _check_columns(path, number, row, columns)
     return rows
 
 
@@ -72,7 +68,7 @@ def load_demonstrations(config: Config, path: str, *, limit: int | None) -> list
     rows = load_rows(path, split=names.split, limit=limit)
     default = type(names).model_fields["completion"].default
     if names.completion != default and not any(names.completion in row for row in rows):
-        raise DataError(_missing_column(path, 1, names.completion, rows[0]))
+        _check_columns(path, 1, rows[0], [names.completion])
     for number, row in enumerate(rows, start=1):
         conversation = conversation_column(row, config)
         if conversation is not None and objective != "sft":
@@ -81,9 +77,8 @@ def load_demonstrations(config: Config, path: str, *, limit: int | None) -> list
                 f"compares two completions of a prompt, in the columns {names.completion!r} and {names.rejected!r}. "
                 f"Add them, or use training.objective=sft."
             )
-        for column in columns if conversation is None else ():
-            if column not in row:
-                raise DataError(_missing_column(path, number, column, row))
+        if conversation is None:
+            _check_columns(path, number, row, columns)
     return rows
 
 
@@ -177,6 +172,10 @@ def _read_with_datasets(path: str, split: str) -> Iterator[dict]:
     yield from rows
 
 
-def _missing_column(path: str, number: int, column: str, row: dict) -> str:
-    hint = f"{did_you_mean(column, row)} The configuration's data section names the columns, such as data.prompt."
-    return f"{path}: row {number} has no column {column!r}; it has {', '.join(map(repr, row)) or 'none'}.{hint}"
+def _check_columns(path: str, number: int, row: dict, columns: Sequence[str]) -> None:
+    """Raise DataError if a row lacks a column. number: That of the row, from 1."""
+    if missing := [column for column in columns if column not in row]:
+        raise DataError(
+            f"{path}: row {number} has no column {missing[0]!r}; it has {', '.join(map(repr, row)) or 'none'}."
+            f"{did_you_mean(missing[0], row)} The configuration's data section names the columns, such as data.prompt."
+        )

@@ -26,10 +26,10 @@ from clew.errors import ConfigError, RecordError
 from clew.loop import tolerances as differences
 from clew.loop.tolerances import EXACT, TOLERANCES, Difference, Tolerance
 from clew.printing import common_length, few, print
-from clew.reading import read_json, read_yaml
+from clew.reading import RESTORE, read_json, read_yaml
 from clew.record.bundle import opened
 from clew.record.digest import digest_rows
-from clew.record.rows import ALIGNED, COLUMNS, RESTORE, TIMES, Sequence, timeless
+from clew.record.rows import ALIGNED, COLUMNS, TIMES, Sequence, timeless
 from clew.record.run import RunDirectory
 from clew.record.summary import rounding_doubt
 

@@ -242,7 +242,7 @@ class _Chain:
             if chain is not None:
                 if step - 1 in self.commits and before not in chain:
                     yield Break(step=step, file=name, why=f"does not name the commit before it ({before})")
-            elif "chain" in commit or not _is_unknown(commit):
+            elif "chain" in commit or not is_unknown(commit):
                 form = commit.get("clew_format")
                 if self._chain_of(step - 1) is not None or (isinstance(form, int) and form >= SINCE):
                     yield Break(step=step, file=name, why="has no chain, which every step has since format 4")
@@ -391,14 +391,14 @@ def _contents(folder: Path) -> Iterator[tuple[int, bytes]]:
             yield int(number), read_bytes(f"{folder}/{name}")
 
 
-def _is_unknown(commit: Mapping[str, Any]) -> bool:
+def is_unknown(commit: Mapping[str, Any]) -> bool:
     """Return whether a bundle left this step out, so that only its line in the index is known."""
     return commit.get("committed_at", 0) is None
 
 
 def _digest_of(content: bytes, commit: Mapping[str, Any]) -> str | None:
     """Return the digest of a step's JSON; for a step that a bundle left out, the digest that the index had."""
-    return commit.get("json") if _is_unknown(commit) else digest(content)
+    return commit.get("json") if is_unknown(commit) else digest(content)
 
 
 def _parsed(path: Path) -> dict[str, Any]:

@@ -23,7 +23,7 @@ import orjson
 import pyarrow as pa
 
 from clew.errors import RecordError
-from clew.reading import FileMissing, read_bytes, read_json
+from clew.reading import RESTORE, FileMissing, read_bytes, read_json
 from clew.record import chain, rows, summary
 from clew.record.digest import RowDigest
 from clew.record.files import explain_disk_errors, remove_strays, write_bytes
@@ -190,7 +190,7 @@ class Steps:
             if step < count or self.committed_after(step) is not None:
                 raise RecordError(
                     f"Cannot read step {step}: {path} is missing, although the step was committed (a later step or "
-                    f"index.jsonl says so). {rows.RESTORE.capitalize()}."
+                    f"index.jsonl says so). {RESTORE.capitalize()}."
                 )
             raise RecordError(f"{path} is missing: step {step} was not committed; the next step is {count}.")
         said = read_json(path)

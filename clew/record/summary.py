@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 from clew import reading
 from clew.errors import RecordError
 from clew.reading import RESTORE, STRICT, Count, Moment
-from clew.record.chain import SINCE
+from clew.record.chain import SINCE, is_unknown
 from clew.record.rows import FORMAT, check_format
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def check(path: Path, step: int, summary: Any, *, by_clew: bool) -> None:
             have them for the steps before its first one.
     """
     found = summary if isinstance(summary, dict) else {}
-    by_clew = by_clew and found.get("committed_at", 0) is not None
+    by_clew = by_clew and not is_unknown(found)
     check_format(path, found.get("clew_format", FORMAT))
     for kind in (Committed, Trained) if by_clew else (Committed,):
         reading.check(path, summary, kind)
@@ -120,7 +120,7 @@ def check(path: Path, step: int, summary: Any, *, by_clew: bool) -> None:
             f"Cannot read {path}: step is {found['step']}; expected {step}. It was altered after it was written: "
             f"{RESTORE}."
         )
-    if "chain" not in found and found["clew_format"] >= SINCE and found.get("committed_at", 0) is not None:
+    if "chain" not in found and found["clew_format"] >= SINCE and not is_unknown(found):
         raise RecordError(
             f"Cannot read {path}: the field chain is missing. It was altered after it was written: {RESTORE}."
         )

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,14 +49,8 @@ class _Appending(logging.Handler):
 def append_warning(path: Path, *, process: str, step: int | None, text: str) -> None:
     """Append a warning to warnings.jsonl."""
     entry = {"time": time.time(), "process": process, "step": step, "text": text}
-    try:
-        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        try:
-            os.write(file, json.dumps(entry).encode() + b"\n")
-        finally:
-            os.close(file)
-    except OSError:  # a full disk: the record itself reports it
-        pass
+    with suppress(OSError), path.open("ab", buffering=0) as file:  # a full disk: the record itself reports it
+        file.write(json.dumps(entry).encode() + b"\n")  # unbuffered, so in one write
 
 
 @contextmanager

@@ -18,6 +18,7 @@ import numpy as np
 
 from clew.algorithms import ADVANTAGES, WITHIN_GROUP
 from clew.printing import counted
+from clew.record.chain import is_unknown
 from clew.record.rejected import Rejected
 from clew.record.warned import Warned, in_words
 
@@ -121,7 +122,7 @@ class Collector:
 
     def __call__(self, step: int, content: Mapping[str, Any]) -> None:
         """Take the unchecked content of a step's JSON. There may be ten thousand steps."""
-        if content.get("committed_at", 0) is None:  # a bundle left this step out
+        if is_unknown(content):
             return
         metrics, timings = content.get("metrics"), content.get("timings")
         if isinstance(metrics, dict):
