@@ -58,10 +58,8 @@ def load_rows(path: str, *, split: str = "train", limit: int | None = None, colu
 def load_demonstrations(config: Config, path: str, *, limit: int | None) -> list[dict]:
     """Return the rows of a file or data set that `clew sft` trains on, as `load_rows` does.
 
-    Each row has a prompt and a completion (and for preferences another one), or is a conversation.
-
-    Raises:
-        DataError: As for `load_rows`; or preferences are wanted, and a row is a conversation.
+    Each row has a prompt and a completion (and for preferences another one), or is a conversation, which preferences
+    cannot be: that raises a DataError.
     """
     names, objective = config.data, config.training.objective
     columns = [names.prompt, names.completion, *([names.rejected] if objective != "sft" else [])]

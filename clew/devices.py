@@ -40,7 +40,6 @@ class Part:
 
     @property
     def size(self) -> int:
-        """Return the number of devices."""
         return self.d * self.t
 
 

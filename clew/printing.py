@@ -80,7 +80,6 @@ class VisibleRecord(logging.LogRecord):
     """A log record, from any library, whose message is made visible. Use it with `logging.setLogRecordFactory`."""
 
     def getMessage(self) -> str:
-        """Return the message with unprintable characters spelt out."""
         return visible(super().getMessage(), KEPT)
 
 
@@ -88,6 +87,5 @@ class VisibleFormatter(logging.Formatter):
     """Log formatter that spells out unprintable characters, also in tracebacks."""
 
     def format(self, record: logging.LogRecord) -> Any:
-        """Return the formatted line."""
         shown.set()
         return visible(super().format(record), KEPT)

@@ -92,14 +92,9 @@ def read_text(path: Path, remedy: str = RESTORE) -> str:
 
 
 def read_json(path: Path, kind: Any = None) -> Any:
-    """Read one JSON document.
+    """Read one JSON document. Raises FileMissing, or RecordError if the file is not JSON, or not of this type.
 
-    Args:
-        kind: The expected type, as pydantic can check it (a TypedDict, a dataclass, dict[str, int]); None: anything.
-
-    Raises:
-        FileMissing: The file does not exist.
-        RecordError: The file is not JSON, or not of this type.
+    kind: The expected type, as pydantic can check it (a TypedDict, a dataclass, dict[str, int]); None: anything.
     """
     try:
         found = parse_json(read_bytes(path))
@@ -196,11 +191,7 @@ def check_yaml(text: str) -> None:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Read a configuration as an unchecked mapping.
-
-    Raises:
-        RecordError: As for `read_text`; or the file is not YAML, holds anything but plain values, or is not a mapping.
-    """
+    """Read a configuration as an unchecked mapping. Raises RecordError if it is not YAML, or not of plain values."""
     import yaml
 
     text = read_text(path)

@@ -52,10 +52,7 @@ async def run_agent(
     """Run the agent on each row, one after the other, and yield each result with the model's tokenizer.
 
     The agent's code runs on this event loop, so that a debugger works. The tokenizer is None with an API provider.
-
-    Raises:
-        ConfigError: There is no such agent.
-        EngineError: Nothing answers at base_url.
+    Raises ConfigError if there is no such agent, EngineError if nothing answers at base_url.
     """
     agent = load_agent(path, arguments)
     found = await find_engine(base_url, api_key)

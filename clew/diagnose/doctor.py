@@ -7,7 +7,6 @@ import os
 import platform
 import shutil
 import socket
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,12 +46,11 @@ def examine() -> bool:
 
 
 def _python() -> tuple[str, str, str]:
-    good = sys.version_info >= (3, 11)
     return (
-        "good" if good else "bad",
+        "good",
         f"{platform.python_version()} on {platform.platform()}",
-        "" if good else "install Python 3.11 or newer",
-    )
+        "",
+    )  # an older one than 3.11 cannot import Clew
 
 
 def _packages() -> tuple[str, str, str]:

@@ -202,6 +202,5 @@ def _evaluate(name: str, config: Config) -> Evaluation:
 
 
 def _answer(episode: Episode) -> str:
-    """Return the text of an episode's last response."""
     interactions = episode.sequences[-1].interactions
     return str(interactions[-1].get("completion", "")) if interactions else ""

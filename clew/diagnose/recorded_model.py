@@ -33,7 +33,6 @@ class RecordedModel(EpisodeEngine):
         """Create the session.
 
         Args:
-            answers: The recorded interactions of the episode.
             live: Whether to continue with the engine from the first request that differs.
             sampling: Whether a request with other sampling parameters is another request.
         """
@@ -61,9 +60,7 @@ class RecordedModel(EpisodeEngine):
     ) -> Interaction:
         """Return the recorded response to this request; see `EpisodeEngine`.
 
-        Raises:
-            EpisodeError: The request differs from every recorded one, and no served model can continue (`live` is
-                False).
+        Raises EpisodeError if it differs from every recorded one, and no served model can continue (`live` is False).
         """
         index = self.reserve() if index is None else index
         if not self.difference:

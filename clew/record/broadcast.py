@@ -30,7 +30,6 @@ class Broadcast:
     """Number of tensors that are loaded at once, one bucket after the other."""
 
     def shape_by_name(self) -> dict[str, list[int]]:
-        """Return the shape of each tensor."""
         return dict(zip(self.names, self.shapes, strict=True))
 
     def by_bucket(self) -> Iterator[slice]:

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from clew.reading import read_json
 from clew.record import rows
 from clew.record.files import write_json
 from clew.record.run import RunDirectory
@@ -63,5 +62,5 @@ def _owners(path: Path | str) -> Iterator[int]:
 
 def mark_foreign(run: RunDirectory, why: str) -> None:
     """Note in run.json that a new run began with someone else's record, so that its code is not trusted either."""
-    facts = read_json(run.run_json) if run.run_json.exists() else {"created": time.time()}
+    facts = run.facts() or {"created": time.time()}
     write_json(run.run_json, {"clew_format": rows.FORMAT, **facts, ORIGIN: why})

@@ -77,7 +77,6 @@ ALIGNED = {
     "turn_ids": np.int32,
     "temperatures": np.float32,
 }
-"""Aligned columns and their types."""
 MASKS = ("sampling_mask_counts", "sampling_mask_ids")
 """Columns of the tokens that could be drawn, by top_p, top_k and min_p."""
 TIMES = ("admitted_version", "admitted_at", "started_at", "finished_at", "consumed_at")
@@ -168,7 +167,6 @@ def timeless(interaction: Any) -> Any:
 
 
 def to_table(sequences: SequenceABC[Sequence]) -> pa.Table:
-    """Return a table with one row per sequence."""
     columns: list[pa.Array] = []
     # without sequences each column is empty, and `repeat` has no end: the zip below is not strict
     by_name = zip(*map(_FIELDS, sequences), strict=True) if sequences else itertools.repeat(())
@@ -307,7 +305,6 @@ def _wrong_columns(table: pa.Table) -> str:
 
 
 def images_of(table: pa.Table) -> list[list[str]]:
-    """Return the names of the images of each row."""
     return [names or [] for names in table.column("images").to_pylist()]
 
 

@@ -280,7 +280,6 @@ class RunDirectory:
         return read_evaluation(path) if path.exists() else None
 
     def newest_eval(self) -> dict[str, Any] | None:
-        """Return the newest complete evaluation; None if there is none."""
         path = max(self.evals.glob("version-*.json"), default=None)
         return read_evaluation(path) if path else None
 
@@ -321,7 +320,6 @@ class RunDirectory:
         self._change_servers(lambda servers: {**servers, server.name: server})
 
     def remove_server(self, name: str) -> None:
-        """Remove a server from servers.json."""
         self._change_servers(lambda servers: {key: value for key, value in servers.items() if key != name})
 
     def servers(self) -> list[Server]:

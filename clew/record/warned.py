@@ -47,7 +47,6 @@ class _Appending(logging.Handler):
 
 
 def append_warning(path: Path, *, process: str, step: int | None, text: str) -> None:
-    """Append a warning to warnings.jsonl."""
     entry = {"time": time.time(), "process": process, "step": step, "text": text}
     with suppress(OSError), path.open("ab", buffering=0) as file:  # a full disk: the record itself reports it
         file.write(json.dumps(entry).encode() + b"\n")  # unbuffered, so in one write

@@ -54,7 +54,6 @@ class WeightRef:
     """Logprob that the trainer's own model gives the last token of `probe_ids`, given those before (temperature 1)."""
 
     def exists(self) -> bool:
-        """Return whether the weights still exist at `path`."""
         return Path(self.path).is_dir()
 
     def was_broadcast(self) -> bool:

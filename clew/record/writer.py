@@ -85,7 +85,6 @@ class Writer:
             write_bytes(self.run.config_path, yaml.safe_dump(plain, sort_keys=False, allow_unicode=True).encode())
         self._trainer = trainer
         self.next_group = 0
-        """Number of the next new group."""
         self._count_groups(self.run.steps.consumed())
 
     def close(self) -> None:

@@ -132,7 +132,6 @@ class Collector:
                 self._seconds[name] = self._seconds.get(name, 0.0) + value
 
     def history(self) -> History:
-        """Return the numbers of the steps so far."""
         steps = sorted(self._rows)
         rows = [self._rows[step] for step in steps]
         try:

@@ -21,7 +21,6 @@ PANELS = {
     "clip_share": "clip fraction",
     "seconds": "seconds a step",
 }
-"""Metrics that are drawn, and their titles."""
 
 PARTS = {
     "rollout": "waiting for rollout",
@@ -71,7 +70,6 @@ def draw_curves(run: RunDirectory, path: Path) -> None:
 
 
 def _draw_seconds(axis: Any, steps: list[dict[str, Any]]) -> None:
-    """Draw the parts of each step's time, one above the other."""
     bottom = [0.0] * len(steps)
     for part, label in PARTS.items():
         top = [low + spent(step.get("timings", {}), part) for low, step in zip(bottom, steps, strict=True)]

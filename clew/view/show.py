@@ -112,7 +112,6 @@ def _show_breaks(console: Console, found: list[chain.Break]) -> None:
 
 
 def _show_named(console: Console, run: RunDirectory, what: str, tokens: bool) -> None:
-    """Print the group, episode, sequence or interaction with this ID."""
     name = Name.parse(what)
     found = find_group(run, name)
     if name.episode is None and tokens:
@@ -219,7 +218,6 @@ def _show_run(
 
 
 def _cells_of_step(summary: dict[str, Any]) -> dict[str, str]:
-    """Return what the list of steps shows of one step, by column."""
     metrics, timings = summary.get("metrics", {}), summary.get("timings")
     lags = [metrics.get(name, math.nan) for name in ("lag_mean", "lag_max")]
     return {

@@ -95,7 +95,6 @@ def status_table(run: RunDirectory) -> Group:
 
 
 def show_status(console: Console, run: RunDirectory) -> None:
-    """Print the processes of a run, and its warnings so far."""
     console.print(status_table(run))
     if warned := in_words(read_warnings(run.warnings_path)[0]):
         console.print()
@@ -129,7 +128,6 @@ that are left out (two lines), a blank line, and the cursor's."""
 
 
 def step_cells(summary: dict[str, Any]) -> tuple[str, ...]:
-    """Return the cells of one committed step in the progress display."""
     metrics, seconds = summary["metrics"], summary["timings"]
     parts = [
         ("waiting", "rollout"),
