@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.segment import Segment
+from rich.table import Table
 from rich.text import Text
 
 from clew.printing import KEPT, SILENT_S, print, shown, visible
@@ -54,6 +55,14 @@ class EscapingConsole(Console):
                 yield segment
             else:
                 yield Segment(visible(segment.text), segment.style)
+
+
+def numbers_table(*columns: str, left: Iterable[str] = (), title: str | Text | None = None) -> Table:
+    """Return an empty table without lines. Its columns are aligned to the right, except for those of text in `left`."""
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for name in columns:
+        table.add_column(name, justify="left" if name in left else "right")
+    return table
 
 
 @contextmanager

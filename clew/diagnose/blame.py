@@ -11,7 +11,7 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
-from clew.console import EscapingConsole
+from clew.console import EscapingConsole, numbers_table
 from clew.diagnose.parts import Part, Parts, parts_of
 from clew.errors import ConfigError, RecordError
 from clew.printing import print
@@ -105,11 +105,9 @@ def _show(found: Parts, step: int, *, top: int, tokens: int, by: str) -> None:
 
 
 def _sequences(parts: list[Part], step: int, by: str) -> Table:
-    table = Table(box=None, pad_edge=False)
     names = list(dict.fromkeys(name for part in parts for name in part.shown))
     names += [by] * (by not in ("critic", *names))
-    for name in ("sequence", *names, "reward", "advantage", "tokens", "lag"):
-        table.add_column(name, justify="left" if name == "sequence" else "right")
+    table = numbers_table("sequence", *names, "reward", "advantage", "tokens", "lag", left=("sequence",))
     for part in parts:
         row, numbers = part.sequence, {**part.measures, **part.shown}
         generated = row.versions[row.loss_mask]
@@ -131,10 +129,8 @@ def _tokens(part: Part, found: Parts, count: int, by: str) -> Table:
     """Return a table of the tokens with the largest pull, or with the largest value of `by` if tokens have one."""
     row, worst = part.sequence, by if by in TOKEN else "pull"
     title = f"{row.id}: the tokens that pull most" if worst == "pull" else f"{row.id}: the tokens with the most {worst}"
-    table = Table(title=Text(title), title_justify="left", box=None, pad_edge=False)
     names = [name for name in TOKEN if name in part.tokens and (name == by or name not in ("kl", "behaviour_k3"))]
-    for name in ("token", "text", *names):
-        table.add_column(name, justify="left" if name == "text" else "right")
+    table = numbers_table("token", "text", *names, left=("text",), title=Text(title))
     for n in np.argsort(-np.nan_to_num(np.abs(part.tokens[worst]), nan=np.inf), kind="stable")[:count]:
         position = int(part.tokens["position"][n])
         token = int(row.input_ids[position])

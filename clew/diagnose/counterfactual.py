@@ -13,7 +13,7 @@ from rich.table import Table
 
 from clew import config as configuration
 from clew.config import Config
-from clew.console import EscapingConsole
+from clew.console import EscapingConsole, numbers_table
 from clew.diagnose.stages import batch_as_it_is
 from clew.errors import ConfigError, Interrupted, RecordError
 from clew.loop.trainer_process import learn_from_record
@@ -127,9 +127,7 @@ def _side_by_side(run: RunDirectory, new: RunDirectory, steps: range) -> Table:
     recorded = {step: run.steps.read(step)["metrics"] for step in steps if step < run.steps.count()}
     rows = [(step, recorded.get(step, {}), new.steps.read(step)["metrics"]) for step in steps]  # {}: one that failed
     names = [name for name in SIDE_BY_SIDE if any(then.get(name) != now.get(name) for _, then, now in rows)]
-    table = Table(title="recorded → here", title_justify="left", box=None, pad_edge=False)
-    for name in ("step", *names):
-        table.add_column(name, justify="right")
+    table = numbers_table("step", *names, title="recorded → here")
     for step, then, now in rows:
         table.add_row(str(step), *(_change(then.get(name), now.get(name)) for name in names))
     return table

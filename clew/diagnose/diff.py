@@ -16,11 +16,10 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from clew import config as configuration
 from clew.config import field_names, flat
-from clew.console import EscapingConsole, tracked
+from clew.console import EscapingConsole, numbers_table, tracked
 from clew.diagnose.stages import chain_holds, suggestions
 from clew.errors import ConfigError, RecordError
 from clew.loop import tolerances as differences
@@ -542,11 +541,9 @@ def _drift(runs: Pair, steps: range, names: tuple[str, str]) -> None:
     """Print the metrics of both runs at evenly spaced steps, and at the last one."""
     stride = max(1, len(steps) // 9)
     chosen = sorted({*steps[::stride], steps[-1]})
-    table = Table(title=f"{names[0]} → {names[1]}", title_justify="left", box=None, pad_edge=False)
     rows = [(step, *(run.steps.read(step).get("metrics", {}) for run in runs)) for step in chosen]
     metrics = [name for name in DRIFT if all(name in each for row in rows for each in row[1:])]
-    for name in ("step", *metrics):
-        table.add_column(name, justify="right")
+    table = numbers_table("step", *metrics, title=f"{names[0]} → {names[1]}")
     for step, then, now in rows:
         cells = [f"{then[n]:.4g}" if then[n] == now[n] else f"{then[n]:.4g} → {now[n]:.4g}" for n in metrics]
         table.add_row(str(step), *cells)
@@ -562,9 +559,7 @@ def _drift_of_evaluations(console: Console, runs: Pair, versions: set[int]) -> N
     names = [name for name in SCORES if all(name in side[version] for side in sides for version in both)]
     if not both:
         return
-    table = Table(box=None, pad_edge=False)
-    for name in ("evaluation of version", *names):
-        table.add_column(name, justify="right")
+    table = numbers_table("evaluation of version", *names)
     for version in both:
         values = [[f"{side[version][name]:.4g}" for side in sides] for name in names]
         table.add_row(str(version), *(a if a == b else f"{a} → {b}" for a, b in values))
