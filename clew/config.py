@@ -499,17 +499,6 @@ def nested_section(field: FieldInfo) -> type[BaseModel] | None:
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
 
-def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested dictionaries as one, with dotted names."""
-    named: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, dict):
-            named |= flat(value, f"{prefix}{name}.")
-        else:
-            named[prefix + name] = value
-    return named
-
-
 def _explain(problem: Any, path: Path, text: str, overrides: Sequence[str]) -> str:
     name = ".".join(str(part) for part in problem["loc"])
     where = _where(name, path, text, overrides)

@@ -206,3 +206,14 @@ def read_yaml(path: Path) -> dict[str, Any]:
         kind = type(found).__name__ if not isinstance(found, dict) else "a key that is no text"
         raise RecordError(f"Cannot read {path}: expected sections by name, found {kind}. {_sentence(RESTORE)}.")
     return found
+
+
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested dictionaries as one, with dotted names."""
+    named: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            named |= flat(value, f"{prefix}{name}.")
+        else:
+            named[prefix + name] = value
+    return named

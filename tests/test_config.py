@@ -15,6 +15,7 @@ from clew.algorithms import PRESETS, preset_options
 from clew.devices import gpus, parse_devices, shared_out
 from clew.dotted import only_trusted
 from clew.errors import ConfigError
+from clew.reading import flat
 
 GOOD = """\
 experiment: sums
@@ -219,7 +220,7 @@ def test_a_preset_sets_what_nothing_else_sets(good: Path, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_sets_fields_that_there_are(good: Path, preset: str) -> None:
-    loaded = config.flat(config.load(good, [f"algorithm.preset={preset}"]).model_dump())
+    loaded = flat(config.load(good, [f"algorithm.preset={preset}"]).model_dump())
     options = preset_options(preset)
     assert options.keys() <= set(config.field_names()) and options == {name: loaded[name] for name in options}
 

@@ -18,14 +18,14 @@ import numpy as np
 from rich.console import Console
 
 from clew import config as configuration
-from clew.config import field_names, flat
+from clew.config import field_names
 from clew.console import EscapingConsole, numbers_table, tracked
 from clew.diagnose.stages import chain_holds, suggestions
 from clew.errors import ConfigError, RecordError
 from clew.loop import tolerances as differences
 from clew.loop.tolerances import EXACT, TOLERANCES, Difference, Tolerance
 from clew.printing import common_length, few, print
-from clew.reading import RESTORE, read_json, read_yaml
+from clew.reading import RESTORE, flat, read_json, read_yaml
 from clew.record.bundle import opened
 from clew.record.digest import digest_rows
 from clew.record.rows import ALIGNED, COLUMNS, TIMES, Sequence, timeless

@@ -11,12 +11,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
 from typing import Any
 
-from clew.config import Algorithm, flat
+from clew.config import Algorithm
 from clew.errors import ConfigError, RecordError
 from clew.loop import tolerances as differences
 from clew.loop.recompute import COMPUTED, suspected
 from clew.loop.tolerances import EXACT, TOLERANCES, Difference, DifferenceFound
 from clew.printing import few, print
+from clew.reading import flat
 from clew.record import chain
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory

@@ -24,7 +24,7 @@ from typing_extensions import TypedDict
 from clew.errors import RecordError
 from clew.printing import few
 from clew.processes import PATIENCE_S, hold_lock
-from clew.reading import STRICT, Count, Flag, Moment, Number, check, read_json
+from clew.reading import STRICT, Count, Flag, Moment, Number, check, flat, read_json
 from clew.record import chain, rows
 from clew.record.files import remove_strays, write_bytes, write_json
 from clew.record.inbox import Inbox
@@ -201,9 +201,7 @@ class RunDirectory:
 
         if not self.config_path.exists():
             return {}
-        before, now = (
-            configuration.flat(each.model_dump(mode="json")) for each in (configuration.load(self.config_path), config)
-        )
+        before, now = (flat(each.model_dump(mode="json")) for each in (configuration.load(self.config_path), config))
         names = [name for name in now if name not in ("root", "experiment", "trial")]
         return {name: [before.get(name), now[name]] for name in names if before.get(name) != now[name]}
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -17,7 +18,7 @@ from clew.record.rejected import Rejected
 from clew.record.run import RunDirectory, changes_in_words
 from clew.record.warned import Warned
 from clew.view import health
-from clew.view.find import Settings
+from clew.view.find import settings_of
 from clew.view.health import Concern, History
 from clew.view.text import pairs
 
@@ -30,7 +31,7 @@ def judge(run: RunDirectory, history: History, rejected: Rejected, warned: Seque
 
     What the run is judged by comes first, then causes that spoil what is learned, then what only wastes time.
     """
-    config = Settings(run.path)
+    config = settings_of(run)
     equal = health.equal_steps(history, str(config.get("algorithm.advantages", "group")))
     kinds, looked = _equal_kinds(run, equal)
     last = int(history.steps[-1]) if len(history.steps) else -1
@@ -115,7 +116,7 @@ def _changes(run: RunDirectory) -> list[tuple[int, str]]:
     return [(each["step"], changes_in_words(each["fields"])) for each in run.facts().get("changes", [])]
 
 
-def _max_lag(run: RunDirectory, config: Settings) -> int | None:
+def _max_lag(run: RunDirectory, config: Mapping[str, Any]) -> int | None:
     """Return the largest rollout.max_lag that the run was ever trained with; None if it is unknown."""
     changes = [change["fields"].get("rollout.max_lag", ()) for change in run.facts().get("changes", [])]
     values = [config.get("rollout.max_lag"), *(value for change in changes for value in change)]

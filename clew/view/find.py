@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from clew.errors import RecordError
-from clew.reading import read_yaml
+from clew.reading import flat, read_yaml
 from clew.record import rows
 from clew.record.rows import Sequence, by_episode
 from clew.record.run import RunDirectory
@@ -119,20 +119,13 @@ def read_batch(run: RunDirectory, step: int) -> list[Sequence]:
     return rows.checked(run.steps.data_path(step), run.steps.read_table(step).drop_columns("interactions"))
 
 
-class Settings:
-    """Unchecked config.yaml of a run directory: the run may be of another Clew, or of another trainer."""
+def settings_of(run: RunDirectory) -> dict[str, Any]:
+    """Return config.yaml by dotted names, without nulls; empty if there is none. Raises RecordError if it is not YAML.
 
-    def __init__(self, run: Path) -> None:
-        """Read config.yaml, if there is one. Raises RecordError if it is not YAML."""
-        path = run / "config.yaml"
-        self._values = read_yaml(path) if path.exists() else None
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """Return a field by its dotted name; `default` if it is missing."""
-        value = self._values
-        for part in name.split("."):
-            value = value.get(part) if isinstance(value, dict) else None
-        return default if value is None else value
+    It is not checked: the run may be of another Clew, or of another trainer.
+    """
+    values = read_yaml(run.config_path) if run.config_path.exists() else {}
+    return {name: value for name, value in flat(values).items() if value is not None}
 
 
 def committed_steps(count: int) -> str:

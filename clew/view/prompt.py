@@ -17,7 +17,7 @@ from clew.errors import ClewError, RecordError
 from clew.record import rows
 from clew.record.run import RunDirectory
 from clew.view.episode import lag
-from clew.view.find import Settings
+from clew.view.find import settings_of
 from clew.view.text import MISSING, Rows, as_text, number, one_line, pairs, prompt_text
 
 CANDIDATES = 5
@@ -48,7 +48,7 @@ def show_prompt(console: Console, run: RunDirectory, wanted: str) -> None:
         wanted: The number of a row in the data file, counted from 0, or a text that the prompt holds. A number for
             which there is no row is a text, too; one whose row has no group may be the whole of a prompt.
     """
-    config = Settings(run.path)
+    config = settings_of(run)
     column = str(config.get("data.prompt", "prompt"))
     row, no_row = None, ""
     if wanted.isdecimal():
@@ -105,7 +105,7 @@ def _cells(attempt: Attempt) -> list[Any]:
     ]
 
 
-def _row_of_file(config: Settings, place: int) -> dict[str, Any]:
+def _row_of_file(config: Mapping[str, Any], place: int) -> dict[str, Any]:
     """Return a row of the run's data file. Raises RecordError if there is no such file or row."""
     path = str(config.get("data.path", MISSING))
     try:

@@ -25,7 +25,7 @@ from clew.record.steps import parse_steps
 from clew.record.warned import Warned, in_words, read_warnings
 from clew.view.checkup import judge, print_health
 from clew.view.episode import lag, rejected_of, rewards_by_name, show_episode, versions
-from clew.view.find import Found, Name, Settings, committed_steps, find_group, read_batch
+from clew.view.find import Found, Name, committed_steps, find_group, read_batch, settings_of
 from clew.view.health import Collector
 from clew.view.off_policy import show_off_policy
 from clew.view.prompt import show_prompt
@@ -141,7 +141,7 @@ def _show_runs(console: Console, folder: Path) -> None:
     )
     for path in paths:
         run = open_run(path)
-        config = Settings(path)
+        config = settings_of(run)
         count = run.steps.count()
         evaluation = run.newest_eval()
         rows.add_row(
@@ -174,7 +174,7 @@ def _show_run(
         bundle: Content of bundle.json; None for a run directory.
         seconds: Sums of the timings of all steps, by name.
     """
-    config, facts, supervised = Settings(run.path), run.facts(), run.supervised
+    config, facts, supervised = settings_of(run), run.facts(), run.supervised
     count = run.steps.count()
     chosen = range(count)[-STEPS_SHOWN:] if steps is None else parse_steps(steps, count)
     model = [as_text(config.get(f"model.{name}", "")) for name in ("path", "dtype", "device")]
@@ -349,7 +349,7 @@ def _show_groups(console: Console, run: RunDirectory, step: int) -> None:
     groups: dict[str, list[Sequence]] = {}
     for sequence in read_batch(run, step):
         groups.setdefault(sequence.group_id, []).append(sequence)
-    column = Settings(run.path).get("data.prompt", "prompt")
+    column = settings_of(run).get("data.prompt", "prompt")
     stages = _stages(console, run, step)
     rejected, advantages = stages.get("rejected"), stages.get("advantages", {})
     rows = Rows(
