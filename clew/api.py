@@ -221,7 +221,11 @@ def rollout_batch(
 
 
 def open_run(path: Path | str) -> Run:
-    """Open a run directory to read it. Nothing in it is created or changed. Raises RecordError if there is none."""
+    """Open a run directory to read it. Nothing in it is created or changed.
+
+    Raises:
+        RecordError: There is no run directory.
+    """
     return Run(open_directory(path))
 
 
@@ -235,11 +239,13 @@ class Run:
         self.directory = directory
         """The run directory, with methods for each of its files."""
         self.path = directory.path
+        """Path of the run directory."""
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r}, {len(self)} steps)"
 
     def __len__(self) -> int:
+        """Return the number of committed steps."""
         return self.directory.steps.count()
 
     @cached_property

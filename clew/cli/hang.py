@@ -11,7 +11,6 @@ from clew.printing import print
 
 if TYPE_CHECKING:
     from clew.hang.observed import Snapshot
-    from clew.hang.report import Report
 
 
 def hang(
