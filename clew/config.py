@@ -317,9 +317,14 @@ class Config(Section):
 
 
 def check_critic_fields(config: Config, *, with_critic: bool) -> None:
-    """Check the critic's fields against a user's own advantages; `Config` checks built-in ones. Raises ConfigError.
+    """Check the critic's fields against a user's own advantages. `Config` checks built-in ones.
 
-    with_critic: Whether the advantages take a critic's values.
+    Args:
+        config: The configuration.
+        with_critic: Whether the advantages take a critic's values.
+
+    Raises:
+        ConfigError: A field does not fit.
     """
     algorithm = config.algorithm
     if algorithm.advantages in ADVANTAGES:

@@ -171,7 +171,7 @@ def _read_with_datasets(path: str, split: str) -> Iterator[dict]:
 
 
 def _check_columns(path: str, number: int, row: dict, columns: Sequence[str]) -> None:
-    """Raise DataError if a row lacks a column. number: That of the row, from 1."""
+    """Raise DataError if a row, numbered from 1, lacks a column."""
     if missing := [column for column in columns if column not in row]:
         raise DataError(
             f"{path}: row {number} has no column {missing[0]!r}; it has {', '.join(map(repr, row)) or 'none'}."

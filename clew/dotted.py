@@ -81,7 +81,13 @@ def load(path: str, field: str) -> Any:
 
 
 def load_module(module_name: str, field: str, path: str | None = None) -> Any:
-    """Return a module, under the rules of `load`. path: Value of the field; None if it is the module's dotted path."""
+    """Return a module, under the rules of `load`.
+
+    Args:
+        module_name: The module's dotted path.
+        field: The field that names it, for the message.
+        path: The value of that field; None if it is the module's dotted path.
+    """
     path = module_name if path is None else path
     if not module_name or not all(part.isidentifier() for part in path.split(".")):
         example = path if path.isidentifier() else "name"

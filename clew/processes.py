@@ -67,8 +67,13 @@ def cores() -> int:
 def hold_lock(path: Path, what: str, patience_s: float = PATIENCE_S) -> IO[str]:
     """Take an exclusive lock on `path`, held until the returned file is closed or this process ends.
 
-    Waits `patience_s` seconds for a process that is ending. what: The role that is locked, such as "trainer", for the
-    message. Raises RecordError, with the holder's pid, if another process has the lock.
+    Args:
+        path: The lock file.
+        what: The role that is locked, such as "trainer", for the message.
+        patience_s: Seconds to wait for a process that is ending.
+
+    Raises:
+        RecordError: Another process has the lock. The message has its pid.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("a+")  # not "w", which would wipe out the holder's pid

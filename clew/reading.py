@@ -92,9 +92,15 @@ def read_text(path: Path, remedy: str = RESTORE) -> str:
 
 
 def read_json(path: Path, kind: Any = None) -> Any:
-    """Read one JSON document. Raises FileMissing, or RecordError if the file is not JSON, or not of this type.
+    """Read one JSON document.
 
-    kind: The expected type, as pydantic can check it (a TypedDict, a dataclass, dict[str, int]); None: anything.
+    Args:
+        path: The file.
+        kind: The expected type, as pydantic can check it (a TypedDict, a dataclass, dict[str, int]); None: anything.
+
+    Raises:
+        FileMissing: The file does not exist.
+        RecordError: The file is not JSON, or not of this type.
     """
     try:
         found = parse_json(read_bytes(path))

@@ -149,7 +149,7 @@ CHOOSING = ("data.", "rollout.batch_groups", "rollout.n_samples", "rollout.drop_
 def _is_chance(runs: Pair, found: Difference, told: Iterable[str]) -> bool:
     """Return whether asynchronous runs merely took other groups: which ones finish first is a matter of timing.
 
-    told: Fields of the configuration that differ.
+    `told` are the fields of the configuration that differ.
     """
     if any(field.startswith(CHOOSING) for field in told):
         return False

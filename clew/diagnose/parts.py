@@ -251,7 +251,9 @@ def _divergences(tokens: Mapping[str, np.ndarray], estimator: str) -> dict[str, 
 def _trained_in_updates(trained: list[int], plan: list[list[list[int]]]) -> list[int]:
     """Return how many tokens were trained in each sequence's update, or in the step if the update is not on record.
 
-    trained: Number of trained tokens of each sequence. plan: Rows of each micro-batch, by mini-batch.
+    Args:
+        trained: Number of trained tokens of each sequence.
+        plan: Rows of each micro-batch, by mini-batch.
     """
     found = [max(1, sum(trained))] * len(trained)
     for minibatch in plan:

@@ -97,7 +97,9 @@ def batch_as_it_is(run: RunDirectory, step: int) -> list[Sequence]:
 def chain_holds(run: RunDirectory, steps: range, whose: str = "") -> bool:
     """Print what does not fit in the chain of commits, and what has no digest in it; return whether everything fits.
 
-    steps: Those whose data and stages are compared with their digests. whose: Prefix that names one of two runs.
+    Args:
+        steps: The steps whose data and stages are compared with their digests.
+        whose: Prefix that names the run, where there are two.
     """
     found = chain.breaks(run, steps)
     for each in found[:_BREAKS]:
@@ -112,7 +114,9 @@ def chain_holds(run: RunDirectory, steps: range, whose: str = "") -> bool:
 def suggestions(found: Difference, runs: Mapping[str, RunDirectory]) -> Iterator[str]:
     """Yield lines on what may have caused a difference: what it looks like, and how its step stands out in each run.
 
-    runs: The runs that were compared, by what the line about each begins with.
+    Args:
+        found: The first difference.
+        runs: The runs that were compared, by what the line about each begins with.
     """
     if found.suggests:
         yield f"this suggests: {found.suggests}"

@@ -330,7 +330,12 @@ class VLLMEngine(Backend):
         )
 
     def wrong_logprobs(self, params: SamplingParams, masked: bool = False) -> str:
-        """See `HTTPEngine`. masked: True if the server said which tokens were left."""
+        """Return why the logprobs of a request with these parameters are not what training needs; "" if they are.
+
+        Args:
+            params: The parameters.
+            masked: Whether the server said which tokens were left.
+        """
         reports = f"vLLM at {self.address} reports logprobs"
         if self.logprobs_mode == "processed":
             cuts = {

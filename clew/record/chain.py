@@ -86,9 +86,12 @@ def seal_broken(content: bytes) -> bool:
 
 
 def link(steps: Steps, step: int, evaluation: Mapping[str, Any] | None) -> dict[str, str]:
-    """Return the digests of the files that `step` is about to be committed with, by their paths in the run directory.
+    """Return the digests of the files that `step` is committed with, by their paths in the run directory.
 
-    Its data and stages are already written. evaluation: The newest one; None if there is none.
+    Args:
+        steps: The steps of the run.
+        step: The step that is about to be committed. Its data and its stages are already written.
+        evaluation: The newest evaluation, as the step's JSON will hold it; None if there is none.
     """
     run = steps.folder.parent
     files = [steps.data_path(step), *steps.stage_paths(step)]
@@ -355,7 +358,13 @@ def _files(run: RunDirectory, step: int) -> Iterator[Break]:
 
 
 def _evaluation(run: RunDirectory, step: int, reported: set[str]) -> Iterator[Break]:
-    """Yield a break if the evaluation in a step's JSON differs from its own file. reported: Files to leave out."""
+    """Yield a break if the evaluation in a step's JSON differs from the evaluation's own file.
+
+    Args:
+        run: The run directory.
+        step: The step.
+        reported: Files that have already been reported; they are skipped.
+    """
     said = _parsed(run.steps.json_path(step)).get("evaluation")
     version = said.get("version") if isinstance(said, dict) else None
     path = run.evals / f"version-{version:06d}.json" if isinstance(version, int) else None

@@ -334,9 +334,14 @@ def write_table(path: Path, table: pa.Table) -> None:
 
 
 def read_table(path: Path, remedy: str = RESTORE) -> pa.Table:
-    """Read a Parquet file and verify its checksums. remedy: What to do if it cannot be read, for the message.
+    """Read a Parquet file and verify its checksums.
 
-    Raises RecordError if the file is missing, truncated, altered, or of a newer format.
+    Args:
+        path: The file.
+        remedy: What to do if it cannot be read, for the message.
+
+    Raises:
+        RecordError: The file is missing, truncated, altered, or of a newer format.
     """
     content = read_bytes(path, remedy)
 
@@ -347,9 +352,16 @@ def read_table(path: Path, remedy: str = RESTORE) -> pa.Table:
 
 
 def sound(path: Path, read: Callable[[], pa.Table], size: int, remedy: str) -> pa.Table:
-    """Return the table that `read` returns, after checking its columns. size: Bytes of the file, for the message.
+    """Return the table that `read` returns, after checking its columns.
 
-    Raises RecordError if the table cannot be read, or lacks columns of its format.
+    Args:
+        path: The file that is read, for the message.
+        read: Reads the table.
+        size: Size of the file in bytes, for the message.
+        remedy: What to do if it cannot be read, for the message.
+
+    Raises:
+        RecordError: The table cannot be read, or lacks columns of its format.
     """
     try:  # the footer has no checksum: an altered one says anything
         table = read()

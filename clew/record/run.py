@@ -355,7 +355,15 @@ def changes_in_words(changes: Mapping[str, Sequence[Any]]) -> str:
 
 
 def warn_of_changes(log: logging.Logger, config: Config, run: RunDirectory, step: int, until: int) -> None:
-    """Log what changed in the configuration since the last training. step: The next one; until: The run's end."""
+    """Log what changed in the configuration since the run was last trained.
+
+    Args:
+        log: Where to log.
+        config: The present configuration.
+        run: The run directory.
+        step: The next step.
+        until: The number of steps after which the run ends.
+    """
     if not (changed := run.changes(config)):
         return
     if step < until:

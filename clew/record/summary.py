@@ -127,9 +127,14 @@ def check(path: Path, step: int, summary: Any, *, by_clew: bool) -> None:
 
 
 def configured(path: Path, summary: dict[str, Any]) -> tuple[Training, Algorithm]:
-    """Return the configuration that Clew trained a step with. path: File of the step's JSON, for the message.
+    """Return the configuration that Clew trained a step with.
 
-    Raises RecordError if the configuration was altered, or is of another version of Clew.
+    Args:
+        path: File of the step's JSON, for the message.
+        summary: The content of the file.
+
+    Raises:
+        RecordError: The configuration was altered, or is of another version of Clew.
     """
     from clew.config import Algorithm, Training
 

@@ -163,8 +163,12 @@ class Writer:
 def complete(sequences: Iterable[Mapping[str, Any] | rows.Sequence], *, version: int) -> list[rows.Sequence]:
     """Return sequences with all columns; what is missing is filled in as docs/record.md says.
 
-    version: That of the weights that sampled the tokens, for sequences that do not say. Raises RecordError if a
-    sequence lacks a needed column, or has an unknown or invalid one.
+    Args:
+        sequences: The sequences as the trainer gives them.
+        version: Version of the weights that sampled the tokens, for sequences that do not say.
+
+    Raises:
+        RecordError: A sequence lacks a needed column, or has an unknown or invalid one.
     """
     made: list[rows.Sequence] = []
     episodes: Counter[str] = Counter()

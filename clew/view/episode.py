@@ -152,7 +152,11 @@ def lag(sequences: list[Sequence], step: int | None) -> str:
 
 
 def rejected_of(sequences: Iterable[Sequence], rejected: dict[str, np.ndarray]) -> str:
-    """Return how many trained tokens were rejected and why. rejected: Reason for each token, by sequence ID."""
+    """Return how many trained tokens of these sequences were rejected and why, as text.
+
+    Args:
+        rejected: Reason for each token, by sequence ID, see `clew.algorithms.rejection`.
+    """
     why = np.concatenate(
         [np.zeros(0), *(rejected[each.id][each.loss_mask] for each in sequences if each.id in rejected)]
     )

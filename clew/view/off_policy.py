@@ -40,10 +40,16 @@ class Measured:
 
 
 def show_off_policy(console: Console, run: RunDirectory, steps: Iterable[int], path: Path) -> None:
-    """Print the most off-policy sequences of these committed steps, worst first.
+    """Print the most off-policy sequences of these steps, worst first.
 
-    Steps whose sequences were removed are left out. path: The run directory or bundle, as the user gave it. Raises
-    RecordError if no step has its sequences and the logprobs at its start on record.
+    Args:
+        console: Where to print.
+        run: The run directory.
+        steps: Committed steps. Those whose sequences were removed are left out.
+        path: The run directory or bundle, as the user gave it.
+
+    Raises:
+        RecordError: No step has its sequences and the logprobs at its start on record.
     """
     there = [step for step in steps if run.steps.has_data(step)]
     worst = heapq.nlargest(SHOWN, _measured(run, there), key=lambda one: one.k3)

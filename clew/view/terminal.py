@@ -161,7 +161,7 @@ class Progress:
     def __init__(
         self, run: RunDirectory, total_steps: int, *, live: bool = True, console: Console | None = None
     ) -> None:
-        """Look at a run. live: False if a debugger may ask for its prompt on the same terminal."""
+        """Look at a run; not live if a debugger may ask for its prompt on the same terminal."""
         self._run = run
         self._total = total_steps
         self._console = console or EscapingConsole(soft_wrap=True)
