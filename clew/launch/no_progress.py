@@ -145,23 +145,19 @@ class Watch:
             why = f"gave no answer within {ANSWER_S:.0f} s" if late else f"could not say why: {error}"
             self._warn(f"no progress for {quiet_s:.0f} s, and `clew hang` {why}")
             return None
+        page = self._report.with_suffix(".html")
+        if asking.returncode == 0:  # nothing hangs
+            self._report.unlink(missing_ok=True)
+            page.unlink(missing_ok=True)
+            return None
         verdict = json.loads(self._report.read_text())
-        found = Hang(
-            pattern=verdict["pattern"],
-            explanation=verdict["explanation"],
-            quiet_s=quiet_s,
-            report=self._report,
-            started=self._started,
+        pattern, explanation = verdict["pattern"], verdict["explanation"]
+        self._warn(f"no progress for {quiet_s:.0f} s: {pattern}. {explanation} Report: {page}")
+        if asking.returncode == 3:  # not judged
+            return None
+        return Hang(
+            pattern=pattern, explanation=explanation, quiet_s=quiet_s, report=self._report, started=self._started
         )
-        if not asking.returncode:  # it moves
-            for path in (self._report, self._report.with_suffix(".html")):
-                path.unlink(missing_ok=True)
-        else:
-            self._warn(
-                f"no progress for {quiet_s:.0f} s: {found.pattern}. {found.explanation} "
-                f"Report: {found.report.with_suffix('.html')}"
-            )
-        return found if asking.returncode == 1 else None
 
     def _warn(self, text: str) -> None:
         append_warning(self._run.warnings_path, process="supervisor", step=self._run.steps.count(), text=text)

@@ -19,39 +19,28 @@ def check_named(config: Config, *, supervised: bool = False) -> None:
     What lies on a hub is left to the processes that load it, and so is the rest of what can be wrong.
 
     Args:
-        config: The configuration.
         supervised: Whether demonstrations or preferences are trained on, so that there is no rollout.
 
     Raises:
         ClewError: Something that is named does not exist.
     """
     check_folder(config.model.path, "config.json", "model", "Save the model there with save_pretrained.")
-    data, algorithm, rollout = config.data, config.algorithm, config.rollout
+    data, algorithm = config.data, config.algorithm
+    paths = [path for path in (data.path, config.eval.path) if path is not None and Path(path).suffix.lower() in LOCAL]
     if supervised:
-        for path in (data.path, config.eval.path):
-            if path is not None and _is_local(path):
-                load_demonstrations(config, path, limit=ROWS)
+        for path in paths:
+            load_demonstrations(config, path, limit=ROWS)
         return
     code = {"algorithm.advantages": algorithm.advantages, "algorithm.loss": algorithm.loss}
-    code = {field: named for field, named in code.items() if "." in named}
+    code = {field: named for field, named in code.items() if "." in named}  # a built-in one has no dot
     if not config.debug.replay_rollout_data:  # then the rows and their rewards are on record
-        _check_rows(data.path, [data.prompt])
-        _check_rows(config.eval.path, [data.prompt])
-        code["rollout.workflow"] = rollout.workflow
-        code |= {} if rollout.agent is None else {"rollout.agent": rollout.agent}
-        code |= {} if rollout.reward is None else {"rollout.reward": rollout.reward}
+        for path in paths:
+            load_rows(path, limit=ROWS, columns=[data.prompt])
+        code |= {f"rollout.{name}": getattr(config.rollout, name) for name in ("workflow", "agent", "reward")}
     for field, named in code.items():
-        dotted.check_defined(named, field)
+        if named is not None:
+            dotted.check_defined(named, field)
     if "algorithm.advantages" in code:
         required = dotted.required_parameters(algorithm.advantages, "algorithm.advantages")
         if required in (1, 3):  # any other number: the trainer loads the function, and says what it takes
             check_critic_fields(config, with_critic=required == 3)
-
-
-def _check_rows(path: str | None, columns: list[str]) -> None:
-    if path is not None and _is_local(path):
-        load_rows(path, limit=ROWS, columns=columns)
-
-
-def _is_local(path: str) -> bool:
-    return Path(path).suffix.lower() in LOCAL

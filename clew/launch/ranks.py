@@ -13,9 +13,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from clew.errors import ConfigError, Interrupted, LaunchError, RecordError
 from clew.processes import PARENT_VARIABLE, SOCKET_VARIABLE, free_port
@@ -97,6 +97,7 @@ def tell(error: BaseException) -> bool:
         return False
     now = time.time()
     text = "" if isinstance(error, SystemExit) else str(error)
+    # torchrun wants `timestamp`, in whole seconds; `time` tells which of several ranks failed first.
     message = {"message": text, "extraInfo": {"timestamp": str(int(now)), "time": now}}
     with suppress(OSError):
         Path(path).write_text(json.dumps({"message": message}))
@@ -121,18 +122,11 @@ def _start(
     rank: int, ranks: int, port: int, arguments: list[str], error: Path, logs: Path | None
 ) -> subprocess.Popen[bytes]:
     """Start one rank in its own session, so that Ctrl-C reaches only the parent."""
-    environment = {
-        **os.environ,
-        **named(rank, ranks, port),
-        PLACED_VARIABLE: "1",
-        ERROR_VARIABLE: str(error),
-    }
+    environment = {**os.environ, **named(rank, ranks, port), PLACED_VARIABLE: "1", ERROR_VARIABLE: str(error)}
     if len(os.fsencode(served := error.with_suffix(".sock"))) < LONGEST_SOCKET:
         environment[SOCKET_VARIABLE] = str(served)
-    output: IO[bytes] | int | None = None
-    if rank:
-        output = (logs / f"trainer-{rank}.log").open("ab") if logs is not None else subprocess.DEVNULL
-    try:
+    log = Path(os.devnull) if logs is None else logs / f"trainer-{rank}.log"
+    with log.open("ab") if rank else nullcontext() as output:  # rank 0 writes where this process does
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "clew", *arguments],
             stdin=subprocess.DEVNULL,
@@ -141,9 +135,6 @@ def _start(
             start_new_session=True,
             env=environment,
         )
-    finally:
-        if output is not None and not isinstance(output, int):
-            output.close()
 
 
 def _wait(children: list[subprocess.Popen[bytes]]) -> dict[int, int]:

@@ -170,7 +170,7 @@ def _children(config: Config, arguments: list[str], run: RunDirectory) -> dict[s
 
 
 def _of_server(name: str, number: int, config: Config) -> list[str]:
-    """Return what is said to one server alone: its name and, if the run names a port, a port of its own."""
+    """Return the arguments of one server alone: its name and, if the run names a port, a port of its own."""
     host, _, port = config.inference.listen.rpartition(":")
     apart = [f"inference.listen={host}:{int(port) + number}"] if number and port.isdigit() and int(port) else []
     return [*apart, "--name", name]
@@ -230,14 +230,11 @@ def _end_if_hopeless(config: Config, run: RunDirectory, hang: Hang, hung_at: lis
         LaunchError: It is to end instead, or starting it again has not helped.
     """
     done = run.steps.count()
-    often = ""
-    if hung_at:
-        often = f" Starting the processes again {len(hung_at)} times (hang.action=restart) has not helped."
-    again = done in hung_at or len(hung_at) == config.launch.restarts
-    if config.hang.action == "abort" or again:
+    if config.hang.action == "abort" or done in hung_at or len(hung_at) == config.launch.restarts:
+        tried = f" Starting the processes again {len(hung_at)} times (hang.action=restart) has not helped."
         raise LaunchError(
             f"no progress for {hang.quiet_s:.0f} s at step {done} of {config.training.steps}: {hang.pattern}. "
-            f"{hang.explanation}{often}\n(report: {hang.report.with_suffix('.html')})"
+            f"{hang.explanation}{tried if hung_at else ''}\n(report: {hang.report.with_suffix('.html')})"
         )
     hung_at.append(done)
 
