@@ -10,13 +10,10 @@ from clew.algorithms import WITHIN_GROUP
 log = logging.getLogger("clew.trainer")
 
 WARN_STEPS = 4
-"""Number of consecutive steps without any difference between rewards that triggers a warning. The warning is repeated
-each time that the number has doubled."""
-
+"""Number of consecutive steps without any difference between rewards that triggers a warning."""
 
 ZERO = 1e-8
 """Largest absolute advantage that counts as zero: equal rewards give about 1e-10, because of rounding."""
-
 
 CONTRADICTS = 0.1
 """Mean correlation of advantages and rewards within groups, at or below which they contradict each other."""
@@ -25,17 +22,12 @@ CONTRADICTS = 0.1
 class NothingToLearn:
     """Counts steps whose advantages are all zero, steps whose tokens are all rejected, and consecutive steps in which
     all rewards that algorithm.advantages compares are equal. It also watches whether a user's own advantages follow the
-    rewards."""
+    rewards. A warning is repeated each time that its number has doubled."""
 
     def __init__(self, advantages: str) -> None:
         self._within_groups = advantages in WITHIN_GROUP
         self._advantages = advantages
-        self._in_a_row = 0
-        self._warn_at = WARN_STEPS
-        self._zero_steps = 0
-        self._warn_zero_at = 1
-        self._rejected_steps = 0
-        self._warn_rejected_at = 1
+        self._in_a_row = self._zero_steps = self._rejected_steps = 0
         self._correlations: list[float] = []
 
     def add(self, step: int, metrics: Mapping[str, float], largest_advantage: float = 1.0) -> str:
@@ -50,10 +42,9 @@ class NothingToLearn:
         warning = self._equal_rewards(step, metrics)
         self._all_rejected(step, metrics)
         self._correlate(step, metrics.get("advantage_reward_correlation"))
-        self._zero_steps += largest_advantage <= ZERO
-        if self._zero_steps == self._warn_zero_at:
-            self._warn_zero_at *= 2
-            if not warning:
+        if largest_advantage <= ZERO:
+            self._zero_steps += 1
+            if _is_power_of_two(self._zero_steps) and not warning:
                 log.warning(
                     f"step {step}: all advantages are zero ({self._zero_steps} such steps so far), so nothing was "
                     f"learnt from its rewards; only the optimizer's momentum and weight decay move the weights. Either "
@@ -66,8 +57,7 @@ class NothingToLearn:
         if metrics.get("rejected_share") != 1:
             return
         self._rejected_steps += 1
-        if self._rejected_steps == self._warn_rejected_at:
-            self._warn_rejected_at *= 2
+        if _is_power_of_two(self._rejected_steps):
             log.warning(
                 f"step {step}: algorithm.reject, veto or off_policy_delta rejected every token ({self._rejected_steps} "
                 f"such steps so far), so the step taught nothing. Widen their bounds, or lower rollout.max_lag or "
@@ -90,10 +80,7 @@ class NothingToLearn:
 
     def _equal_rewards(self, step: int, metrics: Mapping[str, float]) -> str:
         alike = metrics["equal_groups_share"] == 1 if self._within_groups else metrics["reward_std"] == 0
-        if not alike:
-            self._in_a_row, self._warn_at = 0, WARN_STEPS
-            return ""
-        self._in_a_row += 1
+        self._in_a_row = self._in_a_row + 1 if alike else 0
         if self._in_a_row < WARN_STEPS:
             return ""
         whose = "each group" if self._within_groups else "the batch"
@@ -103,7 +90,10 @@ class NothingToLearn:
             f"hard or too easy for this model, or the reward does not tell answers apart: `clew show RUN {step}` shows "
             f"some"
         )
-        if self._in_a_row == self._warn_at:
-            self._warn_at *= 2
+        if _is_power_of_two(self._in_a_row):  # WARN_STEPS is one
             log.warning("%s", warning)
         return warning
+
+
+def _is_power_of_two(count: int) -> bool:
+    return count.bit_count() == 1
