@@ -23,7 +23,7 @@ class Interrupts:
     def __init__(self, *, leads: bool = True) -> None:
         self._asked = False
         self._patience_s = PATIENCE_S if leads else 2 * PATIENCE_S
-        self._wake: Callable[[], object] = _nothing
+        self._wake: Callable[[], object] | None = None
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._ask)
 
@@ -40,18 +40,14 @@ class Interrupts:
         try:
             yield
         finally:
-            self._wake = _nothing
+            self._wake = None
 
     def _ask(self, number: int, frame: object) -> None:
         if self._asked:
             raise KeyboardInterrupt
         self._asked = True
-        signal.signal(signal.SIGALRM, self._insist)  # only now: before, it is the user's code's to use
+        # Only now: before, SIGALRM is the user's code's to use. The default handler of SIGINT raises KeyboardInterrupt.
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
         signal.setitimer(signal.ITIMER_REAL, self._patience_s)
-        self._wake()
-
-    def _insist(self, number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-
-def _nothing() -> None: ...
+        if self._wake is not None:
+            self._wake()
