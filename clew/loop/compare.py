@@ -34,11 +34,7 @@ class RecordedStep:
 
     @classmethod
     def read(cls, run: RunDirectory, step: int) -> RecordedStep:
-        """Read a step.
-
-        Raises:
-            RecordError: A file of it is missing or cannot be read.
-        """
+        """Read a step. Raises RecordError if a file of it is missing or cannot be read."""
         summary, batch = run.steps.read(step), run.steps.read_data(step)
         return cls(run=run, step=step, summary=summary, batch=batch, stages=run.steps.read_stages(step))
 
@@ -62,30 +58,28 @@ def how_to_compare(recorded: dict[str, Any], engine: TrainEngine) -> tuple[Toler
 
     Equality bit for bit is promised on the CPU, with the same ranks, threads and packages (see docs/design.md).
     """
-    then, now = ({**each, "rounding": None} for each in (environment_of(recorded), environment(engine)))
-    flat_then, flat_now = ({**each, **each["packages"], "packages": None} for each in (then, now))
-    reasons = [
-        f"{name} {flat_then.get(name)} recorded, {flat_now[name]} here"
-        for name in flat_now
-        if flat_then.get(name) != flat_now[name]
-    ]
+    then, now = environment_of(recorded), environment(engine)
     if repeats(then, now):
         return EXACT, ""
+    flat_then, flat_now = ({**each, **each["packages"], "packages": None, "rounding": None} for each in (then, now))
+    reasons = [
+        f"{name} {flat_then.get(name)} recorded, {here} here"
+        for name, here in flat_now.items()
+        if flat_then.get(name) != here
+    ]
     return TOLERANCES[engine.config.model.dtype], "; ".join(reasons) or f"device {now['device']}"
 
 
 def compare(then: RecordedStep, result: StepResult, engine: TrainEngine, tolerance: Tolerance) -> list[Difference]:
-    """Return where a retrained step differs from its record: one difference for each stage, in their order.
-
-    Args:
-        engine: The engine after the step.
-    """
+    """Return where a retrained step differs from its record: one difference for each stage, in their order. `engine`
+    has just made the step."""
     step, summary, algorithm = then.step, then.summary, engine.config.algorithm
     ids = [row.id for row in then.batch]
     here = {
         name: {id: values_T.astype(np.float32, copy=False) for id, values_T in zip(ids, values, strict=True)}
         for name, values in result.stages.items()  # in as many bits as they are recorded with
     }
+    # Advantages of rewards alone are the same on every machine; these are computed by a model.
     from_logprobs = engine.critic is not None or (algorithm.kl_in == "reward" and algorithm.kl_coef > 0)
     found = list(
         differences.in_stages(
@@ -126,13 +120,10 @@ def _in_summary(then: RecordedStep, result: StepResult) -> Iterator[Difference]:
 
 
 def _in_checkpoint(run: RunDirectory, step: int, engine: TrainEngine, tolerance: Tolerance) -> Iterator[Difference]:
-    """Yield the first difference between the engine and the checkpoint that the run wrote after this step.
+    """Yield the first difference, tensor by tensor, between the engine and the run's checkpoint after this step.
 
-    They are compared tensor by tensor. Where equality bit for bit is not promised, the checkpoint's files are checked
-    against their own digests instead.
-
-    Raises:
-        RecordError: The files do not match their digests.
+    Where equality bit for bit is not promised, the checkpoint's files are checked against their own digests instead:
+    this raises RecordError if they do not match.
     """
     folder = run.checkpoints / f"step-{step + 1:06d}"
     if not tolerance.exact:

@@ -283,21 +283,10 @@ ORIGIN = "group, episode, turns, finish reason, rewards by name, data or interac
 """Fields that the digest of a sequence's origin covers, in words."""
 
 
-def in_data(step: int, recorded: Mapping[str, RowDigest], found: Mapping[str, RowDigest]) -> Difference | None:
-    """Return the first sequence whose data has another digest, or which only one side has."""
-    return _in_digests(step, *({name: digest.data for name, digest in side.items()} for side in (recorded, found)))
-
-
-def in_origins(step: int, recorded: Mapping[str, RowDigest], found: Mapping[str, RowDigest]) -> Difference | None:
-    """Return the first sequence that has another origin."""
-    recorded_origins = {name: digests.origin for name, digests in recorded.items()}
-    found_origins = {name: found[name].origin for name in recorded}
-    return _in_digests(step, recorded_origins, found_origins, what=f", its {ORIGIN}")
-
-
 def _in_digests(
     step: int, recorded: Mapping[str, int], found: Mapping[str, int], *, what: str = ""
 ) -> Difference | None:
+    """Return the first sequence with another digest, or which only one side has. what: text that follows its ID."""
     differing = [name for name in {**recorded, **found} if recorded.get(name) != found.get(name)]
     if not differing:
         return None
@@ -353,10 +342,13 @@ def in_batch(
         rewards_add_up: Whether each reward must be the sum of its parts, as Clew's own are.
     """
     digests = digest_rows(batch)
-    found = in_data(step, recorded, digests)
-    if rewards_add_up:
-        found = found or in_rewards(step, batch)
-    found = found or in_origins(step, recorded, digests)
+    sides = (recorded, digests)
+    found = _in_digests(step, *({name: each.data for name, each in side.items()} for side in sides))
+    if found is None and rewards_add_up:
+        found = in_rewards(step, batch)
+    if found is None:
+        origins = ({name: each.origin for name, each in side.items()} for side in sides)
+        found = _in_digests(step, *origins, what=f", its {ORIGIN}")
     now = digest_batch(digests)
     if found is not None or whole in (None, now):
         return found
