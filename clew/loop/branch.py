@@ -22,11 +22,8 @@ from clew.training.saving import written_aside
 def begin(config: Config, ranks: Ranks) -> Config:
     """Begin a new run at debug.first_step of the recorded run in debug.path, with the state that it had there.
 
-    That state is reached by training the recorded steps since the last checkpoint again, on these ranks. A run that
-    began before goes on.
-
-    Returns:
-        The configuration with the model that both runs began with, which the KL term needs.
+    That state is reached by training the recorded steps since the last checkpoint again, on these ranks. If the new run
+    has begun already, it goes on. The returned configuration has the model that both runs began with, for the KL term.
 
     Raises:
         RecordError: There is no run directory, or no checkpoint at or before that step; or the steps from there cannot
@@ -71,20 +68,15 @@ def branch(source: RunDirectory, run: RunDirectory, engine: TrainEngine) -> None
     """
     if run.steps.count() or checkpoint.saved(run.checkpoints):
         raise RecordError(f"{run.path} has steps or checkpoints already. Choose another trial=NAME.")
-    engine.ranks.meet()  # all have looked
+    engine.ranks.meet()  # all have looked: what rank 0 writes from here on would make them raise
     if engine.ranks.leads:
-        _copy_beginning(source, run, engine.version)
+        for earlier in range(engine.version):
+            write_bytes(run.steps.json_path(earlier), source.steps.json_path(earlier).read_bytes())
+        run.steps.repair()  # makes index.jsonl of them
+        if source.media.folder.exists():
+            with explain_disk_errors(run.media.folder):
+                shutil.copytree(source.media.folder, run.media.folder, dirs_exist_ok=True)
+        first = checkpoint.saved(source.checkpoints)[0]
+        with written_aside(run.checkpoints / first.name) as aside:
+            shutil.copytree(first, aside, dirs_exist_ok=True)
     save_checkpoint(run, engine)
-
-
-def _copy_beginning(source: RunDirectory, run: RunDirectory, count: int) -> None:
-    """Copy the first `count` steps, the media and the model that the run began with."""
-    for earlier in range(count):
-        write_bytes(run.steps.json_path(earlier), source.steps.json_path(earlier).read_bytes())
-    run.steps.repair()
-    if source.media.folder.exists():
-        with explain_disk_errors(run.media.folder):
-            shutil.copytree(source.media.folder, run.media.folder, dirs_exist_ok=True)
-    first = checkpoint.saved(source.checkpoints)[0]
-    with written_aside(run.checkpoints / first.name) as aside:
-        shutil.copytree(first, aside, dirs_exist_ok=True)

@@ -21,14 +21,10 @@ class LiveBatches:
     """Source of batches that are chosen from the inbox."""
 
     def __init__(self, config: Config, run: RunDirectory, pause: Callable[[], None], clock: Clock) -> None:
-        """Prepare to choose batches.
+        """Prepare to choose batches. Raises RecordError if the run began with batches from another run.
 
         Args:
             pause: Lets a little time pass, in which rollout can continue. It may raise to end the wait.
-            clock: Counts the time that reading and writing takes.
-
-        Raises:
-            RecordError: The run began with batches from another run.
         """
         check_origin(run, replayed=False)
         self._rollout = config.rollout
@@ -50,7 +46,7 @@ class LiveBatches:
     def _choose(self, step: int) -> list[pa.Table]:
         def look() -> Choice:
             with self._clock("record"):
-                running = self._run.inbox.running()  # before the finished: a group that moves meanwhile is seen in both
+                running = self._run.inbox.running()  # first: a group that finishes meanwhile is then seen in both
                 finished = self._run.inbox.scan()
             return choose_batch(
                 step=step,
@@ -84,7 +80,6 @@ class Choice:
     groups: tuple[str, ...]
     """The chosen groups, oldest admitted first; empty while there is no batch."""
     missing: int
-    """Number of finished groups that the batch still lacks."""
     too_old: tuple[str, ...]
     """Running groups that would be too old by the time they are consumed: the batch waits for them."""
 
@@ -108,9 +103,7 @@ def choose_batch(
     Args:
         step: The step that the batch is for.
         finished: Group ID to the version at which the group was admitted. A group in both mappings counts as finished.
-        running: The same for running groups. Read it before `finished`, so that no group is missed that finishes
-            meanwhile.
-        batch_groups: Groups in a batch.
+        running: The same for running groups.
         max_lag: Limit of the lag, in steps.
         late: "wait" makes the batch wait for groups that would become too old; "train" takes the batch without them.
     """

@@ -22,10 +22,6 @@ from clew.training.engine import TrainEngine
 from clew.training.ranks import Ranks
 from clew.training.results import StepResult
 
-CONFIGURED = ("training", "algorithm")
-"""Configuration sections that decide what a step computes from its batch. They may change when a run is restarted."""
-
-
 VARIABLES = ("ATEN_CPU_CAPABILITY", "MKL_", "DNNL_", "ONEDNN_", "OMP_", "KMP_", "GOMP_")
 """Prefixes of the environment variables that choose instruction sets and threads for torch, MKL and oneDNN."""
 
@@ -45,12 +41,9 @@ def environment(engine: TrainEngine) -> dict[str, Any]:
     }
 
 
-@cache
+@cache  # the libraries look at these once, too
 def _rounding() -> dict[str, Any]:
-    """Return what decides on the CPU how a sum of floats is rounded, besides packages and threads.
-
-    The values are looked up once, as the libraries do.
-    """
+    """Return what decides on the CPU how a sum of floats is rounded, besides packages and threads."""
     known = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.11 and newer
     sets = sorted(name for name, value in known.items() if value is True)
     caches = [f"{name} {known[name]}" for name in ("l1d_cache_size", "l2_cache_size") if name in known]
@@ -63,22 +56,16 @@ def _rounding() -> dict[str, Any]:
     }
 
 
-@cache
+@cache  # looking them up takes milliseconds
 def _packages() -> dict[str, str]:
-    """Return the version of each package. They are looked up once, as this takes milliseconds."""
     return {name: importlib.metadata.version(name) for name in PACKAGES if name != "clew"}
 
 
 def write_stages(
     run: RunDirectory, step: int, digests: Mapping[str, RowDigest], result: StepResult, ranks: Ranks
 ) -> None:
-    """Write what this rank computed from its rows. In a tensor-parallel group, where all compute the same, one rank
-    writes.
-
-    Args:
-        digests: Digests of all rows of the batch, in their order.
-    """
-    if ranks.tp_rank:
+    """Write what this rank computed from its rows. `digests` are those of all rows of the batch, in their order."""
+    if ranks.tp_rank:  # all ranks of a tensor-parallel group compute the same
         return
     own = sorted(row for minibatch in result.plan for rows in minibatch[ranks.dp_rank :: ranks.dp_size] for row in rows)
     ids = list(digests)
@@ -93,10 +80,7 @@ def write_stages(
 def facts_of(batch: list[Sequence], version: int) -> dict[str, Any]:
     """Return what the index repeats about a batch: its groups, and the oldest and newest version of its trained tokens.
 
-    Both are -1 if no policy generated them.
-
-    Args:
-        version: The oldest version to report when the batch has no trained token.
+    Both are -1 if no policy generated them. `version` is the oldest if the batch has no trained token.
     """
     generated = np.concatenate([row.versions[row.loss_mask] for row in batch])
     newest = int(generated.max()) if generated.size else 0
@@ -109,25 +93,23 @@ def facts_of(batch: list[Sequence], version: int) -> dict[str, Any]:
 def summarize(
     run: RunDirectory, batch: list[Sequence], digests: Mapping[str, RowDigest], result: StepResult, engine: TrainEngine
 ) -> dict[str, Any]:
-    """Return the content of step-N.json, except for the timings.
-
-    Args:
-        digests: Digests of the batch's rows, from `clew.record.digest.digest_rows`.
-    """
-    evaluation = run.newest_eval()
+    """Return the content of step-N.json, except for the timings. `digests` are those of the batch's rows."""
+    config = engine.config
     return {
         **facts_of(batch, engine.version),
         **({"supervised": True} if engine.supervised else {}),
         "digests": {"data": digest_batch(digests), **result.digests},
         "tensors": result.tensor_digests,
         "metrics": result.metrics,
-        "evaluation": evaluation,
+        "evaluation": run.newest_eval(),
         "plan": result.plan,
         "environment": environment(engine),
-        "code": code_of(engine.config),
+        "code": code_of(config),
+        # What decides what a step computes from its batch, and may change when a run is restarted.
         "config": {
-            **{name: getattr(engine.config, name).model_dump(mode="json") for name in CONFIGURED},
-            "seed": engine.config.seed,
+            "training": config.training.model_dump(mode="json"),
+            "algorithm": config.algorithm.model_dump(mode="json"),
+            "seed": config.seed,
         },
         "committed_at": time.time(),
     }

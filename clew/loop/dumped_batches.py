@@ -16,36 +16,30 @@ from clew.training.padded import load_padded, save_padded
 
 
 def check_origin(run: RunDirectory, *, replayed: bool) -> None:
-    """Raise RecordError when `run` began with batches of the other kind.
-
-    Args:
-        replayed: Whether batches are now replayed from debug.path, rather than made by the run's own rollout.
-    """
+    """Raise RecordError when `run` began with batches of the other kind: `replayed` from debug.path, or of its own
+    rollout."""
     begun = run.steps.count() or run.steps.has_data(0)
     if not begun or not run.config_path.exists() or "trainer" in run.facts():
         return
     before = configuration.load(run.config_path).debug
     if before.replay_rollout_data != replayed:
-        live = "what its own rollout makes"
-        made = f"the batches in {before.path} (debug.replay_rollout_data)" if before.replay_rollout_data else live
+        now, then = "the batches in debug.path", "what its own rollout makes"
+        if before.replay_rollout_data:
+            now, then = then, f"the batches in {before.path} (debug.replay_rollout_data)"
         raise RecordError(
-            f"Cannot continue {run.path} with {'the batches in debug.path' if replayed else live}: so far it was "
-            f"trained on {made}. Choose another trial=NAME."
+            f"Cannot continue {run.path} with {now}: so far it was trained on {then}. Choose another trial=NAME."
         )
 
 
 def resume_dump(config: Config, run: RunDirectory) -> None:
-    """Copy the committed steps that debug.path lacks, such as the last one if copying it failed.
-
-    Raises:
-        RecordError: debug.path holds the batches of another run.
-    """
+    """Copy the committed steps that debug.path lacks, such as the last one if copying it failed. Raises RecordError if
+    debug.path holds the batches of another run."""
     folder = _folder(config)
     with explain_disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     index, dumped = run.steps.index(), _batches(folder)
     if dumped:
-        newest = max(dumped)
+        newest = dumped[-1]
         if newest >= len(index) or _digest(_read(folder, newest)) != index[newest]["digests"]["data"]:
             raise _of_another_run(folder, newest, run)
     for step in range(len(index)):
@@ -54,11 +48,7 @@ def resume_dump(config: Config, run: RunDirectory) -> None:
 
 
 def dump(config: Config, run: RunDirectory, step: int) -> None:
-    """Copy the batch of the newest committed step to debug.path.
-
-    Raises:
-        RecordError: debug.path already has a batch of this step.
-    """
+    """Copy the batch of the newest committed step to debug.path. Raises RecordError if it has one of this step."""
     if step in _batches(_folder(config)):  # of a run that began after this one
         raise _of_another_run(_folder(config), step, run)
     _copy(config, run, step)
@@ -114,11 +104,8 @@ class DumpedBatches:
     """
 
     def __init__(self, config: Config, run: RunDirectory) -> None:
-        """Open debug.path.
-
-        Raises:
-            RecordError: The folder does not exist, or the steps that `run` has were not trained on its batches.
-        """
+        """Open debug.path. Raises RecordError if there is no such folder, or the steps that `run` has were not trained
+        on its batches."""
         folder = _folder(config)
         if not folder.is_dir():
             raise RecordError(f"debug.path={folder} does not exist: expected a folder of batches, or a run directory.")

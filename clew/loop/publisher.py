@@ -52,12 +52,6 @@ class Publisher:
     """
 
     def __init__(self, config: Config, run: RunDirectory, inference: Inference, clock: Clock) -> None:
-        """Prepare to publish the weights of `run`.
-
-        Args:
-            inference: The engines that load them.
-            clock: Counts the time of each part.
-        """
         self._clock = clock
         self._run = run
         self._inference = inference
@@ -66,9 +60,9 @@ class Publisher:
             self._sender = Sender(config, inference)
         self._folder = run.path / "weights"
         self._leads = False
-        self._outside = config.inference.weights is not None
-        if config.inference.weights is not None:
-            self._folder = outside_folder(config.inference.weights, run.path)
+        self._outside = config.inference.weights
+        if self._outside is not None:
+            self._folder = outside_folder(self._outside, run.path)
 
     def __call__(self, engine: TrainEngine) -> None:
         ref = self._load(engine) if self._sender is None else self._broadcast(engine, self._sender)
@@ -126,5 +120,5 @@ class Publisher:
 
     def close(self) -> None:
         """Remove weights outside the run directory; the checkpoint has them."""
-        if self._outside and self._leads:
+        if self._outside is not None and self._leads:
             shutil.rmtree(self._folder, ignore_errors=True)

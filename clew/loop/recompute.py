@@ -53,19 +53,14 @@ def suspected(
 
 
 def _chance(compute: Callable[[], dict[str, np.ndarray]], *, seeded: bool) -> str:
-    """Return why a computation gives another result each time; empty if it does not.
-
-    Args:
-        seeded: Whether torch's random numbers were seeded in the comparison, so that they cannot be the reason.
-    """
+    """Return why a computation gives another result each time; empty if it does not. If torch's random numbers were
+    `seeded` in the comparison, they cannot be the reason."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
     drawn: list[str] = []
 
     class Drawn(TorchDispatchMode):
-        """Records the operations that draw random numbers."""
-
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if torch.Tag.nondeterministic_seeded in func.tags:
                 drawn.append(str(func))

@@ -91,12 +91,8 @@ def engine_at(run: RunDirectory, step: int, device: str | None = None, ranks: Ra
 
 
 def _check_belongs(run: RunDirectory, engine: TrainEngine, folder: Path) -> None:
-    """Check that a checkpoint is what the step before it left.
-
-    Raises:
-        ModelError: The checkpoint is of another model than the run's.
-        RecordError: Its weights are not what the step before it left.
-    """
+    """Raise ModelError when a checkpoint is of another model than the run's, and RecordError when its weights are not
+    what the step before it left."""
     said = run.facts().get("parameters", engine.parameter_names)
     names, ours = ([name for name in side if not name.startswith("critic.")] for side in (said, engine.parameter_names))
     if names != ours:  # a critic it may have had for a while
@@ -119,11 +115,7 @@ def _check_belongs(run: RunDirectory, engine: TrainEngine, folder: Path) -> None
 
 
 def _configured(run: RunDirectory, recorded: dict[str, Any]) -> dict[str, Any]:
-    """Return the parts of the configuration that a step was trained with; the run may have changed them since.
-
-    Raises:
-        RecordError: The recorded configuration cannot be read.
-    """
+    """Return the parts of the configuration that a step was trained with; the run may have changed them since."""
     training, algorithm = configured(run.steps.json_path(recorded["step"]), recorded)
     found: dict[str, Any] = {"training": training, "algorithm": algorithm}
     seed = recorded["config"].get("seed")  # older steps have none
@@ -148,11 +140,7 @@ def replay(run: RunDirectory, engine: TrainEngine, last: int, *, verify: bool = 
 
     Args:
         engine: The engine, at a checkpoint of the run.
-        last: Last step to train.
-        verify: Whether to compare; if False, differences do not stop the replay.
-
-    Raises:
-        DifferenceFound: A batch is not what was trained on.
+        verify: Whether to compare, and to raise DifferenceFound when a batch is not what was trained on.
     """
     near, drifted = TOLERANCES[engine.config.model.dtype], ""
     for step in range(engine.version, last + 1):
@@ -166,10 +154,11 @@ def replay(run: RunDirectory, engine: TrainEngine, last: int, *, verify: bool = 
         result = engine.train_step(recorded.batch)
         found = compare(recorded, result, engine, tolerance) if verify else []
         if found and tolerance.exact and (doubt := _rounding_doubt(recorded, result, engine)):
+            # Differences that vanish within the tolerance are the other processor's; one that stays is reported.
             beyond = compare(recorded, result, engine, near)
             if not beyond or str(beyond[0]) != str(found[0]):
                 tolerance, because, found = near, f"{found[0]}: this is within rounding, and {doubt}", beyond
-        if not tolerance.exact and not drifted:
+        if not tolerance.exact and not drifted:  # no later step can be equal bit for bit
             drifted = f"the weights, which step {step} left within a tolerance"
         yield Replayed(step=step, result=result, tolerance=tolerance, because=because, differences=found)
 
@@ -185,11 +174,7 @@ def _rounding_doubt(recorded: RecordedStep, result: StepResult, engine: TrainEng
 
 
 def configure_as(run: RunDirectory, engine: TrainEngine, recorded: dict[str, Any] | None) -> None:
-    """Set the engine's seed, optimizer and algorithm as they were at a step; the run may have changed them since.
-
-    Args:
-        recorded: The step's record; None: take them from the run's configuration as it is.
-    """
+    """Set the engine's seed, optimizer and algorithm as they were at a recorded step; None: as they are configured."""
     was = _configured(run, recorded) if recorded else dict(configuration.load(run.config_path))
     training, algorithm = was["training"].model_copy(update={"tp": engine.ranks.tp}), was["algorithm"]
     algorithm = algorithm.model_copy(update={"critic": engine.config.algorithm.critic})  # which is where it is here

@@ -25,7 +25,7 @@ def restore(config: Config, run: RunDirectory, ranks: Ranks, *, supervised: bool
     Raises:
         ConfigError: The objective belongs to `clew sft`; or the model changed; or settings of training changed although
             steps must be trained again.
-        RecordError: The run is not one of `clew train` or of `clew sft`, whichever of them trains here.
+        RecordError: The run belongs to the other of `clew train` and `clew sft`, or its record is inconsistent.
     """
     if config.training.objective != "sft" and not supervised:
         raise ConfigError(

@@ -58,11 +58,9 @@ class Sender:
     def __call__(self, engine: TrainEngine) -> tuple[Digests, list[Server]]:
         """Send the engine's weights to every server that is ready, and again to each that the broadcast does not reach.
 
-        A second call at the same version sends them to the servers that want them. Every rank calls this at once.
-
-        Returns:
-            On rank 0, the digests of what was sent, and the servers that have received it. They serve nothing until
-            they are told to load this version.
+        A second call at the same version sends them to the servers that want them. Every rank calls this at once. Rank
+        0 gets the digests of what was sent, and the servers that have it: they serve nothing until they are told to
+        load this version.
 
         Raises:
             EngineError: No server has received the weights, none of them has died, and no other serves.
@@ -162,8 +160,10 @@ class Sender:
 
 def _each_once(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors, each under the first of its names."""
-    seen: set[int] = set()
-    return {name: tensor for name, tensor in state.items() if not (id(tensor) in seen or seen.add(id(tensor)))}
+    first: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in state.items():
+        first.setdefault(id(tensor), (name, tensor))
+    return dict(first.values())
 
 
 def buckets(tensors: dict[str, Tensor], limit: int) -> list[int]:

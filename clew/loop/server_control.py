@@ -20,7 +20,7 @@ from clew.waits import waiting
 
 log = logging.getLogger("clew.trainer")
 
-Ask = Callable[[HTTPEngine], Awaitable[None]]
+Ask = Callable[[HTTPEngine], Awaitable[object]]
 
 ANSWER_TIMEOUT_S = 120.0
 """Seconds in which a server must do what it was asked, such as load new weights. After that it is taken out, and loads
@@ -54,7 +54,6 @@ class ServerControl:
         """Prepare to ask the servers of `run`.
 
         Args:
-            run: The run directory.
             lease_s: Seconds for which the servers release their memory; renewed after each third of it.
             frozen_s: Seconds without an answer after which a server counts as frozen.
             patient: True if servers finish what they generate before they load weights (inference.on_update: wait).
@@ -69,12 +68,8 @@ class ServerControl:
         self._looks_again = 0.0
 
     def load(self, ref: WeightRef, servers: list[Server] | None = None) -> Timings:
-        """Return when the servers serve these weights, with the timings of the one that paused longest.
-
-        Args:
-            ref: The weights.
-            servers: Those that have received them in a broadcast; None: all that are ready.
-        """
+        """Return when the servers serve these weights, with the timings of the one that paused longest. `servers` are
+        those that have received them in a broadcast; None: all that are ready."""
         taken: list[Timings] = [{}]
 
         async def load(engine: HTTPEngine) -> None:
@@ -110,11 +105,8 @@ class ServerControl:
         outcome = Outcome(received=[], failed={})
 
         async def ask(server: Server) -> None:
-            async def receive(engine: HTTPEngine) -> None:
-                await engine.receive_weights(sent[server])
-
             try:
-                if reason := await self._ask_one(server, receive):
+                if reason := await self._ask_one(server, lambda engine: engine.receive_weights(sent[server])):
                     log.warning("server %s (%s) is taken out: %s", server.name, server.address, reason)
                 else:
                     outcome.received.append(server)
@@ -200,11 +192,8 @@ class ServerControl:
                 )
 
     async def _ask_one(self, server: Server, ask: Ask) -> str:
-        """Ask a server, and return why it was taken out; "" if it did what was asked.
-
-        Raises:
-            EngineError: It refused.
-        """
+        """Ask a server, and return why it was taken out; "" if it did what was asked. Raises EngineError if it
+        refused."""
         engine = self._engines.get((server.address, server.token))
         if engine is None:
             engine = self._engines[server.address, server.token] = HTTPEngine(server.address, server.token)

@@ -38,10 +38,7 @@ def sft(config: Config) -> None:
     """Train `config.model` for `training.steps` steps of `training.batch_size` demonstrations each.
 
     Raises:
-        DataError: A row of the data cannot be used.
-        ModelError: The model cannot be loaded or trained.
-        RecordError: The run directory or a checkpoint cannot be used.
-        TrainingError: A step failed.
+        ClewError: A row of the data, the model, the run directory or a checkpoint cannot be used, or a step failed.
     """
     demonstrations, held_out = read_data(config)  # before the run directory is made: a bad row leaves none
     with rank_of(config) as (ranks, run, reporter, interrupts):
@@ -57,12 +54,7 @@ def sft(config: Config) -> None:
 
 
 def read_data(config: Config) -> tuple[Demonstrations, Tokens | None]:
-    """Return the demonstrations that a run will use, and its held-out rows, if eval.path is set.
-
-    Raises:
-        DataError: A row of the data cannot be used.
-        ModelError: The tokenizer cannot be loaded.
-    """
+    """Return the demonstrations that a run will use, and its held-out rows, if eval.path is set."""
     tokenizer, context = load_tokenizer(config.model.path), context_of(config.model.path)
     demonstrations = Demonstrations(config, tokenizer, context=context)
     if config.eval.path is None:
@@ -75,7 +67,6 @@ def check_first_row(config: Config) -> None:
 
     Raises:
         DataError: The row cannot be used.
-        ModelError: The tokenizer cannot be loaded.
     """
     first = config.model_copy(update={"data": config.data.model_copy(update={"limit": 1})})
     Demonstrations(first, load_tokenizer(config.model.path), context=context_of(config.model.path))
@@ -108,23 +99,18 @@ class Supervision(Surroundings):
         """Compute the held-out loss of the engine's version, if it is due."""
         super().publish(engine)
         if not self._begun:
-            self._begin(engine)
+            self._begun = True
+            if engine.version > (steps := self.config.training.steps):
+                raise RecordError(
+                    f"{self.run.path} has {engine.version} steps behind it, but training.steps is {steps}. Raise it, "
+                    f"or choose another trial=NAME."
+                )
+            if engine.version:
+                self._console.print(f"Going on from version {engine.version}.")
         if self._held_out is None or not self.config.evaluates(engine.version):
             return
         if self.run.read_eval(engine.version) is None:
             self._evaluate(engine, self._held_out)
-
-    def _begin(self, engine: TrainEngine) -> None:
-        """Say where a resumed run goes on. Raises RecordError if it is beyond its last step."""
-        self._begun = True
-        steps = self.config.training.steps
-        if engine.version > steps:
-            raise RecordError(
-                f"{self.run.path} has {engine.version} steps behind it, but training.steps is {steps}. Raise it, or "
-                f"choose another trial=NAME."
-            )
-        if engine.version:
-            self._console.print(f"Going on from version {engine.version}.")
 
     def write(self, step: int) -> None:
         """Write the batch of a step into the run directory. It depends on the configuration and the data alone."""
@@ -145,7 +131,7 @@ class Supervision(Surroundings):
 
 
 class _Progress:
-    """Progress output: one line every few seconds, and one for the last step."""
+    """One line of progress every few seconds, and one for the last step."""
 
     def __init__(self, console: Console, steps: int) -> None:
         self._console = console

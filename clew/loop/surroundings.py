@@ -44,10 +44,8 @@ class WeightsWanted(Exception):
 
 
 class Surroundings:
-    """Everything outside the trainer that a step needs. Ranks other than 0 only wait for what rank 0 decides.
-
-    Use it in a `with` block.
-    """
+    """Everything outside the trainer that a step needs, in a `with` block. Ranks other than 0 only wait for what rank 0
+    decides."""
 
     supervised = False
     """True if the run trains on demonstrations or preferences, as `clew sft` does."""
@@ -126,10 +124,8 @@ class Surroundings:
         """Return when the evaluation of this version is complete, or at once if none is due."""
         if self._inference is None or version < 0 or not self.config.evaluates(version):
             return
-        evaluated = self.ranks.agree(
-            f"the evaluation of version {version}",
-            lambda: self._unless_wanted(lambda: self._wait_for_evaluation(version)),
-        )
+        what = f"the evaluation of version {version}"
+        evaluated = self.ranks.agree(what, lambda: self._unless_wanted(lambda: self._wait_for_evaluation(version)))
         if not evaluated and self.ranks.leads:
             log.warning("version %d cannot be evaluated any more: a server has lost its weights", version)
 
@@ -146,10 +142,9 @@ class Surroundings:
 
     def batch(self, engine: TrainEngine) -> list[Sequence]:
         """Return the batch of the engine's next step: on every rank, what steps/step-N.parquet holds."""
-        while not self.ranks.agree(
-            f"the batch of step {engine.version}", lambda: self._unless_wanted(lambda: self._write_batch(engine))
-        ):
-            self.publish(engine)
+        what = f"the batch of step {engine.version}"
+        while not self.ranks.agree(what, lambda: self._unless_wanted(lambda: self._write_batch(engine))):
+            self.publish(engine)  # a server needs the weights again before rollout can go on
         with self.clock("record"):
             return self.run.steps.read_data(engine.version)
 
@@ -175,13 +170,12 @@ class Surroundings:
     def alone_on_device(self) -> Iterator[None]:
         """Use inference's memory inside this block, on every rank, if launch.colocate puts both on one device."""
         inference = self._inference
-        if inference is None or not self.config.launch.colocate:
-            yield
-            return
         with ExitStack() as stack:
-            with self.clock("release"):
-                self.ranks.agree("inference to release its memory", lambda: stack.enter_context(inference.released()))
-            stack.callback(torch.cuda.empty_cache)  # runs before inference may take memory again
+            if inference is not None and self.config.launch.colocate:
+                with self.clock("release"):
+                    what = "inference to release its memory"
+                    self.ranks.agree(what, lambda: stack.enter_context(inference.released()))
+                stack.callback(torch.cuda.empty_cache)  # runs before inference may take memory again
             yield
 
     def committed(self, step: int, result: StepResult, on_step: OnStep) -> None:

@@ -12,11 +12,7 @@ class Tensorboard:
     """Writer of reports/tensorboard: each metric of each step, and each evaluation, as a scalar."""
 
     def __init__(self, run: RunDirectory, first_step: int) -> None:
-        """Open the files.
-
-        Args:
-            first_step: Step from which on the entries of an earlier, killed trainer are hidden.
-        """
+        """Open the files, and hide what an earlier, killed trainer wrote from `first_step` on."""
         from torch.utils.tensorboard import SummaryWriter
 
         self._run = run
@@ -30,16 +26,14 @@ class Tensorboard:
                 self._writer.add_scalar(name, value, step)
             for name, value in summary["timings"].items():
                 self._writer.add_scalar(f"seconds/{name}", value, step)
-            self._add_evaluations()
-
-    def close(self) -> None:
-        with only_shown("TensorBoard's files"):
-            self._writer.close()
-
-    def _add_evaluations(self) -> None:
-        for evaluation in self._run.read_evals():
-            if evaluation["version"] > self._evaluated:
+            for evaluation in self._run.read_evals():
+                if evaluation["version"] <= self._evaluated:
+                    continue
                 self._evaluated = evaluation["version"]
                 for name, value in evaluation.items():
                     if isinstance(value, (int, float)) and name != "version":
                         self._writer.add_scalar(f"eval/{name}", value, self._evaluated)
+
+    def close(self) -> None:
+        with only_shown("TensorBoard's files"):
+            self._writer.close()

@@ -37,10 +37,12 @@ def learn(config: Config, on_step: OnStep = lambda step, summary: None) -> None:
         ClewError: The run ended before its last step.
     """
     patient = config.inference.on_update == "wait"
-    with rank_of(config) as (ranks, run, reporter, interrupts), closing(ServerControl(run, patient=patient)) as servers:
-        around = Surroundings(config, run, ranks, inference=servers, reporter=reporter, interrupts=interrupts)
-        with around:
-            train_here(config, run, around, on_step)
+    with (
+        rank_of(config) as (ranks, run, reporter, interrupts),
+        closing(ServerControl(run, patient=patient)) as servers,
+        Surroundings(config, run, ranks, inference=servers, reporter=reporter, interrupts=interrupts) as around,
+    ):
+        train_here(config, run, around, on_step)
 
 
 class EngineHere:
@@ -128,19 +130,16 @@ def learn_from_record(config: Config, on_step: OnStep, *, until: int | None = No
     With debug.first_step, the run begins with what the steps before it left in the run directory debug.path.
 
     Args:
-        on_step: Called on rank 0 with each committed step.
         until: Step at which to stop; None: training.steps.
 
     Raises:
-        RecordError: A batch is missing, or the run began with other batches.
-        ClewError: Anything else that ends the run before its last step.
+        ClewError: A batch is missing, the run began with other batches, or it ended before its last step.
     """
     with rank_of(config) as (ranks, run, reporter, interrupts):
         if config.debug.first_step:
             config = begin(config, ranks)
-            torch.set_num_threads(config.rank_threads)
-        around = Surroundings(config, run, ranks, inference=None, reporter=reporter, interrupts=interrupts)
-        with around:
+            torch.set_num_threads(config.rank_threads)  # reaching that step took as many as the other run had
+        with Surroundings(config, run, ranks, reporter=reporter, interrupts=interrupts) as around:
             train_here(config, run, around, on_step, until=until)
 
 
@@ -176,6 +175,7 @@ def train_here(
     try:
         train(config, run, engine, around, until=until, on_step=on_step)
     except (Interrupted, TrainingError) as error:
+        # Only these are raised on every rank: after any other error a rank would wait for the others for ever.
         together = ranks.size == 1 or not isinstance(error, TrainingError) or isinstance(error, GradientError)
         written = (run.checkpoints / f"step-{engine.version:06d}").exists()
         if together and engine.whole and engine.version == run.steps.count() and not written:
