@@ -57,18 +57,10 @@ def needs_critic(algorithm: Algorithm) -> bool:
 
 
 class UserFunction:
-    """A function that the configuration names."""
+    """A function that the configuration names by its dotted path."""
 
     def __init__(self, path: str, field: str) -> None:
-        """Load the function.
-
-        Args:
-            path: Dotted path of the function.
-            field: Name of the field that has the path.
-
-        Raises:
-            ConfigError: There is no such function.
-        """
+        """Load the function that `field` names. Raises ConfigError if there is no such function."""
         self.name = f"{field}={path}"
         self._function = dotted.load(path, field)
         self.source = _source(self._function)
@@ -81,13 +73,15 @@ class UserFunction:
             raise ConfigError(
                 f"Cannot call {self.name}: Python cannot tell which arguments it takes. Wrap it in a function of yours."
             ) from None
+        self.required = [
+            name
+            for name, each in self.parameters.items()
+            if each.default is each.empty and each.kind is not each.VAR_KEYWORD
+        ]
+        """Parameters that have no default."""
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """Call the function.
-
-        Raises:
-            TrainingError: The function raised an exception.
-        """
+        """Call the function. Raises TrainingError if it raises."""
         try:
             return self._function(*arguments, **named)
         except (Exception, SystemExit) as error:
@@ -96,10 +90,9 @@ class UserFunction:
 
 def _source(function: Any) -> str:
     try:
-        file = inspect.getsourcefile(inspect.unwrap(function))
+        return digest_of_file(inspect.getsourcefile(inspect.unwrap(function)) or "")
     except TypeError:  # of no Python file
-        file = None
-    return digest_of_file(file) if file is not None else ""
+        return ""
 
 
 @cache
@@ -126,20 +119,11 @@ class CustomAdvantages:
     """
 
     def __init__(self, path: str) -> None:
-        """Load the function.
-
-        Raises:
-            ConfigError: There is no such function, or it has other parameters.
-        """
+        """Load the function. Raises ConfigError if there is no such function, or it has other parameters."""
         self._function = UserFunction(path, "algorithm.advantages")
-        required = [
-            parameter
-            for parameter in self._function.parameters.values()
-            if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
-        ]
-        self.takes_values = len(required) == 3
+        self.takes_values = len(self._function.required) == 3
         """True if the function takes a critic's values, as the page ppo does."""
-        if len(required) not in (1, 3):
+        if len(self._function.required) not in (1, 3):
             raise ConfigError(
                 f"algorithm.advantages={path} takes ({', '.join(self._function.parameters)}); expected one parameter, "
                 f"the sequences of a step, as in def {path.rpartition('.')[2]}(sequences): ..., or three, for "

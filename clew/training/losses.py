@@ -72,18 +72,13 @@ class CustomLoss:
     """
 
     def __init__(self, algorithm: Algorithm) -> None:
-        """Load the function that algorithm.loss names.
-
-        Raises:
-            ConfigError: There is no such function, or it requires an unknown argument.
-        """
+        """Load the function. Raises ConfigError if there is no such function, or it requires an unknown argument."""
         self._function = UserFunction(algorithm.loss, "algorithm.loss")
         self._algorithm = algorithm
         self._options = {name: getattr(algorithm, name) for name in OPTIONS} | {"kl_coef": loss_kl_coef(algorithm)}
         offered = [*(field.name for field in fields(TrainedTokens)), *self._options, "tokens", "options"]
         wanted = self._function.parameters.values()
-        missing = [p.name for p in wanted if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
-        if strange := [name for name in missing if name not in offered]:
+        if strange := [name for name in self._function.required if name not in offered]:
             raise ConfigError(
                 f"Cannot call {self._function.name}: it has a parameter {strange[0]!r}, and a loss is given "
                 f"{', '.join(offered)}.{did_you_mean(strange[0], offered)}"
@@ -92,16 +87,13 @@ class CustomLoss:
         self._takes = set(offered) if takes_any else set(offered) & {p.name for p in wanted}
 
     def __call__(self, **tensors: Any) -> PolicyLoss:
-        """Return the user's loss.
-
-        Args:
-            tensors: The fields of TrainedTokens.
+        """Return the user's loss. `tensors` are the fields of TrainedTokens.
 
         Raises:
             TrainingError: The function raised, changed its input, or returned something that cannot be a loss.
         """
         name, logprobs_N = self._function.name, tensors["logprobs_N"]
-        before = {key: value._version for key, value in tensors.items() if value is not None}
+        before = {key: value._version for key, value in tensors.items() if value is not None}  # counts changes in place
         inputs = {**tensors, **self._options, "tokens": TrainedTokens(**tensors), "options": self._algorithm}
         taken = {key: value for key, value in inputs.items() if key in self._takes}
         try:
