@@ -70,34 +70,23 @@ class Critic:
         return self._policy.compute_all(tokens, plan, self._values)
 
     def after_last(self, tokens: Tokens, plan: Plan, chosen_R: np.ndarray) -> np.ndarray:
-        """Return the value of the state after the last trained token of each chosen row, at that token: [S], else 0.
-
-        This is one more forward pass, unless no row is chosen. `values` computes the states before trained tokens with
-        the shapes that it always had, so that older runs replay bit for bit.
-
-        Args:
-            chosen_R: Which rows are chosen, bool.
-        """
+        """Return the value of the state after the last trained token of each chosen row, at that token: [S], else 0."""
         found_S = self._policy.zeros(tokens)
-        if chosen_R.any():
-            after_S = self._policy.compute_all(tokens, plan, self._values_after)
-            trained = np.flatnonzero(tokens.loss_mask_S)
-            rows = tokens.row_of_S[trained]
-            last = trained[np.append(rows[1:] != rows[:-1], True)[: len(rows)]]
-            chosen = last[chosen_R[tokens.row_of_S[last]]]
-            found_S[chosen] = after_S[chosen]
+        if not chosen_R.any():
+            return found_S
+        # One more forward pass: if `values` computed these states too, its shapes would be others than in older runs,
+        # and they would no longer replay bit for bit.
+        after_S = self._policy.compute_all(tokens, plan, self._values_after)
+        trained = np.flatnonzero(tokens.loss_mask_S)
+        rows = tokens.row_of_S[trained]
+        last = trained[np.append(rows[1:] != rows[:-1], True)[: len(rows)]]
+        chosen = last[chosen_R[tokens.row_of_S[last]]]
+        found_S[chosen] = after_S[chosen]
         return found_S
 
     def fit(self, tokens: Tokens, plan: Plan, old_S: np.ndarray, returns_S: np.ndarray, *, step: int) -> Fitted:
-        """Make one update per mini-batch on the mean value loss of its trained tokens.
-
-        Args:
-            old_S: The result of `values`.
-            step: Number of the step, for error messages.
-
-        Raises:
-            TrainingError: A gradient is not finite.
-        """
+        """Make one update per mini-batch on the mean value loss of its trained tokens. `old_S` is what `values`
+        returned. Raises TrainingError if a gradient is not finite."""
         done = Fitted()
         for minibatch in plan:
             self.update(tokens, minibatch, old_S, returns_S, done, step=step)
@@ -135,30 +124,23 @@ class Critic:
     def backward(
         self, micro: MicroBatch | None, old_S: np.ndarray, returns_S: np.ndarray, trained: int, done: Fitted
     ) -> Tensor:
-        """Add the gradient of a micro-batch to that of its update, which has `trained` trained tokens.
-
-        Returns:
-            The loss of each token, [N].
-        """
+        """Add the gradient of a micro-batch to that of its update, which has `trained` trained tokens, and its sums to
+        `done`. Return the loss of each token, [N]."""
         values_N = self._values(micro or self._policy.idle)
-        loss_N = values_N * 0 if micro is None else self._loss(micro, values_N, old_S, returns_S, done)
+        if micro is None:
+            loss_N = values_N * 0  # other ranks have rows, and gather parameters together with this one
+        else:
+            clip = self._algorithm.value_clip
+            old_N, returns_N = (
+                torch.from_numpy(all_S[micro.where_N]).to(self._policy.device) for all_S in (old_S, returns_S)
+            )
+            loss_N = value_loss(values_N, old_N, returns_N, clip)
+            clipped_N = (values_N - old_N).abs() > (clip or math.inf)
+            for name, number in (("critic/loss", loss_N.sum()), ("critic/clip_share", clipped_N.sum())):
+                done.sums[name] = done.sums.get(name, 0.0) + number.item()
         (loss_N.sum() / max(1, trained)).backward()
         self.optimizer.gather()
         return loss_N.detach()
-
-    def _loss(
-        self, micro: MicroBatch, values_N: Tensor, old_S: np.ndarray, returns_S: np.ndarray, done: Fitted
-    ) -> Tensor:
-        """Return the loss [N] of a micro-batch, and add its sums to `done`."""
-        clip = self._algorithm.value_clip
-        old_N, returns_N = (
-            torch.from_numpy(all_S[micro.where_N]).to(self._policy.device) for all_S in (old_S, returns_S)
-        )
-        loss_N = value_loss(values_N, old_N, returns_N, clip)
-        clipped_N = (values_N - old_N).abs() > (clip or math.inf)
-        for name, number in (("critic/loss", loss_N.sum()), ("critic/clip_share", clipped_N.sum())):
-            done.sums[name] = done.sums.get(name, 0.0) + number.item()
-        return loss_N
 
     def _values(self, micro: MicroBatch) -> Tensor:
         return self.model(micro.input_ids_BT, micro.rows_N, micro.columns_N - 1, micro.packed)
