@@ -45,7 +45,7 @@ from clew.training.losses import loss_function
 from clew.training.metrics import correlation_metrics, gap_metrics, lag_metrics, rejection_metrics, rollout_metrics
 from clew.training.optimizer import GradientError, Optimizer
 from clew.training.policy import Policy, check_tokens
-from clew.training.preferences import deal_pairs, pair_losses, supervised_loss
+from clew.training.preferences import deal_pairs, pair_losses, sft_loss
 from clew.training.ranks import ALONE, Ranks
 from clew.training.results import Prepared, StepResult, TokenLoss, Watch
 from clew.training.scoring import Scores
@@ -133,7 +133,7 @@ class TrainEngine:
         self.policy.pack_if_possible(self.critic and self.critic.inner)
         self.supervised = False
         """True if `train_step` trains on demonstrations or preferences, as training.objective says."""
-        self.watch: Watch = _ignore
+        self.watch: Watch = lambda stage, scope: None
         """Function that is called at each stage of a step, for debuggers and diagnoses."""
         self.recent_norms: deque[float] = deque(maxlen=RECENT_NORMS)
         """Gradient norms of the last updates that were made, against which a spike is measured."""
@@ -141,12 +141,8 @@ class TrainEngine:
         self._timings: dict[str, float] = {}
 
     def configure(self, training: Training, algorithm: Algorithm) -> None:
-        """Continue with other settings of the optimizer and the algorithm. A critic cannot be added later.
-
-        Raises:
-            ModelError: algorithm.advantages needs a critic and there is none, or a KL term needs a reference that
-                cannot be loaded.
-        """
+        """Continue with other settings of the optimizer and the algorithm. A critic cannot be added later: raises
+        ModelError if algorithm.advantages needs one that is not there."""
         self.config = self.policy.config = self.config.model_copy(update={"training": training, "algorithm": algorithm})
         self.policy.load_reference(algorithm.kl_coef != 0)
         with_critic = needs_critic(algorithm)
@@ -188,7 +184,7 @@ class TrainEngine:
         return total(self.weights_digests().values())
 
     def weights_digests(self) -> Digests:
-        """Return the digest of each parameter, including the critic's. Untrained parameters are digested only once."""
+        """Return the digest of each parameter, including the critic's. Every rank calls this at once."""
         if self._digests is None:
             self._digests = self.frozen_digests | digest_tensors(self.trained_parameters(), self.ranks)
         return self._digests
@@ -210,7 +206,8 @@ class TrainEngine:
         assert sequences, "a step needs a batch"
         if self.supervised:
             return self.supervised_step(Tokens.of(sequences))
-        torch.manual_seed(self._seed())
+        # For anything random, such as dropout in the user's own loss. Ranks with different rows get different seeds.
+        torch.manual_seed(derive_seed(self.config.seed, f"step {self.version} rank {self.ranks.dp_rank}"))
         self._timings = dict.fromkeys(
             ("advantages", "logprobs", "reference", "critic", "forward_backward", "optimizer", "digest"), 0.0
         )
@@ -230,25 +227,18 @@ class TrainEngine:
             stages["entropies"] = done.entropies_S
         mask_S = tokens.loss_mask_S
         lag_N = self.version - step.versions_S[mask_S]
-        rejected_metrics: dict[str, float] = {}
+        metrics = {
+            **rollout_metrics(sequences),
+            **correlation_metrics(sequences, tokens.split(step.advantages_S), self.config.algorithm.advantages),
+            **lag_metrics(lag_N),
+            **gap_metrics(step.behaviour_S[mask_S], proximal_S[mask_S], lag_N),
+        }
         if rejects(self.config.algorithm):
             stages["rejected"] = done.rejected_S
-            rejected_metrics = rejection_metrics(done.rejected_S[mask_S], tokens.row_of_S[mask_S])
-        critic_metrics = self._fit_critic(step, done, stages)
-        return self._finish(
-            tokens,
-            step.plan,
-            done,
-            stages={name: tokens.split(values_S) for name, values_S in stages.items()},
-            metrics={
-                **rollout_metrics(sequences),
-                **correlation_metrics(sequences, tokens.split(step.advantages_S), self.config.algorithm.advantages),
-                **lag_metrics(lag_N),
-                **gap_metrics(step.behaviour_S[mask_S], proximal_S[mask_S], lag_N),
-                **rejected_metrics,
-                **critic_metrics,
-            },
-        )
+            metrics |= rejection_metrics(done.rejected_S[mask_S], tokens.row_of_S[mask_S])
+        metrics |= self._fit_critic(step, done, stages)
+        split = {name: tokens.split(values_S) for name, values_S in stages.items()}
+        return self._finish(tokens, step.plan, done, stages=split, metrics=metrics)
 
     def prepare(self, sequences: SequenceABC[Sequence]) -> Prepared:
         """Compute everything of a step that comes before its first update. Changes nothing."""
@@ -329,7 +319,7 @@ class TrainEngine:
         self._timings = dict.fromkeys(("reference", "forward_backward", "optimizer", "digest"), 0.0)
         lengths, objective = tokens.lengths.tolist(), self.config.training.objective
         if objective == "sft":
-            plan, loss_of = [deal(lengths, range(len(lengths)), **self.policy.deal_arguments(tokens))], _supervised
+            plan, loss_of = [deal(lengths, range(len(lengths)), **self.policy.deal_arguments(tokens))], sft_loss
         else:
             plan = [deal_pairs(lengths, **self.policy.deal_arguments(tokens))]
             with self._timed("reference"):
@@ -347,13 +337,6 @@ class TrainEngine:
         return -float(logprobs_S[tokens.loss_mask_S].mean(dtype=np.float64))
 
     # Inside a step ---------------------------------------------------------------------------------------------------
-
-    def _seed(self) -> int:
-        """Return the seed for anything random in a step, such as dropout in the user's own loss.
-
-        Ranks that compute different rows get different seeds. A replay on the same number of ranks gets the same seeds.
-        """
-        return derive_seed(self.config.seed, f"step {self.version} rank {self.ranks.dp_rank}")
 
     def _updates(self, tokens: Tokens, plan: Plan, loss_of: TokenLoss) -> _Pass:
         done = _Pass(
@@ -404,14 +387,11 @@ class TrainEngine:
     def _backward(
         self, tokens: Tokens, minibatch: list[list[int]], loss_of: TokenLoss
     ) -> Iterator[tuple[MicroBatch, Scores, PolicyLoss]]:
-        """Accumulate this rank's part of the gradient of the mean loss over all trained tokens of a mini-batch.
-
-        Yields:
-            Each micro-batch of this rank with its scores and loss.
-        """
+        """Accumulate this rank's part of the gradient of the mean loss over all trained tokens of a mini-batch. Yield
+        each of its micro-batches with its scores and loss."""
         trained = sum(tokens.trained_in(rows) for rows in minibatch)
         for micro in self.policy.own(tokens, minibatch):
-            if micro is None:
+            if micro is None:  # other ranks have rows, and gather parameters together with this one
                 (self.policy.score_micro(None).logprobs_N.sum() * 0).backward()
                 self.optimizer.gather()
                 continue
@@ -431,11 +411,7 @@ class TrainEngine:
         return norm_problem(norm, self.optimizer, self.recent_norms, factor, self.ranks)
 
     def _refuse(self, problem: str, done: _Pass) -> None:
-        """Leave out an update.
-
-        Raises:
-            GradientError: training.on_bad_gradient is "stop".
-        """
+        """Leave out an update. Raises GradientError if training.on_bad_gradient is "stop"."""
         self.optimizer.forget()
         said = f"step {self.version}: {problem} This update was not made."
         where = f"`clew blame RUN --step {self.version}` finds the cause"
@@ -447,13 +423,8 @@ class TrainEngine:
         log.warning("%s %s.", said, where)
 
     def _fit_critic(self, step: Prepared, done: _Pass, stages: dict[str, np.ndarray]) -> dict[str, float]:
-        """Train the critic, if there is one, on the step's returns.
-
-        Its stages are added to `stages`, and its gradients to `done`.
-
-        Returns:
-            The critic's metrics; empty without a critic.
-        """
+        """Train the critic, if there is one, on the step's returns. Return its metrics, and add its stages to `stages`
+        and its gradients to `done`."""
         if self.critic is None or step.values_S is None or step.returns_S is None:
             return {}
         stages |= {"values": step.values_S, "returns": step.returns_S}
@@ -464,7 +435,7 @@ class TrainEngine:
             fitted = self.critic.fit(step.tokens, step.plan, step.values_S, step.returns_S, step=self.version)
         self._digests = None
         for gradients, critics in zip(done.gradients, fitted.gradients, strict=True):
-            gradients |= _of_critic(critics)
+            gradients |= {f"critic.{name}": digest for name, digest in critics.items()}
         mask_S = step.tokens.loss_mask_S
         return {
             **{name: value / max(1, int(mask_S.sum())) for name, value in fitted.sums.items()},
@@ -482,7 +453,12 @@ class TrainEngine:
                 "gradients": [to_hex(each.get(name, 0) for name in self.parameter_names) for each in done.gradients],
                 "weights": to_hex(self.weights_digests().values()),
             }
-        self._check_weights()
+        if names := not_finite(self.trained_parameters(), self.ranks):
+            raise GradientError(
+                f"step {self.version}: after the update, {names[0]} has NaN or infinity, although all gradients were "
+                f"finite. The step was not committed. Start another trial=NAME from the last checkpoint, with a lower "
+                f"training.lr than {self.config.training.lr:g}."
+            )
         self.version += 1
         self.whole = True
         trained = int(tokens.loss_mask_S.sum())
@@ -505,19 +481,11 @@ class TrainEngine:
             timings=self._timings,
         )
 
-    def _check_weights(self) -> None:
-        if names := not_finite(self.trained_parameters(), self.ranks):
-            raise GradientError(
-                f"step {self.version}: after the update, {names[0]} has NaN or infinity, although all gradients were "
-                f"finite. The step was not committed. Start another trial=NAME from the last checkpoint, with a lower "
-                f"training.lr than {self.config.training.lr:g}."
-            )
-
     @contextmanager
     def _timed(self, part: str) -> Iterator[None]:
         started = time.perf_counter()
         yield
-        if self.policy.device.type == "cuda":
+        if self.policy.device.type == "cuda":  # which computes on after the call has returned
             torch.cuda.synchronize(self.policy.device)
         self._timings[part] = self._timings.get(part, 0.0) + time.perf_counter() - started
 
@@ -530,14 +498,3 @@ def make_deterministic(training: Training) -> None:
     if training.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
     torch.use_deterministic_algorithms(training.deterministic)
-
-
-def _supervised(micro: MicroBatch, scores: Scores) -> PolicyLoss:
-    return PolicyLoss(per_token_N=supervised_loss(scores.logprobs_N), sums={})
-
-
-def _of_critic(digests: Digests) -> Digests:
-    return {f"critic.{name}": digest for name, digest in digests.items()}
-
-
-def _ignore(stage: str, scope: dict[str, Any]) -> None: ...

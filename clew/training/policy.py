@@ -54,7 +54,7 @@ class Policy:
         ranks: Ranks = ALONE,
         media: Media | None = None,
     ) -> None:
-        """Load the model.
+        """Load the model. Raises ModelError if it cannot be loaded or trained.
 
         Args:
             config: The sections model and training are used, and the seed for adapters.
@@ -62,9 +62,6 @@ class Policy:
                 adapters are always added to it.
             device: Device of the model; None: config.model.device.
             media: Storage of the sequences' images.
-
-        Raises:
-            ModelError: The model cannot be loaded or trained.
         """
         self.config = config
         self.ranks = ranks = ranks.grouped(config.training.tp)
@@ -126,11 +123,7 @@ class Policy:
         return context_in(self.model.config)[0]
 
     def read(self, path: str, device: torch.device) -> Any:
-        """Load a model of the kind that is trained here, unsharded, from a folder or the hub.
-
-        Raises:
-            ModelError: The model cannot be loaded.
-        """
+        """Load a model of the kind that is trained here, unsharded, from a folder or the hub."""
         if self.scores_rewards:
             return load_value_model(path, self.config.model.dtype, device, "model.path")
         return load_model(path, self.config.model.dtype, device)
@@ -161,26 +154,22 @@ class Policy:
 
         They are computed in exactly the micro-batches of the loss, so that the same weights give the same bits.
         """
-        return self._score_all(self.model, tokens, plan)
+        return self.compute_all(tokens, plan, lambda micro: self._score(self.model, micro).logprobs_N)
 
     def score_reference(self, tokens: Tokens, plan: Plan) -> np.ndarray | None:
         """Return the logprobs [S] of the reference model; None if there is none."""
         if self.reference is None:
             return None
         with nullcontext() if self.adapters is None else self.adapters.off():
-            return self._score_all(self.reference, tokens, plan)
+            return self.compute_all(tokens, plan, lambda micro: self._score(self.reference, micro).logprobs_N)
 
     def score_micro(self, micro: MicroBatch | None, *, entropy_gradient: bool = False) -> Scores:
-        """Return the policy's scores of a micro-batch from `own`, with gradients.
+        """Return the policy's scores of a micro-batch from `own`, with gradients; None: of a placeholder.
 
         Args:
-            micro: Micro-batch; None computes a placeholder, because all ranks gather parameters together.
             entropy_gradient: Whether the entropies have gradients, too.
         """
         return self._score(self.model, micro or self.idle, entropy_gradient=entropy_gradient)
-
-    def _score_all(self, model: Any, tokens: Tokens, plan: Plan) -> np.ndarray:
-        return self.compute_all(tokens, plan, lambda micro: self._score(model, micro).logprobs_N)
 
     @torch.no_grad()
     def compute_all(self, tokens: Tokens, plan: Plan, compute: Callable[[MicroBatch], Tensor]) -> np.ndarray:
@@ -230,11 +219,8 @@ class Policy:
         }
 
     def own(self, tokens: Tokens, minibatch: list[list[int]]) -> Iterator[MicroBatch | None]:
-        """Yield this rank's micro-batches.
-
-        None stands for a micro-batch in which only other ranks have something to compute. This rank must compute
-        something all the same, since all ranks gather parameters together.
-        """
+        """Yield this rank's micro-batches. None stands for one in which only other ranks have something to compute:
+        this rank must compute something all the same, since all ranks gather parameters together."""
         for rows in minibatch[self.ranks.dp_rank :: self.ranks.dp_size]:
             if tokens.trained_in(rows):
                 yield self.micro_batch(tokens, rows)
@@ -285,13 +271,8 @@ class Policy:
 
 
 def check_tokens(tokens: Tokens, model: Any, name: str) -> None:
-    """Raise TrainingError for rows that are too long for a model, or have tokens for which it has no embedding.
-
-    Args:
-        tokens: Rows of a batch.
-        model: Policy or critic.
-        name: Name of the model in the message.
-    """
+    """Raise TrainingError for rows that are too long for a model, or have tokens for which it has no embedding. `name`
+    is the model's in the message."""
     context, field = context_in(model.config)
     longest = tokens.lengths.max()
     if context is not None and longest > context and not positions_go_on(model.config):

@@ -18,12 +18,7 @@ from clew.training.tokens import MicroBatch, Tokens
 
 
 def deal_pairs(lengths: Sequence[int], *, budget: int, packed: bool, ranks: int = 1, width: int = 1) -> list[list[int]]:
-    """Return micro-batches of whole pairs for all ranks, see `clew.training.batching.deal`.
-
-    Args:
-        lengths: Number of tokens of each row.
-        budget: Maximum number of tokens of a micro-batch; a longer pair gets one of its own.
-    """
+    """Return micro-batches of whole pairs for all ranks, see `clew.training.batching.deal`."""
     both = [(lengths[row], lengths[row + 1]) for row in range(0, len(lengths), 2)]
     pairs = [sum(each) if packed else 2 * max(each) for each in both]
     dealt = deal(pairs, range(len(pairs)), budget=budget, packed=packed, ranks=ranks, width=width)
@@ -84,9 +79,9 @@ def preference_loss(chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
     return -torch.nn.functional.logsigmoid(chosen_P - rejected_P)
 
 
-def supervised_loss(logprobs_N: Tensor) -> Tensor:
+def sft_loss(micro: MicroBatch, scores: Scores) -> PolicyLoss:
     """Return the cross-entropy of each token of a demonstration, in nats."""
-    return -logprobs_N
+    return PolicyLoss(per_token_N=-scores.logprobs_N, sums={})
 
 
 def _of_pairs(numbers_N: Tensor, rows_N: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from clew.errors import ConfigError, TrainingError
 from clew.models.loading import load_model, load_value_model
 from clew.training.batching import loss_weights
 from clew.training.losses import loss_function
-from clew.training.preferences import dpo_loss, preference_loss, supervised_loss
+from clew.training.preferences import dpo_loss, preference_loss, sft_loss
 from clew.training.scoring import Scores, ValueModel, score
 from tests.models import tiny_model, tiny_tokenizer
 from tests.training.sequences import make_config, make_sequence
@@ -130,7 +130,9 @@ def test_supervised_loss_is_cross_entropy():
     targets = torch.tensor([0, 3, 6, 2, 1])
     logprobs = logits.log_softmax(-1)[torch.arange(5), targets]
     expected = torch.nn.functional.cross_entropy(logits, targets)
-    torch.testing.assert_close(supervised_loss(logprobs).mean(), expected)
+    scores = Scores(logprobs_N=logprobs, entropies_N=torch.zeros(5))
+    micro: Any = None  # nothing of it is needed
+    torch.testing.assert_close(sft_loss(micro, scores).per_token_N.mean(), expected)
 
 
 def test_value_loss_by_hand():
