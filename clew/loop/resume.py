@@ -7,6 +7,7 @@ import logging
 from clew.config import Config
 from clew.errors import ConfigError, RecordError
 from clew.record import chain
+from clew.record.files import remove_strays
 from clew.record.run import RunDirectory, changes_in_words
 from clew.training import checkpoint
 from clew.training.custom import code_of
@@ -35,7 +36,7 @@ def restore(config: Config, run: RunDirectory, ranks: Ranks, *, supervised: bool
     if ranks.leads:
         check_chain(run)
         run.clean_after_trainer()
-        checkpoint.clean(run.checkpoints)
+        remove_strays(run.checkpoints, "*")
     ranks.meet()
     saved = checkpoint.saved(run.checkpoints)
     version, committed = checkpoint.latest_version(run.checkpoints), run.steps.count()

@@ -33,7 +33,7 @@ from clew.models.loading import load_value_model
 from clew.reading import STRICT, Count, Number, read_bytes, read_json
 from clew.reading import check as check_fields
 from clew.record import chain
-from clew.record.files import remove_strays, write_bytes
+from clew.record.files import write_bytes
 from clew.record.rows import check_format
 from clew.record.run import RunDirectory
 from clew.training.digests import Digests, digest_tensors
@@ -88,13 +88,8 @@ def save(engine: TrainEngine, folder: Path, *, follows: str | None = None) -> No
     The folder appears all at once. An existing one with the same content is left as it is.
 
     Args:
-        engine: The engine whose state is written.
-        folder: The folder to write.
         follows: Digest of the JSON of the step that led here (`clew.record.chain`). None for the model that a run
             begins with, and when no steps are recorded.
-
-    Raises:
-        RecordError: The disk is full.
     """
     state = _state(engine)
     manifest = {
@@ -109,7 +104,7 @@ def save(engine: TrainEngine, folder: Path, *, follows: str | None = None) -> No
 
     def is_written() -> bool:
         path = folder / "checkpoint.json"
-        # The files may differ, since a user may add a README.md.
+        # It has more: a seal, and digests of the files, which may differ since a user may add a README.md.
         return path.exists() and read_json(path).items() >= manifest.items()
 
     if engine.ranks.agree(f"whether {folder.name} is written already", is_written):
@@ -189,11 +184,8 @@ def digests_of(engine: TrainEngine) -> dict[str, dict[str, str]]:
 
 
 def digests_in(folder: Path, engine: TrainEngine) -> dict[str, dict[str, str]]:
-    """Return the digest of each tensor in a checkpoint's files, by kind and name.
-
-    Raises:
-        RecordError: The checkpoint is truncated, or its numbers or a file without digested tensors were altered.
-    """
+    """Return the digest of each tensor in a checkpoint's files, by kind and name. Raises RecordError if it is
+    truncated, or if its numbers or a file without digested tensors were altered."""
     return _digests(engine, *_read_tensors(folder, engine, read_manifest(folder)))
 
 
@@ -222,18 +214,11 @@ def latest_version(checkpoints: Path) -> int:
     return max((int(folder.name.removeprefix("step-")) for folder in saved(checkpoints)), default=0)
 
 
-def clean(checkpoints: Path) -> None:
-    """Remove files that killed processes left half-written."""
-    remove_strays(checkpoints, "*")
-
-
 def prune(run: RunDirectory, wanted: Checkpoint) -> None:
-    """Remove all checkpoints but the first, the last `keep`, and the one with the best evaluation (`keep_best`).
-
-    checkpoints/best points to the latter.
-    """
+    """Remove all checkpoints but the first, the last `keep`, and the one with the best evaluation (`keep_best`), to
+    which checkpoints/best points."""
     folders = saved(run.checkpoints)
-    kept = [*folders[:1], *folders[-wanted.keep :]]
+    kept = [*folders[:1], *folders[-wanted.keep :]]  # the first is the reference of a KL term
     best = run.best_eval([int(folder.name.removeprefix("step-")) for folder in folders]) if wanted.keep_best else None
     if best is not None:
         kept.append(run.checkpoints / f"step-{best:06d}")
@@ -244,10 +229,8 @@ def prune(run: RunDirectory, wanted: Checkpoint) -> None:
 
 
 def point(name: str, folder: Path) -> None:
-    """Point the link `name` ("latest", "best") beside this checkpoint to it, atomically.
-
-    The link is for people and for model.path: if the file system has no links, this only logs a warning.
-    """
+    """Point the link `name` ("latest", "best") beside this checkpoint to it, atomically. It is for people and for
+    model.path: if the file system has no links, this only logs a warning."""
     link = folder.with_name(f".{name}.{os.getpid()}")
     try:
         link.unlink(missing_ok=True)
@@ -258,13 +241,10 @@ def point(name: str, folder: Path) -> None:
 
 
 def _files(folder: Path, *, merged: bool) -> dict[str, str]:
-    """Return the digest of each file by its path in the folder; `BY_TENSOR` for large files of tensors.
-
-    Args:
-        merged: Whether adapters are merged into the model, so that the digested tensors are not those in its files.
-    """
+    """Return the digest of each file by its path in the folder; `BY_TENSOR` for large files of tensors."""
     digests = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        # With adapters merged into it, the model's own file has other tensors than those whose digests are written.
         has_digests = path.suffix == ".safetensors" and not (merged and path.parent == folder)
         by_tensor = has_digests and path.stat().st_size >= SMALL
         digests[path.relative_to(folder).as_posix()] = BY_TENSOR if by_tensor else _digest_of(path)
@@ -328,11 +308,8 @@ def _state(engine: TrainEngine) -> dict[str, Tensor]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return the content of checkpoint.json.
-
-    Raises:
-        RecordError: It is newer, was altered, or has another version than the folder's name.
-    """
+    """Return the content of checkpoint.json. Raises RecordError if it is newer than this version of Clew, was altered,
+    or has another version than the folder's name."""
     path = folder / "checkpoint.json"
     manifest: Any = read_json(path)
     if isinstance(manifest, dict) and "format" in manifest:

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from clew.errors import ModelError, RecordError
-from clew.record.files import write_json
+from clew.record.files import remove_strays, write_json
 from clew.record.run import RunDirectory
 from clew.training import checkpoint
 from clew.training.engine import TrainEngine
@@ -169,7 +169,7 @@ def test_pruning_keeps_the_first_and_the_last(tmp_path):
     assert list((tmp_path / "checkpoints").glob(".*")) == []
     (tmp_path / "checkpoints" / ".step-000005.123").mkdir()  # what a killed process leaves
     assert checkpoint.latest_version(tmp_path / "checkpoints") == 4
-    checkpoint.clean(tmp_path / "checkpoints")
+    remove_strays(tmp_path / "checkpoints", "*")
     assert list((tmp_path / "checkpoints").glob(".*")) == []
     checkpoint.prune(run, two)
     assert len(checkpoint.saved(tmp_path / "checkpoints")) == 3
