@@ -49,7 +49,8 @@ def advantages_function(algorithm: Algorithm) -> Compute:
         ConfigError: A dotted path names no function that can be called this way.
     """
     name = algorithm.advantages
-    compute: Any  # (sequences) -> advantages, or (rewards, values, algorithm) -> advantages and returns
+    # (sequences) -> advantages; or with a critic: (rewards, values, algorithm) -> advantages and returns
+    compute: Any
     if name in ADVANTAGES:
         takes_values, compute = name in WITH_CRITIC, built_in_advantages(name)
     else:
@@ -107,17 +108,14 @@ def shaped_rewards(
         reference: Logprobs [T] of each sequence under the model that the run began with.
     """
     sequences = without_overlong(sequences, algorithm)
-    if algorithm.kl_in == "reward" and algorithm.kl_coef > 0:
-        assert reference is not None, "a KL divergence needs the reference's logprobs"
-        summed = [
-            float(divergences(each.logprobs[each.loss_mask], logprobs_T[each.loss_mask], algorithm.kl_estimator).sum())
-            for each, logprobs_T in zip(sequences, reference, strict=True)
-        ]
-        sequences = [
-            replace(each, reward=each.reward - algorithm.kl_coef * kl)
-            for each, kl in zip(sequences, summed, strict=True)
-        ]
-    return sequences
+    if algorithm.kl_in != "reward" or algorithm.kl_coef <= 0:
+        return sequences
+    assert reference is not None, "a KL divergence needs the reference's logprobs"
+    shaped = []
+    for row, logprobs_T in zip(sequences, reference, strict=True):
+        kl_N = divergences(row.logprobs[row.loss_mask], logprobs_T[row.loss_mask], algorithm.kl_estimator)
+        shaped.append(replace(row, reward=row.reward - algorithm.kl_coef * float(kl_N.sum())))
+    return shaped
 
 
 def without_overlong(sequences: SequenceABC[Sequence], algorithm: Algorithm) -> SequenceABC[Sequence]:
@@ -131,24 +129,22 @@ def without_overlong(sequences: SequenceABC[Sequence], algorithm: Algorithm) -> 
 def longest_penalty(sequence: Sequence, cache: int) -> float:
     """Return the overlong penalty of the sequence's longest response, from 0 to 1: see `clew.algorithms.dapo`.
 
-    A response is one interaction, and its limit is the max_new_tokens that it was sampled with.
-
-    Raises:
-        TrainingError: The record does not have a response's length and limit.
+    A response is one interaction, and its limit is the max_new_tokens that it was sampled with. Raises TrainingError if
+    the record does not have both.
     """
-    found = []
+    found, missing = [], ""
     for interaction in sequence.interactions:
         length, limit = interaction.get("output_tokens"), interaction.get("sampling", {}).get("max_new_tokens")
         if length is None or limit is None:
-            raise TrainingError(
-                f"algorithm.overlong_penalty needs each response's length and limit, and the record of {sequence.id} "
-                f"has no output_tokens or no max_new_tokens for an interaction: another trainer wrote it. Unset it."
-            )
-        found.append(overlong(length, limit, cache))
-    if not found and sequence.loss_mask.any():
+            missing = "no output_tokens or no max_new_tokens for an interaction: another trainer wrote it"
+        else:
+            found.append(overlong(length, limit, cache))
+    if not sequence.interactions and sequence.loss_mask.any():
+        missing = "no interactions"
+    if missing:
         raise TrainingError(
             f"algorithm.overlong_penalty needs each response's length and limit, and the record of {sequence.id} has "
-            f"no interactions. Unset it."
+            f"{missing}. Unset it."
         )
     return max(found, default=0.0)
 
@@ -163,12 +159,8 @@ def truncated(sequences: SequenceABC[Sequence]) -> np.ndarray:
     last: dict[str, int] = {}
     for row, turn in zip(sequences, turns, strict=True):
         last[row.episode_id] = max(turn, last.get(row.episode_id, -1))
-    return np.array(
-        [
-            row.finish_reason == "length" and turn == last[row.episode_id]
-            for row, turn in zip(sequences, turns, strict=True)
-        ]
-    )
+    ends = [turn == last[row.episode_id] for row, turn in zip(sequences, turns, strict=True)]
+    return np.array([row.finish_reason == "length" and end for row, end in zip(sequences, ends, strict=True)])
 
 
 def token_rewards(sequence: Sequence, algorithm: Algorithm, reference_T: np.ndarray | None) -> np.ndarray:

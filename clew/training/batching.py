@@ -18,7 +18,6 @@ Of N ranks (with training.tp: groups of ranks), rank r computes the micro-batche
 many, so some may be empty. The plan is valid JSON and goes into the record.
 """
 
-
 CLOSE_AFTER_TOKENS = 2048
 """Number of tokens after which a padded micro-batch is closed when the next row is much shorter."""
 SHORT = 0.75
@@ -51,17 +50,8 @@ def plan_step(
     groups = list(rows_of.values())
     count = min(minibatches, len(groups))
     bounds = [len(groups) * i // count for i in range(count + 1)]
-    return [
-        deal(
-            lengths,
-            [row for group in groups[first:last] for row in group],
-            budget=budget,
-            packed=packed,
-            ranks=ranks,
-            width=width,
-        )
-        for first, last in pairwise(bounds)
-    ]
+    chosen = [[row for group in groups[first:last] for row in group] for first, last in pairwise(bounds)]
+    return [deal(lengths, rows, budget=budget, packed=packed, ranks=ranks, width=width) for rows in chosen]
 
 
 def deal(

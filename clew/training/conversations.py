@@ -45,7 +45,10 @@ def encode_conversation(messages: list[Any], tools: Any, tokenizer: Any, where: 
         raise DataError(f"{where}: no message has the role assistant, so there is nothing to train on.")
     try:
         if _GENERATION.search(tokenizer.get_chat_template(None, tools)):
-            ids, mask = _as_marked(said, tools, tokenizer)
+            encoded = tokenizer.apply_chat_template(
+                said, tools=tools, return_dict=True, return_assistant_tokens_mask=True
+            )
+            ids, mask = np.array(encoded["input_ids"], np.int32), np.array(encoded["assistant_masks"], np.bool_)
         else:
             ids, mask = _by_prefixes(said, tools, tokenizer, where)
     except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
@@ -55,12 +58,9 @@ def encode_conversation(messages: list[Any], tools: Any, tokenizer: Any, where: 
     return ids, mask
 
 
-def _as_marked(messages: list[Message], tools: Any, tokenizer: Any) -> tuple[np.ndarray, np.ndarray]:
-    encoded = tokenizer.apply_chat_template(messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True)
-    return np.array(encoded["input_ids"], np.int32), np.array(encoded["assistant_masks"], np.bool_)
-
-
 def _by_prefixes(messages: list[Message], tools: Any, tokenizer: Any, where: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens and the mask, by what rendering each turn adds to the messages before it."""
+
     def render(some: list[Message], *, generation: bool) -> str:
         return tokenizer.apply_chat_template(some, tools=tools, add_generation_prompt=generation, tokenize=False)
 

@@ -31,16 +31,11 @@ class Demonstrations:
     """The demonstrations that a run will use, tokenized and ready to be batched."""
 
     def __init__(self, config: Config, tokenizer: Any, *, context: int | None, held_out: bool = False) -> None:
-        """Read and tokenize the demonstrations.
+        """Read and tokenize the demonstrations. Raises DataError if a row cannot be used.
 
         Args:
-            config: Configuration.
-            tokenizer: Tokenizer of the model.
             context: Maximum number of tokens of a sequence; None: no limit.
             held_out: Read all rows of eval.path, not those of data.path that the run will use.
-
-        Raises:
-            DataError: A row cannot be used; the message names it.
         """
         names = config.data
         if held_out:
@@ -85,7 +80,7 @@ class Demonstrations:
         return Tokens.of(self._sequences({row: row for row in self._encoded}))
 
     def _sequences(self, rows: dict[int, int]) -> list[Sequence]:
-        """Return the sequences of rows. rows: the row of the data by the number of the group that stands for it."""
+        """Return the sequences of these rows of the data, which are given by the number of the group of each."""
         return [
             _sequence(f"g{number:06d}", place, demonstration, self._rows[row])
             for number, row in rows.items()
@@ -94,16 +89,9 @@ class Demonstrations:
 
 
 def _sequence(group: str, place: int, demonstration: Demonstration, row: dict) -> Sequence:
-    """Return a demonstration as the record holds it. No policy generated it, so it has no logprobs, versions or reward.
-
-    Args:
-        group: ID of the group.
-        place: 0; 1 for the rejected of a pair.
-        demonstration: The tokens.
-        row: Row of the data.
-    """
+    """Return a demonstration as the record holds it. `place` is 0, or 1 for the rejected of a pair."""
     zeros = np.zeros(len(demonstration.input_ids), np.float32)
-    nobody = np.full(len(demonstration.input_ids), -1, np.int32)
+    nobody = np.full(len(demonstration.input_ids), -1, np.int32)  # no policy generated it
     return Sequence(
         id=f"{group}.e{place}.s0",
         group_id=group,

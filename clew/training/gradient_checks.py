@@ -30,10 +30,7 @@ def loss_problem(
     """Return what is wrong with the losses of a micro-batch; None if they are finite.
 
     Args:
-        tokens: The batch.
         where_N: Positions of the micro-batch's trained tokens in the arrays [S].
-        loss_S: Loss of each token.
-        logprobs_S: Logprob of each token.
         loss: Value of algorithm.loss.
         hint: Advice when the model itself produced NaN or infinity, see `hint_of`.
     """
@@ -57,14 +54,11 @@ def loss_problem(
 def norm_problem(
     norm: float, optimizer: Optimizer, recent_norms: deque[float], spike_factor: float | None, ranks: Ranks
 ) -> str | None:
-    """Return why an update with a gradient of this norm is not made; None if nothing is wrong.
+    """Return why an update with a gradient of this norm (before clipping) is not made; None if nothing is wrong.
 
     Args:
-        norm: Norm of the gradient before clipping.
-        optimizer: Holder of the gradient.
         recent_norms: Norms of the last updates that were made.
         spike_factor: Value of training.spike_factor.
-        ranks: Ranks that share the gradient.
     """
     if not math.isfinite(norm):
         names = not_finite(optimizer.gradients().items(), ranks)

@@ -50,21 +50,18 @@ def correlation_metrics(
 ) -> dict[str, float]:
     """Return how a user's own advantages follow the rewards within groups; nothing for built-in advantages.
 
+    It is the correlation over all sequences of reward and mean advantage, each less its group's mean, and is left out
+    if rewards or advantages do not differ within groups.
+
     Args:
-        sequences: The batch.
         advantages: Advantages of each sequence's tokens, [T].
         method: Value of algorithm.advantages.
-
-    Returns:
-        The correlation over all sequences of reward and mean advantage, each less its group's mean. It is left out if
-        rewards or advantages do not differ within groups.
     """
     if method in ADVANTAGES:
         return {}
-    trained = [(row, values_T[row.loss_mask]) for row, values_T in zip(sequences, advantages, strict=True)]
     by_group: dict[str, list[tuple[float, float]]] = {}
-    for row, values_N in trained:
-        if values_N.size:
+    for row, values_T in zip(sequences, advantages, strict=True):
+        if (values_N := values_T[row.loss_mask]).size:
             by_group.setdefault(row.group_id, []).append((row.reward, float(values_N.mean(dtype=np.float64))))
     pairs = [np.array(group) - np.mean(group, axis=0) for group in by_group.values()]
     if not pairs:
@@ -111,9 +108,9 @@ def rejection_metrics(why_N: np.ndarray, rows_N: np.ndarray) -> dict[str, float]
     """
     if not why_N.size:
         return {}
-    sequences = len(np.unique(rows_N))
+    sequences, vetoed_N = len(np.unique(rows_N)), why_N.astype(np.int64) & BY_VETO > 0
     return {
         "rejected_share": float((why_N > 0).mean()),
         "rejected_sequences_share": len(np.unique(rows_N[why_N > 0])) / sequences,
-        "veto_share": len(np.unique(rows_N[why_N.astype(np.int64) & BY_VETO > 0])) / sequences,
+        "veto_share": len(np.unique(rows_N[vetoed_N])) / sequences,
     }
