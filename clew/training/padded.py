@@ -100,8 +100,7 @@ def load_padded(path: Path, *, group_size: int | None = None, first_group: int =
         RecordError: The file cannot be read, is newer than this version of Clew, has a pickled object, or wrong shapes.
     """
     content = _read(path)
-    lengths = content["attention_mask"].bool().sum(1)
-    count = len(lengths)
+    count = len(content["attention_mask"])
     if "group_id" not in content:
         size = group_size or max(count, 1)
         if count % size:
@@ -114,7 +113,7 @@ def load_padded(path: Path, *, group_size: int | None = None, first_group: int =
     columns |= {name: content[name] for name in TEXTS if name in content}
     for name in NUMBERS:
         if name in content:
-            columns[name] = [None if value != value else value for value in content[name].tolist()]
+            columns[name] = [None if value != value else value for value in content[name].tolist()]  # NaN: none
     try:
         texts = {**JSON, **{name: name for name in REPORTED}}
         columns |= {column: list(map(json.loads, content[name])) for name, column in texts.items() if name in content}
@@ -127,11 +126,7 @@ def load_padded(path: Path, *, group_size: int | None = None, first_group: int =
 
 
 def load_stages(path: Path) -> dict[str, list[np.ndarray]]:
-    """Return the stages in a file of `save_padded`; AReaL's files have none.
-
-    Raises:
-        RecordError: As for `load_padded`.
-    """
+    """Return the stages in a file of `save_padded`; AReaL's files have none. Raises as `load_padded` does."""
     content = _read(path)
     return {name: _cut(values, content["attention_mask"]) for name, values in content.get("stages", {}).items()}
 
@@ -150,11 +145,10 @@ def _read(path: Path) -> dict[str, Any]:
             _check_packed(path)
         # Mapped from the file: nothing is read or allocated before it is known how much there is.
         content = torch.load(path, weights_only=True, map_location="cpu", mmap=zipped)
+        altered = False
         if isinstance(content, dict) and "clew_format" in content:  # torch.load looks at no checksum
             with zipfile.ZipFile(path) as archive:
                 altered = archive.testzip() is not None
-        else:
-            altered = False
     except RecordError:
         raise
     except FileNotFoundError:
@@ -188,10 +182,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _check_packed(path: Path) -> None:
-    """Raise RecordError for an archive that torch did not write.
-
-    torch compresses nothing, whereas a few MB of a compressed archive may unpack to many GB.
-    """
+    """Raise RecordError for an archive that torch did not write: a few MB that are compressed may unpack to many GB."""
     with zipfile.ZipFile(path) as archive:
         members = archive.infolist()
     unpacked, size = sum(member.file_size for member in members), path.stat().st_size
@@ -204,13 +195,8 @@ def _check_packed(path: Path) -> None:
 
 def _check_size(path: Path, content: dict[str, Any]) -> None:
     """Raise RecordError for tensors that are much larger than the file, such as expanded views of a single number."""
-    stages = content.get("stages")
-    named = {
-        **content,
-        **{f"stages.{name}": each for name, each in (stages if isinstance(stages, dict) else {}).items()},
-    }
     size, elements = path.stat().st_size, 0
-    for name, value in named.items():
+    for name, value in _flat(content).items():
         if isinstance(value, Tensor):
             if type(value) is not Tensor or value.layout != torch.strided or value.device.type != "cpu":
                 raise RecordError(f"Cannot read {path}: {name} is not a dense tensor of numbers. Save it as one.")
@@ -230,19 +216,25 @@ def _check_shapes(path: Path, content: dict[str, Any]) -> None:
     shape = list(content["attention_mask"].shape) if isinstance(content["attention_mask"], Tensor) else []
     if len(shape) != 2:
         raise RecordError(f"{path}: attention_mask is {_describe(content['attention_mask'])}; expected [B, T].")
-    stages = content.get("stages", {})
-    padded = {name: content[name] for name in rows.ALIGNED if name in content}
-    wanted = {
-        **dict.fromkeys([*padded, *(f"stages.{name}" for name in stages)], shape),
-        **dict.fromkeys(["rewards", *(name for name in NUMBERS if name in content)], shape[:1]),
-    }
-    found = {**content, **{f"stages.{name}": values for name, values in stages.items()}}
-    for name, expected in wanted.items():
-        if not isinstance(found[name], Tensor) or list(found[name].shape) != expected:
-            raise RecordError(f"{path}: {name} is {_describe(found[name])}; expected a tensor {expected}.")
+    for name, value in _flat(content).items():
+        if name in rows.ALIGNED or str(name).startswith("stages."):
+            expected = shape
+        elif name == "rewards" or name in NUMBERS:
+            expected = shape[:1]
+        else:
+            continue
+        if not isinstance(value, Tensor) or list(value.shape) != expected:
+            raise RecordError(f"{path}: {name} is {_describe(value)}; expected a tensor {expected}.")
     for name in (*TEXTS, *JSON, *REPORTED):
         if name in content and (not isinstance(content[name], list) or len(content[name]) != shape[0]):
             raise RecordError(f"{path}: {name} is {_describe(content[name])}; expected a list of {shape[0]} texts.")
+
+
+def _flat(content: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of a file, with its stages beside the other fields, as stages.NAME."""
+    stages = content.get("stages")
+    named = stages.items() if isinstance(stages, dict) else ()
+    return {**content, **{f"stages.{name}": each for name, each in named}}
 
 
 def _describe(value: Any) -> str:
