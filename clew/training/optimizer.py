@@ -79,11 +79,8 @@ class Optimizer:
         return {name: master.grad for name, master in self.masters.items() if master.grad is not None}
 
     def clip(self) -> float:
-        """Scale the gradients down to `max_grad_norm`. If their norm is not finite, they are unchanged.
-
-        Returns:
-            The norm before scaling.
-        """
+        """Scale the gradients down to `max_grad_norm`, and return their norm before that. If it is not finite, they are
+        unchanged."""
         norms = [whole(nn.utils.get_total_norm(gradients)) for gradients in by_mesh(self.gradients().values())]
         norm = reduce(torch.hypot, norms) if norms else torch.zeros(())
         if math.isfinite(norm):
@@ -97,7 +94,9 @@ class Optimizer:
             group["lr"] = self.lr
         self._adamw.step()
         self.forget()
-        self._round()
+        with torch.no_grad():
+            for name in self._rounded:
+                self._parameters[name].copy_(self.masters[name])
         self.updates += 1
 
     def forget(self) -> None:
@@ -128,10 +127,5 @@ class Optimizer:
                     moment: value.to(master.device) if value.dim() == 0 else like(master, value)
                     for moment, value in moments.items()
                 }
-            else:
+            else:  # no update has reached it yet
                 self._adamw.state.pop(master, None)
-
-    def _round(self) -> None:
-        with torch.no_grad():
-            for name in self._rounded:
-                self._parameters[name].copy_(self.masters[name])

@@ -51,13 +51,9 @@ class Packed:
         starts = np.cumsum(sizes) - sizes
         buckets = bucket_by_length(lengths)
         shapes = [(len(rows), int(sizes[rows].max())) for rows in buckets]
-        columns = [np.arange(length) for _, length in shapes]
-        tokens = np.concatenate(
-            [(starts[rows, None] + column).ravel() for rows, column in zip(buckets, columns, strict=True)]
-        )
-        real = np.concatenate(
-            [(column < sizes[rows, None]).ravel() for rows, column in zip(buckets, columns, strict=True)]
-        )
+        slotted = [(rows, np.arange(length)) for rows, (_, length) in zip(buckets, shapes, strict=True)]
+        tokens = np.concatenate([(starts[rows, None] + columns).ravel() for rows, columns in slotted])
+        real = np.concatenate([(columns < sizes[rows, None]).ravel() for rows, columns in slotted])
         slots = np.empty(sizes.sum(), np.int64)
         slots[tokens[real]] = np.flatnonzero(real)
 
@@ -118,12 +114,8 @@ class _Moved(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, there: Tensor, back: Tensor, padding: Tensor | None) -> Tensor:
-        """Return values[there].
-
-        Args:
-            back: Place of each value in the result, for the gradient.
-            padding: Indices of values that are not selected; their gradient is 0. None: all are.
-        """
+        """Return values[there]. `back` is the place of each value in the result, for the gradient; the values at
+        `padding` are not selected, and their gradient is 0."""
         ctx.back, ctx.padding = back, padding
         return values.index_select(0, there)
 
