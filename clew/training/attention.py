@@ -61,11 +61,7 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContext
 
 
 def use_attention(model: Any) -> bool:
-    """Make `model` use this module's attention.
-
-    Returns:
-        False if its architecture does not allow that; the model is then unchanged.
-    """
+    """Make `model` use this module's attention. Return False, with no change, if its architecture does not allow it."""
     name = NAMES.get(model.config._attn_implementation)
     if name is None or not model._can_set_attn_implementation():
         return False
@@ -83,14 +79,11 @@ def attend(
     inner: Callable[..., tuple[Tensor, Any]],
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Return attention of [rows, heads, T, dim] over [rows, kv_heads, T, dim], as [rows, T, heads, dim].
-
-    Args:
-        inner: Computes attention for separate rows.
-    """
+    """Return attention of [rows, heads, T, dim] over [rows, kv_heads, T, dim], as [rows, T, heads, dim]. `inner`
+    computes it for separate rows."""
     packed = _packed.get()
     if packed is None:
-        repeated = attention_mask is not None and attention_mask.numel() == 0
+        repeated = attention_mask is not None and attention_mask.numel() == 0  # `_mask` makes such only for packed rows
         assert not repeated, "packed rows are recomputed outside their packing: pass context_fn=checkpoint_contexts"
         return inner(module, query, key, value, attention_mask, **kwargs)[0], None
     assert attention_mask is not None, f"{type(module).__name__} attends without a mask"

@@ -107,11 +107,8 @@ def _tokens(model: Any, length: int, number: int) -> Tensor:
 
 
 def _predictions(model: Any, ids_T: Tensor, lengths: list[int]) -> Tensor:
-    """Return the model's prediction for each token but the first of each packed row.
-
-    The prediction is the token's logprob. For a model of values, whose head may be zero, it is the hidden state from
-    which the value is computed, normalized to length 1.
-    """
+    """Return the logprob of each token but the first of each packed row. For a model of values, whose head may be zero,
+    it is the hidden state from which the value is computed, normalized to length 1."""
     rows_N = torch.cat([torch.full((length - 1,), row) for row, length in enumerate(lengths)]).to(ids_T.device)
     columns_N = torch.cat([torch.arange(1, length) for length in lengths]).to(ids_T.device)
     packed = Packed.of(lengths, ids_T.device) if len(lengths) > 1 else None

@@ -46,7 +46,6 @@ def write_weights(
         sent: The digests of the weights that were broadcast, to be written in their place; None: they were not.
 
     Raises:
-        RecordError: The disk is full.
         TrainingError: The tensors to send are not those that the model computes with.
     """
     probe = list(default_probe(engine) if probe_ids is None else probe_ids)
@@ -73,21 +72,13 @@ def write_weights(
             else:
                 save_file(tensors, aside / "model.safetensors", metadata=metadata)
                 engine.policy.model.config.save_pretrained(aside)
-    return WeightRef(
-        version=version,
-        path=str(folder),
-        digest=digest,
-        probe_ids=probe,
-        probe_logprob=probe_logprob(engine, probe),
-    )
+    logprob = probe_logprob(engine, probe)
+    return WeightRef(version=version, path=str(folder), digest=digest, probe_ids=probe, probe_logprob=logprob)
 
 
 def public_tensors(engine: TrainEngine, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return tensors under the names and in the shapes of published models, which vLLM and SGLang load.
-
-    transformers joins the experts of a layer in memory, for example.
-    """
-    from transformers.core_model_loading import revert_weight_conversion
+    """Return tensors under the names and in the shapes of published models, which vLLM and SGLang load."""
+    from transformers.core_model_loading import revert_weight_conversion  # it joins a layer's experts in memory
 
     public = revert_weight_conversion(engine.policy.model, dict(tensors))
     return {name: tensor.contiguous() for name, tensor in public.items()}

@@ -77,10 +77,7 @@ class Ranks:
     @classmethod
     @contextmanager
     def joined(cls) -> Iterator[Ranks]:
-        """Join the other ranks that the environment names, for as long as the block runs; alone if it names none.
-
-        torchrun and `clew.launch.ranks` set the variables: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
-        """
+        """Join the other ranks that the environment names, for as long as the block runs; alone if it names none."""
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if size == 1:
             yield cls()
@@ -128,7 +125,7 @@ class Ranks:
         """Return the sum of an array over the ranks, with the same bits on every rank. Integers wrap around."""
         if self.size == 1:
             return values
-        signed = values.view(np.int64) if values.dtype == np.uint64 else values
+        signed = values.view(np.int64) if values.dtype == np.uint64 else values  # gloo does not add uint64
         summed = torch.from_numpy(signed.copy())
         dist.all_reduce(summed)
         return summed.numpy().view(values.dtype)
@@ -151,13 +148,9 @@ class Ranks:
         return cast(list[T], everyone)
 
     def agree(self, what: str, decide: Callable[[], T]) -> T:
-        """Return on every rank what rank 0 decides.
+        """Return on every rank what `decide` returns on rank 0: JSON data. If it raises Interrupted, every rank does.
 
-        Rank 0 may take any amount of time; the others report meanwhile what they are waiting for.
-
-        Args:
-            what: What the other ranks are waiting for, for their status.
-            decide: Called on rank 0 only; returns JSON data. If it raises Interrupted, every rank does.
+        Rank 0 may take any amount of time; the others report meanwhile that they wait for `what`.
         """
         if self.size == 1:
             return decide()
@@ -176,7 +169,7 @@ class Ranks:
                 try:
                     store.wait([key], LOOK)
                     break
-                except dist.DistStoreError:
+                except dist.DistStoreError:  # not yet; between two waits Python handles signals
                     continue
         said = json.loads(store.get(key))
         if "interrupted" in said:

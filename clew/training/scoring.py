@@ -182,11 +182,7 @@ class _Projection(ExitStack):
         masks: Masks | None,
         entropy_gradient: bool,
     ) -> Scores:
-        """Return the scores, computed in chunks.
-
-        Args:
-            logits_1V: The model's logits for the first hidden state.
-        """
+        """Return the scores, computed in chunks. `logits_1V` are the model's logits for the first hidden state."""
 
         def score_chunk(
             hidden_CH: Tensor, targets_C: Tensor, temperatures_C: Tensor | None, masks: Masks | None

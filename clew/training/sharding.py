@@ -42,14 +42,8 @@ from clew.training.tensor_parallel import split
 def spread(
     model: Any, training: Training, ranks: Ranks, device: torch.device, *, root: torch.nn.Module | None = None
 ) -> None:
-    """Prepare a newly loaded transformers model for training as `training` asks, and shard it over all ranks.
-
-    Args:
-        root: See `shard`.
-
-    Raises:
-        ModelError: The model cannot be trained at all.
-    """
+    """Prepare a newly loaded transformers model for training as `training` asks, and `shard` it over all ranks. Raises
+    ModelError if it cannot be trained at all."""
     check_causal(model)
     quicken(model)
     prepare_for_packing(model)
@@ -66,9 +60,6 @@ def shard(model: Any, ranks: Ranks, device: torch.device, *, root: torch.nn.Modu
 
     Args:
         root: Module that holds the model and is called in its place; None: the model itself.
-
-    Raises:
-        ModelError: ranks.tp asks for something that the model cannot do.
     """
     if ranks.size == 1:
         return
