@@ -216,6 +216,8 @@ def _check_shapes(path: Path, content: dict[str, Any]) -> None:
     shape = list(content["attention_mask"].shape) if isinstance(content["attention_mask"], Tensor) else []
     if len(shape) != 2:
         raise RecordError(f"{path}: attention_mask is {_describe(content['attention_mask'])}; expected [B, T].")
+    if not isinstance(content.get("stages", {}), dict):
+        raise RecordError(f"{path}: stages is {_describe(content['stages'])}; expected a dictionary of tensors.")
     for name, value in _flat(content).items():
         if name in rows.ALIGNED or str(name).startswith("stages."):
             expected = shape

@@ -170,6 +170,7 @@ def test_a_pickled_object_is_refused_and_not_executed(tmp_path: Path) -> None:
         ({"rewards": torch.ones(3)}, r"rewards is a tensor \[3\]; expected a tensor \[4\]"),
         ({"turn_ids": torch.ones(4, 6)}, r"turn_ids is a tensor \[4, 6\]; expected a tensor \[4, 5\]"),
         ({"stages": {"loss": torch.ones(4)}}, r"stages\.loss is a tensor \[4\]; expected a tensor \[4, 5\]"),
+        ({"stages": ["loss"]}, r"stages is a list of 1; expected a dictionary of tensors"),
         ({"id": ["a"]}, r"id is a list of 1; expected a list of 4 texts"),
         ({"id": list("abca")}, r"batch\.pt: 2 sequences of one step have the ID 'a'"),
         ({"data": ["{"] * 4}, r"is not JSON"),
