@@ -108,7 +108,10 @@ class Watch:
         for path in self._run.status.glob("[!.]*.json"):
             with suppress(OSError, ValueError, KeyError, TypeError):
                 status = json.loads(path.read_text())
-                if (mark := progress_mark(status)) != self._marks.get(path.stem) or serves(path.stem, status):
+                mark = {name: value for name, value in status.items() if name not in NO_PROGRESS}
+                mark["doing"] = re.sub(r"\d+", "#", status["doing"])  # it may count the seconds of a wait
+                serves = path.stem.startswith("server") and status.get("tokens_per_s")
+                if mark != self._marks.get(path.stem) or serves:
                     self._marks[path.stem], self._moved[path.stem] = mark, now
                 if path.stem.startswith("trainer"):
                     rollout_counts |= any(wait["unblocks"] == "rollout" for wait in status["waits"])
@@ -167,8 +170,8 @@ class Watch:
 def watching_itself(config: Config) -> Iterator[None]:
     """Watch a run from a thread of its first rank, unless `clew train` does: for `clew sft` and `clew learn`.
 
-    After a diagnosed hang, hang.action=abort and restart end this process with the verdict as its error. Its launcher
-    then ends the other ranks, and may start all of them again.
+    After a diagnosed hang, hang.action=abort and restart end this process with the verdict as its error: its launcher
+    ends the other ranks, and may start all of them again.
     """
     if os.environ.get("RANK", "0") != "0" or SUPERVISED_VARIABLE in os.environ or config.hang.after_s is None:
         yield
@@ -199,14 +202,3 @@ def _watch_until(config: Config, end: threading.Event) -> None:
         if ends:
             os._exit(2)  # the main thread waits, and cannot be told
     watch.stop()
-
-
-def progress_mark(status: dict[str, Any]) -> dict[str, Any]:
-    """Return what changes in a status file when its process makes progress."""
-    mark = {name: value for name, value in status.items() if name not in NO_PROGRESS}
-    return {**mark, "doing": re.sub(r"\d+", "#", status["doing"])}
-
-
-def serves(process: str, status: dict[str, Any]) -> bool:
-    """Return whether a server generated tokens in the last second."""
-    return process.startswith("server") and bool(status.get("tokens_per_s"))

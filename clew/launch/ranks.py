@@ -39,10 +39,8 @@ TOGETHER_S = 0.5
 def place(ranks: int, arguments: list[str], logs: Path | None = None) -> None:
     """Run `clew ARGUMENTS` in `ranks` processes until all are done.
 
-    Rank 0 has this process's terminal and gets its SIGINT and SIGTERM.
-
-    Args:
-        logs: Folder in which the other ranks write trainer-R.log; None: their output is discarded.
+    Rank 0 has this process's terminal and gets its SIGINT and SIGTERM. The others write trainer-R.log in `logs`; None:
+    their output is discarded.
 
     Raises:
         LaunchError: A rank failed. The message gives the first cause; the other ranks have been killed.
@@ -71,10 +69,8 @@ def place(ranks: int, arguments: list[str], logs: Path | None = None) -> None:
 
 
 def named(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """Return the environment variables (torchrun's) that make a process this rank of `ranks`.
-
-    The ranks meet at `port` on this machine. A process that calls `die_with_parent` dies with this one.
-    """
+    """Return the environment variables (torchrun's) that make a process this rank of `ranks`, which meet at `port`. If
+    it calls `die_with_parent`, it dies with this process."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -86,12 +82,8 @@ def named(rank: int, ranks: int, port: int) -> dict[str, str]:
 
 
 def tell(error: BaseException) -> bool:
-    """Write down why this rank failed, if its launcher asked for that. The text is empty for SystemExit, whose message
-    has already been printed.
-
-    Returns:
-        Whether `place` started this rank, and so will report the error.
-    """
+    """Write down why this rank failed, if its launcher asked for that. Return whether that is `place`, which will
+    report the error. The text is empty for SystemExit, whose message has already been printed."""
     path = os.environ.get(ERROR_VARIABLE)
     if path is None:
         return False
@@ -154,16 +146,11 @@ def _wait(children: list[subprocess.Popen[bytes]]) -> dict[int, int]:
 
 
 def _first_cause(failed: dict[int, int], ranks: int, errors: list[Path], logs: Path | None) -> str:
-    """Return which rank failed first and its error; empty when that rank has already printed everything.
-
-    A rank that lost its peers reports it only after they are gone. A rank that was killed reports nothing.
-
-    Args:
-        failed: Exit codes of the ranks that ended by themselves.
-    """
+    """Return which rank failed first and its error; empty when that rank has already printed everything. `failed` are
+    the exit codes of those that ended by themselves."""
     where = f" (all that it wrote: {logs / 'trainer-R.log'}, R its number)" if logs is not None else ""
     killed = [rank for rank, code in failed.items() if code < 0]
-    if killed:
+    if killed:  # it reports nothing, and those that lost it report that only after it is gone
         return f"trainer rank {killed[0]} of {ranks} was killed by signal {-failed[killed[0]]}.{where}"
     said = {rank: told for rank in failed if (told := _told(errors[rank])) is not None}
     if not said:

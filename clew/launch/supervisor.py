@@ -127,11 +127,8 @@ def supervise(config: Config, arguments: list[str], refresh: Callable[[], None])
 
 
 def _children(config: Config, arguments: list[str], run: RunDirectory) -> dict[str, Child]:
-    """Return the processes by their names in status/ and logs/, in the order in which they start.
-
-    Raises:
-        ConfigError: launch.devices needs more devices than there are.
-    """
+    """Return the processes by their names in status/ and logs/, in the order in which they start. Raises ConfigError if
+    launch.devices needs more devices than there are."""
     devices = config.devices
     available = [] if config.launch.devices is None or config.model.device == "cpu" else gpus()
     try:
@@ -187,11 +184,8 @@ def _tell_addresses(run: RunDirectory, children: dict[str, Child]) -> bool:
 
 
 def _check(config: Config, run: RunDirectory, children: dict[str, Child]) -> bool:
-    """Return whether the run is complete. Restart processes that were ended from outside.
-
-    Raises:
-        LaunchError: A process ended in a way that must end the run.
-    """
+    """Return whether the run is complete. Restart processes that were ended from outside. Raises LaunchError if one
+    ended in a way that must end the run."""
     for role, child in children.items():
         code = child.process.poll()
         if code is None or (code == 0 and role == "rollout" and run.inbox.published() == config.training.steps):
@@ -221,14 +215,8 @@ def _check(config: Config, run: RunDirectory, children: dict[str, Child]) -> boo
 
 
 def _end_if_hopeless(config: Config, run: RunDirectory, hang: Hang, hung_at: list[int]) -> None:
-    """Note the step of a hang, if the run is to be started again from there.
-
-    Args:
-        hung_at: Steps at which the run hung before.
-
-    Raises:
-        LaunchError: It is to end instead, or starting it again has not helped.
-    """
+    """Add the step of a hang to those before (hung_at), if the run is to be started again from there. Raises
+    LaunchError if it is to end instead, or if starting it again has not helped."""
     done = run.steps.count()
     if config.hang.action == "abort" or done in hung_at or len(hung_at) == config.launch.restarts:
         tried = f" Starting the processes again {len(hung_at)} times (hang.action=restart) has not helped."
