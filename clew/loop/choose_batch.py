@@ -79,7 +79,6 @@ class Choice:
 
     groups: tuple[str, ...]
     """The chosen groups, oldest admitted first; empty while there is no batch."""
-    missing: int
     too_old: tuple[str, ...]
     """Running groups that would be too old by the time they are consumed: the batch waits for them."""
 
@@ -114,5 +113,4 @@ def choose_batch(
     late_from = [i for i, g in enumerate(left) if step + 1 + i // batch_groups - outstanding[g] > max_lag]
     pressing = left[: late_from[-1] + 1] if late_from and late == "wait" else []
     too_old = tuple(group_id for group_id in pressing if group_id not in finished)
-    missing = batch_groups - len(chosen)
-    return Choice(groups=() if missing or too_old else tuple(chosen), missing=missing, too_old=too_old)
+    return Choice(groups=() if len(chosen) < batch_groups or too_old else tuple(chosen), too_old=too_old)
