@@ -99,8 +99,10 @@ def compare(then: RecordedStep, result: StepResult, engine: TrainEngine, toleran
     if tolerance.exact:
         found += [] if found else _in_summary(then, result)
     else:
-        recorded, now = (metrics["grad_norm"] for metrics in (summary["metrics"], result.metrics))
-        found += differences.in_number(step, "gradients", "norm of the gradient", recorded, now, tolerance)
+        norms = [metrics["grad_norm"] for metrics in (summary["metrics"], result.metrics)]
+        if not tolerance.agree(*(np.array([norm], np.float32) for norm in norms)).all():
+            where = "norm of the gradient"
+            found.append(Difference(step=step, stage="gradients", where=where, recorded=norms[0], found=norms[1]))
     written = (then.run.checkpoints / f"step-{step + 1:06d}" / "checkpoint.json").exists()
     if written and (tolerance.exact or not found):
         found += _in_checkpoint(then.run, step, engine, tolerance)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,7 +12,7 @@ class Clock:
     """Adds up the seconds of a step by activity. Time inside a nested activity counts only for the inner one."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self._within = 0.0
 
     @contextmanager
@@ -22,15 +23,15 @@ class Clock:
             yield
         finally:
             whole = time.perf_counter() - began
-            self.seconds[what] = self.seconds.get(what, 0.0) + whole - self._within
+            self.seconds[what] += whole - self._within
             self._within = before + whole
 
     def note(self, what: str, seconds: float) -> None:
         """Add seconds that were measured elsewhere, within the activity that goes on here."""
-        self.seconds[what] = self.seconds.get(what, 0.0) + seconds
+        self.seconds[what] += seconds
         self._within += seconds
 
     def take(self) -> dict[str, float]:
         """Return the seconds since the last call, by activity."""
-        taken, self.seconds = self.seconds, {}
+        taken, self.seconds = self.seconds, defaultdict(float)
         return taken

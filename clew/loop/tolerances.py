@@ -112,12 +112,7 @@ class Difference:
         return self.told("recorded", "here")
 
     def told(self, recorded: str, found: str) -> str:
-        """Return the difference as one line.
-
-        Args:
-            recorded: Name of the first side.
-            found: Name of the second side.
-        """
+        """Return the difference as one line, in which the two sides have these names."""
         place = f"{self.where}, token {self.position}" if self.position is not None else self.where
         then, now = (_shown(each) for each in (self.recorded, self.found))
         if then == now:  # in the last digits of a float64
@@ -219,7 +214,6 @@ def in_stage(
     """Return the first token of a stage that differs; None if all agree.
 
     Args:
-        ids: The IDs of the sequences.
         recorded: [T] float32 for each sequence.
         found: The other side, in the same form.
         after_update: Whether the weights were updated earlier in this step, by gradients that agree.
@@ -249,11 +243,9 @@ def in_stage(
 
 
 def of_sequences(differing: Sequence[str], ids: Sequence[str], largest: float, after_update: bool = False) -> str:
-    """Return the likely reason why just these sequences differ; empty if none is known.
+    """Return the likely reason why just these of all sequences differ; empty if none is known.
 
     Args:
-        differing: Their IDs.
-        ids: The IDs of all sequences that were compared.
         largest: The largest difference between two values; inf if what differs are not numbers.
         after_update: See `in_stage`.
     """
@@ -299,13 +291,11 @@ def _in_digests(
 def in_tensors(
     step: int, stage: str, names: Sequence[str], recorded: str, found: str, update: str = ""
 ) -> Difference | None:
-    """Return the first parameter whose digest differs.
+    """Return the first parameter whose digest differs. `update` follows its name in the message: which update it is.
 
     Args:
-        names: Names of the parameters.
         recorded: Digests as `clew.record.digest.to_hex` writes them.
         found: The other side, in the same form.
-        update: Text that follows the parameter's name and says which update it is.
     """
     then, now = from_hex(recorded), from_hex(found)
     count = max(len(then), len(now))
@@ -364,10 +354,7 @@ def in_batch(
 
 
 def in_metrics(step: int, recorded: Mapping[str, Any], found: Mapping[str, float]) -> Iterator[Difference]:
-    """Yield the first metric that is not exactly what was recorded, or that only one side has.
-
-    A metric in `LATER` may be on one side alone.
-    """
+    """Yield the first metric that is not exactly what was recorded, or, unless it is in `LATER`, on one side alone."""
     for name in {**found, **recorded}:
         if name in LATER and not (name in found and name in recorded):
             continue
@@ -375,11 +362,3 @@ def in_metrics(step: int, recorded: Mapping[str, Any], found: Mapping[str, float
         if then != now and not (then != then and now != now):  # two NaNs agree
             yield Difference(step=step, stage="metrics", where=name, recorded=then, found=now)
             return
-
-
-def in_number(
-    step: int, stage: str, name: str, recorded: float, found: float, tolerance: Tolerance
-) -> Iterator[Difference]:
-    """Yield the difference between two numbers that need not be equal bit for bit, if they do not agree."""
-    if not tolerance.agree(np.array([recorded], np.float32), np.array([found], np.float32)).all():
-        yield Difference(step=step, stage=stage, where=name, recorded=recorded, found=found)
