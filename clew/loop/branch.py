@@ -62,9 +62,6 @@ def branch(source: RunDirectory, run: RunDirectory, engine: TrainEngine) -> None
 
     The commits of earlier steps are copied without their data. The engine's state becomes a checkpoint, and so does the
     first checkpoint of `source`: the model that both runs began with. Every rank calls this at once; rank 0 writes.
-
-    Raises:
-        RecordError: `run` already has steps or checkpoints.
     """
     if run.steps.count() or checkpoint.saved(run.checkpoints):
         raise RecordError(f"{run.path} has steps or checkpoints already. Choose another trial=NAME.")

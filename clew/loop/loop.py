@@ -44,11 +44,9 @@ log = logging.getLogger("clew.trainer")
 def train(
     config: Config, run: RunDirectory, engine: TrainEngine, around: Surroundings, *, until: int, on_step: OnStep
 ) -> None:
-    """Train from `engine.version` to `until`.
+    """Train from the newest checkpoint, where `engine` is, until `until` steps are committed.
 
     Args:
-        engine: The engine, at the newest checkpoint.
-        until: Number of steps after which this returns.
         on_step: Called on rank 0 with each step that is committed here.
 
     Raises:
@@ -92,11 +90,8 @@ def train(
 
 
 def train_again(config: Config, run: RunDirectory, engine: TrainEngine, around: Surroundings) -> None:
-    """Train the committed steps after the engine's checkpoint again. Nothing is published meanwhile.
-
-    Raises:
-        TrainingError: A step differs from its record.
-    """
+    """Train the committed steps after the engine's checkpoint again. Nothing is published meanwhile. Raises
+    TrainingError if one differs from its record."""
     if engine.version >= run.steps.count():
         return
     because = ""
@@ -111,7 +106,7 @@ def train_again(config: Config, run: RunDirectory, engine: TrainEngine, around: 
             because = done.because
             log.warning("step %d: compared %s, not bit for bit: %s", done.step, done.tolerance, because)
         around.check()
-    engine.configure(config.training, config.algorithm)
+    engine.configure(config.training, config.algorithm)  # `replay` used what the steps were recorded with
     engine.config = config
 
 

@@ -24,12 +24,8 @@ def suspected(
     *,
     checked: bool,
 ) -> Difference:
-    """Return a difference in the advantages or the loss, with how the user's own function may have caused it.
-
-    Args:
-        algorithm: The algorithm that the step was trained with.
-        checked: Whether all inputs of the computation agree, and torch's random numbers were seeded as they were then.
-    """
+    """Return a difference in the advantages or the loss, with how the user's own function may have caused it. If all
+    inputs agree, and torch's random numbers were seeded as they were then, it is `checked`."""
     field = f"algorithm.{found.stage}"
     now, then = source_of(algorithm, found.stage), summary.get("code", {}).get(field)
     if now is None:  # it is Clew's own

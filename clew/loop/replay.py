@@ -54,11 +54,8 @@ class Replayed:
 def engine_at(run: RunDirectory, step: int, device: str | None = None, ranks: Ranks = ALONE) -> TrainEngine:
     """Return an engine at the nearest checkpoint at or before `step`, configured as the run is.
 
-    It needs nothing but the run directory: the reference model, too, is the run's first checkpoint.
-
-    Args:
-        device: Device to use in place of the run's.
-        ranks: The ranks that this process is one of; the run may have had others.
+    It needs nothing but the run directory: the reference model, too, is the run's first checkpoint. The run may have
+    had other `ranks`; `device` takes the place of the run's.
 
     Raises:
         RecordError: There is no such checkpoint, or it was altered.

@@ -60,10 +60,7 @@ class Sender:
 
         A second call at the same version sends them to the servers that want them. Every rank calls this at once. Rank
         0 gets the digests of what was sent, and the servers that have it: they serve nothing until they are told to
-        load this version.
-
-        Raises:
-            EngineError: No server has received the weights, none of them has died, and no other serves.
+        load this version. Raises EngineError if no server has received them, none has died, and no other serves.
         """
         tensors = _each_once(engine.policy.model.state_dict(keep_vars=True))
         left = self.control.ready() if engine.ranks.leads else []

@@ -63,11 +63,7 @@ def read_data(config: Config) -> tuple[Demonstrations, Tokens | None]:
 
 
 def check_first_row(config: Config) -> None:
-    """Tokenize the first row of the data, for a process that starts ranks: each of these reads all rows.
-
-    Raises:
-        DataError: The row cannot be used.
-    """
+    """Tokenize the first row of the data, for a process that starts ranks: each of these reads all rows."""
     first = config.model_copy(update={"data": config.data.model_copy(update={"limit": 1})})
     Demonstrations(first, load_tokenizer(config.model.path), context=context_of(config.model.path))
 

@@ -61,12 +61,8 @@ class Surroundings:
         reporter: Reporter,
         interrupts: Interrupts,
     ) -> None:
-        """Connect a trainer to what is around it.
-
-        Args:
-            inference: What serves the weights. None: nothing is published or evaluated.
-            batches: Source of the batches without inference; None: those in debug.path.
-        """
+        """Connect a trainer to what is around it. Without inference nothing is published or evaluated, and the batches
+        are those of `batches`, or else those in debug.path."""
         self.config = config
         self.run = run
         self.ranks = ranks

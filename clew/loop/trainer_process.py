@@ -129,9 +129,6 @@ def learn_from_record(config: Config, on_step: OnStep, *, until: int | None = No
 
     With debug.first_step, the run begins with what the steps before it left in the run directory debug.path.
 
-    Args:
-        until: Step at which to stop; None: training.steps.
-
     Raises:
         ClewError: A batch is missing, the run began with other batches, or it ended before its last step.
     """
