@@ -7,7 +7,6 @@ one after the other, on the same mini-batches and micro-batches.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,35 +18,21 @@ from clew.config import Algorithm, Config, Training
 from clew.errors import ModelError
 from clew.models.loading import load_tokenizer, load_value_model
 from clew.training.batching import Plan
-from clew.training.digests import Digests, digest_tensors
+from clew.training.digests import digest_tensors
 from clew.training.optimizer import GradientError, Optimizer
 from clew.training.policy import Policy
+from clew.training.results import Updates
 from clew.training.scoring import ValueModel
 from clew.training.sharding import spread
 from clew.training.tokens import MicroBatch, Tokens
-
-
-@dataclass(kw_only=True)
-class Fitted:
-    """Results of the critic's updates of one step."""
-
-    sums: dict[str, float] = field(default_factory=dict)
-    """Sums over the trained tokens; divided by the number of these tokens, they are metrics."""
-    gradients: list[Digests] = field(default_factory=list)
-    """Digests of each update's gradients, before clipping."""
-    norms: list[float] = field(default_factory=list)
-    skipped: int = 0
 
 
 class Critic:
     """The value model and its optimizer. The model stays in eval mode, like the policy."""
 
     def __init__(self, config: Config, policy: Policy) -> None:
-        """Load the critic, to be trained on the policy's micro-batches.
-
-        Raises:
-            ModelError: The critic cannot be loaded, or its tokens differ from the policy's.
-        """
+        """Load the critic, to be trained on the policy's micro-batches. Raises ModelError if it cannot be loaded, or
+        its tokens differ from the policy's."""
         field = "algorithm.critic" if config.algorithm.critic else "model.path"
         path = config.algorithm.critic or config.model.path
         self._policy = policy
@@ -84,13 +69,13 @@ class Critic:
         found_S[chosen] = after_S[chosen]
         return found_S
 
-    def fit(self, tokens: Tokens, plan: Plan, old_S: np.ndarray, returns_S: np.ndarray, *, step: int) -> Fitted:
+    def fit(self, tokens: Tokens, plan: Plan, old_S: np.ndarray, returns_S: np.ndarray, *, step: int) -> Updates:
         """Make one update per mini-batch on the mean value loss of its trained tokens. `old_S` is what `values`
         returned. Raises TrainingError if a gradient is not finite."""
-        done = Fitted()
+        done = Updates()
         for minibatch in plan:
             self.update(tokens, minibatch, old_S, returns_S, done, step=step)
-        done.sums = self._policy.ranks.add_up_named(done.sums)
+        done.sums.update(self._policy.ranks.add_up_named(done.sums))
         return done
 
     def update(
@@ -99,7 +84,7 @@ class Critic:
         minibatch: list[list[int]],
         old_S: np.ndarray,
         returns_S: np.ndarray,
-        done: Fitted,
+        done: Updates,
         *,
         step: int,
     ) -> None:
@@ -122,7 +107,7 @@ class Critic:
         done.skipped += 1
 
     def backward(
-        self, micro: MicroBatch | None, old_S: np.ndarray, returns_S: np.ndarray, trained: int, done: Fitted
+        self, micro: MicroBatch | None, old_S: np.ndarray, returns_S: np.ndarray, trained: int, done: Updates
     ) -> Tensor:
         """Add the gradient of a micro-batch to that of its update, which has `trained` trained tokens, and its sums to
         `done`. Return the loss of each token, [N]."""
@@ -137,7 +122,7 @@ class Critic:
             loss_N = value_loss(values_N, old_N, returns_N, clip)
             clipped_N = (values_N - old_N).abs() > (clip or math.inf)
             for name, number in (("critic/loss", loss_N.sum()), ("critic/clip_share", clipped_N.sum())):
-                done.sums[name] = done.sums.get(name, 0.0) + number.item()
+                done.sums[name] += number.item()
         (loss_N.sum() / max(1, trained)).backward()
         self.optimizer.gather()
         return loss_N.detach()

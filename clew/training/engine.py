@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceABC
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -47,7 +47,7 @@ from clew.training.optimizer import GradientError, Optimizer
 from clew.training.policy import Policy, check_tokens
 from clew.training.preferences import deal_pairs, pair_losses, sft_loss
 from clew.training.ranks import ALONE, Ranks
-from clew.training.results import Prepared, StepResult, TokenLoss, Watch
+from clew.training.results import Prepared, StepResult, TokenLoss, Updates, Watch
 from clew.training.scoring import Scores
 from clew.training.tokens import MicroBatch, Tokens
 
@@ -58,18 +58,14 @@ log = logging.getLogger("clew.training")
 
 
 @dataclass(kw_only=True)
-class _Pass:
-    """Results of the updates of one step."""
+class _Pass(Updates):
+    """Results of the updates of the policy in one step."""
 
     logprobs_S: np.ndarray
     """Logprobs of this rank's rows, 0 elsewhere; of all rows when the updates are done."""
     entropies_S: np.ndarray
     loss_S: np.ndarray
     rejected_S: np.ndarray
-    sums: dict[str, float] = field(default_factory=dict)
-    gradients: list[Digests] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    skipped: int = 0
     lr: float = 0.0
 
 
@@ -107,11 +103,8 @@ class TrainEngine:
         ranks: Ranks = ALONE,
         media: Media | None = None,
     ) -> None:
-        """Load the policy, and the reference model and the critic if the algorithm needs them.
-
-        Args:
-            config: The whole configuration.
-            model_path: See `Policy`, also for the arguments below.
+        """Load the policy, and the reference model and the critic if the algorithm needs them. The arguments are those
+        of `Policy`.
 
         Raises:
             ModelError: A model cannot be loaded or trained.
@@ -311,10 +304,7 @@ class TrainEngine:
         """Make one step of one update on demonstrations or pairs, as training.objective says.
 
         The loss is the mean cross-entropy of the tokens in the loss mask, or the mean loss of the pairs. Rows 2k and 2k
-        + 1 are a pair: the chosen and the rejected.
-
-        Raises:
-            TrainingError: As for `train_step`.
+        + 1 are a pair: the chosen and the rejected. Raises as `train_step` does.
         """
         self._timings = dict.fromkeys(("reference", "forward_backward", "optimizer", "digest"), 0.0)
         lengths, objective = tokens.lengths.tolist(), self.config.training.objective
@@ -363,7 +353,7 @@ class TrainEngine:
                         hint=hint_of(self.optimizer),
                     )
                     for name, value in {"entropy": scores.entropies_N.detach().sum(), **loss.sums}.items():
-                        done.sums[name] = done.sums.get(name, 0.0) + float(value)
+                        done.sums[name] += float(value)
             with self._timed("digest"):
                 done.gradients.append(digest_tensors(self.optimizer.gradients().items(), self.ranks))
             with self._timed("optimizer"):
@@ -381,7 +371,7 @@ class TrainEngine:
         self._digests = None
         for name in ("logprobs_S", "entropies_S", "loss_S", "rejected_S"):
             setattr(done, name, self.ranks.add_up_shares(getattr(done, name)))
-        done.sums = self.ranks.add_up_named(done.sums)
+        done.sums.update(self.ranks.add_up_named(done.sums))
         return done
 
     def _backward(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from clew.algorithms.losses import PolicyLoss
 from clew.training.batching import Plan
+from clew.training.digests import Digests
 from clew.training.scoring import Scores
 from clew.training.tokens import MicroBatch, Tokens
 
@@ -18,6 +20,18 @@ Watch = Callable[[str, dict[str, Any]], None]
 
 TokenLoss = Callable[[MicroBatch, Scores], PolicyLoss]
 """Function (micro-batch, its scores) -> loss of its N trained tokens, with what the mean over a sequence asks for."""
+
+
+@dataclass(kw_only=True)
+class Updates:
+    """Results of the updates of one model in one step."""
+
+    sums: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Sums over the trained tokens; divided by the number of these tokens, they are metrics."""
+    gradients: list[Digests] = field(default_factory=list)
+    """Digests of each update's gradients, before clipping."""
+    norms: list[float] = field(default_factory=list)
+    skipped: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from clew.algorithms.losses import PolicyLoss
-from clew.training.critic import Fitted
 from clew.training.engine import TrainEngine
 from clew.training.optimizer import GradientError
-from clew.training.results import Prepared
+from clew.training.results import Prepared, Updates
 from clew.training.tokens import MicroBatch
 
 
@@ -44,19 +43,19 @@ class Contribution:
     rejected_N: np.ndarray | None
     """Reason for which each token was rejected, see `clew.algorithms.rejection`; None without rejection."""
     first_not_finite: str | None
-    """Place where NaN or infinity first appears when the sequence is computed alone; None if nothing is NaN or
-    infinite."""
+    """Place where NaN or infinity first appears when the sequence is computed alone; None: nowhere."""
 
 
 def contributions(engine: TrainEngine, step: Prepared) -> Iterator[Contribution]:
     """Yield the contribution of each sequence to each update of a step.
 
     Each update is also applied or skipped, as in a real step. Afterwards the engine has the weights of the next
-    version, or those at which training.on_bad_gradient=stop ended the step. The gradient of a whole mini-batch is
-    computed first, as in a real step, then that of each sequence alone.
+    version, or those at which training.on_bad_gradient=stop ended the step.
     """
     for number, minibatch in enumerate(step.plan):
         trained = sum(step.tokens.trained_in(rows) for rows in minibatch)
+        # First the gradient of the whole, in the micro-batches of a real step, then that of each sequence alone: their
+        # sum would be rounded otherwise.
         for rows in filter(None, minibatch):
             _backward(engine, step, rows, trained)
         whole = {name: grad.clone() for name, grad in engine.optimizer.gradients().items()}
@@ -93,7 +92,7 @@ def critic_contributions(engine: TrainEngine, step: Prepared) -> Iterator[Critic
     without a critic."""
     if engine.critic is None or step.values_S is None or step.returns_S is None:
         return
-    critic, old_S, returns_S, done = engine.critic, step.values_S, step.returns_S, Fitted()
+    critic, old_S, returns_S, done = engine.critic, step.values_S, step.returns_S, Updates()
     for minibatch in step.plan:
         trained = sum(step.tokens.trained_in(rows) for rows in minibatch)
         for row in sorted(row for rows in minibatch for row in rows if step.tokens.trained_in([row])):
@@ -114,14 +113,8 @@ def _backward(
     trained: int,
     before: Callable[[MicroBatch, Tensor, Tensor], None] | None = None,
 ) -> tuple[MicroBatch, Tensor, PolicyLoss]:
-    """Add the gradient of these rows to the optimizer's.
-
-    Args:
-        before: Called with the micro-batch, its logprobs and its losses, before the backward pass.
-
-    Returns:
-        The micro-batch, and the logprobs and the loss of its trained tokens.
-    """
+    """Add the gradient of these rows to the optimizer's. Return the micro-batch, and the logprobs and the loss of its
+    trained tokens; `before` gets the same before the backward pass."""
     micro = engine.policy.micro_batch(step.tokens, rows)
     if not len(micro.where_N):
         return micro, torch.zeros(0), PolicyLoss(per_token_N=torch.zeros(0), sums={})
