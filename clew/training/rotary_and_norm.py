@@ -32,7 +32,6 @@ TOLERANCE = 1e-5
 
 Computes = Callable[..., Any]
 
-
 _quick: set[Computes] = set()
 """Functions that have replaced transformers' own."""
 
@@ -45,8 +44,10 @@ def quicken(model: Any) -> None:
     """
     norms: defaultdict[type, dict[str, Any]] = defaultdict(dict)
     for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm") and _weight(module) is not None:
-            norms[type(module)][_settings(module)] = module
+        # Some norms of Gemma 3n and Gemma 4 have no weight. Modules with other settings may compute something else.
+        if type(module).__name__.endswith("RMSNorm") and getattr(module, "weight", None) is not None:
+            settings = {name: each for name, each in vars(module).items() if isinstance(each, int | float | str)}
+            norms[type(module)][repr(sorted(settings.items()))] = module
     for code in {sys.modules[type(module).__module__] for module in model.modules()}:
         slow = getattr(code, ROTARY, None)
         if slow is not None and _agrees(slow, quick := _rotary(slow), _of_rotation):
@@ -59,16 +60,6 @@ def quicken(model: Any) -> None:
             if all(_agrees(kind.forward, quick, partial(_of_norm, module)) for module in modules.values()):
                 kind.forward = quick
                 _quick.add(quick)
-
-
-def _settings(module: Any) -> str:
-    """Return the settings that a module was made with, which may decide what its code computes."""
-    return repr(sorted((name, each) for name, each in vars(module).items() if isinstance(each, int | float | str)))
-
-
-def _weight(norm: Any) -> Tensor | None:
-    """Return the norm's weight; None if it has none, as for some norms of Gemma 3n and Gemma 4."""
-    return getattr(norm, "weight", None)
 
 
 def _agrees(slow: Computes, quick: Computes, results: Callable[[Computes], list[Tensor]]) -> bool:
@@ -103,7 +94,7 @@ def _rotary(slow: Computes) -> Computes:
 def _norm(slow: Computes, epsilon: str) -> Computes:
     @wraps(slow)
     def forward(self: Any, hidden_states: Tensor) -> Any:
-        weight = _weight(self)
+        weight = getattr(self, "weight", None)
         if weight is None or not _plain(hidden_states, weight):
             return slow(self, hidden_states)
         return Norm.apply(hidden_states, weight, getattr(self, epsilon))
