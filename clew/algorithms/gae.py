@@ -18,10 +18,8 @@ def gae(rewards_N: np.ndarray, values_N: np.ndarray, *, gamma: float, lam: float
     delta_t = r_t + gamma V_{t+1} - V_t,  A_t = delta_t + gamma lam A_{t+1}   (equation 16)
 
     R_t = A_t + V_t: with lam = 1 the discounted rewards from t on, with lam = 0 the estimate one step ahead.
-
-    Args:
-        values_N: Value of the state before each action.
     """
+    # Python's floats: indexing an array for each token would take several times as long.
     values, advantages = values_N.astype(np.float64).tolist(), np.zeros(len(values_N))
     after = after_value = 0.0
     for t in reversed(range(len(values))):
@@ -45,7 +43,6 @@ def value_loss(values_N: Tensor, old_N: Tensor, returns_N: Tensor, clip: float |
     1/2 max((V - R)^2, (V_old + clamp(V - V_old, -clip, clip) - R)^2), as in PPO's code (arXiv 2005.12729).
 
     Args:
-        values_N: Current values, which carry the gradient.
         old_N: Values when the step began.
         clip: Largest change of a value; None: no clip.
     """

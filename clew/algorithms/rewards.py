@@ -31,12 +31,8 @@ def advantages(sequences: SequenceABC[Sequence]) -> np.ndarray:
 def within_groups(
     sequences: SequenceABC[Sequence], compute: Callable[[Rewards], np.ndarray], *, batch: bool = False
 ) -> np.ndarray:
-    """Apply `compute` to the rewards of each group.
-
-    The result is [sequences] float32, in the order of the sequences.
-
-    Args:
-        batch: Take the whole batch as one group.
+    """Apply `compute` to the rewards of each group, or of the whole batch as one group. The result is [sequences]
+    float32, in the order of the sequences.
 
     Raises:
         TrainingError: An episode has no other episode to be compared with.
