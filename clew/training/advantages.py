@@ -42,12 +42,8 @@ algorithm.bootstrap_truncated, and may be left out."""
 
 
 def advantages_function(algorithm: Algorithm) -> Compute:
-    """Return the function that computes each token's advantage as algorithm.advantages says. It first applies the
-    options that reduce the reward.
-
-    Raises:
-        ConfigError: A dotted path names no function that can be called this way.
-    """
+    """Return the function that computes each token's advantage as algorithm.advantages says, after the options that
+    reduce the reward. Raises ConfigError if a dotted path names no function that can be called this way."""
     name = algorithm.advantages
     # (sequences) -> advantages; or with a critic: (rewards, values, algorithm) -> advantages and returns
     compute: Any
@@ -102,11 +98,8 @@ def _aligned(sequence: Sequence, numbers_N: np.ndarray, dtype: np.dtype) -> np.n
 def shaped_rewards(
     sequences: SequenceABC[Sequence], algorithm: Algorithm, reference: SequenceABC[np.ndarray] | None
 ) -> SequenceABC[Sequence]:
-    """Return the sequences with the rewards that are trained on: minus a KL divergence and minus the overlong penalty.
-
-    Args:
-        reference: Logprobs [T] of each sequence under the model that the run began with.
-    """
+    """Return the sequences with the rewards that are trained on: minus the overlong penalty, and minus a KL divergence
+    from the model that the run began with (reference: its logprobs, [T] of each sequence)."""
     sequences = without_overlong(sequences, algorithm)
     if algorithm.kl_in != "reward" or algorithm.kl_coef <= 0:
         return sequences

@@ -38,11 +38,8 @@ def plan_step(
     """Split a batch by groups, in their order, into mini-batches with as equal numbers of groups as possible, and
     divide each into micro-batches.
 
-    Args:
-        lengths: Number of tokens of each row.
-        group_ids: Group of each row.
-        minibatches: Number of mini-batches; fewer if there are fewer groups.
-        budget: See `deal`, also for packed, ranks and width.
+    `lengths` and `group_ids` have one entry per row. There are fewer mini-batches if there are fewer groups. See `deal`
+    for the other arguments.
     """
     rows_of: dict[str, list[int]] = {}
     for row, group_id in enumerate(group_ids):

@@ -34,7 +34,6 @@ def encode_conversation(messages: list[Any], tools: Any, tokenizer: Any, where: 
     Args:
         messages: Messages in OpenAI's form.
         tools: Definitions of the tools, which templates show to the model; None: no tools.
-        tokenizer: Tokenizer with a chat template.
         where: File, row and column, for errors.
 
     Raises:
@@ -96,13 +95,12 @@ def _without_space(turn: str, tokenizer: Any) -> str:
 def _for_template(message: Any, where: str) -> Message:
     """Return a message as chat templates take it: without empty fields, and with the arguments of calls as objects.
 
-    Parquet gives every message all fields that any message has, filled with null.
-
     Raises:
         DataError: The message is invalid.
     """
     if not isinstance(message, dict):
         raise DataError(f"{where} is {type(message).__name__}; expected an object with role and content.")
+    # Parquet gives every message all fields that any message has, filled with null.
     said = {name: value for name, value in message.items() if value is not None}
     if said.get("role") not in ROLES:
         raise DataError(f"{where} has the role {said.get('role')!r}; expected {', '.join(ROLES)}.")

@@ -173,7 +173,6 @@ class CustomAdvantages:
         Args:
             rewards: Reward of each trained token, [N] for each sequence.
             values: The critic's value of the state in which each was chosen.
-            options: The section `algorithm`.
 
         Raises:
             TrainingError: The function raised, changed its input, or did not return finite numbers of these shapes.

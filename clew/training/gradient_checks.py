@@ -27,13 +27,8 @@ NOT_YET = "No update was made before: the model, or the loss, is such that these
 def loss_problem(
     tokens: Tokens, where_N: np.ndarray, *, loss_S: np.ndarray, logprobs_S: np.ndarray, loss: str, hint: str
 ) -> str | None:
-    """Return what is wrong with the losses of a micro-batch; None if they are finite.
-
-    Args:
-        where_N: Positions of the micro-batch's trained tokens in the arrays [S].
-        loss: Value of algorithm.loss.
-        hint: Advice when the model itself produced NaN or infinity, see `hint_of`.
-    """
+    """Return what is wrong with the losses of a micro-batch, whose trained tokens are at where_N; None if they are
+    finite. `loss` is algorithm.loss, `hint` the advice when the model itself produced NaN or infinity."""
     bad_N = ~np.isfinite(loss_S[where_N])
     if not bad_N.any():
         return None
@@ -55,11 +50,7 @@ def norm_problem(
     norm: float, optimizer: Optimizer, recent_norms: deque[float], spike_factor: float | None, ranks: Ranks
 ) -> str | None:
     """Return why an update with a gradient of this norm (before clipping) is not made; None if nothing is wrong.
-
-    Args:
-        recent_norms: Norms of the last updates that were made.
-        spike_factor: Value of training.spike_factor.
-    """
+    recent_norms are those of the last updates that were made."""
     if not math.isfinite(norm):
         names = not_finite(optimizer.gradients().items(), ranks)
         where = names[0] if names else "the sum"

@@ -54,11 +54,7 @@ class Adapters:
     """
 
     def __init__(self, model: Any, config: Config) -> None:
-        """Add adapters to `model`.
-
-        Raises:
-            ModelError: The model has no linear layer, or peft refuses its architecture.
-        """
+        """Add adapters. Raises ModelError if the model has no linear layer, or peft refuses its architecture."""
         rank, output = config.training.lora_rank, model.get_output_embeddings()
         assert rank is not None, "Adapters needs training.lora_rank"
         linear = [  # full names, because other modules may have the same last part
@@ -112,13 +108,8 @@ class Adapters:
 
     @torch.no_grad()
     def merged(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the model's state as if it had no adapters: their products are added to the weights.
-
-        A weight whose product is zero keeps its bits.
-
-        Args:
-            state: The model's state, from `clew.training.sharding.state_of`.
-        """
+        """Return the model's state (see `clew.training.sharding.state_of`) as if it had no adapters: their products are
+        added to the weights. A weight whose product is zero keeps its bits."""
         merged = {name.replace(".base_layer.", "."): tensor for name, tensor in state.items() if ".lora_" not in name}
         for name, layer in self._layers() if state else ():
             a, b = (state[f"{name}.lora_{each}.{NAME}.weight"] for each in "AB")
@@ -137,11 +128,7 @@ class Adapters:
                 del layer.forward
 
     def save(self, folder: Path, state: Mapping[str, Tensor]) -> None:
-        """Write files that PeftModel.from_pretrained(base model, folder) reads.
-
-        Args:
-            state: The model's state, as for `merged`.
-        """
+        """Write files that PeftModel.from_pretrained(base model, folder) reads. `state` is that of the model."""
         folder.mkdir(parents=True)
         self._write(folder, self._config, _named(state), {"format": "pt"})
 
@@ -155,7 +142,6 @@ class Adapters:
         Args:
             folder: An existing folder.
             state: The adapters' tensors by their names in the model.
-            metadata: Metadata of the safetensors file; `DIGESTS_KEY` is added.
         """
         config = replace(self._config, lora_alpha=self._config.r)
         scales = {f"{_PREFIX}{name}.lora_B.weight": layer.scaling[NAME] for name, layer in self._layers()}
@@ -191,12 +177,7 @@ def _as_merged(layer: Any, x: Tensor) -> Tensor:
 
 
 def read_adapters(folder: Path) -> dict[str, Tensor]:
-    """Return the tensors that `Adapters.save` wrote, by their names in the model.
-
-    Raises:
-        OSError: The file cannot be read.
-        SafetensorError: The file is damaged.
-    """
+    """Return the tensors that `Adapters.save` wrote, by their names in the model. Raises OSError or SafetensorError."""
     tensors = load_file(folder / FILE)
     return {
         name.removeprefix(_PREFIX).removesuffix("weight") + f"{NAME}.weight": tensor for name, tensor in tensors.items()

@@ -100,12 +100,8 @@ def gap_metrics(behaviour_N: np.ndarray, proximal_N: np.ndarray, lag_N: np.ndarr
 
 
 def rejection_metrics(why_N: np.ndarray, rows_N: np.ndarray) -> dict[str, float]:
-    """Return the shares of trained tokens and of sequences that were rejected.
-
-    Args:
-        why_N: Reason for each token, see `clew.algorithms.rejection`.
-        rows_N: Sequence of each token.
-    """
+    """Return the shares of trained tokens and of sequences that were rejected, from the reason for each token (see
+    `clew.algorithms.rejection`) and its sequence."""
     if not why_N.size:
         return {}
     sequences, vetoed_N = len(np.unique(rows_N)), why_N.astype(np.int64) & BY_VETO > 0

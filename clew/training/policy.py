@@ -164,11 +164,7 @@ class Policy:
             return self.compute_all(tokens, plan, lambda micro: self._score(self.reference, micro).logprobs_N)
 
     def score_micro(self, micro: MicroBatch | None, *, entropy_gradient: bool = False) -> Scores:
-        """Return the policy's scores of a micro-batch from `own`, with gradients; None: of a placeholder.
-
-        Args:
-            entropy_gradient: Whether the entropies have gradients, too.
-        """
+        """Return the policy's scores of a micro-batch from `own`, with gradients; None: of a placeholder."""
         return self._score(self.model, micro or self.idle, entropy_gradient=entropy_gradient)
 
     @torch.no_grad()
@@ -228,12 +224,8 @@ class Policy:
                 yield None
 
     def micro_batch(self, tokens: Tokens, rows: list[int]) -> MicroBatch:
-        """Return these rows in the form that the model takes.
-
-        Raises:
-            TrainingError: The images do not fit the model, or there is no media folder.
-            RecordError: An image cannot be read.
-        """
+        """Return these rows in the form that the model takes. Raises TrainingError or RecordError if their images do
+        not fit the model or cannot be read."""
         micro = MicroBatch.of(tokens, rows, self.device, pack=self.packs_rows(tokens))
         if tokens.images is None and self.vision is None:
             return micro

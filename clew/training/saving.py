@@ -22,10 +22,7 @@ from clew.record.files import explain_disk_errors
 def written_aside(folder: Path) -> Iterator[Path]:
     """Yield an empty folder to write into; when the block ends, it becomes `folder` and replaces an existing one.
 
-    A reader sees a whole folder or none, even after SIGKILL.
-
-    Raises:
-        RecordError: The disk is full, or cannot be written to.
+    A reader sees a whole folder or none, even after SIGKILL. Raises RecordError if the disk cannot be written to.
     """
     aside = folder.with_name(f".{folder.name}.{os.getpid()}")
     with explain_disk_errors(folder):
@@ -50,14 +47,8 @@ def remove_folder(folder: Path) -> None:
 
 
 def save_model(model: Any, folder: Path, weights: dict[str, Tensor]) -> None:
-    """Write weights (safetensors, with transformers' names, a tied head once) and config.json.
-
-    Args:
-        weights: The weights of `model`, from `clew.training.sharding.state_of`.
-
-    Raises:
-        ModelError: transformers cannot save the model.
-    """
+    """Write the weights of `model` (safetensors, with transformers' names, a tied head once) and config.json. Raises
+    ModelError if transformers cannot save them."""
     try:
         model.save_pretrained(folder, state_dict=dict(weights))
     except ValueError as error:  # transformers refuses, for example, a generation configuration that contradicts itself

@@ -28,16 +28,8 @@ Stages = dict[str, list[np.ndarray]]
 
 
 def export_steps(run: RunDirectory, form: str, steps: str, folder: Path) -> list[Path]:
-    """Write the batch and stages of each chosen step to a file, and return the files.
-
-    Args:
-        form: A key of `FORMS`.
-        steps: The steps, as `choose_steps` takes them.
-
-    Raises:
-        ConfigError: There is no such form.
-        RecordError: The steps are not there, or the folder belongs to the record.
-    """
+    """Write the batch and stages of each step to a file, and return the files. `form` is a key of `FORMS`; `steps` are
+    named as `choose_steps` takes them."""
     if form not in FORMS:
         raise ConfigError(f"Cannot export as {form!r}: expected {', '.join(FORMS)}.")
     chosen = choose_steps(run, steps)
@@ -56,11 +48,7 @@ def export_steps(run: RunDirectory, form: str, steps: str, folder: Path) -> list
 
 
 def choose_steps(run: RunDirectory, steps: str) -> list[int]:
-    """Return the committed steps that `steps` names (see `parse_steps`); "" means all whose data is there.
-
-    Raises:
-        RecordError: No such step is there, or its data is gone.
-    """
+    """Return the committed steps that `steps` names (see `parse_steps`); "" means all whose data is there."""
     meant = parse_steps(steps or ":", run.steps.count())
     there = [step for step in meant if run.steps.has_data(step)]
     if not there or (steps and there != list(meant)):
@@ -69,14 +57,8 @@ def choose_steps(run: RunDirectory, steps: str) -> list[int]:
 
 
 def import_steps(files: Sequence[Path], folder: Path, group_size: int | None) -> None:
-    """Make a run directory of .pt files, one step each, in this order. It appears complete or not at all.
-
-    Args:
-        group_size: Group size for files that name no groups, see `load_padded`.
-
-    Raises:
-        RecordError: The folder exists, or a file cannot be used.
-    """
+    """Make a run directory of .pt files, one step each, in this order. It appears complete or not at all. `group_size`
+    is for files that name no groups, see `load_padded`."""
     if folder.exists():
         raise RecordError(f"{folder} exists already; expected the name of a new run directory. Choose another --to.")
     with written_aside(folder) as aside, Writer(aside, trainer=IMPORTED) as writer:

@@ -66,7 +66,7 @@ def split(
         root: Module that holds the model and is called in its place; None: the model itself.
 
     Raises:
-        ModelError: As for `check_plan`, or when the split model computes something else than the whole one.
+        ModelError: The model has no plan that can be followed, or computes something else when it is split.
     """
     planned = check_plan(model, blocks, ranks.tp)
     with torch.no_grad():
@@ -87,12 +87,8 @@ def _mesh(device_type: str, dp: int, tp: int) -> DeviceMesh:
 
 
 def check_plan(model: Any, blocks: list[nn.Module], tp: int) -> dict[str, str]:
-    """Return the style of each module in the blocks that the model's plan names.
-
-    Raises:
-        ModelError: transformers has no plan for this architecture, or the plan has unknown styles; or `tp` does not
-            divide a number of heads or another width.
-    """
+    """Return the style of each module in the blocks that the model's plan names. Raises ModelError if transformers has
+    no plan for this architecture, if the plan has unknown styles, or if `tp` does not divide a width."""
     kind, said = type(model).__name__, f"training.tp is {tp}"
     plan: dict[str, str] = getattr(model, "tp_plan", None) or {}
     inside = {id(each) for block in blocks for each in (*block.modules(), *block.parameters())}
@@ -157,13 +153,9 @@ def _check_split(
 ) -> None:
     """Raise ModelError when the split model does not work.
 
-    Either it computes something else than the whole model did, or ranks of a group get different gradients of a
-    parameter that each of them has, which means that the plan lacks something. This is tried out, because it depends on
-    all of an architecture's code.
-
-    Args:
-        mesh: Mesh with the dimensions "fsdp" and "tp".
-        whole_BTD: Result of `_try_out` for the whole model.
+    Either it computes something else than the whole model did (whole_BTD), or ranks of a group get different gradients
+    of a parameter that each of them has, which means that the plan lacks something. This is tried out, because it
+    depends on all of an architecture's code.
     """
     trained = any(parameter.requires_grad for parameter in model.parameters())
     with torch.set_grad_enabled(trained):
