@@ -463,7 +463,10 @@ def dump(config: Config) -> str:
 def server_addresses() -> list[str]:
     """Return the host:port of each inference server in CLEW_LLM_SERVER_ADDRS (comma-separated).
 
-    If it is empty, callers use the servers of the run directory. Raises ConfigError if an address is not host:port.
+    If it is empty, callers use the servers of the run directory.
+
+    Raises:
+        ConfigError: An address is not host:port.
     """
     name = SERVERS_VARIABLE if os.environ.get(SERVERS_VARIABLE, "").strip() else SERVERS_ALIAS
     addresses = [address.strip() for address in os.environ.get(name, "").split(",") if address.strip()]

@@ -52,7 +52,12 @@ class Devices:
 
 
 def parse_devices(text: str) -> Devices:
-    """Parse launch.devices. Raises ValueError if it is malformed, or asks for a parallelism that Clew does not have."""
+    """Parse the text of launch.devices.
+
+    Raises:
+        ValueError: The text is malformed, or asks for a parallelism that Clew does not have. The
+            message says which.
+    """
     parts = [_part(text, part) for part in text.split("+")]
     inference = [part for part in parts if part.name in INFERENCE]
     training = [part for part in parts if part.name == TRAINING]
@@ -103,8 +108,10 @@ def gpus(environment: Mapping[str, str] = os.environ, nodes: Path = Path("/dev")
 def shared_out(devices: Devices, available: list[str]) -> dict[str, str]:
     """Return the value of CUDA_VISIBLE_DEVICES for each server ("server", "server-1", ...) and for "trainer".
 
-    The result is empty on a machine without GPUs: each device is then a process on the CPU. Raises ValueError if the
-    devices need more GPUs than there are.
+    The result is empty on a machine without GPUs: each device is then a process on the CPU.
+
+    Raises:
+        ValueError: The devices need more GPUs than there are. The message has both numbers.
     """
     parts = [part for part in (devices.inference, devices.training) if part is not None]
     wanted = sum(part.size for part in parts)

@@ -61,8 +61,13 @@ def only_trusted(record: str | None, modules: Iterable[str] = ()) -> Iterator[No
 def load(path: str, field: str) -> Any:
     """Return the class or function that `path` (module.name) names. Modules in the current folder are found, too.
 
-    Raises ConfigError, which names `field`, if there is no such module, or no such name in it; if the module raises an
-    error when it is imported; or if someone else's record is open and the user does not trust the module.
+    Args:
+        path: The dotted path.
+        field: The field with this path, for the message.
+
+    Raises:
+        ConfigError: There is no such module, or no such name in it; the module raises an error when it is imported; or
+            someone else's record is open and the user does not trust the module.
     """
     module_name, _, name = path.rpartition(".")
     module = load_module(module_name, field, path)
@@ -141,7 +146,13 @@ def required_parameters(path: str, field: str) -> int | None:
     """Return how many arguments the function that `path` names needs; None if its source alone does not say.
 
     Nothing is run. Decorators, imports and a second definition may change what a name stands for, so they give None.
-    Raises ConfigError if the module is not valid Python.
+
+    Args:
+        path: The dotted path.
+        field: The field with this path, for the message.
+
+    Raises:
+        ConfigError: The module is not valid Python.
     """
     tree, name = _parse(path, field), path.rpartition(".")[2]
     if tree is None or list(_bound(tree)).count(name) != 1:

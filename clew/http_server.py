@@ -234,7 +234,8 @@ def is_loopback(host: str) -> bool:
 def bind(listen: str) -> socket.socket:
     """Return a socket of inference.listen. It does not listen yet: clients are refused until the server is ready.
 
-    Raises EngineError if the address is not host:port, is not of this machine, or its port is in use.
+    Raises:
+        EngineError: The address is not host:port, is not of this machine, or its port is in use.
     """
     host, _, port = listen.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:

@@ -148,7 +148,8 @@ def is_deep(value: Any) -> bool:
 def check(path: Path, found: Any, kind: Any, remedy: str = RESTORE) -> Any:
     """Return what was read from `path`, after checking it: as it is, or as the dataclasses that `kind` asks for.
 
-    Raises RecordError, which names the first field that is not as expected.
+    Raises:
+        RecordError: A field is not as expected. The message names the first one.
     """
     try:
         checked = _adapter(kind).validate_python(found)

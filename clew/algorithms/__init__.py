@@ -64,9 +64,13 @@ def built_in_advantages(name: str) -> Any:
 def preset_options(preset: str, *, max_new_tokens: int = 256) -> dict[str, Any]:
     """Return the options that a preset sets, by their dotted names. All other fields keep their defaults.
 
-    A preset is the name of a published algorithm, or the dotted path of a user's page. That page's functions become
-    algorithm.advantages and algorithm.loss, unless its OPTIONS name others. Raises ConfigError if it cannot be loaded,
-    or has nothing that a page has.
+    Args:
+        preset: The name of a published algorithm, or the dotted path of a user's page. That page's functions become
+            algorithm.advantages and algorithm.loss, unless its OPTIONS name others.
+        max_new_tokens: The limit of the sampling, on which some options depend.
+
+    Raises:
+        ConfigError: The user's page cannot be loaded, or has nothing that a page has.
     """
     if preset in PRESETS:
         options = page(preset).OPTIONS

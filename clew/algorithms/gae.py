@@ -18,6 +18,9 @@ def gae(rewards_N: np.ndarray, values_N: np.ndarray, *, gamma: float, lam: float
     delta_t = r_t + gamma V_{t+1} - V_t,  A_t = delta_t + gamma lam A_{t+1}   (equation 16)
 
     R_t = A_t + V_t: with lam = 1 the discounted rewards from t on, with lam = 0 the estimate one step ahead.
+
+    Args:
+        values_N: Value of the state before each action.
     """
     # Python's floats: indexing an array for each token would take several times as long.
     values, advantages = values_N.astype(np.float64).tolist(), np.zeros(len(values_N))

@@ -14,9 +14,13 @@ LOG_RATIO_LIMIT = 20.0
 
 
 def k1(logprobs_N: Tensor, other_N: Tensor) -> Tensor:
-    """Return log(p/q) of each token, from log p and log q.
+    """Return log(p/q) of each token.
 
     Its own gradient is 0 on average, so it has no effect in a loss; it belongs in the reward.
+
+    Args:
+        logprobs_N: log p.
+        other_N: log q.
     """
     return logprobs_N - other_N
 

@@ -74,10 +74,13 @@ def importance_weights(tokens: TrainedTokens, options: Algorithm) -> Tensor:
 def decoupled(objective_N: Tensor, held_N: Tensor, tokens: TrainedTokens, options: Algorithm) -> PolicyLoss:
     """Return the loss: -weight x objective + kl_coef x KL(current, reference) - entropy_coef x entropy.
 
-    objective_N is what the page's algorithm maximizes, without these terms; held_N, for clip_share, is true where a
-    clip holds. The weight makes it the decoupled objective of AReaL (arXiv 2505.24298, equation 5); it is a constant.
-    With kl_times_ratio the KL is multiplied by the ratio, whose gradient counts (DeepSeek-V3.2, arXiv 2512.02556,
-    section 3.1). The bonus is that of arXiv 1707.06347, equation 9.
+    The weight makes it the decoupled objective of AReaL (arXiv 2505.24298, equation 5); it is a constant. With
+    kl_times_ratio the KL is multiplied by the ratio, whose gradient counts (DeepSeek-V3.2, arXiv 2512.02556, section
+    3.1). The bonus is that of arXiv 1707.06347, equation 9.
+
+    Args:
+        objective_N: What the page's algorithm maximizes, without these terms.
+        held_N: True for tokens that a clip holds: the metric clip_share.
     """
     weight_N = importance_weights(tokens, options)
     masked = options.importance.endswith("mask")
@@ -112,7 +115,11 @@ def exp_limited(log_ratio_N: Tensor) -> Tensor:
 
 
 def sequence_sums(values_N: Tensor, rows_N: Tensor | None) -> Tensor:
-    """Return for each token the sum over the tokens of its sequence: [N]."""
+    """Return for each token the sum over the tokens of its sequence: [N].
+
+    Args:
+        rows_N: Sequence of each token, counted from 0, int64.
+    """
     assert rows_N is not None, "an option of whole sequences needs rows_N"
     count = int(rows_N.max()) + 1 if len(rows_N) else 0
     return values_N.new_zeros(count).index_add(0, rows_N, values_N).index_select(0, rows_N)

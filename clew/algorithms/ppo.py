@@ -50,8 +50,10 @@ def advantages(
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Return the advantages, whitened over the step, and the returns of the trained tokens of each sequence.
 
-    They follow from the reward of each trained token, and the critic's value of the state before it when the step
-    begins: [N] for each sequence. The critic's loss is `clew.algorithms.gae.value_loss`.
+    Args:
+        rewards: Reward of each trained token, [N] for each sequence.
+        values: The critic's value of the state before each of these tokens, when the step begins.
+            The critic's loss is `clew.algorithms.gae.value_loss`.
     """
     found = [gae(*each, gamma=options.gamma, lam=options.gae_lambda) for each in zip(rewards, values, strict=True)]
     ends = np.cumsum([len(advantages_N) for advantages_N, _ in found])[:-1]

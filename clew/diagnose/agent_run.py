@@ -52,7 +52,10 @@ async def run_agent(
     """Run the agent on each row, one after the other, and yield each result with the model's tokenizer.
 
     The agent's code runs on this event loop, so that a debugger works. The tokenizer is None with an API provider.
-    Raises ConfigError if there is no such agent, EngineError if nothing answers at base_url.
+
+    Raises:
+        ConfigError: There is no such agent.
+        EngineError: Nothing answers at base_url.
     """
     agent = load_agent(path, arguments)
     found = await find_engine(base_url, api_key)
@@ -118,7 +121,11 @@ async def _with_provider(agent: Any, row: dict[str, Any], base_url: str, api_key
 
 
 def base_url_of(named: str | None) -> str:
-    """Return the base URL of the model: `named`, or else that of the environment. Raises ConfigError without either."""
+    """Return the base URL of the model: `named`, or else the one that the environment names.
+
+    Raises:
+        ConfigError: Neither `named` nor the environment names one.
+    """
     found = named or provider()[0]
     if not found:
         raise ConfigError(

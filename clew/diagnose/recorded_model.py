@@ -60,7 +60,9 @@ class RecordedModel(EpisodeEngine):
     ) -> Interaction:
         """Return the recorded response to this request; see `EpisodeEngine`.
 
-        Raises EpisodeError if it differs from every recorded one, and no served model can continue (`live` is False).
+        Raises:
+            EpisodeError: The request differs from every recorded one, and no served model can continue (`live` is
+                False).
         """
         index = self.reserve() if index is None else index
         if not self.difference:

@@ -107,9 +107,13 @@ class Options:
 
 
 def rerun(target: Path, options: Options) -> bool:
-    """Replay steps of a run directory or a bundle; return True if all agrees with the record, or nothing is compared.
+    """Replay steps of a run directory or a bundle in the way that the options ask for.
 
-    Raises ClewError if the options do not go together, or the steps cannot be replayed.
+    Returns:
+        True if everything agrees with the record, or if nothing is compared.
+
+    Raises:
+        ClewError: The options do not go together, or the steps cannot be replayed.
     """
     options.check()
     with opened(target, options.trust) as (run, bundle):

@@ -249,7 +249,11 @@ async def _disconnected(receive: Receive, work: asyncio.Future[Any]) -> None:
 
 
 def weight_ref(body: dict[str, Any], next_version: int) -> WeightRef:
-    """Return the weights that the body of `/update_weights_from_disk` names. Raises EngineError with a wrong field."""
+    """Return the weights that the body of `/update_weights_from_disk` names.
+
+    Raises:
+        EngineError: A field is wrong; the message names it.
+    """
     path, version, clew = body.get("model_path"), body.get("weight_version", next_version), body.get("clew") or {}
     if not isinstance(path, str) or "\0" in path:
         raise EngineError("expected model_path, a folder with *.safetensors that this server can read.")

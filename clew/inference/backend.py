@@ -39,9 +39,13 @@ class Backend(HTTPEngine):
 
     @staticmethod
     def launch(config: Config, port: int, scratch: Path) -> Launch:
-        """Return how to start a server for the configuration's model on 127.0.0.1:port; scratch: folder for its files.
+        """Return how to start a server for the configuration's model on 127.0.0.1:port.
 
-        Raises ConfigError for an option in inference.args that the engine does not know, or that Clew sets itself.
+        Args:
+            scratch: Folder for files that the server needs.
+
+        Raises:
+            ConfigError: inference.args has an option that the engine does not know, or one that Clew sets itself.
         """
         raise NotImplementedError
 
@@ -50,13 +54,21 @@ class Backend(HTTPEngine):
         await self._request("GET", "/health", None)
 
     async def alive(self) -> None:
-        """Return when the engine itself has answered, and not only its HTTP side. Raises EngineError if it does not."""
+        """Return when the engine itself has answered, and not only its HTTP side; after `prepare`.
+
+        Raises:
+            EngineError: It does not answer.
+        """
         raise NotImplementedError
 
     async def prepare(self) -> list[str]:
-        """Find out what the server can do. Return what it lacks, each with the consequence, to be said once.
+        """Find out what the server can do.
 
-        Raises EngineError if it cannot be trained with: another model or vocabulary, no token IDs, wrong logprobs.
+        Returns:
+            What it lacks, each with the consequence, to be said once.
+
+        Raises:
+            EngineError: It cannot be trained with: another model or vocabulary, no token IDs, wrong logprobs.
         """
         raise NotImplementedError
 
@@ -67,19 +79,25 @@ class Backend(HTTPEngine):
     async def receive(self, sent: Broadcast) -> None:
         """Have the paused server load weights that the trainer broadcasts.
 
-        Raises EngineError if it cannot, or not all of them came. What it then holds is not known.
+        Raises:
+            EngineError: It cannot, or not all of them came. What it then holds is not known.
         """
         raise NotImplementedError
 
     async def load(self, ref: WeightRef) -> None:
-        """Load weights into the paused server, and have it forget what it computed with those before.
+        """Load weights into the paused server, unless they were broadcast and `receive` has done so.
 
-        Weights that were broadcast are there already, by `receive`. Raises EngineError if the weights were refused.
+        Raises:
+            EngineError: The weights were refused.
         """
         raise NotImplementedError
 
     async def verify(self, ref: WeightRef) -> None:
-        """Compare what the paused server holds with the trainer's digests. Raises EngineError with what differs."""
+        """Compare what the paused server holds after `load` with the trainer's digests.
+
+        Raises:
+            EngineError: It holds other weights; the message names the tensors.
+        """
         raise NotImplementedError
 
     async def score(self, input_ids: list[int]) -> float:

@@ -58,7 +58,11 @@ Tensors = Mapping[str, Tensor]
 
 
 def read_folder(folder: str) -> dict[str, Tensor]:
-    """Return the tensors of a folder's safetensors files. Raises EngineError if there is none, or one is cut off."""
+    """Return the tensors of a folder's safetensors files.
+
+    Raises:
+        EngineError: There is no such file, or one is cut off.
+    """
     tensors: dict[str, Tensor] = {}
     for path in sorted(Path(folder).glob("*.safetensors")):
         tensors |= _read_header(path)

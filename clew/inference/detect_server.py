@@ -30,7 +30,11 @@ class FoundEngine:
 async def find_engine(base_url: str, api_key: str = "") -> FoundEngine | None:
     """Return the engine at an address: `clew serve` or SGLang (/model_info), or vLLM (according to /v1/models).
 
-    It is None for a provider, which takes no token IDs. Raises EngineError if nothing answers, or a gateway does.
+    Returns:
+        The engine, or None for a provider, which takes no token IDs.
+
+    Raises:
+        EngineError: Nothing answers, or a gateway does.
     """
     root = base_url.rstrip("/").removesuffix("/v1")
     address = root.partition("://")[2]

@@ -91,7 +91,11 @@ class Core(ServedModel):
         return min(len(request.input_ids) + request.params.max_new_tokens, self.context)
 
     def submit(self, request: GenerateRequest) -> None:
-        """Put a request into the queue. Raises EngineError if it can never be served."""
+        """Put a request into the queue.
+
+        Raises:
+            EngineError: The request can never be served.
+        """
         if self.broken:
             raise EngineError(f"Cannot serve anything: {self.broken}")
         self.check(request)

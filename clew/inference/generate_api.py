@@ -66,7 +66,11 @@ class Call:
 
 
 def parse_call(body: Any, default_stop_ids: tuple[int, ...]) -> Call:
-    """Return the call that the body of a request to `/generate` describes. Raises EngineError with what is wrong."""
+    """Return the call that the body of a request to `/generate` describes.
+
+    Raises:
+        EngineError: The body is wrong; the message says what was found and what was expected.
+    """
     if not isinstance(body, dict):
         raise EngineError(f"the body is {type(body).__name__}, expected a JSON object with input_ids or text.")
     clew = body.get("clew") or {}

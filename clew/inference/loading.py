@@ -23,10 +23,17 @@ Received = tuple[int, Mapping[str, torch.Tensor]]
 def weights_of(model: Any, ref: WeightRef, received: Received | None = None) -> Callable[[], Iterator[Named]]:
     """Return a function that yields the tensors of `ref`, after a check that they fit `model`. Changes nothing.
 
-    They come from *.safetensors or, if `ref` has only digests, from what was received in the last broadcast. They fit
-    when they hold each of the model's tensors once, under the name that it has in memory, in its shape, and nothing
-    else. Of tied tensors, one name is enough. WeightRef.digest is compared with the digest in the files' metadata, if
-    Clew's trainer wrote one. A truncated file does not open. Raises EngineError if they do not fit.
+    They fit when they hold each of the model's tensors once, under the name that it has in memory, in its shape, and
+    nothing else. Of tied tensors, one name is enough. A truncated file does not open.
+
+    Args:
+        model: The model.
+        ref: The weights, as *.safetensors or as the digests of what was broadcast. WeightRef.digest is compared with
+            the digest in the files' metadata, if Clew's trainer wrote one.
+        received: What came in the last broadcast.
+
+    Raises:
+        EngineError: The folder cannot be read, or holds other weights; or other tensors were broadcast, or none.
     """
     if ref.was_broadcast():
         tensors = _check_received(ref, received)

@@ -310,7 +310,11 @@ class RemoteEngine:
     # The process -----------------------------------------------------------------------------------------------------
 
     async def start(self, reporter: Reporter) -> None:
-        """Wait until the server is up, and find out what it can do. Raises EngineError if it cannot be trained with."""
+        """Wait until the server is up, and find out what it can do.
+
+        Raises:
+            EngineError: It ended, or cannot be trained with.
+        """
         backend, kind = self._backend, self._backend.kind
         reporter.set(engine=kind, engine_command=[] if self._launch is None else self._launch.command)
         loop = asyncio.get_running_loop()
@@ -423,7 +427,11 @@ class RemoteEngine:
         await asyncio.to_thread(self.process.end)
 
     async def restart(self, reporter: Reporter) -> None:
-        """Start the server anew, with the weights in model.path. Raises EngineError if it does not start."""
+        """Start the server anew, with the weights in model.path.
+
+        Raises:
+            EngineError: It did not start.
+        """
         if self._watch is not None:
             await self._watch  # it closes the connections to the old one
         await asyncio.to_thread(self.process.end)

@@ -345,9 +345,16 @@ class SGLangEngine(Backend):
 def server_arguments(
     own: Mapping[str, Any], defaults: Mapping[str, Any], chosen: Mapping[str, Any], known: set[str]
 ) -> list[str]:
-    """Return the server's command line, with options of Clew's `own`, `defaults`, and those that the user has chosen.
+    """Return the server's command line.
 
-    Raises ConfigError for a chosen option that is not `known`, such as "--port", or is Clew's own.
+    Args:
+        own: Options that Clew sets itself.
+        defaults: Options that the user may change.
+        chosen: The user's, as in `Inference.options`.
+        known: The server's option names, such as "--port".
+
+    Raises:
+        ConfigError: `chosen` has an option that the server does not know, or one of `own`.
     """
     if unknown := [name for name in chosen if f"--{name}" not in known]:
         raise ConfigError(f"Cannot start SGLang: it has no option {few(unknown)} (inference.args).")

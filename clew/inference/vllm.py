@@ -288,7 +288,8 @@ class VLLMEngine(Backend):
     async def probe(self) -> None:
         """Find out which logprobs the server reports, from the same next token at two temperatures.
 
-        Raises EngineError if it reports logits in place of logprobs, or does not answer such a request.
+        Raises:
+            EngineError: The server reports logits in place of logprobs, or does not answer such a request.
         """
         one, other = [await self._likeliest(temperature) for temperature in (1.0, PROBE_TEMPERATURE)]
         if max(sum(map(math.exp, each.values())) for each in (one, other)) > 1 + SMALLEST_GAP:

@@ -34,7 +34,11 @@ class RecordedStep:
 
     @classmethod
     def read(cls, run: RunDirectory, step: int) -> RecordedStep:
-        """Read a step. Raises RecordError if a file of it is missing or cannot be read."""
+        """Read a step.
+
+        Raises:
+            RecordError: A file of it is missing or cannot be read.
+        """
         summary, batch = run.steps.read(step), run.steps.read_data(step)
         return cls(run=run, step=step, summary=summary, batch=batch, stages=run.steps.read_stages(step))
 

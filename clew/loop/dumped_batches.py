@@ -32,8 +32,11 @@ def check_origin(run: RunDirectory, *, replayed: bool) -> None:
 
 
 def resume_dump(config: Config, run: RunDirectory) -> None:
-    """Copy the committed steps that debug.path lacks, such as the last one if copying it failed. Raises RecordError if
-    debug.path holds the batches of another run."""
+    """Copy the committed steps that debug.path lacks, such as the last one if copying it failed.
+
+    Raises:
+        RecordError: debug.path holds the batches of another run.
+    """
     folder = _folder(config)
     with explain_disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -48,7 +51,11 @@ def resume_dump(config: Config, run: RunDirectory) -> None:
 
 
 def dump(config: Config, run: RunDirectory, step: int) -> None:
-    """Copy the batch of the newest committed step to debug.path. Raises RecordError if it has one of this step."""
+    """Copy the batch of the newest committed step to debug.path.
+
+    Raises:
+        RecordError: debug.path already has a batch of this step.
+    """
     if step in _batches(_folder(config)):  # of a run that began after this one
         raise _of_another_run(_folder(config), step, run)
     _copy(config, run, step)

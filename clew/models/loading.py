@@ -34,9 +34,12 @@ def pick_device(device: Literal["auto", "cpu", "cuda"]) -> torch.device:
 
 
 def load_model(path: str, dtype: Literal["float32", "bfloat16", "float64"], device: torch.device) -> PreTrainedModel:
-    """Load a causal language model in eval mode, from a folder or the hub; of one that takes images, all of it.
+    """Load a causal language model in eval mode, from a folder or the hub.
 
-    Raises ModelError if it cannot be loaded, or the folder lacks some of its weights, which would then be random.
+    If the architecture takes images, all of it is loaded, not only the language model.
+
+    Raises:
+        ModelError: The model cannot be loaded, or the folder lacks some of its weights, which would then be random.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -54,9 +57,16 @@ def load_value_model(
     """Load a model with a head that gives each token one number, in eval mode.
 
     This is either what `AutoModelForSequenceClassification` reads (a reward model), or a causal language model with a
-    new head of zeros, so that all its numbers start at 0. field: the configuration's field that named the path.
+    new head of zeros, so that all its numbers start at 0.
 
-    Raises ModelError as `load_model` does, or if the architecture has no such head.
+    Args:
+        path: Folder or hub name of the model.
+        dtype: The type of the weights.
+        device: The device to load it to.
+        field: The configuration's field that named the path, for messages.
+
+    Raises:
+        ModelError: As for `load_model`; or the architecture has no such head.
     """
     import torch
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoModelForSequenceClassification

@@ -95,7 +95,8 @@ class Vision:
     def collapsed_ids(self, ids: list[int], images: Sequence[bytes]) -> list[int]:
         """Return tokens with one placeholder for each image, for engines that expand images themselves.
 
-        Raises ImageError if the tokens that stand for an image are not there in one piece.
+        Raises:
+            ImageError: The tokens that stand for an image are not there in one piece.
         """
         collapsed: list[int] = []
         start = 0
@@ -161,7 +162,8 @@ class Vision:
 def load_vision(path: str) -> Vision | None:
     """Load the image processing of the model in a folder or on the hub; None if the model takes no images.
 
-    Raises ModelError if the processor of a model that takes images cannot be loaded.
+    Raises:
+        ModelError: The processor of a model that takes images cannot be loaded.
     """
     from transformers import AutoProcessor
     from transformers.utils import logging as transformers_logging

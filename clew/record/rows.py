@@ -234,8 +234,9 @@ def from_table(table: pa.Table) -> list[Sequence]:
 def checked(path: Path, table: pa.Table, remedy: str = RESTORE) -> list[Sequence]:
     """Return the rows of a table that was read from `path`, after checking them.
 
-    Raises RecordError if it has something that Clew never writes: a missing or unaligned column, an empty cell, no
-    rows, or the same row twice.
+    Raises:
+        RecordError: The table has something that Clew never writes: a missing or unaligned column, an empty cell, no
+            rows, or the same row twice.
     """
     try:
         found = from_table(table)

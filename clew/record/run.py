@@ -140,7 +140,12 @@ class RunDirectory:
     def hold(self, role: str, patience_s: float = PATIENCE_S) -> IO[str]:
         """Take the lock of `role` ("trainer", "rollout", "server", "server-1") of this run until the process ends.
 
-        Waits `patience_s` seconds for a process that is ending. Raises RecordError if another process has this role.
+        Args:
+            role: The role.
+            patience_s: Seconds to wait for a process that is ending.
+
+        Raises:
+            RecordError: Another process has this role.
         """
         return hold_lock(self.status / f"{role}.lock", role, patience_s)
 

@@ -45,7 +45,8 @@ class Stages:
 def parse_steps(text: str, count: int) -> range:
     """Return which of `count` steps `text` means: "137", or as Python slices "130:140" (130 to 139), ":10", "-5:".
 
-    Raises RecordError if `text` is neither form, or means no committed step.
+    Raises:
+        RecordError: `text` is neither form, or means no committed step.
     """
     try:
         bounds = [int(part) if part else None for part in text.split(":")]
@@ -142,7 +143,11 @@ class Steps:
         rows.write_table(path, pa.table(columns, metadata={"clew_format": str(rows.FORMAT)}))
 
     def read_stages(self, step: int, batch: Sequence[rows.Sequence] = ()) -> Stages:
-        """Return what the ranks computed at `step`. Raises RecordError if a file is damaged or lacks one of `batch`."""
+        """Return what the ranks computed at `step`.
+
+        Raises:
+            RecordError: A file is missing, truncated or altered, or there is nothing for a sequence in `batch`.
+        """
         environment = self.read(step).get("environment", {}) if self.json_path(step).exists() else {}
         ranks = range(0, environment.get("ranks", 1), environment.get("tp", 1))  # of a group the first writes
         # The paths of all ranks are read, so that a file that is missing raises an error.

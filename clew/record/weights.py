@@ -73,7 +73,8 @@ def read_broadcast(ref: WeightRef) -> Digests:
 def read_digests(ref: WeightRef) -> dict[str, str]:
     """Return the trainer's digest of each tensor in the files of `ref`, in hexadecimal.
 
-    Raises RecordError if the files cannot be read, or have no such digests.
+    Raises:
+        RecordError: The files cannot be read, or have no such digests.
     """
     if ref.was_broadcast():
         return read_broadcast(ref)["digests"]

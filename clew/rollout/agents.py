@@ -52,7 +52,11 @@ class SharedClient(httpx2.AsyncClient):
 
 
 def load_agent(path: str, arguments: dict[str, Any]) -> Any:
-    """Return an instance of the agent's class. Raises ConfigError if it cannot be called as agents are."""
+    """Import the agent's class and return an instance of it.
+
+    Raises:
+        ConfigError: It is not a class with a `run` method, or `run` or the class cannot be called with these arguments.
+    """
     cls = dotted.load(path, "rollout.agent")
     run = getattr(cls, "run", None)
     if not isinstance(cls, type) or not callable(run):
@@ -189,6 +193,10 @@ class AgentWorkflow:
 
 
 def agent_workflow(config: Config, gateway: GatewayThread) -> AgentWorkflow:
-    """Return the agent that the configuration names, as a workflow. Raises ConfigError; see `load_agent`."""
+    """Return the agent that the configuration names, as a workflow.
+
+    Raises:
+        ConfigError: The agent cannot be loaded; see `load_agent`.
+    """
     assert config.rollout.agent is not None
     return AgentWorkflow(load_agent(config.rollout.agent, config.rollout.workflow_kwargs), gateway)

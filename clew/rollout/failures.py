@@ -48,7 +48,11 @@ class FailureWatch:
         self._succeeded = False
 
     def add(self, errors: Sequence[str | None]) -> None:
-        """Take the outcomes of a group's episodes, None or an error. Raises RolloutError if too many have failed."""
+        """Take the outcomes of a group's episodes: for each None, or its error.
+
+        Raises:
+            RolloutError: too many episodes failed.
+        """
         failed = sum(error is not None for error in errors)
         self._shares.append(failed / len(errors))
         self._errors.append(list(errors))

@@ -19,7 +19,15 @@ log = logging.getLogger("clew.rollout")
 def leave_out_overlong(
     rows: list[dict[str, Any]], path: str, config: Config, tokenizer: PreTrainedTokenizerBase, *, needed: int = 1
 ) -> list[dict[str, Any]]:
-    """Return the rows of `path` whose prompt is short enough. Raises DataError if fewer than `needed` are left."""
+    """Return the rows whose prompt is short enough, and warn with the number of the others.
+
+    Args:
+        path: where the rows are from, for messages.
+        needed: rows that must be left.
+
+    Raises:
+        DataError: fewer rows are left.
+    """
     limit = config.data.max_prompt_tokens
     if limit is None:
         return rows

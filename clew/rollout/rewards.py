@@ -79,9 +79,15 @@ class RewardFunction:
 
 
 def checked(value: Any, what: str, where: str = "") -> Reward:
-    """Return what a reward function, workflow or agent returned, as a float or as named floats.
+    """Return `value` as a float, or as named floats.
 
-    Raises EpisodeError if it is neither; `what` names what returned it, and `where` ends the message.
+    Args:
+        value: The value that a reward function, workflow or agent returned.
+        what: Name of what returned it, for the message.
+        where: Sentence that ends the message.
+
+    Raises:
+        EpisodeError: It is neither a finite number nor a dict of named finite numbers.
     """
     if isinstance(value, dict):
         if not value or not all(isinstance(name, str) for name in value):

@@ -127,7 +127,11 @@ class RolloutRunner:
         """Finish time (monotonic) and number of generated tokens of each episode that finished in the last seconds."""
 
     async def run(self) -> None:
-        """Roll out until the last version is published and evaluated. Raises RolloutError, as for many failures."""
+        """Roll out until the last version is published and evaluated.
+
+        Raises:
+            RolloutError: Too many episodes fail, or the filter rejects everything.
+        """
         self._look()
         while not self._complete():
             what, unblocks = self._waits_for()

@@ -32,7 +32,11 @@ def refuse_impossible(config: Config, n_rows: int) -> None:
 
 
 def load_workflow(config: Config) -> Workflow:
-    """Return an instance of the workflow's class, which serves all episodes. Raises ConfigError if there is none."""
+    """Import the workflow's class and return one instance, which serves all episodes.
+
+    Raises:
+        ConfigError: There is no such class, or it cannot be called with rollout.workflow_kwargs.
+    """
     path = config.rollout.workflow
     cls = dotted.load(path, "rollout.workflow")
     if not isinstance(cls, type) or not inspect.iscoroutinefunction(getattr(cls, "run_episode", None)):
@@ -64,7 +68,10 @@ def load_reward(config: Config) -> Callable[[str, dict[str, Any]], Awaitable[Rew
     """Return the reward as a session calls it; None if none is configured.
 
     An async function is awaited in this process. A plain function is called in this process (inline) or in a pool of
-    worker processes. Raises ConfigError if it cannot be loaded.
+    worker processes.
+
+    Raises:
+        ConfigError: The reward function cannot be loaded.
     """
     rollout, prompt_column = config.rollout, config.data.prompt
     path, timeout_s = rollout.reward, rollout.reward_timeout_s

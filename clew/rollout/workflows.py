@@ -39,7 +39,11 @@ class SingleTurn:
         return await engine.reward(answer.text, data)
 
     def prompt_of(self, engine: EpisodeEngine, data: dict[str, Any]) -> str | list[dict[str, Any]]:
-        """Return the prompt of a row: text, or chat messages. Raises EpisodeError if it is neither."""
+        """Return the prompt of a row: text, or chat messages.
+
+        Raises:
+            EpisodeError: It is neither.
+        """
         prompt = data[engine.prompt_column]
         if isinstance(prompt, str):
             return [{"role": "user", "content": prompt}] if self.chat else prompt

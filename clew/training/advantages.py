@@ -42,8 +42,12 @@ algorithm.bootstrap_truncated, and may be left out."""
 
 
 def advantages_function(algorithm: Algorithm) -> Compute:
-    """Return the function that computes each token's advantage as algorithm.advantages says, after the options that
-    reduce the reward. Raises ConfigError if a dotted path names no function that can be called this way."""
+    """Return the function that computes each token's advantage as algorithm.advantages says. It first applies the
+    options that reduce the reward.
+
+    Raises:
+        ConfigError: A dotted path names no function that can be called this way.
+    """
     name = algorithm.advantages
     # (sequences) -> advantages; or with a critic: (rewards, values, algorithm) -> advantages and returns
     compute: Any
@@ -122,8 +126,10 @@ def without_overlong(sequences: SequenceABC[Sequence], algorithm: Algorithm) -> 
 def longest_penalty(sequence: Sequence, cache: int) -> float:
     """Return the overlong penalty of the sequence's longest response, from 0 to 1: see `clew.algorithms.dapo`.
 
-    A response is one interaction, and its limit is the max_new_tokens that it was sampled with. Raises TrainingError if
-    the record does not have both.
+    A response is one interaction, and its limit is the max_new_tokens that it was sampled with.
+
+    Raises:
+        TrainingError: The record does not have a response's length and limit.
     """
     found, missing = [], ""
     for interaction in sequence.interactions:

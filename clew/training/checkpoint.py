@@ -184,8 +184,11 @@ def digests_of(engine: TrainEngine) -> dict[str, dict[str, str]]:
 
 
 def digests_in(folder: Path, engine: TrainEngine) -> dict[str, dict[str, str]]:
-    """Return the digest of each tensor in a checkpoint's files, by kind and name. Raises RecordError if it is
-    truncated, or if its numbers or a file without digested tensors were altered."""
+    """Return the digest of each tensor in a checkpoint's files, by kind and name.
+
+    Raises:
+        RecordError: The checkpoint is truncated, or its numbers or a file without digested tensors were altered.
+    """
     return _digests(engine, *_read_tensors(folder, engine, read_manifest(folder)))
 
 
@@ -308,8 +311,11 @@ def _state(engine: TrainEngine) -> dict[str, Tensor]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return the content of checkpoint.json. Raises RecordError if it is newer than this version of Clew, was altered,
-    or has another version than the folder's name."""
+    """Return the content of checkpoint.json.
+
+    Raises:
+        RecordError: It is newer, was altered, or has another version than the folder's name.
+    """
     path = folder / "checkpoint.json"
     manifest: Any = read_json(path)
     if isinstance(manifest, dict) and "format" in manifest:

@@ -177,7 +177,12 @@ def _as_merged(layer: Any, x: Tensor) -> Tensor:
 
 
 def read_adapters(folder: Path) -> dict[str, Tensor]:
-    """Return the tensors that `Adapters.save` wrote, by their names in the model. Raises OSError or SafetensorError."""
+    """Return the tensors that `Adapters.save` wrote, by their names in the model.
+
+    Raises:
+        OSError: The file cannot be read.
+        SafetensorError: The file is damaged.
+    """
     tensors = load_file(folder / FILE)
     return {
         name.removeprefix(_PREFIX).removesuffix("weight") + f"{NAME}.weight": tensor for name, tensor in tensors.items()

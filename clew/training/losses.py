@@ -23,7 +23,11 @@ from clew.training.custom import UserFunction
 
 def loss_function(algorithm: Algorithm) -> Callable[..., PolicyLoss]:
     """Return the function that algorithm.loss names, without what is rejected. Call it with the named tensors of
-    `TrainedTokens`. Raises ConfigError if a dotted path names no function that can be called this way."""
+    `TrainedTokens`.
+
+    Raises:
+        ConfigError: A dotted path names no function that can be called this way.
+    """
     if algorithm.loss in LOSSES:
         loss: Callable[..., PolicyLoss] = partial(_of_page, page(LOSSES[algorithm.loss]).loss, algorithm)
     else:

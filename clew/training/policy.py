@@ -224,8 +224,12 @@ class Policy:
                 yield None
 
     def micro_batch(self, tokens: Tokens, rows: list[int]) -> MicroBatch:
-        """Return these rows in the form that the model takes. Raises TrainingError or RecordError if their images do
-        not fit the model or cannot be read."""
+        """Return these rows in the form that the model takes.
+
+        Raises:
+            TrainingError: The images do not fit the model, or there is no media folder.
+            RecordError: An image cannot be read.
+        """
         micro = MicroBatch.of(tokens, rows, self.device, pack=self.packs_rows(tokens))
         if tokens.images is None and self.vision is None:
             return micro

@@ -22,7 +22,10 @@ from clew.record.files import explain_disk_errors
 def written_aside(folder: Path) -> Iterator[Path]:
     """Yield an empty folder to write into; when the block ends, it becomes `folder` and replaces an existing one.
 
-    A reader sees a whole folder or none, even after SIGKILL. Raises RecordError if the disk cannot be written to.
+    A reader sees a whole folder or none, even after SIGKILL.
+
+    Raises:
+        RecordError: The disk is full, or cannot be written to.
     """
     aside = folder.with_name(f".{folder.name}.{os.getpid()}")
     with explain_disk_errors(folder):

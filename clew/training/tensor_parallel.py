@@ -87,8 +87,12 @@ def _mesh(device_type: str, dp: int, tp: int) -> DeviceMesh:
 
 
 def check_plan(model: Any, blocks: list[nn.Module], tp: int) -> dict[str, str]:
-    """Return the style of each module in the blocks that the model's plan names. Raises ModelError if transformers has
-    no plan for this architecture, if the plan has unknown styles, or if `tp` does not divide a width."""
+    """Return the style of each module in the blocks that the model's plan names.
+
+    Raises:
+        ModelError: transformers has no plan for this architecture, or the plan has unknown styles; or `tp` does not
+            divide a number of heads or another width.
+    """
     kind, said = type(model).__name__, f"training.tp is {tp}"
     plan: dict[str, str] = getattr(model, "tp_plan", None) or {}
     inside = {id(each) for block in blocks for each in (*block.modules(), *block.parameters())}

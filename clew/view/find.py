@@ -67,7 +67,11 @@ class Found:
 
 
 def find_group(run: RunDirectory, name: Name) -> Found:
-    """Return a group by its ID, from an evaluation, a step, the inbox or rejected/. Raises RecordError if absent."""
+    """Return a group by its ID, from an evaluation, a step, the inbox or rejected/.
+
+    Raises:
+        RecordError: There is no such group.
+    """
     group = name.group
     if name.version is not None:
         return _of_evaluation(run, group, name.version)

@@ -40,7 +40,11 @@ def draw_learning_curve(run: RunDirectory) -> None:
 
 
 def draw_curves(run: RunDirectory, path: Path) -> None:
-    """Draw `PANELS` over the steps of a run, and its evaluations, into a PNG file. Raises RecordError without steps."""
+    """Draw `PANELS` over the steps of a run, and its evaluations, into a PNG file.
+
+    Raises:
+        RecordError: No step is on record.
+    """
     steps = [run.steps.read(entry["step"]) for entry in run.steps.index()]
     if not steps:
         raise RecordError(f"Cannot draw {run.path}: no step is committed yet.")
