@@ -1,7 +1,7 @@
 """Client of an SGLang server that Clew starts or attaches to. No torch.
 
 Weights travel as a safetensors file, or in the trainer's broadcast. After each load the server's own checksum of every
-tensor is compared with that of what was sent, see `clew.inference.checksums`.
+tensor is compared with that of what was sent, see `clew.inference.sglang_checksums`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import orjson
 from clew.config import Config
 from clew.errors import ConfigError, EngineError, ImageError
 from clew.inference.backend import Backend, Launch, check_model, config_field, options
-from clew.inference.checksums import Tensors, checksums, read_folder
 from clew.inference.protocol import Completion, EngineUnreachable, GenerateRequest, SamplingParams
+from clew.inference.sglang_checksums import Tensors, checksums, read_folder
 from clew.models.vision import Vision
 from clew.record.broadcast import Broadcast
 from clew.record.weights import WeightRef, read_broadcast

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from clew.loop import tolerances as differences
-from clew.loop.commit import environment, facts_of
 from clew.loop.recompute import COMPUTED, suspected
+from clew.loop.step_summary import environment, facts_of
 from clew.loop.tolerances import EXACT, TOLERANCES, Difference, Tolerance
 from clew.record.rows import Sequence
 from clew.record.run import RunDirectory

@@ -29,8 +29,8 @@ import logging
 
 from clew.config import Config
 from clew.errors import TrainingError
-from clew.loop.commit import summarize, write_stages
 from clew.loop.replay import replay
+from clew.loop.step_summary import summarize, write_stages
 from clew.loop.surroundings import OnStep, Surroundings
 from clew.record.chain import committed_digest
 from clew.record.digest import digest_rows

@@ -25,8 +25,8 @@ from clew.algorithms import FORMULAS
 from clew.config import Config
 from clew.errors import ModelError, RecordError
 from clew.loop import tolerances as differences
-from clew.loop.commit import environment
 from clew.loop.compare import RecordedStep, compare, how_to_compare
+from clew.loop.step_summary import environment
 from clew.loop.tolerances import TOLERANCES, Difference, DifferenceFound, Tolerance
 from clew.record.digest import to_hex
 from clew.record.run import RunDirectory

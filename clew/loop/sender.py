@@ -21,7 +21,7 @@ from torch import Tensor
 from clew.config import SHARED_BY, Config
 from clew.errors import EngineError
 from clew.inference import weight_group
-from clew.inference.checksums import Sums
+from clew.inference.sglang_checksums import Sums
 from clew.loop.server_control import ServerControl
 from clew.models.tensor_digest import as_array, digest_tensor
 from clew.record.broadcast import Broadcast

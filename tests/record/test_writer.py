@@ -13,7 +13,7 @@ import torch
 
 from clew.cli.record import bundle
 from clew.errors import RecordError
-from clew.loop.commit import summarize
+from clew.loop.step_summary import summarize
 from clew.record import Writer, rows
 from clew.record.digest import digest_batch, digest_rows
 from clew.record.run import RunDirectory, open_run

@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 
 from clew.config_fields import Inference
 from clew.errors import ConfigError, EngineError
-from clew.inference.checksums import Sums, checksums, parts_of, read_folder
 from clew.inference.sglang import differences, server_arguments
+from clew.inference.sglang_checksums import Sums, checksums, parts_of, read_folder
 from clew.models.tensor_digest import as_array
 
 
