@@ -222,5 +222,5 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         if isinstance(value, dict):
             named |= flat(value, f"{prefix}{name}.")
         else:
-            named[prefix + name] = value
+            named[f"{prefix}{name}"] = value
     return named

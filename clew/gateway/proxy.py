@@ -59,7 +59,7 @@ class PassThrough:
         request = self._client.build_request(
             came.method,
             self._there(came.url.path),
-            params=came.query_params.multi_items(),
+            params=str(came.query_params),
             headers=headers,
             content=await came.body(),
         )
