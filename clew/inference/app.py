@@ -351,7 +351,7 @@ class _Administration:
         if body.get("mode", "abort") != "abort":
             raise EngineError(f'pause mode {body["mode"]!r}: this server knows only "abort".')
         lease = body.get("lease_s", PAUSE_LEASE_S)
-        if not isinstance(lease, int | float) or not 0 < lease <= MAX_LEASE_S:
+        if type(lease) not in (int, float) or not 0 < lease <= MAX_LEASE_S:  # a bool is an int
             raise EngineError(f"lease_s is {lease!r}, expected seconds, above 0 and at most {MAX_LEASE_S:g}.")
         await self._engine.pause(lease)
         return _json({"message": f"Generation paused; it resumes by itself after {lease:g} s.", "status": "ok"})

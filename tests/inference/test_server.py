@@ -266,6 +266,7 @@ def test_a_long_text_holds_nobody_up_while_its_tokens_are_made(server: ServerPro
         ("/generate", {"input_ids": PROMPT, "sampling_params": {"stop": "a" * 1025}}, "1024 characters"),
         ("/generate", {"input_ids": PROMPT, "clew": [1]}, "clew is list"),
         ("/pause_generation", {"lease_s": 86400}, "at most 600"),
+        ("/pause_generation", {"lease_s": True}, "lease_s is True"),
         ("/update_weights_from_disk", {"model_path": "/tmp", "clew": [1]}, "clew is list"),
         ("/update_weights_from_disk", {"model_path": "/tmp", "clew": {"probe_ids": "ab"}}, "probe_ids"),
         ("/update_weights_from_disk", {"model_path": "/tmp", "clew": {"probe_logprob": []}}, "probe_logprob"),
