@@ -27,7 +27,7 @@ test: $(VENV)/dev
 	@# Not the files with the most tests first, but in order: the long tests lie in the first folders.
 	$(BIN)/pyright > $(VENV)/pyright.txt & \
 	$(BIN)/python -m pytest --collect-only -qq > /dev/null; \
-	$(BIN)/python -m pytest -m "not slow and not engines" -n 2 --dist loadfile --no-loadscope-reorder; tests=$$?; \
+	$(BIN)/python -m pytest -m "not slow and not engines" -n 3 --dist loadfile --no-loadscope-reorder; tests=$$?; \
 	wait $$! && types=0 || types=1; cat $(VENV)/pyright.txt; exit $$(( tests || types ))
 
 # What takes too long for every change; CI runs it too.

@@ -14,6 +14,7 @@ from clew.hang.local_cause import Sink, device, ended_inside, local_cause, locke
 from clew.hang.observed import Snapshot
 from clew.hang.progress import cpu_share, pace, recent
 from clew.hang.roles import actors_of, world_of
+from clew.hang.source import goes_on_for_ever, loop_at
 from clew.hang.verdict import SOUND, Actor, Verdict, names, verdict_about
 from clew.hang.waits_for import application_edges, collective_edges
 
@@ -44,7 +45,7 @@ def judge(snapshot: Snapshot) -> Verdict:
     gone += "".join(f"{a.says}; it was started beside the ranks. " for a in beside)
     verdict = (
         _stopped(live)
-        or _unasked(live)
+        or _unasked(live, snapshot.sources)
         or _progress(live, ranks, snapshot)
         or missing_ranks(ranks, missing, gone)
         or initialisation(ranks)
@@ -105,9 +106,18 @@ def _is_server(actor: Actor) -> bool:
     return bool(actor.process.listens) and actor.activity.kind in ("select", "network", "http")
 
 
-def _unasked(live: list[Actor]) -> Verdict | None:
+def _serves_in_thread(actor: Actor, sources: Mapping[str, str]) -> bool:
+    """Return whether a thread serves, while the main thread is in a loop that only sleeps, and that nothing ends."""
+    main = actor.threads[0]
+    loop = loop_at(sources.get(main.file, ""), main.line)
+    serving = any(frame.name == "serve_forever" for thread in actor.process.threads for frame in thread.frames)
+    return serving and main.kind == "sleep" and loop is not None and goes_on_for_ever(loop)
+
+
+def _unasked(live: list[Actor], sources: Mapping[str, str]) -> Verdict | None:
     """Judge servers that nobody is connected to: that their threads and children wait for work is no fault."""
-    servers = [a for a in live if a.process.listens and not a.process.peers and a.threads and a.threads[0].idle_loop]
+    quiet = [a for a in live if a.process.listens and not a.process.peers and a.threads]
+    servers = [a for a in quiet if a.threads[0].idle_loop or _serves_in_thread(a, sources)]
     pids = {a.pid for a in servers}
     if not all(a in servers or (a.process.parent in pids and a.activity.kind in ("pipe", "queue")) for a in live):
         return None

@@ -427,8 +427,10 @@ def own_code_only(process: Process, name: str = "MainThread") -> bool:
     if name != "MainThread":  # a library runs what it does
         others = [t for look in process.looks for t in look.threads if t.name == name and t.frames]
         return len(others) > 2 and not any(installed(thread.frames[0].file) for thread in others)
-    threads = _mains_of(process)
-    return len(threads) > 2 and not any(installed(frame.file) for thread in threads for frame in thread.frames)
+    stacks = [[installed(frame.file) for frame in thread.frames] for thread in _mains_of(process)]
+    # What called the user's code, such as a data loader or multiprocessing, does not count.
+    inner = [stack[: len(stack) - stack[::-1].index(False)] if False in stack else stack for stack in stacks]
+    return len(inner) > 2 and not any(map(any, inner))
 
 
 def cpu_share(process: Process) -> float:

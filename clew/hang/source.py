@@ -145,6 +145,12 @@ def loop_at(text: str, line: int) -> ast.While | ast.For | ast.AsyncFor | None:
     return inner
 
 
+def goes_on_for_ever(loop: ast.AST) -> bool:
+    """Return whether a loop is `while True` without a break, return or raise: it does not wait for anything."""
+    endless = isinstance(loop, ast.While) and isinstance(loop.test, ast.Constant) and bool(loop.test.value)
+    return endless and not any(isinstance(node, (ast.Break, ast.Return, ast.Raise)) for node in ast.walk(loop))
+
+
 def outermost_loop(text: str, line: int) -> ast.While | ast.For | ast.AsyncFor | None:
     """Return the outermost loop around a line, within its function."""
     outer: ast.While | ast.For | ast.AsyncFor | None = None
