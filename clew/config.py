@@ -411,7 +411,8 @@ def _limit(values: Any) -> int:
 def _chosen(values: Any) -> dict[str, Any]:
     """Return the options that the chosen preset sets, by their dotted names; empty without a preset.
 
-    Raises ConfigError if it is a user's page that cannot be loaded, or sets a field that does not exist.
+    Raises:
+        ConfigError: The preset is a user's page that cannot be loaded, or sets a field that does not exist.
     """
     preset = _section(values, "algorithm").get("preset")
     if not isinstance(preset, str) or (preset not in PRESETS and "." not in preset):

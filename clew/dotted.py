@@ -129,7 +129,12 @@ def _find(module: str) -> Path | None:
 
 
 def check_defined(path: str, field: str) -> None:
-    """Raise ConfigError if `path` (module.name) names nothing. The module's source is read, not run, if it is found."""
+    """Raise ConfigError if `path` (module.name) names nothing. The module's source is read, not run, if it is found.
+
+    Args:
+        path: The dotted path.
+        field: The field with this path, for the message.
+    """
     module, _, name = path.rpartition(".")
     tree = _parse(path, field)
     if tree is None:

@@ -118,7 +118,8 @@ def _checkpoint_of(name: str) -> Path:
 def _settings(models: Sequence[str], data: str | None, reward: str | None, overrides: Sequence[str]) -> Config:
     """Return the configuration that all models are evaluated with: that of the first run among them, or defaults.
 
-    Raises ConfigError if neither the options nor a run name the prompts or the reward, or if a field is invalid.
+    Raises:
+        ConfigError: Neither the options nor a run name the prompts or the reward; or a field is invalid.
     """
     configs = [_checkpoint_of(name).parent.parent / "config.yaml" for name in models]
     found = next((path for path in configs if (path.parent / "status").is_dir() and path.exists()), None)

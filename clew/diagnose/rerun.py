@@ -176,7 +176,8 @@ LIMIT = "sampling.max_new_tokens"
 def _algorithm_of_another(overrides: Sequence[str], stages: str) -> Algorithm:
     """Return the algorithm that overrides describe, by which another trainer computed its advantages and its loss.
 
-    Raises ConfigError if one is no field of algorithm or `LIMIT`, or what is needed is missing.
+    Raises:
+        ConfigError: An override is no field of algorithm or `LIMIT`, or what is needed is missing.
     """
     said = [override.partition("=")[0] for override in overrides]
     for name, override in zip(said, overrides, strict=True):

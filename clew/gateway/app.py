@@ -213,7 +213,11 @@ async def _complete(sessions: Sessions, dialect: Dialect, http: HTTPRequest) -> 
 
 
 async def _has_begun(request: Submission, http: HTTPRequest, stream: bool) -> bool:
-    """Wait for the answer; of a streamed one, for its first words or KEEP_ALIVE_S. False: the caller hung up before."""
+    """Wait for the answer; of a streamed one, for its first words or for the time of a keep-alive.
+
+    Returns:
+        False if the caller hung up before.
+    """
     gone = asyncio.ensure_future(disconnected(http))
     watched: set[asyncio.Future[Any]] = {gone}
     if stream:

@@ -35,9 +35,14 @@ def key_of(message: Message) -> str:
 
 
 def first_difference(recorded: Sequence[Message], sent: Sequence[Message]) -> Difference | None:
-    """Return the first difference between a recorded conversation, which ends with a reply, and a later request.
+    """Return the first difference between a recorded conversation and the beginning of a request.
 
-    None: `sent` goes on from all of `recorded`.
+    Args:
+        recorded: The messages of a request, and the model's reply as the last one.
+        sent: The messages of a later request.
+
+    Returns:
+        None if `sent` goes on from all of `recorded`.
     """
     last = len(recorded) - 1
     for index, before in enumerate(recorded):

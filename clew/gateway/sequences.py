@@ -93,8 +93,14 @@ def turn_returns(
     the own reward of each leaf. So with a discount of 1 and no rewards of single turns, each return is the episode's
     reward. With branches (parallel calls, sub-agents), a turn before them gets their average.
 
-    A turn follows the one before it in its chain (see `assemble`), or the one that the gateway named, if the chain
-    could not go on because the context was rewritten. `rewards` are those of single turns, by interaction ID.
+    A turn follows the one before it in its chain, or the one that the gateway named, if the chain could not go on
+    because the context was rewritten.
+
+    Args:
+        chains: The interactions of each sequence (`assemble`).
+        episode: Reward of the episode.
+        rewards: Rewards of single turns, by interaction ID.
+        discount: Factor for each turn.
     """
     children: dict[str | None, list[str]] = defaultdict(list)
     for chain in chains:
@@ -113,7 +119,10 @@ def turn_returns(
 def sequences_of(engine: EpisodeEngine, rewards: dict[str, float], known: dict[str, Any]) -> list[Sequence]:
     """Return the rows of an episode's interactions, each with its return as reward.
 
-    The sum of the named `rewards` is the episode's. `known` are columns that do not follow from the interactions.
+    Args:
+        engine: The episode's engine.
+        rewards: Reward of the episode as named numbers, whose sum is what is trained on.
+        known: Columns that do not follow from the interactions.
     """
     total = math.fsum(rewards.values())
     chains = assemble(engine.interactions, individual=engine.resources.individual)

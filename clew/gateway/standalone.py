@@ -205,7 +205,17 @@ def make_gateway(
     *,
     vision: Sight | None,
 ) -> StandaloneGateway:
-    """Return a gateway in front of an engine of this event loop. `model` is the model's folder or hub name."""
+    """Return a gateway in front of an engine of this event loop.
+
+    Args:
+        config: Configuration.
+        engine: Engine that generates.
+        tokenizer: Tokenizer of the model.
+        model: Folder or hub name of the model.
+        record: Run directory that ended sessions are written to; None: nothing is recorded.
+        key: API key that clients have to send; empty if any will do.
+        vision: Image input, if the model and the engine take images.
+    """
     media = RunDirectory(record).media if record is not None else None
     shared = resources(config, engine, tokenizer, None, vision=vision, media=media)
     names = dict.fromkeys([model, Path(model).name])

@@ -125,7 +125,13 @@ class Turns:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, context: int | None = None, vision: Sight | None = None
     ) -> None:
-        """Start without turns. `context` is the model's context length in tokens, if it is known."""
+        """Start without turns.
+
+        Args:
+            tokenizer: Tokenizer of the model.
+            context: Context length of the model in tokens, if it is known.
+            vision: Image input, if the model takes images.
+        """
         self._tokenizer = tokenizer
         self._context = context
         self._vision = vision
@@ -393,7 +399,10 @@ def goes_on_in(message: Message, reply: Reply) -> bool:
 def _goes_on_from(sent: Sequence[str], reworded: int, turn: Turn) -> bool:
     """Return whether a request has that turn's reply, or another message in its place.
 
-    `sent` are the keys of its messages, `reworded` the place of the first assistant message that no model said, or 0.
+    Args:
+        sent: Keys of the request's messages.
+        reworded: Place of the first assistant message that no model said; 0 if there is none.
+        turn: The turn.
     """
     *asked, replied = turn.keys
     spoke = turn.reply.content.strip() or turn.reply.tool_calls

@@ -22,8 +22,8 @@ COUNTERS = re.compile(r"^(\w*tokens?_total\S*|\w*_success_total\S*)\s+([\d.eE+]+
 def answers(process: Process, ports: tuple[int, ...], source: str) -> dict[str, str]:
     """Return what an HTTP server answers; empty for any other process, which is not asked.
 
-    A server by hand (http.server) may count requests, or answer any path with a file. It is asked only what its own
-    source mentions.
+    A server written with http.server may count requests, or answer any path with a file. It is asked only if its own
+    source mentions one of these paths.
     """
     files = [frame.file for thread in process.threads for frame in thread.frames]
     if not ports or process.rank is not None or not any(SERVERS.search(file) for file in files):

@@ -45,7 +45,11 @@ class Rows:
     _window_masks: dict[int, Tensor] = field(default_factory=dict)
 
     def seen(self, key: Tensor, value: Tensor, window: int | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the keys and values that a layer attends to in a step, and their mask. window: of a sliding layer."""
+        """Return the keys and values that a layer attends to when decoding, and their mask.
+
+        Args:
+            window: Size of the window of a sliding layer; None: no window.
+        """
         if window is None or window >= key.shape[2]:
             return key, value, self.mask
         return key[:, :, -window:], value[:, :, -window:], None if self.mask is None else self._window_mask(window)

@@ -50,7 +50,7 @@ class Backend(HTTPEngine):
         raise NotImplementedError
 
     async def ready(self) -> None:
-        """Return if the server answers and serves its model. Raises EngineError, with the reason, if not."""
+        """Return if the server answers and serves its model. If not, raise EngineError with the reason."""
         await self._request("GET", "/health", None)
 
     async def alive(self) -> None:
@@ -106,7 +106,10 @@ class Backend(HTTPEngine):
 
 
 def check_model(kind: str, address: str, served: str, wanted: str) -> None:
-    """Raise EngineError if a server's model has another architecture, size or vocabulary, if its folder is here."""
+    """Raise EngineError if a server's model has another architecture, size or vocabulary than the run's.
+
+    Folders of other machines and hub names are not looked at.
+    """
     for field in ("architectures", "vocab_size", "hidden_size", "num_hidden_layers"):
         own, other = config_field(wanted, field), config_field(served, field)
         if own is not None and other is not None and own != other:

@@ -54,7 +54,12 @@ class RowCache(Cache):
     """Keys and values [rows, heads, columns, dim] of each layer, and beside them the rows' tokens and logprobs."""
 
     def __init__(self, device: torch.device, budget: int) -> None:
-        """Create an empty cache; budget: maximum bytes of keys and values."""
+        """Create an empty cache.
+
+        Args:
+            device: Device of the tensors.
+            budget: Maximum bytes of keys and values.
+        """
         super().__init__(layers=[])
         self.budget = budget
         self.bytes_per_token = 0

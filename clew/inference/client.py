@@ -104,7 +104,11 @@ class HTTPEngine:
         return await self._streamed("/generate", body, request)
 
     def _fitting(self, request: GenerateRequest) -> SamplingParams:
-        """Return the request's parameters with no more tokens than there is room for. Raises RequestTooLong."""
+        """Return the request's parameters with no more tokens than there is room for.
+
+        Raises:
+            RequestTooLong: There is no room for even one token.
+        """
         params = request.params
         if self.context is None:
             return params
@@ -148,7 +152,8 @@ class HTTPEngine:
     async def _streamed(self, path: str, body: dict[str, Any], request: GenerateRequest) -> Completion:
         """Return a completion whose tokens are passed on as they come.
 
-        If the server goes away in the middle, or sends what cannot be right, it is an aborted one of the tokens so far.
+        If the server goes away in the middle, or sends what cannot be right, the tokens so far are returned as an
+        aborted completion.
         """
         whole = Completion(output_ids=[], logprobs=[], versions=[], finish_reason="abort")
         assert request.on_token is not None
@@ -203,7 +208,10 @@ class HTTPEngine:
             raise FaultyAnswer(address, f"{wrong}, so they cannot be trained on. Look into its log, or restart it.")
 
     def _new_of(self, event: dict[str, Any], before: int, address: str) -> Completion | None:
-        """Return the new tokens of an answer, or of an event after `before` tokens, aborted if it is not the last."""
+        """Return the new tokens of an answer, or of an event that has `before` tokens before it.
+
+        The completion counts as aborted unless this is the last event.
+        """
         meta = event["meta_info"]
         if status := (meta["finish_reason"] or {}).get("status_code"):  # SGLang's refusal, once a stream has begun
             self._refuse(address, "/generate", status, orjson.dumps(meta["finish_reason"]))
@@ -221,7 +229,10 @@ class HTTPEngine:
         )
 
     async def load_weights(self, ref: WeightRef) -> Timings:
-        """Have the server abort all requests, load the weights, score the probe, and resume. Return the parts' seconds.
+        """Have the server abort all requests, load the weights in place, score the probe, and resume.
+
+        Returns:
+            The seconds that each part took, for which it served no request.
 
         Raises:
             EngineError: The weights are refused, or the probe differs. The server then serves the old weights or, if it
@@ -293,7 +304,11 @@ class HTTPEngine:
             return False
 
     async def _routes(self) -> dict[str, Any]:
-        """Return the server's endpoints, by path. Raises EngineError if it does not say: it is no inference server."""
+        """Return the server's endpoints, by path.
+
+        Raises:
+            EngineError: It does not say which, so it is no inference server.
+        """
         try:
             return await self._request("GET", "/openapi.json", None, lambda answer, _: dict(answer["paths"]))
         except EngineUnreachable:
@@ -313,7 +328,11 @@ class HTTPEngine:
         return await self._request("POST", path, orjson.dumps(body), take)
 
     async def _request(self, method: str, path: str, body: bytes | None, take: Take | None = None) -> Any:
-        """Return the answer ({} if it is empty or text), or what `take` makes of it. Raises FaultyAnswer."""
+        """Return what `take` makes of the answer and the server's address; the answer is {} if it is empty or text.
+
+        Raises:
+            FaultyAnswer: The answer is no JSON, or not what `take` can read.
+        """
         async with self._answered(method, path, body) as response:
             content, address = await response.read(), response.url.authority
             with _readable(address, path, content):
@@ -321,7 +340,10 @@ class HTTPEngine:
                 return answer if take is None else take(answer, address)
 
     async def _events(self, path: str, body: dict[str, Any], take: Take) -> AsyncIterator[Any]:
-        """Yield what `take` makes of each server-sent event. Raises, as other requests do, also for errors sent so."""
+        """Yield what `take` makes of the data of each server-sent event, and of the server's address.
+
+        It raises as any request does, and also for an error that is sent as an event.
+        """
         line, ended, content = b"", False, b""
         async with self._answered("POST", path, orjson.dumps(body)) as response:
             address = response.url.authority
@@ -404,17 +426,25 @@ def _readable(address: str, path: str, content: bytes) -> Iterator[None]:
 
 
 def wrong_numbers(completion: Completion, vocab: int | None) -> str:
-    """Return why a completion cannot be right, "" if it can; vocab: the model's number of token IDs, if known."""
+    """Return why the tokens and logprobs of a completion cannot be right; "" if they can.
+
+    Args:
+        completion: The completion.
+        vocab: Number of token IDs; None: not known.
+    """
     ids, logprobs = completion.output_ids, completion.logprobs
     if not len(ids) == len(logprobs) == len(completion.versions):
         return f"it returned {len(ids)} tokens, {len(logprobs)} logprobs and {len(completion.versions)} versions"
-    for logprob in logprobs:
-        if type(logprob) not in (float, int) or not -math.inf < logprob <= LARGEST_LOGPROB:  # NaN too
-            return f"it returned the logprob {logprob}"
-    for token in ids:
-        if type(token) is not int or not 0 <= token < (vocab or math.inf):
-            known = "" if vocab is None else f", and the model has 0 to {vocab - 1}"
-            return f"it returned the token ID {token!r}{known}"
+    # Each event of a stream is looked at, and almost all are right: all numbers at once first, which is quick.
+    kinds = set(map(type, logprobs))
+    if not kinds <= {float, int} or not math.isfinite(sum(logprobs)) or max(logprobs, default=0.0) > LARGEST_LOGPROB:
+        for logprob in logprobs:
+            if type(logprob) not in (float, int) or not -math.inf < logprob <= LARGEST_LOGPROB:  # NaN too
+                return f"it returned the logprob {logprob}"
+    limit = vocab or math.inf
+    if not set(map(type, ids)) <= {int} or min(ids, default=0) < 0 or max(ids, default=0) >= limit:
+        bad = next(token for token in ids if type(token) is not int or not 0 <= token < limit)
+        return f"it returned the token ID {bad!r}" + ("" if vocab is None else f", and the model has 0 to {vocab - 1}")
     return ""
 
 
@@ -441,7 +471,12 @@ def sampling_fields(params: SamplingParams) -> dict[str, Any]:
 
 
 def completion_of(answer: dict[str, Any], server: str) -> Completion:
-    """Return the completion in a response of `/generate` by `server`; an event in its middle counts as aborted."""
+    """Return the completion in a response of `/generate`; an event in the middle of a stream counts as aborted.
+
+    Args:
+        answer: The response.
+        server: Name of the server on record, unless it is a `clew serve` that names the one behind it.
+    """
     meta = answer["meta_info"]
     pairs = meta["output_token_logprobs"]
     tokens = len(answer.get("output_ids", pairs))

@@ -225,7 +225,11 @@ class EmbeddedEngine(Core):
     def _forward(
         self, ids_RT: Tensor, positions_RT: Tensor, cache: Cache, rows: attention.Rows, longest: int
     ) -> Tensor:
-        """Return the logits [rows, vocab] after the last token, fused if possible; longest: above all positions."""
+        """Run the model, fused if possible; return logits [rows, vocab] after the last token.
+
+        Args:
+            longest: A number above every position.
+        """
         with attention.attending_to(rows):
             if self._fused is not None:
                 return self._fused.forward(ids_RT, positions_RT, cache, longest)

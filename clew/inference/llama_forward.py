@@ -51,7 +51,14 @@ class FusedForward:
         """cos and sin (its first half negated) of each position, [positions, 2, dim]."""
 
     def forward(self, ids_RT: Tensor, positions_RT: Tensor, cache: Cache, longest: int) -> Tensor:
-        """Return the logits [rows, vocab] after the last token, of a prefill or step; longest: above all positions."""
+        """Prefill (T tokens per row, into a PrefillCache) or decode (one token per row, into a RowCache).
+
+        Args:
+            longest: A number above every position.
+
+        Returns:
+            Logits [rows, vocab] after the last token.
+        """
         (n, length), heads, kv_heads, eps = ids_RT.shape, self._heads, self._kv_heads, self._eps
         rope = self._rope_for(longest).index_select(0, positions_RT.reshape(-1))
         cos, sin = rope[:, 0:1], rope[:, 1:2]

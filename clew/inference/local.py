@@ -231,7 +231,11 @@ class LocalEngine:
         self._wake.set()
 
     async def _call(self, call: Callable[[], None]) -> None:
-        """Run `call` between two steps, and wait for it. Raises EngineError if `call` does, or if a step has failed."""
+        """Run `call` between two steps and wait for it.
+
+        Raises:
+            EngineError: `call` raised it, or a step has failed, which may have left anything behind.
+        """
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def run() -> None:

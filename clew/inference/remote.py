@@ -61,7 +61,11 @@ class RemoteCore(ServedModel):
     """The part of a `RemoteEngine` that answers for its model; `clew.inference.engine_core.Core` is its counterpart."""
 
     def __init__(self, config: Config) -> None:
-        """Read the model's configuration, tokenizer and image input. Raises ModelError if they cannot be read."""
+        """Read the model's configuration, its tokenizer and its image input.
+
+        Raises:
+            ModelError: They cannot be read.
+        """
         from transformers import GenerationConfig
 
         path = config.model.path

@@ -179,7 +179,10 @@ async def _keep_listed(
 
     This happens at the start, and again if the trainer removed the server for being late. The order matters, see
     `RunDirectory.register_server`: a trainer that publishes meanwhile either finds this server, or has announced its
-    weights before this server looks for them. Raises EngineError when the engine has failed for good.
+    weights before this server looks for them.
+
+    Raises:
+        EngineError: A step has failed, or the server behind this one has ended more than launch.restarts times.
     """
     engine, restarts = application.engine, config.launch.restarts
     await listening.wait()
@@ -217,7 +220,9 @@ async def _load_newest(engine: ServedEngine, run: RunDirectory, entry: Server, r
     Weights that are gone are announced and pushed again by the trainer. For example, a run that ended leaves none in
     shared memory. Weights that were broadcast are asked for, again if the trainer has taken this server out meanwhile.
 
-    Raises EngineError if they were refused, or the trainer has given this server up.
+    Raises:
+        EngineError: The weights were refused, or the trainer has given this server up.
+        EngineUnreachable: What is behind this server died or froze.
     """
     while (newest := run.newest_weights()) is not None and newest.version != engine.core.version:
         reporter.set(doing=f"loading version {newest.version}")

@@ -32,7 +32,11 @@ class ServerProcess:
     """One server process; its output goes to a file."""
 
     def __init__(self, launch: Launch, log: Path) -> None:
-        """Start it. Raises EngineError if there is no such program."""
+        """Start it.
+
+        Raises:
+            EngineError: There is no such program.
+        """
         self.log = log
         self._skip = log.stat().st_size if log.exists() else 0
         shim = [sys.executable, "-P", "-S", "-c", _DIES_WITH_PARENT, str(os.getpid()), *launch.command]

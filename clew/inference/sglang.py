@@ -75,7 +75,13 @@ class SGLangEngine(Backend):
     kind = "SGLang"
 
     def __init__(self, address: str, token: str = "", *, model: str = "") -> None:
-        """Create the client; model: folder of the model that the server must serve, "": any."""
+        """Create the client; it connects with the first request.
+
+        Args:
+            address: host:port.
+            token: The server's --api-key.
+            model: Folder of the model that the server must serve; "": any.
+        """
         super().__init__(address, token)
         self._model = model
         self._receives = False

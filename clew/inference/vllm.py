@@ -89,7 +89,15 @@ class VLLMEngine(Backend):
     kind = "vLLM"
 
     def __init__(self, address: str, model: str, context: int, api_key: str = "", vision: Vision | None = None) -> None:
-        """Create the client of a server that serves `model` under this name; context: its max_model_len."""
+        """Create the client.
+
+        Args:
+            address: host:port.
+            model: Name under which the server serves the model.
+            context: The server's max_model_len.
+            api_key: The server's --api-key.
+            vision: The model's image input; None if it takes no images.
+        """
         super().__init__(address, api_key, context)
         self._vision = vision
         self._model_path = ""

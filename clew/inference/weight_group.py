@@ -53,7 +53,11 @@ class Group:
     """The members of a broadcast."""
 
     def __init__(self, store: Any, name: str, backend: str, rank: int, size: int) -> None:
-        """Return when every member has come. Raises MemberLost if one does not."""
+        """Return when every member has come.
+
+        Raises:
+            MemberLost: One did not come.
+        """
         named: Any = dist.PrefixStore(name, store)  # pyright: ignore[reportPrivateImportUsage]
         with _plainly():
             make: Any = c10d._new_process_group_helper
@@ -77,7 +81,12 @@ class Group:
 
 @contextmanager
 def joined(sent: Broadcast, worker: int) -> Iterator[Group]:
-    """Be a member of a broadcast's group while the block runs; worker: number of this process in its server."""
+    """Be a member of a broadcast's group while the block runs.
+
+    Args:
+        sent: The broadcast.
+        worker: Number of this process among the workers of its server.
+    """
     store = meeting_point(sent.host, sent.port, sent.size)
     group = Group(store, sent.group, sent.backend, sent.rank + worker, sent.size)
     try:

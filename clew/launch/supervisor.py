@@ -127,8 +127,11 @@ def supervise(config: Config, arguments: list[str], refresh: Callable[[], None])
 
 
 def _children(config: Config, arguments: list[str], run: RunDirectory) -> dict[str, Child]:
-    """Return the processes by their names in status/ and logs/, in the order in which they start. Raises ConfigError if
-    launch.devices needs more devices than there are."""
+    """Return the processes by their names in status/ and logs/, in the order in which they start.
+
+    Raises:
+        ConfigError: launch.devices needs more devices than there are.
+    """
     devices = config.devices
     available = [] if config.launch.devices is None or config.model.device == "cpu" else gpus()
     try:
@@ -184,8 +187,11 @@ def _tell_addresses(run: RunDirectory, children: dict[str, Child]) -> bool:
 
 
 def _check(config: Config, run: RunDirectory, children: dict[str, Child]) -> bool:
-    """Return whether the run is complete. Restart processes that were ended from outside. Raises LaunchError if one
-    ended in a way that must end the run."""
+    """Return whether the run is complete. Restart processes that were ended from outside.
+
+    Raises:
+        LaunchError: A process ended in a way that must end the run.
+    """
     for role, child in children.items():
         code = child.process.poll()
         if code is None or (code == 0 and role == "rollout" and run.inbox.published() == config.training.steps):

@@ -16,8 +16,11 @@ from clew.training.padded import load_padded, save_padded
 
 
 def check_origin(run: RunDirectory, *, replayed: bool) -> None:
-    """Raise RecordError when `run` began with batches of the other kind: `replayed` from debug.path, or of its own
-    rollout."""
+    """Raise RecordError when `run` began with batches of the other kind.
+
+    Args:
+        replayed: Whether batches are now replayed from debug.path, rather than made by the run's own rollout.
+    """
     begun = run.steps.count() or run.steps.has_data(0)
     if not begun or not run.config_path.exists() or "trainer" in run.facts():
         return
@@ -111,8 +114,11 @@ class DumpedBatches:
     """
 
     def __init__(self, config: Config, run: RunDirectory) -> None:
-        """Open debug.path. Raises RecordError if there is no such folder, or the steps that `run` has were not trained
-        on its batches."""
+        """Open debug.path.
+
+        Raises:
+            RecordError: The folder does not exist, or the steps that `run` has were not trained on its batches.
+        """
         folder = _folder(config)
         if not folder.is_dir():
             raise RecordError(f"debug.path={folder} does not exist: expected a folder of batches, or a run directory.")

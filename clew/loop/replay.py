@@ -88,8 +88,12 @@ def engine_at(run: RunDirectory, step: int, device: str | None = None, ranks: Ra
 
 
 def _check_belongs(run: RunDirectory, engine: TrainEngine, folder: Path) -> None:
-    """Raise ModelError when a checkpoint is of another model than the run's, and RecordError when its weights are not
-    what the step before it left."""
+    """Check that a checkpoint is what the step before it left.
+
+    Raises:
+        ModelError: The checkpoint is of another model than the run's.
+        RecordError: Its weights are not what the step before it left.
+    """
     said = run.facts().get("parameters", engine.parameter_names)
     names, ours = ([name for name in side if not name.startswith("critic.")] for side in (said, engine.parameter_names))
     if names != ours:  # a critic it may have had for a while
@@ -171,7 +175,11 @@ def _rounding_doubt(recorded: RecordedStep, result: StepResult, engine: TrainEng
 
 
 def configure_as(run: RunDirectory, engine: TrainEngine, recorded: dict[str, Any] | None) -> None:
-    """Set the engine's seed, optimizer and algorithm as they were at a recorded step; None: as they are configured."""
+    """Set the engine's seed, optimizer and algorithm as they were at a step; the run may have changed them since.
+
+    Args:
+        recorded: The step's record; None: take them from the run's configuration as it is.
+    """
     was = _configured(run, recorded) if recorded else dict(configuration.load(run.config_path))
     training, algorithm = was["training"].model_copy(update={"tp": engine.ranks.tp}), was["algorithm"]
     algorithm = algorithm.model_copy(update={"critic": engine.config.algorithm.critic})  # which is where it is here

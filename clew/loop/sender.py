@@ -58,9 +58,14 @@ class Sender:
     def __call__(self, engine: TrainEngine) -> tuple[Digests, list[Server]]:
         """Send the engine's weights to every server that is ready, and again to each that the broadcast does not reach.
 
-        A second call at the same version sends them to the servers that want them. Every rank calls this at once. Rank
-        0 gets the digests of what was sent, and the servers that have it: they serve nothing until they are told to
-        load this version. Raises EngineError if no server has received them, none has died, and no other serves.
+        A second call at the same version sends them to the servers that want them. Every rank calls this at once.
+
+        Returns:
+            On rank 0, the digests of what was sent, and the servers that have received it. They serve nothing until
+            they are told to load this version.
+
+        Raises:
+            EngineError: No server has received the weights, none of them has died, and no other serves.
         """
         tensors = _each_once(engine.policy.model.state_dict(keep_vars=True))
         left = self.control.ready() if engine.ranks.leads else []

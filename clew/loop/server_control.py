@@ -68,8 +68,12 @@ class ServerControl:
         self._looks_again = 0.0
 
     def load(self, ref: WeightRef, servers: list[Server] | None = None) -> Timings:
-        """Return when the servers serve these weights, with the timings of the one that paused longest. `servers` are
-        those that have received them in a broadcast; None: all that are ready."""
+        """Return when the servers serve these weights, with the timings of the one that paused longest.
+
+        Args:
+            ref: The weights.
+            servers: Those that have received them in a broadcast; None: all that are ready.
+        """
         taken: list[Timings] = [{}]
 
         async def load(engine: HTTPEngine) -> None:
@@ -192,8 +196,11 @@ class ServerControl:
                 )
 
     async def _ask_one(self, server: Server, ask: Ask) -> str:
-        """Ask a server, and return why it was taken out; "" if it did what was asked. Raises EngineError if it
-        refused."""
+        """Ask a server, and return why it was taken out; "" if it did what was asked.
+
+        Raises:
+            EngineError: It refused.
+        """
         engine = self._engines.get((server.address, server.token))
         if engine is None:
             engine = self._engines[server.address, server.token] = HTTPEngine(server.address, server.token)

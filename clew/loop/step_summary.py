@@ -64,7 +64,12 @@ def _packages() -> dict[str, str]:
 def write_stages(
     run: RunDirectory, step: int, digests: Mapping[str, RowDigest], result: StepResult, ranks: Ranks
 ) -> None:
-    """Write what this rank computed from its rows. `digests` are those of all rows of the batch, in their order."""
+    """Write what this rank computed from its rows. In a tensor-parallel group, where all compute the same, one rank
+    writes.
+
+    Args:
+        digests: Digests of all rows of the batch, in their order.
+    """
     if ranks.tp_rank:  # all ranks of a tensor-parallel group compute the same
         return
     own = sorted(row for minibatch in result.plan for rows in minibatch[ranks.dp_rank :: ranks.dp_size] for row in rows)
@@ -80,7 +85,10 @@ def write_stages(
 def facts_of(batch: list[Sequence], version: int) -> dict[str, Any]:
     """Return what the index repeats about a batch: its groups, and the oldest and newest version of its trained tokens.
 
-    Both are -1 if no policy generated them. `version` is the oldest if the batch has no trained token.
+    Both are -1 if no policy generated them.
+
+    Args:
+        version: The oldest version to report when the batch has no trained token.
     """
     generated = np.concatenate([row.versions[row.loss_mask] for row in batch])
     newest = int(generated.max()) if generated.size else 0
@@ -93,7 +101,11 @@ def facts_of(batch: list[Sequence], version: int) -> dict[str, Any]:
 def summarize(
     run: RunDirectory, batch: list[Sequence], digests: Mapping[str, RowDigest], result: StepResult, engine: TrainEngine
 ) -> dict[str, Any]:
-    """Return the content of step-N.json, except for the timings. `digests` are those of the batch's rows."""
+    """Return the content of step-N.json, except for the timings.
+
+    Args:
+        digests: Digests of the batch's rows, from `clew.record.digest.digest_rows`.
+    """
     config = engine.config
     return {
         **facts_of(batch, engine.version),

@@ -21,9 +21,14 @@ class RewardFunction:
     """The user's function, with either signature. Imports only the user's module, so that a worker starts quickly."""
 
     def __init__(self, path: str, prompt_column: str) -> None:
-        """Import the function with this dotted path. Raises ConfigError if there is none that takes these arguments.
+        """Import the function.
 
-        prompt_column: column of the data that TRL's functions get as `prompts`.
+        Args:
+            path: Dotted path of the function.
+            prompt_column: Column of the data that TRL's functions get as `prompts`.
+
+        Raises:
+            ConfigError: There is no such function, or it cannot be called with these arguments.
         """
         self.path = path
         self.prompt_column = prompt_column

@@ -139,8 +139,10 @@ def _marks_in(text: str, marks: Mapping[str, list[tuple[str, T]]], least: int) -
 def judge_answers(waves: Sequence[Wave], state: State, *, repeats: bool) -> list[Verdict]:
     """Return a verdict if an answer to one episode appears in the requests of another.
 
-    `waves` are all at full speed, ending with crowd and again. If the model `repeats` its answers, they are followed
-    from wave to wave, too.
+    Args:
+        waves: All waves at full speed, ending with crowd and again.
+        state: Names the object that holds the text.
+        repeats: True if the model repeats its answers, so that an answer can also be followed from wave to wave.
     """
     *_, crowd, again = waves
     crossings = [

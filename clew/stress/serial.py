@@ -108,7 +108,8 @@ def by_model(alone: Crowd, wide: Crowd) -> bool:
 def waited_most(alone: Crowd, wide: Crowd) -> Place | None:
     """Return the place whose additional waiting best explains why episodes take longer in the crowd.
 
-    Places where the model is waited for are left out. None: no place explains enough of it.
+    Returns:
+        None if no place explains enough of it. Places where the model is waited for are left out.
     """
     longer = {
         place: seconds - alone.waits.get(place, 0.0)
@@ -122,7 +123,8 @@ def waited_most(alone: Crowd, wide: Crowd) -> Place | None:
 def verdict(alone: Crowd, narrow: Crowd, wide: Crowd) -> Verdict | None:
     """Return a verdict that names the place where throughput saturates.
 
-    None: it does not saturate, the model or the processor is the cause, or no place explains it.
+    Returns:
+        None if throughput does not saturate, if the model or the processor is the cause, or if no place explains it.
     """
     if not saturates(alone, narrow, wide) or by_model(alone, wide):
         return None

@@ -263,7 +263,11 @@ def judge_changes(
 ) -> list[Verdict]:
     """Return one verdict for each object, facts first and suspicions last.
 
-    It `matters` if episodes were seen to depend on one another. `uses` are the suspects', if anybody has looked.
+    Args:
+        changes: Changes that episodes made.
+        matters: True if episodes were seen to depend on one another.
+        sources: Names the lines that change an object.
+        uses: Reads and writes of the suspects. None: nobody has looked.
     """
     several_rows = _several_rows(changes)
     by_top: dict[str, list[tuple[str, Verdict]]] = defaultdict(list)

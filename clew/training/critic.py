@@ -31,8 +31,11 @@ class Critic:
     """The value model and its optimizer. The model stays in eval mode, like the policy."""
 
     def __init__(self, config: Config, policy: Policy) -> None:
-        """Load the critic, to be trained on the policy's micro-batches. Raises ModelError if it cannot be loaded, or
-        its tokens differ from the policy's."""
+        """Load the critic, to be trained on the policy's micro-batches.
+
+        Raises:
+            ModelError: The critic cannot be loaded, or its tokens differ from the policy's.
+        """
         field = "algorithm.critic" if config.algorithm.critic else "model.path"
         path = config.algorithm.critic or config.model.path
         self._policy = policy

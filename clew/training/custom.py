@@ -60,7 +60,15 @@ class UserFunction:
     """A function that the configuration names by its dotted path."""
 
     def __init__(self, path: str, field: str) -> None:
-        """Load the function that `field` names. Raises ConfigError if there is no such function."""
+        """Load the function.
+
+        Args:
+            path: Dotted path of the function.
+            field: Name of the field that has the path.
+
+        Raises:
+            ConfigError: There is no such function.
+        """
         self.name = f"{field}={path}"
         self._function = dotted.load(path, field)
         self.source = _source(self._function)
@@ -81,7 +89,11 @@ class UserFunction:
         """Parameters that have no default."""
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """Call the function. Raises TrainingError if it raises."""
+        """Call the function.
+
+        Raises:
+            TrainingError: The function raised an exception.
+        """
         try:
             return self._function(*arguments, **named)
         except (Exception, SystemExit) as error:
@@ -119,7 +131,11 @@ class CustomAdvantages:
     """
 
     def __init__(self, path: str) -> None:
-        """Load the function. Raises ConfigError if there is no such function, or it has other parameters."""
+        """Load the function.
+
+        Raises:
+            ConfigError: There is no such function, or it has other parameters.
+        """
         self._function = UserFunction(path, "algorithm.advantages")
         self.takes_values = len(self._function.required) == 3
         """True if the function takes a critic's values, as the page ppo does."""

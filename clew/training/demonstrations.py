@@ -89,7 +89,14 @@ class Demonstrations:
 
 
 def _sequence(group: str, place: int, demonstration: Demonstration, row: dict) -> Sequence:
-    """Return a demonstration as the record holds it. `place` is 0, or 1 for the rejected of a pair."""
+    """Return a demonstration as the record holds it. No policy generated it, so it has no logprobs, versions or reward.
+
+    Args:
+        group: ID of the group.
+        place: 0; 1 for the rejected of a pair.
+        demonstration: The tokens.
+        row: Row of the data.
+    """
     zeros = np.zeros(len(demonstration.input_ids), np.float32)
     nobody = np.full(len(demonstration.input_ids), -1, np.int32)  # no policy generated it
     return Sequence(

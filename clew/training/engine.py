@@ -401,7 +401,11 @@ class TrainEngine:
         return norm_problem(norm, self.optimizer, self.recent_norms, factor, self.ranks)
 
     def _refuse(self, problem: str, done: _Pass) -> None:
-        """Leave out an update. Raises GradientError if training.on_bad_gradient is "stop"."""
+        """Leave out an update.
+
+        Raises:
+            GradientError: training.on_bad_gradient is "stop".
+        """
         self.optimizer.forget()
         said = f"step {self.version}: {problem} This update was not made."
         where = f"`clew blame RUN --step {self.version}` finds the cause"

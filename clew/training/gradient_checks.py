@@ -27,8 +27,16 @@ NOT_YET = "No update was made before: the model, or the loss, is such that these
 def loss_problem(
     tokens: Tokens, where_N: np.ndarray, *, loss_S: np.ndarray, logprobs_S: np.ndarray, loss: str, hint: str
 ) -> str | None:
-    """Return what is wrong with the losses of a micro-batch, whose trained tokens are at where_N; None if they are
-    finite. `loss` is algorithm.loss, `hint` the advice when the model itself produced NaN or infinity."""
+    """Return what is wrong with the losses of a micro-batch; None if they are finite.
+
+    Args:
+        tokens: The batch.
+        where_N: Positions of the micro-batch's trained tokens in the arrays [S].
+        loss_S: Loss of each token.
+        logprobs_S: Logprob of each token.
+        loss: Value of algorithm.loss.
+        hint: Advice when the model itself produced NaN or infinity, see `hint_of`.
+    """
     bad_N = ~np.isfinite(loss_S[where_N])
     if not bad_N.any():
         return None

@@ -54,7 +54,11 @@ class Adapters:
     """
 
     def __init__(self, model: Any, config: Config) -> None:
-        """Add adapters. Raises ModelError if the model has no linear layer, or peft refuses its architecture."""
+        """Add adapters to `model`.
+
+        Raises:
+            ModelError: The model has no linear layer, or peft refuses its architecture.
+        """
         rank, output = config.training.lora_rank, model.get_output_embeddings()
         assert rank is not None, "Adapters needs training.lora_rank"
         linear = [  # full names, because other modules may have the same last part
@@ -128,7 +132,11 @@ class Adapters:
                 del layer.forward
 
     def save(self, folder: Path, state: Mapping[str, Tensor]) -> None:
-        """Write files that PeftModel.from_pretrained(base model, folder) reads. `state` is that of the model."""
+        """Write files that PeftModel.from_pretrained(base model, folder) reads.
+
+        Args:
+            state: The model's state, as for `merged`.
+        """
         folder.mkdir(parents=True)
         self._write(folder, self._config, _named(state), {"format": "pt"})
 

@@ -72,7 +72,11 @@ class CustomLoss:
     """
 
     def __init__(self, algorithm: Algorithm) -> None:
-        """Load the function. Raises ConfigError if there is no such function, or it requires an unknown argument."""
+        """Load the function that algorithm.loss names.
+
+        Raises:
+            ConfigError: There is no such function, or it requires an unknown argument.
+        """
         self._function = UserFunction(algorithm.loss, "algorithm.loss")
         self._algorithm = algorithm
         self._options = {name: getattr(algorithm, name) for name in OPTIONS} | {"kl_coef": loss_kl_coef(algorithm)}

@@ -114,8 +114,12 @@ class _Moved(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, there: Tensor, back: Tensor, padding: Tensor | None) -> Tensor:
-        """Return values[there]. `back` is the place of each value in the result, for the gradient; the values at
-        `padding` are not selected, and their gradient is 0."""
+        """Return values[there].
+
+        Args:
+            back: Place of each value in the result, for the gradient.
+            padding: Indices of values that are not selected; their gradient is 0. None: all are.
+        """
         ctx.back, ctx.padding = back, padding
         return values.index_select(0, there)
 

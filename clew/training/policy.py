@@ -164,7 +164,12 @@ class Policy:
             return self.compute_all(tokens, plan, lambda micro: self._score(self.reference, micro).logprobs_N)
 
     def score_micro(self, micro: MicroBatch | None, *, entropy_gradient: bool = False) -> Scores:
-        """Return the policy's scores of a micro-batch from `own`, with gradients; None: of a placeholder."""
+        """Return the policy's scores of a micro-batch from `own`, with gradients.
+
+        Args:
+            micro: Micro-batch; None computes a placeholder, because all ranks gather parameters together.
+            entropy_gradient: Whether the entropies have gradients, too.
+        """
         return self._score(self.model, micro or self.idle, entropy_gradient=entropy_gradient)
 
     @torch.no_grad()
@@ -267,8 +272,13 @@ class Policy:
 
 
 def check_tokens(tokens: Tokens, model: Any, name: str) -> None:
-    """Raise TrainingError for rows that are too long for a model, or have tokens for which it has no embedding. `name`
-    is the model's in the message."""
+    """Raise TrainingError for rows that are too long for a model, or have tokens for which it has no embedding.
+
+    Args:
+        tokens: Rows of a batch.
+        model: Policy or critic.
+        name: Name of the model in the message.
+    """
     context, field = context_in(model.config)
     longest = tokens.lengths.max()
     if context is not None and longest > context and not positions_go_on(model.config):

@@ -31,7 +31,11 @@ def pair_losses(
     """Return the function that computes the losses of a micro-batch.
 
     The loss of a pair is spread over its trained tokens, so that the mean over all tokens is the mean over the pairs.
-    The same holds for the metrics. `beta` is DPO's coefficient; without it, the scores are a reward model's.
+    The same holds for the metrics.
+
+    Args:
+        beta: Coefficient of DPO; None: the scores are a reward model's.
+        reference_S: Logprobs of the reference model, for DPO.
     """
     pairs = sum(len(rows) for minibatch in plan for rows in minibatch) // 2
     share = sum(tokens.trained_in(rows) for minibatch in plan for rows in minibatch) / pairs

@@ -28,8 +28,16 @@ Stages = dict[str, list[np.ndarray]]
 
 
 def export_steps(run: RunDirectory, form: str, steps: str, folder: Path) -> list[Path]:
-    """Write the batch and stages of each step to a file, and return the files. `form` is a key of `FORMS`; `steps` are
-    named as `choose_steps` takes them."""
+    """Write the batch and stages of each chosen step to a file, and return the files.
+
+    Args:
+        form: A key of `FORMS`.
+        steps: The steps, as `choose_steps` takes them.
+
+    Raises:
+        ConfigError: There is no such form.
+        RecordError: The steps are not there, or the folder belongs to the record.
+    """
     if form not in FORMS:
         raise ConfigError(f"Cannot export as {form!r}: expected {', '.join(FORMS)}.")
     chosen = choose_steps(run, steps)

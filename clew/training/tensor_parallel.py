@@ -157,9 +157,13 @@ def _check_split(
 ) -> None:
     """Raise ModelError when the split model does not work.
 
-    Either it computes something else than the whole model did (whole_BTD), or ranks of a group get different gradients
-    of a parameter that each of them has, which means that the plan lacks something. This is tried out, because it
-    depends on all of an architecture's code.
+    Either it computes something else than the whole model did, or ranks of a group get different gradients of a
+    parameter that each of them has, which means that the plan lacks something. This is tried out, because it depends on
+    all of an architecture's code.
+
+    Args:
+        mesh: Mesh with the dimensions "fsdp" and "tp".
+        whole_BTD: Result of `_try_out` for the whole model.
     """
     trained = any(parameter.requires_grad for parameter in model.parameters())
     with torch.set_grad_enabled(trained):
