@@ -89,7 +89,7 @@ def state_of(process: Process, sources: Mapping[str, str]) -> Hashable:
     one = activity_of(process, main, sources, process.world) if main is not None else None
     operation = (one.op, one.group, one.members, one.peers, one.branch) if one is not None else ()
     seen = (last.state, last.error, woken, process.exit, process.waits_in, process.world)
-    return threads, *operation, *seen, process.calls, alone and process.pid
+    return threads, *operation, *seen, process.calls, process.launched, alone and process.pid
 
 
 def _frames(threads: Sequence[Any]) -> Iterator[Hashable]:
@@ -145,4 +145,7 @@ def _as(process: Process, rank: int, pid: int, host: str) -> Process:
         )
         for look in process.looks
     )
-    return replace(process, rank=rank, pid=pid, host=host, looks=looks, alike=())
+    # Each process has its own number in its groups, which the roles go by.
+    groups = tuple(each if each.rank is None else replace(each, rank=rank) for each in process.inside.groups)
+    inside = replace(process.inside, groups=groups)
+    return replace(process, rank=rank, pid=pid, host=host, looks=looks, inside=inside, alike=())

@@ -16,9 +16,10 @@ import pytest
 from clew.errors import ConfigError, LaunchError
 from clew.hang.dumps import read_dumps
 from clew.hang.nodes import gather, over_ssh
-from clew.hang.observed import Frame, Look, Process, Snapshot, Thread
+from clew.hang.observed import Frame, Group, Inside, Look, Process, Snapshot, Thread
 from clew.hang.reduce import reduced, to_judge
 from clew.hang.report import Report
+from clew.hang.roles import actors_of
 
 SSH = """#!/bin/sh
 # Stands in for ssh: runs the command here, as the host that was named.
@@ -169,7 +170,9 @@ def test_ranks_in_different_calls_are_never_alike() -> None:
         looks = tuple(replace(look, threads=(replace(look.threads[0], frames=changed),)) for look in other.looks)
         every = Snapshot(processes=(one, one, replace(other, looks=looks)))
         assert not any(each.alike for each in reduced(every).processes)
-    four = Snapshot(processes=tuple(rank(n, world=4, per_node=4) for n in range(4)))
+    groups = [Group(at=64, name="world", members=(0, 1, 2, 3), rank=n) for n in range(4)]
+    each_read = [replace(rank(n, world=4, per_node=4), inside=Inside(groups=(groups[n],))) for n in range(4)]
+    four = Snapshot(processes=tuple(each_read))
     (first, second) = reduced(four).processes
     assert [number for number, _, _ in first.alike] == [2, 3] and not second.alike
-    assert sorted(each.rank or 0 for each in to_judge(reduced(four)).processes) == [0, 1, 2, 3]
+    assert sorted(actor.rank or 0 for actor in actors_of(to_judge(reduced(four)))) == [0, 1, 2, 3]
