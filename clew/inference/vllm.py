@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import base64
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -149,12 +150,14 @@ class VLLMEngine(Backend):
         package = scratch / "clew"
         package.unlink(missing_ok=True)
         package.symlink_to(Path(clew.__file__).parent)
+        # Another Python gets Clew's package alone. This one may have found vLLM itself by its PYTHONPATH.
+        inherited = os.environ.get("PYTHONPATH") if python == sys.executable else None
         return Launch(
             command=[python, "-m", "vllm.entrypoints.openai.api_server", *options({**given, **args}.items())],
             environment={
                 "VLLM_SERVER_DEV_MODE": "1",  # opens /pause, /resume, /collective_rpc
                 "VLLM_ALLOW_RUNTIME_LORA_UPDATING": str(int(config.sends_adapters)),
-                "PYTHONPATH": str(scratch),  # Clew's package alone, not what is installed beside it
+                "PYTHONPATH": os.pathsep.join([str(scratch), inherited] if inherited else [str(scratch)]),
                 "PYTHONDONTWRITEBYTECODE": "",
                 "VLLM_CPU_KVCACHE_SPACE": str(max(1, round(inference.cache_gib))),
             },

@@ -220,6 +220,16 @@ def test_an_sglang_that_takes_part_in_no_broadcast_is_refused_before_the_first(t
     assert f"does not offer {SESSION[0]}," in str(raised.value) and "Set weights.via to disk" in str(raised.value)
 
 
+def test_a_vllm_that_this_python_finds_by_its_path_is_found_by_the_server_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/opt/modules/vllm")
+    here = VLLMEngine.launch(config(python=None), 1234, tmp_path / "engine")
+    other = VLLMEngine.launch(config(python="/opt/python"), 1234, tmp_path / "engine")
+    assert here.environment["PYTHONPATH"] == f"{tmp_path / 'engine'}:/opt/modules/vllm"
+    assert other.environment["PYTHONPATH"] == str(tmp_path / "engine")
+
+
 @pytest.mark.parametrize("known", [True, False])
 def test_an_option_that_the_installed_vllm_lacks_is_not_passed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: bool
