@@ -20,6 +20,7 @@ WAITING_NAMES = re.compile(
     re.I,
 )
 """Names of counters that a loop advances while it waits."""
+CLOCK = re.compile(r"(^|\.)(time|monotonic|perf_counter)$")
 REFUSING_NAMES = re.compile(r"reject|drop|skip|filter|discard|stale|refus|invalid|bad", re.I)
 SPINNING = 0.3
 """Share of one core from which a `while` without counters that advance is taken for endless."""
@@ -94,6 +95,7 @@ def _counters(look: Look, process: Process, sources: Mapping[str, str]) -> dict[
             text = sources.get(frame.file, "")
             loop = source.outermost_loop(text, frame.line)
             skipped = polling_counters(text, frame.line) if text else set()
+            until = deadlines(text, frame.line) if text else set()
             # A counter that goes back and forth in a `while`, or in a `for` that calls nothing, shows no progress: it
             # is marked with ~. So is one in a function that such a loop calls, if there is nothing but Python to run.
             spins = isinstance(loop, ast.For) and not source.calls_of(loop)
@@ -106,7 +108,24 @@ def _counters(look: Look, process: Process, sources: Mapping[str, str]) -> dict[
                     if name.startswith("len("):  # a new list in each round does not grow
                         where += f"@{frame.addresses.get(name[4:-1], 0):x}"
                     found[f"{where}{mark}:{depth}:{frame.name}.{name}"] = int(value)
+                elif name in until and re.fullmatch(r"\d{1,12}\.\d+", value):
+                    where = "main" if thread.os_id == process.pid else str(thread.os_id)
+                    found[f"{where}:{depth}:{frame.name}.{name}"] = round(1000 * float(value))
     return found
+
+
+def deadlines(text: str, line: int) -> set[str]:
+    """Return the names with which the innermost `while` around a line compares the clock, unless it only polls.
+
+    Such a loop ends by itself. If its deadline moves, it has ended, and begun anew.
+    """
+    loop = source.loop_at(text, line)
+    if not isinstance(loop, ast.While) or source.polls(loop, text):
+        return set()
+    calls = [call for call in ast.walk(loop.test) if isinstance(call, ast.Call)]
+    if not any(CLOCK.search(source.dotted(call.func)) for call in calls):
+        return set()
+    return {node.id for node in ast.walk(loop.test) if isinstance(node, ast.Name)}
 
 
 def hidden(name: str, skipped: set[str]) -> bool:
