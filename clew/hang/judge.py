@@ -31,6 +31,8 @@ def judge(snapshot: Snapshot) -> Verdict:
     of waits: they are simpler facts, from which the waits of other processes follow.
     """
     actors = actors_of(snapshot)
+    if ended := _all_ended(actors):
+        return ended
     live = [actor for actor in actors if actor.role not in ("launcher", "idle") and not _waited_for(actor, actors)]
     ranks = [actor for actor in live if actor.rank is not None]
     if not [actor for actor in live if actor.threads or actor.dead or actor.stopped]:
@@ -54,6 +56,18 @@ def judge(snapshot: Snapshot) -> Verdict:
     if verdict.pattern not in SOUND:
         verdict = replace(verdict, evidence=(*verdict.evidence, *where(ranks)))
     return with_advice(_hedged(verdict, snapshot, live), live)
+
+
+def _all_ended(actors: list[Actor]) -> Verdict | None:
+    """Judge a job of which nothing is left, unless a part of it has failed: it does not hang."""
+    codes = {a.process.exit.rpartition(" ")[2] for a in actors}
+    if not actors or not all(a.dead for a in actors) or codes - {"", "0"}:
+        return None
+    told = ", ".join(a.says for a in actors[:4])
+    if codes == {"0"}:
+        return verdict_about("healthy", [], f"{told}. Nothing of this job is left, so nothing hangs.", actors)
+    why = f"{told}. Nothing of this job is left, and how it ended cannot be read any more: look into its log."
+    return verdict_about("undetermined", [], why, actors, confidence="none")
 
 
 def _waited_for(actor: Actor, actors: list[Actor]) -> bool:
@@ -199,7 +213,7 @@ def _unless_ready(verdict: Verdict, ranks: list[Actor]) -> Verdict:
 def _with_those_alike(verdict: Verdict, culprit: Actor, ranks: list[Actor]) -> Verdict:
     """Blame the ranks that wait for the same thing at the same place too: none of them is more at fault."""
     one = culprit.activity
-    if verdict.ranks != (culprit.rank,) or culprit.dead or one.kind in (*DISTRIBUTED, "compute", "unknown"):
+    if verdict.ranks != (culprit.rank,) or culprit.dead or one.kind in (*DISTRIBUTED, "device", "compute", "unknown"):
         return verdict
     place = (one.kind, one.file, one.line)
     alike = [a for a in ranks if (a.activity.kind, a.activity.file, a.activity.line) == place and not a.moving]
