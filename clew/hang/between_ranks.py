@@ -132,6 +132,9 @@ def same_everywhere(ranks: list[Actor]) -> Verdict:
     if parted := parting(ranks):
         odd, told = parted
         why = f"All ranks are in {first.op} of group {first.group}, but they came there by different calls. {told}"
+        if all(a.activity.cleanup for a in ranks) and len(odd) < len(ranks):
+            why += f" Rank {names(odd)} came to its cleanup early, probably by an exception that is hidden until then."
+            return verdict_about("cleanup deadlock", odd, why, ranks, structural=True)
         return verdict_about("collective mismatch", odd, why, ranks, structural=True)
     drift = _drifted(ranks)
     if drift is not None:

@@ -1,4 +1,4 @@
-"""Compares the calls of collectives that ranks have on record.
+"""Compares the calls of collectives that ranks have on record, in torch's flight recorder or in NCCL's RAS.
 
 A stack shows a line, but not which call of it a rank is in, nor by which calls it came there.
 """
@@ -6,11 +6,13 @@ A stack shows a line, but not which call of it a rank is in, nor by which calls 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from clew.hang.classes import ranges
 from clew.hang.observed import Call
 from clew.hang.verdict import Actor
+
+RAS = "NCCL's RAS says what the ranks of a communicator have launched:"
 
 
 def parting(ranks: Sequence[Actor]) -> tuple[list[Actor], str] | None:
@@ -29,7 +31,45 @@ def parting(ranks: Sequence[Actor]) -> tuple[list[Actor], str] | None:
             if count < len(ranks):
                 odd = [a for a in ranks if said[a.pid] != common] if count > len(ranks) / 2 else list(ranks)
                 return odd, f"They parted at call {number} of group {group}: {_by_value(ranks, said)}."
+    return _other_numbers(ranks)
+
+
+def _other_numbers(ranks: Sequence[Actor]) -> tuple[list[Actor], str] | None:
+    """Return the ranks that have launched another number of collectives in a communicator of NCCL than most have."""
+    for members, counts in _communicators(ranks):
+        common, count = Counter(counts.values()).most_common(1)[0]
+        if count < len(members):
+            odd = [a for a in members if counts[a.pid] != common] if count > len(members) / 2 else members
+            return odd, f"{RAS} {_launched(members, counts)}."
     return None
+
+
+def behind(ranks: Sequence[Actor]) -> tuple[list[Actor], str] | None:
+    """Return the ranks that have launched fewer collectives in a communicator of NCCL, and words; None if none has.
+
+    A rank that has launched more of one collective and fewer of another is not behind: it took another path.
+    """
+    for members, counts in _communicators(ranks):
+        furthest = max(counts.values(), key=lambda each: sum(number for _, number in each))
+        late = [a for a in members if counts[a.pid] != furthest]
+        ahead = any(n > dict(furthest).get(op, 0) for a in late for op, n in counts[a.pid])
+        if late and not ahead:
+            return late, f"{RAS} {_launched(members, counts)}."
+    return None
+
+
+def _communicators(ranks: Sequence[Actor]) -> Iterator[tuple[list[Actor], dict[int, tuple[tuple[str, int], ...]]]]:
+    """Yield the ranks of each communicator of NCCL of which all were seen, and their counts by pid."""
+    every = [(a, each) for a in ranks for each in a.process.launched]
+    for communicator in dict.fromkeys(each.communicator for _, each in every):
+        inside = [(a, each) for a, each in every if each.communicator == communicator]
+        if len(inside) == inside[0][1].size > 1:
+            yield [a for a, _ in inside], {a.pid: each.counts for a, each in inside}
+
+
+def _launched(members: Sequence[Actor], counts: Mapping[int, tuple[tuple[str, int], ...]]) -> str:
+    said = {pid: ", ".join(f"{number} {op}" for op, number in each if number) or "none" for pid, each in counts.items()}
+    return _by_value(members, said)
 
 
 def where(ranks: Sequence[Actor]) -> tuple[str, ...]:
@@ -40,6 +80,7 @@ def where(ranks: Sequence[Actor]) -> tuple[str, ...]:
         said = {pid: _where(call) for pid, call in newest.items()}
         told = _by_value([a for a in ranks if a.process.calls], said)
         lines.append(f"torch's flight record of group {group}: {told}")
+    lines += [f"{RAS} {_launched(members, counts)}" for members, counts in _communicators(ranks)]
     return tuple(lines)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 
 from clew.hang.activity import DISTRIBUTED, Activity
+from clew.hang.collective_calls import behind, parting
 from clew.hang.inside import installed
 from clew.hang.observed import Snapshot
 from clew.hang.progress import (
@@ -177,7 +178,8 @@ def _dead(sink: Sink) -> Verdict | None:
         if sink.one.process.exit.endswith("code 0"):  # one beside it that has failed explains more
             beside = [a for a in sink.live if a.process.parent == sink.one.process.parent and a.process.exit]
             blamed = [a for a in beside if not a.process.exit.endswith("code 0")] or blamed
-        why = f"{', '.join(a.says for a in blamed[:4])}, and others still wait for it."
+        others = ", and others still wait for it" if any(not a.dead for a in sink.live) else ""
+        why = f"{', '.join(a.says for a in blamed[:4])}{others}."
         return verdict_about("dead", blamed, why, sink.live, cause="dead", structural=True)
     kinds = (*TO_OTHERS, "sleep") if sink.one.rank is not None else (*TO_OTHERS, "sleep", "store")
     if sink.act.kind not in kinds or sink.one.moving:
@@ -443,6 +445,15 @@ def device(sink: Sink) -> Verdict | None:
     if not waiting:
         return None
     ranks = [a for a in sink.live if a.rank is not None]
+    inside = [a for a in ranks if a.activity.kind in ("device", *DISTRIBUTED)]
+    late = behind(inside)
+    there = {a.activity.site for a in inside if late and a not in late[0]}
+    if late and all(a.activity.kind == "device" and a.activity.site not in there for a in late[0]):
+        why = f"{late[0][0].says}, and the others wait for it in NCCL. {late[1]}"
+        return verdict_about("missing rank", late[0], why, ranks, cause="device", confidence="medium")
+    if parted := parting(inside):
+        why = f"The ranks wait for their GPUs, which wait for one another in NCCL. {parted[1]}"
+        return verdict_about("collective mismatch", parted[0], why, ranks, cause="device", confidence="medium")
     why = f"{waiting[0].says}. Its kernels have not ended: one of them may never end, or take longer than was watched."
     if len(ranks) > 1:
         why += (

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 import socket
 import subprocess
+from collections import defaultdict
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 
-from clew.hang.observed import Snapshot
+from clew.hang import proc
+from clew.hang.classes import ranges
+from clew.hang.observed import Launched, Snapshot
 
 LIMIT_S = 3.0
-RAS_PORT = 28028
-"""Port at which NCCL 2.24 and later answers on loopback, unless NCCL_RAS_ADDR says otherwise."""
+RAS_ADDRESS = "localhost:28028"
+"""Address at which NCCL 2.24 and later answers, unless RAS_VARIABLE names another."""
+RAS_VARIABLE = "NCCL_RAS_ADDR"
 RAS_LINES = 40
 
 
 def with_machine(snapshot: Snapshot) -> Snapshot:
     """Return a snapshot with what GPUs and NCCL say."""
-    return replace(snapshot, machine=(*snapshot.machine, *gpus(), *ras()))
+    return with_ras(replace(snapshot, machine=(*snapshot.machine, *gpus())))
 
 
 def gpus() -> tuple[str, ...]:
@@ -37,13 +44,67 @@ def gpus() -> tuple[str, ...]:
     return ()
 
 
-def ras(port: int = RAS_PORT) -> tuple[str, ...]:
-    """Return what NCCL's RAS says about its communicators; empty if nothing listens. Written from its documentation."""
-    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=LIMIT_S) as connection:
-        connection.sendall(b"verbose status\n")
-        text = b""
-        with suppress(OSError):
-            while chunk := connection.recv(65536):
-                text += chunk
-        return tuple(f"NCCL: {line}" for line in text.decode(errors="replace").splitlines()[:RAS_LINES] if line.strip())
-    return ()
+def with_ras(snapshot: Snapshot) -> Snapshot:
+    """Return a snapshot with what NCCL's RAS says about its communicators, wherever the processes have it listen.
+
+    The answer covers the whole job, and names processes by pid. A pid that occurs on two nodes is left out.
+    """
+    addresses = dict.fromkeys(
+        proc.environment_of(each.pid).get(RAS_VARIABLE, RAS_ADDRESS) for each in snapshot.processes
+    )
+    lines = list[str]()
+    launched: dict[int, list[Launched]] = defaultdict(list)
+    for address in addresses:
+        said, found = parse_ras(_ask(address, b"set format json\nverbose status\n"))
+        lines += said or _ask(address, b"verbose status\n").splitlines()[:RAS_LINES]  # NCCL before 2.28 knows no JSON
+        for pid, each in found:
+            launched[pid].append(each)
+    unique = {
+        pid: tuple(each) for pid, each in launched.items() if len({one.communicator for one in each}) == len(each)
+    }
+    processes = tuple(replace(each, launched=unique.get(each.pid, ())) for each in snapshot.processes)
+    told = tuple(f"NCCL: {line}" for line in lines if line.strip())
+    return replace(snapshot, processes=processes, machine=(*snapshot.machine, *told))
+
+
+def _ask(address: str, request: bytes) -> str:
+    """Return what RAS answers at host:port; "" if nothing listens."""
+    host, _, port = address.rpartition(":")
+    text = b""
+    with suppress(OSError, ValueError), socket.create_connection((host, int(port)), timeout=LIMIT_S) as connection:
+        connection.sendall(request)
+        while chunk := connection.recv(65536):
+            text += chunk
+    return text.decode(errors="replace")
+
+
+def parse_ras(text: str) -> tuple[list[str], list[tuple[int, Launched]]]:
+    """Return lines about the communicators in RAS's answer in JSON, and what each process, by pid, has launched.
+
+    Both are empty if the text is something else.
+    """
+    # NCCL 2.28 forgets the comma before the state of a rank that does not answer.
+    text = re.sub(r'(\d)(\s*"status")', r"\1,\2", text[text.find("{") :])
+    lines = list[str]()
+    found = list[tuple[int, Launched]]()
+    with suppress(ValueError, KeyError, TypeError, AttributeError):
+        answer = json.loads(text)
+        for one in answer["communicators"]:
+            ranks = [(each["rank"], each["pid"], each["collective_counts"]) for each in one["ranks"]]
+            for _, pid, counts in ranks:
+                each = Launched(communicator=one["hash"], size=one["size"], counts=tuple(sorted(counts.items())))
+                found.append((pid, each))
+            names = dict.fromkeys(name for _, _, counts in ranks for name, number in counts.items() if number)
+            said = [f"{name} {_by_number((rank, counts[name]) for rank, _, counts in ranks)}" for name in names]
+            said += [f"rank {each['rank']} (pid {each['pid']}) does not answer" for each in one["missing_ranks"]]
+            lines.append(f"communicator {one['hash']} of {one['size']} ranks: {'; '.join(said) or 'nothing launched'}")
+        return lines, found
+    return [], []
+
+
+def _by_number(ranks: Iterable[tuple[int, int]]) -> str:
+    """Return numbers as text, each with the ranks that share it."""
+    shared: dict[int, list[int]] = defaultdict(list)
+    for rank, number in ranks:
+        shared[number].append(rank)
+    return ", ".join(f"{number} on rank {ranges(each)}" for number, each in shared.items())

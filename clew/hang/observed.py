@@ -75,6 +75,21 @@ class Call:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Launched:
+    """Numbers of collectives that a rank has launched in one communicator of NCCL, as NCCL's RAS has them.
+
+    They count when the host has launched them, whether or not the GPU has run them.
+    """
+
+    communicator: str
+    """Hash that names it."""
+    size: int
+    """Number of its ranks."""
+    counts: tuple[tuple[str, int], ...]
+    """Numbers by collective, such as AllReduce. Messages between two ranks are not counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Inside:
     """Facts that were read in a process's memory. Empty if it could not be read."""
 
@@ -155,6 +170,7 @@ class Process:
     inside: Inside = Inside()
     calls: tuple[Call, ...] = ()
     """Collectives on record in torch's flight recorder, oldest first; none where it cannot be read."""
+    launched: tuple[Launched, ...] = ()
     answers: dict[str, str] = field(default_factory=dict)
     """Answers of a local HTTP server: is_paused, health, and metrics (moving or still)."""
 
@@ -233,8 +249,15 @@ def _process_from(value: dict[str, Any]) -> Process:
         ended_threads=tuple(inside.get("ended_threads", ())),
         children=tuple((pid, name, code) for pid, name, code in inside.get("children", ())),
     )
-    calls = tuple(Call(**each) for each in value.get("calls", ()))
-    return Process(**{**value, **lists, **more, "looks": looks, "alike": alike, "inside": read, "calls": calls})
+    recorded = {
+        "calls": tuple(Call(**each) for each in value.get("calls", ())),
+        "launched": tuple(_launched_from(each) for each in value.get("launched", ())),
+    }
+    return Process(**{**value, **lists, **more, **recorded, "looks": looks, "alike": alike, "inside": read})
+
+
+def _launched_from(value: dict[str, Any]) -> Launched:
+    return Launched(**{**value, "counts": tuple((str(name), int(number)) for name, number in value["counts"])})
 
 
 def _thread_from(value: dict[str, Any]) -> Thread:

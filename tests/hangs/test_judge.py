@@ -24,6 +24,15 @@ def train(step):
     time.sleep(1000)
     dist.barrier()
     total = loss.item()
+    norm = total_norm.item()
+    try:
+        train(step)
+    finally:
+        dist.barrier()
+    while True:
+        until = time.monotonic() + 2
+        while time.monotonic() < until:
+            compute(x)
 """
 
 
@@ -47,9 +56,9 @@ def test_a_rank_that_sleeps_is_at_fault() -> None:
     assert verdict.exit_code == 1
 
 
-def on_gpu(number: int) -> Process:
+def on_gpu(number: int, line: int = 10) -> Process:
     """Return a rank that keeps a core busy while it waits for its GPU, as CUDA does."""
-    one = rank(number, 10, state="R")
+    one = rank(number, line, state="R")
     looks = tuple(replace(look, cpu_s=look.at) for look in one.looks)
     return replace(one, looks=looks, gpus=("/dev/nvidia0",), waits_in="")
 
@@ -63,6 +72,31 @@ def test_a_rank_that_waits_for_its_gpu_may_wait_for_the_others_and_is_never_call
         assert "waits for its GPU at train.py:10" in verdict.explanation and "cuda-gdb -p 100" in verdict.next
     without = replace(on_gpu(0), gpus=(), rank=None)
     assert "computes at train.py:10" in judged(without).explanation
+
+
+def test_a_job_that_has_ended_does_not_hang() -> None:
+    def ended(number: int, code: str) -> Process:
+        return replace(rank(number, 8, state="Z"), exit=f"with exit code {code}" if code else "")
+
+    assert judged(ended(0, "0"), ended(1, "0")).pattern == "healthy"
+    assert (judged(ended(0, ""), ended(1, "0")).pattern, judged(ended(0, "")).exit_code) == ("undetermined", 3)
+    assert (judged(ended(0, "0"), ended(1, "1")).pattern, judged(ended(0, "1")).exit_code) == ("dead", 1)
+    assert judged(rank(0, 5, "all_reduce"), ended(1, "0")).pattern == "dead"
+
+
+def test_a_loop_whose_deadline_moves_is_slow_and_one_that_computes_past_it_is_not() -> None:
+    def computing(*until: float) -> Process:
+        looks = []
+        for n, value in enumerate(until):
+            frame = Frame(function="train", file="train.py", line=19, locals={"until": f"{value}"})
+            thread = Thread(name="MainThread", os_id=101, active=True, frames=(frame,))
+            looks.append(Look(at=0.5 * n, state="R", switches=7, cpu_s=0.5 * n, threads=(thread,)))
+        return replace(rank(1, 19), looks=tuple(looks), waits_in="")
+
+    waiting = rank(0, 5, "all_reduce")
+    moves, stays = computing(1.5, 1.5, 3.5, 3.5, 5.5, 5.5), computing(1.5, 1.5, 1.5, 1.5, 1.5, 1.5)
+    assert (judged(waiting, moves).pattern, judged(waiting, moves).ranks) == ("slow", (1,))
+    assert judged(waiting, stays).pattern == "cpu"
 
 
 def test_a_group_waits_only_for_its_members() -> None:
