@@ -58,6 +58,8 @@ LIBRARY = (
     (r"multiprocessing/queues\.py$|^queue\.py$|/queue\.py$", "get", "queue"),
     (r"multiprocessing/queues\.py$|/queue\.py$", "put", "queue_full"),
     (r"/queue\.py$|^queue\.py$", "join", "condition"),
+    (r"ray/_private/worker\.py$", "get_objects|wait", "ray"),
+    (r"ray/_private/worker\.py$", "main_loop", "queue"),
     (r"multiprocessing/pool\.py$", "get|wait|next", "pool"),
     (r"concurrent/futures/\w+\.py$", "result|wait|exception", "future"),
     (r"urllib3/connectionpool\.py$|httpcore/_sync/connection_pool\.py$",

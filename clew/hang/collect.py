@@ -130,7 +130,9 @@ def look_at(pid: int, program: str) -> Look:
             if any(thread.frames for thread in threads) or attempt == TRIES - 1:
                 inner = proc.pid_within(pid)  # in a container, py-spy names the main thread by its number inside
                 threads = tuple(replace(each, os_id=pid) if each.os_id == inner else each for each in threads)
-                loops = any("asyncio" in frame.file for thread in threads for frame in thread.frames)
+                files = (frame.file for thread in threads for frame in thread.frames)
+                # The loop's thread of Ray's actors may keep a stack that it has long left. Its name remains.
+                loops = any("asyncio" in each for each in (*files, *(thread.name.lower() for thread in threads)))
                 return replace(look, threads=with_numbers(pid, threads + (tasks_of(pid) if loops else ())))
         else:
             error = _reason(ended.stderr)

@@ -13,6 +13,8 @@ from clew.hang.observed import Frame, Group, Inside, Thread
 
 MOST_TASKS = 1_000
 DEEPEST = 40
+CYTHON_AWAITS = 64
+"""Offset, in a coroutine that Cython has compiled, of what it awaits."""
 INSTALLED = re.compile(
     r"^<|/(site|dist)-packages/|/lib/python3|/torch/(_\w+|autograd|distributed|multiprocessing|nn|utils)/"
 )
@@ -107,6 +109,9 @@ def coroutine_frames(memory: Memory, address: int) -> list[Frame]:
     place, found = memory.layout["frame"], list[Frame]()
     while len(found) < DEEPEST:
         kind = memory.type_name(address)
+        if kind == "coroutine" and "cython" in memory.full_type_name(address):  # as around the methods of Ray's actors
+            address = memory.word(address + CYTHON_AWAITS)
+            continue
         if kind == "async_generator_asend":
             address = memory.word(address + 16)
         elif kind == "coroutine_wrapper":

@@ -18,7 +18,7 @@ from clew.hang.source import goes_on_for_ever, loop_at
 from clew.hang.verdict import SOUND, Actor, Verdict, names, verdict_about
 from clew.hang.waits_for import application_edges, collective_edges
 
-SUPERVISING = ("process", "thread", "pool", "future", "tasks")
+SUPERVISING = ("process", "thread", "pool", "future", "tasks", "ray")
 """Kinds of waits of a main process that only waits for its children to end."""
 REAPED_S = 1.0
 """Seconds after its end in which a program's parent takes note of it."""

@@ -196,6 +196,18 @@ def _dead(sink: Sink) -> Verdict | None:
     return None
 
 
+def _unscheduled(sink: Sink) -> Verdict | None:
+    """Find a wait for a result of Ray while none of its actors and tasks that were seen runs anything."""
+    if sink.act.kind != "ray" or sink.one.moving or len(sink.culprits) > 1:
+        return None
+    why = (
+        f"{sink.one.says}. None of the actors and tasks that were seen runs: Ray may not have started the one that is "
+        f"awaited, because it needs more CPUs, GPUs or memory than are free, or it is on another node."
+    )
+    found = verdict_about("external wait", sink.culprits, why, sink.waiters, cause="ray", confidence="medium")
+    return replace(found, next="ray status; ray list actors; ray list tasks")
+
+
 def _outlived(sink: Sink) -> Verdict | None:
     """Find a process whose main program has ended, and which Python keeps alive for its other threads."""
     if sink.act.op != "_shutdown" or sink.one.moving:
@@ -637,8 +649,8 @@ def same_name(one: str, other: str) -> bool:
 RULES: tuple[Callable[[Sink], Verdict | None], ...] = (
     _paused, _blocked_loop, _refusing, _outlived, _locked_outside, _pipe_kept_open, _joined_too_early,
     _joins_its_producer, _dead, _own_waits, _slow, locked_file, _cleaned_up, _store, _unexplained, _loader,
-    _silent_server, _outside, _retrying, device, _computing, _both_poll, _threads_poll, _polling, _one_at_a_time,
-    _lost_task, _blocked,
+    _silent_server, _outside, _retrying, device, _unscheduled, _computing, _both_poll, _threads_poll, _polling,
+    _one_at_a_time, _lost_task, _blocked,
 )  # fmt: skip
 """Rules in the order in which they are asked: the first that answers is right, so facts stand before guesses.
 

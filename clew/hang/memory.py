@@ -102,9 +102,13 @@ class Memory:
 
     def type_name(self, address: int) -> str:
         """Return the name of an object's class, without its module."""
+        return self.full_type_name(address).rpartition(".")[2]
+
+    def full_type_name(self, address: int) -> str:
+        """Return the name of an object's class, with its module if the class is written in C."""
         # Offsets that 3.11 and 3.12 share are written out: an object's class is at 8, a class's tp_name at 24.
         name = self.bytes_at(self.word(self.word(address + 8) + 24), 80)
-        return name.partition(b"\0")[0].decode(errors="replace").rpartition(".")[2]
+        return name.partition(b"\0")[0].decode(errors="replace")
 
     def text(self, address: int) -> str:
         """Return an ASCII string; of another one its kind only."""

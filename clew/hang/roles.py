@@ -21,11 +21,15 @@ WORKERS = re.compile(
 )
 """Files whose loops run a user's function, or wait for one to run."""
 WORKER_LOOPS = ("worker", "_process_worker", "_worker_loop", "serve_forever")
-HELPERS = ("resource_tracker", "forkserver import main", "torch/_inductor/compile_worker")
+HELPERS = (
+    "resource_tracker", "forkserver import main", "torch/_inductor/compile_worker",
+    "/ray/autoscaler/", "/ray/dashboard/", "/ray/_private/log_monitor",
+    "ray::DashboardAgent", "ray::RuntimeEnvAgent", "ray::IDLE",
+)  # fmt: skip
 LAUNCHER = re.compile(r"torch\.distributed\.(run|launch)|torchrun|accelerate.*launch")
 WORKER_PRIORITY = (
-    "stdin", "lock", "http", "network", "file", "process", "queue_full", "connections", "sleep", "pipe", "compute",
-    "collective", "condition", "signal", "future", "select", "queue",
+    "stdin", "lock", "ray", "http", "network", "file", "process", "queue_full", "connections", "sleep", "pipe",
+    "compute", "collective", "condition", "signal", "future", "select", "queue",
 )  # fmt: skip
 """Kinds of waits of threads and tasks, in the order in which they explain why the main thread waits for them."""
 WAITS_INSIDE = ("queue", "condition", "thread", "future", "pool", "queue_full", "select", "tasks", "rpc")
@@ -59,6 +63,9 @@ def waits_for_work(process: Process) -> bool:
     """Return whether a worker of a pool or data loader has nothing to do: then it is at no fault."""
     main = process.main
     frames = main.frames if main else ()
+    if frames and frames[0].file.endswith("ray/_private/worker.py") and frames[0].name == "main_loop":
+        # An actor's coroutines, and the methods of one with threads, run outside of the main thread.
+        return all(installed(frame.file) for thread in process.threads for frame in thread.frames)
     for place, frame in enumerate(frames):
         if frame.name in WORKER_LOOPS and WORKERS.search(frame.file):
             return place > 0 and all(installed(inner.file) for inner in frames[:place]) and not (main and main.active)
@@ -100,6 +107,7 @@ def _rank_of(process: Process, *, distributed: bool) -> int | None:
 
 def with_ranks(processes: Sequence[Process], sources: Mapping[str, str]) -> list[tuple[Process, str]]:
     """Return the processes with their ranks and roles: from memory, the environment, or a local variable."""
+    processes = with_drivers(processes)
     by_pid = {process.pid: process for process in processes}
     distributed = any("distributed" in text for text in sources.values())
     found = []
@@ -114,6 +122,12 @@ def with_ranks(processes: Sequence[Process], sources: Mapping[str, str]) -> list
             for p, r in found
         ]
     return _by_order(found)
+
+
+def with_drivers(processes: Sequence[Process]) -> list[Process]:
+    """Return the processes, those that Ray's raylet has started as children of the program that has started Ray."""
+    raylets = {each.pid: each.parent for each in processes if each.command[:1] and each.command[0].endswith("/raylet")}
+    return [replace(each, parent=raylets.get(each.parent, each.parent)) for each in processes]
 
 
 def _by_order(found: list[tuple[Process, str]]) -> list[tuple[Process, str]]:

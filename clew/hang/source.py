@@ -17,7 +17,7 @@ CLEANUP_NAMES = re.compile(
     r"clean|teardown|tear_down|shutdown|shut_down|finali[sz]e|close|__exit__|__del__|destroy|atexit", re.I
 )
 POLLS = re.compile(
-    r"(^|\.)(sleep|time|monotonic|perf_counter|get|get_nowait|exists|is_file|isfile|isdir|is_dir|empty|qsize|is_set|"
+    r"(^|\.)(sleep|time|monotonic|perf_counter|get|get_nowait|remote|exists|is_file|isfile|isdir|is_dir|empty|qsize|is_set|"
     r"wait|print|info|warning|debug|error|urlopen|read|read_text|open|json|load|loads|poll|is_alive|len|acquire|glob|stat|"
     r"getsize|getmtime|listdir|scandir|iterdir|flush|check|test|join|int|str|float|max|min|any|all|list|sorted|append|"
     r"done|locked|strip|split|endswith|startswith|format|round|getpid)$"

@@ -35,6 +35,7 @@ LOCAL = {
     "compute": ("cpu", "computes"),
     "device": ("undetermined", "waits for its GPU"),
     "rpc": ("external wait", "waits for a remote call (torch.distributed.rpc)"),
+    "ray": ("rollout blocked", "waits for a result of Ray"),
     "store": ("missing rank", "waits for a key of the store"),
     "unknown": ("undetermined", "does something that its stack does not show"),
 }

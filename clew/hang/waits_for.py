@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 from clew.hang.activity import DISTRIBUTED, Activity
@@ -10,7 +11,7 @@ from clew.hang.verdict import MESSAGES, Actor
 Edges = dict[int, set[int]]
 TO_OTHERS = (
     "queue", "queue_full", "pipe", "http", "network", "condition", "signal", "future", "pool", "process", "thread",
-    "data_loader", "select", "tasks", "rpc",
+    "data_loader", "select", "tasks", "rpc", "ray",
 )  # fmt: skip
 """Kinds of waits that another process may end."""
 
@@ -80,6 +81,11 @@ def _could_end(actor: Actor, live: Sequence[Actor], listening: Mapping[int, Acto
         case "rpc":  # ranks that run a remote call; if none does, as at shutdown, those that are in no rpc yet
             serving = {a.pid for a in live if a.activity.is_job} or {a.pid for a in live if a.activity.kind != "rpc"}
             return named | (serving & ranks)
+        case "ray":  # actors and tasks that run a method that this line calls; if it names none of them, all that run
+            busy = [a for a in live if a is not actor and a.process.command[:1] and "ray::" in a.process.command[0]]
+            called = re.findall(r"(\w+)\.remote\(", actor.activity.text)
+            running = [a for a in busy if a.process.command[0].strip().rpartition(".")[2] in called]
+            return named | {a.pid for a in running or busy}
         case "http" | "network" | "select" | "tasks":
             # A connection from a rank, or from its fork, to another rank is for their collectives: it is no request.
             kin = actor.pid in ranks or process.parent in ranks
