@@ -33,7 +33,7 @@ VOCAB = 128
 def build_model(
     hidden: int = 96, layers: int = 4, intermediate: int = 200, heads: int = 4, vocab: int = VOCAB, context: int = 1024
 ) -> Any:
-    """A Qwen2; as it comes of 0.36 M parameters."""
+    """Return a Qwen2 model with random weights. The default sizes give 0.36 M parameters."""
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=vocab,
@@ -109,7 +109,7 @@ def with_engine(engine: Core, work: Work) -> None:
 
 
 class Served:
-    """Serve the same model behind `clew serve`'s body, in a process of its own."""
+    """Server of a model in a process of its own: the function behind `clew serve`, and a client of it."""
 
     def __init__(self, model: Any, folder: Path, max_running: int) -> None:
         from tests.models import tiny_tokenizer
@@ -160,9 +160,9 @@ class Served:
 
 
 def race(contestants: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
-    """Median seconds of each, taking turns."""
+    """Return the median seconds of each contestant. They take turns."""
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    for _ in range(rounds + 1):
+    for _ in range(rounds + 1):  # the first round warms up, and does not count
         for name, run in contestants.items():
             start = time.perf_counter()
             run()
@@ -181,10 +181,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     rounds = parser.parse_args().rounds
-    plain, served = build_model(), build_model()
+    plain, in_engine = build_model(), build_model()  # the engine replaces the attention of the model that it is given
     for rows in (32, 128):
         work = fixed(rows, 64)
-        engine = EmbeddedEngine(served, None, max_running=rows)
+        engine = EmbeddedEngine(in_engine, None, max_running=rows)
         times = race(
             {
                 "generate": lambda work=work, rows=rows: with_generate(plain, work, rows),
@@ -197,7 +197,7 @@ def main() -> None:
         show(f"engine vs generate, fixed length, {rows} rows", times["generate"] / times["engine"], 1.2, rate)
         show(f"engine vs bare loop, fixed length, {rows} rows", times["bare"] / times["engine"], None, rate)
     work = varied(256)
-    engine = EmbeddedEngine(served, None, max_running=32)
+    engine = EmbeddedEngine(in_engine, None, max_running=32)
     times = race(
         {
             "generate": lambda: with_generate(plain, work, 32),

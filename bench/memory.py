@@ -10,6 +10,14 @@ PERIOD_S = 0.2
 COMMANDS = {"train": "supervisor", "learn": "trainer", "rollout": "rollout", "serve": "server"}
 
 
+def role_of(command: list[str]) -> str | None:
+    """Return the role of a process with this command line; None for one that is none of a run's."""
+    words = [word for word in command if word != "-P"]
+    if words[1:3] == ["-m", "clew"]:
+        return COMMANDS.get(words[3]) if len(words) > 3 else None
+    return "reward worker" if any("reward_worker" in word for word in words) else None
+
+
 class PeakMemory:
     """Watches a process and its descendants while the block runs."""
 
@@ -39,6 +47,5 @@ class PeakMemory:
                     command, mib = process.cmdline(), process.memory_info().rss / 2**20
                 except (psutil.NoSuchProcess, psutil.AccessDenied):
                     continue
-                role = COMMANDS.get(command[3]) if command[1:3] == ["-m", "clew"] else "reward worker"
-                if role:
+                if role := role_of(command):
                     self.mib[role] = max(self.mib.get(role, 0.0), mib)

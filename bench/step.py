@@ -49,7 +49,7 @@ launch: {{mode: inline}}
 
 
 def prepare(folder: Path, model: Any = None) -> None:
-    """Model, tokenizer (a token a character) and prompts of 16 characters."""
+    """Write the model, a tokenizer with one token for each character, prompts of 16 characters and configurations."""
     from tests.models import tiny_tokenizer
 
     (model or build_model()).save_pretrained(str(folder / "model"))
@@ -127,8 +127,13 @@ class Trl:
     """TRL's GRPOTrainer on the CPU, timed from the end of one step to the end of the next."""
 
     def __init__(self, folder: Path, *, gradient_checkpointing: bool, tokens: int, at_least: int | None) -> None:
-        """gradient_checkpointing: TRL's default is True, which computes the forward pass twice.   tokens: the most
-        that are generated; at_least: at least this many are, whatever the model says."""
+        """Build the trainer.
+
+        Args:
+            gradient_checkpointing: TRL's default is True, which computes the forward pass twice.
+            tokens: Maximum number of generated tokens.
+            at_least: Minimum number of generated tokens, even if the model would end earlier; None: no minimum.
+        """
         warnings.filterwarnings("ignore")
         from datasets import Dataset
         from transformers import TrainerCallback
@@ -198,21 +203,21 @@ class Race:
     record_ms: str = ""
 
     def ratio(self, over: str, under: str) -> float:
-        """The median over the rounds."""
+        """Return the median over the rounds of the time of `over` divided by that of `under`."""
         return statistics.median(a / b for a, b in zip(self.seconds[over], self.seconds[under], strict=True))
 
     def times(self, *names: str) -> str:
-        """Their medians."""
+        """Return the median seconds of a step of each contestant, as text."""
         return " / ".join(f"{1000 * statistics.median(self.seconds[name]):.0f} ms" for name in names)
 
 
 def race(config: Path, others: dict[str, Callable[[], float]], rounds: int, warm_up: int = WARM_UP) -> Race:
-    """Clew's own loop, as `clew train` with launch.mode=inline runs it; after each of its steps, one of each other's.
+    """Run Clew's loop as `clew train` with launch.mode=inline does; after each of its steps, call each of `others`.
 
-    Its step lasts from there to its next commit, publication and recording included.
+    A step of Clew lasts from the end of the others' steps to its next commit, publication and recording included.
     """
     import clew.loop.trainer_process
-    import clew.rollout.process  # everything that calls into clew/record/, before that is wrapped
+    import clew.rollout.process  # RecordClock wraps only what is imported already: import all callers of clew/record/
 
     record, seen = RecordClock(), Race()
     began = recorded = 0.0
@@ -265,8 +270,10 @@ def main(rounds: int = 9, *, trl: bool = True) -> None:
 
 
 def large() -> None:
-    """Print the share of recording in a step of a model of 100 M parameters: of few sequences, and of as many as above.
-    Digests of weights and gradients cost the same in both."""
+    """Print how much of a step recording takes for a model of 100 M parameters, for two sizes of the batch.
+
+    One batch is small, and one is as large as in `main`. Digests of weights and gradients cost the same in both.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare(folder, build_model(hidden=768, layers=16, intermediate=2048))
@@ -274,8 +281,8 @@ def large() -> None:
             as_above = YAML.format(folder=folder, tokens=64) + f'trial: "{prompts}"\n'
             (folder / "step.yaml").write_text(as_above.replace("batch_groups: 16", f"batch_groups: {prompts}"))
             seen = race(folder / "step.yaml", {}, rounds=1, warm_up=1)
-            name = f"time in record/ / step, 100 M parameters, {prompts} x {SAMPLES}"
-            show(name, seen.record_shares[0], "<= 1 %", seen.times("clew"), percent=True)
+            title = f"time in record/ / step, 100 M parameters, {prompts} x {SAMPLES}"
+            show(title, seen.record_shares[0], "<= 1 %", seen.times("clew"), percent=True)
             print(f"  record/, ms a step: {seen.record_ms}", flush=True)
 
 

@@ -23,7 +23,8 @@ __all__ = ["OPTIONS", "advantages", "advantages_batch_std", "loss"]
 OPTIONS = {
     "advantages": "group",
     "loss_mean": "sequence",  # 1/G sum_i 1/|o_i| sum_t
-    "kl_coef": 0.04,  # beta in section 4.2; the divergence is a term of the loss, by k3, which are the defaults
+    # eps is clip_low and clip_high, whose defaults are in clew/config_fields.py
+    "kl_coef": 0.04,  # beta in section 4.2. By default the divergence is a term of the loss, estimated by k3
 }
 
 

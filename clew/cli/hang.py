@@ -106,11 +106,11 @@ def _here(run: Path | None, pids: list[int] | None, job: str | None, *, once: bo
     """Return what is seen of a job on this machine; of the only one if none is named."""
     from clew.errors import ConfigError
     from clew.hang import jobs
-    from clew.hang.asking import with_tasks
     from clew.hang.examine import examine, processes_of_run, run_of
     from clew.hang.files import with_files
-    from clew.hang.machine import with_machine
+    from clew.hang.gpus_and_nccl import with_machine
     from clew.hang.proc import stat_of
+    from clew.hang.task_dumps import with_tasks
 
     run = run or run_of(pids or ())
     if run is not None:

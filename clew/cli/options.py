@@ -57,7 +57,7 @@ def run_path_of(run: Path, overrides: list[str] | None = None) -> Path:
 
 
 def open_run_of(config: Path, overrides: list[str] | None) -> tuple[Config, RunDirectory]:
-    """Return the configuration, once all that it names is known to exist, and its run directory, which is made."""
+    """Load the configuration, check that all that it names exists, and create its run directory. Return both."""
     from clew.launch.preflight import check_named
     from clew.record.run import RunDirectory
 

@@ -34,7 +34,7 @@ class Part:
     tokens: Mapping[str, np.ndarray]
     """[N] values of its trained tokens by name: position, pull, behaviour, advantage, … Only known ones."""
     finite: bool
-    """True if all numbers of its loss and gradient are finite; from the record alone, all its recorded numbers."""
+    """True if all numbers of its loss and gradient are finite; if only the record was read, all recorded numbers."""
     not_finite: str | None = None
     """Place where NaN or infinity first appeared when the sequence was computed alone."""
 
@@ -54,7 +54,8 @@ class Parts:
     without: Mapping[str, str]
     """Reason why a measure is not known, by the measure's name."""
     not_finite: str | None
-    """First recorded place with NaN or infinity; None if there is none: then parts say where they became not finite."""
+    """First recorded place with NaN or infinity; None if all that was recorded is finite. `Part.not_finite` then says
+    where NaN or infinity first appeared in the computation."""
 
 
 def parts_of(run: RunDirectory, step: int) -> Parts:
@@ -173,10 +174,10 @@ def _recorded(run: RunDirectory, step: int, why: str) -> Parts:
             ratio = np.exp(current - tokens["behaviour"])
             # -expm1(logprob) is 1 - probability, also where that is far below the rounding of 1
             pull = np.abs(tokens["advantage"] * ratio) * -np.expm1(np.minimum(current, 0)) / of_update
-        without = tokens["advantage"] == 0
+        untaught = tokens["advantage"] == 0  # where a ratio that is not finite would make the pull NaN
         if "rejected" in tokens:
-            without |= tokens["rejected"] != 0
-        tokens["pull"] = np.where(without, 0, pull)
+            untaught |= tokens["rejected"] != 0
+        tokens["pull"] = np.where(untaught, 0, pull)
         tokens |= _divergences(tokens, estimator)
         measures = {"pull": float(tokens["pull"].sum())}
         if "loss" in tokens:

@@ -91,6 +91,7 @@ def truncate(probs_RV: Tensor, top_k_R1: Tensor, top_p_R1: Tensor, min_p_R1: Ten
 
     The order is that of transformers. At least the likeliest token remains. `sorts`: some row uses top_k or top_p.
     """
+    # min_p can come first here: it compares with the likeliest token, which top_k and top_p always keep.
     kept = probs_RV >= min_p_R1 * probs_RV.amax(-1, keepdim=True)
     if sorts:
         ordered, order = probs_RV.sort(dim=-1, descending=True, stable=True)
@@ -104,8 +105,9 @@ def truncate(probs_RV: Tensor, top_k_R1: Tensor, top_p_R1: Tensor, min_p_R1: Ten
 
 
 def cumulative(values_RV: Tensor) -> Tensor:
-    """Return the sums of each row up to each place, also where torch was told to use deterministic kernels alone."""
-    # torch has none on CUDA for this and would raise. What is drawn is recorded, so a replay needs none either.
+    """Return the cumulative sums of each row. This also works if torch was told to use deterministic kernels only."""
+    # torch has no deterministic kernel for this on CUDA, and would raise. A replay takes the drawn tokens from the
+    # record, so it does not need one.
     if not torch.are_deterministic_algorithms_enabled():
         return values_RV.cumsum(-1)
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -132,7 +134,10 @@ class Drawn(NamedTuple):
     """Probabilities before truncation, 0 for tokens that it cut off; None if no row truncates."""
 
     def masks(self, rows: list[int]) -> list[Tensor]:
-        """Renormalise the logprobs of some rows over the tokens that they were drawn from; return these, row by row."""
+        """Return for each of `rows` the IDs that its token was drawn from, and renormalise its logprob over them.
+
+        This changes `logprobs_R` in place, so call it only once for a row.
+        """
         assert self.drawable_RV is not None, "a row that truncates"
         drawable_KV = self.drawable_RV[rows]
         self.logprobs_R[rows] -= drawable_KV.sum(-1).log()
@@ -159,6 +164,6 @@ def choose(logits_RV: Tensor, params: RowParams, uniforms_R: Tensor, banned_RV: 
     ids_R1 = torch.searchsorted(cdf_RV, uniforms_R.unsqueeze(1) * cdf_RV[:, -1:], right=True)
     if params.greedy is not None:
         ids_R1 = torch.where(params.greedy.unsqueeze(1), probs_RV.argmax(-1, keepdim=True), ids_R1)
-    ids_R1 = ids_R1.clamp_(max=logprobs_RV.shape[1] - 1)  # NaN logits
+    ids_R1 = ids_R1.clamp_(max=logprobs_RV.shape[1] - 1)  # with NaN logits, searchsorted returns V, which is no token
     logprobs_R = logprobs_RV.gather(1, ids_R1).squeeze(1)
     return Drawn(ids_R1.squeeze(1), logprobs_R, None if params.truncation is None else drawable_RV)

@@ -14,8 +14,8 @@ from dataclasses import replace
 import pytest
 
 from clew.hang.collect import describe
+from clew.hang.gpus_and_nccl import RAS_VARIABLE, parse_ras, with_ras
 from clew.hang.judge import judge
-from clew.hang.machine import RAS_VARIABLE, parse_ras, with_ras
 from clew.hang.observed import Launched, Process, Snapshot, snapshot_from
 from clew.hang.reduce import reduced, to_judge
 from tests.hangs.test_judge import judged, on_gpu, rank

@@ -34,7 +34,10 @@ def consume(run, version, groups):
 
 
 def drive(tmp_path, config, engine, versions, *, rows=ROWS, eval_rows=None):
-    """Be the trainer, inline: publish, wait for evaluation and batch, commit, for some versions. Returns the runner."""
+    """Run rollout inline, and do what the trainer does for each of `versions`. Return the runner.
+
+    The trainer publishes the version, waits for its evaluation and its batch, and commits the step.
+    """
     runner = runner_for(tmp_path, config, engine, rows=rows, eval_rows=eval_rows)
     run = RunDirectory(config.run_path)
 
@@ -50,13 +53,13 @@ def drive(tmp_path, config, engine, versions, *, rows=ROWS, eval_rows=None):
                     assert await runner.advance()
                 consume(run, version, sorted(run.inbox.names())[: config.rollout.batch_groups])
 
-    async def closed():
+    async def train_and_close():
         try:
             await trainer()
         finally:
             await runner.close()
 
-    asyncio.run(closed())
+    asyncio.run(train_and_close())
     return runner
 
 
@@ -112,7 +115,9 @@ def test_a_restarted_process_issues_the_lost_groups_again_and_no_others(tmp_path
 
     asyncio.run(killed_after(6))
     first = {name: table.column("input_ids") for name, table in run.inbox.scan().items()}
-    run.inbox.remove(["g000001", "g000004"])  # as if killed before these were filed
+    # As if it had been killed before g000001 and g000004 were filed. What was rejected of g000004 goes, because that
+    # group is made again; what was rejected of g000005 stays, because that group was filed.
+    run.inbox.remove(["g000001", "g000004"])
     (run.inbox.folder / ".g000004.arrows.77").write_bytes(b"half")
     run.reject("g000004.e0", [])
     run.reject("g000005.e1", [])
@@ -157,7 +162,7 @@ def test_admission_is_corrected_when_a_version_is_published_meanwhile(tmp_path):
 # Failure -------------------------------------------------------------------------------------------------------------
 
 
-def test_one_episode_in_a_hundred_fails_and_the_run_goes_on(tmp_path, caplog):
+def test_one_episode_in_twenty_fails_and_the_run_goes_on(tmp_path, caplog):
     config = config_for(
         tmp_path,
         rollout={"workflow": f"{CODE}.Faulty", "workflow_kwargs": {"every": 20}, "n_samples": 4},
@@ -179,6 +184,7 @@ def test_one_episode_in_a_hundred_fails_and_the_run_goes_on(tmp_path, caplog):
         assert row.error is not None and row.error.startswith("RuntimeError: tool") and "user_code.py" in row.error
 
 
+# The numbers of groups follow from the statistical test that clew/rollout/failures.py explains.
 @pytest.mark.parametrize(
     ("every", "counts"),
     [
@@ -378,7 +384,7 @@ def test_a_module_that_cannot_be_imported_is_told_with_its_line(tmp_path, monkey
         dotted.load("my_broken_rewards.always", "rollout.reward")
 
 
-def test_a_workflow_in_the_current_directory_is_found(tmp_path, monkeypatch):
+def test_a_reward_in_the_current_directory_is_found(tmp_path, monkeypatch):
     (tmp_path / "my_own_rewards.py").write_text("def always(completion, data):\n    return 1\n")
     monkeypatch.chdir(tmp_path)
     config = config_for(tmp_path, rollout={"reward": "my_own_rewards.always"})
@@ -416,7 +422,7 @@ def test_a_filter_that_rejects_everything_stops_the_run(tmp_path):
         drive(tmp_path, config, Scripted(), [0])
 
 
-def test_a_filter_that_rejects_everything_is_what_the_wait_says(tmp_path):
+def test_the_wait_says_that_the_filter_rejects_everything(tmp_path):
     rollout = {"drop_equal_rewards": True, "batch_groups": 2, "reward": f"{CODE}.patient"}
     config = config_for(tmp_path, rollout=rollout, **LOCAL)
     run, engine, seen = RunDirectory(config.run_path), Scripted(turns=5), []
@@ -448,7 +454,7 @@ def test_pass_at_k_by_hand():
     assert pass_at_k(4, 0, 4) == 0.0 and pass_at_k(4, 1, 4) == 1.0
 
 
-def test_evaluation_is_due_at_the_first_every_so_many_and_the_last(tmp_path):
+def test_evaluation_is_due_at_the_first_every_nth_and_the_last_version(tmp_path):
     config = config_for(tmp_path, eval={"path": "eval.jsonl", "every_steps": 3}, training={"steps": 8})
     assert [version for version in range(9) if config.evaluates(version)] == [0, 3, 6, 8]
     assert not config_for(tmp_path).evaluates(0)
@@ -529,8 +535,8 @@ def test_a_retry_that_does_not_fit_is_not_made_and_the_episode_is_kept(tmp_path,
     assert not rejected(run)
 
 
-def test_two_inline_runs_are_equal(tmp_path):
-    rows = []
+def test_two_inline_runs_consume_the_same_groups(tmp_path):
+    groups = []
     for trial in ("a", "b"):
         config = config_for(
             tmp_path / trial,
@@ -539,12 +545,12 @@ def test_two_inline_runs_are_equal(tmp_path):
         )
         drive(tmp_path / trial, config, Scripted(turns=5, abort_every=4), range(5), eval_rows=ROWS[:3])
         run = RunDirectory(config.run_path)
-        rows.append([json.loads(line)["groups"] for line in run.steps.index_path.read_text().splitlines()])
-    assert rows[0] == rows[1]
+        groups.append([json.loads(line)["groups"] for line in run.steps.index_path.read_text().splitlines()])
+    assert groups[0] == groups[1]
 
 
 def test_with_the_embedded_engine_two_inline_runs_are_equal_token_for_token(tmp_path):
-    """And every recorded logprob is that of the token, given exactly the tokens before it."""
+    """Check, too, that each recorded logprob is the model's own for that token after exactly the tokens before it."""
     import torch
 
     from clew.inference.embedded import build_engine

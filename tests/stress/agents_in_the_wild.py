@@ -39,7 +39,7 @@ PLANS: dict[str, str] = {}
 
 
 class PlanCache:
-    """A cache of what rows say, by their first word."""
+    """A cache of plans by the first word of the prompt: rows that begin alike get one another's plan."""
 
     async def run(self, data: dict, **given: Any) -> float:
         key = data["prompt"].split()[0]
@@ -64,8 +64,12 @@ class AnswerCache:
 LAST: list[str] = []
 
 
+# Not in FAULTY: test_where_it_asked_is_not_where_it_worked_after_that tests this one by itself.
 class AsksThenWorks:
-    """Agent that asks with what is everybody's; then a tool holds up the loop, so that it is mostly seen there."""
+    """Agent whose request holds prompts of other episodes, from a shared list. Then a tool blocks the event loop.
+
+    Samples of the stack mostly show the tool, so they mislead about the line that sent the request.
+    """
 
     async def run(self, data: dict, **given: Any) -> float:
         LAST.append(data["prompt"])
@@ -105,7 +109,7 @@ class HashShard:
 
 
 class WorkersTakeTurns:
-    """Workers are many, and one at a time does something."""
+    """Tool in many threads, of which a semaphore lets only one work at a time."""
 
     turn = threading.Semaphore(1)
 
@@ -119,7 +123,7 @@ class WorkersTakeTurns:
 
 
 class NeverTold:
-    """One in a dozen waits for an event that nobody sets."""
+    """Agent of which every twelfth episode waits for an event that nobody sets."""
 
     count = 0
 
@@ -133,7 +137,7 @@ class NeverTold:
 
 
 class LeaksConnections:
-    """A connection of its own to something that it talks to, and never hangs up."""
+    """Agent that opens a connection of its own in each episode, and never closes it."""
 
     open: list[socket.socket] = []  # noqa: RUF012
 
@@ -329,7 +333,7 @@ class SeedsAll:
 
 
 class GivesUpInCompany:
-    """A tool for one at a time, and no patience."""
+    """A tool that one episode at a time may use, under a time limit that is too short when several wait for it."""
 
     def __init__(self) -> None:
         self.tool = asyncio.Lock()
@@ -440,7 +444,7 @@ class Polls:
 
 
 class Hashes:
-    """Work for the processor, in threads that release the interpreter."""
+    """Computation in threads that release the GIL, so that it does not block the event loop."""
 
     async def run(self, data: dict, **given: Any) -> float:
         said = await ask(data["prompt"], **given)
@@ -487,7 +491,10 @@ FAULTY: dict[type, tuple[str, str]] = {
     SeedsAll: ("differs", ""),
     GivesUpInCompany: ("fails", "GivesUpInCompany.run"),
 }
-"""Finding for each agent, and the function in whose line it is."""
+"""Kind of the finding that the stress test has to make for each agent, and text that the finding's place must contain.
+
+That is the function with the fault. It is empty where no single line is at fault.
+"""
 
 SOUND: list[type] = [
     ClosesIdle,

@@ -28,7 +28,8 @@ MARKED = (
     "{% else %}{{ message['content'] }}{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 WITH_NEWLINES = CHAT_TEMPLATE.replace("<eos>", "<eos>\n")
-WITHOUT_END = CHAT_TEMPLATE.replace("<eos>", "{{ '\\n\\n' }}")
+WITHOUT_END = CHAT_TEMPLATE.replace("<eos>", "{{ '\\n\\n' }}")  # no token ends a turn
+# Shows the reasoning of the last message only, so that an earlier turn is rendered otherwise once another one follows.
 FORGETFUL = CHAT_TEMPLATE.replace(
     "{{ message['content'] }}",
     "{% if message.reasoning_content and loop.last %}({{ message.reasoning_content }}){% endif %}"

@@ -37,7 +37,7 @@ int32s = st.integers(-(2**31), 2**31 - 1)
 
 @st.composite
 def sequences(draw: st.DrawFn, name: str = "s") -> Sequence:
-    """Anything that a row can hold; but that no first token is trained on."""
+    """Draw a sequence with anything that a row can hold, except that its first token is never trained on."""
     length = draw(st.integers(0, 6))
 
     def aligned(dtype: type, elements: st.SearchStrategy) -> np.ndarray:
@@ -71,7 +71,7 @@ def sequences(draw: st.DrawFn, name: str = "s") -> Sequence:
 
 
 def bits(value: Any) -> Any:
-    """Equal where two values are the same, NaN and -0.0 included."""
+    """Return something that is equal for two values exactly if they have the same bits, NaN and -0.0 included."""
     if isinstance(value, np.ndarray):
         return value.dtype, value.tobytes()
     return np.float64(value).tobytes() if isinstance(value, float) else value
@@ -97,7 +97,10 @@ def test_a_batch_comes_back_as_it_went(
 
 
 def areals(path: Path, rows_: int = 4, **changes: Any) -> Path:
-    """Return a batch as AReaL's workflows make it, up to four rows of 2, 3, 4, 5 tokens, the first a prompt."""
+    """Write a batch as AReaL's workflows make it, and return its path: up to four rows, of 2, 3, 4 and 5 tokens.
+
+    The first token of each row is its prompt. `changes` replace entries; None removes one.
+    """
     lengths = torch.arange(2, 2 + rows_)
     attention_mask = torch.arange(5) < lengths[:, None]
     loss_mask = attention_mask.long()
@@ -129,13 +132,13 @@ def test_areals_batch_gets_names_and_defaults(tmp_path: Path) -> None:
 
 def test_rows_that_are_padded_on_the_left(tmp_path: Path) -> None:
     path = areals(tmp_path / "a.pt")
-    turned = {name: value.flip(1) for name, value in torch.load(path).items() if value.dim() == 2}
-    mask = turned["loss_mask"].flip(1)
-    for row, length in enumerate(range(2, 6)):  # the tokens themselves keep their order
-        for name in turned:
-            turned[name][row, 5 - length :] = torch.load(path)[name][row, :length]
-    assert not torch.equal(mask, turned["loss_mask"])
-    right, left = load_padded(path), load_padded(areals(tmp_path / "b.pt", **turned))
+    on_right = {name: value for name, value in torch.load(path).items() if value.dim() == 2}
+    on_left = {name: value.flip(1) for name, value in on_right.items()}  # this reverses the tokens, too
+    for row, length in enumerate(range(2, 6)):
+        for name, values in on_left.items():
+            values[row, 5 - length :] = on_right[name][row, :length]  # back in their order
+    assert not torch.equal(on_right["loss_mask"], on_left["loss_mask"])
+    right, left = load_padded(path), load_padded(areals(tmp_path / "b.pt", **on_left))
     assert all(same(a, b) for a, b in zip(right, left, strict=True))
 
 
@@ -178,7 +181,7 @@ def test_a_pickled_object_is_refused_and_not_executed(tmp_path: Path) -> None:
         ({"loss_mask": torch.ones(4, 5)}, r"batch\.pt: sequence 0 .* its first token is in loss_mask"),
     ],
 )
-def test_what_is_not_a_batch_is_said_so(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_what_is_not_a_batch_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(RecordError, match=message):
         load_padded(areals(tmp_path / "batch.pt", **changes))
 
@@ -255,7 +258,7 @@ def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
-    """Three steps."""
+    """Return a run with three recorded steps."""
     with Writer(tmp_path / "run") as writer:
         for step in range(3):
             batch = make_batch(groups=2, samples=2, seed=step, version=step)
@@ -311,17 +314,17 @@ def test_an_import_runs_nothing_that_a_repository_names(tmp_path: Path, monkeypa
     subprocess.run(["git", "-c", "core.fsmonitor=false", "add", "."], check=True)
     identity = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "core.fsmonitor=false")
     subprocess.run(["git", *identity, "commit", "-qm", "theirs"], check=True)
-    _git_revision()  # of a run that is trained here
+    _git_revision()  # what a training run in this folder asks git
     assert not (tmp_path / "was-run").exists()
     subprocess.run(["git", "config", "filter.theirs.clean", f"{theirs}/watch"], check=True)
     (theirs / ".gitattributes").touch()
     import_steps([path], tmp_path / "imported", None)
     assert not (tmp_path / "was-run").exists()
     subprocess.run(["git", "status"], check=True, capture_output=True)
-    assert (tmp_path / "was-run").exists()  # as it would have been
+    assert (tmp_path / "was-run").exists()  # plain git does run it, so the checks above can fail
 
 
-def test_a_parquet_file_is_a_steps_with_its_stages_beside(run: RunDirectory, tmp_path: Path) -> None:
+def test_an_exported_parquet_file_holds_a_step_and_its_stages(run: RunDirectory, tmp_path: Path) -> None:
     [file] = export_steps(run, "parquet", "1", tmp_path / "out")
     batch = run.steps.read_data(1)
     assert all(same(a, b) for a, b in zip(rows.from_table(rows.read_table(file)), batch, strict=True))

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from clew.asyncio_tasks import ASKING
-from clew.hang.asking import catches, with_tasks
 from clew.hang.observed import Process, Snapshot
+from clew.hang.task_dumps import catches, with_tasks
 from clew.waits import Reporter, waiting
 
 SCRIPT = """
@@ -107,4 +107,4 @@ def test_a_task_of_a_loop_in_another_thread_is_written_too(tmp_path: Path) -> No
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()
-    assert "of_the_gateway (test_asking.py:" in text and '"what": "a thing"' in text
+    assert "of_the_gateway (test_task_dumps.py:" in text and '"what": "a thing"' in text
