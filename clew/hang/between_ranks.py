@@ -85,6 +85,14 @@ def _other_groups(ranks: list[Actor]) -> Verdict | None:
     return replace(found, sites=sites, runner_up="different addresses or ports: the ranks have made groups before")
 
 
+def _new_members(actor: Actor) -> set[int]:
+    """Return the ranks of the group that a rank is making; none if its frames do not say."""
+    looks = reversed(actor.process.looks)  # not every look could read the locals
+    frames = (frame for look in looks for thread in look.threads for frame in thread.frames)
+    named = (frame.locals.get("ranks", "") for frame in frames if frame.name == "new_group")
+    return next(({int(each) for each in re.findall(r"\d+", text)} for text in named if re.search(r"\d", text)), set())
+
+
 def _new_name(actor: Actor) -> str:
     """Return the name of the group that a rank is making; "" if its frames do not say."""
     looks = reversed(actor.process.looks)  # not every look could read the locals
@@ -109,6 +117,8 @@ def initialisation(ranks: list[Actor]) -> Verdict | None:
         inside = [a for a in ranks if a.activity.kind == kind]
         outside = [a for a in ranks if a.activity.kind != kind and not a.dead]
         if inside and outside and not any(a.moving for a in outside):
+            if kind == "new_group" and (members := _new_members(inside[0])):
+                outside = [a for a in outside if a.rank in members] or outside  # those that the others wait for
             why = (
                 f"Ranks {names(inside)} are in {words}, which every rank has to call. Rank {names(outside)} is "
                 f"elsewhere: {outside[0].says}."
@@ -250,6 +260,9 @@ def cycle(culprits: list[Actor], waiters: list[Actor], sources: Mapping[str, str
     if len(kinds) == 2 and kinds == set(MESSAGES) and len(culprits) == 2 and (found := _other_shapes(culprits)):
         return found
     # Every rank receives before it sends, or the reverse.
+    if kinds == {"recv"} and (parted := _left_a_loop(culprits, sources)):
+        why = f"Every one of ranks {names(culprits)} receives, and none sends to it. {parted[1]} {told}"
+        return verdict_about("pipeline micro-batch mismatch", culprits, why, waiters, structural=True)
     if kinds <= set(MESSAGES):
         callers = _callers(culprits)
         told += "".join(f" Rank {rank} was called there by {f.function} at {_site(f)}." for rank, f in callers.items())
@@ -312,12 +325,11 @@ def _left_a_loop(ranks: Sequence[Actor], sources: Mapping[str, str]) -> tuple[li
     for level in zip(*(reversed(own_frames(a)) for a in ranks), strict=False):
         text = sources.get(level[0].file, "")
         loops = [outermost_loop(text, frame.line) for frame in level]
-        around = next((loop for loop in loops if loop is not None), None)
-        if around is not None and None in loops and all(loop in (None, around) for loop in loops):
-            past = [a for a, loop, f in zip(ranks, loops, level, strict=True) if not loop and f.line > around.lineno]
-            within = [a for a, loop in zip(ranks, loops, strict=True) if loop]
-            if len(past) + len(within) < len(ranks):
-                return None
+        around = min((loop for loop in loops if loop is not None), key=lambda loop: loop.lineno, default=None)
+        end = (around.end_lineno or around.lineno) if around is not None else 0
+        past = [a for a, frame in zip(ranks, level, strict=True) if frame.line > end]
+        within = [a for a, loop in zip(ranks, loops, strict=True) if around is not None and loop is around]
+        if around is not None and past and within and len(past) + len(within) == len(ranks):
             place = f"{PurePath(level[0].file).name}:{around.lineno}"
             told = f"Rank {names(past)} has left the loop at {place} in which rank {names(within)} still is."
             return (past if len(past) <= len(within) else within), told

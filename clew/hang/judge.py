@@ -121,8 +121,11 @@ def _is_server(actor: Actor) -> bool:
 
 
 def _serves_in_thread(actor: Actor, sources: Mapping[str, str]) -> bool:
-    """Return whether a thread serves, while the main thread is in a loop that only sleeps, and that nothing ends."""
+    """Return whether threads serve, while the main one sleeps in a loop that nothing ends, or waits for their end."""
     main = actor.threads[0]
+    stack = actor.process.main.frames if actor.process.main else ()
+    if any(frame.name == "wait_for_termination" and "grpc" in frame.file for frame in stack):
+        return True
     loop = loop_at(sources.get(main.file, ""), main.line)
     serving = any(frame.name == "serve_forever" for thread in actor.process.threads for frame in thread.frames)
     return serving and main.kind == "sleep" and loop is not None and goes_on_for_ever(loop)

@@ -552,17 +552,34 @@ def _waiting(sink: Sink) -> str:
 
 def _blocked(sink: Sink) -> Verdict | None:
     """Name the call in which the culprit is blocked."""
-    pattern, words = LOCAL[sink.act.kind][0], words_of(sink.act)
+    pattern = LOCAL[sink.act.kind][0]
+    mains = [t for t in sink.one.threads if t.thread == "MainThread" and t.kind in WAITS_INSIDE and t.site]
+    circle = "".join(f" Meanwhile the main thread {words_of(t)} at {t.site}: {t.text}." for t in mains)
     if sink.act.kind == "sleep" and not sink.blocked_ranks:
-        pattern = "external wait"
-    more = f" It and {len(sink.culprits) - 1} more wait for one another." if len(sink.culprits) > 1 else ""
-    why = f"{sink.one.process.label} {words} at {sink.act.site}: {sink.act.text}.{more}{_waiting(sink)}"
+        # A thread that asks again and again while the main one waits in the same process: they wait for one another.
+        pattern = "rollout blocked" if circle and sink.act.thread != "MainThread" else "external wait"
+    others = sink.culprits[1:]
+    more = f" Meanwhile {others[0].says}. They wait for one another." if others else ""
+    more += f" So do {len(others) - 1} more." if len(others) > 1 else ""
+    why = f"{sink.one.says}.{more}{_waiting(sink)}"
+    if sink.act.kind == "sleep":
+        why += _condition(sink) + (circle if pattern == "rollout blocked" else "")
     why += _asked(sink) or _beside(sink)
     confidence = "high" if sink.blocked_ranks else "medium"
     holders = lock_holders(sink.one, sink) if sink.act.kind == "lock" else {}
     why += "".join(f" {held}." for held in holders) or _left_locked(sink)
     found = verdict_about(pattern, sink.culprits, why, sink.waiters, confidence=confidence, cause=sink.act.kind)
     return found.at(*holders.values())
+
+
+def _condition(sink: Sink) -> str:
+    """Return words about the loop that sleeps and asks again: its condition, and who waits meanwhile."""
+    loop = loop_at(sink.sources.get(sink.act.file, ""), sink.act.line)
+    if not isinstance(loop, ast.While):
+        return ""
+    asks = "" if isinstance(loop.test, ast.Constant) else f" It asks again and again: while {ast.unparse(loop.test)}."
+    others = [a for a in sink.waiters if a.rank is None and a.activity.kind in TO_OTHERS and a.activity.site]
+    return asks + (f" Meanwhile {others[0].says}." if others else "")
 
 
 def _asked(sink: Sink) -> str:

@@ -74,6 +74,23 @@ def test_a_rank_that_waits_for_its_gpu_may_wait_for_the_others_and_is_never_call
     assert "computes at train.py:10" in judged(without).explanation
 
 
+def test_only_the_missing_members_of_a_new_group_are_at_fault() -> None:
+    making = [rank(n, 3, "new_group", world=4, ranks="[0, 1, 3]") for n in (0, 1)]
+    verdict = judged(*making, rank(2, 5, "all_reduce", world=4), rank(3, 5, "all_reduce", world=4))
+    assert (verdict.pattern, verdict.ranks) == ("initialisation", (3,))
+
+
+def test_ranks_that_all_receive_in_different_loops_expect_different_numbers_of_messages() -> None:
+    source = "for _ in range(n):\n    dist.recv(x, src=0)\nfor _ in range(n):\n    dist.recv(x, src=1)\n"
+
+    def receiving(number: int, line: int, src: int) -> Process:
+        return rank(number, line, "recv", src=f"{src}")
+
+    verdict = judge(Snapshot(processes=(receiving(0, 4, 1), receiving(1, 2, 0)), sources={"train.py": source}))
+    assert (verdict.pattern, verdict.ranks) == ("pipeline micro-batch mismatch", (0, 1))
+    assert "Rank 0 has left the loop at train.py:1 in which rank 1 still is" in verdict.explanation
+
+
 def test_a_job_that_has_ended_does_not_hang() -> None:
     def ended(number: int, code: str) -> Process:
         return replace(rank(number, 8, state="Z"), exit=f"with exit code {code}" if code else "")
