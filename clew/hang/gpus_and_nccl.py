@@ -21,6 +21,8 @@ RAS_ADDRESS = "localhost:28028"
 """Address at which NCCL 2.24 and later answers, unless RAS_VARIABLE names another."""
 RAS_VARIABLE = "NCCL_RAS_ADDR"
 RAS_LINES = 40
+LONGEST = 16_000_000
+"""Number of bytes of an answer that are read."""
 
 
 def with_machine(snapshot: Snapshot) -> Snapshot:
@@ -71,9 +73,10 @@ def _ask(address: str, request: bytes) -> str:
     """Return what RAS answers at host:port; "" if nothing listens."""
     host, _, port = address.rpartition(":")
     text = b""
-    with suppress(OSError, ValueError), socket.create_connection((host, int(port)), timeout=LIMIT_S) as connection:
+    where = (host.strip("[]"), int(port) if port.isdigit() else 0)
+    with suppress(OSError, OverflowError), socket.create_connection(where, timeout=LIMIT_S) as connection:
         connection.sendall(request)
-        while chunk := connection.recv(65536):
+        while len(text) < LONGEST and (chunk := connection.recv(65536)):
             text += chunk
     return text.decode(errors="replace")
 

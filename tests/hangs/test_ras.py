@@ -108,6 +108,13 @@ def test_an_answer_that_is_something_else_says_nothing(text) -> None:
     assert parse_ras(text) == ([], [])
 
 
+@pytest.mark.parametrize("address", ["", "nowhere", "localhost:", "localhost:99999", "[::1]:1", "localhost:http"])
+def test_an_address_at_which_nothing_can_listen_says_nothing(ranks, address) -> None:
+    environment = {**os.environ, RAS_VARIABLE: address}
+    ranks.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env=environment))
+    assert with_ras(Snapshot(processes=(describe(ranks[0].pid),))).machine == ()
+
+
 def test_a_pid_of_two_nodes_is_left_out(ranks) -> None:
     twice = ANSWER.replace("676", "%(pid)d")
     assert asked(twice, ranks).processes[0].launched == ()
