@@ -424,7 +424,8 @@ def receiver(text: str, line: int) -> str:
 
 def entered_at(text: str, line: int) -> str:
     """Return what a `with` enters that begins at this line, as text; "" if there is none."""
-    around = [each for each in source.enclosing(text, line) if isinstance(each, ast.With) and each.lineno == line]
+    blocks = [each for each in source.enclosing(text, line) if isinstance(each, (ast.With, ast.AsyncWith))]
+    around = [each for each in blocks if each.lineno == line]
     return ast.unparse(around[-1].items[0].context_expr) if around else ""
 
 

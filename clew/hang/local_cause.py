@@ -187,11 +187,12 @@ def _dead(sink: Sink) -> Verdict | None:
     dead = [a for a in sink.live if a.dead and a.role != "idle"]
     others = [*sink.culprits, *sink.waiters]
     if dead and sink.act.kind not in ("http", "network"):
-        why = f"{'. '.join(a.says for a in dead[:4])}. So nothing can end the wait of {sink.one.says}."
+        why = f"{'. '.join(a.says for a in dead[:4])}. So nothing can end this wait: {sink.one.says}."
         return verdict_about("dead", dead, why, others, cause="dead", structural=True)
     said = ended_inside(sink.one) or next((text for a in sink.live if (text := ended_children(a))), "")
     if said and not sink.one.process.waits and sink.act.kind not in ("http", "network", "process"):
-        why = f"{said} has ended, so nothing can end the wait of {sink.one.says}."
+        have = "have" if ", " in said else "has"
+        why = f"{said} {have} ended, so nothing can end this wait: {sink.one.says}."
         return verdict_about("dead", sink.culprits, why, others, cause="dead", structural=True)
     return None
 
@@ -566,7 +567,8 @@ def _blocked(sink: Sink) -> Verdict | None:
         why += _condition(sink) + (circle if pattern == "rollout blocked" else "")
     why += _asked(sink) or _beside(sink)
     confidence = "high" if sink.blocked_ranks else "medium"
-    holders = lock_holders(sink.one, sink) if sink.act.kind == "lock" else {}
+    locking = sink.act.kind == "lock" or (sink.act.task and sink.act.op == "acquire")
+    holders = lock_holders(sink.one, sink) if locking else {}
     why += "".join(f" {held}." for held in holders) or _left_locked(sink)
     found = verdict_about(pattern, sink.culprits, why, sink.waiters, confidence=confidence, cause=sink.act.kind)
     return found.at(*holders.values())
@@ -621,7 +623,7 @@ def lock_holders(actor: Actor, sink: Sink) -> dict[str, str]:
     for thread in actor.process.threads:
         for frame in (each for each in thread.frames if not installed(each.file)):
             text = sink.sources.get(frame.file, "")
-            for node in (each for each in enclosing(text, frame.line) if isinstance(each, ast.With)):
+            for node in (each for each in enclosing(text, frame.line) if isinstance(each, (ast.With, ast.AsyncWith))):
                 locks = [ast.unparse(item.context_expr) for item in node.items]
                 named = [lock for lock in locks if same_name(lock, sink.act.target)]
                 if not named or node.body[0].lineno > frame.line:
@@ -631,8 +633,9 @@ def lock_holders(actor: Actor, sink: Sink) -> dict[str, str]:
                 if does.thread == actor.activity.thread:
                     found[f"It has locked {place} itself"] = ""
                 else:
-                    words = f"{LOCAL.get(does.kind, ('', does.op))[1]} at {does.site}: {does.text}"
-                    found[f"Thread {thread.name} has locked {place}, and {words}"] = does.site
+                    words = f"{words_of(does)} at {does.site}: {does.text}"
+                    who = "The" if thread.task else "Thread"  # "task Task-3" is the name of a coroutine's
+                    found[f"{who} {thread.name} has locked {place}, and {words}"] = does.site
     return found
 
 
@@ -648,7 +651,8 @@ def _left_locked(sink: Sink) -> str:
     if sink.act.op not in ("with", "acquire") or not sink.act.target:
         return ""
     forked = sink.parent
-    said = f" No thread of {sink.one.process.label} is inside `with {sink.act.target}`."
+    who = "coroutine" if sink.act.task else "thread"
+    said = f" No {who} of {sink.one.process.label} is inside `with {sink.act.target}`."
     if forked is not None and forked.process.command == sink.one.process.command:
         return (
             f"{said} It was forked from {forked.process.label}, and a lock that another thread holds at that moment "
