@@ -69,7 +69,7 @@ LINES = {
     "cli": 1020,  # clew hang, on several nodes; clew sft and clew learn watch themselves
     "diagnose": 2600,
     "gateway": 4800,
-    "hang": 5730,  # reading memory; flight recorder, RAS, Ray; HTTP engines; files, locks; nodes, 100,000 ranks
+    "hang": 5780,  # reading memory; flight recorder, RAS, Ray; HTTP engines; files, locks; nodes, 100,000 ranks
     "inference": 5600,  # 3700 before vLLM and SGLang in training: clients, checks of updates, adapters, broadcasts
     "launch": 620,  # no_progress.py, also without clew train; several servers, and their devices
     "loop": 2600,  # sender.py: weights that are broadcast; servers that froze or refused are taken out in mid-update

@@ -23,7 +23,7 @@ RESTART = {
     "cleanup deadlock": "A restart will hang again if the hidden exception is raised again.",
     "initialisation": AGAIN,
     "same collective everywhere": MAYBE,
-    "dead": "A restart will end in the same way if what has ended does so again: read the log first.",
+    "dead": "A restart will end in the same way unless the cause is removed. Read the log of what has ended first.",
     "stopped": ONCE,
     "data loading": "A restart will hang again if the same sample is drawn.",
     "lock or I/O": MAYBE,

@@ -10,10 +10,10 @@ from math import prod
 from pathlib import PurePath
 
 from clew.hang.activity import DISTRIBUTED, Activity
-from clew.hang.collective_calls import parting
+from clew.hang.collective_calls import RAS, behind, parting
 from clew.hang.inside import installed
 from clew.hang.observed import Frame
-from clew.hang.source import outermost_loop
+from clew.hang.source import follows, outermost_loop
 from clew.hang.verdict import MESSAGES, Actor, Verdict, names, verdict_about
 from clew.hang.waits_for import key_of
 
@@ -69,9 +69,11 @@ def deviating(ranks: list[Actor], values: Mapping[int, object]) -> tuple[list[Ac
 
 
 def _other_groups(ranks: list[Actor]) -> Verdict | None:
-    """Judge ranks in new_group whose groups have different names: torch counts the calls of each rank."""
-    named = {a.pid: _new_name(a) for a in ranks}
-    if "" in named.values() or len(set(named.values())) < 2:
+    """Judge ranks in new_group whose groups have different names or ranks: torch counts the calls of each rank."""
+    named: dict[int, object] = {a.pid: _new_name(a) for a in ranks}
+    if len(set(named.values())) < 2:  # the same name, for other ranks
+        named = {a.pid: _new_ranks(a) for a in ranks}
+    if not all(named.values()) or len(set(named.values())) < 2:
         return None
     odd, said = deviating(ranks, named)
     odd = odd if len(odd) < len(ranks) else []
@@ -85,12 +87,13 @@ def _other_groups(ranks: list[Actor]) -> Verdict | None:
     return replace(found, sites=sites, runner_up="different addresses or ports: the ranks have made groups before")
 
 
-def _new_members(actor: Actor) -> set[int]:
-    """Return the ranks of the group that a rank is making; none if its frames do not say."""
+def _new_ranks(actor: Actor) -> tuple[int, ...]:
+    """Return the ranks of the group that a rank is making; () if its frames do not say."""
     looks = reversed(actor.process.looks)  # not every look could read the locals
-    frames = (frame for look in looks for thread in look.threads for frame in thread.frames)
-    named = (frame.locals.get("ranks", "") for frame in frames if frame.name == "new_group")
-    return next(({int(each) for each in re.findall(r"\d+", text)} for text in named if re.search(r"\d", text)), set())
+    frames = (f for look in looks for thread in look.threads for f in thread.frames if f.name == "new_group")
+    texts = (frame.locals.get("ranks", "") for frame in frames)
+    said = next((text for text in texts if re.fullmatch(r"[\[(]\d+(, \d+)*,?[\])]", text)), "")
+    return tuple(int(each) for each in re.findall(r"\d+", said))
 
 
 def _new_name(actor: Actor) -> str:
@@ -117,8 +120,9 @@ def initialisation(ranks: list[Actor]) -> Verdict | None:
         inside = [a for a in ranks if a.activity.kind == kind]
         outside = [a for a in ranks if a.activity.kind != kind and not a.dead]
         if inside and outside and not any(a.moving for a in outside):
-            if kind == "new_group" and (members := _new_members(inside[0])):
-                outside = [a for a in outside if a.rank in members] or outside  # those that the others wait for
+            made = [_new_ranks(a) for a in inside]
+            if kind == "new_group" and all(made):  # those that the others wait for
+                outside = [a for a in outside if a.rank in {rank for ranks in made for rank in ranks}] or outside
             why = (
                 f"Ranks {names(inside)} are in {words}, which every rank has to call. Rank {names(outside)} is "
                 f"elsewhere: {outside[0].says}."
@@ -142,10 +146,18 @@ def same_everywhere(ranks: list[Actor]) -> Verdict:
     if parted := parting(ranks):
         odd, told = parted
         why = f"All ranks are in {first.op} of group {first.group}, but they came there by different calls. {told}"
-        if all(a.activity.cleanup for a in ranks) and len(odd) < len(ranks):
-            why += f" Rank {names(odd)} came to its cleanup early, probably by an exception that is hidden until then."
-            return verdict_about("cleanup deadlock", odd, why, ranks, structural=True)
-        return verdict_about("collective mismatch", odd, why, ranks, structural=True)
+        late = behind(ranks)
+        if late and late[0] == odd and all(a.activity.cleanup in ("finally", "except") for a in ranks):
+            why += (
+                f" Rank {names(odd)} came to its cleanup early. An exception probably brought it there; it is shown "
+                f"only after the cleanup ends."
+            )
+            return verdict_about("cleanup deadlock", odd, why, ranks)
+        # RAS counts what hosts have launched, which may be ahead of a network that fails.
+        sure = RAS not in told
+        return verdict_about(
+            "collective mismatch", odd, why, ranks, structural=sure, confidence="high" if sure else "medium"
+        )
     drift = _drifted(ranks)
     if drift is not None:
         name, odd, values = drift
@@ -323,11 +335,13 @@ def _left_a_loop(ranks: Sequence[Actor], sources: Mapping[str, str]) -> tuple[li
     """Return the fewer ranks, of those behind a loop of the user's and those still in it, and words about them."""
     # From the outermost frame inwards, to the first in which some ranks are in a loop and the others are past it.
     for level in zip(*(reversed(own_frames(a)) for a in ranks), strict=False):
+        if len({(frame.file, frame.function) for frame in level}) > 1:
+            return None
         text = sources.get(level[0].file, "")
         loops = [outermost_loop(text, frame.line) for frame in level]
         around = min((loop for loop in loops if loop is not None), key=lambda loop: loop.lineno, default=None)
         end = (around.end_lineno or around.lineno) if around is not None else 0
-        past = [a for a, frame in zip(ranks, level, strict=True) if frame.line > end]
+        past = [a for a, f in zip(ranks, level, strict=True) if f.line > end and follows(text, end, f.line)]
         within = [a for a, loop in zip(ranks, loops, strict=True) if around is not None and loop is around]
         if around is not None and past and within and len(past) + len(within) == len(ranks):
             place = f"{PurePath(level[0].file).name}:{around.lineno}"

@@ -47,6 +47,14 @@ def ranges(numbers: Iterable[int]) -> str:
     return in_words(as_ranges(numbers))
 
 
+def by_value(texts: Iterable[tuple[int, str]]) -> str:
+    """Return texts, each after the numbers of the ranks that share it."""
+    shared: dict[str, list[int]] = {}
+    for rank, text in texts:
+        shared.setdefault(text, []).append(rank)
+    return "; ".join(f"rank {ranges(numbers)}: {text}" for text, numbers in shared.items())
+
+
 def in_words(pairs: Iterable[tuple[int, int]]) -> str:
     """Return ranges as text; a negative number is a pid."""
     said = []

@@ -5,14 +5,14 @@ A stack shows a line, but not which call of it a rank is in, nor by which calls 
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
-from clew.hang.classes import ranges
+from clew.hang.classes import by_value
 from clew.hang.observed import Call
 from clew.hang.verdict import Actor
 
-RAS = "NCCL's RAS says what the ranks of a communicator have launched:"
+RAS = "Collectives launched, as NCCL's RAS counts them, in communicator"
 
 
 def parting(ranks: Sequence[Actor]) -> tuple[list[Actor], str] | None:
@@ -36,40 +36,49 @@ def parting(ranks: Sequence[Actor]) -> tuple[list[Actor], str] | None:
 
 def _other_numbers(ranks: Sequence[Actor]) -> tuple[list[Actor], str] | None:
     """Return the ranks that have launched another number of collectives in a communicator of NCCL than most have."""
-    for members, counts in _communicators(ranks):
-        common, count = Counter(counts.values()).most_common(1)[0]
-        if count < len(members):
-            odd = [a for a in members if counts[a.pid] != common] if count > len(members) / 2 else members
-            return odd, f"{RAS} {_launched(members, counts)}."
-    return None
+    unequal = _unequal(ranks)
+    if len(unequal) != 1:
+        return behind(ranks)
+    members, counts, told = unequal[0]
+    common, count = Counter(counts.values()).most_common(1)[0]
+    return [a for a in members if counts[a.pid] != common] if count > len(members) / 2 else members, f"{told}."
 
 
 def behind(ranks: Sequence[Actor]) -> tuple[list[Actor], str] | None:
     """Return the ranks that have launched fewer collectives in a communicator of NCCL, and words; None if none has.
 
-    A rank that has launched more of one collective and fewer of another is not behind: it took another path.
+    A rank that has launched more of one collective and fewer of another is not behind: it took another path. One that
+    is ahead in another communicator waits there, so another rank is the cause.
     """
-    for members, counts in _communicators(ranks):
+    late, waiting, words = list[Actor](), set[int](), list[str]()
+    for members, counts, told in _unequal(ranks):
         furthest = max(counts.values(), key=lambda each: sum(number for _, number in each))
-        late = [a for a in members if counts[a.pid] != furthest]
-        ahead = any(n > dict(furthest).get(op, 0) for a in late for op, n in counts[a.pid])
-        if late and not ahead:
-            return late, f"{RAS} {_launched(members, counts)}."
-    return None
+        slower = [a for a in members if counts[a.pid] != furthest]
+        if any(n > dict(furthest).get(op, 0) for a in slower for op, n in counts[a.pid]):
+            return None
+        late += slower
+        waiting |= {a.pid for a in members if a not in slower}
+        words.append(f"{told}.")
+    blamed = [a for a in ranks if a in late and a.pid not in waiting]
+    return (blamed, " ".join(words)) if blamed else None
 
 
-def _communicators(ranks: Sequence[Actor]) -> Iterator[tuple[list[Actor], dict[int, tuple[tuple[str, int], ...]]]]:
-    """Yield the ranks of each communicator of NCCL of which all were seen, and their counts by pid."""
+def _unequal(ranks: Sequence[Actor]) -> list[tuple[list[Actor], dict[int, tuple[tuple[str, int], ...]], str]]:
+    """Return the communicators of NCCL of which all ranks were seen, and whose counts differ.
+
+    Returns:
+        Of each its ranks, their counts by pid, and both as text.
+    """
     every = [(a, each) for a in ranks for each in a.process.launched]
-    for communicator in dict.fromkeys(each.communicator for _, each in every):
-        inside = [(a, each) for a, each in every if each.communicator == communicator]
-        if len(inside) == inside[0][1].size > 1:
-            yield [a for a, _ in inside], {a.pid: each.counts for a, each in inside}
-
-
-def _launched(members: Sequence[Actor], counts: Mapping[int, tuple[tuple[str, int], ...]]) -> str:
-    said = {pid: ", ".join(f"{number} {op}" for op, number in each if number) or "none" for pid, each in counts.items()}
-    return _by_value(members, said)
+    found = []
+    for name in dict.fromkeys(each.communicator for _, each in every):
+        inside = [(a, each) for a, each in every if each.communicator == name]
+        counts = {a.pid: each.counts for a, each in inside}
+        if len(inside) == inside[0][1].size and len(set(counts.values())) > 1:
+            members = [a for a, _ in inside]
+            said = {pid: ", ".join(f"{n} {op}" for op, n in each if n) or "none" for pid, each in counts.items()}
+            found.append((members, counts, f"{RAS} {name}: {_by_value(members, said)}"))
+    return found
 
 
 def where(ranks: Sequence[Actor]) -> tuple[str, ...]:
@@ -80,7 +89,7 @@ def where(ranks: Sequence[Actor]) -> tuple[str, ...]:
         said = {pid: _where(call) for pid, call in newest.items()}
         told = _by_value([a for a in ranks if a.process.calls], said)
         lines.append(f"torch's flight record of group {group}: {told}")
-    lines += [f"{RAS} {_launched(members, counts)}" for members, counts in _communicators(ranks)]
+    lines += [told for _, _, told in _unequal(ranks)]
     return tuple(lines)
 
 
@@ -100,8 +109,4 @@ def _said(call: Call) -> str:
 
 def _by_value(ranks: Sequence[Actor], said: Mapping[int, str]) -> str:
     """Return texts, each after the ranks that share it."""
-    shared: dict[str, list[int]] = defaultdict(list)
-    for actor in ranks:
-        if actor.rank is not None:
-            shared[said[actor.pid]].append(actor.rank)
-    return "; ".join(f"rank {ranges(numbers)}: {text}" for text, numbers in shared.items())
+    return by_value((a.rank, said[a.pid]) for a in ranks if a.rank is not None)

@@ -7,13 +7,13 @@ import re
 import shutil
 import socket
 import subprocess
-from collections import defaultdict
-from collections.abc import Iterable
+import time
+from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
 
 from clew.hang import proc
-from clew.hang.classes import ranges
+from clew.hang.classes import by_value
 from clew.hang.observed import Launched, Snapshot
 
 LIMIT_S = 3.0
@@ -51,32 +51,35 @@ def with_ras(snapshot: Snapshot) -> Snapshot:
 
     The answer covers the whole job, and names processes by pid. A pid that occurs on two nodes is left out.
     """
-    addresses = dict.fromkeys(
-        proc.environment_of(each.pid).get(RAS_VARIABLE, RAS_ADDRESS) for each in snapshot.processes
-    )
-    lines = list[str]()
-    launched: dict[int, list[Launched]] = defaultdict(list)
-    for address in addresses:
-        said, found = parse_ras(_ask(address, b"set format json\nverbose status\n"))
-        lines += said or _ask(address, b"verbose status\n").splitlines()[:RAS_LINES]  # NCCL before 2.28 knows no JSON
+    environments = [proc.environment_of(each.pid) for each in snapshot.processes]
+    lines, launched = list[str](), dict[int, dict[str, Launched]]()
+    for address in dict.fromkeys(each.get(RAS_VARIABLE, RAS_ADDRESS) for each in environments):
+        answer = _ask(address, b"set format json\nverbose status\n")
+        said, found = parse_ras(answer)
+        if answer and not said:  # NCCL before 2.28 knows no JSON
+            said = _ask(address, b"verbose status\n").splitlines()
+        lines += said
+        pids = Counter((pid, each.communicator) for pid, each in found)
         for pid, each in found:
-            launched[pid].append(each)
-    unique = {
-        pid: tuple(each) for pid, each in launched.items() if len({one.communicator for one in each}) == len(each)
-    }
-    processes = tuple(replace(each, launched=unique.get(each.pid, ())) for each in snapshot.processes)
-    told = tuple(f"NCCL: {line}" for line in lines if line.strip())
+            if pids[pid, each.communicator] == 1:
+                launched.setdefault(pid, {})[each.communicator] = each
+    # RAS has a process's pid as the process itself sees it, in a container too.
+    of = {each.pid: launched.get(proc.pid_within(each.pid), {}) for each in snapshot.processes}
+    processes = tuple(replace(each, launched=tuple(of[each.pid].values())) for each in snapshot.processes)
+    told = tuple(f"NCCL: {line}" for line in [line for line in dict.fromkeys(lines) if line.strip()][:RAS_LINES])
     return replace(snapshot, processes=processes, machine=(*snapshot.machine, *told))
 
 
 def _ask(address: str, request: bytes) -> str:
-    """Return what RAS answers at host:port; "" if nothing listens."""
+    """Return what RAS answers at host:port; "" if nothing listens, or it answers too slowly."""
     host, _, port = address.rpartition(":")
-    text = b""
-    where = (host.strip("[]"), int(port) if port.isdigit() else 0)
-    with suppress(OSError, OverflowError), socket.create_connection(where, timeout=LIMIT_S) as connection:
+    text, until = b"", time.monotonic() + LIMIT_S
+    with (
+        suppress(OSError, OverflowError, ValueError),
+        socket.create_connection((host.strip("[]"), int(port[:5])), timeout=LIMIT_S) as connection,
+    ):
         connection.sendall(request)
-        while len(text) < LONGEST and (chunk := connection.recv(65536)):
+        while len(text) < LONGEST and time.monotonic() < until and (chunk := connection.recv(65536)):
             text += chunk
     return text.decode(errors="replace")
 
@@ -88,26 +91,18 @@ def parse_ras(text: str) -> tuple[list[str], list[tuple[int, Launched]]]:
     """
     # NCCL 2.28 forgets the comma before the state of a rank that does not answer.
     text = re.sub(r'(\d)(\s*"status")', r"\1,\2", text[text.find("{") :])
-    lines = list[str]()
-    found = list[tuple[int, Launched]]()
-    with suppress(ValueError, KeyError, TypeError, AttributeError):
-        answer = json.loads(text)
-        for one in answer["communicators"]:
-            ranks = [(each["rank"], each["pid"], each["collective_counts"]) for each in one["ranks"]]
-            for _, pid, counts in ranks:
-                each = Launched(communicator=one["hash"], size=one["size"], counts=tuple(sorted(counts.items())))
-                found.append((pid, each))
-            names = dict.fromkeys(name for _, _, counts in ranks for name, number in counts.items() if number)
-            said = [f"{name} {_by_number((rank, counts[name]) for rank, _, counts in ranks)}" for name in names]
-            said += [f"rank {each['rank']} (pid {each['pid']}) does not answer" for each in one["missing_ranks"]]
-            lines.append(f"communicator {one['hash']} of {one['size']} ranks: {'; '.join(said) or 'nothing launched'}")
-        return lines, found
-    return [], []
-
-
-def _by_number(ranks: Iterable[tuple[int, int]]) -> str:
-    """Return numbers as text, each with the ranks that share it."""
-    shared: dict[int, list[int]] = defaultdict(list)
-    for rank, number in ranks:
-        shared[number].append(rank)
-    return ", ".join(f"{number} on rank {ranges(each)}" for number, each in shared.items())
+    lines, launched = list[str](), list[tuple[int, Launched]]()
+    try:
+        for one in json.loads(text)["communicators"]:
+            name, size = str(one["hash"]), int(one["size"])
+            counts = {int(r["rank"]): {op: int(n) for op, n in r["collective_counts"].items()} for r in one["ranks"]}
+            for rank in one["ranks"]:
+                each = tuple(sorted(counts[int(rank["rank"])].items()))
+                launched.append((int(rank["pid"]), Launched(communicator=name, size=size, counts=each)))
+            ops = dict.fromkeys(op for each in counts.values() for op, number in each.items() if number)
+            said = [f"{op}: {by_value((rank, str(each[op])) for rank, each in counts.items())}" for op in ops]
+            said += [f"rank {int(r['rank'])} (pid {int(r['pid'])}) does not answer" for r in one["missing_ranks"]]
+            lines.append(f"communicator {name} of {size} ranks: {', '.join(said) or 'nothing launched'}")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return [], []
+    return lines, launched

@@ -107,7 +107,9 @@ def tasks(memory: Memory) -> Iterator[Thread]:
 def coroutine_frames(memory: Memory, address: int) -> list[Frame]:
     """Return the frames of a suspended coroutine, the innermost first."""
     place, found = memory.layout["frame"], list[Frame]()
-    while len(found) < DEEPEST:
+    for _ in range(3 * DEEPEST):  # with the objects between two frames
+        if not address or len(found) == DEEPEST:
+            break
         kind = memory.type_name(address)
         if kind == "coroutine" and "cython" in memory.full_type_name(address):  # as around the methods of Ray's actors
             address = memory.word(address + CYTHON_AWAITS)
@@ -124,8 +126,6 @@ def coroutine_frames(memory: Memory, address: int) -> list[Frame]:
             return []
         found.append(_frame(memory, address))
         address = memory.word(address + place["locals"] + 8 * (top - 1))  # it awaits what is on top of its stack
-        if not address:
-            break
     return found[::-1]
 
 

@@ -10,6 +10,7 @@ from clew.hang.advice import with_advice
 from clew.hang.between_ranks import cycle, initialisation, missing_ranks, same_everywhere, two_threads
 from clew.hang.collective_calls import where
 from clew.hang.graph import reachable, sinks
+from clew.hang.inside import installed
 from clew.hang.local_cause import Sink, device, ended_inside, local_cause, locked_file, refuses
 from clew.hang.observed import Snapshot
 from clew.hang.progress import cpu_share, pace, recent
@@ -31,8 +32,8 @@ def judge(snapshot: Snapshot) -> Verdict:
     of waits: they are simpler facts, from which the waits of other processes follow.
     """
     actors = actors_of(snapshot)
-    if ended := _all_ended(actors):
-        return ended
+    if not (snapshot.unseen or snapshot.alike) and (ended := _all_ended(actors)):
+        return _hedged(ended, snapshot, [])
     live = [actor for actor in actors if actor.role not in ("launcher", "idle") and not _waited_for(actor, actors)]
     ranks = [actor for actor in live if actor.rank is not None]
     if not [actor for actor in live if actor.threads or actor.dead or actor.stopped]:
@@ -66,7 +67,7 @@ def _all_ended(actors: list[Actor]) -> Verdict | None:
     told = ", ".join(a.says for a in actors[:4])
     if codes == {"0"}:
         return verdict_about("healthy", [], f"{told}. Nothing of this job is left, so nothing hangs.", actors)
-    why = f"{told}. Nothing of this job is left, and how it ended cannot be read any more: look into its log."
+    why = f"{told}. Nothing of this job is left. Its exit code can no longer be read, so look into its log."
     return verdict_about("undetermined", [], why, actors, confidence="none")
 
 
@@ -106,7 +107,7 @@ def _mains(live: list[Actor], ranks: list[Actor]) -> list[Actor]:
     pids = {a.pid for a in workers}
     roots = [a for a in workers if a.process.parent not in pids]
     # A main process that only waits for its children shows no progress of its own: look at the children instead.
-    while len(roots) < len(workers) and roots and all(_supervises(a, workers) for a in roots):
+    while len(roots) < len(workers) and roots and all(_supervises(a, workers) and not a.moving for a in roots):
         parents = {a.pid for a in roots}
         roots = [a for a in workers if a.process.parent in parents]
     return roots or workers
@@ -121,11 +122,11 @@ def _is_server(actor: Actor) -> bool:
 
 
 def _serves_in_thread(actor: Actor, sources: Mapping[str, str]) -> bool:
-    """Return whether threads serve, while the main one sleeps in a loop that nothing ends, or waits for their end."""
-    main = actor.threads[0]
-    stack = actor.process.main.frames if actor.process.main else ()
+    """Return whether a process only serves: its main thread waits for gRPC's server to end, or sleeps in an endless
+    loop beside a thread that serves."""
+    main, stack = actor.threads[0], actor.process.main.frames if actor.process.main else ()
     if any(frame.name == "wait_for_termination" and "grpc" in frame.file for frame in stack):
-        return True
+        return not any(t.file and not installed(t.file) and not t.heartbeat for t in actor.threads[1:])
     loop = loop_at(sources.get(main.file, ""), main.line)
     serving = any(frame.name == "serve_forever" for thread in actor.process.threads for frame in thread.frames)
     return serving and main.kind == "sleep" and loop is not None and goes_on_for_ever(loop)

@@ -201,6 +201,10 @@ def _unscheduled(sink: Sink) -> Verdict | None:
     """Find a wait for a result of Ray while none of its actors and tasks that were seen runs anything."""
     if sink.act.kind != "ray" or sink.one.moving or len(sink.culprits) > 1:
         return None
+    if not any("ray::" in word for each in sink.snapshot.processes for word in each.command[:1]):
+        why = f"{sink.one.says}. No actor or task of Ray was seen. If Ray was started before this program, name their "
+        why += "processes with --pid."
+        return verdict_about("undetermined", [], why, sink.live, confidence="low", next="pgrep -f ray::")
     why = (
         f"{sink.one.says}. None of the actors and tasks that were seen runs: Ray may not have started the one that is "
         f"awaited, because it needs more CPUs, GPUs or memory than are free, or it is on another node."
@@ -459,11 +463,11 @@ def device(sink: Sink) -> Verdict | None:
         return None
     ranks = [a for a in sink.live if a.rank is not None]
     inside = [a for a in ranks if a.activity.kind in ("device", *DISTRIBUTED)]
-    late = behind(inside)
-    there = {a.activity.site for a in inside if late and a not in late[0]}
-    if late and all(a.activity.kind == "device" and a.activity.site not in there for a in late[0]):
-        why = f"{late[0][0].says}, and the others wait for it in NCCL. {late[1]}"
-        return verdict_about("missing rank", late[0], why, ranks, cause="device", confidence="medium")
+    late, told = behind(inside) or ([], "")
+    there = {a.activity.site for a in inside if a not in late}
+    if late and all(a.activity.kind == "device" and a.activity.site not in there for a in late):
+        why = f"{late[0].says}, and the others wait for it in NCCL. {told}"
+        return verdict_about("missing rank", late, why, ranks, cause="device", confidence="medium")
     if parted := parting(inside):
         why = f"The ranks wait for their GPUs, which wait for one another in NCCL. {parted[1]}"
         return verdict_about("collective mismatch", parted[0], why, ranks, cause="device", confidence="medium")
@@ -558,10 +562,11 @@ def _blocked(sink: Sink) -> Verdict | None:
     circle = "".join(f" Meanwhile the main thread {words_of(t)} at {t.site}: {t.text}." for t in mains)
     if sink.act.kind == "sleep" and not sink.blocked_ranks:
         # A thread that asks again and again while the main one waits in the same process: they wait for one another.
-        pattern = "rollout blocked" if circle and sink.act.thread != "MainThread" else "external wait"
+        inside = sink.act.thread != "MainThread" and not sink.one.process.peers
+        pattern = "rollout blocked" if circle and inside else "external wait"
     others = sink.culprits[1:]
     more = f" Meanwhile {others[0].says}. They wait for one another." if others else ""
-    more += f" So do {len(others) - 1} more." if len(others) > 1 else ""
+    more += f" So do others, {len(others) - 1} in number." if len(others) > 1 else ""
     why = f"{sink.one.says}.{more}{_waiting(sink)}"
     if sink.act.kind == "sleep":
         why += _condition(sink) + (circle if pattern == "rollout blocked" else "")
@@ -579,7 +584,7 @@ def _condition(sink: Sink) -> str:
     loop = loop_at(sink.sources.get(sink.act.file, ""), sink.act.line)
     if not isinstance(loop, ast.While):
         return ""
-    asks = "" if isinstance(loop.test, ast.Constant) else f" It asks again and again: while {ast.unparse(loop.test)}."
+    asks = "" if isinstance(loop.test, ast.Constant) else f" It sleeps and asks again while {ast.unparse(loop.test)}."
     others = [a for a in sink.waiters if a.rank is None and a.activity.kind in TO_OTHERS and a.activity.site]
     return asks + (f" Meanwhile {others[0].says}." if others else "")
 

@@ -95,7 +95,7 @@ def _counters(look: Look, process: Process, sources: Mapping[str, str]) -> dict[
             text = sources.get(frame.file, "")
             loop = source.outermost_loop(text, frame.line)
             skipped = polling_counters(text, frame.line) if text else set()
-            until = deadlines(text, frame.line) if text else set()
+            until = deadlines(text, frame.line) if text and busy(process) else set()
             # A counter that goes back and forth in a `while`, or in a `for` that calls nothing, shows no progress: it
             # is marked with ~. So is one in a function that such a loop calls, if there is nothing but Python to run.
             spins = isinstance(loop, ast.For) and not source.calls_of(loop)
@@ -258,7 +258,8 @@ def _goes_through_collectives(process: Process, every: Sequence[Activity], woken
 
 def _waits_in_loop(process: Process, every: Sequence[Activity], sources: Mapping[str, str]) -> bool:
     """Return whether a loop waits, and does not poll: it passes through its call each time that it is woken up."""
-    if not every or every[-1].idle_loop or any(each.kind in ("compute", "unknown") for each in every):
+    # Ray itself wakes up a thread in ray.get every second.
+    if not every or every[-1].idle_loop or any(each.kind in ("compute", "unknown", "ray") for each in every):
         return False
     asks = has_limit(process) or in_polling_loop(process, sources) or every[-1].op in DATABASE
     asks = asks or any("/filelock/" in frame.file for thread in _mains_of(process) for frame in thread.frames)

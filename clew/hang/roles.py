@@ -125,7 +125,7 @@ def with_ranks(processes: Sequence[Process], sources: Mapping[str, str]) -> list
 
 
 def with_drivers(processes: Sequence[Process]) -> list[Process]:
-    """Return the processes, those that Ray's raylet has started as children of the program that has started Ray."""
+    """Return the processes. Those that Ray's raylet started become children of the program that started Ray."""
     raylets = {each.pid: each.parent for each in processes if each.command[:1] and each.command[0].endswith("/raylet")}
     return [replace(each, parent=raylets.get(each.parent, each.parent)) for each in processes]
 

@@ -17,7 +17,7 @@ CLEANUP_NAMES = re.compile(
     r"clean|teardown|tear_down|shutdown|shut_down|finali[sz]e|close|__exit__|__del__|destroy|atexit", re.I
 )
 POLLS = re.compile(
-    r"(^|\.)(sleep|time|monotonic|perf_counter|get|get_nowait|remote|exists|is_file|isfile|isdir|is_dir|empty|qsize|is_set|"
+    r"(^|\.)(sleep|time|monotonic|perf_counter|get|get_nowait|exists|is_file|isfile|isdir|is_dir|empty|qsize|is_set|"
     r"wait|print|info|warning|debug|error|urlopen|read|read_text|open|json|load|loads|poll|is_alive|len|acquire|glob|stat|"
     r"getsize|getmtime|listdir|scandir|iterdir|flush|check|test|join|int|str|float|max|min|any|all|list|sorted|append|"
     r"done|locked|strip|split|endswith|startswith|format|round|getpid)$"
@@ -151,6 +151,18 @@ def goes_on_for_ever(loop: ast.AST) -> bool:
     return endless and not any(isinstance(node, (ast.Break, ast.Return, ast.Raise)) for node in ast.walk(loop))
 
 
+def follows(text: str, line: int, later: int) -> bool:
+    """Return whether a program can go from one line on to a later one: not from one branch of an `if` to another."""
+    for node in enclosing(text, line):
+        branches = [node.body, node.orelse] if isinstance(node, ast.If) else []
+        branches = [case.body for case in node.cases] if isinstance(node, ast.Match) else branches
+        here = [branch for branch in branches if branch and branch[0].lineno <= line <= (branch[-1].end_lineno or line)]
+        inside = (node.end_lineno or line) >= later
+        if here and inside and not here[0][0].lineno <= later <= (here[0][-1].end_lineno or later):
+            return False
+    return True
+
+
 def outermost_loop(text: str, line: int) -> ast.While | ast.For | ast.AsyncFor | None:
     """Return the outermost loop around a line, within its function."""
     outer: ast.While | ast.For | ast.AsyncFor | None = None
@@ -191,7 +203,10 @@ def polls(loop: ast.AST, text: str, depth: int = 2, also: re.Pattern[str] | None
             return False
     if not names:
         return False
+    sleeps = any(name.endswith("sleep") for name in names)
     for name in names:
+        if sleeps and name.endswith(".remote"):  # a method of an actor of Ray: without a sleep, the loop may be the job
+            continue
         if POLLS.search(name) or (also is not None and also.search(name)):
             continue
         function = function_named(text, name.rpartition(".")[2])

@@ -84,7 +84,7 @@ def _could_end(actor: Actor, live: Sequence[Actor], listening: Mapping[int, Acto
         case "ray":  # actors and tasks that run a method that this line calls; if it names none of them, all that run
             busy = [a for a in live if a is not actor and a.process.command[:1] and "ray::" in a.process.command[0]]
             called = re.findall(r"(\w+)\.remote\(", actor.activity.text)
-            running = [a for a in busy if a.process.command[0].strip().rpartition(".")[2] in called]
+            running = [a for a in busy if re.split(r"::|\.", a.process.command[0].strip())[-1] in called]
             return named | {a.pid for a in running or busy}
         case "http" | "network" | "select" | "tasks":
             # A connection from a rank, or from its fork, to another rank is for their collectives: it is no request.

@@ -78,6 +78,8 @@ def test_only_the_missing_members_of_a_new_group_are_at_fault() -> None:
     making = [rank(n, 3, "new_group", world=4, ranks="[0, 1, 3]") for n in (0, 1)]
     verdict = judged(*making, rank(2, 5, "all_reduce", world=4), rank(3, 5, "all_reduce", world=4))
     assert (verdict.pattern, verdict.ranks) == ("initialisation", (3,))
+    unknown = [rank(n, 3, "new_group", world=4, ranks="<range at 0x7f3c12>") for n in (0, 1)]
+    assert judged(*unknown, rank(2, 5, "all_reduce", world=4), rank(3, 5, "all_reduce", world=4)).ranks == (2, 3)
 
 
 def test_ranks_that_all_receive_in_different_loops_expect_different_numbers_of_messages() -> None:
@@ -86,6 +88,10 @@ def test_ranks_that_all_receive_in_different_loops_expect_different_numbers_of_m
     def receiving(number: int, line: int, src: int) -> Process:
         return rank(number, line, "recv", src=f"{src}")
 
+    branches = "if rank == 0:\n    for _ in range(n):\n        dist.recv(x, 1)\nelse:\n    for _ in range(n):\n        "
+    branches += "dist.recv(x, 0)\n"
+    apart = judge(Snapshot(processes=(receiving(0, 3, 1), receiving(1, 6, 0)), sources={"train.py": branches}))
+    assert apart.pattern == "send/receive cycle"  # no rank has left a loop: each is in its own branch
     verdict = judge(Snapshot(processes=(receiving(0, 4, 1), receiving(1, 2, 0)), sources={"train.py": source}))
     assert (verdict.pattern, verdict.ranks) == ("pipeline micro-batch mismatch", (0, 1))
     assert "Rank 0 has left the loop at train.py:1 in which rank 1 still is" in verdict.explanation
@@ -99,6 +105,8 @@ def test_a_job_that_has_ended_does_not_hang() -> None:
     assert (judged(ended(0, ""), ended(1, "0")).pattern, judged(ended(0, "")).exit_code) == ("undetermined", 3)
     assert (judged(ended(0, "0"), ended(1, "1")).pattern, judged(ended(0, "1")).exit_code) == ("dead", 1)
     assert judged(rank(0, 5, "all_reduce"), ended(1, "0")).pattern == "dead"
+    half = Snapshot(processes=(ended(0, "0"), ended(1, "0")), unseen=(2, 3), notes=("node2 did not answer",))
+    assert judge(half).pattern != "healthy" and judge(half).notes == half.notes
 
 
 def test_a_loop_whose_deadline_moves_is_slow_and_one_that_computes_past_it_is_not() -> None:

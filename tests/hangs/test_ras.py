@@ -94,7 +94,7 @@ def test_ras_is_asked_where_a_rank_has_it_listen(ranks) -> None:
     launched = Launched(communicator="0xbb5f7baff6567995", size=3, counts=(("AllReduce", 102), ("Broadcast", 0)))
     assert seen.processes[0].launched == (launched,)
     (line,) = seen.machine
-    assert "AllReduce 102 on rank 0, 4 on rank 1; rank 2 (pid 697) does not answer" in line
+    assert "AllReduce: rank 0: 102; rank 1: 4, rank 2 (pid 697) does not answer" in line
 
 
 def test_a_nccl_that_knows_no_json_is_shown_as_it_answers(ranks) -> None:
@@ -103,16 +103,31 @@ def test_a_nccl_that_knows_no_json_is_shown_as_it_answers(ranks) -> None:
     assert seen.processes[0].launched == ()
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"communicators": [{"hash": 1}]}', '{"communicators": 7}'])
+ODD = ['{"communicators": [{"hash": 1}]}', '{"communicators": 7}', ANSWER.replace("102", "null"), '{"a":' * 100_000]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", *ODD], ids=range(8))
 def test_an_answer_that_is_something_else_says_nothing(text) -> None:
     assert parse_ras(text) == ([], [])
 
 
-@pytest.mark.parametrize("address", ["", "nowhere", "localhost:", "localhost:99999", "[::1]:1", "localhost:http"])
+@pytest.mark.parametrize("address", ["", "nowhere", "localhost:", "localhost:99999", "[::1]:1", "localhost:²", "..:1"])
 def test_an_address_at_which_nothing_can_listen_says_nothing(ranks, address) -> None:
     environment = {**os.environ, RAS_VARIABLE: address}
     ranks.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env=environment))
     assert with_ras(Snapshot(processes=(describe(ranks[0].pid),))).machine == ()
+
+
+def test_two_names_of_one_listener_are_asked_once_each_and_counted_once(ranks) -> None:
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), _Ras) as server:
+        for host in ("localhost", "127.0.0.1"):
+            environment = {**os.environ, RAS_VARIABLE: f"{host}:{server.server_address[1]}"}
+            ranks.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env=environment))
+        server.answer = ANSWER.replace("%(pid)d", str(ranks[0].pid))  # type: ignore[attr-defined]
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        seen = with_ras(Snapshot(processes=tuple(describe(each.pid) for each in ranks)))
+        server.shutdown()
+    assert [len(each.launched) for each in seen.processes] == [1, 0] and len(seen.machine) == 1
 
 
 def test_a_pid_of_two_nodes_is_left_out(ranks) -> None:
@@ -132,10 +147,25 @@ def test_a_rank_that_came_to_the_barrier_by_fewer_calls_is_at_fault() -> None:
     assert judged(*ranks[:2], replace(ranks[2], launched=())).pattern == "same collective everywhere"  # not all seen
 
 
-def test_a_rank_that_came_to_its_cleanup_by_fewer_calls_is_in_a_cleanup_deadlock() -> None:
-    ranks = [launched(rank(n, 15, "barrier", world=3), AllReduce=4 if n == 1 else 102) for n in range(3)]
+@pytest.mark.parametrize(("line", "counts", "pattern", "odd"), [
+    (15, (102, 4, 102), "cleanup deadlock", (1,)),
+    (15, (4, 4, 102), "collective mismatch", (2,)),  # the one that is ahead has not failed
+    (9, (102, 4, 102), "collective mismatch", (1,)),
+])  # fmt: skip
+def test_a_rank_that_came_to_its_cleanup_by_fewer_calls_is_in_a_cleanup_deadlock(line, counts, pattern, odd) -> None:
+    ranks = [launched(rank(n, line, "barrier", world=3), AllReduce=count) for n, count in enumerate(counts)]
     verdict = judged(*ranks)
-    assert (verdict.pattern, verdict.ranks) == ("cleanup deadlock", (1,))
+    assert (verdict.pattern, verdict.ranks, verdict.structural) == (pattern, odd, False)
+
+
+def test_a_rank_that_waits_in_another_communicator_is_not_the_one_that_is_missing() -> None:
+    def both(number: int, line: int, tp: int, world: int) -> Process:
+        counts = (("0x1", 4, world), ("0x2" if number > 1 else "0x3", 2, tp))
+        each = tuple(Launched(communicator=name, size=n, counts=(("AllReduce", k),)) for name, n, k in counts)
+        return replace(on_gpu(number, line), world=4, launched=each)
+
+    verdict = judged(both(0, 11, 8, 5), both(1, 11, 8, 5), both(2, 11, 8, 4), both(3, 10, 7, 4))
+    assert (verdict.pattern, verdict.ranks) == ("missing rank", (3,))
 
 
 def test_ranks_that_wait_for_their_gpus_have_launched_other_collectives() -> None:
