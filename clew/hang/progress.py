@@ -16,7 +16,8 @@ from clew.hang.inside import PROGRAM, installed
 from clew.hang.observed import Look, Process, Thread
 
 WAITING_NAMES = re.compile(
-    r"wait|try|tries|attempt|retr|poll|spin|elapsed|deadline|timeout|time|now|heartbeat|beat|tick|pid|port|seed|fd",
+    r"wait|try|tries|attempt|retr|poll|spin|elapsed|deadline|timeout|time|now|heartbeat|beat|tick|pid|port|seed|fd|"
+    r"pause|backoff|delay",
     re.I,
 )
 """Names of counters that a loop advances while it waits."""

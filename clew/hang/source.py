@@ -154,11 +154,15 @@ def goes_on_for_ever(loop: ast.AST) -> bool:
 def follows(text: str, line: int, later: int) -> bool:
     """Return whether a program can go from one line on to a later one: not from one branch of an `if` to another."""
     for node in enclosing(text, line):
-        branches = [node.body, node.orelse] if isinstance(node, ast.If) else []
-        branches = [case.body for case in node.cases] if isinstance(node, ast.Match) else branches
-        here = [branch for branch in branches if branch and branch[0].lineno <= line <= (branch[-1].end_lineno or line)]
-        inside = (node.end_lineno or line) >= later
-        if here and inside and not here[0][0].lineno <= later <= (here[0][-1].end_lineno or later):
+        branches: list[list[ast.stmt]] = []
+        if isinstance(node, ast.If):
+            branches = [node.body, node.orelse]
+        elif isinstance(node, ast.Match):
+            branches = [case.body for case in node.cases]
+        places = [(b[0].lineno, b[-1].end_lineno or b[-1].lineno) for b in branches if b]
+        here = [place for place in places if place[0] <= line <= place[1]]
+        there = [place for place in places if place[0] <= later <= place[1]]
+        if here and there and here != there:
             return False
     return True
 
