@@ -22,6 +22,8 @@ WAITING_NAMES = re.compile(
 )
 """Names of counters that a loop advances while it waits."""
 CLOCK = re.compile(r"(^|\.)(time|monotonic|perf_counter)$")
+DEADLINE = "its deadline"
+"""Begin of the name under which a deadline counts."""
 REFUSING_NAMES = re.compile(r"reject|drop|skip|filter|discard|stale|refus|invalid|bad", re.I)
 SPINNING = 0.3
 """Share of one core from which a `while` without counters that advance is taken for endless."""
@@ -111,7 +113,7 @@ def _counters(look: Look, process: Process, sources: Mapping[str, str]) -> dict[
                     found[f"{where}{mark}:{depth}:{frame.name}.{name}"] = int(value)
                 elif name in until and re.fullmatch(r"\d{1,12}\.\d+", value):
                     where = "main" if thread.os_id == process.pid else str(thread.os_id)
-                    found[f"{where}:{depth}:{frame.name}.{name}"] = round(1000 * float(value))
+                    found[f"{where}:{depth}:{frame.name}.{DEADLINE} {name} (in ms)"] = round(1000 * float(value))
     return found
 
 
@@ -517,4 +519,5 @@ def _frame_and_name(counter: str) -> tuple[str, str]:
 def accepts(process: Process, sources: Mapping[str, str]) -> bool:
     """Return whether a counter of finished work grows."""
     moved = [name.rpartition(":")[2] for name in moved_counters(process, sources)]
-    return any(ACCEPTED.search(re.split(r"\.(?=[^.]*$)", name)[-1]) for name in moved)
+    names = [re.split(r"\.(?=[^.]*$)", name)[-1] for name in moved]
+    return any(ACCEPTED.search(name) for name in names if not name.startswith(DEADLINE))

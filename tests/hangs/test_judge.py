@@ -121,6 +121,7 @@ def test_a_loop_whose_deadline_moves_is_slow_and_one_that_computes_past_it_is_no
     waiting = rank(0, 5, "all_reduce")
     moves, stays = computing(1.5, 1.5, 3.5, 3.5, 5.5, 5.5), computing(1.5, 1.5, 1.5, 1.5, 1.5, 1.5)
     assert (judged(waiting, moves).pattern, judged(waiting, moves).ranks) == ("slow", (1,))
+    assert "its deadline until (in ms) went from 3500 to 5500" in judged(waiting, moves).explanation
     assert judged(waiting, stays).pattern == "cpu"
 
 
