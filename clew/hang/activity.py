@@ -238,11 +238,11 @@ COROUTINES = (
     (r"asyncio/queues\.py$", "put|join", "queue_full"),
     (r"aiohttp/connector\.py$|httpcore/_async/connection_pool\.py$",
      "_wait_for_available_connection|wait_for_connection", "connections"),
+    (r"/(aiohttp|httpx\w*|httpcore\w*|grpc|websockets)/", "", "http"),  # their clients wait by an event of asyncio
     (r"asyncio/(locks|mixins)\.py$", "", "condition"),
     (r"asyncio/subprocess\.py$|asyncio/base_subprocess\.py$", "", "process"),
     (r"asyncio/threads\.py$", "", "future"),
-    (r"asyncio/(streams|base_events|selector_events|sslproto)\.py$|/(aiohttp|httpx\w*|httpcore\w*|grpc|websockets)/",
-     "", "http"),
+    (r"asyncio/(streams|base_events|selector_events|sslproto)\.py$", "", "http"),
 )  # fmt: skip
 """Patterns of library frames of coroutines: file, function, kind of wait. The first that any frame fits wins."""
 SERVING = re.compile(r"/(aiohttp/web\w*|uvicorn/.*|starlette/.*|hypercorn/.*)\.py$|asyncio/runners\.py$")
