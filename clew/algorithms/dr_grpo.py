@@ -1,7 +1,7 @@
 """Dr. GRPO, "GRPO done right": arXiv 2503.20783.
 
-GRPO without the two divisors that bias it: neither the standard deviation of a group's rewards (questions that are too
-easy or too hard would count more) nor the length of a response (long wrong responses would count less):
+GRPO without the two divisors that bias it. Dividing by the standard deviation of a group's rewards gives more weight to
+questions that are too easy or too hard. Dividing by the length of a response punishes long wrong responses less:
 
     J = 1/G sum_i 1/L sum_t min(r_t A_i, clip(r_t, 1 - eps, 1 + eps) A_i)        A_i = R_i - mean(R)
 """

@@ -48,7 +48,7 @@ def rejections(tokens: TrainedTokens, options: Algorithm) -> Tensor:
         if high is not None:
             why_N = why_N.masked_fill(values_N > high, BY_REJECT)
     if options.veto is not None:
-        least_N = exp_limited(-sequence_maxima(-log_ratio_N, tokens.rows_N))
+        least_N = exp_limited(-sequence_maxima(-log_ratio_N, tokens.rows_N))  # the smallest ratio of its sequence
         why_N = why_N + BY_VETO * (least_N < options.veto)
     if options.off_policy_delta is not None:
         away_N = sequence_means(tokens.behaviour_N - tokens.logprobs_N.detach(), tokens.rows_N)
@@ -63,9 +63,10 @@ def reasons_of(why_N: np.ndarray) -> list[str]:
 
 
 def measured(tokens: TrainedTokens, reject: Reject) -> Tensor:
-    """Return the value of each token that the bounds apply to; tokens of a sequence share one, unless over=token.
+    """Return the value that is compared with the bounds, for each token: [N].
 
-    The mean of ratios is the geometric one, exp(mean of log w), as it does not shrink or grow with the length.
+    All tokens of a sequence have the same value, unless over=token. With by=ratio, sequence_mean is the geometric mean
+    of the ratios w, exp(mean of log w), because it does not shrink or grow with the length.
     """
     by_ratio = reject.by == "ratio"
     values_N = tokens.proximal_N - tokens.behaviour_N if by_ratio else k3(tokens.behaviour_N, tokens.proximal_N)

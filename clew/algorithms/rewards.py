@@ -31,8 +31,11 @@ def advantages(sequences: SequenceABC[Sequence]) -> np.ndarray:
 def within_groups(
     sequences: SequenceABC[Sequence], compute: Callable[[Rewards], np.ndarray], *, batch: bool = False
 ) -> np.ndarray:
-    """Apply `compute` to the rewards of each group, or of the whole batch as one group. The result is [sequences]
-    float32, in the order of the sequences.
+    """Return the results of `compute` for the rewards of each group, in the order of `sequences`: [sequences] float32.
+
+    Args:
+        compute: Function that returns one number for each sequence, episode by episode.
+        batch: Whether the whole batch is one group.
 
     Raises:
         TrainingError: An episode has no other episode to be compared with.
@@ -59,7 +62,7 @@ def mean(rewards_ES: Rewards) -> float:
 
 
 def deviation(rewards_ES: Rewards) -> float:
-    """Return the standard deviation over the E episodes; it divides by E - 1."""
+    """Return the standard deviation over the E episodes, sqrt(sum_E mean_S (reward - mean)^2 / (E - 1))."""
     centre = mean(rewards_ES)
     squares_E = np.array([np.mean((np.array(rewards_S) - centre) ** 2) for rewards_S in rewards_ES])
     return float(np.sqrt(np.add.reduce(squares_E) / (len(rewards_ES) - 1)))

@@ -39,14 +39,14 @@ def advantages(sequences: SequenceABC[Sequence]) -> np.ndarray:
 def advantages_std(sequences: SequenceABC[Sequence]) -> np.ndarray:
     """Return the result of `advantages` divided by s + EPSILON, for each sequence of a step: [sequences] float32.
 
-    s is the standard deviation of the rewards of the whole group of G episodes, about the mean of all of them; it
-    divides by G - 1. The episode whose advantage is divided counts in s, though not in its baseline.
+    s is the standard deviation of the rewards of all G episodes of the group; it divides by G - 1. So an episode counts
+    in its own s, but not in its own baseline.
     """
     return within_groups(sequences, lambda rewards_ES: left_out(rewards_ES) / (deviation(rewards_ES) + EPSILON))
 
 
 def left_out(rewards_ES: Rewards) -> np.ndarray:
-    """Return reward - mean over the other episodes of the group, for each sequence."""
+    """Return for each sequence its reward minus the mean of the group's other episodes: [sequences] float64."""
     means_E = np.array([np.mean(rewards_S) for rewards_S in rewards_ES])
     others_E = (means_E.sum() - means_E) / (len(rewards_ES) - 1)
     return np.concatenate([np.array(rewards_S) - other for rewards_S, other in zip(rewards_ES, others_E, strict=True)])

@@ -86,14 +86,15 @@ def main() -> None:
 def _main() -> None:
     """Run the command line. A ClewError exits with 2 and its message; anything else is a defect: 70 and a traceback.
 
-    A command that found something (a difference, an unfit agent) raises SystemExit(1) itself; not judged is 3.
+    A command itself exits with 1 if it found something (a difference, an unfit agent), and with 3 if it cannot judge.
     """
     from clew.launch.ranks import tell
     from clew.processes import die_with_parent
 
     die_with_parent()
-    # OpenMP's threads spin while they wait for one another. Under `clew train`, processes share the cores, and the
-    # spinning takes time from another process: ten times slower. torch reads this when it is loaded.
+    # OpenMP's threads spin while they wait for one another. Under `clew train`, processes share the cores, and threads
+    # that spin take time from the other processes: two of these on two cores were ten times slower. torch reads this
+    # variable when it is loaded.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     # Imports make a million objects that live until the end. Looking for garbage after every 700 of them would take 5
     # to 15 % of the time.

@@ -34,7 +34,11 @@ Overrides = Annotated[
 def on_ranks(ranks: int, work: Callable[[], None], logs: Path | None = None) -> None:
     """Run `work` if this process is one of the ranks; otherwise start the ranks and wait for them.
 
-    A single rank is this process itself. logs: folder where all ranks but the first write.
+    The ranks are processes with the command line of this one, so each of them comes here again and runs `work`. A
+    single rank is this process itself.
+
+    Args:
+        logs: Folder in which all ranks but the first write their output; None: it is discarded.
     """
     from clew.launch.ranks import check_world, place, starts_ranks
 

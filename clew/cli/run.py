@@ -24,7 +24,7 @@ def train(config: ConfigFile, overrides: Overrides = None) -> None:
     """
     loaded, run = open_run_of(config, overrides)
     arguments = [str(config), *(overrides or [])]
-    if loaded.debug.replay_rollout_data:
+    if loaded.debug.replay_rollout_data:  # otherwise `_train` starts `clew learn`, which starts the ranks
         on_ranks(loaded.launch.ranks, lambda: _train(loaded, run, arguments), run.logs)
     else:
         _train(loaded, run, arguments)
@@ -117,7 +117,7 @@ def serve(
     ] = None,
     name: Annotated[
         str,
-        typer.Option(  # named: Typer 0.27 drops an option that it has to name "name" itself
+        typer.Option(  # with its flag: otherwise Typer 0.27 drops an option whose parameter is called `name`
             "--name",
             metavar="NAME",
             help="Name in status/ and logs/. Default: the first free of server, server-1, server-2.",

@@ -44,13 +44,15 @@ class Replay:
     difference: list[str]
     """Lines that show the first request that differs and the recorded one; empty if none differed."""
     reward: float | None
+    """Reward of the run now, including rewards of single interactions; None if it ended in an error."""
     error: str | None
     recorded_reward: float | None
+    """Reward of the last recorded sequence; None if the episode ended in an error."""
     recorded_error: str | None
 
     @property
     def same(self) -> bool:
-        """True if the agent made exactly the recorded requests and ended with the same reward, or again in an error."""
+        """True if the agent made exactly the recorded requests, and got the same reward or ended in an error again."""
         same_end = self.reward == self.recorded_reward if self.error is None else self.recorded_error is not None
         return not self.difference and self.answered == self.recorded and same_end
 
@@ -61,6 +63,8 @@ def replay_agent(run: RunDirectory, rows: Sequence[Row], *, agent: str | None, b
     The agent's code runs on this thread's event loop: a breakpoint in it may last an hour.
 
     Args:
+        run: Run that recorded the episode; its configuration and a checkpoint's tokenizer are used.
+        rows: All rows of the episode.
         agent: Dotted path of the agent; None: the run's agent.
         base_url: URL of a served model that continues after a request that differs; None: stop there.
 

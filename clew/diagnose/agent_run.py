@@ -36,7 +36,7 @@ class Ran:
     episode: Episode | None
     """The captured episode; None with an API provider, which does not return token IDs."""
     returned: str
-    """Text of what the agent returned, or of the error it raised."""
+    """Text to show: the reward of the episode (with an API provider, what the agent returned), or the error."""
     warnings: list[str]
 
 
@@ -52,6 +52,10 @@ async def run_agent(
     """Run the agent on each row, one after the other, and yield each result with the model's tokenizer.
 
     The agent's code runs on this event loop, so that a debugger works. The tokenizer is None with an API provider.
+
+    Args:
+        arguments: Arguments of the agent's constructor.
+        seed: Seed for sampling tokens; without effect on an API provider.
 
     Raises:
         ConfigError: There is no such agent.
@@ -99,7 +103,7 @@ async def _with_capture(workflow: AgentWorkflow, shared: Resources, group_id: st
         admitted_at=time.time(),
         timeout_s=None,
     )
-    await asyncio.sleep(0)  # what ends by itself, ends
+    await asyncio.sleep(0)  # tasks that need only one more turn of the event loop end here, and are not reported
     warnings = [*episode.warnings]
     left = [task for task in asyncio.all_tasks() - before if not task.done()]
     if left:

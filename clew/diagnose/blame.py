@@ -91,6 +91,7 @@ def _show(found: Parts, step: int, *, top: int, tokens: int, by: str) -> None:
     console = EscapingConsole(wide=160)
     parts = sorted(found.parts, key=lambda part: (-_badness(part, by), part.sequence.id))
     median = statistics.median_low(_badness(part, by) for part in parts)
+    # Each sequence's kl is divided by the number of tokens of the step, so that the sum is the mean over all tokens.
     mean = f"{sum(part.measures[by] for part in parts):.3g} in all, " if by in ("kl", "behaviour_k3") else ""
     count = f"{len(parts)} sequences" if len(parts) == found.count else f"{len(parts)} of {found.count} sequences"
     print(f"step {step}: {count}, worst first by {by} ({mean}median {median:.3g})")
@@ -144,11 +145,11 @@ def _conversation(row: Sequence) -> Text:
     shown = Text(
         f"{row.id}: {row.episode_id}, {row.finish_reason or 'not known how it ended'}, rewards {row.rewards}\n"
     )
-    for place, said in enumerate(row.interactions or [row.data]):  # another trainer may know none, or have others
+    for place, said in enumerate(row.interactions or [row.data]):  # another trainer may record none, or other fields
         if isinstance(said, dict) and {"prompt", "completion"} <= said.keys():
             if said["prompt"] is not None:
                 shown.append(f"  prompt      {shortened(said['prompt'], CUT)}\n")
-            elif place == 0:  # a workflow need not name the prompts of its tokens
+            elif place == 0:  # no text of the prompt was recorded: show the row, once
                 shown.append(f"  data        {shortened(row.data, CUT)}\n")
             shown.append(f"  completion  {shortened(said['completion'], CUT)}\n")
         else:

@@ -75,9 +75,9 @@ async def rewards_again(
                 model, trace = RecordedModel(shared, interactions_of(rows), episode_id, sampling=False), ""
                 try:
                     now: dict[str, float] | str = by_name(await workflow.run_episode(model, dict(rows[0].data)))
-                except ConfigError:
+                except ConfigError:  # no other episode would fare better
                     raise
-                except EpisodeError as error:  # a reward's traceback comes with the message, from its own process
+                except EpisodeError as error:  # its traceback, from the reward's own process, is in the message
                     now, _, trace = str(error).partition("\n")
                 except Exception as error:  # the user's code
                     now, *_ = f"{type(error).__name__}: {error}".splitlines()

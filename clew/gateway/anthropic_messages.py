@@ -55,7 +55,7 @@ class _Image(Fields):
 
 
 class _ToolReference(Fields):
-    """A tool that another one found. It stands for the tool's definition, in JSON."""
+    """Reference to a tool that a search tool has found. The model reads the tool's definition instead, as JSON."""
 
     type: Literal["tool_reference"]
     tool_name: str
@@ -105,7 +105,7 @@ class _Tool(Function):
     type: Literal["custom"] = "custom"
     parameters: dict[str, Any] | None = Field(alias="input_schema")
     defer_loading: bool = False
-    """True: the model is told of the tool where a tool_reference names it."""
+    """True: the tool is not among those of the prompt. The model sees it only where a tool_reference names it."""
     allowed_callers: list[Literal["direct"]] = Field(default=[])
 
 
@@ -117,8 +117,8 @@ class _ToolChoice(Fields):
 
 class _ThinkingConfig(Fields):
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = Field(default=None, ge=1)  # an aim; max_tokens is the limit
-    display: str | None = None  # thinking is shown in full
+    budget_tokens: int | None = Field(default=None, ge=1)  # ignored: only max_tokens is a limit
+    display: str | None = None  # ignored: thinking is always sent in full
 
 
 class _Schema(Fields):
@@ -142,12 +142,12 @@ class _ContinuedThread(Fields):
 
 class _Edit(IgnoresUnknown):
     type: str
-    keep: Any = None
+    keep: Any = None  # "all": the edit would remove nothing
 
 
 class _ContextManagement(Fields):
     edits: list[_Edit] = Field(default=[])
-    """Edits of the context. None is made; a warning names those that would have changed something."""
+    """Edits of the context. The gateway makes no edits; a warning names those that would have changed something."""
 
 
 class CountRequest(Body):
@@ -193,7 +193,7 @@ def _ask(request: CountRequest, notes: list[str], **more: Any) -> Ask:
     choice, form, thread = request.tool_choice, request.output_config.format, request.thread
     follows = thread.previous_message_id if isinstance(thread, _ContinuedThread) else None
     tool_choice = {"any": "required", "tool": choice.name or ""}.get(choice.type, choice.type)
-    if follows is None:
+    if follows is None:  # otherwise the tools are the thread's, which `clew.gateway.app` adds later
         refuse_choice(tool_choice, request.tools)
     elif request.tools or request.system:
         message = "Cannot continue the thread: it has its tools and system already. Send neither."
@@ -363,7 +363,7 @@ SERVING = {
 
 def _blocks(reply: Reply) -> list[dict[str, Any]]:
     blocks: list[dict[str, Any]] = []
-    if reply.reasoning:  # clients keep only signed thinking; whose it is serves as the signature
+    if reply.reasoning:  # clients send back only signed thinking; the reply's ID serves as the signature
         blocks.append({"type": "thinking", "thinking": reply.reasoning, "signature": reply.id})
     if reply.content:
         blocks.append({"type": "text", "text": reply.content})
@@ -402,7 +402,7 @@ async def events(ask: Ask, stream: Stream) -> AsyncIterator[bytes]:
         if part.call is None:
             yield _delta(index, {"type": f"{kind}_delta", kind: words})
             continue
-        for text in ["", *pieces(_json_of(json.loads(part.call.arguments)))]:  # the provider begins with an empty one
+        for text in ["", *pieces(_json_of(json.loads(part.call.arguments)))]:  # the provider begins with an empty piece
             yield _delta(index, {"type": "input_json_delta", "partial_json": text})
     [reply] = await stream.replies()
     if not started:
@@ -416,7 +416,7 @@ async def events(ask: Ask, stream: Stream) -> AsyncIterator[bytes]:
 
 def _opening(index: int, block: dict[str, Any]) -> bytes:
     opened = typed_event({"type": "content_block_start", "index": index, "content_block": block})
-    return opened + KEEP_ALIVE if index == 0 else opened  # the provider sends one there, too
+    return opened + KEEP_ALIVE if index == 0 else opened  # the provider sends a ping there, too
 
 
 def _delta(index: int, delta: dict[str, Any]) -> bytes:

@@ -121,12 +121,12 @@ class ResponsesRequest(SampledBody):
 
 
 def with_items(body: dict[str, Any], turn: Callable[[str], Turn]) -> dict[str, Any]:
-    """Return a request's body with full items for those that it names only by ID: references, and wordless reasoning.
+    """Return a request's body in which items that the client names only by their ID are replaced by the full items.
 
-    `turn` returns the turn of a response's ID, or raises Refusal.
+    These are item references, and reasoning items without text. `turn` finds the turn whose response has an ID.
 
     Raises:
-        Refusal: There is no such item.
+        Refusal: There is no such item or response.
     """
     items = body.get("input")
     if not isinstance(items, list):
@@ -142,6 +142,7 @@ def _is_named(item: Any) -> bool:
 
 
 def _in_full(item: dict[str, Any], turn: Callable[[str], Turn]) -> dict[str, Any]:
+    # IDs of items, as `_output` makes them: rs_RESPONSE, msg_RESPONSE, and fc_RESPONSE.NUMBER for calls.
     kind, _, id = item["id"].partition("_")
     named = turn(id.rpartition(".")[0] if kind == "fc" else id)
     for output in _output(named.ask, named.reply):
@@ -348,6 +349,7 @@ class _StreamedItems:
         self._index, self._calls = -1, 0
         self._open: list[Delta] = []
         self._item = dict[str, Any]()
+        """The open item as it was after its first delta; only its ID is used later."""
 
     def add(self, delta: Delta) -> Iterator[Event]:
         """Yield the events of a delta. Another kind of text, or a call, closes the open item and opens a new one."""
@@ -431,5 +433,6 @@ def refuse_in_stream(refusal: Refusal, place: int) -> bytes:
     """See `Dialect.refuse_in_stream`."""
     error = refuse(refusal)["error"]
     said = {name: error[name] for name in ("code", "message", "param")}
-    # Twice: as documented, and under `error`, where the provider sends the fields and its clients look for them.
+    # The fields are sent twice: at the top, as documented, and under `error`, where the provider in fact puts them and
+    # its clients look for them.
     return typed_event({"type": "error", "sequence_number": place, **said, "error": error})

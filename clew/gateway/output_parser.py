@@ -1,7 +1,7 @@
 """Splitting of a model's output into reasoning, content and tool calls.
 
-If the tokenizer has a response template of its own, that does it (transformers' `parse_response`). Otherwise the two
-forms that most open models write are read:
+If the tokenizer has a response template, transformers' `parse_response` does this. Otherwise, this module reads the two
+forms that most open models write:
 
 Qwen, Hermes    <think>reasoning</think> content <tool_call>{"name": "f", "arguments": {...}}</tool_call> ...
 Llama           {"name": "f", "parameters": {...}}, with no other text; semicolons between several calls
@@ -33,7 +33,7 @@ class Parsed:
     reasoning: str = ""
     calls: Sequence[Call] = ()
     begins: int | None = None
-    """Place in the output where the content begins, if the content appears there unchanged."""
+    """Position of the content in the output, in characters; None if there is no content, or a template parsed it."""
     unparsed: str | None = None
     """Text that looks like a tool call but cannot be read; it stays in the content."""
     left_out: str = ""
@@ -66,7 +66,7 @@ def parse_output(
 
 
 def has_template(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether the tokenizer has a response template, whose parser decides everything at the end."""
+    """Return whether the tokenizer has a response template, which can split an output only when it is complete."""
     return getattr(tokenizer, "response_template", None) is not None
 
 
@@ -80,9 +80,10 @@ class Part:
 
 
 class Reader:
-    """Splits an output as it comes, in time that is linear in its length.
+    """Splits an output while it arrives, in time that is linear in its length.
 
-    The parts, joined, are the same however the output is cut: text that could still become something else is held back.
+    The pieces in which the output arrives do not matter: text that could still turn out to be something else is held
+    back. Each state in this diagram is a method:
 
     ::
 
@@ -104,20 +105,20 @@ class Reader:
         self._held = ""
         """End of the text fed so far that is not decided yet."""
         self._looked = 0
-        """Number of held characters that are known to contain no mark."""
+        """Number of held characters in which the end of a call has been looked for already, in vain."""
         self._thinks = self._calls = False
-        """Flags for the kinds of parts so far: reasoning, calls."""
+        """True once there was reasoning, or a call."""
         if prompt is None:
             self._state = self._plain
         else:
             self._state = self._thought if opens_thought(prompt) else self._beginning
 
     def feed(self, text: str, *, final: bool = False) -> Iterator[Part]:
-        """Yield the parts that are certain once this text has come. If it is `final`, nothing more will come."""
+        """Take the next text, and yield the parts that have become certain. `final`: no more text will come."""
         self._fed += len(text)
         self._held += text
         before = None
-        while before != self._state:  # until a state waits for more text
+        while before != self._state:  # a state that does not switch to another one waits for more text
             before = self._state
             yield from before(final)
 
@@ -128,6 +129,7 @@ class Reader:
         self._looked = 0
 
     def _beginning(self, final: bool) -> Iterator[Part]:
+        """Wait until it is clear whether the output begins with <think>, possibly after spaces."""
         begins = self._held.lstrip()
         if begins.startswith(THINK_OPENS):
             self._go(self._thought, len(self._held) - len(begins) + len(THINK_OPENS))
@@ -136,10 +138,12 @@ class Reader:
         yield from ()  # makes this a generator, as all states are
 
     def _thought(self, final: bool) -> Iterator[Part]:
+        """Yield reasoning up to </think>."""
         known, closes, _ = self._held.partition(THINK_CLOSES)
         if not (closes or final):
             known = without_beginning(known, THINK_CLOSES)
-        # Line breaks at both ends of the reasoning are the template's, not the model's words.
+        # Line breaks at both ends of the reasoning belong to the template, and are dropped. Those at the end of the
+        # text so far are held back, because more reasoning may follow.
         inside = known if self._thinks else known.lstrip("\n")
         said = inside.rstrip("\n")
         if said:
@@ -157,6 +161,7 @@ class Reader:
         yield from ()
 
     def _opening(self, final: bool) -> Iterator[Part]:
+        """Choose the state for the rest of the output by how it begins: with {, it may be calls in Llama's form."""
         begins = self._held.lstrip()
         after = begins.removeprefix(PYTHON_TAG).lstrip()
         if not self._tools:
@@ -171,10 +176,10 @@ class Reader:
         yield from self._say(len(self._held))
 
     def _whole(self, final: bool) -> Iterator[Part]:
-        """Hold calls of Llama's form, which stand alone, until the end decides whether they are calls."""
+        """Hold back all text from a first {. Only the end shows whether it is calls in Llama's form, or content."""
         if not final:
             return
-        if CALL_OPENS in self._held:  # Qwen's form after all, behind words that begin with {
+        if CALL_OPENS in self._held:  # a call in Qwen's form after all; the text before it happens to begin with {
             self._state = self._words
             return
         calls, self.unparsed = _llama(self._held)
@@ -185,15 +190,17 @@ class Reader:
         yield from self._say(len(self._held))
 
     def _words(self, final: bool) -> Iterator[Part]:
+        """Yield content up to the next <tool_call>."""
         words, opens, _ = self._held.partition(CALL_OPENS)
         if not (opens or final):
             words = without_beginning(words, CALL_OPENS)
-        # spaces before a call belong to it
+        # Spaces before a call are not content. So spaces at the end of the text wait until it is clear what follows.
         yield from self._say(len(words) if final and not opens else len(words.rstrip()))
         if opens:
             self._state = self._call
 
     def _call(self, final: bool) -> Iterator[Part]:
+        """Hold a call back until </tool_call> or the end. If it cannot be read, it is content."""
         place = self._held.find(CALL_CLOSES, self._looked)
         if place < 0 and not final:
             self._looked = max(0, len(self._held) - len(CALL_CLOSES))
@@ -211,7 +218,7 @@ class Reader:
         self._go(self._words, 0)
 
     def _say(self, length: int) -> Iterator[Part]:
-        """Yield that number of the held characters as content, or leave them out if they follow a call."""
+        """Yield the first `length` held characters as content. After a call, move them to `left_out` instead."""
         said, self._held = self._held[:length], self._held[length:]
         if self._calls:
             self.left_out += said
@@ -222,12 +229,12 @@ class Reader:
 
 
 def opens_thought(prompt: str) -> bool:
-    """Return whether the prompt ends in the beginning of the model's reasoning."""
+    """Return whether the prompt ends with <think>, so that the output begins with reasoning."""
     return prompt.rstrip().endswith(THINK_OPENS)
 
 
 def without_beginning(text: str, mark: str) -> str:
-    """Return the text without the longest end that could be the beginning of the mark."""
+    """Return the text without its end, if that may be the start of the mark: "abc</th" becomes "abc" for </think>."""
     longest = min(len(text), len(mark) - 1)
     cut = next((size for size in range(longest, 0, -1) if text.endswith(mark[:size])), 0)
     return text[: len(text) - cut]
@@ -251,7 +258,7 @@ def _by_template(tokenizer: PreTrainedTokenizerBase, raw: str, prompt: str, tool
 
 
 def _llama(content: str) -> tuple[list[Call], str | None]:
-    """Return the calls; if there are none, also the text that looks like one."""
+    """Return the calls in Llama's form. If the text looks like calls but cannot be read, return none, and the text."""
     body = content.strip().removeprefix(PYTHON_TAG).strip()
     decoder, calls, place = json.JSONDecoder(), [], 0
     while place < len(body):
@@ -270,7 +277,7 @@ def _llama(content: str) -> tuple[list[Call], str | None]:
 
 
 def _call_of(text: str, arguments: str) -> Call | None:
-    """Return a call from JSON. Both forms' names for the arguments are accepted, because models mix them."""
+    """Return the call in a JSON text, or None. Both forms' names for the arguments are tried, as models mix them."""
     call = _json_object(text)
     if call is None or not isinstance(call.get("name"), str):
         return None

@@ -1,6 +1,6 @@
 """The gateway in front of a server that already runs (`clew serve --engine URL`).
 
-In front of vLLM, SGLang or another `clew serve`, it captures tokens. A provider takes no token IDs: its requests are
+In front of vLLM, SGLang or another `clew serve`, it captures tokens. A provider takes no token IDs: requests to it are
 passed on unchanged, and cannot be trained on.
 """
 
@@ -79,8 +79,9 @@ class PassThrough:
 
     def _there(self, path: str) -> str:
         """Return the provider's URL for a path of this gateway."""
-        if path.startswith("/v1/messages"):
+        if path.startswith("/v1/messages"):  # Anthropic's base URL has no /v1, because its clients add it
             return self._url.removesuffix("/v1") + path
+        # OpenAI's base URL has it, or another path in its place, such as /v1beta/openai.
         return (self._url if urlsplit(self._url).path else self._url + "/v1") + path.removeprefix("/v1")
 
     async def _answer(self, request: httpx2.Request, came: Request) -> httpx2.Response | None:

@@ -91,8 +91,8 @@ Items = Annotated[list[Item], Field(min_length=1), BeforeValidator(_as_items)]
 def messages_of(items: Sequence[Item], images: dict[str, bytes]) -> list[Message]:
     """Return the messages that the items stand for, and add their images to `images`.
 
-    The items between two of the client's are the assistant's. They become one message, or as many as there were
-    replies: a reply has its reasoning first, then one text, then its calls.
+    Items of the assistant that follow one another become one message per reply. A reply has its reasoning first, then
+    one text, then its calls. So reasoning or a second text begins a new message.
     """
     messages: list[Message] = []
     names: dict[str, str] = {}
@@ -125,7 +125,7 @@ def messages_of(items: Sequence[Item], images: dict[str, bytes]) -> list[Message
     return messages
 
 
-_SILENT: Message = {"role": "assistant", "content": ""}
+_SILENT: Message = {"role": "assistant", "content": ""}  # a message to which no item has been added yet
 
 
 def _joined(parts: Sequence[_Text | _Image], images: dict[str, bytes]) -> Content:

@@ -1,6 +1,7 @@
 """The gateway of `clew serve`, without a run.
 
-Any caller opens sessions. They are kept until they are ended or unused for too long, and recorded if the user asks.
+The first request with a new API key opens a session. A session ends when its client ends it, when it has been unused
+for too long, or when others need its room. It is then recorded if the user asked for that.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ MAX_SESSIONS = 4096
 """Maximum number of open sessions. Beyond it, the session that was unused for longest is ended."""
 
 MAX_BYTES = 2**30
-"""Maximum bytes of all sessions' requests, which are kept in memory. Beyond it, sessions are ended likewise."""
+"""Maximum size of the requests of all sessions, in bytes; they are kept in memory. Beyond it, sessions end as above."""
 
 ANY_KEY = "sk-clew"
 """API key shown to clients if any key will do, as on a loopback address."""
@@ -48,10 +49,10 @@ UNUSED_S = 60.0
 
 
 class StandaloneGateway:
-    """The gateway as an application that `clew.inference.serve.serve` runs on a port of its own, and its sessions.
+    """The gateway's application, which `clew.inference.serve.serve` runs on a port of its own, and its open sessions.
 
-    Any key that `http_server.Guard` lets in, even an empty one, opens a session of its own. /rl/start_session, which
-    needs the run's token, hands out further keys.
+    There is one session for each key. The first request with a key that `http_server.Guard` lets in opens it, even with
+    an empty key. /rl/start_session, which needs the run's token, hands out further keys.
     """
 
     def __init__(self, resources: Resources, models: Sequence[str], *, key: str, record: Path | None) -> None:
@@ -122,6 +123,7 @@ class StandaloneGateway:
             Refusal: The remaining sessions are in use.
         """
         while len(self._sessions) + sessions > MAX_SESSIONS or self._bytes() >= MAX_BYTES:
+            # The session unused for longest comes first, and busy ones come last: if the first is busy, all are.
             key, oldest = min(self._sessions.items(), key=lambda entry: (entry[1].busy, entry[1].last_used))
             if oldest.busy or oldest.last_used > time.monotonic() - UNUSED_S:
                 raise Refusal(
@@ -159,7 +161,7 @@ class StandaloneGateway:
             "started_at": session.started_at,
             "finished_at": time.time(),
         }
-        rewards = {"reward": 0.0 if session.rewards else float("nan")}
+        rewards = {"reward": 0.0 if session.rewards else float("nan")}  # the rewards of interactions are added to it
         self._run.inbox.put(group_id, sequences_of(session.engine, rewards, known))
 
     def launched(self, address: str) -> None:

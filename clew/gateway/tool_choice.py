@@ -16,7 +16,7 @@ class Function(Fields):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool = False
-    """Wish for arguments that match the schema. It is not enforced, and frameworks set it by default: a warning."""
+    """Request that arguments match the schema. It cannot be enforced, so it gives a warning; many frameworks set it."""
 
     def for_template(self) -> dict[str, Any]:
         """Return the tool as chat templates take it."""
@@ -33,7 +33,7 @@ def notes_on_strict(functions: Sequence[Function]) -> list[str]:
 
 
 def refuse_choice(choice: str, functions: Sequence[Function]) -> None:
-    """Refuse a tool_choice (auto, none, required, or a tool's name) that none of the tools can meet."""
+    """Raise Refusal for a tool_choice (auto, none, required, or a tool's name) that none of the tools can meet."""
     if choice == "required" and not functions:
         message = "Cannot honour tool_choice: it wants a tool call, and there are no tools. Send tools."
         raise Refusal(400, message, param="tool_choice")
@@ -48,7 +48,10 @@ def allowed_functions(
     """Apply the tool_choice `allowed_tools`: the model is told only of the allowed tools.
 
     Returns:
-        The tools, the tool_choice that remains, and a warning.
+        The allowed tools, the tool_choice in place of `allowed_tools`, and a warning.
+
+    Raises:
+        Refusal: A name is not among the tools.
     """
     for name in names:
         refuse_choice(name, functions)
@@ -57,7 +60,7 @@ def allowed_functions(
         note = "the client sends tool_choice allowed_tools with all tools: it has no effect and is ignored"
     else:
         note = "the client sends tool_choice allowed_tools: the model is told of the allowed tools alone"
-    if mode == "required" and len(allowed) == 1:
+    if mode == "required" and len(allowed) == 1:  # the gateway can then begin the call with its name
         return allowed, allowed[0].name, note
     return allowed, mode, note
 

@@ -20,9 +20,11 @@ CONTRADICTS = 0.1
 
 
 class NothingToLearn:
-    """Counts steps whose advantages are all zero, steps whose tokens are all rejected, and consecutive steps in which
-    all rewards that algorithm.advantages compares are equal. It also watches whether a user's own advantages follow the
-    rewards. A warning is repeated each time that its number has doubled."""
+    """Warns about steps that teach nothing, and about a user's own advantages that do not follow the rewards.
+
+    It counts steps whose advantages are all zero, steps whose tokens are all rejected, and consecutive steps in which
+    all rewards that algorithm.advantages compares are equal. A warning is repeated whenever its count has doubled.
+    """
 
     def __init__(self, advantages: str) -> None:
         self._within_groups = advantages in WITHIN_GROUP
@@ -34,6 +36,8 @@ class NothingToLearn:
         """Take a step's metrics, and warn when the step teaches nothing.
 
         Args:
+            step: Number of the step.
+            metrics: Its metrics, as the record has them.
             largest_advantage: The largest absolute advantage of the step's tokens.
 
         Returns:

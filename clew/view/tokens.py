@@ -17,7 +17,7 @@ from clew.view.text import MISSING, number, visible
 LEGEND = "underlined: generated; green: advantage above 0, red: below 0, stronger where it is larger"
 LEGEND_UNTRAINED = "underlined: generated; no step's record has advantages of it"
 REPEATED = 8
-"""Number of equal tokens in a row, not generated, from which they are shown as one: those of an image."""
+"""Minimum number of equal tokens in a row that are shown as one, if they were not generated: those of an image."""
 _BYTES = 4
 """Maximum number of tokens that one character may be spread over."""
 
@@ -29,7 +29,7 @@ class Tokenizer(Protocol):
 
 
 def load_tokenizer(run: RunDirectory, console: Console) -> Tokenizer | None:
-    """Return the tokenizer of the newest checkpoint; None if it cannot be had, and the console says why."""
+    """Return the tokenizer of the newest checkpoint. If it cannot be read, print why and return None."""
     path = max(run.checkpoints.glob("step-*/tokenizer.json"), default=None)
     if path is None:
         console.print(Text("Tokens are shown by their ids: no checkpoints/step-*/tokenizer.json."))
@@ -45,15 +45,16 @@ def load_tokenizer(run: RunDirectory, console: Console) -> Tokenizer | None:
 
 
 def token_texts(ids: list[int], tokenizer: Tokenizer | None) -> list[str]:
-    """Return what each token adds to the text.
+    """Return the text that each token adds, or ⟨its id⟩ if it adds none.
 
-    A token that ends within a character, or adds nothing, becomes ⟨its id⟩. The token that completes the character has
-    all of it.
+    The bytes of one character may be spread over several tokens. The last of these gets the whole character, and the
+    others are shown by their ids.
     """
     if tokenizer is None:
         return [f"⟨{token}⟩" for token in ids]
     texts = []
-    begin = done = 0  # decoded with the token before: some tokenizers drop a space at the beginning of a text
+    # Tokens are decoded together with those just before: some tokenizers drop a space at the beginning of a text.
+    begin = done = 0
     for end in range(1, len(ids) + 1):
         before = tokenizer.decode(ids[begin:done], skip_special_tokens=False)
         added = tokenizer.decode(ids[begin:end], skip_special_tokens=False)[len(before) :]
@@ -85,7 +86,7 @@ def show_tokens(
     """Print the text with each token coloured, and then a line for each token.
 
     Args:
-        stages: Stages of the step that trained on it, by name; empty if there is none yet.
+        stages: [T] arrays by name, such as advantages, from the step that trained on the sequence; empty if none has.
         tokenizer: Turns tokens into text; None: show their ids.
     """
     texts = token_texts(sequence.input_ids.tolist(), tokenizer)
