@@ -20,6 +20,7 @@ from clew.errors import ConfigError, EngineError, RecordError
 from clew.gateway.agent_session import Limits
 from clew.gateway.episode_engine import resources
 from clew.gateway.interactions import Interaction
+from clew.gateway.sequences import assemble, turn_returns
 from clew.gateway.thread import GatewayThread
 from clew.inference.detect_server import find_engine
 from clew.models.loading import load_tokenizer
@@ -43,17 +44,17 @@ class Replay:
     """Number of requests that a served model answered, from the first one that differed on."""
     difference: list[str]
     """Lines that show the first request that differs and the recorded one; empty if none differed."""
-    reward: float | None
-    """Reward of the run now, including rewards of single interactions; None if it ended in an error."""
+    rewards: list[float] | None
+    """Reward of each sequence of the episode now; None if it ended in an error."""
     error: str | None
-    recorded_reward: float | None
-    """Reward of the last recorded sequence; None if the episode ended in an error."""
+    recorded_rewards: list[float] | None
+    """The recorded ones; None if the recorded episode ended in an error."""
     recorded_error: str | None
 
     @property
     def same(self) -> bool:
-        """True if the agent made exactly the recorded requests, and got the same reward or ended in an error again."""
-        same_end = self.reward == self.recorded_reward if self.error is None else self.recorded_error is not None
+        """True if the agent made exactly the recorded requests, and got the same rewards or ended in an error again."""
+        same_end = self.rewards == self.recorded_rewards if self.error is None else self.recorded_error is not None
         return not self.difference and self.answered == self.recorded and same_end
 
 
@@ -108,10 +109,12 @@ async def _replay(
     model = RecordedModel(shared, answers, rows[0].episode_id, live=found is not None)
     gateway = GatewayThread(Limits(turns=config.rollout.max_turns, tokens=config.rollout.max_episode_tokens))
     workflow = AgentWorkflow(agent, gateway)
-    reward = failure = None
+    rewards = failure = None
     try:
         returned = await workflow.run_episode(model, json.loads(json.dumps(rows[0].data)))
-        reward = total(returned) + sum(model.turn_rewards.values())
+        chains = assemble(model.interactions, individual=shared.individual)
+        returns = turn_returns(chains, total(returned), model.turn_rewards, shared.turn_discount)
+        rewards = [returns[chain[0].id] for chain in chains]
     except Exception as error:  # the user's code
         failure = f"{type(error).__name__}: {error}"
     finally:
@@ -124,8 +127,8 @@ async def _replay(
         recorded=model.recorded,
         live=model.live,
         difference=model.difference,
-        reward=reward,
+        rewards=rewards,
         error=failure,
-        recorded_reward=None if rows[0].error else rows[-1].reward,
+        recorded_rewards=None if rows[0].error else [row.reward for row in rows],
         recorded_error=rows[0].error,
     )

@@ -80,9 +80,9 @@ class Replayed(Protocol):
     recorded: int
     live: int
     difference: list[str]
-    reward: float | None
+    rewards: list[float] | None
     error: str | None
-    recorded_reward: float | None
+    recorded_rewards: list[float] | None
     recorded_error: str | None
 
 
@@ -94,9 +94,11 @@ def show_replay(replay: Replayed) -> None:
     colours = {"+": "green", "-": "red", "@": "dim"}
     for line in replay.difference:
         console.print(Text(visible(line), style=colours.get(line[:1], "bold")), soft_wrap=True)
-    for when, reward, error in (
-        ("then", replay.recorded_reward, replay.recorded_error),
-        ("now", replay.reward, replay.error),
+    for when, rewards, error in (
+        ("then", replay.recorded_rewards, replay.recorded_error),
+        ("now", replay.rewards, replay.error),
     ):
-        said = f"reward {reward:g}" if reward is not None else visible((error or "").split("\n")[0])
+        each = ", ".join(f"{reward:g}" for reward in rewards or ()) or "none"
+        many = "rewards of its sequences" if rewards and len(rewards) > 1 else "reward"
+        said = f"{many} {each}" if rewards is not None else visible((error or "").split("\n")[0])
         console.print(Text(f"{when}: {said}"), soft_wrap=True)

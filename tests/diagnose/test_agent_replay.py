@@ -44,7 +44,15 @@ def test_unchanged_code_does_and_gets_what_it_did_and_got(tmp_path: Path) -> Non
     run = recorded(tmp_path, "Turns")
     first, again = replayed(run, "g000000.e1"), replayed(run, "g000000.e1")
     assert first.same and first == again
-    assert (first.answered, first.recorded, first.reward) == (3, 3, 1.0)
+    assert (first.answered, first.recorded, first.rewards) == (3, 3, [1.0])
+
+
+def test_rewards_of_turns_are_compared_sequence_by_sequence(tmp_path: Path) -> None:
+    run = recorded(tmp_path, "RewardsItsFirstTurn", sequences="individual")
+    again = replayed(run, "g000000.e0")
+    assert again.same and again.rewards == again.recorded_rewards == [1.5, 1.0, 1.0]
+    other = replayed(run, "g000000.e0", "Turns")
+    assert not other.same and other.rewards == [1.0, 1.0, 1.0]
 
 
 def test_the_first_request_that_differs_is_shown(tmp_path: Path) -> None:

@@ -158,11 +158,19 @@ class Clock:
 class Turns:
     """Several turns, a reward for each, and one for the episode by a call."""
 
+    rewards = (0.0, 0.0, 1.0)
+
     async def run(self, data: dict[str, Any], base_url: str, api_key: str, http_client: Any) -> dict[str, float]:
         client = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client)
         messages, rewards = asked(data), {}
         for turn in range(3):
             answer = await client.chat.completions.create(model="policy", messages=messages)
-            rewards[answer.id] = float(turn == 2)
+            rewards[answer.id] = self.rewards[turn]
             messages += [{"role": "assistant", "content": answer.choices[0].message.content}, *asked(data)]
         return rewards
+
+
+class RewardsItsFirstTurn(Turns):
+    """The same, with a reward for the first turn, too."""
+
+    rewards = (0.5, 0.0, 1.0)
