@@ -42,7 +42,7 @@ def rejections(tokens: TrainedTokens, options: Algorithm) -> Tensor:
     log_ratio_N = (tokens.proximal_N - tokens.behaviour_N).detach()
     why_N = log_ratio_N.new_zeros(len(log_ratio_N)).float()
     if options.reject is not None:
-        values_N, low, high = measured(tokens, options.reject), options.reject.low, options.reject.high
+        values_N, low, high = bounded_values(tokens, options.reject), options.reject.low, options.reject.high
         if low is not None:
             why_N = why_N.masked_fill(values_N < low, BY_REJECT)
         if high is not None:
@@ -62,7 +62,7 @@ def reasons_of(why_N: np.ndarray) -> list[str]:
     return [word for bit, word in REASONS.items() if (known & bit).any()]
 
 
-def measured(tokens: TrainedTokens, reject: Reject) -> Tensor:
+def bounded_values(tokens: TrainedTokens, reject: Reject) -> Tensor:
     """Return the value that is compared with the bounds, for each token: [N].
 
     All tokens of a sequence have the same value, unless over=token. With by=ratio, sequence_mean is the geometric mean

@@ -33,7 +33,7 @@ OPTIONS = {
 
 def advantages(sequences: SequenceABC[Sequence]) -> np.ndarray:
     """Return the advantage of each sequence of a step against the others of its group: [sequences] float32."""
-    return within_groups(sequences, left_out)
+    return within_groups(sequences, leave_one_out)
 
 
 def advantages_std(sequences: SequenceABC[Sequence]) -> np.ndarray:
@@ -42,10 +42,10 @@ def advantages_std(sequences: SequenceABC[Sequence]) -> np.ndarray:
     s is the standard deviation of the rewards of all G episodes of the group; it divides by G - 1. So an episode counts
     in its own s, but not in its own baseline.
     """
-    return within_groups(sequences, lambda rewards_ES: left_out(rewards_ES) / (deviation(rewards_ES) + EPSILON))
+    return within_groups(sequences, lambda rewards_ES: leave_one_out(rewards_ES) / (deviation(rewards_ES) + EPSILON))
 
 
-def left_out(rewards_ES: Rewards) -> np.ndarray:
+def leave_one_out(rewards_ES: Rewards) -> np.ndarray:
     """Return for each sequence its reward minus the mean of the group's other episodes: [sequences] float64."""
     means_E = np.array([np.mean(rewards_S) for rewards_S in rewards_ES])
     others_E = (means_E.sum() - means_E) / (len(rewards_ES) - 1)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ran:
+class AgentResult:
     """Result of running the agent on one row."""
 
     data: dict[str, Any]
@@ -48,7 +48,7 @@ def chosen(rows: list[dict[str, Any]], n: int, seed: int) -> list[dict[str, Any]
 
 async def run_agent(
     path: str, arguments: dict[str, Any], rows: list[dict[str, Any]], *, base_url: str, api_key: str, seed: int
-) -> AsyncIterator[tuple[Ran, PreTrainedTokenizerBase | None]]:
+) -> AsyncIterator[tuple[AgentResult, PreTrainedTokenizerBase | None]]:
     """Run the agent on each row, one after the other, and yield each result with the model's tokenizer.
 
     The agent's code runs on this event loop, so that a debugger works. The tokenizer is None with an API provider.
@@ -91,7 +91,7 @@ async def run_agent(
         gateway.stop()
 
 
-async def _with_capture(workflow: AgentWorkflow, shared: Resources, group_id: str, row: dict[str, Any]) -> Ran:
+async def _with_capture(workflow: AgentWorkflow, shared: Resources, group_id: str, row: dict[str, Any]) -> AgentResult:
     began, before = time.monotonic(), asyncio.all_tasks()
     episode = await run_episode(
         workflow,
@@ -110,10 +110,14 @@ async def _with_capture(workflow: AgentWorkflow, shared: Resources, group_id: st
         names = ", ".join(sorted({getattr(task.get_coro(), "__qualname__", "?") for task in left}))
         warnings.append(f"{len(left)} tasks are left behind: {names}")
     returned = episode.error.splitlines()[0] if episode.error else f"{episode.reward:g}"
-    return Ran(data=row, seconds=time.monotonic() - began, episode=episode, returned=returned, warnings=warnings)
+    return AgentResult(
+        data=row, seconds=time.monotonic() - began, episode=episode, returned=returned, warnings=warnings
+    )
 
 
-async def _with_provider(agent: Any, row: dict[str, Any], base_url: str, api_key: str, client: SharedClient) -> Ran:
+async def _with_provider(
+    agent: Any, row: dict[str, Any], base_url: str, api_key: str, client: SharedClient
+) -> AgentResult:
     began = time.monotonic()
     arguments = extra_kwargs_of(agent.run, {"base_url": base_url, "api_key": api_key, "http_client": client})
     try:
@@ -121,7 +125,7 @@ async def _with_provider(agent: Any, row: dict[str, Any], base_url: str, api_key
         returned = str(checked(value, "the agent's run"))
     except Exception as error:  # the user's code
         returned = f"{type(error).__name__}: {error}"
-    return Ran(data=row, seconds=time.monotonic() - began, episode=None, returned=returned, warnings=[])
+    return AgentResult(data=row, seconds=time.monotonic() - began, episode=None, returned=returned, warnings=[])
 
 
 def base_url_of(named: str | None) -> str:

@@ -58,7 +58,7 @@ class PassThrough:
             headers |= {"authorization": f"Bearer {self._api_key}", "x-api-key": self._api_key}
         request = self._client.build_request(
             came.method,
-            self._there(came.url.path),
+            self._provider_url(came.url.path),
             params=str(came.query_params),
             headers=headers,
             content=await came.body(),
@@ -77,7 +77,7 @@ class PassThrough:
         finally:
             await answer.aclose()
 
-    def _there(self, path: str) -> str:
+    def _provider_url(self, path: str) -> str:
         """Return the provider's URL for a path of this gateway."""
         if path.startswith("/v1/messages"):  # Anthropic's base URL has no /v1, because its clients add it
             return self._url.removesuffix("/v1") + path

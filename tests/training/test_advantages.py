@@ -11,7 +11,7 @@ import torch
 from clew.algorithms import built_in_advantages
 from clew.algorithms.grpo import normalised
 from clew.algorithms.rewards import centred
-from clew.algorithms.rloo import left_out
+from clew.algorithms.rloo import leave_one_out
 from clew.config import Algorithm
 from clew.errors import ConfigError, TrainingError
 from clew.record.rows import Sequence
@@ -61,7 +61,7 @@ def test_leave_one_out_of_several_sequences_is_more_than_a_multiple_of_mean():
     """(R_i - mean of its episode) + G / (G - 1) (mean of its episode - m); G / (G - 1) times `mean` of one sequence."""
     rewards = [[4.0, 2.0], [3.0], [9.0]]
     m, of_first = 5.0, 3.0
-    found = left_out(rewards)
+    found = leave_one_out(rewards)
     assert found.tolist() == pytest.approx(
         [(4 - of_first) + 1.5 * (of_first - m), (2 - of_first) + 1.5 * (of_first - m), 1.5 * (3 - m), 1.5 * (9 - m)]
     )
