@@ -64,7 +64,7 @@ def test_a_server_that_is_killed_is_sent_the_newest_weights_again(project):
     project.set(launch={"ranks": 2, "restarts": 3}, training={"steps": 8}, weights={"via": "collective"})
     process = start(project, until_step=2)
     os.kill(project.status("server")["pid"], signal.SIGKILL)
-    ended = project.end(process, seconds=120)
+    ended = project.end(process, seconds=300)
     assert ended.code == 0 and project.run.steps.count() == 8
     assert "every stage agrees" in replay(project, "--ranks", "2")
 
