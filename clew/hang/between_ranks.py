@@ -10,7 +10,7 @@ from math import prod
 from pathlib import PurePath
 
 from clew.hang.activity import DISTRIBUTED, Activity
-from clew.hang.collective_calls import RAS, behind, parting
+from clew.hang.collective_calls import behind, other_numbers, parting
 from clew.hang.inside import installed
 from clew.hang.observed import Frame
 from clew.hang.source import follows, outermost_loop
@@ -143,21 +143,20 @@ def same_everywhere(ranks: list[Actor]) -> Verdict:
     first = ranks[0].activity
     if found := _other_roots(ranks) or _other_shapes(ranks):
         return found
+    came = f"All ranks are in {first.op} of group {first.group}, but they came there by different calls."
     if parted := parting(ranks):
         odd, told = parted
-        why = f"All ranks are in {first.op} of group {first.group}, but they came there by different calls. {told}"
+        return verdict_about("collective mismatch", odd, f"{came} {told}", ranks, structural=True)
+    if parted := other_numbers(ranks):  # RAS counts what hosts have launched, which may be ahead of a slow network
+        odd, told = parted
         late = behind(ranks)
         if late and late[0] == odd and all(a.activity.cleanup in ("finally", "except") for a in ranks):
-            why += (
-                f" Rank {names(odd)} came to its cleanup early. An exception probably brought it there; it is shown "
-                f"only after the cleanup ends."
+            why = (
+                f"{came} {told} Rank {names(odd)} came to its cleanup early. An exception probably brought it there; "
+                f"it is shown only after the cleanup ends."
             )
             return verdict_about("cleanup deadlock", odd, why, ranks)
-        # RAS counts what hosts have launched, which may be ahead of a network that fails.
-        sure = RAS not in told
-        return verdict_about(
-            "collective mismatch", odd, why, ranks, structural=sure, confidence="high" if sure else "medium"
-        )
+        return verdict_about("collective mismatch", odd, f"{came} {told}", ranks, confidence="medium")
     drift = _drifted(ranks)
     if drift is not None:
         name, odd, values = drift
@@ -308,7 +307,7 @@ def cycle(culprits: list[Actor], waiters: list[Actor], sources: Mapping[str, str
     if left := _left_a_loop(culprits, sources):
         odd, told = left
         why = f"{why} {told}"
-    if parted := parting(culprits):
+    if parted := parting(culprits) or other_numbers(culprits):
         odd = parted[0] if len(parted[0]) < len(culprits) else odd
         why = f"{why} {parted[1]}"
     sure = "high" if len(odd) < len(culprits) else "medium"  # else all are blamed

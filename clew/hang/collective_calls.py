@@ -31,10 +31,10 @@ def parting(ranks: Sequence[Actor]) -> tuple[list[Actor], str] | None:
             if count < len(ranks):
                 odd = [a for a in ranks if said[a.pid] != common] if count > len(ranks) / 2 else list(ranks)
                 return odd, f"They parted at call {number} of group {group}: {_by_value(ranks, said)}."
-    return _other_numbers(ranks)
+    return None
 
 
-def _other_numbers(ranks: Sequence[Actor]) -> tuple[list[Actor], str] | None:
+def other_numbers(ranks: Sequence[Actor]) -> tuple[list[Actor], str] | None:
     """Return the ranks that have launched another number of collectives in a communicator of NCCL than most have."""
     unequal = _unequal(ranks)
     if len(unequal) != 1:

@@ -121,9 +121,8 @@ def _is_server(actor: Actor) -> bool:
     return bool(actor.process.listens) and actor.activity.kind in ("select", "network", "http")
 
 
-def _serves_in_thread(actor: Actor, sources: Mapping[str, str]) -> bool:
-    """Return whether a process only serves: its main thread waits for gRPC's server to end, or sleeps in an endless
-    loop beside a thread that serves."""
+def _only_serves(actor: Actor, sources: Mapping[str, str]) -> bool:
+    """Return whether the main thread only waits for gRPC's server to end, or sleeps beside a thread that serves."""
     main, stack = actor.threads[0], actor.process.main.frames if actor.process.main else ()
     if any(frame.name == "wait_for_termination" and "grpc" in frame.file for frame in stack):
         return not any(t.file and not installed(t.file) and not t.heartbeat for t in actor.threads[1:])
@@ -135,7 +134,7 @@ def _serves_in_thread(actor: Actor, sources: Mapping[str, str]) -> bool:
 def _unasked(live: list[Actor], sources: Mapping[str, str]) -> Verdict | None:
     """Judge servers that nobody is connected to: that their threads and children wait for work is no fault."""
     quiet = [a for a in live if a.process.listens and not a.process.peers and a.threads]
-    servers = [a for a in quiet if a.threads[0].idle_loop or _serves_in_thread(a, sources)]
+    servers = [a for a in quiet if a.threads[0].idle_loop or _only_serves(a, sources)]
     pids = {a.pid for a in servers}
     if not all(a in servers or (a.process.parent in pids and a.activity.kind in ("pipe", "queue")) for a in live):
         return None

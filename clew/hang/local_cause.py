@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 
 from clew.hang.activity import DISTRIBUTED, Activity
-from clew.hang.collective_calls import behind, parting
+from clew.hang.collective_calls import behind, other_numbers, parting
 from clew.hang.inside import installed
 from clew.hang.observed import Snapshot
 from clew.hang.progress import (
@@ -191,8 +191,7 @@ def _dead(sink: Sink) -> Verdict | None:
         return verdict_about("dead", dead, why, others, cause="dead", structural=True)
     said = ended_inside(sink.one) or next((text for a in sink.live if (text := ended_children(a))), "")
     if said and not sink.one.process.waits and sink.act.kind not in ("http", "network", "process"):
-        have = "have" if ", " in said else "has"
-        why = f"{said} {have} ended, so nothing can end this wait: {sink.one.says}."
+        why = f"What has ended: {said}. So nothing can end this wait: {sink.one.says}."
         return verdict_about("dead", sink.culprits, why, others, cause="dead", structural=True)
     return None
 
@@ -468,7 +467,7 @@ def device(sink: Sink) -> Verdict | None:
     if late and all(a.activity.kind == "device" and a.activity.site not in there for a in late):
         why = f"{late[0].says}, and the others wait for it in NCCL. {told}"
         return verdict_about("missing rank", late, why, ranks, cause="device", confidence="medium")
-    if parted := parting(inside):
+    if parted := parting(inside) or other_numbers(inside):
         why = f"The ranks wait for their GPUs, which wait for one another in NCCL. {parted[1]}"
         return verdict_about("collective mismatch", parted[0], why, ranks, cause="device", confidence="medium")
     why = f"{waiting[0].says}. Its kernels have not ended: one of them may never end, or take longer than was watched."

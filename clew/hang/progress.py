@@ -89,7 +89,8 @@ def _counters(look: Look, process: Process, sources: Mapping[str, str]) -> dict[
     the frame, the function and the variable. Several functions take it apart.
     """
     found: dict[str, int] = {}
-    own = busy(process) and own_code_only(process)
+    works = busy(process)
+    own = works and own_code_only(process)
     for thread in look.threads:
         around = ""
         for depth, frame in enumerate(reversed(thread.frames)):
@@ -98,21 +99,20 @@ def _counters(look: Look, process: Process, sources: Mapping[str, str]) -> dict[
             text = sources.get(frame.file, "")
             loop = source.outermost_loop(text, frame.line)
             skipped = polling_counters(text, frame.line) if text else set()
-            until = deadlines(text, frame.line) if text and busy(process) else set()
+            until = deadlines(text, frame.line) if text and works else set()
             # A counter that goes back and forth in a `while`, or in a `for` that calls nothing, shows no progress: it
             # is marked with ~. So is one in a function that such a loop calls, if there is nothing but Python to run.
             spins = isinstance(loop, ast.For) and not source.calls_of(loop)
             mark = around or ("~" if isinstance(loop, ast.While) or spins else "")
             around = mark if own else ""
             for name, value in frame.locals.items():
+                where = "main" if thread.os_id == process.pid else f"main{thread.at}" if thread.task else ""
+                where = where or str(thread.os_id)
                 if re.fullmatch(r"-?\d{1,15}", value) and not WAITING_NAMES.search(name) and not hidden(name, skipped):
-                    where = "main" if thread.os_id == process.pid else f"main{thread.at}" if thread.task else ""
-                    where = where or str(thread.os_id)
                     if name.startswith("len("):  # a new list in each round does not grow
                         where += f"@{frame.addresses.get(name[4:-1], 0):x}"
                     found[f"{where}{mark}:{depth}:{frame.name}.{name}"] = int(value)
                 elif name in until and re.fullmatch(r"\d{1,12}\.\d+", value):
-                    where = "main" if thread.os_id == process.pid else str(thread.os_id)
                     found[f"{where}:{depth}:{frame.name}.{DEADLINE} {name} (in ms)"] = round(1000 * float(value))
     return found
 
